@@ -308,7 +308,7 @@ class BootstrapNode:
 
     def _signed(self, found: Evaluation) -> Evaluation:
         """What our auditor has found, as we say it; the other nodes hear of it."""
-        said = evaluation.signed(self._identity, self.leader.due.of, found)
+        said = evaluation.signed(self._identity, self.leader.state.due.of, found)
         for link in self._links.to.values():
             link.post(encoding.encode(said))
         return said

@@ -23,11 +23,10 @@ from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, apart, shown
 from protocol.identity import short_peer
 from protocol.planning import memory
-from protocol.rounds import access, audits, comparing, evaluation, judging, part_lists, schedule, standing, validation
-from protocol.rounds.evaluation import Due
+from protocol.rounds import comparing, judging, part_lists, rules, run_state, validation
 from protocol.rounds.notes import Notes
 from protocol.rounds.part_lists import BadList, Lists, Parts
-from protocol.rounds.standing import Standing
+from protocol.rounds.run_state import RunState
 from protocol.rounds.validation import BadCommit
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
@@ -129,8 +128,7 @@ async def verify(
     outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta, empty=empty)
     outer.theta = dict(start.theta) if start else await asyncio.to_thread(_initial, manifest, empty)
     replayed = start.round if start else -1
-    plan: Plan | None = None
-    kept, medians, now, due = _Kept(payload), tuple[float, ...](), standing.of(manifest), evaluation.of(manifest)
+    kept, state = _Kept(payload), run_state.begin(manifest)
 
     def problem(round: int, shard: str | None, reason: str) -> None:
         done.problems.append(Problem(round, shard, reason))
@@ -145,17 +143,16 @@ async def verify(
         except BadCommit as error:
             problem(0 if done.head is None else done.head.round + 1, None, f"the commit {error}")
             break
-        for reason in wrong_in(commit, manifest, done.head, now, due):
-            problem(commit.round, None, reason)
-        trial, now, due = now.tried(commit), now.after(commit), due.after(commit)
+        for violation in rules.check(state, commit):
+            problem(commit.round, None, violation.reason)
+        before, state = state, state.apply(commit)
         done.contributions += len(commit.contributions)
-        before, last, done.head, plan = plan, done.head, commit, commit.plan
-        known, medians = medians, (*medians, *judging.medians([commit]))[-judging.REMEMBERED :]
+        done.head = commit
         if commit.round <= replayed:
             continue
         is_past = until is not None and commit.round > until
         kept.begin()
-        lists, reasons, unknown = await _lists(manifest, before, None if is_past else commit, kept.payload)
+        lists, reasons, unknown = await _lists(manifest, before.plan, None if is_past else commit, kept.payload)
         for reason in reasons:
             problem(commit.round, None, reason)
         for shard in unknown & outer.theta.keys():
@@ -183,21 +180,12 @@ async def verify(
             done.payload_bytes += sum(len(data) for _, data in items)
         if is_past:
             break
-        unjust = await _unjust(manifest, last, commit, known, trial, kept)
+        unjust = await _unjust(before, commit, kept)
         if unjust is not None:
             problem(commit.round, None, unjust)
     done.theta = dict(outer.theta)
     done.digests = {shard: await asyncio.to_thread(outer.digest, shard) for shard in outer.theta}
     return done
-
-
-def wrong_in(commit: Commit, manifest: Manifest, head: Commit | None, now: Standing, due: Due) -> Iterator[str]:
-    yield from validation.problems(manifest, None if head is None else head.plan, commit)
-    yield from schedule.problems(manifest, head, commit)
-    yield from access.intruders(now.access, commit)
-    yield from standing.problems(now, commit)
-    yield from evaluation.problems(due, commit)
-    yield from audits.problems(now.audits, commit)
 
 
 class _Kept:
@@ -235,19 +223,12 @@ class _Kept:
         return self._now[name]
 
 
-async def _unjust(
-    manifest: Manifest,
-    before: Commit | None,
-    commit: Commit,
-    medians: tuple[float, ...],
-    trial: frozenset[int],
-    kept: _Kept,
-) -> str | None:
+async def _unjust(before: RunState, commit: Commit, kept: _Kept) -> str | None:
     """Why the verdict of a commit is not the rule's; None if it is, or if that cannot be known, since something is missing or wrong that
-    is a problem of its own. `before`: the commit before it; `medians`: of the rounds up to that; `trial`: the
-    replicas that were judged and left out, and whose makers are on probation."""
+    is a problem of its own. `before`: the state before it."""
+    manifest, trial = before.manifest, before.standing.tried(commit)
     judged = len(commit.contributions) + sum(x.judged is not None for x in commit.left_out)
-    last = before.contributions if before is not None and judged >= LEAST_COMPARED else ()
+    last = before.last if judged >= LEAST_COMPARED else ()
     if not commit.contributions:
         return None
     try:
@@ -256,7 +237,7 @@ async def _unjust(
         def why() -> str | None:
             updates = {c.replica: judging.held(manifest, c, kept.read, kept.notes.known) for c in commit.contributions}
             earlier = tuple(judging.held(manifest, c, kept.read, kept.notes.known) for c in last)
-            return judging.why_unjust(manifest, commit, updates, judging.Before(medians, earlier), trial)
+            return judging.why_unjust(manifest, commit, updates, judging.Before(before.medians, earlier), trial)
 
         return await asyncio.to_thread(why)
     except (BadPayload, BadList, PayloadError, RemoteError, KeyError):

@@ -174,20 +174,6 @@ def why_not_decreed(manifest: Manifest, head: Commit | None, enacted: Enacted) -
     return None
 
 
-def intruders(access: Access, commit: Commit) -> Sequence[str]:
-    """What it is called to plan somebody who may not take part, or to let in whom no invitation does; as in protocol/rounds/validation.py.
-    `access`: before the commit. Who comes in is in no plan before the next."""
-    now = access.after(commit.decree)
-    planned = sorted(commit.plan.peers) if commit.plan is not None else ()
-    found = [f"plans {short_peer(p)}, and {why}" for p in planned if (why := now.why_not(p))]
-    for joined in commit.joined:
-        reason = now.why_not_join(joined)
-        if reason is not None:
-            found.append(f"lets in {short_peer(joined.peer)}, and {reason}")
-        now = now.after(None, (joined,))
-    return found
-
-
 def dated(commit: Commit, time: float) -> Commit:
     """`commit` as it is proposed at this time, in Unix seconds: without those whose invitation has expired while they waited."""
     there = tuple(joined for joined in commit.joined if time <= joined.invitation.expires)

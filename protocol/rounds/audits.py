@@ -159,17 +159,6 @@ def signed(who: Identity, of: str, said: Audit) -> Audit:
     return dataclasses.replace(said, peer=who.peer_id, signature=who.sign(audit_body(DOMAIN, of, said)))
 
 
-def problems(audits: Audits, commit: Commit) -> Iterator[str]:
-    """Everything in what `commit` says of audits that no honest leader writes. `audits`: before it."""
-    told: set[tuple[int, int, str]] = set()
-    for said in commit.audits:
-        key = said.round, said.replica, said.peer
-        why = f"is told by {short_peer(said.peer)} for the second time" if key in told else audits.why_not(said)
-        if why is not None:
-            yield f"has an audit that {why}"
-        told.add(key)
-
-
 def _examiners(key: str, others: Sequence[Contribution]) -> tuple[str, ...]:
     """EXAMINERS of those who made these, at most; each with a chance that is its part of the tokens."""
     left, found = sorted(others, key=lambda c: c.replica), list[str]()

@@ -11,7 +11,7 @@ What it cannot show is that a figure is true: so readers show the median of all 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol import identity
@@ -91,16 +91,6 @@ def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Due:
     for commit in commits:
         found = found.after(commit)
     return found
-
-
-def problems(due: Due, commit: Commit) -> Iterator[str]:
-    """Everything in what `commit` says of measurements that no honest leader writes. `due`: before it."""
-    told: set[str] = set()
-    for said in commit.evaluations:
-        why = f"is told by {short_peer(said.peer)} for the second time" if said.peer in told else due.why_not(said)
-        if why is not None:
-            yield f"has an evaluation that {why}"
-        told.add(said.peer)
 
 
 class Evaluations:

@@ -31,30 +31,24 @@ from protocol.planning import arrange, budget, partition
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import arranged
 from protocol.rounds import (
-    access,
-    audits,
     board,
-    capacity,
-    evaluation,
     grace,
     judging,
     newcomers,
     ranges,
+    rules,
     schedule,
     seats,
-    standing,
-    validation,
 )
-from protocol.rounds.evaluation import Due
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Phase
 from protocol.rounds.questions import Question
-from protocol.rounds.standing import Standing
+from protocol.rounds.run_state import RunState
 from protocol.rounds.unfair import Unfair
 from protocol.run.manifest import Manifest
 from protocol.wire.bounds import LEAST_COMPARED
 from protocol.wire.commit import Commit, Contribution, liars_borne
-from protocol.wire.plan import Plan, ReplicaSpec, Work
+from protocol.wire.plan import Plan, ReplicaSpec
 
 DAY = 86400.0
 """Seconds that the time of day in a commit may differ from a member's own."""
@@ -73,41 +67,42 @@ _FIGURES = re.compile(r"\d[\d.e+]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """What a node knows when it is asked to vote, as it was then.
+    """What a node knows when it is asked to vote, as it was then."""
 
-    `plan`: of the round, None where the log has none; `chains`: the same as its chains were repaired and its seats taken; `latest`: the
-    newest plan of the log. `complete`: what each replica
-    contributes of which all is here, by its number, and `since` how many seconds after the round began; `waited`: seconds since then. `ready`: by peer.
-    `digests`: of the shards that more than half of all witnesses' weight attests; `attested`: all that anybody attested, by shard. `wall`: the
-    time of day in Unix seconds. `medians`, `last`: what the log says of the rounds before, and the contributions of the last one
-    (protocol/rounds/judging.py). `living`: the members of the quorum that give signs of life; `present`: the operators that do. `settled`: whether this node has been
-    there for a lease or longer. `head`: the last commit of the log; `standing`: what it says of each peer, and `due`: what is
-    to be measured; None where that is not looked at."""
-
-    manifest: Manifest
-    plan: Plan | None
+    state: RunState
+    """The log, as this node has it."""
     chains: Plan | None
-    latest: Plan | None
+    """The plan of the open round with its repaired chains and its taken seats, None where the round has none."""
     wall: float
+    """The time of day, in Unix seconds."""
     settled: bool = False
+    """Whether this node has run for a lease or longer."""
     waited: float = 0.0
+    """Seconds since the round began."""
     complete: Mapping[int, Contribution] = field(default_factory=dict)
+    """Contributions of which all is here, by replica."""
     since: Mapping[int, float] = field(default_factory=dict)
+    """Seconds after the round's beginning at which each was complete."""
     ready: Mapping[str, Candidate] = field(default_factory=dict)
+    """Announced peers."""
     digests: Mapping[str, str] = field(default_factory=dict)
+    """Digests of shards that more than half of the witnesses' weight attests."""
     attested: Mapping[str, Set[str]] = field(default_factory=dict)
-    medians: tuple[float, ...] = ()
-    last: tuple[Contribution, ...] = ()
+    """All digests that anybody attests, by shard."""
     living: Set[str] = frozenset()
+    """Members of the quorum that give signs of life."""
     present: Set[str] = frozenset()
-    head: Commit | None = None
-    standing: Standing | None = None
-    due: Due | None = None
+    """Operators that give signs of life."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the run."""
+        return self.state.manifest
 
 
 def lie_in(sight: Sight, commit: Commit) -> Unfair | None:
-    """The first lie in `commit`, None where there is none. With `doubt_in`, the one place where members judge what a commit says."""
-    return next((Unfair(reason, True) for reason in _lies(sight, commit)), None)
+    """The first violation of a rule in `commit` (protocol/rounds/rules.py), None where there is none."""
+    return next((Unfair(found.reason, True) for found in rules.check(sight.state, commit)), None)
 
 
 def unjust_in(
@@ -118,10 +113,10 @@ def unjust_in(
     here = [sight.complete[x.replica] for x in commit.left_out if x.judged is not None and x.replica in sight.complete]
     out = [c for c in here if any(x.judged == judging.name_of(c) for x in commit.left_out)]
     updates = {c.replica: judging.held(sight.manifest, c, read, known) for c in (*commit.contributions, *out)}
-    trial = sight.standing.tried(commit) if sight.standing is not None else frozenset[int]()
+    trial = sight.state.standing.tried(commit)
     judged = len(commit.contributions) + sum(x.judged is not None for x in commit.left_out)
-    last = sight.last if judged >= LEAST_COMPARED or trial else ()
-    before = judging.Before(sight.medians, tuple(judging.held(sight.manifest, c, read, known) for c in last))
+    last = sight.state.last if judged >= LEAST_COMPARED or trial else ()
+    before = judging.Before(sight.state.medians, tuple(judging.held(sight.manifest, c, read, known) for c in last))
     why = judging.why_unjust(sight.manifest, commit, updates, before, trial)
     return None if why is None else Unfair(f"is unjust: {why}", True)
 
@@ -132,89 +127,16 @@ def doubt_in(sight: Sight, commit: Commit) -> Unfair | None:
     return next((Unfair(reason, False) for reason in _doubts(sight, commit)), None) if sight.settled else None
 
 
-# --- what nobody honest writes
-
-
-def _lies(sight: Sight, commit: Commit) -> Iterator[str]:
-    if not capacity.can_be_read(commit):
-        yield "is so long that nobody could read its record"
-    yield from validation.problems(sight.manifest, sight.plan, commit)
-    yield from schedule.problems(sight.manifest, sight.head, commit)
-    unlawful = access.why_unlawful(sight.manifest, sight.head, commit)
-    if unlawful is not None:
-        yield unlawful
-    if sight.standing is not None:
-        yield from access.intruders(sight.standing.access, commit)
-        yield from standing.problems(sight.standing, commit)
-        yield from audits.problems(sight.standing.audits, commit)
-    if sight.due is not None:
-        yield from evaluation.problems(sight.due, commit)
-    is_last = schedule.is_over(sight.manifest, commit)
-    if commit.plan is None:
-        says_nothing = not (commit.contributions or commit.decree or commit.joined)
-        if says_nothing and not is_last:
-            yield "says nothing: no work, no plan, and nobody who may take part now or no more"
-        return
-    if is_last:
-        yield "plans a round after the last one"
-    yield from _names(commit.plan)
-    yield from _text(sight.manifest, sight.latest, commit.plan)
-
-
-def _names(plan: Plan) -> Iterator[str]:
-    """Nobody has two parts at once."""
-    for replicas in (plan.replicas, plan.forming):
-        peers = [peer for replica in replicas for peer in replica.peers]
-        if len(set(peers)) < len(peers):
-            yield "plans a peer twice"
-    if set(plan.spares).intersection(p for replica in plan.replicas for p in replica.peers):
-        yield "plans a spare"
-    for replica in (*plan.replicas, *plan.forming):
-        if not replica.stages or any(stage.last <= stage.first for stage in replica.stages):
-            yield f"plans replica {replica.number} with a stage without blocks"
-
-
-def _text(manifest: Manifest, latest: Plan | None, plan: Plan) -> Iterator[str]:
-    """Numbers and slots of text are given once."""
-    first, number = (latest.next_slot, latest.next_number) if latest is not None else (0, 0)
-    known = {r.number: r for r in latest.replicas} if latest is not None else {}
-    seats = {seat.number for seat in latest.seats} if latest is not None else set()
-    works: list[Work] = [seat.work for seat in plan.seats]
-    for replica in plan.replicas:
-        before = known.get(replica.number)
-        if replica.number < number and before is None and replica.number not in seats:
-            yield f"plans replica {replica.number}, which was another one"
-        if before is None or replica.work != before.following:
-            works.append(replica.work)
-        if replica.following is not None:
-            works.append(replica.following)
-    at = first
-    for start, length in sorted((work.slot, _slots(manifest, work)) for work in works):
-        if start < at:
-            yield "gives out text that was given already"
-            return
-        at = start + length
-    most = manifest.train.inner_steps * manifest.train.micro_batches * manifest.train.rows
-    if not at <= plan.next_slot <= first + most * 2 * (plan.count + len(plan.seats)):
-        yield "skips text"
-    if plan.next_number > number + plan.count + len(plan.seats):
-        yield "skips numbers of replicas"
-
-
-def _slots(manifest: Manifest, work: Work) -> int:
-    return work.steps * work.micro_batches * manifest.train.rows
-
-
 # --- what this node has seen otherwise
 
 
 def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
     if abs(commit.time - sight.wall) > DAY:
         yield "has a time that is more than a day from this node's"
-    yield from board.doubts(sight.manifest, sight.head, commit, sight.living, sight.present)
+    yield from board.doubts(sight.manifest, sight.state.head, commit, sight.living, sight.present)
     lease = sight.manifest.timing.gone_after
     only_guests = commit.joined and not (commit.contributions or commit.plan or commit.decree)
-    if only_guests and sight.latest is not None and sight.waited < lease / 2:
+    if only_guests and sight.state.latest is not None and sight.waited < lease / 2:
         yield "ends a round for newcomers alone, before anybody could bring work"
     yield from _left_out(sight, commit)
     for contribution in commit.contributions:
@@ -244,7 +166,7 @@ def _left_out(sight: Sight, commit: Commit) -> Iterator[str]:
             yield f"judges other work of replica {number} than was offered here"
     taken = {c.replica for c in commit.contributions}
     offered = [(at, sight.complete[n].tokens) for n, at in sight.since.items() if n in sight.complete and n in taken]
-    new = newcomers.are_new(sight.standing, sight.plan) if sight.standing is not None else frozenset[int]()
+    new = newcomers.are_new(sight.state.standing, sight.state.plan)
     for number in sorted(named & sight.complete.keys()):
         spec = sight.chains.find(number) if sight.chains is not None else None
         if sight.waited - sight.since.get(number, sight.waited) >= lease:
@@ -270,7 +192,7 @@ def _worth(sight: Sight, commit: Commit, plan: Plan) -> Iterator[str]:
         return  # it has not heard of all: it cannot tell
     share = _range_share(sight, commit)
     limited = share < 1  # then strangers may be spares, of whom another node sees a range
-    idle = {peer for peer in plan.spares if limited and not (sight.standing and sight.standing.is_exempt(peer))}
+    idle = {peer for peer in plan.spares if limited and not sight.state.standing.is_exempt(peer)}
     there = tuple(sight.ready[peer] for peer in sorted(plan.peers - idle))
     if not plan.spares and sight.chains is not None and _alike(plan.replicas, sight.chains.replicas):
         return  # nothing changes, and everybody trains
@@ -278,7 +200,7 @@ def _worth(sight: Sight, commit: Commit, plan: Plan) -> Iterator[str]:
         manifest=sight.manifest,
         candidates=there,
         round=plan.round,
-        previous=sight.chains or sight.latest,
+        previous=sight.chains or sight.state.latest,
         contributions=commit.contributions,
         left_out=commit.left_out,
         attested=None,
@@ -320,17 +242,15 @@ def sight_of(
     present: Set[str] = frozenset(),
 ) -> Sight:
     """What the node whose machine this is knows now; nothing of it changes later. `settled`: whether it has run for a lease."""
-    verdicts, waited, latest = leader.seen(now)
+    verdicts, waited = leader.seen(now)
     known = leader.attestations.of(leader.round - 1)
     attested: dict[str, set[str]] = {}
     for digests in known.values():
         for shard, digest in digests.items():
             attested.setdefault(shard, set()).add(digest)
     return Sight(
-        manifest=leader.manifest,
-        plan=leader.plan,
+        state=leader.state,
         chains=leader.roster.plan,
-        latest=latest,
         wall=wall,
         settled=settled,
         waited=waited,
@@ -339,13 +259,8 @@ def sight_of(
         ready={c.peer: c for c in leader.marked(leader.ready.values())},
         digests=leader.attestations.sure(leader.round - 1),
         attested=attested,
-        medians=leader.medians,
-        last=() if leader.head is None else leader.head.contributions,
         living=living,
         present=present,
-        head=leader.head,
-        standing=leader.standing,
-        due=leader.due,
     )
 
 
@@ -354,7 +269,7 @@ def is_due(leader: Leader, now: float) -> bool:
     manifest = leader.manifest
     if leader.phase not in (Phase.GATHERING, Phase.OPEN):
         return False
-    verdicts, waited, _ = leader.seen(now)
+    verdicts, waited = leader.seen(now)
     if not leader.has_begun:
         if leader.phase is Phase.OPEN and waited < manifest.timing.gone_after:
             return False

@@ -76,7 +76,7 @@ Long because all events of a round meet here; what of it is a rule has a module 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
@@ -91,11 +91,11 @@ from protocol.rounds import (
     presence,
     promises,
     ranges,
+    run_state,
     schedule,
     scoring,
     seats,
     settling,
-    standing,
 )
 from protocol.rounds.access import Access
 from protocol.rounds.attestations import Attestations
@@ -136,6 +136,7 @@ from protocol.rounds.promises import Promises
 from protocol.rounds.quarrels import LIES, Quarrels
 from protocol.rounds.questions import Question
 from protocol.rounds.settling import Docket, Said
+from protocol.rounds.standing import Standing
 from protocol.rounds.table import Position
 from protocol.rounds.verdicts import Seen, Verdicts
 from protocol.rounds.witnesses import Witnesses
@@ -167,22 +168,20 @@ class Leader:
         oust: Enacted | None = None,
     ) -> None:
         self.manifest = manifest
-        self.head: Commit | None = commits[-1] if commits else None
+        self.witnesses = Witnesses()
+        self.state = run_state.fold(manifest, self.witnesses.counting(commits))
         self.position = Position(TABLE, self._between())
         self.ready: dict[str, Candidate] = {}
-        self.witnesses, self.due = Witnesses(), evaluation.of(manifest)
         self.attestations = Attestations(self.witnesses.weights)
         self.promises = Promises()
         self.newcomers = Newcomers()
         self.quarrels = Quarrels()
-        self.standing = standing.of(manifest, self._noted(commits))
         self.newcomers.begin(self.standing, self.plan)
         self.petitions = access.Petitions(oust)
         self._evaluations = evaluation.Evaluations()
         self._scores = scoring.Scores()
         self._audits = audits.Heard()
         self.guests = access.Guests()
-        self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
         self.roster = ChainRoster(self.plan)
         self.offers = Offers(held)
         self._absent: frozenset[str] = frozenset()
@@ -190,16 +189,9 @@ class Leader:
         self._living: frozenset[str] | None = None
         self._verdicts = Verdicts()
         self._asked: tuple[Question, Commit] | None = None
-        self._docket = Docket(manifest, commits)
+        self._docket = Docket(self.standing)
         self._final: presence.Final | None = None
         self._leads, self._began = False, now
-
-    def _noted(self, commits: Iterable[Commit]) -> Iterator[Commit]:
-        """The log so far, read once: it may be long, and on disk."""
-        for commit in commits:
-            self.witnesses.add(commit)
-            self.due = self.due.after(commit)
-            yield commit
 
     def begin_again(self, commits: Sequence[Commit], held: Sequence[str], now: float, oust: Enacted | None) -> None:
         """Rounds were undone: everything follows from the log once more. Who is ready has to be told again."""
@@ -211,29 +203,34 @@ class Leader:
         return self.position.phase
 
     @property
+    def head(self) -> Commit | None:
+        """The newest commit."""
+        return self.state.head
+
+    @property
     def round(self) -> int:
         """The round that is open, or 0 while the first plan is being made."""
-        return 0 if self.head is None else self.head.round + 1
+        return self.state.round
 
     @property
     def plan(self) -> Plan | None:
         """The open round's plan."""
-        return None if self.head is None else self.head.plan
+        return self.state.plan
 
     @property
     def has_begun(self) -> bool:
         """Whether there was a plan. Before, `start_peers` are waited for."""
-        return self._last_plan is not None
+        return self.state.latest is not None
+
+    @property
+    def standing(self) -> Standing:
+        """What the log says of each peer."""
+        return self.state.standing
 
     @property
     def access(self) -> Access:
         """Who may take part."""
         return self.standing.access
-
-    @property
-    def medians(self) -> tuple[float, ...]:
-        """Of the norms of the last rounds (protocol/rounds/judging.py)."""
-        return self._docket.medians
 
     def _between(self) -> Phase:
         """The phase that the log alone says: nothing is proposed."""
@@ -303,7 +300,7 @@ class Leader:
                 self.roster.follows(peer, reconfig)
             case Evaluation() as said:
                 if said.peer == peer:
-                    self._evaluations.hear(self.due, said)
+                    self._evaluations.hear(self.state.due, said)
             case Score() as score:
                 if score.peer == peer:
                     self._scores.hear(self.standing.scoring, score)
@@ -436,12 +433,11 @@ class Leader:
 
     def _begin(self, commit: Commit, now: float) -> list[Effect]:
         """The round of `commit` is decided, the next one begins."""
-        before = self.roster.plan or self._last_plan
+        before = self.roster.plan or self.state.latest
         rest = self.promises.settle(commit, self._broken(commit))
         self.newcomers.settle(self._brought(commit))
-        self._docket.begin(commit)
-        self.head = commit
-        self._last_plan = commit.plan or self._last_plan
+        self._docket.begin()
+        self.state = self.state.apply(commit)
         self.offers.begin()
         self._verdicts = Verdicts()
         away, self.roster = self.roster.away, ChainRoster(commit.plan)
@@ -449,11 +445,9 @@ class Leader:
         self._began = now
         self.attestations.forget(commit.round - 1)
         self.quarrels.begin(commit.round + 1)
-        self.standing = self.standing.after(commit)
         self.newcomers.begin(self.standing, commit.plan)
         rest |= self.standing.fallen()
-        self.due = self.due.after(commit)
-        self._evaluations.forget(self.due)
+        self._evaluations.forget(self.state.due)
         self._scores.forget(self.standing.scoring)
         self._audits.forget(self.standing.audits)
         self.witnesses.add(commit)
@@ -481,7 +475,9 @@ class Leader:
     def candidates(self, decree: Enacted | None = None) -> list[Candidate]:
         """Who may be planned, as this node sees it; `decree`: after it."""
         then = self.access.after(decree)
-        there = promises.candidates(self.ready, self.roster.away, self.attestations.newest, self._last_plan, self.round)
+        there = promises.candidates(
+            self.ready, self.roster.away, self.attestations.newest, self.state.latest, self.round
+        )
         return [c for c in self.marked(there) if then.why_not(c.peer) is None]
 
     def marked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -521,7 +517,7 @@ class Leader:
                 return []
         assert self.head is not None
         said = Said(verdicts.contributions(), verdicts.left_out(waited), diverged)
-        case = self._docket.close(self.standing, self.head, verdicts, said)
+        case = self._docket.close(self.state, self.head, verdicts, said)
         return self.position.step(None, Phase.JUDGING, [Judge(case)]) if case else self._settle(now, None)
 
     def _settle(self, now: float, event: type | None) -> list[Effect]:
@@ -534,10 +530,10 @@ class Leader:
             self.position.step(event, Phase.OPEN)
         return effects
 
-    def seen(self, now: float) -> tuple[Verdicts, float, Plan | None]:
-        """As this node sees it: what has become of each replica, the seconds since the round began, and the newest plan of the log."""
+    def seen(self, now: float) -> tuple[Verdicts, float]:
+        """As this node sees it: what has become of each replica, and the seconds since the round began."""
         self._look(now)
-        return self._verdicts, now - self._began, self._last_plan
+        return self._verdicts, now - self._began
 
     def _look(self, now: float) -> tuple[list[Diverged], bool]:
         """Judges the replicas to which something happened. Who diverged, and whether any verdict is new."""
@@ -559,7 +555,7 @@ class Leader:
         commit = said.commit(self.manifest, self.head, self.roster.plan, self.attestations, now)
         decree, joined = self._changes(now)
         count = access.decrees_after(self.head) + (decree is not None)
-        told, scores = self._evaluations.next(self.due), self._scores.next(self.standing.scoring)
+        told, scores = self._evaluations.next(self.state.due), self._scores.next(self.standing.scoring)
         commit = dataclasses.replace(commit, decree=decree, decrees=count, joined=joined, evaluations=told)
         found = self._audits.next(self.standing.audits)
         lasts, out = schedule.after(self.head, decree), ousting.out_after(self.head, decree)
@@ -578,7 +574,7 @@ class Leader:
         fallen = tuple(c for c in candidates if self.standing.rests(c.peer))
         able = [c for c in candidates if c not in fallen]
         there, resting = self.promises.apart(able, self.round + 1, self._broken(commit))
-        before = self.roster.plan or self._last_plan
+        before = self.roster.plan or self.state.latest
         question = settling.question(self.manifest, commit, there, resting, fallen, before, self.attestations)
         said = self._asked and (self._asked[0], self._asked[1].decree, self._asked[1].joined)
         if said == (question, commit.decree, commit.joined):
@@ -601,7 +597,7 @@ class Leader:
     def _close(self, now: float) -> list[Effect]:
         """After the last round: the members get time to attest the final state."""
         assert self.head is not None
-        self._final = self._final or presence.Final(self._last_plan, self.manifest.timing)
+        self._final = self._final or presence.Final(self.state.latest, self.manifest.timing)
         settled = {**dict.fromkeys(self._left), **self.attestations.of(self.head.round)}
         waits = self._final.waits(settled, self.ready, now - self._began)
         return [] if waits else self.position.step(None, Phase.OVER, [Done(self.head.round)])

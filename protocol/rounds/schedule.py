@@ -5,13 +5,10 @@ from that one on carries what they decreed. So whoever knows one commit knows it
 
 A round counts when it brings work. A round whose commit has no contribution is *idle*: it decrees something before a peer is there, lets a
 peer in, or all of its replicas failed. The state is as it was, so an idle round takes no part of the learning rate's schedule, and the
-run has one round more for it. Every commit carries how many idle rounds there were; voters and `log verify` check that (`problems`). Round 0,
-which only plans, is not one of them.
+run has one round more for it. Every commit carries how many idle rounds there were (protocol/rounds/rules.py). Round 0, which only plans, is not one of them.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
@@ -50,13 +47,6 @@ def idle_after(manifest: Manifest, head: Commit | None, *, has_work: bool) -> in
     if head is None:
         return 0
     return head.idle + (not has_work and not is_over(manifest, head))
-
-
-def problems(manifest: Manifest, head: Commit | None, commit: Commit) -> Iterator[str]:
-    """What is wrong with the count of idle rounds in `commit`, which comes after `head`; as in protocol/rounds/validation.py."""
-    right = idle_after(manifest, head, has_work=bool(commit.contributions))
-    if commit.idle != right:
-        yield f"counts {commit.idle} rounds without work where there were {right}"
 
 
 def steps_before(manifest: Manifest, round: int, idle: int) -> int:

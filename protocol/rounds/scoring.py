@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -237,17 +237,6 @@ def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Scoring:
 def signed(who: Identity, of: str, said: Score) -> Score:
     """The same, as `who` says it. `of`: as in Turn."""
     return dataclasses.replace(said, peer=who.peer_id, signature=who.sign(score_body(DOMAIN, of, said)))
-
-
-def problems(scoring: Scoring, commit: Commit) -> Iterator[str]:
-    """Everything in what `commit` says of scores that no honest leader writes. `scoring`: before it."""
-    told: set[tuple[str, int]] = set()
-    for said in commit.scores:
-        twice = (said.peer, said.round) in told
-        why = f"is told by {short_peer(said.peer)} for the second time" if twice else scoring.why_not(said)
-        if why is not None:
-            yield f"has a score that {why}"
-        told.add((said.peer, said.round))
 
 
 class Scores:

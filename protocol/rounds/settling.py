@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
-from protocol.rounds import capacity, judging, schedule, standing
+from protocol.rounds import capacity, judging, schedule
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.judging import Case, Judged
 from protocol.rounds.questions import Question
+from protocol.rounds.run_state import RunState
 from protocol.rounds.standing import Standing
 from protocol.rounds.verdicts import Verdicts
 from protocol.run.manifest import Manifest
@@ -51,32 +52,30 @@ class Said:
 
 
 class Docket:
-    """What is to be judged in the open round, and what was. `commits`: the log so far; `medians`: what it says of its last rounds."""
+    """What is to be judged in the open round, and what was. `standing`: before the round."""
 
-    def __init__(self, manifest: Manifest, commits: Sequence[Commit]) -> None:
-        self._manifest = manifest
-        self.medians = judging.medians(commits)
+    def __init__(self, standing: Standing) -> None:
         self._said = Said()
-        self._standing = standing.of(manifest)
+        self._standing = standing
         self._case: Case | None = None
         self._answered: tuple[Case, Sequence[Judged]] | None = None
 
-    def begin(self, commit: Commit) -> None:
-        """The round of `commit` is decided."""
-        self.medians = (*self.medians, *judging.medians([commit]))[-judging.REMEMBERED :]
+    def begin(self) -> None:
+        """The next round is open."""
         self._said, self._case, self._answered = Said(), None, None
 
-    def close(self, standing: Standing, head: Commit, verdicts: Verdicts, said: Said) -> Case | None:
-        """Nobody is waited for any more. What has to be judged before there is a commit. `standing`: after `head`; `said`: before it is."""
+    def close(self, state: RunState, head: Commit, verdicts: Verdicts, said: Said) -> Case | None:
+        """Nobody is waited for any more. What has to be judged before there is a commit. `state`: after `head`; `said`: before it is."""
+        standing = state.standing
         self._said, self._standing = said, standing
         new = (c.replica for c in said.contributions if standing.is_on_probation(c.replica, c.peers))
         self._case = Case(
-            manifest=self._manifest,
+            manifest=state.manifest,
             round=head.round + 1,
             parent=head.digest,
             contributions=tuple(verdicts.in_turn()),
             last=head.contributions,
-            medians=self.medians,
+            medians=state.medians,
             trial=frozenset(new),
         )
         known = self._answered is not None and self._answered[0] == self._case

@@ -31,15 +31,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, audits, chain_repair, schedule, scoring
+from protocol.rounds import access, audits, chain_repair, schedule
 from protocol.rounds.access import Access
 from protocol.rounds.audits import Audits
 from protocol.rounds.scoring import Scoring
 from protocol.run.manifest import Manifest
 from protocol.wire.bounds import LEAST_COMPARED
-from protocol.wire.commit import Commit, Contribution, LeftOut
+from protocol.wire.commit import Commit, Contribution
 from protocol.wire.decree import ADMIT, Limits
 from protocol.wire.plan import Plan, ReplicaSpec
 
@@ -217,19 +216,10 @@ class Standing:
 
     # --- what comes next
 
-    def after(self, commit: Commit) -> Standing:
-        """With the next commit of the log."""
-        return self._after(commit, dict(self.known))
-
-    def after_all(self, commits: Iterable[Commit]) -> Standing:
-        """With the next commits of the log."""
-        found, known = self, dict(self.known)
-        for commit in commits:
-            found = found._after(commit, known)
-        return found
-
-    def _after(self, commit: Commit, known: dict[str, Known]) -> Standing:
-        """The same; `known` becomes the new one's."""
+    def after(self, commit: Commit, known: dict[str, Known] | None = None) -> Standing:
+        """With the next commit of the log. `known`: a mapping equal to `self.known`, which is changed in place and becomes the new one's, so that
+        a long log is folded without copies; None: a copy is made."""
+        known = dict(self.known) if known is None else known
 
         def put(peer: str, now: Known) -> None:
             known.pop(peer, None)
@@ -265,6 +255,13 @@ class Standing:
             known=known,
         )
 
+    def after_all(self, commits: Iterable[Commit]) -> Standing:
+        """With the next commits of the log."""
+        found, known = self, dict(self.known)
+        for commit in commits:
+            found = found.after(commit, known)
+        return found
+
     def _served(self, commit: Commit) -> Iterator[str]:
         """Who has served this round."""
         yield from (share.peer for share in commit.shares)
@@ -288,40 +285,3 @@ def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Standing:
         manifest, schedule.limits(manifest, None), access.of(manifest), Scoring(manifest), audits.of(manifest)
     )
     return found.after_all(commits)
-
-
-def problems(standing: Standing, commit: Commit) -> Iterator[str]:
-    """Everything in `commit` that no honest leader writes and that the log alone shows. `standing`: before it."""
-    for contribution in commit.contributions:
-        if standing.is_on_probation(contribution.replica, contribution.peers):
-            yield f"counts replica {contribution.replica}, which is on probation"
-        if standing.is_seat(contribution.replica) and any(standing.rests(peer) for peer in contribution.peers):
-            yield f"gives replica {contribution.replica} to one for whom the log says no place"
-    for contribution, weight in zip(commit.contributions, standing.weigh(commit.contributions), strict=True):
-        if contribution.standing != weight:
-            said = f"counts with {contribution.standing:.6g} of its weight"
-            yield f"replica {contribution.replica} {said}, by what the log says of its makers with {weight:.6g}"
-    named = [share.peer for share in commit.shares]
-    for left in commit.left_out:
-        yield from _left_out(standing, left)
-        named += left.peers
-    if any(left.peers for left in commit.left_out) and len(set(named)) < len(named):
-        yield "names a peer twice"
-    yield from _resting(standing, commit.plan)
-    yield from scoring.problems(standing.scoring, commit)
-
-
-def _left_out(standing: Standing, left: LeftOut) -> Iterator[str]:
-    name = f"replica {left.replica}"
-    if left.peers and (left.judged is None or standing.spec_of(left.replica, left.peers) is None):
-        yield f"{name} is said to be of others than its plan and its spares, or was not judged"
-    if left.probation and not standing.is_on_probation(left.replica, left.peers):
-        yield f"leaves out {name} for a probation that is over"
-
-
-def _resting(standing: Standing, plan: Plan | None) -> Iterator[str]:
-    """Those who rest are planned only where the others make not even one replica."""
-    replicas = (*plan.replicas, *plan.forming) if plan is not None else ()
-    resting = {peer for peer in (plan.peers if plan is not None else ()) if standing.rests(peer)}
-    if resting and any(resting.isdisjoint(replica.peers) for replica in replicas):
-        yield f"plans {', '.join(sorted(short_peer(peer) for peer in resting))}, for whom the log says no place"

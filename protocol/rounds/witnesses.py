@@ -9,7 +9,7 @@ follows the log for its operator (peer/node/audit.py), believes it before all ot
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan
@@ -28,6 +28,12 @@ class Witnesses:
         self._plan: Plan | None = None
         for commit in commits:
             self.add(commit)
+
+    def counting(self, commits: Iterable[Commit]) -> Iterator[Commit]:
+        """The same commits, each added as it is read: a log may be long, and on disk."""
+        for commit in commits:
+            self.add(commit)
+            yield commit
 
     def add(self, commit: Commit) -> None:
         """The next commit of the log."""

@@ -42,7 +42,7 @@ from protocol.codec.settings import Codec
 from protocol.codec.sparse import PayloadError
 from protocol.errors import PotluckError, RemoteError, UsageError
 from protocol.identity import Identity
-from protocol.rounds import handover, part_lists, validation
+from protocol.rounds import handover, part_lists, rules, run_state, validation
 from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.run.manifest import TrainSpec
@@ -164,8 +164,10 @@ def from_node(raw: bytes) -> object:
             weights = [weight for weight, _, _ in found.commit.payloads(shard, lists)]
             check(all(0 < w <= 1 for w in weights), "a weight is not in (0, 1]")
         for plan in (None, example(Plan)):
-            for text in validation.problems(MANIFEST, plan, found.commit):
-                check("\n" not in text, "a problem of several lines")
+            begun = run_state.begin(MANIFEST)
+            state = dataclasses.replace(begun, standing=dataclasses.replace(begun.standing, plan=plan), latest=plan)
+            for violation in rules.check(state, found.commit):
+                check("\n" not in violation.reason, "a violation of several lines")
     return type(found)
 
 

@@ -15,7 +15,7 @@ from peer.net.blobs import BlobServer, BlobStore
 from peer.net.memory import MemoryNetwork
 from protocol.codec import blob_hash, sparse
 from protocol.planning import memory
-from protocol.rounds import part_lists, standing
+from protocol.rounds import part_lists, rules, run_state
 from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec
 from protocol.wire import encoding, endpoints
@@ -57,11 +57,11 @@ def is_the_logs(ground: Swarm) -> None:
     believes_the_log(ground, ground.archive.commits)
     for peer in ground.peers.values():
         never_doubted(peer)
-    now, head = standing.of(ground.manifest), ground.leader.round
+    now, head = run_state.begin(ground.manifest), ground.leader.round
     for commit in ground.archive.commits[:head]:
-        assert list(standing.problems(now, commit)) == []
-        now = now.after(commit)
-    assert now == ground.leader.standing
+        assert list(rules.check(now, commit)) == []
+        now = now.apply(commit)
+    assert now.standing == ground.leader.standing
 
 
 def test_a_newcomers_work_has_no_weight_for_its_rounds_and_then_counts(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from peer.events import Emitter, Event
 from peer.log.replay import replay
 from peer.node.open_run import KEY
 from protocol.identity import Identity
-from protocol.rounds import validation
+from protocol.rounds import rules, run_state
 from protocol.run.manifest import TimingSpec
 from protocol.wire import encoding
 from protocol.wire.commit import voted_twice
@@ -143,11 +143,10 @@ def test_one_lying_node_of_four_can_neither_fork_nor_have_an_unfair_commit_decid
             longest = max(logs, key=len)
             for log in logs:
                 assert [c.digest for c in log] == [c.digest for c in longest[: len(log)]]
-            before = None
+            state = run_state.begin(ground.manifest)
             for commit in longest:
-                plan = before.plan if before is not None else None
-                assert list(validation.problems(ground.manifest, plan, commit)) == []
-                before = commit
+                assert list(rules.check(state, commit)) == []
+                state = state.apply(commit)
             machine = ground.machines[ground.liar]
             assert isinstance(machine, LyingNode)
             assert machine.told.total() > 0

@@ -33,9 +33,8 @@ from peer.state import giving, storage, taking
 from peer.state.outer_optimizer import Outer
 from protocol.codec import blob_hash, sparse
 from protocol.codec.settings import Codec
-from protocol.rounds import handover as rules
-from protocol.rounds import part_lists, standing, validation
-from protocol.rounds.standing import Standing
+from protocol.rounds import handover, part_lists, rules, run_state
+from protocol.rounds.run_state import RunState
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
@@ -88,7 +87,7 @@ class Ledger:
     """The vote on each node's disk."""
     moves: dict[tuple[str, str], list[Move]] = field(default_factory=dict)
     """By peer and shard, in order."""
-    _standing: Standing | None = None
+    _state: RunState | None = None
     _handovers: dict[tuple[str, int], Handover] = field(default_factory=dict)
     _notes: dict[str, dict[str, str]] = field(default_factory=dict)
     _on_disk: dict[str, int] = field(default_factory=dict)
@@ -253,16 +252,14 @@ class Ledger:
         parent = before.digest if before else self.manifest.run_id
         if commit.round != len(self.log) or commit.parent != parent:
             raise Violation("P2", f"{who[-8:]} writes a commit of round {commit.round} that does not follow")
-        for problem in validation.problems(self.manifest, before.plan if before else None, commit):
-            raise Violation("P2", f"{who[-8:]} writes a commit of round {commit.round} that {problem}")
-        known = self._standing or standing.of(self.manifest)
-        for problem in standing.problems(known, commit):
+        state = self._state or run_state.begin(self.manifest)
+        for problem in rules.check(state, commit):
             raise Violation("P2", f"{who[-8:]} writes a commit of round {commit.round} that {problem}")
         reason = part_lists.why_refused(self.manifest, before and before.plan, commit, self.lists(commit))
         if reason is not None:
             raise Violation("P2", f"{who[-8:]} writes a commit of round {commit.round} with a wrong list: {reason}")
         self._count(found.ballot, commit, before)
-        self._standing = known.after(commit)
+        self._state = state.apply(commit)
         self.log.append(commit)
 
     def applied(self, who: str, commit: Commit) -> None:
@@ -352,7 +349,7 @@ class Ledger:
                     self._change(left, shapes, codec, part.digest, -1)
             for move in moves:
                 if move.round == round:
-                    codec = rules.codec(self.manifest, move.handover.topk)
+                    codec = handover.codec(self.manifest, move.handover.topk)
                     self._change(left, shapes, codec, move.handover.blob, move.sign)
         return left
 

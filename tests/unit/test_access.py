@@ -14,7 +14,7 @@ from peer.events import Event
 from peer.ui import monitor
 from peer.ui.lines import describe
 from protocol.errors import RemoteError
-from protocol.rounds import access, capacity, fairness, schedule, validation
+from protocol.rounds import access, capacity, fairness, run_state, schedule, validation
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Gone, Petition, Phase, Propose
 from protocol.run.manifest import AdmissionSpec, Manifest
@@ -24,6 +24,7 @@ from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, SET, D
 from protocol.wire.schema import packed
 from protocol.wire.sealed import seal
 from tests import tiny
+from tests.rules import of_access
 from tests.unit import test_leader as leading
 
 KEYS = tiny.OPERATORS[:3]
@@ -294,7 +295,9 @@ def test_voters_and_auditors_refuse_a_plan_of_somebody_banned() -> None:
     bare = dataclasses.replace(proposal.commit, decree=None)
     assert fairness.lie_in(sight, bare) is not None, "counts a decree that is not there"
     before = access.of(driver.manifest)
-    assert access.intruders(before, dataclasses.replace(proposal.commit, plan=kept)) == ["plans b, and it is banned"]
+    assert of_access(driver.manifest, before, dataclasses.replace(proposal.commit, plan=kept)) == [
+        "plans b, and it is banned"
+    ]
 
 
 # --- how long the run is
@@ -417,7 +420,11 @@ def test_nobody_plans_beyond_what_was_decreed() -> None:
         decreed = Schedule(rounds=rounds, total_steps=10**6)
         head = dataclasses.replace(commit, round=commit.round - 1, schedule=decreed)
         plan = driver.commits[0].plan
-        sight = fairness.Sight(manifest=driver.manifest, plan=plan, chains=plan, latest=plan, wall=0.0, head=head)
+        begun = run_state.begin(driver.manifest)
+        state = dataclasses.replace(
+            begun, head=head, latest=plan, standing=dataclasses.replace(begun.standing, plan=plan)
+        )
+        sight = fairness.Sight(state=state, chains=plan, wall=0.0)
         told = dataclasses.replace(commit, schedule=decreed)
         found = fairness.lie_in(sight, told)
         assert found is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocol.planning import memory
-from protocol.rounds import chain_repair, validation
+from protocol.rounds import chain_repair
 from protocol.rounds.leader_events import Gone, Lead, Ready, Received, Send
 from protocol.rounds.member_events import (
     Applied,
@@ -32,6 +32,7 @@ from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from protocol.wire.session import ChainFailure, ChainReconfig, Withdraw
 from tests import tiny
+from tests.rules import of_work
 from tests.unit import test_leader as leading
 from tests.unit.test_member import Driver as MemberDriver
 from tests.unit.test_member import log, offer
@@ -105,7 +106,7 @@ def test_a_ready_spare_takes_the_place_and_the_next_plan_keeps_it(position: int)
     effects = driver.offered_by(found, *expected)
     commit = driver.decide(effects)
     assert [s.peer for s in commit.contributions[0].shares] == list(expected)
-    assert list(validation.problems(driver.manifest, driver.commits[0].plan, commit)) == []
+    assert (of_work(driver.manifest, driver.commits[0].plan, commit)) == []
     assert commit.plan is not None
     assert [r.peers for r in commit.plan.replicas] == [expected]
     assert commit.plan.spares == (), "who was lost was not heard since"
@@ -289,12 +290,12 @@ def test_a_log_may_name_spares_of_its_plan_only() -> None:
     commit, plan = driver.decide(driver.offered_by(found, *found.peers)), driver.commits[0].plan
     assert plan is not None
     for spares, expected in (((), "replica 0 has other peers than its plan and its spares"), (("f", "x"), None)):
-        said = list(validation.problems(driver.manifest, dataclasses.replace(plan, spares=spares), commit))
+        said = of_work(driver.manifest, dataclasses.replace(plan, spares=spares), commit)
         assert said == ([expected] if expected else [])
     made = commit.contributions[0]
     twice = dataclasses.replace(made, shares=(made.shares[0], made.shares[0], made.shares[2]))
     assert "counts a peer twice" in list(
-        validation.problems(driver.manifest, plan, dataclasses.replace(commit, contributions=(twice,)))
+        of_work(driver.manifest, plan, dataclasses.replace(commit, contributions=(twice,)))
     )
 
 

@@ -36,6 +36,7 @@ from protocol.wire.encoding import Message
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
+from tests.rules import of_claims
 from tests.unit.test_leader import Driver
 
 KEYS = tuple(Identity(bytes([7, i] * 16)) for i in range(8))
@@ -106,7 +107,7 @@ DUE = evaluation.of(RUN, [planned(0)])
 )
 def test_what_has_no_place(said: Evaluation, why: str) -> None:
     assert DUE.why_not(said) == why
-    assert list(evaluation.problems(DUE, commit(1, None, said))) == [f"has an evaluation that {why}"]
+    assert (of_claims(DUE, commit(1, None, said))) == [f"has an evaluation that {why}"]
     heard = evaluation.Evaluations()
     heard.hear(DUE, said)
     assert heard.next(DUE) == ()
@@ -116,13 +117,13 @@ def test_each_measures_a_state_once_and_a_later_one_again() -> None:
     said = says(KEYS[0], DUE)
     assert DUE.why_not(said) is None
     assert DUE.why_not(says(tiny.OPERATOR, DUE)) is None, "an operator may always"
-    twice = list(evaluation.problems(DUE, commit(1, None, said, said)))
+    twice = of_claims(DUE, commit(1, None, said, said))
     assert twice == [f"has an evaluation that is told by {short_peer(NAMES[0])} for the second time"]
     then = DUE.after(commit(1, None, said))
     assert then.why_not(said) == f"is told by {short_peer(NAMES[0])} for the second time"
     later = then.after(planned(2))
     assert (later.round, later.by, later.known) == (2, NAMES[3:6], frozenset())
-    assert list(evaluation.problems(Due(RUN), commit(0, None, said))), "nothing is due before the first plan"
+    assert of_claims(Due(RUN), commit(0, None, said)), "nothing is due before the first plan"
 
 
 def test_a_commit_has_few_and_the_rest_follow() -> None:
@@ -155,7 +156,7 @@ def opened() -> Driver:
 
 def test_the_next_commit_says_what_was_measured_and_voters_look() -> None:
     driver, other = opened(), opened()
-    due = driver.leader.due
+    due = driver.leader.state.due
     assert set(due.by) == set(NAMES[:2])
     said = says(KEYS[0], due)
     driver.do(Received(NAMES[1], said))  # in somebody else's session

@@ -33,6 +33,7 @@ from protocol.wire.schema import build, packed
 from protocol.wire.session import Hello, NotAdmitted
 from tests import tiny
 from tests.fuzz.messages import Maker
+from tests.rules import of_access
 from tests.unit import test_leader as leading
 from tests.unit.test_access import decree, signed
 
@@ -70,7 +71,7 @@ def told_by_verify(*commits: Commit) -> list[str]:
     """What voters and `log verify` say of the commits of a log."""
     known, found = access.of(CLOSED), list[str]()
     for commit in commits:
-        found += access.intruders(known, commit)
+        found += of_access(CLOSED, known, commit)
         known = known.after(commit.decree, commit.joined)
     assert known == access.of(CLOSED, commits)
     return found
@@ -273,7 +274,8 @@ def test_the_door_says_in_one_line_what_is_the_matter() -> None:
     assert said(FRIENDS[1], made.joined(FRIENDS[1])) == NotAdmitted(reason=TOO_MANY, waits=True)
     late = Doorman(leader, hand_in, dataclasses.replace(clock, wall=lambda: EXPIRES + 1.0))
     assert asyncio.run(late.welcome(FRIENDS[0], shown)) == NotAdmitted(reason="its invitation has expired")
-    leader.standing = dataclasses.replace(leader.standing, access=leader.access.after(None, (shown,)))
+    joined = dataclasses.replace(leader.standing, access=leader.access.after(None, (shown,)))
+    leader.state = dataclasses.replace(leader.state, standing=joined)
     assert said(FRIENDS[0], shown) is None
     assert said(FRIENDS[1], made.joined(FRIENDS[1])) == NotAdmitted(reason="its invitation is used up, by 1 of 1")
 

@@ -13,7 +13,7 @@ import pytest
 
 from protocol.codec import blob_hash, sparse
 from protocol.codec.sparse import Sparse
-from protocol.rounds import comparing, judging, part_lists
+from protocol.rounds import comparing, judging, part_lists, run_state
 from protocol.rounds.comparing import Update
 from protocol.rounds.fairness import Sight, unjust_in
 from protocol.rounds.judging import Before, Judged
@@ -383,7 +383,7 @@ def test_a_member_checks_the_verdict_from_the_payloads_that_it_holds() -> None:
         said = commit([], [])
         return dataclasses.replace(said, contributions=tuple(kept), left_out=tuple(gone))
 
-    sight = Sight(manifest=M, plan=None, chains=None, latest=None, wall=0.0, complete=dict(enumerate(here)))
+    sight = Sight(state=run_state.begin(M), chains=None, wall=0.0, complete=dict(enumerate(here)))
     just = [v.scale if v.reason is None else None for v in verdicts]
     assert unjust_in(sight, proposed(just), store.__getitem__) is None
     for wrong in (

@@ -21,6 +21,7 @@ from protocol.wire import encoding
 from protocol.wire.commit import Commit, LeftOut
 from protocol.wire.session import TakeSeat
 from tests import tiny
+from tests.rules import of_standing
 from tests.unit import test_judging as sent
 from tests.unit.test_judging import GOOD, PARENT, M, Sent, update
 from tests.unit.test_leader import FULL, QUICK, Driver
@@ -203,7 +204,7 @@ def test_a_newcomers_work_has_no_weight_for_its_rounds_and_then_counts() -> None
         (out,) = commit.left_out
         assert (out.peers, out.probation, out.judged is not None) == (("new",), True, True)
         reasons.append(out.reason)
-        assert list(standing.problems(standing.of(driver.manifest, driver.commits[:-1]), commit)) == []
+        assert of_standing(standing.of(driver.manifest, driver.commits[:-1]), commit) == []
     assert reasons == [
         "peer new: on probation, and nothing is wrong with it; its work counts after 1 more round",
         "peer new: on probation, and nothing is wrong with it; its work counts from the next round on",
@@ -277,7 +278,7 @@ def forged(change: Callable[[Commit], Commit]) -> list[str | None]:
     driver.commits = list(before)
     sight = seen(driver, *FOUNDERS, "new")
     unfair = [fairness.lie_in(sight, commit) or fairness.doubt_in(sight, commit) for commit in (change(honest), honest)]
-    verified = list(standing.problems(standing.of(driver.manifest, before), change(honest)))
+    verified = of_standing(standing.of(driver.manifest, before), change(honest))
     return [*(None if x is None else x.reason for x in unfair), verified[0] if verified else None]
 
 

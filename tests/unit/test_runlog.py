@@ -20,13 +20,13 @@ from peer.ui import log_text
 from protocol.codec.topk import in_memory
 from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity
-from protocol.rounds import validation
 from protocol.run import layout
 from protocol.wire import encoding, endpoints, framing, sealed
 from protocol.wire.commit import Commit, Contribution
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import LogRequest
 from tests import tiny
+from tests.rules import of_work
 
 MANIFEST = tiny.manifest(rounds=2)
 AWAY, OTHER, WATCHER = (Identity(bytes([i] * 32)).peer_id for i in (1, 2, 9))
@@ -45,7 +45,7 @@ def commits(count: int) -> list[Commit]:
                 left_out=(),
                 diverged=(),
                 digests={},
-                plan=None,
+                plan=Plan(round=round + 1, replicas=()) if round < MANIFEST.rounds else None,
                 leader=tiny.OPERATOR.peer_id,
                 members=MANIFEST.operators,
                 idle=round,
@@ -133,7 +133,9 @@ def test_a_node_that_repeats_itself_or_lies_is_not_followed_for_ever(log: list[b
 def test_a_replay_in_files_gives_the_same_digests(tmp_path: Path) -> None:
     async def story(source: reader.Remote) -> None:
         found = [
-            await replay.verify(MANIFEST, source.records(print), source.payload, pytest.fail, None, empty)
+            await replay.verify(
+                MANIFEST, source.records(print), source.payload, lambda problem: pytest.fail(str(problem)), None, empty
+            )
             for empty in (in_memory, functools.partial(LocalDisk().arrays, tmp_path))
         ]
         assert set(found[0].digests) == set(layout.shard_names(MANIFEST.model))
@@ -166,11 +168,11 @@ def test_a_commit_that_no_honest_leader_writes() -> None:
     def problems(**changes: object) -> list[str]:
         import dataclasses
 
-        return list(validation.problems(MANIFEST, None, dataclasses.replace(commits(1)[0], **changes)))  # type: ignore[arg-type]
+        return of_work(MANIFEST, None, dataclasses.replace(commits(1)[0], **changes))  # type: ignore[arg-type]
 
     made = Contribution(replica=0, tokens=64, steps=4, loss=None, shares=())
     assert problems() == []
-    assert problems(round=3) == ["the run has 2 rounds only"]
+    assert problems(round=3, plan=None) == ["the run has 2 rounds only"]
     assert problems(contributions=(made,)) == ["decides about replicas [0], the plan has []"]
     stage = StageSpec(peer=OTHER, first=0, last=2)
     half, whole = ReplicaSpec(rank=0, stages=(stage,)), StageSpec(peer=OTHER, first=0, last=4)

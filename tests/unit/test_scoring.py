@@ -19,6 +19,7 @@ from protocol.wire.commit import MAX_SCORES, Commit, Contribution, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from protocol.wire.score import MAX_MARKS, Mark, Score
 from tests import tiny
+from tests.rules import of_claims, of_standing
 from tests.unit.test_leader import Driver
 
 KEYS = tuple(Identity(bytes([9, i] * 16)) for i in range(12))
@@ -158,7 +159,7 @@ NOW = Scoring(RUN).after(commit(1, *full()))
 )
 def test_what_has_no_place(said: Score, why: str) -> None:
     assert why in str(NOW.why_not(said))
-    found = list(scoring.problems(NOW, commit(2, *full(), scores=[said])))
+    found = of_claims(NOW, commit(2, *full(), scores=[said]))
     assert len(found) == 1
     assert f"has a score that {NOW.why_not(said)}" in found
     heard = scoring.Scores()
@@ -169,7 +170,7 @@ def test_what_has_no_place(said: Score, why: str) -> None:
 def test_scores_come_once_and_not_too_late() -> None:
     said = says(NOW, KEYS[0], 1)
     assert NOW.why_not(said) is None
-    assert list(scoring.problems(NOW, commit(2, *full(), scores=[said, said]))) == [
+    assert (of_claims(NOW, commit(2, *full(), scores=[said, said]))) == [
         f"has a score that is told by {short_peer(NAMES[0])} for the second time"
     ]
     then = NOW.after(commit(2, *full(), scores=[said]))
@@ -368,7 +369,7 @@ def test_whose_work_is_found_bad_loses_its_standing_and_is_not_planned() -> None
     assert now.rests(NAMES[2])
     assert not any(now.rests(NAMES[n]) for n in range(8) if n != 2)
     assert f"plans {short_peer(NAMES[2])}, for whom the log says no place" in list(
-        standing.problems(now, commit(now.round + 1, *full()))
+        of_standing(now, commit(now.round + 1, *full()))
     )
     assert now.left(NAMES[2]) > 0 or not bare.admission.probation, "when it comes back it begins anew"
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from protocol.planning.allotment import A_SEAT_FOR, MOST_SEATS, NEW, allot
-from protocol.rounds import validation
 from protocol.rounds.grace import OVERRUN
 from protocol.rounds.leader_events import Effect, Gone, Lead, Propose, Received, Send
 from protocol.rounds.member_events import EndIn, Reconfigured, Seated, TrainOrder
@@ -19,6 +18,7 @@ from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 from protocol.wire.session import ChainReconfig, TakeSeat, TimeUp, Withdraw
 from tests import tiny
+from tests.rules import of_work
 from tests.unit import test_leader as leading
 from tests.unit.test_leader import CHAIN, FULL, FULLS, SHARDS, Driver
 from tests.unit.test_member import ME
@@ -60,7 +60,7 @@ def committed(driver: Driver, effects: list[Effect]) -> Commit:
     """The commit that is proposed, which an auditor finds in order."""
     before = driver.commits[0]
     commit = driver.decide(effects)
-    assert list(validation.problems(driver.manifest, before.plan, commit)) == []
+    assert (of_work(driver.manifest, before.plan, commit)) == []
     return commit
 
 
@@ -225,7 +225,7 @@ def wrong_with(**changes: Any) -> list[str]:
     commit = driver.decide(driver.offered("a", "b"))
     last = dataclasses.replace(commit.contributions[-1], **changes)
     changed = dataclasses.replace(commit, contributions=(*commit.contributions[:-1], last))
-    return list(validation.problems(driver.manifest, driver.commits[0].plan, changed))
+    return of_work(driver.manifest, driver.commits[0].plan, changed)
 
 
 def test_a_seat_counts_by_its_steps_once_and_for_nobody_who_works_elsewhere() -> None:

@@ -17,6 +17,7 @@ from protocol.wire.commit import Commit, Contribution, LeftOut, Share
 from protocol.wire.decree import ADMIT, Decree, Enacted
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 from tests import tiny
+from tests.rules import of_standing
 
 LAYERS = tiny.LAYERS
 NAME = "0" * 64
@@ -94,14 +95,14 @@ def test_a_newcomer_serves_its_probation_and_then_counts() -> None:
         assert now.left("new") == left
         assert now.is_on_probation(4, ("new",))
         said = commit(now.round + 1, of_founders(now.round + 2, ("new",)), work_of_founders(), (tried(4, "new"),))
-        assert list(standing.problems(now, said)) == []
+        assert of_standing(now, said) == []
         wrong = dataclasses.replace(said, contributions=(*said.contributions, made(4, "new")), left_out=())
-        assert "counts replica 4, which is on probation" in list(standing.problems(now, wrong))
+        assert "counts replica 4, which is on probation" in (of_standing(now, wrong))
         now = now.after(said)
     assert now.left("new") == 0
     assert not now.is_on_probation(4, ("new",))
     late = commit(now.round + 1, None, work_of_founders(), (tried(4, "new"),))
-    assert list(standing.problems(now, late)) == ["leaves out replica 4 for a probation that is over"]
+    assert of_standing(now, late) == ["leaves out replica 4 for a probation that is over"]
 
 
 def test_whoever_takes_a_seat_is_on_probation_too() -> None:
@@ -138,7 +139,7 @@ def test_a_chain_is_a_newcomers_where_most_of_its_blocks_are(members: tuple[str,
 def test_a_plan_without_anybody_established_has_nobody_on_probation() -> None:
     now = standing.of(M, [commit(0, of_founders(1)), commit(1, plan(2, ("x",), ("y",)))])
     assert not now.is_on_probation(0, ("x",))
-    assert list(standing.problems(now, commit(2, plan(3, ("x",)), (made(0, "x"), made(1, "y"))))) == []
+    assert of_standing(now, commit(2, plan(3, ("x",)), (made(0, "x"), made(1, "y")))) == []
     assert now.after(commit(2, plan(3, ("x",)), (made(0, "x"), made(1, "y")))).of("x").served == 1
 
 
@@ -175,7 +176,7 @@ def test_a_finding_takes_half_and_work_gives_back_slowly() -> None:
             made(i, p, weight=w) for i, (p, w) in enumerate(zip(FOUNDERS, now.weigh(work_of_founders()), strict=True))
         )
         said = commit(now.round + 1, of_founders(now.round + 2), contributions)
-        assert list(standing.problems(now, said)) == []
+        assert of_standing(now, said) == []
         now, rounds = now.after(said), rounds + 1
     assert rounds == 8
     assert now.weigh(work_of_founders()) == (1.0,) * 4
@@ -198,10 +199,10 @@ def test_whoever_falls_rests_and_begins_anew() -> None:
     assert now.of("f0") == Known(served=0, reputation=RETURNING, until=now.round + REST, fell=True)
     assert now.left("f0") == 3, "a founder, too"
     with_it = commit(now.round + 1, of_founders(now.round + 2), work_of_founders()[1:])
-    (why,) = standing.problems(now, with_it)
+    (why,) = of_standing(now, with_it)
     assert why.endswith("for whom the log says no place")
     alone = dataclasses.replace(with_it, plan=plan(now.round + 2, ("f0",)))
-    assert list(standing.problems(now, alone)) == [], "there is nobody else"
+    assert of_standing(now, alone) == [], "there is nobody else"
     for _ in range(REST):
         assert now.rests("f0")
         now = now.after(commit(now.round + 1, plan(now.round + 2, ("f1",))))
@@ -216,7 +217,7 @@ def test_nobody_who_rests_takes_a_seat() -> None:
         )
     now = now.after(commit(now.round + 1, of_founders(now.round + 2, seats=1), work_of_founders()))
     said = commit(now.round + 1, None, (*work_of_founders(), made(4, "x", weight=RETURNING)))
-    assert "gives replica 4 to one for whom the log says no place" in list(standing.problems(now, said))
+    assert "gives replica 4 to one for whom the log says no place" in (of_standing(now, said))
 
 
 def test_an_operator_may_forgive() -> None:
@@ -262,7 +263,7 @@ def test_a_chains_weight_is_its_members() -> None:
 def test_a_weight_that_does_not_follow_from_the_log_is_named() -> None:
     now = begun(of=manifest(share=0.4))
     said = commit(2, None, (made(0, "f0", tokens=70), *(made(i, f"f{i}") for i in (1, 2, 3))))
-    (why,) = standing.problems(now, said)
+    (why,) = of_standing(now, said)
     assert why == "replica 0 counts with 1 of its weight, by what the log says of its makers with 0.571429"
 
 
@@ -281,7 +282,7 @@ def test_a_weight_that_does_not_follow_from_the_log_is_named() -> None:
     ],
 )
 def test_a_probation_that_is_not_one_is_named(left: LeftOut) -> None:
-    assert list(standing.problems(begun(("new",)), commit(2, None, (), (left,)))) != []
+    assert of_standing(begun(("new",)), commit(2, None, (), (left,))) != []
 
 
 def test_whatever_a_commit_says_is_borne() -> None:
@@ -298,7 +299,7 @@ def test_whatever_a_commit_says_is_borne() -> None:
         (made(0), made(7, "z"), made(2, "c", "d"), made(2, "c")),
         (tried(2, "c", "d", bad=True), tried(1, "b", bad=True), tried(0, bad=True)),
     )
-    assert list(standing.problems(now, said)) != []
+    assert of_standing(now, said) != []
     assert now.after(said).round == 2
 
 
@@ -328,7 +329,7 @@ def a_run(seed: int, rounds: int = 60) -> list[Commit]:
         more = [tuple(there[:2]), *((p,) for p in there[2:])] if len(there) > 2 else []
         able = [(p,) for p in FOUNDERS if not now.rests(p)] or [("f0",)]
         log.append(commit(round, plan(round + 1, *able, *more), tuple(counted), tuple(left)))
-        assert list(standing.problems(now, log[-1])) == []
+        assert of_standing(now, log[-1]) == []
         now = now.after(log[-1])
     return log
 
