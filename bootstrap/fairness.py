@@ -64,7 +64,8 @@ class Fairness:
             if commit.round != self._leader.round:
                 continue
             found = await asyncio.to_thread(self._judge, sight, commit)
-            members = len(sight.state.head.members if sight.head is not None else sight.manifest.first_members)
+            head = sight.state.head
+            members = len(head.members if head is not None else sight.manifest.first_members)
             self._put(Judged(commit.digest, self._doubts.weigh(peer, commit.round, found, members)))
 
     def _judge(self, sight: Sight, commit: Commit) -> Unfair | None:

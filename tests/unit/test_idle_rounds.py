@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.rounds import fairness, schedule
+from protocol.rounds import fairness, run_state, schedule
 from protocol.rounds.leader_events import Knock, Petition, Phase, Propose, Received
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire.commit import Commit
@@ -132,8 +132,8 @@ def test_no_leader_counts_rounds_otherwise() -> None:
     run.decide(run.ready(*NAMES))
     run.attest(*NAMES)
     head, commit = run.commits[0], run.decide(run.offered(*NAMES))
-    plan = head.plan
-    sight = fairness.Sight(manifest=run.manifest, plan=plan, chains=plan, latest=plan, wall=0.0, head=head)
+    state = run_state.fold(run.manifest, [head])
+    sight = fairness.Sight(state=state, chains=head.plan, wall=0.0)
     assert fairness.lie_in(sight, commit) is None
     more = fairness.lie_in(sight, dataclasses.replace(commit, idle=1))
     assert more is not None
