@@ -54,7 +54,7 @@ def test_operators_ban_a_peer_and_admit_it_again(tmp_path: Path) -> None:
             return {s["peer"] for r in plan["replicas"] for s in r["stages"]} if plan else set()
 
         swarm.wait("node-2", lambda e: e.kind == "commit" and bad in plans(e), "a plan with it")
-        for told in both(swarm, "ban", bad[-8:], "--reason", "sends noise"):
+        for told in both(swarm, "ban", f"Ada·{bad[-4:]}", "--reason", "sends noise"):
             assert told.endswith("decided; it is in the log, and holds from the next round on\n")
         said = swarm.wait("node-2", lambda e: e.kind == "decreed", "the decree").fields
         assert (said["action"], said["peer"], said["reason"], len(said["operators"])) == ("ban", bad, "sends noise", 2)
