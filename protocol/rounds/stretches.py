@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.identity import short_peer
+from protocol.rounds import ousting
 from protocol.rounds.kept import Packed
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
@@ -63,12 +64,24 @@ def read(manifest: Manifest, tip: Tip, raws: Sequence[bytes], sender: str) -> It
             links.append(link)
         last = at + max(0, len(links) - 1)
         record = encoding.decode_record(raws[last], sender)
-        if len(links) > 1 and (record.commit.digest != links[-1].digest or not is_decided(record, tip.members)):
-            reason = f"the commit of round {record.commit.round} lacks the votes of a majority"
-            raise MessageError(sender, f"log of {short_peer(sender)}: {reason}; ask another bootstrap node")
+        reason = _why_not(manifest, tip, links, record)
+        if reason is not None:
+            what = f"log of {short_peer(sender)}: the commit of round {record.commit.round} {reason}"
+            raise MessageError(sender, f"{what}; ask another bootstrap node")
         stretch = Stretch(tip.members, tuple(link.packed for link in links[:-1]), record)
         yield stretch
         tip, at = stretch.tip, last + 1
+
+
+def _why_not(manifest: Manifest, tip: Tip, links: Sequence[_Link], record: Record) -> str | None:
+    """Why this record, the last of `links`, if there are any, is not decided by those who decide after `tip`."""
+    commit, members = record.commit, tip.members
+    follows = (commit.run, commit.round, commit.parent) == (manifest.run_id, tip.round + 1, tip.digest)
+    if commit.digest != links[-1].digest if links else not follows:
+        return "does not follow the one before it"
+    if commit.decree is not None and ousting.is_ousting(commit.decree):
+        members = tuple(member for member in members if member != commit.decree.decree.subject)
+    return None if is_decided(record, members) else "lacks the votes of a majority"
 
 
 _CARRIED = ("decrees", "schedule", "out", "board")
