@@ -103,7 +103,7 @@ async def _watch(line: str, demo: subprocess.Popen[str]) -> tuple[Manifest, list
         transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
         try:
             manifest = await manifest_of(run, transport)
-            following = asyncio.create_task(Monitor(manifest, transport).follow(told.append))
+            following = asyncio.create_task(Monitor(manifest, transport, bootstrap=run.bootstrap).follow(told.append))
             ended = asyncio.create_task(asyncio.to_thread(demo.wait))
             await asyncio.wait({following, ended}, return_when="FIRST_COMPLETED")
             await asyncio.wait_for(following, LAST_NEWS)

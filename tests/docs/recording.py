@@ -107,7 +107,7 @@ async def record(folder: Path, peers: int = PEERS, rounds: int = ROUNDS) -> tupl
             run = parse_run(node.line)
             transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id, sparing=True)
             try:
-                monitor = Monitor(await manifest_of(run, transport), transport)
+                monitor = Monitor(await manifest_of(run, transport), transport, bootstrap=run.bootstrap)
 
                 async def look(step: int, phase: str = "training") -> None:
                     nonlocal now

@@ -46,7 +46,7 @@ def test_a_flood_of_small_messages_is_read_slowly_and_then_refused(tmp_path: Pat
                 await ended(await enemy.session())
             await ground.goes_on()
             assert not ground.machine.has_session(enemy.id)
-            monitor, told = Monitor(ground.manifest, a.transport), list[Event]()
+            monitor, told = Monitor(ground.manifest, a.transport, bootstrap=ground.boot.addresses), list[Event]()
             while not any("has refused" in str(e.fields.get("text")) for e in told):
                 await monitor.poll(told.append)
                 await ground.goes_on(1)
