@@ -13,7 +13,8 @@ others. Who is out is in no chain; it may still be a full replica.
     one false accuser   costs each peer that it accuses one neighbour and some preference, and is out with the second
     k false accusers    cost some peers their places in chains until they have made more quarrels than those have; then all these are back
 
-A quarrel is forgotten after FORGOTTEN rounds. All of them are where no replica can be planned without forgetting them: a run of two must not
+A quarrel ends after FIRST_ROUNDS rounds, and each further one of the same two lasts twice as long, MOST_ROUNDS at most: an honest neighbour that was
+accused by mistake is one again soon, and a liar is found again within a round. All of them are forgotten where no replica can be planned without forgetting them: a run of two must not
 stand still for one false alarm, and where a lie was true, it is found again before anything of that round counts. All nodes hear the reports, so that whoever leads knows them; one that was started anew does not.
 """
 
@@ -31,9 +32,9 @@ LIES = "lies: "
 """How the reason of such a report begins."""
 OUT = 2
 TRUST = 0.5
-FORGOTTEN = 1000
+FIRST_ROUNDS, MOST_ROUNDS = 16, 1024
 REMEMBERED = 1024
-"""Quarrels; the oldest is forgotten first."""
+"""Quarrels, and pairs that had some; the oldest is forgotten first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,36 +52,40 @@ class Quarrels:
 
     def __init__(self) -> None:
         self.out: frozenset[str] = frozenset()
-        self._since: dict[tuple[str, str], int] = {}  # by accuser and accused
+        self._until: dict[tuple[str, str], int] = {}  # the last round, by accuser and accused
+        self._times: dict[tuple[str, str], int] = {}  # how many there were, by accuser and accused
         self._with: dict[str, set[str]] = {}
         self._named = Counter[str]()
 
     def hear(self, peer: str, failure: ChainFailure, chains: Iterable[ReplicaSpec | None]) -> list[Quarrel]:
         """A member's report about its chain; `chains`: that chain as it was planned and as it is now. A Quarrel if it is news."""
         key = peer, failure.peer
-        if not failure.reason.startswith(LIES) or key in self._since:
+        if not failure.reason.startswith(LIES) or key in self._until:
             return []
         if not any(chain is not None and are_neighbours(chain.peers, *key) for chain in chains):
             return []
         before = self.out
-        self._since[key] = failure.round
-        while len(self._since) > REMEMBERED:
-            del self._since[next(iter(self._since))]
+        times = self._times.pop(key, 0)
+        self._until[key] = failure.round + min(MOST_ROUNDS, FIRST_ROUNDS << times)
+        self._times[key] = min(times + 1, MOST_ROUNDS.bit_length())
+        for known in (self._until, self._times):
+            while len(known) > REMEMBERED:
+                del known[next(iter(known))]
         self._look()
         return [Quarrel(*key, failure.reason, tuple(sorted(self.out - before)))]
 
     def begin(self, round: int) -> None:
-        """This round begins: what is too old is forgotten."""
-        old = [key for key, since in self._since.items() if since + FORGOTTEN < round]
+        """This round begins: what has lasted long enough is over."""
+        old = [key for key, until in self._until.items() if until < round]
         for key in old:
-            del self._since[key]
+            del self._until[key]
         if old:
             self._look()
 
     def forget(self) -> bool:
         """Forgets all; whether there was any."""
-        any_there = bool(self._since)
-        self._since.clear()
+        any_there = bool(self._until)
+        self._until.clear()
         self._look()
         return any_there
 
@@ -107,10 +112,10 @@ class Quarrels:
     def _look(self) -> None:
         """Who quarrels with whom, and who is out."""
         self._with = {}
-        for one, other in self._since:
+        for one, other in self._until:
             self._with.setdefault(one, set()).add(other)
             self._with.setdefault(other, set()).add(one)
-        self._named = named = Counter(accused for _, accused in self._since)
+        self._named = named = Counter(accused for _, accused in self._until)
         left = {peer: set(others) for peer, others in self._with.items()}
         out = set[str]()
         while left:

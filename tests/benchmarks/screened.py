@@ -95,7 +95,7 @@ class Chain:
         self.screens: dict[tuple[int, int], Screen] = {}
         self.cuts: tuple[int, ...] = ()
         self._own = dict[int, float]()
-        self._corpus, self._moments = demo_corpus(), dict[str, NDArray[np.generic]]()
+        self.corpus, self._moments = demo_corpus(), dict[str, NDArray[np.generic]]()
         step = setup.layers // setup.stages
         self.cut(tuple(step * i for i in range(1, setup.stages)))
 
@@ -150,7 +150,7 @@ class Chain:
         rows = self.setup.micro_batches * self.setup.rows
         for step in range(steps):
             at = data_order.slots(round * self.setup.inner_steps * rows, step, rows)
-            ids = torch.tensor(self._corpus.slots(self.key, at).astype(np.int64)) % self.setup.vocabulary
+            ids = torch.tensor(self.corpus.slots(self.key, at).astype(np.int64)) % self.setup.vocabulary
             yield ids[:, : self.setup.sequence + 1]
 
     def _apply(self) -> None:

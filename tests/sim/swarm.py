@@ -50,8 +50,8 @@ QUORUMS = {
     "storm": ((3, 3), (3, 4), (4, 4), (4, 5), (5, 5), (7, 7)),
 }
 """Sizes of the quorum, and operators' nodes."""
-QUARREL_ROUNDS = 6
-"""Rounds more that a run with quarrels has: what follows from one is seen in the next plans."""
+QUARREL_ROUNDS, QUARRELING = 4, (3, 3, 4, 5)
+"""Rounds more that a run with quarrels has, since what follows from one is seen in the next plans; and peers: of few, each chain counts."""
 SHARE = 0.4
 LATEST = 40.0
 """By then everybody has started."""
@@ -86,7 +86,7 @@ class Swarm:
             quorum, nodes = rng.choice(((4, 4), (4, 4), (4, 5), (7, 7)))
         if double_voter:
             quorum, nodes = rng.choice(((3, 3), (3, 3), (3, 4)))
-        count = rng.choice(PEERS[kind])
+        count = rng.choice(QUARRELING if quarrels else PEERS[kind])
         operators = tiny.OPERATORS[:nodes]
         names = tuple(o.peer_id for o in operators)
         self.manifest = tiny.manifest(
@@ -121,10 +121,11 @@ class Swarm:
         operators = (*operators, *fresh)
         self.nodes = [Process(world, o, lambda p: self._node(p, addresses), "nodes") for o in operators]
         whole, third = tiny.full_memory(self.manifest), tiny.third_memory(self.manifest)
-        full = rng.choice(FULL[kind])
+        full = rng.choice((0, 1, 1) if quarrels else FULL[kind])
         self.peers = []
         for i in range(count):
-            memory = whole if i < full else third if kind == "crowd" else rng.choice((third, third, third, whole - 1))
+            some = (third, whole - 1, whole - 1, whole - 1) if quarrels else (third, third, third, whole - 1)
+            memory = whole if i < full else third if kind == "crowd" else rng.choice(some)
             config = JoinConfig(
                 folder=Path("/"), memory_bytes=memory, up_bps=rng.choice((10**6, 10**7)), down_bps=10**7
             )

@@ -56,6 +56,7 @@ class Meetings:
     def __init__(self, world: World, quarrel: bool = False) -> None:
         self._world = world
         self._rng = random.Random(f"chains {world.seed}")
+        self.quarrel = quarrel
         self._quarrels = random.Random(f"quarrels {world.seed}") if quarrel else None
         self._present: dict[Key, dict[str, asyncio.Future[Outcome]]] = {}
         self._torn: set[Key] = set()
@@ -205,7 +206,7 @@ class DrawnTrainer(NoTraining):
             return self._result(order.steps, None)
         finally:
             stopped.cancel()
-            if rng.random() < 0.1:
+            if rng.random() < 0.1 or self._meetings.quarrel:  # chains are worth something only where machines are slow
                 self._announce(speed_flops=rng.choice(SPEEDS))
 
     def _result(self, steps: int, error: str | None) -> Result:

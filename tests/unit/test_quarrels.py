@@ -7,7 +7,7 @@ from typing import Any
 from protocol.planning import planner
 from protocol.planning.partition import Candidate
 from protocol.rounds.leader_events import Gone, Lead, Propose, Received, Send
-from protocol.rounds.quarrels import FORGOTTEN, LIES, REMEMBERED, Quarrel, Quarrels
+from protocol.rounds.quarrels import FIRST_ROUNDS, LIES, MOST_ROUNDS, REMEMBERED, Quarrel, Quarrels
 from protocol.wire.plan import ReplicaSpec, StageSpec
 from protocol.wire.session import ChainFailure, ChainReconfig
 from tests.unit import test_leader as leading
@@ -82,16 +82,30 @@ def test_only_neighbours_are_believed_and_only_of_lies() -> None:
     assert hear(known, "a", "c", chains=[chain("a", "b", "c"), chain("a", "c", "d")]) != [], "as the chain is now"
 
 
-def test_quarrels_are_forgotten_and_their_number_is_bounded() -> None:
+def test_quarrels_end_and_their_number_is_bounded() -> None:
     known = heard(("a", "liar"), ("b", "liar"))
-    known.begin(1 + FORGOTTEN)
+    known.begin(1 + FIRST_ROUNDS)
     assert known.out == {"liar"}
-    known.begin(2 + FORGOTTEN)
+    known.begin(2 + FIRST_ROUNDS)
     assert known.out == frozenset()
     assert hear(known, "a", "liar") != [], "it is news again"
     for i in range(REMEMBERED + 5):
         hear(known, f"x{i}", f"y{i}")
     assert hear(known, "a", "liar") != [], "the oldest was forgotten"
+
+
+def test_a_quarrel_of_the_same_two_lasts_twice_as_long_as_the_one_before() -> None:
+    """One that was a mistake ends soon, and honest neighbours are planned beside each other again; a liar is hardly ever tried again."""
+    known, round, lasted = Quarrels(), 1, []
+    for _ in range(9):
+        began = round
+        hear(known, "a", "b", round=round)
+        hear(known, "c", "b", round=round)
+        while known.out:
+            round += 1
+            known.begin(round)
+        lasted.append(round - began - 1)
+    assert lasted == [min(MOST_ROUNDS, FIRST_ROUNDS * 2**n) for n in range(9)]
 
 
 def test_who_has_more_quarrels_gives_way() -> None:
