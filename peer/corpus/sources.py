@@ -1,79 +1,59 @@
-"""Documents from anything that `datasets` can stream.
+"""Documents from anything that has text.
 
     sotu                          the text that comes with Potluck, a document a message
-    FILE                          .parquet, .jsonl, .json or .csv (.gz, .zst and the like too): a document a row; any other file is
-                                  UTF-8 text, one document
-    FOLDER                        a data set as it lies on the hub: `datasets` finds its files and splits
+    FILE                          rows, a document each, or UTF-8 text, one document: as its ending says (peer/corpus/files.py)
+    FOLDER                        all files in it and below, each read as if it were named by itself
     hub:OWNER/NAME@REVISION       a data set of the hub; the revision is a commit or a tag, so that it stays the same text
 
 Documents come in a fixed order, as *units* of pieces of text. A unit says from where to go on behind it: `state`, plain data. No
-document has to fit into memory that is a file by itself; a row has to.
+document has to fit into memory that is a file by itself; a row has to. Only data sets of the hub are read through `datasets`.
 """
 
 from __future__ import annotations
 
-import codecs
-import glob
 import importlib.metadata
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+from peer.corpus import files
+from peer.corpus.documents import PIECE_CHARS, UNIT_CHARS, UNIT_ROWS, Reading, Unit, add, cut
+from peer.corpus.files import File, LeftOut, mark_bytes, refused
+from peer.corpus.rows import decoded, rows
 from peer.corpus.tokenizer import first_line
 from protocol.errors import UsageError
 
-PIECE_CHARS = 1 << 16
-"""No more than so much of a document is tokenized in one go; pieces end at a line's end where there is one."""
-UNIT_CHARS = 1 << 19
-"""A unit is done when it has so many: about a second's work of one core."""
-_ROWS = 64
-_BLOCK_BYTES = 1 << 20
-_ENDINGS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv"}
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
+__all__ = ["PIECE_CHARS", "Reading", "Source", "Unit", "fingerprint", "forbid_the_hub", "parse", "units"]
+
+_HUB_ROWS = 64
 _HUB = "hub:"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """`kind`: sotu, text, parquet, json, csv, folder or hub. `name`: a path, or the data set's name, of `revision`."""
+    """What a person has named."""
 
     kind: str
+    """sotu, file, folder or hub."""
     name: str
+    """A path, or the data set's name."""
     revision: str = ""
+    files: tuple[File, ...] = ()
+    """What is read of a file or a folder, in its order."""
+    left_out: tuple[LeftOut, ...] = ()
+    """What is not read of a folder."""
 
     def __str__(self) -> str:
-        return f"{_HUB}{self.name}@{self.revision}" if self.kind == "hub" else self.name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What is read of a data set: the column with the text, the split and, where it has several, the subset."""
-
-    column: str = "text"
-    split: str = "train"
-    subset: str = ""
-
-
-@dataclass(slots=True)
-class Unit:
-    """Some pieces of text (UTF-8), and for each whether its document ends with it. An empty document is one empty piece.
-
-    `state`: from where to go on behind this unit; None where that cannot be said, in the middle of rows.
-    """
-
-    pieces: list[bytes] = field(default_factory=list)
-    ends: list[bool] = field(default_factory=list)
-    state: Any = None
+        return f"{_HUB}{self.name}@{self.revision}" if self.kind == "hub" else files.printable(self.name)
 
 
 def parse(text: str) -> Source:
-    """A source as a person names it. Raises UsageError."""
+    """A source as a person names it; of a file or a folder, what will be read is known behind this. Raises UsageError."""
     if text == "sotu":
         return Source("sotu", "sotu")
-    if text.startswith(_HUB):
+    if text.startswith(_HUB) and not os.path.exists(text):
         name, _, revision = text.removeprefix(_HUB).partition("@")
         if not name or not revision:
             raise UsageError(
@@ -81,20 +61,14 @@ def parse(text: str) -> Source:
                 " so that its text cannot change"
             )
         return Source("hub", name, revision)
-    path = Path(text)
-    if path.is_dir():
-        return Source("folder", text)
-    if not path.is_file():
-        raise UsageError(
-            f"source {text}: no such file or folder; correct the path, or write {_HUB}OWNER/NAME@REVISION for a data set of the hub"
+    if os.path.isdir(text):
+        return Source("folder", text, "", *files.walked(text))
+    if not os.path.lexists(text):
+        raise refused(
+            text,
+            f"no such file or folder; correct the path, or write {_HUB}OWNER/NAME@REVISION for a data set of the hub",
         )
-    return Source(_kind(path.name.lower()), text)
-
-
-def _kind(name: str) -> str:
-    for ending in _COMPRESSED:
-        name = name.removesuffix(ending)
-    return next((kind for ending, kind in _ENDINGS.items() if name.endswith(ending)), "text")
+    return Source("file", text, "", (files.single(text),))
 
 
 def fingerprint(source: Source) -> list[Any]:
@@ -103,13 +77,16 @@ def fingerprint(source: Source) -> list[Any]:
         return ["sotu", importlib.metadata.version("sotu")]
     if source.kind == "hub":
         return ["hub", source.name, source.revision]
-    path = Path(source.name).resolve()
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if source.kind == "folder" else [path]
+    now = parse(source.name)
     try:
-        found = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in files]
+        found = [(file, os.stat(file.path)) for file in now.files]
     except OSError as error:
         raise UsageError(f"source {source}: {error.strerror}; check the disk") from None
-    return [source.kind, *found]
+    return [
+        source.kind,
+        *([os.path.realpath(file.path), file.format, at.st_size, at.st_mtime_ns] for file, at in found),
+        *([out.path, out.reason] for out in now.left_out),
+    ]
 
 
 def forbid_the_hub(found: Sequence[Source]) -> None:
@@ -121,10 +98,17 @@ def forbid_the_hub(found: Sequence[Source]) -> None:
 def units(source: Source, reading: Reading, state: Any = None) -> Iterator[Unit]:
     """The source's documents, from where `state` says. Raises UsageError."""
     if source.kind == "sotu":
-        return _speeches(state or 0)
-    if source.kind == "text":
-        return _text(source, state)
-    return _rows(source, reading, state)
+        yield from _speeches(state or 0)
+    elif source.kind == "hub":
+        yield from _hub(source, reading, state)
+    else:
+        number, place = state or (0, 0)
+        for at in range(number, len(source.files)):
+            file = source.files[at]
+            for unit in _text(file, at, place) if file.format == "text" else _rows(file, reading, at, place):
+                unit.file = str(file)
+                yield unit
+            place = 0
 
 
 def _speeches(first: int) -> Iterator[Unit]:
@@ -132,97 +116,76 @@ def _speeches(first: int) -> Iterator[Unit]:
 
     titles = sorted(sotu.fileids())
     for number, title in enumerate(titles[first:], first):
-        unit = Unit(state=number + 1)
-        _add(unit, sotu.raw(title))
+        unit = Unit(state=number + 1, file="sotu")
+        add(unit, sotu.raw(title))
         yield unit
 
 
-# --- text files
+# --- files. The state is [number of the file, place in it]
 
 
-def _text(source: Source, state: int | None) -> Iterator[Unit]:
-    """A file as one document. The state is the number of bytes that were read."""
-    held, unit, chars, offset = "", Unit(), 0, state or 0
-    try:
-        if state is not None and state >= Path(source.name).stat().st_size:
-            return
-        for decoded in _decoded(source, offset):
-            held += decoded
-            while len(held) > PIECE_CHARS:
-                at = _cut(held, 0)
-                piece, held = held[:at].encode(), held[at:]
-                offset += len(piece)
-                unit.pieces.append(piece)
-                unit.ends.append(False)
-                chars += len(piece)
-                if chars >= UNIT_CHARS:
-                    unit.state = offset
-                    yield unit
-                    unit, chars = Unit(), 0
-    except OSError as error:
-        raise UsageError(f"source {source}: {error.strerror}; check the file") from None
+def _text(file: File, number: int, offset: int) -> Iterator[Unit]:
+    """A file as one document. Its places are bytes of its text."""
+    held, chars = "", 0
+    unit = Unit(begins=offset == 0)
+    place = offset or mark_bytes(file)
+    for block in decoded(file, offset):
+        held += block
+        while len(held) > PIECE_CHARS:
+            at = cut(held, 0)
+            piece, held = held[:at].encode(), held[at:]
+            place += len(piece)
+            unit.pieces.append(piece)
+            unit.ends.append(False)
+            chars += len(piece)
+            if chars >= UNIT_CHARS:
+                unit.state = [number, place]
+                yield unit
+                unit, chars = Unit(begins=False), 0
     unit.pieces.append(held.encode())
     unit.ends.append(True)
-    unit.state = offset + len(unit.pieces[-1])
+    unit.state = [number + 1, 0]
     yield unit
 
 
-def _decoded(source: Source, offset: int) -> Iterator[str]:
-    """The file's text from byte `offset` on, in blocks. Raises UsageError, OSError."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    with Path(source.name).open("rb") as file:
-        file.seek(offset)
-        while True:
-            block = file.read(_BLOCK_BYTES)
-            pending = len(decoder.getstate()[0])
-            try:
-                yield decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                place = offset - pending + error.start
-                raise UsageError(f"source {source}: not UTF-8 at byte {place}; convert it to UTF-8") from None
-            if not block:
-                return
-            offset += len(block)
+def _rows(file: File, reading: Reading, number: int, first: int) -> Iterator[Unit]:
+    """A document a row. Its places are numbers of rows, from 0."""
+    unit, chars, read = Unit(), 0, first
+    for row in rows(file, reading.column, first):
+        read += 1
+        if row.bad:
+            if not reading.skip_bad_rows:
+                remedy = "" if "--column" in row.bad else "; mend or remove that row"
+                raise refused(file, f"{row.place}: {row.bad}{remedy}, or leave such rows out: --skip-bad-rows")
+            unit.left_out += 1
+            unit.first_left_out = unit.first_left_out or f"{row.place}: {row.bad}"
+        chars += add(unit, row.text or "")
+        if chars >= UNIT_CHARS or len(unit.ends) >= UNIT_ROWS:
+            unit.state = [number, read]
+            yield unit
+            unit, chars = Unit(), 0
+    unit.state = [number + 1, 0]
+    yield unit
 
 
-def _cut(text: str, start: int) -> int:
-    """Where the piece that begins at `start` ends."""
-    end = start + PIECE_CHARS
-    return len(text) if len(text) <= end else text.rfind("\n", start, end) + 1 or end
+# --- data sets of the hub
 
 
-def _add(unit: Unit, text: str) -> int:
-    """Adds a whole document; its characters. Raises UnicodeEncodeError."""
-    start = 0
-    while True:
-        end = _cut(text, start)
-        unit.pieces.append(text[start:end].encode())
-        unit.ends.append(end == len(text))
-        start = end
-        if unit.ends[-1]:
-            return len(text)
-
-
-# --- rows
-
-
-def _rows(source: Source, reading: Reading, state: Any) -> Iterator[Unit]:
+def _hub(source: Source, reading: Reading, state: Any) -> Iterator[Unit]:
     """Rows through `datasets`. The state is [rows that were read, the stream's own]."""
     number, begun = (0, None) if state is None else state
     stream = _open(source, reading)
-    if stream is None:
-        return
     try:
         if begun is not None:
             stream.load_state_dict(begun)
-        for table in stream.iter(batch_size=_ROWS):
-            unit, chars = Unit(), 0
+        for table in stream.iter(batch_size=_HUB_ROWS):
+            unit, chars = Unit(file=str(source)), 0
             for text in _column(source, reading, table, number):
-                chars += _add_row(source, reading, unit, text, number)
                 number += 1
+                chars += _add_row(source, reading, unit, text, number)
                 if chars >= UNIT_CHARS:
                     yield unit
-                    unit, chars = Unit(), 0
+                    unit, chars = Unit(file=str(source)), 0
             unit.state = [number, stream.state_dict()]
             yield unit
     except UsageError:
@@ -230,19 +193,25 @@ def _rows(source: Source, reading: Reading, state: Any) -> Iterator[Unit]:
     except StopIteration:
         return  # this is how `datasets` says that a JSON file is empty
     except Exception as error:  # whatever datasets, pyarrow, a decompressor or the network raise
-        raise _explained(source, error, f"near row {number}: ") from None
+        raise _explained(source, error, f"near row {number + 1}: ") from None
 
 
 def _add_row(source: Source, reading: Reading, unit: Unit, text: object, number: int) -> int:
-    if text is not None and not isinstance(text, str):
+    if text is None or isinstance(text, str):
+        try:
+            return add(unit, text or "")
+        except UnicodeEncodeError:
+            bad = f"column {reading.column} is not UTF-8"
+    else:
+        bad = f"column {reading.column} has no text but {type(text).__name__}"
+    if not reading.skip_bad_rows:
         raise UsageError(
-            f"source {source}: row {number}: column {reading.column} has no text but {type(text).__name__}; name the column"
-            " that has the text with --column"
+            f"source {source}: row {number}: {bad}; name the column with the text with --column, or leave such rows out:"
+            " --skip-bad-rows"
         )
-    try:
-        return _add(unit, text or "")
-    except UnicodeEncodeError:
-        raise UsageError(f"source {source}: row {number}: not UTF-8; mend or remove that row") from None
+    unit.left_out += 1
+    unit.first_left_out = unit.first_left_out or f"row {number}: {bad}"
+    return add(unit, "")
 
 
 def _column(source: Source, reading: Reading, table: Any, number: int) -> list[object]:
@@ -252,37 +221,38 @@ def _column(source: Source, reading: Reading, table: Any, number: int) -> list[o
         found: list[object] = table.column(reading.column).to_pylist()
         return found
     except UnicodeDecodeError:
-        rows = f"rows {number} to {number + len(table) - 1}"
-        raise UsageError(f"source {source}: {rows}: not UTF-8; mend or remove those rows") from None
+        where = f"rows {number + 1} to {number + len(table)}"
+        raise UsageError(f"source {source}: {where}: not UTF-8; mend or remove those rows") from None
 
 
 def _open(source: Source, reading: Reading) -> Any:
-    """The stream of arrow tables with the one column; None for an empty file. Raises UsageError."""
+    """The stream of arrow tables with the one column. Raises UsageError."""
     import datasets
 
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs what it raises
     datasets.disable_progress_bars()
-    options: dict[str, Any] = {"split": reading.split, "streaming": True}
-    if source.kind in ("hub", "folder"):
-        options["name"] = reading.subset or None
-        path = source.name if source.kind == "hub" else str(Path(source.name).resolve())
-        if source.kind == "hub":
-            options["revision"] = source.revision
-    else:
-        path, options["split"] = source.kind, "train"
-        options["data_files"] = glob.escape(str(Path(source.name).resolve()))
     try:
-        stream = datasets.load_dataset(path, **options)
-        names = stream.column_names
-        if names is not None and reading.column not in names:
-            raise _no_column(source, reading, names)
-        if names is not None:
+        stream = datasets.load_dataset(
+            source.name,
+            name=reading.subset or None,
+            split=reading.split,
+            revision=source.revision,
+            streaming=True,
+        )
+        features = stream.features
+        if features is not None and reading.column not in features:
+            raise _no_column(source, reading, list(features))
+        kind = None if features is None else getattr(features[reading.column], "dtype", "a nested one")
+        if kind is not None and kind not in ("string", "large_string", "string_view", "null"):
+            raise UsageError(
+                f"source {source}: column {reading.column} has no text but {kind}; name the column with the text with --column,"
+                " or fetch the files and name them"
+            )
+        if features is not None:
             stream = stream.select_columns([reading.column])
         return stream.with_format("arrow")
     except UsageError:
         raise
-    except StopIteration:
-        return None
     except Exception as error:
         raise _explained(source, error) from None
 
@@ -293,19 +263,14 @@ def _no_column(source: Source, reading: Reading, names: list[str]) -> UsageError
 
 
 def _explained(source: Source, error: Exception, where: str = "") -> UsageError:
-    """One line for whatever a source raised."""
+    """One line for whatever `datasets` raised."""
     reason = first_line(error)
     if isinstance(error, UnicodeError):
         return UsageError(f"source {source}: {where}not UTF-8: {reason}; convert it to UTF-8")
-    if source.kind == "hub":
-        if isinstance(error, FileNotFoundError) or type(error).__name__ == "DatasetNotFoundError":
-            return UsageError(f"source {source}: {reason}; check its name and its revision")
-        if isinstance(error, OSError):
-            return UsageError(
-                f"source {source}: {where}the hub cannot be reached: {reason}; start again when it can: it goes on where it was"
-            )
-    if isinstance(error, OSError) and error.strerror:
-        return UsageError(f"source {source}: {where}{error.strerror}; check the file")
-    if source.kind in ("hub", "folder"):
-        return UsageError(f"source {source}: {where}{reason}; check --split, --subset and --column")
-    return UsageError(f"source {source}: {where}{reason}; it must be {source.kind}, as its name says")
+    if isinstance(error, FileNotFoundError) or type(error).__name__ == "DatasetNotFoundError":
+        return UsageError(f"source {source}: {reason}; check its name and its revision")
+    if isinstance(error, OSError):
+        return UsageError(
+            f"source {source}: {where}the hub cannot be reached: {reason}; start again when it can: it goes on where it was"
+        )
+    return UsageError(f"source {source}: {where}{reason}; check --split, --subset and --column")
