@@ -1,7 +1,7 @@
 """The command `potluck`: what a person types, and one line for whatever goes wrong.
 
-Exit codes: 0 done, 2 bad usage or input, 1 anything else. Heavy imports happen inside the commands, so that `--help` is fast. Long because typer reads
-each command's options from a function's parameters.
+Exit codes: 0 done, 2 bad usage or input, 1 anything else. Heavy imports happen inside the commands, so that `--help` is fast.
+Long because typer reads each command's options from a function's parameters.
 """
 
 from __future__ import annotations
