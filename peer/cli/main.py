@@ -1,6 +1,7 @@
 """The command `potluck`: what a person types, and one line for whatever goes wrong.
 
 Exit codes: 0 done, 2 bad usage or input, 1 anything else. Heavy imports happen inside the commands, so that `--help` is fast.
+Long because typer reads each command's options from a function's parameters.
 """
 
 from __future__ import annotations
@@ -20,12 +21,10 @@ from peer.cli import eval as evaluation
 from peer.cli import plan as planning
 from peer.cli.commands import Devices
 from peer.cli.listing import Commands
-from peer.cli.options import Announce, Dir, Host, Json, LogFile, Port
+from peer.cli.options import Announce, Dir, Host, Json, LogFile, Port, check_pasted
 from peer.config import make_home
 from peer.net import keyfile
 from peer.node.open_run import KEY, Door, here
-from peer.ui.text import typed
-from protocol.errors import UsageError
 
 if TYPE_CHECKING:
     from peer.node.peer import Factories
@@ -395,19 +394,6 @@ def demo(
     running.run(work(), interrupted=1)
 
 
-GROUPS = ("log", "run", "data", "service")
-
-
-def _check_pasted(arguments: Sequence[str]) -> None:
-    """Raises UsageError where a whole line, `potluck join ADDRESS`, stands where its last word belongs."""
-    at = next((i for i, word in enumerate(arguments) if "/p2p/" in word and "#" in word), 0)
-    begin = 2 if arguments[:1] and arguments[0] in GROUPS else 1
-    more = arguments[begin:at]
-    if {"potluck", "join", "join:"}.intersection(more) and not any(word.startswith("-") for word in more):
-        right = typed("potluck", *arguments[:begin], *arguments[at:])
-        raise UsageError(f"RUN: other words are typed beside the address; type: {right}")
-
-
 def main(arguments: Sequence[str] | None = None, factories: Factories | None = None) -> None:
     """Entry point of the command. `arguments`: what is typed after `potluck` (default: what was). `factories`: what
     `potluck join` makes a peer's parts with (default: the usual)."""
@@ -417,5 +403,5 @@ def main(arguments: Sequence[str] | None = None, factories: Factories | None = N
         )  # names of files that are no text, and terminals that show less
     with running.reporting():
         make_home()
-        _check_pasted(sys.argv[1:] if arguments is None else arguments)
+        check_pasted(sys.argv[1:] if arguments is None else arguments)
     app(arguments, prog_name="potluck", obj=factories)

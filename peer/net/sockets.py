@@ -33,13 +33,13 @@ def check_port(host: str, port: int) -> None:
         raise UsageError(f"--host {host}: not an IP address; give one of this machine's, or 0.0.0.0") from None
     if not 0 <= port < 65536:
         raise UsageError(f"--port {port}: not a port; give one between 1 and 65535, or 0 for any")
-    everywhere, _ = _BOTH
-    meant = everywhere if host in everywhere else {host: version}
-    failed = [error for one, of in meant.items() if (error := _why_not(of, one, port)) is not None]
-    hard = [error for error in failed if error.errno not in _NO_FAMILY]
-    if hard or not hosts(host, port):
-        error = (hard or failed)[0]
-        raise port_error(host, port, error.strerror or str(error))
+    everywhere, itself = _BOTH
+    known = everywhere | itself
+    meant = hosts(host, port) or [host]
+    for one in meant:
+        failed = _why_not(known.get(one, version), one, port)
+        if failed is not None:
+            raise port_error(host, port, failed.strerror or str(failed))
 
 
 def _why_not(version: int, host: str, port: int) -> OSError | None:
@@ -66,12 +66,16 @@ def hosts(host: str, port: int) -> list[str]:
     """Where `host` means that we listen: 0.0.0.0 and :: are every address of this machine, of IPv4 and of IPv6, as far as it has them. A machine without
     127.0.0.1 talks to itself by ::1, and the other way round."""
     everywhere, itself = _BOTH
-    if host in everywhere:
-        return [one for one, version in everywhere.items() if _why_not(version, one, port) is None]
-    if host in itself:
-        order = sorted(itself, key=lambda one: one != host)
-        return [one for one in order if _why_not(itself[one], one, port) is None][:1]
-    return [host] if _why_not(ipaddress.ip_address(host).version, host, port) is None else []
+    if host not in everywhere and host not in itself:
+        return [host]
+    there = [one for one, of in (everywhere if host in everywhere else itself).items() if _has(of, one, port)]
+    return there if host in everywhere else sorted(there, key=lambda one: one != host)[:1]
+
+
+def _has(version: int, host: str, port: int) -> bool:
+    """Whether this machine has the address at all; the port may be taken."""
+    failed = _why_not(version, host, port)
+    return failed is None or failed.errno not in _NO_FAMILY
 
 
 def port_error(host: str, port: int, reason: str) -> UsageError:
