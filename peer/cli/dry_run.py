@@ -42,7 +42,8 @@ def _lines(known: Known, own: Announcement, head: Commit | None) -> Iterator[str
     rounds = schedule.last_round(manifest, head)
     begun = f"round {head.round} of {rounds} is decided" if head is not None and head.round else "it has not begun"
     yield f"run {manifest.run_id[:12]} {clean(manifest.name)}: {begun}, {count(others, 'other peer')} there"
-    yield f"this machine: {clean(own.device)}, {size(own.memory_bytes)} offered; {REACHED[own.reachable]}"
+    beside = f" and {size(own.host_bytes)} of the host's" if own.host_bytes else ""
+    yield f"this machine: {clean(own.device)}, {size(own.memory_bytes)}{beside} offered; {REACHED[own.reachable]}"
     yield f"its line: {rate(own.up_bps)} up, {rate(own.down_bps)} down"
     yield from part_lines(known, own)
     yield "nothing was trained; the same command without --dry-run joins"

@@ -22,8 +22,8 @@ from protocol.planning.partition import Candidate
 from protocol.planning.planner import still_fit
 from protocol.run import layout
 from protocol.wire.announcement import Announcement
-from protocol.wire.encoding import decode, encode
 from protocol.wire.plan import ReplicaSpec, StageSpec
+from protocol.wire.schema import build, plain
 from tests import plans
 from tests.unit.test_gpu_memory import GB, RUNS
 
@@ -209,8 +209,7 @@ def test_the_strongest_are_found_among_processors_and_cards() -> None:
 
 def test_an_announcement_tells_both_and_a_candidate_has_them() -> None:
     said = Announcement(run="r", peer="p", memory_bytes=8, device="cuda", host_bytes=5)
-    heard = decode(encode(said, "p"), "p")
-    assert isinstance(heard, Announcement)
+    heard = build(Announcement, plain(said))
     assert partition.candidate(heard).budget == Budget(8, "cuda", 5)
     old = Announcement(run="r", peer="p", memory_bytes=8)
     assert partition.candidate(old).budget == Budget(8)
