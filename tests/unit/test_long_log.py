@@ -24,7 +24,7 @@ ROUNDS = 1_200
 @contextlib.asynccontextmanager
 async def run_of_many_rounds(folder: Path, rounds: int, replicas: int = 1) -> AsyncIterator[Swarm]:
     """A run that is at round `rounds`, whose state the peer "old" has."""
-    timing = TimingSpec(round_deadline=30.0, heartbeat=0.2, gone_after=120.0)
+    timing = TimingSpec(round_deadline=600.0, heartbeat=0.2, gone_after=120.0)
     run = manifest(rounds=10**6, start_peers=1, checkpoint_rounds=100, timing=timing)
     peers = (identity_of("old").peer_id, *long_logs.trainers(replicas - 1))
     log = long_logs.commits(run, rounds, peers)
