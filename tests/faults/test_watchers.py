@@ -159,20 +159,21 @@ def test_a_node_is_stopped(tmp_path: Path, seconds: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("home", [NODE, WATCHER])
 @pytest.mark.parametrize("what", ["cut", "moved"])
-def test_a_node_loses_its_line_or_its_address(tmp_path: Path, what: str) -> None:
+def test_a_node_or_its_watcher_loses_the_line_or_the_address(tmp_path: Path, what: str, home: str) -> None:
     with (
         homes(NODE, PEER, WATCHER) as there,
         watched(tmp_path / "run", places=there.places, prefix=there.places[WATCHER][1]) as run,
     ):
         if what == "cut":
-            there.unplug(NODE)
+            there.unplug(home)
             run.silent(60.0)
-            there.plug_in(NODE)
+            there.plug_in(home)
         else:
-            there.move(NODE)
+            there.move(home)
         before, since = run.decided(), time.monotonic()
-        run.shows(f"line or address {what}, another round", since, before)
+        run.shows(f"{home} {what}, two rounds more", since, before + 1)
 
 
 @pytest.mark.slow
