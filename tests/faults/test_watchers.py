@@ -96,6 +96,8 @@ class Watched:
 
         def all_do() -> bool:
             state, newest = self.state(), self.decided()
+            if newest > beyond:
+                took.setdefault("decided", time.monotonic() - since)
             if not state["silent"] and state["round"] > max(newest - 1, beyond):
                 took.setdefault("page", time.monotonic() - since)
             if (self.metric("potluck_news_age_seconds") or 0.0) < 5.0 and (self.metric("potluck_round") or 0) > max(
@@ -105,7 +107,7 @@ class Watched:
             round, _, is_silent = self.screen()
             if not is_silent and round > max(newest - 1, beyond):
                 took.setdefault("terminal", time.monotonic() - since)
-            return len(took) == 3
+            return len(took) == 4
 
         self.until(all_do, f"{what}: the newest round everywhere, {took}")
         print(f"\n{what}: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in sorted(took.items())))
