@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 DIAL_SECONDS = 10.0
 """That a peer has to answer when it is dialled."""
+FIRST_SECONDS = 3.0
+"""The same where its announcement is not known: after these it is looked for, since it may be elsewhere."""
 FIND_SECONDS = 5.0
 """That the search for a peer has that is not where it was; then it is dialled there again."""
 
@@ -98,22 +100,22 @@ class Contacts:
         if peer in self._reached:
             return
         try:
-            await self._dial(peer)
+            await self._dial(peer, DIAL_SECONDS if peer in self.known else FIRST_SECONDS)
         except RemoteError:
             if peer in self.known:
                 raise
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIND_SECONDS if self.addresses(peer) else None):
                     await self._find(peer)
-            if peer not in self.known:
+            if not self.addresses(peer):
                 raise
-            await self._dial(peer)
+            await self._dial(peer, DIAL_SECONDS)
 
-    async def _dial(self, peer: str) -> None:
+    async def _dial(self, peer: str, seconds: float) -> None:
         addresses = self.addresses(peer)
         if not addresses:
             raise RemoteError(peer, f"peer {short_peer(peer)}: no announcement is found; it is tried again")
-        await self._transport.connect(addresses, timeout=DIAL_SECONDS)
+        await self._transport.connect(addresses, timeout=seconds)
         self._reached.add(peer)
 
     async def call(self, peer: str, ask: Callable[[Transport, str], Awaitable[T]]) -> T:

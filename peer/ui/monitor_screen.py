@@ -114,9 +114,9 @@ class MonitorScreen(Screen):
         self._news, self.told = True, self.told + 1
         self.watched.feed(event)
 
-    def _has_news(self) -> bool:
+    def has_news(self) -> bool:
         """While nobody answers, the seconds are counted."""
-        news, silent = super()._has_news(), self.heard()[1] is not None
+        news, silent = super().has_news(), self.heard()[1] is not None
         news, self._was_silent = news or silent or self._was_silent, silent
         return news
 

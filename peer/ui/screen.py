@@ -269,11 +269,11 @@ class _Seldom(Live):
     """Draws where there is `news`: to draw costs more than all else that a screen does."""
 
     def __init__(self, news: Callable[[], bool], **how: Any) -> None:
-        self._has_news = news
+        self.has_news = news
         super().__init__(**how)
 
     def refresh(self) -> None:
-        if self._has_news():
+        if self.has_news():
             super().refresh()
 
 
@@ -314,7 +314,7 @@ class Screen:
         self._news = True
         self.view.feed(event)
 
-    def _has_news(self) -> bool:
+    def has_news(self) -> bool:
         """Whether the screen looks otherwise than when this was asked last."""
         with self._lock:
             news, self._news = self._news or self.console.size != self._size, False
@@ -327,7 +327,7 @@ class Screen:
     def __enter__(self) -> Screen:
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = _Seldom(
-                self._has_news,
+                self.has_news,
                 get_renderable=self.frame,
                 console=self.console,
                 screen=True,

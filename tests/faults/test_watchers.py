@@ -96,6 +96,8 @@ class Watched:
 
         def all_do() -> bool:
             state, newest = self.state(), self.decided()
+            if newest > beyond:
+                took.setdefault("decided", time.monotonic() - since)
             if not state["silent"] and state["round"] > max(newest - 1, beyond):
                 took.setdefault("page", time.monotonic() - since)
             if (self.metric("potluck_news_age_seconds") or 0.0) < 5.0 and (self.metric("potluck_round") or 0) > max(
@@ -105,7 +107,7 @@ class Watched:
             round, _, is_silent = self.screen()
             if not is_silent and round > max(newest - 1, beyond):
                 took.setdefault("terminal", time.monotonic() - since)
-            return len(took) == 3
+            return len(took) == 4
 
         self.until(all_do, f"{what}: the newest round everywhere, {took}")
         print(f"\n{what}: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in sorted(took.items())))
@@ -159,20 +161,21 @@ def test_a_node_is_stopped(tmp_path: Path, seconds: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("home", [NODE, WATCHER])
 @pytest.mark.parametrize("what", ["cut", "moved"])
-def test_a_node_loses_its_line_or_its_address(tmp_path: Path, what: str) -> None:
+def test_a_node_or_its_watcher_loses_the_line_or_the_address(tmp_path: Path, what: str, home: str) -> None:
     with (
         homes(NODE, PEER, WATCHER) as there,
         watched(tmp_path / "run", places=there.places, prefix=there.places[WATCHER][1]) as run,
     ):
         if what == "cut":
-            there.unplug(NODE)
+            there.unplug(home)
             run.silent(60.0)
-            there.plug_in(NODE)
+            there.plug_in(home)
         else:
-            there.move(NODE)
+            there.move(home)
         before, since = run.decided(), time.monotonic()
-        run.shows(f"line or address {what}, another round", since, before)
+        run.shows(f"{home} {what}, two rounds more", since, before + 1)
 
 
 @pytest.mark.slow

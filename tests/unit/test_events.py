@@ -179,7 +179,7 @@ def test_every_field_of_the_screen_has_a_source() -> None:
         found |= changed(story.view, View(tiny.manifest()))
         for p in story.view.peers.values():
             of_peers |= changed(p, PeerView(p.peer, p.name))
-    assert found | {"manifest"} == {f.name for f in dataclasses.fields(View) if not f.name.startswith("_")}
+    assert found | {"manifest", "news_age"} == {f.name for f in dataclasses.fields(View) if not f.name.startswith("_")}
     assert of_peers | {"peer", "name"} == {f.name for f in dataclasses.fields(PeerView)}
 
 

@@ -115,16 +115,16 @@ def test_the_terminal_counts_the_seconds_of_silence_though_nothing_happens() -> 
     screen = MonitorScreen(
         MadeUp(5).manifest, Console(file=io.StringIO(), width=80, height=24), news_age=lambda: age[0]
     )
-    assert screen._has_news()
-    assert not screen._has_news()
+    assert screen.has_news()
+    assert not screen.has_news()
     before = screen.heard()
     age[0] = OLD
     assert screen.heard() != before, "a page is made anew"
-    assert screen._has_news()
-    assert screen._has_news()
+    assert screen.has_news()
+    assert screen.has_news()
     age[0] = 0.1
-    assert screen._has_news(), "that it is over is shown too"
-    assert not screen._has_news()
+    assert screen.has_news(), "that it is over is shown too"
+    assert not screen.has_news()
     assert screen.heard() == before
 
 
