@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import copy
 import dataclasses
 import json
 import random
@@ -81,10 +80,6 @@ class Liars:
         )
         self._lie: Lie | None = None
 
-    def state(self) -> Chain:
-        """The chain, to go back to."""
-        return copy.deepcopy(self.chain, {id(self): self, id(self.chain.corpus): self.chain.corpus})
-
     def train(self, round: int, spike: int, lie: Lie | None, draw: random.Random) -> float:
         """One round, with the spike in this step, -1 for none; the loss. Raises Accused, unless all are honest: then `false` has who was accused."""
         self.false, self._lie = [], lie
@@ -132,7 +127,7 @@ def run(arm: str, seed: int, rounds: int, note: Callable[..., None]) -> None:
     liars = Liars(arm, seed, rounds)
     for round in range(1, rounds + 1):
         if round > NEW_ROUNDS + 1 and round % LIES == LIES // 3:
-            before = liars.state()
+            before = liars.chain.state()
             for lie in every_lie(draw):
                 accused: Accused | None = None
                 try:
@@ -141,8 +136,7 @@ def run(arm: str, seed: int, rounds: int, note: Callable[..., None]) -> None:
                     accused = error
                 found = accused is not None and accused.stage == lie.stage
                 note(round=round, lie=dataclasses.asdict(lie), found=found, said=str(accused) if accused else None)
-                liars.chain = before
-                before = liars.state()
+                liars.chain.restore(before)
         spike = draw.randrange(STEPS) if round % SPIKES == SPIKES // 2 else None
         loss = liars.train(round, -1 if spike is None else spike, None, draw)
         note(round=round, spike=spike, false=liars.false[0] if liars.false else None, loss=loss)

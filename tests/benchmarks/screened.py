@@ -6,6 +6,7 @@ replica, and all stages begin the next round from the result.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -111,6 +112,14 @@ class Chain:
         ]
         for stage in self.stages:
             stage.load_optimizer(self._moments)
+
+    def state(self) -> object:
+        """What a round changes."""
+        return copy.deepcopy((self.stages, self.peers, self.outer.theta, self.outer.feedback))
+
+    def restore(self, state: object) -> None:
+        """Back to what `state` gave; as often as one likes."""
+        self.stages, self.peers, self.outer.theta, self.outer.feedback = copy.deepcopy(state)  # type: ignore[misc]
 
     def play(self, round: int, steps: int, send: Send = honest, screened: bool = True, spike: int = -1) -> float:
         """One round, from 1, of so many inner steps; the loss. `spike`: the step whose learning rate is ten times as high."""

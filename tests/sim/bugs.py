@@ -18,23 +18,38 @@ ROOT = Path(__file__).parents[2]
 ROUNDS, NODE = "peer/node/rounds.py", "bootstrap/node.py"
 MEMBER, LEADER, ROSTER = "protocol/rounds/member.py", "protocol/rounds/leader.py", "protocol/rounds/chain_repair.py"
 PAXOS, ACCEPTOR, OFFERS = "protocol/rounds/paxos.py", "protocol/rounds/acceptor.py", "protocol/rounds/offers.py"
-COMMIT = "protocol/wire/commit.py"
+COMMIT, FAIRNESS = "protocol/wire/commit.py", "protocol/rounds/fairness.py"
 STORAGE, TAKING = "peer/state/storage.py", "peer/state/taking.py"
 
 
 @dataclass(frozen=True)
 class Bug:
     """`changes`: (file, text, what stands there instead). `promises`: one of them is what is broken. `only`: the kind of runs that shows it.
-    `first`: the seed with which the search begins, one that shows it."""
+    `first`: the seed with which the search begins, one that shows it. `options`: of the simulation, with which it shows."""
 
     changes: tuple[tuple[str, str, str], ...]
     promises: tuple[str, ...]
     only: str = ""
     first: int = 0
+    options: tuple[str, ...] = ()
 
 
 BUGS: dict[str, Bug] = {
     # the machines
+    "a node judges plans without the quarrels that it plans by": Bug(
+        (
+            (
+                FAIRNESS,
+                "        ready={c.peer: c for c in leader.marked(leader.ready.values())},\n",
+                "        ready={c.peer: c for c in leader.standing.marked(leader.ready.values())},\n",
+            ),
+            # and never comes to know that it is the one that sees less
+            (FAIRNESS, "        if len(leaders) <= max(1, liars_borne(members)):\n", "        if True:\n"),
+        ),
+        ("P2", "P4"),
+        options=("--quarrels",),
+        first=3,
+    ),
     "a commit is applied twice when it is heard twice": Bug(
         (
             (
@@ -252,7 +267,7 @@ def plant(bug: Bug, folder: Path) -> None:
 def find(bug: Bug, folder: Path, seeds: int) -> str:
     """What the simulation of a tree prints about so many seeds up to the first broken promise: those from the bug's first one on, then
     those before it."""
-    only = ("--only", bug.only) if bug.only else ()
+    only = (*bug.options, *(("--only", bug.only) if bug.only else ()))
     text = simulate(folder, f"{bug.first}:{seeds}", *only)
     if broken(text) is None and bug.first:
         text += simulate(folder, f"0:{bug.first}", *only)

@@ -62,6 +62,12 @@ def test_dishonest_operators_hold_up_no_round_for_more_than_two_leases() -> None
     assert sum((found for _, found, _ in lived), Counter[str]())["lies"] > 500
 
 
+def test_chains_that_quarrel_by_chance_break_no_promise_and_hold_up_no_round_for_more_than_two_leases() -> None:
+    lived = [*lives(range(12), quarrels=True), *lives(range(12, 24), quarrels=True, calm=True)]
+    assert [text for _, _, text in lived if text] == []
+    assert sum((found for _, found, _ in lived), Counter[str]())["quarrels"] > 10
+
+
 def test_a_seed_decides_everything() -> None:
     assert list(lives((3, 5))) == list(lives((3, 5)))
 

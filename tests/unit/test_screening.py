@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +19,12 @@ from peer.chain.activation_stats import Statistics
 from peer.chain.frames import BACKWARD, FORWARD, NeighbourLost
 from peer.chain.link import HEAD_START_S, LIVENESS
 from peer.chain.neighbours import Crossing, Neighbours
-from peer.chain.screening import LEAST_TOKENS, LEAST_WIDTH, MOST, NEW_ROUNDS, Place, Screen, Screens
+from peer.chain.screening import LEAST_TOKENS, LEAST_WIDTH, MOST, NEW_FRAMES, NEW_ROUNDS, Place, Screen, Screens
 from peer.training.trainer import StageTrainer
 from protocol.errors import LocalError
 from protocol.rounds.quarrels import LIES
 from protocol.run.manifest import TrainSpec
+from tests.benchmarks import honest
 from tests.chains import SPEC, Wired, make_chain, read_of, steps_of, worker
 
 VOCABULARY, ROWS, LENGTH, WIDTH, ROUND = 500, 2, 64, 24, 40
@@ -167,6 +169,72 @@ def test_a_cut_to_which_a_chain_comes_back_is_learned_anew_in_one_round(away: in
     assert [at.play() for _ in range(3)] == [None] * 3
     assert at.play(lie=lambda x: 4 * x) is not None
     assert at.play(lie=lambda x: -x) is not None
+
+
+class Learning:
+    """Frames of a stage that learns as quickly as early in training: within a round of `frames` sizes grow by `growth` (in nats), at its end
+    they fall back to what the outer step took over, a `kept` part. Gradients are the smaller the larger activations are."""
+
+    def __init__(self, kind: int, growth: float, kept: float, frames: int) -> None:
+        self.at, self.growth, self.kept, self.frames, self.base = Boundary(kind), growth, kept, frames, 0.0
+
+    def play(self, lie: float = 1.0, since: int = 0) -> str | None:
+        at = self.at
+        at.round += 1
+        at.screen.begin("neighbour", at.round, 0)
+        for n in range(self.frames):
+            ids = at.honest.ids()
+            grown = math.exp(self.base + self.growth * n / self.frames)
+            x = (
+                at.honest.frame(ids)
+                * (grown if at.screen.kind == FORWARD else 1 / grown)
+                * (lie if n >= since else 1.0)
+            )
+            said = at.screen.judge(at.screen.sample(x), ids, math.log(grown))
+            if said is not None:
+                return said
+        self.base += self.kept * self.growth
+        return None
+
+
+@pytest.mark.parametrize("kind", [FORWARD, BACKWARD])
+@pytest.mark.parametrize(
+    ("growth", "kept", "frames"), [(4.0, 0.05, 100), (2.0, 0.5, 40), (-2.0, 0.5, 40), (0.05, 1.0, 1), (1.5, 0.0, 32)]
+)
+def test_what_learning_does_to_sizes_is_no_lie_and_lies_on_top_of_it_are_found(
+    growth: float, kept: float, frames: int, kind: int
+) -> None:
+    """The reference followed sizes within rounds, and took what an outer step takes back for a lie."""
+    stage = Learning(kind, growth, kept, frames)
+    rounds = max(8, 2 * NEW_FRAMES // frames)
+    assert [stage.play() for _ in range(rounds)] == [None] * rounds
+    stage.growth /= 4
+    assert [stage.play() for _ in range(4)] == [None] * 4
+    said = [stage.play(lie=0.25, since=frames // 3) for _ in range(1 if frames > 16 else 12)]
+    assert any(one is not None and "times as large" in one for one in said)
+
+
+@pytest.mark.parametrize("kind", [FORWARD, BACKWARD])
+def test_rounds_of_one_frame_are_learned_from_and_lies_in_them_are_found(kind: int) -> None:
+    """Three rounds are three frames there, which say nothing; and a score that ends with each round never comes to an alarm."""
+    at = Boundary(kind)
+    at.honest.size = 1.0
+    for n in range(NEW_FRAMES + 4):
+        at.honest.size *= 3 if n == 4 else 1
+        assert at.play(frames=1) is None
+    assert [at.play(frames=1, lie=lambda x: -x) for _ in range(8)].count(None) < 8
+
+
+def test_a_gradient_is_as_much_smaller_as_activations_became_larger() -> None:
+    """Nothing says so but the size of what this stage sent: the same gradients without it are strange."""
+    for own, believed in ((math.log(4), True), (0.0, False)):
+        at = Boundary(BACKWARD)
+        at.learn()
+        said = None
+        for _ in range(ROUND):
+            ids = at.honest.ids()
+            said = said or at.screen.judge(at.screen.sample(at.honest.frame(ids) / 4), ids, own)
+        assert (said is None) == believed
 
 
 def test_whoever_comes_after_a_liar_is_not_accused_for_what_the_liar_taught() -> None:
@@ -330,3 +398,8 @@ def test_a_stage_that_cannot_send_what_it_made_of_lies_names_the_liar() -> None:
     assert isinstance(error, NeighbourLost)
     assert (error.peer, error.reason.split(",")[0]) == ("liar", f"{LIES}activations are zero")
     assert isinstance(asyncio.run(send(None)), LocalError), "its own fault, as far as it knows"
+
+
+def test_honest_chains_of_the_campaign_are_not_accused() -> None:
+    """A slice of `python -m tests.benchmarks.honest`."""
+    assert [line["said"] for line in honest.campaign(40, 0, None) if line["said"]] == []
