@@ -35,15 +35,15 @@ class Writer:
 
     def ids(self, beginning: str) -> list[int]:
         """The beginning of a document. Raises UsageError."""
-        from peer.corpus.tokenizer import end_of_text
+        from peer.corpus.tokenizer import TextEncoder
 
         try:
             beginning.encode()
         except UnicodeEncodeError:
             raise UsageError("the beginning: is not UTF-8; type it in a terminal that is set to UTF-8") from None
-        end = end_of_text(self.model.tokenizer)
-        ids = [] if end is None else [end]
-        ids += self.model.tokenizer.encode(beginning, add_special_tokens=False).ids
+        encoder = TextEncoder(self.model.tokenizer)
+        ids = [] if encoder.end is None else [encoder.end]
+        ids += encoder.ids(beginning)
         if not ids:
             raise UsageError(
                 "the beginning: is empty, and the run's tokenizer has no token that begins a text; give one"

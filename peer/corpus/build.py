@@ -26,7 +26,8 @@ import numpy as np
 from peer.corpus import records, sources, spills
 from peer.corpus.chunks import ChunkWriter, write_all
 from peer.corpus.records import Counts, Cutter, Records
-from peer.corpus.sources import Reading, Source, Unit
+from peer.corpus.documents import Reading, Unit
+from peer.corpus.sources import Source
 from peer.corpus.spills import Position, Spill
 from peer.corpus.tokenizer import parse_tokenizer, vocabulary
 from peer.corpus.tokenizing import Pool

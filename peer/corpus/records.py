@@ -59,18 +59,43 @@ def join(parts: Sequence[Records]) -> Records:
 
 
 @dataclass(slots=True)
+class FileCounts:
+    """What was read of one file."""
+
+    documents: int = 0
+    """That have text."""
+    without_text: int = 0
+    """Rows that have none, and empty files."""
+    left_out: int = 0
+    """Rows that could not be read."""
+    text_bytes: int = 0
+    tokens: int = 0
+    first_left_out: str = ""
+    """Why the first of them could not."""
+
+    def add(self, other: FileCounts) -> None:
+        """Counts the others too."""
+        for name in ("documents", "without_text", "left_out", "text_bytes", "tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.first_left_out = self.first_left_out or other.first_left_out
+
+
+@dataclass(slots=True)
 class Counts:
-    """Of documents that have text, of ids and of UTF-8 bytes; and, for each rank (RANKS + 1), of ids and bytes."""
+    """Of documents that have text; for each rank (RANKS + 1), of ids and UTF-8 bytes; and of each file."""
 
     documents: int = 0
     tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(RANKS + 1, np.int64))
     text_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(RANKS + 1, np.int64))
+    files: dict[str, FileCounts] = field(default_factory=dict)
 
     def add(self, other: Counts) -> None:
         """Counts the others too."""
         self.documents += other.documents
         self.tokens += other.tokens
         self.text_bytes += other.text_bytes
+        for name, counts in other.files.items():
+            self.files.setdefault(name, FileCounts()).add(counts)
 
 
 class Cutter:
@@ -143,6 +168,7 @@ class Cutter:
             int(np.count_nonzero(have_text)),
             np.bincount(ranks, tokens, RANKS + 1).astype(np.int64),
             np.bincount(ranks, text_bytes, RANKS + 1).astype(np.int64),
+            {tokenized.unit.file: _of_file(tokenized, int(np.count_nonzero(have_text)), closed)},
         )
 
     def _order(self, documents: NDArray[np.int64], parts: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -152,6 +178,18 @@ class Cutter:
     def _ranks(self, documents: NDArray[np.int64]) -> NDArray[np.uint16]:
         drawn = _mix(_mix(documents.astype(np.uint64) ^ self._keys[2]) ^ self._keys[3])
         return np.minimum(drawn // np.uint64(2**64 // (HELD_OUT * RANKS)), np.uint64(RANKS)).astype(np.uint16)
+
+
+def _of_file(tokenized: Tokenized, documents: int, closed: int) -> FileCounts:
+    unit = tokenized.unit
+    return FileCounts(
+        documents=documents,
+        without_text=closed - documents - unit.left_out,
+        left_out=unit.left_out,
+        text_bytes=sum(map(len, unit.pieces)),
+        tokens=len(tokenized.ids),
+        first_left_out=unit.first_left_out,
+    )
 
 
 def held_out_rank(counts: Counts) -> int:

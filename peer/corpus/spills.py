@@ -9,6 +9,7 @@ when it was written: so a build that was killed goes on behind its last spill. S
 from __future__ import annotations
 
 import base64
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.corpus.records import RANKS, Counts, Ids, Records, join
+from peer.corpus.records import RANKS, Counts, FileCounts, Ids, Records, join
 from peer.net.disk import Disk
 
 _NAME = "spill-{:06d}"
@@ -61,6 +62,7 @@ def write(disk: Disk, folder: Path, number: int, records: Records, counts: Count
             "records": len(ends),
             "tokens": len(ids),
             "documents": counts.documents,
+            "files": {name: dataclasses.asdict(found) for name, found in counts.files.items()},
             "counts": [_text(counts.tokens), _text(counts.text_bytes)],
             "position": None
             if position is None
@@ -105,7 +107,8 @@ def _read_head(disk: Disk, path: Path) -> Spill:
     if head["position"] is not None:
         source, state, document, part, carry, done = head["position"]
         position = Position(source, state, document, part, base64.b64decode(carry), done)
-    counts = Counts(head["documents"], tokens, text_bytes)
+    files = {name: FileCounts(**found) for name, found in head.get("files", {}).items()}
+    counts = Counts(head["documents"], tokens, text_bytes, files)
     return Spill(path, head["records"], head["tokens"], _HEAD + size, position, counts)
 
 

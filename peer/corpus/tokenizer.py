@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import secrets
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from protocol.errors import UsageError, apart
 from protocol.run.layout import ModelSpec
@@ -41,8 +46,106 @@ def parse_tokenizer(raw: bytes, name: str) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """The id that ends a document, if the tokenizer has one."""
+    """The id that ends a document, if the tokenizer has one: what it says stands between two texts (`with_end`), or a usual name."""
+    processor = tokenizer.post_processor
+    said = json.loads(processor.__getstate__()) if processor is not None else {}
+    if said.get("type") == "TemplateProcessing" and len(said["single"]) == 1 and len(said["pair"]) == 3:
+        if (between := said["pair"][1].get("SpecialToken")) is not None:
+            found: int | None = tokenizer.token_to_id(between["id"])
+            return found
     return next((i for i in map(tokenizer.token_to_id, END_OF_TEXT) if i is not None), None)
+
+
+def with_end(raw: bytes, token: str) -> bytes:
+    """The tokenizer's file with `token` as what ends a document: written as the template of a pair of texts, which stands in the file
+    itself, so that whoever has it knows. The ids of a single text stay the same. Raises UsageError."""
+    tokenizer = parse_tokenizer(raw, "tokenizer")
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        raise UsageError(
+            f"--end {token}: the tokenizer has no such token; name one that it has, such as {', '.join(specials(tokenizer)) or 'none'}"
+        )
+    tokenizer.post_processor = TemplateProcessing(single="$A", pair=["$A", token, "$B"], special_tokens=[(token, number)])
+    return str(tokenizer.to_str()).encode()
+
+
+def specials(tokenizer: Tokenizer) -> list[str]:
+    """The special tokens, in the order of their ids, at most twelve."""
+    added = sorted(tokenizer.get_added_tokens_decoder().items())
+    return [token.content for _, token in added if token.special][:12]
+
+
+class TextEncoder:
+    """Turns text into ids: whatever the text says, it never becomes a special token, nor the one that ends a document.
+
+    The library is given a copy of the tokenizer in which these tokens have names that no text has. Where a piece goes on with a document, the
+    copy puts no space before it, as some tokenizers do at the beginning of a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.end = end_of_text(tokenizer)
+        plain = json.loads(tokenizer.to_str())
+        _rename(plain, _special_names(plain, None if self.end is None else tokenizer.id_to_token(self.end)))
+        self._first = Tokenizer.from_str(json.dumps(plain))
+        has_prefix = _without_prefix(plain)
+        self._later = Tokenizer.from_str(json.dumps(plain)) if has_prefix else self._first
+
+    def ids(self, text: str) -> list[int]:
+        """Of the beginning of a document."""
+        found: list[int] = self._first.encode(text, add_special_tokens=False).ids
+        return found
+
+    def pieces(self, texts: Sequence[str], begins: Sequence[bool]) -> list[list[int]]:
+        """Of each piece; `begins`: whether it begins a document."""
+        found: list[list[int]] = [[] for _ in texts]
+        for encoder, wanted in ((self._first, True), (self._later, False)):
+            at = [i for i, first in enumerate(begins) if first is wanted]
+            for i, encoding in zip(at, encoder.encode_batch_fast([texts[i] for i in at], add_special_tokens=False), strict=True):
+                found[i] = encoding.ids
+        return found
+
+
+def _special_names(plain: dict[str, Any], end: str | None) -> set[str]:
+    names = {token["content"] for token in plain["added_tokens"] if token["special"]}
+    names |= {name for name in (end, plain["model"].get("unk_token")) if name}
+    if isinstance(unknown := plain["model"].get("unk_id"), int):
+        names.add(plain["model"]["vocab"][unknown][0])
+    processor = plain["post_processor"] or {}
+    names |= set(processor.get("special_tokens") or {}) if processor.get("type") == "TemplateProcessing" else set()
+    return names | {processor[role][0] for role in ("sep", "cls") if role in processor}
+
+
+def _rename(plain: dict[str, Any], names: set[str]) -> None:
+    """Gives these tokens names that no text has; they keep their ids."""
+    salt = secrets.token_hex(16)
+    new = {name: f"\0{salt} {number}" for number, name in enumerate(sorted(names))}
+    model = plain["model"]
+    plain["post_processor"] = None
+    for token in plain["added_tokens"]:
+        token["content"] = new.get(token["content"], token["content"])
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {new.get(name, name): number for name, number in model["vocab"].items()}
+    else:
+        model["vocab"] = [[new.get(name, name), score] for name, score in model["vocab"]]
+    if model.get("unk_token"):
+        model["unk_token"] = new[model["unk_token"]]
+    if "merges" in model:
+        pairs = ((merge, merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"])
+        model["merges"] = [merge for merge, (a, b) in pairs if not names & {a, b, a + b}]
+
+
+def _without_prefix(plain: dict[str, Any]) -> bool:
+    """Takes out what puts a space before a text; whether there was such."""
+    found = False
+    for part in (plain["normalizer"], plain["pre_tokenizer"]):
+        for step in (part or {}).get("normalizers") or (part or {}).get("pretokenizers") or [part or {}]:
+            if step.get("prepend"):
+                step["prepend"], found = "", True
+            if step.get("add_prefix_space"):
+                step["add_prefix_space"], found = False, True
+            if step.get("prepend_scheme", "never") != "never":
+                step["prepend_scheme"], found = "never", True
+    return found
 
 
 def check_document_end(model: ModelSpec, raw: bytes) -> None:

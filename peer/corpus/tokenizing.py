@@ -4,7 +4,7 @@ Processes instead of the library's own threads, since turning its results into a
 `python -m peer.corpus.tokenizing TOKENIZER ID-BYTES`. It reads messages from its standard input and answers each on its standard
 output, both with their length in front, and ends with its input: so it outlives nobody.
 
-    -> [pieces of text, for each piece whether a document ends with it]
+    -> [pieces of text, for each piece whether a document ends with it, whether the first begins one]
     <- [ids of all pieces (little-endian), how many there are of each piece (int64)]
 """
 
@@ -25,10 +25,9 @@ from typing import IO
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
-from peer.corpus.sources import Unit
-from peer.corpus.tokenizer import end_of_text, parse_tokenizer
+from peer.corpus.documents import Unit
+from peer.corpus.tokenizer import TextEncoder, parse_tokenizer
 from protocol.errors import LocalError
 
 AHEAD = 2
@@ -90,7 +89,7 @@ class Pool:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            _send(process.stdin, msgpack.packb([unit.pieces, unit.ends]))
+            _send(process.stdin, msgpack.packb([unit.pieces, unit.ends, unit.begins]))
             answer = _receive(process.stdout)
         except OSError:
             answer = b""
@@ -125,24 +124,20 @@ def _receive(pipe: IO[bytes]) -> bytes:
     return pipe.read(int.from_bytes(head, "little")) if len(head) == _LENGTH else b""
 
 
-def encode(tokenizer: Tokenizer, pieces: Sequence[bytes], ends: Sequence[bool]) -> list[list[int]]:
+def encode(encoder: TextEncoder, pieces: Sequence[bytes], ends: Sequence[bool], begins: bool) -> list[list[int]]:
     """The ids of each piece of a unit; behind the last one of a document that ends with it comes the end of the text, if the tokenizer
-    has one. An empty document has none at all."""
-    end = end_of_text(tokenizer)
-    tail = [] if end is None else [end]
-    encodings = tokenizer.encode_batch_fast([piece.decode() for piece in pieces], add_special_tokens=False)
-    return [
-        encoding.ids + tail if piece and last else encoding.ids
-        for encoding, piece, last in zip(encodings, pieces, ends, strict=True)
-    ]
+    has one. An empty document has none at all. `begins`: whether the first piece begins a document."""
+    tail = [] if encoder.end is None else [encoder.end]
+    found = encoder.pieces([piece.decode() for piece in pieces], [begins, *ends][: len(pieces)])
+    return [ids + tail if piece and last else ids for ids, piece, last in zip(found, pieces, ends, strict=True)]
 
 
 def serve(tokenizer_file: Path, id_bytes: int) -> None:
     """What a worker does, until its input ends."""
     tokenizer = parse_tokenizer(tokenizer_file.read_bytes(), f"tokenizer {tokenizer_file}")
-    dtype = np.dtype(f"<u{id_bytes}")
+    encoder, dtype = TextEncoder(tokenizer), np.dtype(f"<u{id_bytes}")
     while request := _receive(sys.stdin.buffer):
-        arrays = [np.array(ids, dtype) for ids in encode(tokenizer, *msgpack.unpackb(request))]
+        arrays = [np.array(ids, dtype) for ids in encode(encoder, *msgpack.unpackb(request))]
         lengths = np.array([len(array) for array in arrays], "<i8")
         _send(sys.stdout.buffer, msgpack.packb([b"".join(array.tobytes() for array in arrays), lengths.tobytes()]))
 

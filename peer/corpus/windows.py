@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from peer.corpus import sources
 from peer.corpus.sources import Reading, Source
-from peer.corpus.tokenizer import end_of_text
+from peer.corpus.tokenizer import TextEncoder
 from peer.corpus.tokenizing import encode
 
 ROWS = 8
@@ -43,13 +43,13 @@ def windows(
     of: Sequence[Source], reading: Reading, tokenizer: Tokenizer, length: int, read: Read
 ) -> Iterator[NDArray[np.int64]]:
     """Windows [n, L + 1] of `length` L, the last one perhaps shorter; `read` counts. Raises UsageError."""
-    end = end_of_text(tokenizer)
-    held: list[int] = [] if end is None else [end]
+    encoder = TextEncoder(tokenizer)
+    held: list[int] = [] if encoder.end is None else [encoder.end]
     for source in of:
         for unit in sources.units(source, reading):
             read.documents += sum(map(bool, unit.ends))
             read.text_bytes += sum(map(len, unit.pieces))
-            for ids in encode(tokenizer, unit.pieces, unit.ends):
+            for ids in encode(encoder, unit.pieces, unit.ends, unit.begins):
                 held += ids
                 while len(held) > ROWS * length:
                     yield _rows(held, ROWS, length)

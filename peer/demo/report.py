@@ -9,7 +9,7 @@ from typing import Any
 
 from bootstrap.archive import Archive
 from peer import events
-from peer.corpus.tokenizer import load_tokenizer
+from peer.corpus.tokenizer import TextEncoder, load_tokenizer
 from peer.demo.recipe import DemoOptions
 from peer.demo.text import TOKENIZER, demo_corpus
 from peer.events import Event
@@ -108,7 +108,7 @@ def audit(options: DemoOptions, manifest: Manifest, tally: Tally, seconds: float
     rounds = max(digests)
     wrong = tally.disagreements(digests)
     dice = inference.Dice(options.seed, temperature=0.8)
-    text = inference.continuation(whole.stage, tokenizer.encode(PROMPT).ids, manifest.train.sequence, dice)
+    text = inference.continuation(whole.stage, TextEncoder(tokenizer).ids(PROMPT), manifest.train.sequence, dice)
     ids = list(itertools.islice(text, 60))
     to_bits = 1 / (math.log(2) * corpus.index.bytes_per_token)
     tokens = sum(c.tokens for commit in tally.commits.values() for c in commit.contributions)
