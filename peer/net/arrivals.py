@@ -42,6 +42,11 @@ class Arrivals:
         return (self.total - self._totals[first]) / seconds
 
     @property
+    def mean(self) -> float:
+        """Bytes a second since the beginning."""
+        return self.total / max(self._times[-1] - self._times[0], 1e-9)
+
+    @property
     def rate(self) -> float | None:
         """Bytes a second, or None where too little has come to say."""
         found = self._rates()

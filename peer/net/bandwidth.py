@@ -32,6 +32,9 @@ WAY_BYTES = 15_000_000
 LEAST_WAY_BYTES, OF_STATE = 1_000_000, 16
 """Of one way at most, and the share of the model's state that is not exceeded: a probe costs little of what a peer fetches to take part, and a
 small model needs no better knowledge of a fast line."""
+TIMES_MEAN = 2.0
+"""Of the mean since its beginning, the most that is believed of a short probe that did not become steady: a few bytes that waited in buffers
+come faster than any line."""
 PINGS = 8
 UNDER_WAY = (32 * 1024, 16 * 1024 * 1024)
 """Least and most bytes under way."""
@@ -110,6 +113,8 @@ async def measure(
     finally:
         await asyncio.gather(*(stream.close() for stream in streams))
     rate, came = way.arrivals.rate, way.arrivals.total
+    if rate is not None and most < WAY_BYTES and not way.arrivals.steady:
+        rate = min(rate, TIMES_MEAN * way.arrivals.mean)
     if rate is None:
         raise RemoteError(node, f"bandwidth by {short_peer(node)}: only {came} bytes came in {patience.way:g} s")
     return Measured(bps=line_bps(rate), trip=trip, bytes=came)

@@ -1,10 +1,10 @@
 """What a peer takes of a home besides computing: bytes written to its disk, wake-ups and bytes while it waits, bytes before its first step.
 
     unshare -n sh -c 'ip link set lo up; exec python -m tests.benchmarks.wear'       # alone on its loopback, so that bytes can be counted
-    python -m tests.benchmarks.wear --part disk --d 128 --layers 6 --rounds 320
+    python -m tests.benchmarks.wear --part disk --d 128 --layers 6
 
 A bootstrap node and one peer, real processes and daemons. `disk`: bytes that the system counts as written for the peer (/proc/PID/io), and
-those that the peer counts itself, in as many rounds as lie between two whole writes, a parameter and round. `idle`: a peer that waits for
+those that the peer counts itself, a parameter and round: whole feedbacks and checkpoints are told apart, since they come once in 320 rounds. `idle`: a peer that waits for
 a second one: voluntary context switches of all its threads, and what passes the loopback. `begin`: what passes it from the start of a peer
 to its first inner step, and again when the peer is started a second time.
 """
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -27,6 +29,8 @@ from tests.faults.processes import Swarm
 
 NODE, PEER = "node-0", "peer"
 SETTLED_SECONDS, IDLE_SECONDS = 45.0, 60.0
+WHOLE = 1.0
+"""Bytes a parameter: a round that writes so much more than others writes a whole feedback, or a checkpoint."""
 FIRST = 4
 """The round from whose end on bytes are counted: the first writes are done."""
 
@@ -74,16 +78,18 @@ def disk(options: argparse.Namespace, folder: Path) -> None:
         swarm.start_node(NODE)
         swarm.start(PEER)
         swarm.wait(PEER, lambda e: e.kind == "round" and e.fields["round"] >= FIRST, "its first rounds")
-        pid, began, before, first = swarm.running[PEER].pid, time.monotonic(), 0, rounds(swarm)[-1]
+        pid, first = swarm.running[PEER].pid, rounds(swarm)[-1].fields["round"]
         before = written(pid)
-        while rounds(swarm)[-1].fields["round"] < first.fields["round"] + options.rounds:
+        while (last := rounds(swarm)[-1].fields["round"]) < first + options.rounds:
             time.sleep(0.2)
-        last, after, seconds = rounds(swarm)[-1], written(pid), time.monotonic() - began
-    many = last.fields["round"] - first.fields["round"]
-    own = last.fields.get("bytes_written", 0) - first.fields.get("bytes_written", 0)
+        system = (written(pid) - before) / (last - first) / parameters
+        totals = [e.fields.get("bytes_written", 0) for e in rounds(swarm) if e.fields["round"] >= first]
+    steps = [later - sooner for sooner, later in itertools.pairwise(totals)]
+    usual = statistics.median(steps) / parameters
+    whole = [step / parameters for step in steps if step / parameters > usual + WHOLE]
     print(
-        f"{parameters:,} parameters, {many} rounds in {seconds:.0f} s: {(after - before) / many / parameters:.4f} bytes a parameter and"
-        f" round by the system, {own / many / parameters:.4f} by the peer's own count",
+        f"{parameters:,} parameters, {last - first} rounds: {system:.4f} bytes a parameter and round by the system; by the peer's own"
+        f" count {usual:.4f} in a usual round, and {len(whole)} with more: {', '.join(f'{x:.1f}' for x in whole)}",
         flush=True,
     )
 
@@ -131,7 +137,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("disk", "idle", "begin"), action="append")
     parser.add_argument("--d", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=320)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--checkpoint-rounds", type=int, default=320)
     chosen = parser.parse_args()
     for name, part in (("disk", disk), ("idle", idle), ("begin", begin)):
