@@ -189,7 +189,7 @@ class Chain:
         came = quantize.decode(quantize.encode(x, wire), x.shape, wire, x.device)
         if (back := self.screens.get((sender, BACKWARD))) is not None and kind == FORWARD:
             self._own[sender] = log_rms(back.sample(x))
-        own = self._own[by] if kind == BACKWARD else 0.0
+        own = self._own.get(by, 0.0) if kind == BACKWARD else 0.0
         why = None if screen is None else screen.judge(screen.sample(came), ids.numpy(), own)
         if why is not None:
             self.said(by, sender, why)
