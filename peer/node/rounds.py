@@ -102,6 +102,7 @@ class Rounds:
         self._events: asyncio.Queue[member_events.Event] = asyncio.Queue()
         self._looked_at = float("-inf")
         self._checkpointed = -1 if restored is None else restored.round
+        self._replayed_bytes = 0
         self._kept_round = -1  # the newest one of which a node has all that we have offered
         self._writes = False  # a checkpoint, after the last attestation that was begun
         if restored is not None:
@@ -377,6 +378,7 @@ class Rounds:
 
         found = {shard: payloads.by_shard[shard] for shard in held}
         await self._timed("apply", self._work(lambda: self.outer.apply_all(found, scratch)))
+        self._replayed_bytes += sum(share.size for share in commit.shares)
         await self._doubts.settle(rebuild, commit.round)
         await self._work(lambda: self._exchange.settle(commit, self._needed(commit.round)))
         self._tell_of_round(commit, self._clock.steady() - began)
@@ -425,7 +427,7 @@ class Rounds:
         await self._recovery.build([s for s in lacking if s not in later], commit.round)
         self._storage.blobs.protected = self._needed(commit.round)
         due = retention.checkpoint_is_due(
-            self.manifest, self.peer, commit.round, self._checkpointed, bool(self.outer.theta)
+            self.manifest, self.peer, commit.round, self._checkpointed, bool(self.outer.theta), self._replayed_bytes
         )
         self._attester.begin(commit.round, dict(self.outer.theta), self._write_checkpoint if due else None)
         self._writes = due
@@ -462,7 +464,7 @@ class Rounds:
 
     def _checkpoint(self, round: int, theta: Shards, digests: Mapping[str, str]) -> None:
         self._storage.save_checkpoint(Checkpoint(round, theta, self._around.inner_loop.optimizer()), digests)
-        self._checkpointed = round
+        self._checkpointed, self._replayed_bytes = round, 0
         if not self._warm_up.shards:
             self._exchange.drop_states()
 

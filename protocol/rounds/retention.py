@@ -30,6 +30,8 @@ SAVED_ROUNDS = 320
 """So many rounds apart the whole error feedback is written to disk: 4 bytes a parameter."""
 TURNS = 64
 """Peers write their checkpoints in so many turns within `checkpoint_rounds`, so that newcomers find a recent one."""
+CHECKPOINT_BYTES = 12
+"""Bytes a parameter of a checkpoint: the state and two moments."""
 LOOK_SECONDS = 60.0
 """How often a peer that is behind asks whether others have a later state."""
 AHEAD = 2
@@ -85,12 +87,20 @@ def payloads_needed(
     return needed
 
 
-def checkpoint_is_due(manifest: Manifest, peer: str, round: int, checkpoint: int, holds: bool) -> bool:
-    """Whether `peer` writes one after `round`: every `checkpoint_rounds` rounds, when it is its turn, and as soon as there is a state and no
-    checkpoint. `checkpoint`: the round of the newest; `holds`: whether there is anything to write."""
-    every = manifest.checkpoint_rounds
-    turn = sum(peer.encode()) % TURNS * (every // TURNS)
-    wanted = (round + turn) % every == 0 or checkpoint < 0
+def checkpoint_is_due(
+    manifest: Manifest, peer: str, round: int, checkpoint: int, holds: bool, replayed_bytes: int
+) -> bool:
+    """Whether `peer` writes one after `round`: every `checkpoint_rounds` rounds, when it is its turn; as soon as there is a state and no
+    checkpoint; and where many replicas send so much that the payloads to replay are longer than one or two checkpoints.
+
+    `checkpoint`: the round of the newest.
+    `holds`: whether there is anything to write.
+    `replayed_bytes`: of all payloads, of all shards, that were committed since the newest.
+    """
+    every, place = manifest.checkpoint_rounds, sum(peer.encode()) % TURNS
+    wanted = (round + place * (every // TURNS)) % every == 0 or checkpoint < 0
+    if replayed_bytes > CHECKPOINT_BYTES * layout.total_parameters(manifest.model) * (1 + place / TURNS):
+        wanted = wanted or round % checkpoint_grain(manifest) == 0
     return wanted and round > 0 and holds and round != checkpoint
 
 

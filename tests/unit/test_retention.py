@@ -110,18 +110,30 @@ def test_a_peers_own_offers_are_needed_as_long_as_its_feedback_on_disk_does_not_
     ],
 )
 def test_a_checkpoint_is_due_every_so_many_rounds(round: int, checkpoint: int, holds: bool, due: bool) -> None:
-    assert retention.checkpoint_is_due(RUN, PEER, round, checkpoint, holds) is due
+    assert retention.checkpoint_is_due(RUN, PEER, round, checkpoint, holds, 0) is due
 
 
 def test_peers_write_checkpoints_in_turns() -> None:
     """Each as often as the manifest says; of 64 peers, the newest is never much older than the mean."""
     run, peers = tiny.manifest(checkpoint_rounds=320), [f"12D3KooW{'a' * i}" for i in range(64)]
-    due = {
-        peer: [r for r in range(1, 961) if retention.checkpoint_is_due(run, peer, r, 0, holds=True)] for peer in peers
-    }
+    due = {peer: [r for r in range(1, 961) if retention.checkpoint_is_due(run, peer, r, 0, True, 0)] for peer in peers}
     assert all(len(rounds) == 3 and rounds[1] - rounds[0] == 320 for rounds in due.values())
     every = sorted({r for rounds in due.values() for r in rounds})
     assert max(later - r for r, later in itertools.pairwise(every)) <= 5
+
+
+def test_what_has_to_be_kept_for_a_replay_is_no_longer_than_a_few_checkpoints() -> None:
+    """Many replicas send more in 320 rounds than a state has."""
+    run = tiny.manifest(checkpoint_rounds=320)
+    a_round = layout.total_parameters(run.model)  # bytes: what a hundred replicas send
+    for peer in (f"12D3KooW{'a' * i}" for i in range(64)):
+        checkpoint = most = 0
+        for round in range(1, 961):
+            kept = (round - checkpoint) * a_round
+            most = max(most, kept)
+            if retention.checkpoint_is_due(run, peer, round, checkpoint, True, kept):
+                checkpoint = round
+        assert most <= (2 * retention.CHECKPOINT_BYTES + 5) * a_round
 
 
 def test_a_process_that_ends_writes_what_it_has() -> None:
