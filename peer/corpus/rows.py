@@ -303,7 +303,9 @@ def _table(file: File, column: str, first: int) -> Iterator[Row]:
             raise
         except OSError as error:
             reason = error.strerror or first_line(error)
-            raise refused(file, f"behind row {number}: {reason}; it must be whole {file.format}: get it again") from None
+            raise refused(
+                file, f"behind row {number}: {reason}; it must be whole {file.format}: get it again"
+            ) from None
         except Exception as error:  # whatever pyarrow raises
             raise refused(
                 file, f"behind row {number}: {first_line(error)}; it must be whole {file.format}: get it again"

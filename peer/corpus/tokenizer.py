@@ -66,7 +66,9 @@ def with_end(raw: bytes, token: str) -> bytes:
         raise UsageError(
             f"--end {token}: the tokenizer has no such token; name one that it has, such as {', '.join(specials(tokenizer)) or 'none'}"
         )
-    tokenizer.post_processor = TemplateProcessing(single="$A", pair=["$A", token, "$B"], special_tokens=[(token, number)])
+    tokenizer.post_processor = TemplateProcessing(
+        single="$A", pair=["$A", token, "$B"], special_tokens=[(token, number)]
+    )
     return str(tokenizer.to_str()).encode()
 
 
@@ -101,7 +103,9 @@ class TextEncoder:
         found: list[list[int]] = [[] for _ in texts]
         for encoder, wanted in ((self._first, True), (self._later, False)):
             at = [i for i, first in enumerate(begins) if first is wanted]
-            for i, encoding in zip(at, encoder.encode_batch_fast([texts[i] for i in at], add_special_tokens=False), strict=True):
+            for i, encoding in zip(
+                at, encoder.encode_batch_fast([texts[i] for i in at], add_special_tokens=False), strict=True
+            ):
                 found[i] = encoding.ids
         return found
 
