@@ -27,8 +27,8 @@ from tokenizers import Tokenizer
 
 from peer.corpus import records, report, sources, spills
 from peer.corpus.chunks import ChunkWriter, write_all
-from peer.corpus.records import Counts, Cutter, Records
 from peer.corpus.documents import Reading, Unit
+from peer.corpus.records import Counts, Cutter, Records
 from peer.corpus.sources import Source
 from peer.corpus.spills import Position, Spill
 from peer.corpus.tokenizer import end_of_text, parse_tokenizer, specials, vocabulary
