@@ -39,6 +39,8 @@ class BuildOptions:
     column: str
     split: str
     subset: str
+    skip_bad_rows: bool
+    end: str
     seed: int
     threads: int
 
@@ -47,14 +49,18 @@ async def _build(options: BuildOptions, say: Callable[[str], None]) -> None:
     """`potluck data build`. Raises UsageError."""
     from peer.corpus import build as corpora
     from peer.corpus import sources
+    from peer.corpus.tokenizer import with_end
     from peer.net.disk import LocalDisk
 
+    tokenizer = tokenizer_file(options.tokenizer)
     request = corpora.Request(
         sources=tuple(map(sources.parse, options.sources)),
-        tokenizer=tokenizer_file(options.tokenizer),
+        tokenizer=with_end(tokenizer, options.end) if options.end else tokenizer,
         sequence=options.sequence,
         out=options.out,
-        reading=sources.Reading(column=options.column, split=options.split, subset=options.subset),
+        reading=sources.Reading(
+            column=options.column, split=options.split, subset=options.subset, skip_bad_rows=options.skip_bad_rows
+        ),
         seed=options.seed,
         workers=options.threads,
     )
@@ -126,7 +132,7 @@ def build(
         list[str],
         typer.Argument(
             metavar="SOURCE",
-            help="Files (.parquet, .jsonl, .csv; any other: UTF-8 text), folders with a data set,"
+            help="Files (.parquet, .jsonl, .csv; any other: UTF-8 text), folders of such files,"
             " hub:OWNER/NAME@REVISION, or sotu, the text that comes with Potluck.",
             show_default=False,
         ),
@@ -137,8 +143,19 @@ def build(
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence: the manifest's train.sequence.")],
     out: Annotated[Path, typer.Option(help="Folder for the corpus; one in which a build was begun is gone on with.")],
     column: Annotated[str, typer.Option(help="Column with the text.")] = "text",
-    split: Annotated[str, typer.Option(help="Split of a folder or of a hub data set.")] = "train",
-    subset: Annotated[str, typer.Option(help="Subset (configuration) of one that has several.")] = "",
+    split: Annotated[str, typer.Option(help="Split of a hub data set.")] = "train",
+    subset: Annotated[str, typer.Option(help="Subset (configuration) of a hub data set that has several.")] = "",
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="Leave out and count rows that cannot be read, instead of an error.")
+    ] = False,
+    end: Annotated[
+        str,
+        typer.Option(
+            metavar="TOKEN",
+            help="The tokenizer's token that ends a document (default: its usual names).",
+            show_default=False,
+        ),
+    ] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the order and of the held-out part.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="Processes that tokenize.")] = os.cpu_count() or 1,
 ) -> None:
@@ -154,6 +171,8 @@ def build(
         column=column,
         split=split,
         subset=subset,
+        skip_bad_rows=skip_bad_rows,
+        end=end,
         seed=seed,
         threads=threads,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import threading
@@ -19,7 +20,7 @@ from peer.cli.plan import read_peers
 from peer.net import keyfile
 from peer.net.disk import LocalDisk
 from peer.node.open_run import KEY
-from peer.ui.text import clean, count, duration, size, typed
+from peer.ui.text import clean, count, duration, number, size, typed
 from protocol import identity
 from protocol.codec import boundary_formats
 from protocol.errors import UsageError, shown
@@ -51,6 +52,11 @@ QUORUMS = (1, 3, 4, 7)
 """Of which a run takes the largest that it has operators for: three bear that one crashes, four that one lies, seven that two do."""
 WARM_UP = 0.03
 """Of all inner steps; of a short run a tenth, at most 100."""
+MOST_READINGS = 1000
+"""Of the text in a run. What a reading brings falls as exp(-n / 15.4) (Muennighoff et al., 2023, arXiv:2305.16264): after 60 it is 2 %, and
+nothing long before so many."""
+FEW_HELD_OUT = 8
+"""Sequences; of fewer the loss says little."""
 ABOUT = {
     "seed": "what the model begins with, and the order of the text, follow from it",
     "rounds": "the run is over after so many",
@@ -161,9 +167,18 @@ async def _init(options: InitOptions, say: Callable[[str], None]) -> None:
     candidates = read_peers(options.peers) if options.peers is not None else ()
     text = options.corpus if options.corpus is not None else folder / CORPUS
     index = _index(text) if options.corpus is not None else await _build(options, preset, folder, say)
+    disk = LocalDisk()
+    try:
+        check_amount(options, preset, index)
+    except UsageError:
+        if options.corpus is None:  # it has this preset's sequences: another one needs another
+            for path in (folder / CORPUS, folder / TOKENIZER):
+                disk.remove(path)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
     key = keyfile.load_or_create(folder / NODE / KEY)
     manifest = make_manifest(options, preset, index, key.peer_id, candidates)
-    disk = LocalDisk()
     disk.write(folder / MANIFEST, commented(manifest).encode())
     disk.remove(folder / TOKENIZER)  # the corpus has it
     for line in estimates(manifest, index, candidates):
@@ -211,6 +226,7 @@ async def _build(options: InitOptions, preset: Preset, folder: Path, say: Callab
 
 async def _tokenizer(folder: Path, found: tuple[Source, ...], preset: Preset, say: Callable[[str], None]) -> bytes:
     """The tokenizer that was made for this text; it is made if it is not there. Raises UsageError."""
+    from peer.corpus.tokenizer import parse_tokenizer, vocabulary
     from peer.corpus.training import train_tokenizer
 
     path, disk = folder / TOKENIZER, LocalDisk()
@@ -219,6 +235,8 @@ async def _tokenizer(folder: Path, found: tuple[Source, ...], preset: Preset, sa
         raw = await asyncio.to_thread(train_tokenizer, found, preset.vocab_size)
         disk.make_folder(folder)
         disk.write(path, raw)
+        if (made := vocabulary(parse_tokenizer(raw, "tokenizer"))) < preset.vocab_size:
+            say(f"tokenizer: {made:,} ids were made; the text gives no more")
     return path.read_bytes()
 
 
@@ -282,6 +300,28 @@ def make_manifest(
         raise UsageError(f"potluck init: {shown(error)}; correct what was typed") from None
 
 
+def check_amount(options: InitOptions, preset: Preset, index: CorpusIndex) -> None:
+    """Raises UsageError where the run would read its text more than MOST_READINGS times, by the rounds of the preset or those that were typed."""
+
+    def readings(of: Preset, rounds: int | None) -> float:
+        parameters = layout.total_parameters(of.model(index.vocab_size, index.sequence))
+        each = of.inner_steps * of.micro_batches * of.rows * index.sequence * presets.HOMES
+        tokens = presets.TOKENS_PER_PARAMETER * parameters
+        return min(tokens, rounds * each) / index.tokens if rounds else tokens / index.tokens
+
+    times = readings(preset, options.rounds)
+    if times <= MOST_READINGS:
+        return
+    fits = [name for name, of in PRESETS.items() if readings(of, None) <= MOST_READINGS]
+    largest = max(fits, key=lambda name: readings(PRESETS[name], None), default="")
+    smaller = f"choose --preset {largest}" if largest else "no preset fits; choose fewer --rounds"
+    needed = index.text_bytes * times / MOST_READINGS
+    raise UsageError(
+        f"text: {index.tokens:,} tokens ({size(index.text_bytes)}) are too few for --preset {options.preset}, which would read them"
+        f" {times:,.0f} times; {smaller}, or give {size(needed)} of text or more"
+    )
+
+
 def commented(manifest: Manifest) -> str:
     """The manifest's file, with a word on what is not obvious."""
     lines = [
@@ -312,7 +352,8 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
     yield (
         f"text: {index.tokens:,} tokens in {index.sequences:,} sequences of {index.sequence}, {index.vocab_size:,} ids"
     )
-    yield f"held out: {index.held_out_sequences:,} sequences, on which nobody trains"
+    few = "; so few say little: more text holds out more" if index.held_out_sequences < FEW_HELD_OUT else ""
+    yield f"held out: {number(index.held_out_sequences, 'sequence')}, on which nobody trains{few}"
     for where, device in (("memory", memory.CPU), ("with a GPU", memory.GPU)):
         part = f"a member of a chain {_amounts(budget.smallest_stage(manifest, device))} or more"
         if model.tie_word_embeddings:
@@ -342,7 +383,7 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
     yield f"with {who}: {rate:,.0f} tokens a second, {_number(tokens)} in all"
     yield (
         f"that is {tokens / parameters:.1f} tokens a parameter (usual: {presets.TOKENS_PER_PARAMETER}), and"
-        f" {tokens / index.tokens:.2g} times the text"
+        f" {_times(tokens / index.tokens)} times the text"
     )
 
 
@@ -369,6 +410,10 @@ def operating(manifest: Manifest) -> Iterator[str]:
         return
     down, lying = quorum - votes_needed(quorum), liars_borne(quorum)
     yield f"the run bears {down} of {quorum} nodes that are down, and {lying or 'none'} that lie{'s' if lying < 2 else ''}"
+
+
+def _times(n: float) -> str:
+    return f"{n:,.0f}" if n >= 10 else f"{n:.2g}"
 
 
 def _number(n: float) -> str:

@@ -3,6 +3,7 @@
     OUT/index                the index (protocol/run/corpus.py), written last: with it the corpus is whole
     OUT/chunks/<name>        the chunks
     OUT/tokenizer.json       the tokenizer
+    OUT/report.json          what was read of each file, and what was left out
     OUT/building/            while it is being built: what was asked for, and the spills (peer/corpus/spills.py)
 
 The source is read once. All cores tokenize it, its documents are cut into records, and the records sorted by their keys in an
@@ -22,14 +23,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
-from peer.corpus import records, sources, spills
+from peer.corpus import records, report, sources, spills
 from peer.corpus.chunks import ChunkWriter, write_all
-from peer.corpus.records import Counts, Cutter, Records
 from peer.corpus.documents import Reading, Unit
+from peer.corpus.records import Counts, Cutter, Records
 from peer.corpus.sources import Source
 from peer.corpus.spills import Position, Spill
-from peer.corpus.tokenizer import parse_tokenizer, vocabulary
+from peer.corpus.tokenizer import end_of_text, parse_tokenizer, specials, vocabulary
 from peer.corpus.tokenizing import Pool
 from peer.net.disk import Disk, disk_error
 from protocol.errors import LocalError, UsageError
@@ -61,6 +63,12 @@ class Request:
     def __post_init__(self) -> None:
         if not self.sources:
             raise UsageError("potluck data build: no source; name a file, a folder or a data set")
+        if (self.reading.split, self.reading.subset) != ("train", "") and not any(
+            s.kind == "hub" for s in self.sources
+        ):
+            raise UsageError(
+                "--split, --subset: are for data sets of the hub; of a folder all files are read, so name those that you want"
+            )
         if not 1 <= self.sequence <= corpus.MAX_SEQUENCE:
             raise UsageError(f"--sequence {self.sequence}: must be in 1..{corpus.MAX_SEQUENCE}")
 
@@ -97,6 +105,8 @@ def build(request: Request, disk: Disk, say: Callable[[str], None], stop: thread
     is_new = not out.exists()
     _check_folder(out, asked)
     sources.forbid_the_hub(request.sources)
+    for line in (*report.planned(request.sources, request.reading), *_without_end(tokenizer)):
+        say(line)
     lock = disk.lock(building, "`potluck data build`")
     try:
         disk.write(building / _REQUEST, asked)
@@ -108,6 +118,8 @@ def build(request: Request, disk: Disk, say: Callable[[str], None], stop: thread
         index = _finish(request, disk, found, vocab_size, say, stop)
         for path in (*out.glob(".*"), *(out / CHUNKS).glob(".*")):  # what a kill left in the middle of a write
             disk.remove(path)
+        total = _total(found)
+        disk.write(out / report.REPORT, report.written(request.sources, total.files))
         disk.write(out / INDEX, index.to_bytes())
         disk.remove(building / _REQUEST)  # first, since what is left of a build after a kill cannot be gone on with
     except OSError as error:
@@ -121,7 +133,26 @@ def build(request: Request, disk: Disk, say: Callable[[str], None], stop: thread
     finally:
         lock.close()
     disk.remove(building)
+    for line in report.counted(total.files):
+        say(line)
     return index
+
+
+def _without_end(tokenizer: Tokenizer) -> Iterator[str]:
+    """What is said where documents would run together."""
+    if end_of_text(tokenizer) is None:
+        names = ", ".join(specials(tokenizer)) or "none"
+        yield (
+            "tokenizer: has no end of text that is known here, so documents run together; name one of its special tokens"
+            f" with potluck data build --end TOKEN: {names}"
+        )
+
+
+def _total(found: list[Spill]) -> Counts:
+    counts = Counts()
+    for spill in found:
+        counts.add(spill.counts)
+    return counts
 
 
 def _description(request: Request) -> bytes:
@@ -133,6 +164,7 @@ def _description(request: Request) -> bytes:
             "column": request.reading.column,
             "split": request.reading.split,
             "subset": request.reading.subset,
+            "skip_bad_rows": request.reading.skip_bad_rows,
             "tokenizer": hashlib.sha256(request.tokenizer).hexdigest(),
             "sequence": request.sequence,
             "seed": request.seed,
@@ -283,9 +315,7 @@ def _finish(
     stop: threading.Event,
 ) -> CorpusIndex:
     """Writes the chunks; the index that names them."""
-    counts = Counts()
-    for spill in found:
-        counts.add(spill.counts)
+    counts = _total(found)
     length, tokens = request.sequence, int(counts.tokens.sum())
     dtype = np.dtype(f"<u{corpus.id_bytes(vocab_size)}")
     rank = records.held_out_rank(counts)

@@ -21,8 +21,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import zstandard
 
@@ -98,13 +97,17 @@ def single(path: str) -> File:
 
 def walked(folder: str) -> tuple[tuple[File, ...], tuple[LeftOut, ...]]:
     """All that is in a folder, and below it: what is read, in its order, and what is left out. Raises UsageError."""
-    read, left_out = [], []
+    read: list[File] = []
+    left_out: list[LeftOut] = []
     for found in _walk(folder, ()):
-        (read if isinstance(found, File) else left_out).append(found)
+        if isinstance(found, File):
+            read.append(found)
+        else:
+            left_out.append(found)
     if not read:
         such = f", such as {left_out[0]}" if left_out else ""
         raise refused(folder, f"has no file to read: {len(left_out)} left out{such}; name a folder that has text")
-    return tuple(f for f in read if isinstance(f, File)), tuple(f for f in left_out if isinstance(f, LeftOut))
+    return tuple(read), tuple(left_out)
 
 
 def _walk(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[File | LeftOut]:
@@ -204,7 +207,7 @@ class _Zstandard(io.RawIOBase):
 def opened(file: File) -> IO[bytes]:
     """The file's bytes, decompressed. Raises OSError."""
     if file.compression == "gzip":
-        return gzip.open(file.path, "rb")
+        return cast(IO[bytes], gzip.open(file.path, "rb"))
     if file.compression == "bzip2":
         return bz2.open(file.path, "rb")
     if file.compression == "xz":

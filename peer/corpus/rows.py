@@ -23,7 +23,7 @@ from protocol.errors import UsageError
 MOST_ROW_BYTES = 1 << 28
 """A row has to fit into memory; a longer document is a file of its own."""
 _BATCH_ROWS = 64
-_NAMES: dict[type, str] = {int: "a number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
+_NAMES: dict[type, str] = {bool: "true or false", float: "a number", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _of_value(text: object, column: str, place: str) -> Row:
 
 
 def _named(value: object) -> str:
-    return next((name for kind, name in _NAMES.items() if type(value) is kind or isinstance(value, kind)), "text")
+    return next((name for kind, name in _NAMES.items() if isinstance(value, kind)), "text")
 
 
 def _json_values(file: File, column: str) -> Iterator[Row]:

@@ -49,10 +49,10 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
     """The id that ends a document, if the tokenizer has one: what it says stands between two texts (`with_end`), or a usual name."""
     processor = tokenizer.post_processor
     said = json.loads(processor.__getstate__()) if processor is not None else {}
-    if said.get("type") == "TemplateProcessing" and len(said["single"]) == 1 and len(said["pair"]) == 3:
-        if (between := said["pair"][1].get("SpecialToken")) is not None:
-            found: int | None = tokenizer.token_to_id(between["id"])
-            return found
+    pair = said.get("pair", ()) if said.get("type") == "TemplateProcessing" and len(said["single"]) == 1 else ()
+    if len(pair) == 3 and "SpecialToken" in pair[1]:
+        found: int | None = tokenizer.token_to_id(pair[1]["SpecialToken"]["id"])
+        return found
     return next((i for i in map(tokenizer.token_to_id, END_OF_TEXT) if i is not None), None)
 
 

@@ -61,6 +61,20 @@ def test_it_is_made_again_where_it_was_interrupted(at_home: Path, capsys: pytest
     assert path.read_text() == before
 
 
+@pytest.mark.parametrize("preset", ["1b", "178m"])
+def test_far_too_little_text_is_refused_with_the_preset_that_fits(
+    preset: str, at_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And leaves nothing behind, so that the other preset can be typed at once."""
+    assert potluck("init", "ours", "text.txt", "--preset", preset) == 2
+    told = capsys.readouterr().err
+    assert f"are too few for --preset {preset}" in told
+    assert "; choose --preset tiny, or give " in told
+    assert told.count("\n") == 1
+    assert not Path("ours").exists()
+    assert potluck("init", "ours", "text.txt", "--preset", "tiny") == 0
+
+
 def test_four_operators_and_machines_that_are_named(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = []
     for name in ("second", "third", "fourth"):
@@ -112,7 +126,7 @@ def test_one_operator_is_told_nothing_of_quorums(at_home: Path, capsys: pytest.C
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_manifest_with_comments_is_the_same_run(name: str, at_home: Path) -> None:
     write_corpus(Path("corpus"), 100, 64)
-    assert potluck("init", "ours", "--corpus", "corpus", "--preset", name) == 0
+    assert potluck("init", "ours", "--corpus", "corpus", "--preset", name, "--rounds", 100) == 0
     manifest = read_manifest(at_home / "ours" / MANIFEST)
     assert manifests.from_toml(commented(manifest).encode(), "again") == manifest
     assert manifest.train.sequence == 64, "what the corpus was built for"

@@ -253,7 +253,7 @@ def test_a_disk_that_is_full_at_any_time_is_gone_on_from(source: Path, tmp_path:
     assert index == plain
     assert CorpusReader(tmp_path / "out", LocalDisk()).missing() == []
     assert len(list((tmp_path / "out" / CHUNKS).iterdir())) == 4, "two chunks, and their digests"
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [CHUNKS, INDEX, TOKENIZER_FILE]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [CHUNKS, INDEX, "report.json", TOKENIZER_FILE]
 
 
 def test_a_build_that_was_asked_to_stop_goes_on(source: Path, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_build_that_was_asked_to_stop_goes_on(source: Path, tmp_path: Path) ->
         build.build(asked, Stopping(), lines.append, stop)
     assert len(list((tmp_path / "out" / build.BUILDING).glob("spill-*"))) == 1
     assert made(asked, say=lines.append) == made(request(tmp_path / "plain", source))
-    assert lines[0].startswith("goes on behind")
+    assert any(line.startswith("goes on behind") for line in lines)
 
 
 CHILD = """

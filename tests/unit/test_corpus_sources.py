@@ -121,11 +121,11 @@ def test_the_speeches_come_in_order_and_from_any_on() -> None:
     assert documents(list(sources.units(source, Reading(), units[240].state))) == documents(units[241:])
 
 
-def test_the_split_and_the_column_are_chosen(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "set" / "train.parquet", ["no"], "body")
-    write_parquet(tmp_path / "set" / "test.parquet", ["yes"], "body")
+def test_the_column_is_chosen_and_names_of_files_mean_nothing(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "set" / "train.parquet", ["one"], "body")
+    write_parquet(tmp_path / "set" / "test.parquet", ["two"], "body")
     source = sources.parse(str(tmp_path / "set"))
-    assert documents(list(sources.units(source, Reading(column="body", split="test")))) == ["yes"]
+    assert documents(list(sources.units(source, Reading(column="body")))) == ["two", "one"]
 
 
 def test_a_hub_data_set_needs_a_revision_and_a_hub() -> None:
@@ -147,21 +147,32 @@ def bad_parquet(path: Path) -> None:
 WRONG: list[tuple[str, Callable[[Path], object], str]] = [
     ("a.txt", lambda p: p.write_bytes(b"fine\n" * 300_000 + b"\xe9t\xe9"), "not UTF-8 at byte 1500000; convert it"),
     ("b.txt", lambda p: p.write_bytes(b"cut \xc3"), "not UTF-8 at byte 4; convert it"),
-    ("a.jsonl", lambda p: p.write_bytes(b'{"text":"a"}\n{"text":"\xff\xfe"}\n'), "rows 0 to 1: not UTF-8"),
-    ("b.jsonl", lambda p: p.write_bytes(jsonl(["fine"]) + b'{"text":"a"\n'), "JSON parse error.*; it must be json"),
-    ("c.jsonl", lambda p: p.write_bytes(b'{"text":"\\ud800"}\n'), "JSON parse error.*; it must be json"),
-    ("d.jsonl", lambda p: p.write_bytes(b'{"text":5}\n'), "row 0: column text has no text but int; .* --column"),
+    (
+        "a.jsonl",
+        lambda p: p.write_bytes(b'{"text":"a"}\n{"text":"\xff\xfe"}\n'),
+        "row 2, line 2: not UTF-8 at byte 9 of the line; mend or remove that row",
+    ),
+    (
+        "b.jsonl",
+        lambda p: p.write_bytes(jsonl(["fine"]) + b'{"text":"a"\n'),
+        "row 2, line 2: not JSON: .*; mend or remove that row",
+    ),
+    (
+        "c.jsonl",
+        lambda p: p.write_bytes(b'{"text":"\\ud800"}\n'),
+        "row 1, line 1: column text has half a surrogate pair",
+    ),
+    ("d.jsonl", lambda p: p.write_bytes(b'{"text":5}\n'), "row 1, line 1: column text has no text but a number; "),
     (
         "e.jsonl",
         lambda p: p.write_bytes(b'{"body":"a","n":1}\n'),
         "has no column text; it has body, n: name one with --column",
     ),
-    ("f.jsonl.gz", lambda p: p.write_bytes(b"no gzip"), "; it must be json, as its name says"),
-    ("a.parquet", bad_parquet, "rows 0 to 1: not UTF-8; mend or remove those rows"),
+    ("f.jsonl.gz", lambda p: p.write_bytes(b"no gzip"), "not whole gzip after byte 0 of its text: .*; get it again"),
+    ("a.parquet", bad_parquet, "row 2: column text is not UTF-8 at its byte 0; mend or remove that row"),
     ("b.parquet", lambda p: write_parquet(p, ["a"], "body"), "has no column text; it has n, body"),
-    ("c.parquet", lambda p: p.write_bytes(b"PAR1"), "; it must be parquet, as its name says"),
-    ("folder", lambda p: p.mkdir(), "doesn't contain any data files"),
-    ("folder2", lambda p: write_parquet(p / "test.parquet", ["a"]), r"Bad split.*; check --split"),
+    ("c.parquet", lambda p: p.write_bytes(b"PAR1"), "; it must be whole parquet: get it again"),
+    ("folder", lambda p: p.mkdir(), "has no file to read: 0 left out; name a folder that has text"),
 ]
 
 
