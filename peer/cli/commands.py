@@ -161,10 +161,11 @@ async def bootstrap(options: NodeOptions) -> None:
     try:
         if text is not None:
             archive.serve_corpus(text.folder, text.raw)
-        if tokenizer is not None:
-            check_document_end(manifest.model, tokenizer)
-            archive.save_tokenizer(tokenizer)
-        is_here = archive.tokenizer is not None and _has_digest(archive.tokenizer, manifest)
+        raw = tokenizer if tokenizer is not None else archive.tokenizer
+        is_here = raw is not None and _has_digest(raw, manifest)
+        if raw is not None and is_here:
+            check_document_end(manifest.model, raw)
+            archive.save_tokenizer(raw)
         if not is_here and not set(peers_of(found.others)) - {key.peer_id}:
             raise UsageError(
                 f"tokenizer {manifest.tokenizer.file or manifest.tokenizer.digest[:12]}: not found; give --corpus with the folder of the run's"

@@ -34,7 +34,7 @@ def documentation() -> str:
         key.write_bytes(tiny.OPERATOR.libp2p_bytes())
         key.chmod(0o600)
         write_corpus(Path("corpus"), 100, SEQUENCE, VOCABULARY)
-        said(f"potluck init example --corpus corpus --preset {PRESET}")
+        said(f"potluck init example --corpus corpus --preset {PRESET} --rounds 1")
         Path("run.toml").write_bytes(Path("example/run.toml").read_bytes())
         for command, old in zip(commands, printed, strict=True):
             found = found.replace(f"```\n{old}```", f"```\n{said(command)}```")
