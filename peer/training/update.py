@@ -133,6 +133,11 @@ class DeviceUpdate:
     def bytes_to_device(self) -> int:
         return sum(lane.bytes_to_device for lane in self._lanes)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """The host's memory that the buffers take."""
+        return sum(lane.buffer_bytes for lane in self._lanes)
+
     def accumulate(
         self, moved: Sequence[Moved], feedback: Sequence[Array], beta: np.float32, k: int, run: Map
     ) -> list[Kept]:
@@ -213,6 +218,10 @@ class _Lane:
         self.bytes_to_device = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: dict[str, Tensor] = {}
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     def stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -134,9 +134,10 @@ def a_line(
     heard: Heard,
     nodes: tuple[str, ...] = ("node",),
     addresses: Callable[[str], list[str]] = lambda peer: [f"/ip4/203.0.113.7/tcp/1/p2p/{peer}"],
+    said: Given | None = None,
     **given: int,
 ) -> Line:
-    said = Given(up_bps=given.get("up"), down_bps=given.get("down"), limit_bps=given.get("limit"))
+    said = said or Given(up_bps=given.get("up"), down_bps=given.get("down"), limit_bps=given.get("limit"))
     around = Around(
         transport=home, clock=clock(), reach=reached, lost=lambda peer: None, addresses=addresses, draw=random.Random(1)
     )

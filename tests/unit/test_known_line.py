@@ -10,7 +10,7 @@ from peer.net import known_line
 from peer.net.bandwidth import LEAST_WAY_BYTES, WAY_BYTES, worth
 from peer.net.disk import LocalDisk
 from peer.net.known_line import UNKNOWN, KnownLine
-from peer.net.line import EARLIER, Given, Line
+from peer.net.line import EARLIER, Given
 from tests.unit.test_bandwidth import MBPS, Heard, Shaped, a_line, at_home, virtually
 
 HOME, DAY = ("192.168.1.7",), 86_400.0
@@ -49,10 +49,11 @@ def test_a_damaged_file_says_nothing(tmp_path: Path, raw: bytes) -> None:
 def test_what_is_known_is_not_measured_again() -> None:
     async def work() -> None:
         network, heard = Shaped(20 * MBPS, 100 * MBPS), Heard()
-        first = a_line(await at_home(network, node=None), heard)
+        home = await at_home(network, node=None)
+        first = a_line(home, heard)
         await first.measure()
         sent, came = network.up.bytes, network.down.bytes
-        second = Line(Given(None, None, None, known=first.known), first._around, lambda: ["node"], heard.told.append)
+        second = a_line(home, heard, said=Given(None, None, None, known=first.known))
         await second.measure()
         assert (second.up_bps, second.down_bps) == (first.up_bps, first.down_bps)
         assert second.uplink.bps == first.uplink.bps
@@ -65,9 +66,8 @@ def test_what_is_known_is_not_measured_again() -> None:
 def test_what_was_not_known_is_measured() -> None:
     async def work() -> None:
         network, heard = Shaped(20 * MBPS, 100 * MBPS), Heard()
-        first = a_line(await at_home(network, node=None), heard)
         known = KnownLine(up_bps=19_000_000)
-        line = Line(Given(None, None, None, known=known), first._around, lambda: ["node"], heard.told.append)
+        line = a_line(await at_home(network, node=None), heard, said=Given(None, None, None, known=known))
         await line.measure()
         assert line.up_bps == 19_000_000
         assert line.down_bps == pytest.approx(100 * MBPS, rel=0.15)
@@ -90,9 +90,8 @@ def test_what_the_user_said_is_not_remembered() -> None:
 def test_a_probe_costs_little_of_what_a_small_model_is(mbps: int) -> None:
     async def work() -> None:
         network, heard = Shaped(mbps * MBPS, mbps * MBPS), Heard()
-        first = a_line(await at_home(network, node=None), heard)
         most = worth(4 * 1_000_000)
-        line = Line(Given(None, None, None, most=most), first._around, lambda: ["node"], heard.told.append)
+        line = a_line(await at_home(network, node=None), heard, said=Given(None, None, None, most=most))
         await line.measure()
         assert most == LEAST_WAY_BYTES
         assert max(network.up.bytes, network.down.bytes) < 1.1 * LEAST_WAY_BYTES

@@ -23,11 +23,11 @@ class SlowStream:
     name = "session"
     received = 0
 
-    def __init__(self, peer: str) -> None:
+    def __init__(self, peer: str, version: int = VERSION) -> None:
         self.remote = peer
         self.closed = asyncio.Event()
         self.sent: list[bytes] = []
-        self._hello = [encoding.encode(Hello(run=M.run_id, version=VERSION))]
+        self._hello = [encoding.encode(Hello(run=M.run_id, version=version))]
 
     async def send(self, *parts: bytes | memoryview, timeout: float = 1.0) -> None:
         self.sent += [bytes(part) for part in parts]
@@ -90,8 +90,7 @@ def test_a_peer_of_another_version_is_told_which_one_the_node_speaks() -> None:
         async def hear(*said: object) -> None: ...
 
         sessions = Sessions(M, virtual_clock(), hear, lambda session: None, Host())  # type: ignore[arg-type]
-        stream = SlowStream(tiny.OPERATOR.peer_id)
-        stream._hello = [encoding.encode(Hello(run=M.run_id, version=VERSION + 1))]
+        stream = SlowStream(tiny.OPERATOR.peer_id, VERSION + 1)
         with pytest.raises(RemoteError, match="its session was refused"):
             await sessions.serve(stream)  # type: ignore[arg-type]
         (raw,) = stream.sent
