@@ -50,7 +50,9 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
     """The id that ends a document, if the tokenizer has one: what it says stands between two texts (`with_end`), or a usual name."""
     processor = tokenizer.post_processor
     said = json.loads(processor.__getstate__()) if processor is not None else {}
-    pair = said.get("pair", ()) if said.get("type") == "TemplateProcessing" and len(said["single"]) == 1 else ()
+    pair: list[Any] = (
+        said.get("pair", []) if said.get("type") == "TemplateProcessing" and len(said["single"]) == 1 else []
+    )
     if len(pair) == 3 and "SpecialToken" in pair[1]:
         found: int | None = tokenizer.token_to_id(pair[1]["SpecialToken"]["id"])
         return found
