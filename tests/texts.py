@@ -15,9 +15,10 @@ from protocol.run.corpus import CorpusIndex
 
 
 def write_corpus(
-    folder: Path, count: int, sequence: int, vocab_size: int = 16, tokenizer: str = "0" * 64
+    folder: Path, count: int, sequence: int, vocab_size: int = 16, tokenizer: str = "0" * 64, tokens: int = 0
 ) -> tuple[CorpusIndex, NDArray[np.int64]]:
-    """A corpus of `count` sequences of noise, and as many held out as fit into a chunk, at most four; and its sequences [count, L + 1]."""
+    """A corpus of `count` sequences of noise, and as many held out as fit into a chunk, at most four; and its sequences [count, L + 1].
+    `tokens`: how many its source is said to have had, where a preset wants more than there are."""
     draw = np.random.default_rng(count)
     ids = draw.integers(0, vocab_size, (count + 4, sequence + 1))
     stored = ids.astype(f"<u{corpus.id_bytes(vocab_size)}")
@@ -42,7 +43,7 @@ def write_corpus(
         held_out=put(held),
         held_out_sequences=len(held),
         documents=1,
-        tokens=ids.size,
+        tokens=tokens or ids.size,
         text_bytes=ids.size,
         held_out_tokens=held.size,
         held_out_bytes=4 * held.size,

@@ -63,12 +63,15 @@ class Request:
     def __post_init__(self) -> None:
         if not self.sources:
             raise UsageError("potluck data build: no source; name a file, a folder or a data set")
-        if (self.reading.split, self.reading.subset) != ("train", "") and not any(
-            s.kind == "hub" for s in self.sources
-        ):
-            raise UsageError(
-                "--split, --subset: are for data sets of the hub; of a folder all files are read, so name those that you want"
-            )
+        if not any(source.kind == "hub" for source in self.sources):
+            for option, given, usual in (
+                ("--split", self.reading.split, "train"),
+                ("--subset", self.reading.subset, ""),
+            ):
+                if given != usual:
+                    raise UsageError(
+                        f"{option} {given}: is for data sets of the hub; of a folder all files are read: name those that you want"
+                    )
         if not 1 <= self.sequence <= corpus.MAX_SEQUENCE:
             raise UsageError(f"--sequence {self.sequence}: must be in 1..{corpus.MAX_SEQUENCE}")
 

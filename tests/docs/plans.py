@@ -33,8 +33,8 @@ def documentation() -> str:
         key.parent.mkdir(parents=True)
         key.write_bytes(tiny.OPERATOR.libp2p_bytes())
         key.chmod(0o600)
-        write_corpus(Path("corpus"), 100, SEQUENCE, VOCABULARY)
-        said(f"potluck init example --corpus corpus --preset {PRESET} --rounds 1")
+        write_corpus(Path("corpus"), 100, SEQUENCE, VOCABULARY, tokens=10**10)
+        said(f"potluck init example --corpus corpus --preset {PRESET}")
         Path("run.toml").write_bytes(Path("example/run.toml").read_bytes())
         for command, old in zip(commands, printed, strict=True):
             found = found.replace(f"```\n{old}```", f"```\n{said(command)}```")

@@ -64,7 +64,11 @@ def test_a_corpus_that_is_not_whole_is_said(source: Path, tmp_path: Path, capsys
         (["a.jsonl", "--tokenizer", "a.jsonl"], "potluck: tokenizer: not a tokenizer: "),
         (
             ["a.jsonl", "--tokenizer", "sotu-4k.json", "--column", "body"],
-            "potluck: source a.jsonl: has no column body; ",
+            "potluck: source a.jsonl: row 1, line 1: has no column body; ",
+        ),
+        (
+            ["a.jsonl", "--tokenizer", "sotu-4k.json", "--split", "test"],
+            "potluck: --split test: is for data sets of the hub; ",
         ),
         (["a.jsonl", "hub:a/b", "--tokenizer", "sotu-4k.json"], "potluck: source hub:a/b: names no revision; "),
     ],
