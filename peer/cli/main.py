@@ -397,10 +397,9 @@ def demo(
 def main(arguments: Sequence[str] | None = None, factories: Factories | None = None) -> None:
     """Entry point of the command. `arguments`: what is typed after `potluck` (default: what was). `factories`: what
     `potluck join` makes a peer's parts with (default: the usual)."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # names of files that are no text, and terminals that show less
+    if arguments is None and isinstance(sys.stdout, io.TextIOWrapper):  # else the output is somebody else's
+        # for names of files that are no text, and terminals that show less
+        sys.stdout.reconfigure(errors="backslashreplace")
     with running.reporting():
         make_home()
         check_pasted(sys.argv[1:] if arguments is None else arguments)
