@@ -9,7 +9,7 @@ PIECE_CHARS = 1 << 16
 """No more than so much of a document is tokenized in one go; pieces end at a line's end where there is one."""
 UNIT_CHARS = 1 << 19
 """A unit is done when it has so many: about a second's work of one core."""
-UNIT_ROWS = 1 << 12
+UNIT_ROWS = 64
 """A unit of rows is done when it has so many, whatever is in them."""
 
 

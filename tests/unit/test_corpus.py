@@ -245,7 +245,7 @@ def test_a_disk_that_is_full_at_any_time_is_gone_on_from(source: Path, tmp_path:
     refused = 0
     while not (tmp_path / "out" / INDEX).exists():
         with contextlib.suppress(Refused):
-            index = made(asked, Full(4))
+            index = made(asked, Full(5))
             break
         refused += 1
         (tmp_path / "out" / CHUNKS / f".torn.{refused}").touch()
