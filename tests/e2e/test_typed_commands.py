@@ -97,6 +97,7 @@ class Town:
         words = {
             "ADDRESS": shlex.quote(self.swarm.addresses[0]),
             "PEER": self.peer[-12:],
+            "Ada·p8kZ": f"Ada·{self.peer[-4:]}",
             "FOLDER": "my-folder",
             "8080": "0",
             "0.0.0.0:8080": "0.0.0.0:0",
@@ -108,6 +109,7 @@ class Town:
         name = " ".join(command.split()[1:3])
         verb = command.split()[1]
         if verb in ("run", "invite"):
+            found = found.replace("my-run/run.toml", shlex.quote(str(self.swarm.file)))
             found += f" --dir {shlex.quote(str(self.swarm.folder / NODE))}"
         if verb in ("join", "bootstrap", "doctor"):
             found += " --host 127.0.0.1"
@@ -134,7 +136,7 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
     shell = typed.Shell.of(folder / "user", {"systemctl": systemd.PROGRAM.format(calls=calls)})
     prepared = folder / "prepared"
     (prepared / "text").mkdir(parents=True)
-    documents = [f"{i} Strangers cook one meal together. Each brings what there is at home. " * 40 for i in range(400)]
+    documents = [f"{i} Strangers cook one meal together. Each brings what there is at home. " * 40 for i in range(4400)]
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), prepared / "text" / "a.parquet")
     shutil.copy(ASSETS / "sotu-4k.json", prepared / "tokenizer.json")
     manifest = make_manifest(start_peers=1)
