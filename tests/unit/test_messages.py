@@ -411,7 +411,7 @@ def test_nobody_is_given_nothing_to_do(change: dict[str, int]) -> None:
 def test_expect() -> None:
     assert expect(LogRequest, LogRequest(after=1), "peer") == LogRequest(after=1)
     with pytest.raises(MessageError, match="expected LogRequest, got Heartbeat"):
-        expect(LogRequest, SAMPLES[5], "peer")
+        expect(LogRequest, SAMPLES[6], "peer")
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xc1", b"\xc0\xc0", b"\x91" * 20, b"\x81\x01\x01", b"\xdd\xff\xff\xff\xff"])
