@@ -211,7 +211,7 @@ async def _fetch_tokenizer(node: Node, transport: Transport, archive: Archive, e
                 await transport.connect(node.others, timeout=REACH_SECONDS)
                 raw = await log.tokenizer(manifest)
                 break
-            except (RemoteError, reader.WrongTokenizer) as error:
+            except (RemoteError, UsageError) as error:
                 if pause == FIRST_PAUSE:
                     text = f"tokenizer: none of the run's other nodes gives it ({error}); this node asks again until one does"
                     emit(events.Warning(text=text))

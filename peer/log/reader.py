@@ -35,10 +35,6 @@ class BadPayload(Exception):
     """A payload that a commit names cannot be had, or is not what the commit says; the text is why."""
 
 
-class WrongTokenizer(UsageError):
-    """A tokenizer that is another one than the run's."""
-
-
 class Source(Protocol):
     """Where a log is read. `name` is how messages name it."""
 
@@ -131,7 +127,7 @@ class Folder:
 def _checked(tokenizer: bytes, manifest: Manifest, name: str) -> bytes:
     found = hashlib.sha256(tokenizer).hexdigest()
     if found != manifest.tokenizer.digest:
-        raise WrongTokenizer(
+        raise UsageError(
             f"tokenizer {name}: is another one than the run's; start the bootstrap node with the run's own"
         )
     return tokenizer

@@ -46,6 +46,9 @@ INSIDE = {
 }  # fmt: skip
 """Those that end no command; other tests provoke them."""
 
+ELSEWHERE = Path(__file__).parents[1] / "hostile" / "test_bans.py"
+"""There a peer is banned, and a run is closed."""
+
 
 def typed(capsys: pytest.CaptureFixture[str], error: type[PotluckError], *words: object) -> str:
     """The line with which a command ends by an error of just this class."""
@@ -379,9 +382,10 @@ def test_the_only_node_is_to_blame(
 
 
 def provoked() -> set[str]:
-    """The classes with which commands end here, by this file's own text: those of `typed`, and those whose exit code is compared."""
+    """The classes with which commands end here and in ELSEWHERE, by these files' own text: those of `typed`, and those whose exit code is compared."""
     found = {error.__name__ for error in ALONE}
-    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8"))):
+    texts = [path.read_text(encoding="utf-8") for path in (Path(__file__), ELSEWHERE)]
+    for node in (node for text in texts for node in ast.walk(ast.parse(text))):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "typed":
             found.add(ast.unparse(node.args[1]).rpartition(".")[2])
         if isinstance(node, ast.Attribute) and node.attr == "exit_code":
