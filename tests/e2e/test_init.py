@@ -106,7 +106,7 @@ def test_what_the_number_of_operators_bears_is_said(
 ) -> None:
     """Two operators are one: what a user who names a second one may not expect."""
     keys = [Identity(bytes([number] * 32)).peer_id for number in range(others)]
-    write_corpus(Path("corpus"), 100, 64)
+    write_corpus(Path("corpus"), 100, 64, tokens=10**10)
     assert potluck("init", "ours", "--corpus", "corpus", *(word for key in keys for word in ("--operator", key))) == 0
     manifest = read_manifest(at_home / "ours" / MANIFEST)
     assert (manifest.quorum, len(manifest.operators)) == (quorum, others + 1)
@@ -118,7 +118,7 @@ def test_what_the_number_of_operators_bears_is_said(
 
 
 def test_one_operator_is_told_nothing_of_quorums(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_corpus(Path("corpus"), 100, 64)
+    write_corpus(Path("corpus"), 100, 64, tokens=10**10)
     assert potluck("init", "ours", "--corpus", "corpus") == 0
     assert "operators" not in capsys.readouterr().out
 
