@@ -134,6 +134,7 @@ class Directory(Contacts):
             await asyncio.sleep(LOOK_SECONDS)
             if not await self._transport.look():
                 continue
+            self._found = ()  # what others found was of the addresses before; they are asked again
             self.update(addresses=self._where())
             before, self._direct = self._direct, self._where(circuits=False)
             if set(self._direct) != set(before):

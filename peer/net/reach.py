@@ -162,7 +162,8 @@ class Reach:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def changed(self) -> None:
-        """Our addresses have."""
+        """Our addresses have: what was found of those before says nothing of these."""
+        self.found = Finding()
         self._changed.set()
 
     async def run(self) -> None:
