@@ -65,6 +65,7 @@ class Directory(Contacts):
         self._clock = clock or Clock()
         self._moved = moved
         self._found: tuple[str, ...] = ()
+        self._listed = frozenset(a for a in transport.addresses if not is_circuit(a))
         self._direct = self._where(circuits=False)
         self._place = int.from_bytes(hashlib.sha256(identity.peer_id.encode()).digest()[:8]) / 2**64
 
@@ -134,7 +135,9 @@ class Directory(Contacts):
             await asyncio.sleep(LOOK_SECONDS)
             if not await self._transport.look():
                 continue
-            self._found = ()  # what others found was of the addresses before; they are asked again
+            listed, self._listed = self._listed, frozenset(a for a in self._transport.addresses if not is_circuit(a))
+            if listed - self._listed:  # what others found was of the addresses before; they are asked again
+                self._found = ()
             self.update(addresses=self._where())
             before, self._direct = self._direct, self._where(circuits=False)
             if set(self._direct) != set(before):
