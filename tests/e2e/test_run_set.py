@@ -86,11 +86,12 @@ def test_a_run_ends_when_its_operators_say_so(tmp_path: Path) -> None:
             swarm.start(name)
         for name in peers:
             assert swarm.ended(name) == 0
-        for name in swarm.nodes:
-            swarm.wait(name, lambda e: e.kind == "run_finished" and e.fields["round"] == last, "the end")
+        ends = {swarm.wait(n, lambda e: e.kind == "run_finished", "the end").fields["round"] for n in swarm.nodes}
+        (end,) = ends
+        assert end >= last, "rounds without work come on top"
         shown = [sys.executable, "-m", "peer.cli", "monitor", swarm.addresses[0], "--once", "--json"]
         state = json.loads(subprocess.run(shown, capture_output=True, text=True, timeout=DEADLINE, check=True).stdout)
-        assert (state["finished"], state["round"], state["rounds"]) == (True, last, last)
+        assert (state["finished"], state["round"], state["rounds"]) == (True, end, end)
         for name in swarm.nodes:
             swarm.kill(name)
-        assert swarm.check() == last
+        assert swarm.check() == end

@@ -71,7 +71,7 @@ def first_line(at: Path, *words: str) -> str:
 
 
 def test_a_node_that_nobody_can_give_the_tokenizer_is_told_what_to_add(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "text", 100, 64)
+    write_corpus(tmp_path / "text", 100, 64, tokens=10**10)
     potluck(tmp_path, "init", "ours", "--corpus", "text")
     said = potluck(tmp_path, "bootstrap", f"ours/{MANIFEST}", "--dir", f"ours/{NODE}", code=2)
     assert said.count("\n") == 1

@@ -150,12 +150,12 @@ BUGS: dict[str, Bug] = {
     ),
     "an offer is told before it is durable": Bug(
         (
-            (ROUNDS, "        self._storage.save_offer(offer)\n", ""),
+            (ROUNDS, "        self._storage.save_offer(offer, self._feedback.given_back)\n", ""),
             (
                 ROUNDS,
                 "                self.put(member_events.UpdateEncoded(plan.round, offer))\n",
                 "                self.put(member_events.UpdateEncoded(plan.round, offer))\n"
-                "                asyncio.get_running_loop().call_later(1.0, self._storage.save_offer, offer)\n",
+                "                asyncio.get_running_loop().call_later(1.0, self._storage.save_offer, offer, 0)\n",
             ),
         ),
         ("P3",),
@@ -164,9 +164,9 @@ BUGS: dict[str, Bug] = {
         (
             (
                 ROUNDS,
-                "        self._storage.save_offer(offer)\n",
+                "        self._storage.save_offer(offer, self._feedback.given_back)\n",
                 "        self._storage.save_feedback(offer.round, self.outer.feedback)\n"
-                "        self._storage.save_offer(offer)\n",
+                "        self._storage.save_offer(offer, self._feedback.given_back)\n",
             ),
         ),
         ("P3",),
@@ -221,8 +221,8 @@ BUGS: dict[str, Bug] = {
         (
             (
                 STORAGE,
-                "Feedback(newest, feedback, offer, offer.round > newest)",
-                "Feedback(newest, feedback, offer, False)",
+                "tuple(offer for offer in self.offers if offer.round > round or offer.round in given_back)",
+                "tuple[Offer, ...]()",
             ),
         ),
         ("P3",),
@@ -240,7 +240,7 @@ BUGS: dict[str, Bug] = {
     "a checkpoint is served before it is whole": Bug(
         (
             (STORAGE, '        temporary = self.folder / f".{final.name}"\n', "        temporary = final\n"),
-            (STORAGE, "            self._disk.remove(final)  # there is one only if a shard of it is damaged\n", ""),
+            (STORAGE, "            self.disk.remove(final)  # there is one only if a shard of it is damaged\n", ""),
         ),
         ("P7",),
         first=18,
