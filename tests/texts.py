@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer.corpus.reader import CHUNKS, INDEX
+from peer.corpus.sources import Unit
 from protocol.codec import blob_hash
 from protocol.run import corpus
 from protocol.run.corpus import CorpusIndex
@@ -50,3 +52,16 @@ def write_corpus(
     )
     (folder / INDEX).write_bytes(index.to_bytes())
     return index, ids[:count]
+
+
+def documents(units: Iterable[Unit]) -> list[str]:
+    """The text of all documents that end in these units."""
+    found, text = [], b""
+    for unit in units:
+        for piece, ends in zip(unit.pieces, unit.ends, strict=True):
+            text += piece
+            if ends:
+                found.append(text.decode())
+                text = b""
+    assert not text
+    return found

@@ -14,8 +14,9 @@ import pytest
 import zstandard
 
 from peer.corpus import sources
-from peer.corpus.sources import Reading, Source, Unit
+from peer.corpus.sources import Reading, Source
 from protocol.errors import UsageError
+from tests.texts import documents
 
 ROWS: list[str | None] = [
     *(f"Document {i}.\n" + "We the people. " * (i % 40) for i in range(300)),
@@ -60,19 +61,6 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
     path = tmp_path / request.param
     KINDS[request.param](path)
     return sources.parse(str(path))
-
-
-def documents(units: list[Unit]) -> list[str]:
-    """The text of all documents that end in these units."""
-    found, text = [], b""
-    for unit in units:
-        for piece, ends in zip(unit.pieces, unit.ends, strict=True):
-            text += piece
-            if ends:
-                found.append(text.decode())
-                text = b""
-    assert not text
-    return found
 
 
 def test_rows_are_documents(source: Source) -> None:

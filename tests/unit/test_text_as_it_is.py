@@ -24,6 +24,7 @@ from peer.corpus.tokenizer import TextEncoder, end_of_text, parse_tokenizer, wit
 from peer.corpus.tokenizing import encode
 from peer.node.open_run import ASSETS
 from protocol.errors import UsageError
+from tests.texts import documents
 
 RAW = (ASSETS / "sotu-4k.json").read_bytes()
 DOCUMENTS = ["one\r\ntwo", "<|endoftext|> é 😀", "NA", "42", 'a\tb "c", d\n']
@@ -90,15 +91,7 @@ RIGHT: list[tuple[str, bytes, list[str]]] = [
 
 
 def read(path: Path, reading: Reading | None = None) -> list[str]:
-    found, text = [], b""
-    for unit in sources.units(sources.parse(str(path)), reading or Reading()):
-        for piece, ends in zip(unit.pieces, unit.ends, strict=True):
-            text += piece
-            if ends:
-                found.append(text.decode())
-                text = b""
-    assert not text
-    return found
+    return documents(sources.units(sources.parse(str(path)), reading or Reading()))
 
 
 @pytest.mark.parametrize(("name", "content", "expected"), RIGHT, ids=[name for name, _, _ in RIGHT])
