@@ -74,7 +74,7 @@ def test_the_last_line_of_init_can_be_typed(
     monkeypatch.chdir(tmp_path)
     write_corpus(Path("the corpus"), 100, 64)
     with pytest.raises(SystemExit) as end:
-        main.main(["init", "--corpus", "the corpus", "--", name])
+        main.main(["init", "--corpus", "the corpus", "--rounds", "10", "--", name])
     assert end.value.code == 0
     command, *words = by_shell(capsys.readouterr().out.splitlines()[-1])
     assert command == b"potluck"
