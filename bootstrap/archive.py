@@ -3,7 +3,7 @@
 DIR/log is the run's log (protocol/wire/logfile.py); what a crash left half-written at its end is cut off at the next start.
 DIR/manifest.json is the run's manifest, so that the folder can be verified by itself. DIR/vote is the newest promise of the
 quorum's acceptor, `crc32 | promise`. DIR/oust is the newest decree that takes an operator out, `crc32 | decree`, and DIR/log.undone-<round>
-what the log had from that round on before (protocol/rounds/ousting.py).
+what the log had from that round on before (protocol/ledger/ousting.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from bootstrap.text import ServedText
 from peer.net.blobs import BlobStore
 from peer.net.disk import Disk, LocalDisk, disk_error
 from protocol.errors import UsageError
-from protocol.rounds import ousting, stretches, validation
-from protocol.rounds.kept import NEWEST, Kept, unpacked
-from protocol.rounds.stretches import Stretch, Tip
+from protocol.ledger import ousting, stretches, validation
+from protocol.ledger.kept import NEWEST, Kept, unpacked
+from protocol.ledger.stretches import Stretch, Tip
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, framing, logfile
 from protocol.wire.ballot import Promise

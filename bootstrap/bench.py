@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from protocol.rounds.judging import Case, Known, find_out
-from protocol.rounds.leader_events import Verdict
+from protocol.round.judging import Case, Known, find_out
+from protocol.round.leader_events import Verdict
 
 log = logging.getLogger("potluck.judging")
 PAUSE_SECONDS = 1.0
@@ -35,7 +35,7 @@ def wanted(read: Callable[[str], bytes | None]) -> Callable[[str], bytes]:
 
 class Bench:
     """`read`: payloads and lists of parts by their names, None for what is not here; `put` takes the answers; `known`: what was found in
-    payloads (protocol/rounds/notes.py); `pause`: seconds before what could not be judged is tried again."""
+    payloads (protocol/round/notes.py); `pause`: seconds before what could not be judged is tried again."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The call with which operators change who may take part in a run (protocol/rounds/access.py), and how long it is."""
+"""The call with which operators change who may take part in a run (protocol/ledger/access.py), and how long it is."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from bootstrap.calls import MAX_REQUEST
 from peer.net.base import Transport, serve_calls
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.rounds import access, board, ousting, schedule
-from protocol.rounds.leader import Leader
-from protocol.rounds.leader_events import Petition
+from protocol.ledger import access, board, ousting, schedule
+from protocol.round.leader import Leader
+from protocol.round.leader_events import Petition
 from protocol.wire import encoding, endpoints
 from protocol.wire.commit import Commit, votes_needed
 from protocol.wire.decree import OUST, Decree, Motion, Motions

@@ -1,7 +1,7 @@
 """Whom a bootstrap node gives a session: who may take part, and not too many strangers of one range of addresses. Who shows an invitation
 waits for the commit that lets it in.
 
-Nothing of a stranger is kept but what an operator has signed, and no more of one invitation than it lets in (protocol/rounds/access.py:
+Nothing of a stranger is kept but what an operator has signed, and no more of one invitation than it lets in (protocol/ledger/access.py:
 Guests). Every operator's node hears every peer, so the one that leads hears of it, too.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable
 
 from peer.net.clock import Clock
-from protocol.rounds import access
-from protocol.rounds.leader import Leader
-from protocol.rounds.leader_events import Knock
+from protocol.ledger import access
+from protocol.round.leader import Leader
+from protocol.round.leader_events import Knock
 from protocol.wire.invitation import Joined
 from protocol.wire.session import NotAdmitted
 

@@ -1,6 +1,6 @@
 """What one node has against commits that others propose: judges them beside the loop, one after the other, and tells the operator.
 
-What the judging goes by is taken when the question comes (protocol/rounds/fairness.py), and a plan takes time.
+What the judging goes by is taken when the question comes (protocol/round/fairness.py), and a plan takes time.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 from bootstrap.bench import Lacking, wanted
 from peer.net.clock import Clock
-from protocol.rounds import fairness
-from protocol.rounds.fairness import Doubts, Sight
-from protocol.rounds.judging import Known
-from protocol.rounds.leader import Leader
-from protocol.rounds.paxos_events import Judged
-from protocol.rounds.unfair import Unfair
+from protocol.quorum.paxos_events import Judged
+from protocol.quorum.unfair import Unfair
+from protocol.round import fairness
+from protocol.round.fairness import Doubts, Sight
+from protocol.round.judging import Known
+from protocol.round.leader import Leader
 from protocol.wire.commit import Commit
 
 log = logging.getLogger("potluck.fairness")
@@ -24,7 +24,7 @@ log = logging.getLogger("potluck.fairness")
 
 class Fairness:
     """`put` takes the answers; `leader` is the node's own machine; `read`: payloads and lists of parts by their names, None for what is
-    not here; `known`: what was found in payloads (protocol/rounds/notes.py); `alive` says which members of the quorum give
+    not here; `known`: what was found in payloads (protocol/round/notes.py); `alive` says which members of the quorum give
     signs of life, and which operators."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """A bootstrap node as a process: pumps sessions, votes, DHT records and payloads through the leader's and the quorum's machines.
 
 One task owns both machines (`_pump`). Handlers of streams only put events into its queue. Nothing is decided here: who leads and
-what is decided follows from the machines, who is there from protocol/rounds/presence.py. A vote is on disk before it is sent, a
+what is decided follows from the machines, who is there from protocol/round/presence.py. A vote is on disk before it is sent, a
 commit before anybody hears of it. Every operator's node hears every peer, so that any of them can lead.
 
 Long because the effects of both machines are carried out here; what decides anything has a module of its own.
@@ -45,12 +45,14 @@ from peer.net.latency import Latency
 from protocol import identity as identities
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import Identity, short_peer
+from protocol.ledger import access, admission, evaluation, ranges
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, admission, evaluation, fairness, leader_events, paxos_events, presence, ranges
-from protocol.rounds.leader import Leader
-from protocol.rounds.paxos import Quorum
-from protocol.rounds.questions import Question
+from protocol.quorum import paxos_events
+from protocol.quorum.paxos import Quorum
+from protocol.round import fairness, leader_events, presence
+from protocol.round.leader import Leader
+from protocol.round.questions import Question
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import NODE_DEVICE, Announcement

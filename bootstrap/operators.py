@@ -1,4 +1,4 @@
-"""Whom a node takes for the run's operators: its own log says it (protocol/rounds/board.py). Where the log is old, nobody whom it names may be
+"""Whom a node takes for the run's operators: its own log says it (protocol/ledger/board.py). Where the log is old, nobody whom it names may be
 there any more, or this node may not be named yet. Then it asks whomever it can reach for what came since, checks that, and from then on
 talks to whom the newest commit names. Nothing else is taken from there: its log grows by what those say.
 
@@ -17,9 +17,9 @@ from peer.net.asking import page
 from peer.net.base import Transport
 from peer.net.directory import Directory
 from protocol.errors import RemoteError
-from protocol.rounds import board, ousting, validation
-from protocol.rounds.paxos import Quorum
-from protocol.rounds.validation import BadCommit
+from protocol.ledger import board, ousting, validation
+from protocol.ledger.validation import BadCommit
+from protocol.quorum.paxos import Quorum
 from protocol.wire import encoding
 from protocol.wire.commit import Commit, votes_needed
 

@@ -17,9 +17,10 @@ from peer.net.directory import Directory
 from protocol.codec import sparse
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.rounds import comparing, part_lists
-from protocol.rounds.notes import Notes
-from protocol.rounds.part_lists import Parts
+from protocol.ledger import part_lists
+from protocol.ledger.part_lists import Parts
+from protocol.round import comparing
+from protocol.round.notes import Notes
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Part, Share
 from protocol.wire.session import Withdraw

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from protocol.rounds.leader_events import Planned
-from protocol.rounds.questions import Question
+from protocol.round.leader_events import Planned
+from protocol.round.questions import Question
 from protocol.wire.plan import Plan
 
 log = logging.getLogger("potluck.planning")

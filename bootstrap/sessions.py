@@ -19,8 +19,8 @@ from peer.net.clock import Clock
 from peer.net.guests import Bucket, Rate
 from protocol.errors import RemoteError, apart, shown
 from protocol.identity import short_peer
-from protocol.rounds import part_lists
-from protocol.rounds.ranges import range_of
+from protocol.ledger import part_lists
+from protocol.ledger.ranges import range_of
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.announcement import VERSION
@@ -47,7 +47,7 @@ OUTBOX = 1024
 
 @dataclass(slots=True)
 class Session:
-    """One peer's open stream; `outbox` is drained by the session's own task. `range`: where it comes from (protocol/rounds/ranges.py).
+    """One peer's open stream; `outbox` is drained by the session's own task. `range`: where it comes from (protocol/ledger/ranges.py).
     `leaves`: it has said so."""
 
     outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))

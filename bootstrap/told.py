@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from peer import events
 from peer.net.directory import Directory
 from protocol.identity import short_peer
+from protocol.ledger.audits import Audits
 from protocol.planning.partition import Candidate
-from protocol.rounds.audits import Audits
-from protocol.rounds.leader_events import Moved, Report, Resting
-from protocol.rounds.paxos_events import Refused, Skipped
-from protocol.rounds.quarrels import Quarrel
+from protocol.quorum.paxos_events import Refused, Skipped
+from protocol.round.leader_events import Moved, Report, Resting
+from protocol.round.quarrels import Quarrel
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.wire.commit import Commit

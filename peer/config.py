@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import UsageError
+from protocol.ledger.invitations import Ticket
 from protocol.planning import budget
 from protocol.planning.budget import Budget
-from protocol.rounds.invitations import Ticket
 from protocol.run.manifest import Manifest
 
 _HOME = "potluck-home"

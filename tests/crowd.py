@@ -22,7 +22,7 @@ from peer.net.blobs import BlobServer
 from peer.net.disk import LocalDisk
 from peer.net.sockets import socket_base
 from protocol.identity import Identity
-from protocol.rounds import part_lists
+from protocol.ledger import part_lists
 from protocol.wire import endpoints, sealed
 from protocol.wire.announcement import NODE_DEVICE, Announcement, ChainReport
 from protocol.wire.commit import Commit, Contribution, Part, Record

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from bootstrap.node import BootstrapNode
-from protocol.rounds import paxos_events
-from protocol.rounds.paxos_events import Effect, Event, Send
+from protocol.quorum import paxos_events
+from protocol.quorum.paxos_events import Effect, Event, Send
 from protocol.wire import encoding
 from protocol.wire.ballot import Accept, Confirmed, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT

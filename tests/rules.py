@@ -1,17 +1,17 @@
-"""Reasons that groups of rules (protocol/rounds/rules.py) give, where a test makes a part of the state only."""
+"""Reasons that groups of rules (protocol/ledger/rules.py) give, where a test makes a part of the state only."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-from protocol.rounds import rules, run_state
-from protocol.rounds.access import Access
-from protocol.rounds.audits import Audits
-from protocol.rounds.evaluation import Due
-from protocol.rounds.rules import Rule
-from protocol.rounds.scoring import Scoring
-from protocol.rounds.standing import Standing
+from protocol.ledger import rules, run_state
+from protocol.ledger.access import Access
+from protocol.ledger.audits import Audits
+from protocol.ledger.evaluation import Due
+from protocol.ledger.rules import Rule
+from protocol.ledger.scoring import Scoring
+from protocol.ledger.standing import Standing
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan

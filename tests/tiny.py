@@ -7,11 +7,12 @@ from typing import Any
 
 from protocol.codec import blob_hash
 from protocol.identity import Identity
+from protocol.ledger import part_lists
 from protocol.planning import memory, partition
 from protocol.planning.budget import Budget
-from protocol.rounds import leader_events, part_lists
-from protocol.rounds.judging import Case, Judged
-from protocol.rounds.leader import Leader
+from protocol.round import leader_events
+from protocol.round.judging import Case, Judged
+from protocol.round.leader import Leader
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import DataSpec, Manifest, TimingSpec, TokenizerSpec, TrainSpec
 from protocol.wire.commit import Commit, Record, body_of

@@ -30,8 +30,8 @@ from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
 from protocol.identity import Identity
 from protocol.planning.memory import stage_memory
-from protocol.rounds.leader import Leader
-from protocol.rounds.member_events import TrainOrder
+from protocol.round.leader import Leader
+from protocol.round.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec

@@ -1,7 +1,7 @@
 """The streams between a chain's neighbours: the earlier stage dials, the later one accepts.
 
 A pipe is several streams (peer/net/striped_stream.py). Each of them begins with a hello that names its stripe. A pipe belongs to one
-*generation* of a replica's chain in a round (protocol/rounds/chain_repair.py), so the members of different chains never meet. A
+*generation* of a replica's chain in a round (protocol/round/chain_repair.py), so the members of different chains never meet. A
 member may not be ready yet: it still applies the round before, does not know of the new generation, or waits for its other
 neighbour. It then sends signs of life.
 """

@@ -53,8 +53,8 @@ from peer.ui.names import LONGEST, harmless_name
 from peer.ui.text import clean, typed
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
-from protocol.rounds import invitations, schedule
-from protocol.rounds.invitations import Ticket
+from protocol.ledger import invitations, schedule
+from protocol.ledger.invitations import Ticket
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 
@@ -151,7 +151,7 @@ async def bootstrap(options: NodeOptions) -> None:
     from bootstrap.node import BootstrapNode
     from bootstrap.service import serve_bootstrap
     from peer.corpus.tokenizer import check_document_end
-    from protocol.rounds.questions import Question
+    from protocol.round.questions import Question
 
     found, folder = node_of(options), options.folder
     manifest, key, text, relay_bps, audit = found.manifest, found.key, found.text, found.relay_bps, options.audit

@@ -31,7 +31,7 @@ from peer.ui.text import clean, schedule_of
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity, short_peer
-from protocol.rounds import schedule
+from protocol.ledger import schedule
 from protocol.run.manifest import QUORUMS, Manifest
 from protocol.wire.bounds import LEAST_SHARE, LONGEST_PLACE, MAX_PROBATION, MAX_SESSIONS
 from protocol.wire.decree import (

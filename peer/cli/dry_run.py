@@ -10,9 +10,9 @@ from peer.cli.plan import Known, known_by, next_plan
 from peer.net.base import Transport
 from peer.ui.monitor import Monitor
 from peer.ui.text import blocks, clean, count, duration, rate, size
+from protocol.ledger import schedule
 from protocol.planning import memory
 from protocol.planning.partition import candidate
-from protocol.rounds import schedule
 from protocol.run import corpus, layout
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit

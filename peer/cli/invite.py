@@ -20,7 +20,7 @@ from peer.node.open_run import Door, here, manifest_of, node_folder, parse_run, 
 from peer.node.open_run import Run as Found
 from peer.ui.text import clean, typed
 from protocol.errors import UsageError
-from protocol.rounds import invitations
+from protocol.ledger import invitations
 from protocol.run.manifest import Manifest
 from protocol.wire.invitation import LONGEST_NOTE, MOST_GUESTS
 

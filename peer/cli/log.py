@@ -24,7 +24,7 @@ from peer.ui import log_text
 from peer.ui.contributors import contributors, own_lines, table_lines
 from peer.ui.names import Names
 from protocol.errors import UsageError
-from protocol.rounds import schedule
+from protocol.ledger import schedule
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest

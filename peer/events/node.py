@@ -69,7 +69,7 @@ class Contribution:
     scale: float = 1.0
     """What its update is multiplied by; less than 1 where it is longer than others'."""
     standing: float = 1.0
-    """What the log says of its members leaves of its weight (protocol/rounds/standing.py)."""
+    """What the log says of its members leaves of its weight (protocol/ledger/standing.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

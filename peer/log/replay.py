@@ -22,12 +22,13 @@ from protocol.codec.sparse import PayloadError
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, apart, shown
 from protocol.identity import short_peer
+from protocol.ledger import part_lists, rules, run_state, validation
+from protocol.ledger.part_lists import BadList, Lists, Parts
+from protocol.ledger.run_state import RunState
+from protocol.ledger.validation import BadCommit
 from protocol.planning import memory
-from protocol.rounds import comparing, judging, part_lists, rules, run_state, validation
-from protocol.rounds.notes import Notes
-from protocol.rounds.part_lists import BadList, Lists, Parts
-from protocol.rounds.run_state import RunState
-from protocol.rounds.validation import BadCommit
+from protocol.round import comparing, judging
+from protocol.round.notes import Notes
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 from protocol.wire.bounds import LEAST_COMPARED
@@ -122,7 +123,7 @@ async def verify(
 
     `report` hears of each problem at once. The reading ends at the first commit that cannot be believed. A shard is
     replayed until one of its payloads, or a list of parts that may name one, is missing or wrong, or its state is not what the peers attested; the others go on.
-    Each verdict is recomputed (protocol/rounds/judging.py). Memory: one commit, the payloads of two rounds, what is in them (protocol/rounds/notes.py), and the model in arrays that `empty` makes. Raises what `records` raises, except BadCommit.
+    Each verdict is recomputed (protocol/round/judging.py). Memory: one commit, the payloads of two rounds, what is in them (protocol/round/notes.py), and the model in arrays that `empty` makes. Raises what `records` raises, except BadCommit.
     """
     done = Verification()
     outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta, empty=empty)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from peer.state.storage import Shards
-from protocol.rounds import member_events
+from protocol.round import member_events
 from protocol.run import layout
 
 Then = Callable[[int, Shards, Mapping[str, str]], Awaitable[None]]

@@ -6,7 +6,7 @@ and applies what the log names. And it has nothing to train with (`NoTraining`),
 the held-out text only (`HeldOutText`): it measures every state that is due (peer/node/evaluating.py).
 
 What it attests is what the log gives. Its operator's node believes that before what anybody else attests
-(protocol/rounds/witnesses.py), and peers may fetch its checkpoints.
+(protocol/ledger/witnesses.py), and peers may fetch its checkpoints.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peer.corpus.open_text import Access, open_text
 from peer.corpus.text import Text
 from peer.node.orders import ChainOrders, Result
 from peer.state.storage import Shards
-from protocol.rounds.member_events import TrainOrder
+from protocol.round.member_events import TrainOrder
 from protocol.run.corpus import CorpusIndex
 from protocol.run.manifest import Manifest
 

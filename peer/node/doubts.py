@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from peer import events
 from peer.state.outer_optimizer import Outer
 from peer.state.recovery import Recovery
-from protocol.rounds import retention
+from protocol.ledger import retention
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 

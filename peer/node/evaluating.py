@@ -1,4 +1,4 @@
-"""Measures how well the run's model foretells the held-out text, when it is this peer's turn, and tells the nodes (protocol/rounds/evaluation.py).
+"""Measures how well the run's model foretells the held-out text, when it is this peer's turn, and tells the nodes (protocol/ledger/evaluation.py).
 
 It goes on beside the rounds, on a thread that lets whoever computes go first, and holds nothing up: a figure that comes late goes into a
 later commit, and one that comes too late into none. The model is a copy of θ in fp32, on the device that has room for it. A mean over the same
@@ -32,8 +32,8 @@ from peer.node.scoring import Movable, Scorer
 from peer.state.storage import Shards
 from protocol.errors import PotluckError
 from protocol.identity import Identity
-from protocol.rounds import evaluation
-from protocol.rounds.scoring import Turn
+from protocol.ledger import evaluation
+from protocol.ledger.scoring import Turn
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest

@@ -1,4 +1,4 @@
-"""Trains another replica's contribution again, when it is this peer's turn, and tells the nodes what it found (protocol/rounds/audits.py).
+"""Trains another replica's contribution again, when it is this peer's turn, and tells the nodes what it found (protocol/ledger/audits.py).
 
 It goes on beside the rounds, with a trainer of its own on a thread that lets whoever computes go first, and holds nothing up. It begins with a
 copy of this peer's own moments, and changes nothing of this peer's training. What comes late has a place in a later commit.
@@ -35,10 +35,10 @@ from protocol.codec import sparse
 from protocol.codec.sparse import PayloadError
 from protocol.errors import LocalError, PotluckError
 from protocol.identity import Identity
+from protocol.ledger import audits, schedule
+from protocol.ledger.audits import Turn
 from protocol.planning import budget, memory
 from protocol.planning.budget import Budget
-from protocol.rounds import audits, schedule
-from protocol.rounds.audits import Turn
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.audit import Audit

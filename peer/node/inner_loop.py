@@ -37,11 +37,11 @@ from peer.training import moments as small_moments
 from peer.training.schedule import Pace
 from peer.training.several_devices import SeveralDevicesTrainer
 from protocol.errors import LocalError, PotluckError
+from protocol.ledger import schedule
 from protocol.planning import budget, memory, pipeline_model
 from protocol.planning.speed import Speedometer
-from protocol.rounds import schedule
-from protocol.rounds.chain_repair import SLOW
-from protocol.rounds.member_events import TrainOrder
+from protocol.round.chain_repair import SLOW
+from protocol.round.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import ReplicaSpec, StageSpec

@@ -1,7 +1,7 @@
 """Reads the log of the run from the bootstrap nodes, as far as they have it: in pages, the next one on its way while one is looked at.
 
 A newcomer does so once, and who has lost commits, from where it is. It is a call of its own, and not the session, which carries what is decided
-meanwhile. What a page says is checked on a thread (protocol/rounds/stretches.py). Each page is asked of a node that has not been asked yet, and then
+meanwhile. What a page says is checked on a thread (protocol/ledger/stretches.py). Each page is asked of a node that has not been asked yet, and then
 of the one that was quickest the last time: so none of them decides alone how long it takes.
 """
 
@@ -16,8 +16,9 @@ from peer.net.asking import page
 from peer.net.base import Transport
 from peer.net.clock import Clock
 from protocol.errors import RemoteError
-from protocol.rounds import member_events, stretches
-from protocol.rounds.stretches import Stretch, Tip
+from protocol.ledger import stretches
+from protocol.ledger.stretches import Stretch, Tip
+from protocol.round import member_events
 from protocol.run.manifest import Manifest
 
 PAGE_SECONDS = 30.0

@@ -16,7 +16,7 @@ from peer.state.payloads import Exchange
 from peer.training import moments
 from protocol.codec.sparse import PayloadError
 from protocol.errors import PotluckError
-from protocol.rounds import handover
+from protocol.round import handover
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import calls, endpoints

@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 from peer import events
 from peer.net.clock import Clock
-from protocol.rounds import retention
-from protocol.rounds.member import Member
+from protocol.ledger import retention
+from protocol.round.member import Member
 from protocol.run.manifest import Manifest
 
 

@@ -18,7 +18,7 @@ from peer.net.directory import latest_expiry, valid_record
 from peer.net.disk import LocalDisk
 from protocol.errors import RemoteError, UsageError, apart
 from protocol.identity import short_peer
-from protocol.rounds.invitations import Ticket, read_ticket
+from protocol.ledger.invitations import Ticket, read_ticket
 from protocol.run import manifest as manifests
 from protocol.run.corpus import TOKENIZER
 from protocol.run.manifest import Manifest

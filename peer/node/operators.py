@@ -1,4 +1,4 @@
-"""Whom a peer takes for the run's operators: whom the newest commit that counts names (protocol/rounds/board.py). As long as the log is not here,
+"""Whom a peer takes for the run's operators: whom the newest commit that counts names (protocol/ledger/board.py). As long as the log is not here,
 those whom a node names whom it began with are tried, too; nothing else follows from their word.
 """
 
@@ -14,7 +14,7 @@ from peer.net.base import Transport
 from peer.net.directory import Directory
 from peer.node.sessions import Sessions
 from protocol.errors import RemoteError
-from protocol.rounds import access, board
+from protocol.ledger import access, board
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
 from protocol.wire.decree import Board, Motions

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from peer.chain.stop_sign import StopSign
 from peer.state.outer_optimizer import Accumulate
 from peer.state.storage import Shards
-from protocol.rounds.member_events import TrainOrder
+from protocol.round.member_events import TrainOrder
 from protocol.wire.commit import Commit
 
 

@@ -52,9 +52,9 @@ from peer.training import device, inference
 from peer.training.trainer import make_worker
 from protocol.errors import BannedError, ClosedError, LocalError, UsageError
 from protocol.identity import Identity
+from protocol.ledger.history import ForkError
 from protocol.planning import budget, memory
-from protocol.rounds import member_events
-from protocol.rounds.history import ForkError
+from protocol.round import member_events
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints

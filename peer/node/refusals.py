@@ -4,7 +4,7 @@ A node says no when the operators have banned the peer, or when the run is close
 lie, so its word ends nothing. This peer ends when both hold:
 
     refused    as many of the nodes that decide rounds refuse it as a commit needs votes
-    decided    the run's own log, which it reads and checks itself, says that it may not take part (protocol/rounds/access.py)
+    decided    the run's own log, which it reads and checks itself, says that it may not take part (protocol/ledger/access.py)
 
 Then every honest node keeps it out until the operators decree otherwise, and asking again would be of no use. A peer whose invitation lets it
 in waits for the commit that does so, and does not end. Where the nodes speak another version of the protocol, the log cannot be
@@ -20,9 +20,9 @@ from peer.net.asking import page
 from peer.net.base import Transport
 from peer.net.clock import Clock
 from protocol.errors import BannedError, ClosedError, RemoteError, UsageError, shown
-from protocol.rounds import access, validation
-from protocol.rounds.ousting import members_after
-from protocol.rounds.validation import BadCommit
+from protocol.ledger import access, validation
+from protocol.ledger.ousting import members_after
+from protocol.ledger.validation import BadCommit
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Commit, votes_needed

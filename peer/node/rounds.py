@@ -3,7 +3,7 @@
 Events come in through `put`, in any order, from training, session and timers. Effects that change state (EncodeUpdate,
 KeepInFeedback, RestoreFeedback, Apply, HoldShards) are done one after the other in this loop, so nothing else ever sees them half
 done. Training runs beside it (peer/node/training.py) and only reads θ. The way into any state is one: peer/state/recovery.py.
-Nothing is decided here: what is kept, written and fetched follows from protocol/rounds/retention.py, all else from the machine.
+Nothing is decided here: what is kept, written and fetched follows from protocol/ledger/retention.py, all else from the machine.
 
 Long because all that changes a peer's state is carried out here.
 """
@@ -40,8 +40,9 @@ from peer.state.payloads import Exchange
 from peer.state.recovery import Recovery
 from peer.state.storage import Checkpoint, Feedback, Shards, Storage
 from peer.state.taking import REQUEST_BYTES, Owner, Taking
-from protocol.rounds import audits, handover, member_events, part_lists, retention
-from protocol.rounds.member import Member
+from protocol.ledger import audits, part_lists, retention
+from protocol.round import handover, member_events
+from protocol.round.member import Member
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints
 from protocol.wire.commit import Commit, Part

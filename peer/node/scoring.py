@@ -1,4 +1,4 @@
-"""Measures what others' updates are worth, when it is this peer's turn, and tells the nodes (protocol/rounds/scoring.py).
+"""Measures what others' updates are worth, when it is this peer's turn, and tells the nodes (protocol/ledger/scoring.py).
 
 It has the copy of θ after a round that is made beside the rounds (peer/node/evaluating.py), which everybody has alike as soon as the round is
 applied, and which holds all updates u of the round. So a little more of one is taken out again, and the gain is
@@ -25,8 +25,8 @@ from protocol.codec import sparse
 from protocol.codec.sparse import Sparse
 from protocol.errors import PotluckError
 from protocol.identity import Identity
-from protocol.rounds import part_lists, scoring, standing
-from protocol.rounds.scoring import Turn
+from protocol.ledger import part_lists, scoring, standing
+from protocol.ledger.scoring import Turn
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds

@@ -9,7 +9,7 @@ of round r is applied while they go on. What the commit will bring is not known 
 so that δ(r+1) = b(r+1) - θ_local is again just the displacement of its H inner steps. One round late comes the correction: the
 next steps begin at b(r+2) = θ(r) - δ(r+1), that is, at θ_local + (θ(r) - b(r+1)): the commit of round r has taken the place of
 the guess. θ and the error feedback know nothing of this (P1 to P3 hold as without it): b is where gradients are taken, never
-what is sent, added or compared. A commit that gives the replica other work than expected (protocol/rounds/member.py) drops what was
+what is sent, added or compared. A commit that gives the replica other work than expected (protocol/round/member.py) drops what was
 done ahead. (Eager updates: Kale, Douillard, Donchev 2025.)
 """
 
@@ -26,8 +26,9 @@ from peer.net.clock import Clock
 from peer.node.orders import ChainOrders, InnerLoop, Result
 from peer.state.outer_optimizer import difference
 from peer.state.storage import Shards
-from protocol.rounds import grace, member_events, retention, schedule
-from protocol.rounds.member_events import TrainOrder
+from protocol.ledger import retention, schedule
+from protocol.round import grace, member_events
+from protocol.round.member_events import TrainOrder
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from peer.net.clock import Clock
 from peer.state.storage import Shards, Storage
-from protocol.rounds import retention
+from protocol.ledger import retention
 
 
 @dataclass(frozen=True, slots=True)

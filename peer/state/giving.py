@@ -17,7 +17,7 @@ from peer.state.outer_optimizer import Outer
 from peer.state.storage import Storage
 from protocol.codec import blob_hash
 from protocol.errors import PotluckError, RemoteError
-from protocol.rounds import handover as rules
+from protocol.round import handover as rules
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints, framing
 from protocol.wire.commit import Commit

@@ -1,4 +1,4 @@
-"""The lists of parts that are here (protocol/rounds/part_lists.py): one owner of what the store has, and of what was read of late."""
+"""The lists of parts that are here (protocol/ledger/part_lists.py): one owner of what the store has, and of what was read of late."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 from peer.net.blobs import BlobStore
-from protocol.rounds import part_lists
-from protocol.rounds.part_lists import Parts
+from protocol.ledger import part_lists
+from protocol.ledger.part_lists import Parts
 
 MOST_PARTS = 1 << 17
 """Parts in memory, about 30 MB of them; the lists that were not used for longest are read again when they are wanted."""

@@ -1,6 +1,6 @@
 """What peers give each other by name: payloads of rounds and shards of states. Serves ours, fetches others'.
 
-Lists of parts come first (protocol/rounds/part_lists.py), then the parts of our shards. Both are fetched as soon as a node says that they were offered, from its sender or the archive or whom these name
+Lists of parts come first (protocol/ledger/part_lists.py), then the parts of our shards. Both are fetched as soon as a node says that they were offered, from its sender or the archive or whom these name
 (peer/net/blobs/serving.py), so that it is here when the round is committed. What is kept and for how long:
 
     payloads committed after our newest checkpoint, of our shards     never evicted: a restart needs them
@@ -34,8 +34,8 @@ from peer.state import tensor_file
 from peer.state.part_lists import PartLists
 from peer.state.storage import Storage
 from protocol.errors import PotluckError, RemoteError
-from protocol.rounds import part_lists, retention
-from protocol.rounds.part_lists import Parts
+from protocol.ledger import part_lists, retention
+from protocol.ledger.part_lists import Parts
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import calls, endpoints

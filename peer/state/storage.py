@@ -37,7 +37,7 @@ from peer.state import tensor_file
 from protocol.codec import blob_hash
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, UsageError
-from protocol.rounds import part_lists
+from protocol.ledger import part_lists
 from protocol.run import layout
 from protocol.wire.commit import Part
 from protocol.wire.handover import Handover

@@ -16,7 +16,7 @@ from peer.state.feedback_writer import FeedbackWriter
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import Storage
 from protocol.errors import PotluckError, RemoteError
-from protocol.rounds import handover as rules
+from protocol.round import handover as rules
 from protocol.run.manifest import Manifest
 from protocol.wire import framing
 from protocol.wire.handover import Handover, HandoverAnswer, Step

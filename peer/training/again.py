@@ -1,4 +1,4 @@
-"""A contribution compared with what another replica learned from the same text (protocol/rounds/audits.py).
+"""A contribution compared with what another replica learned from the same text (protocol/ledger/audits.py).
 
 The examiner learns d from the text that the contribution's maker was assigned, and d' from other text, both from the same state and the same
 moments, its own. For each contribution s of the round, at the places that it sends,

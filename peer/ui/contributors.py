@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from peer.ui.text import called, clean, count, number, readable
-from protocol.rounds.credits import Credits
-from protocol.rounds.standing import Standing
+from protocol.ledger.credits import Credits
+from protocol.ledger.standing import Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,12 @@ from peer.ui.logged import LoggedContribution, LoggedLeftOut, LoggedProof, Logge
 from peer.ui.text import clean, count, mean_loss, readable, schedule_of, size
 from protocol.errors import LocalError, UsageError, apart
 from protocol.identity import short_peer
+from protocol.ledger import schedule, standing, validation
+from protocol.ledger.audits import LEAST
+from protocol.ledger.credits import Credits
+from protocol.ledger.standing import Standing
+from protocol.ledger.validation import BadCommit
 from protocol.planning import partition
-from protocol.rounds import schedule, standing, validation
-from protocol.rounds.audits import LEAST
-from protocol.rounds.credits import Credits
-from protocol.rounds.standing import Standing
-from protocol.rounds.validation import BadCommit
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Record

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peer import events
-from protocol.rounds import part_lists
+from protocol.ledger import part_lists
 from protocol.wire.commit import Commit, Contribution, Diverged, Record
 from protocol.wire.commit import LeftOut as PlannedOut
 from protocol.wire.decree import Decree, Operator, Schedule

@@ -1,7 +1,7 @@
 """Watches a run without taking part: reads the log of commits and the announcements, and tells them as events.
 
 Nobody is believed. Every commit must have the votes of a majority and follow the one before it
-(protocol/rounds/validation.py), and every announcement must be signed by its peer. A peer announces itself every few
+(protocol/ledger/validation.py), and every announcement must be signed by its peer. A peer announces itself every few
 seconds only, so the steps that it tells are a sample.
 
 A node that is lost is looked for and dialled again as peers do it (peer/net/contacts.py). What is known is as old as the last answer
@@ -28,8 +28,8 @@ from peer.net.roster import RosterReader
 from peer.ui.snapshot import Snapshot, snapshot
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.rounds import board, schedule, validation
-from protocol.rounds.validation import BadCommit
+from protocol.ledger import board, schedule, validation
+from protocol.ledger.validation import BadCommit
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.announcement import Announcement

@@ -11,8 +11,8 @@ from peer.events import Event, Sink
 from peer.log import reader
 from peer.ui import monitor
 from protocol.errors import UsageError
-from protocol.rounds import validation
-from protocol.rounds.validation import BadCommit
+from protocol.ledger import validation
+from protocol.ledger.validation import BadCommit
 from protocol.run.manifest import Manifest
 from protocol.wire import logfile
 from protocol.wire.commit import Commit

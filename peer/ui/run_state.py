@@ -13,9 +13,9 @@ from peer.ui.lines import Note, describe
 from peer.ui.names import Names
 from peer.ui.text import blocks, called, clean, mean_loss, readable
 from peer.ui.utilization import Activity, Bottleneck, activity, bottleneck
+from protocol.ledger.witnesses import Witnesses
 from protocol.planning import memory
-from protocol.rounds import attestations
-from protocol.rounds.witnesses import Witnesses
+from protocol.round import attestations
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import NODE_DEVICE

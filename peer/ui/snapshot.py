@@ -13,7 +13,7 @@ from peer.events import AnnouncedLoad, Contribution
 from peer.ui import utilization
 from peer.ui.logged import LoggedEvaluation, evaluations
 from peer.ui.names import harmless_name
-from protocol.rounds import schedule
+from protocol.ledger import schedule
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Diverged, LeftOut

@@ -19,7 +19,7 @@ from peer.ui.screen import LEVEL_STYLES
 from peer.ui.state import State, StatePeer, StateReplica
 from peer.ui.text import blocks, clock, count, duration, number, rate, size
 from peer.ui.utilization import LEGEND, WAITS, Bottleneck, percent
-from protocol.rounds.credits import Credits
+from protocol.ledger.credits import Credits
 
 Row = tuple[Text | str, ...]
 SCROLLING = "arrows scroll"

@@ -31,7 +31,7 @@ from peer.ui.state import (
     StateRound,
 )
 from peer.ui.text import clean, mean_loss
-from protocol.rounds.credits import Credits
+from protocol.ledger.credits import Credits
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import NODE_DEVICE
 from protocol.wire.commit import votes_needed

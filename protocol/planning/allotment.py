@@ -31,7 +31,7 @@ FASTER = 4
 FEWEST = 4
 """Every replica does about so many inner steps, if it has micro-batches for them: the rest of a step is lost time."""
 A_SEAT_FOR = 8
-"""Replicas of a plan, for which there is one seat more than one (protocol/rounds/seats.py)."""
+"""Replicas of a plan, for which there is one seat more than one (protocol/round/seats.py)."""
 MOST_SEATS = 32
 """Of one plan."""
 NEW = -1

@@ -47,7 +47,7 @@ class Candidate:
     (Dabek et al., Vivaldi, SIGCOMM 2004); empty: unknown. `presence`: in which share of the recent rounds it was there.
     `reachable`: as announced; two who are `private` may need a relay between them. `apart`: peers whom it cannot reach, not
     even through relays, or with whom it has a quarrel; `alone`: whether it may be a full replica only, as far as others can tell
-    (protocol/rounds/quarrels.py). `range`: the range of addresses that it comes from, as this node sees it (protocol/rounds/ranges.py);
+    (protocol/round/quarrels.py). `range`: the range of addresses that it comes from, as this node sees it (protocol/ledger/ranges.py);
     empty where that limits nothing. `device`: what trains, whose memory `memory_bytes` is; `host_bytes`: of the host beside it, as a
     Budget has it."""
 

@@ -3,7 +3,7 @@
 Replicas of the previous plan whose members are all still there, and can hold their blocks, are kept, and their blocks move between them
 where that pays (protocol/planning/partition.py). protocol/planning/arrange.py finds the rest: what brings most
 committed tokens per second, and which kept replicas are worth giving up for it. Who is left is a spare, and takes the place of
-a chain's member that is lost (protocol/rounds/chain_repair.py).
+a chain's member that is lost (protocol/round/chain_repair.py).
 
 A new replica whose members do not hold their shards yet is *forming*: they fetch them while everybody trains as before, and it begins in
 the first plan after all of them have attested that state (protocol/planning/changes.py). What a stage needs:

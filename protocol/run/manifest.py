@@ -169,11 +169,11 @@ class OuterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgingSpec:
-    """How contributions are judged (protocol/rounds/judging.py). `clip`: an update counts as no longer than so many medians; 0: no limit.
+    """How contributions are judged (protocol/round/judging.py). `clip`: an update counts as no longer than so many medians; 0: no limit.
     `agreement`: whoever agrees with the others less than this part of what most do is left out; 0: nobody is. `copies`: updates whose
-    cosine is at least this are one. `score_share`: of a full replica's time, for measuring what others' updates are worth (protocol/rounds/scoring.py),
+    cosine is at least this are one. `score_share`: of a full replica's time, for measuring what others' updates are worth (protocol/ledger/scoring.py),
     0: nobody does. `audit_share`: the part of their time that full replicas give to train others' contributions again
-    (protocol/rounds/audits.py); 0: none is."""
+    (protocol/ledger/audits.py); 0: none is."""
 
     clip: float = 1.0
     agreement: float = 0.2
@@ -233,9 +233,9 @@ class TimingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionSpec:
-    """`mode`: who may take part until the operators decree otherwise (protocol/rounds/access.py): "open": all, or "listed": those whose ids are
+    """`mode`: who may take part until the operators decree otherwise (protocol/ledger/access.py): "open": all, or "listed": those whose ids are
     `keys`. `probation`: a newcomer's work has weight zero for so many rounds; `share`: no peer has more than this
-    part of a round's weight (protocol/rounds/standing.py). Of the strangers from one range of addresses (protocol/rounds/ranges.py) at most
+    part of a round's weight (protocol/ledger/standing.py). Of the strangers from one range of addresses (protocol/ledger/ranges.py) at most
     `range_sessions` have a session, 0: all, and together at most the part `range_share` of what is planned."""
 
     mode: str = "open"
@@ -265,7 +265,7 @@ class AdmissionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSpec:
-    """The held-out loss (protocol/rounds/evaluation.py) is measured after `every` so many rounds, 0: never; on at most so many `sequences` of
+    """The held-out loss (protocol/ledger/evaluation.py) is measured after `every` so many rounds, 0: never; on at most so many `sequences` of
     the held-out part of the corpus."""
 
     every: int = 10

@@ -19,7 +19,7 @@ class Audit:
     replica: Number
     """Whose it is."""
     agreement: Agreement
-    """What was found (protocol/rounds/audits.py)."""
+    """What was found (protocol/ledger/audits.py)."""
     signature: Signature
     """Of `audit_body`."""
 

@@ -1,4 +1,4 @@
-"""What the members of the quorum tell each other (single-decree Paxos for each round; protocol/rounds/paxos.py)."""
+"""What the members of the quorum tell each other (single-decree Paxos for each round; protocol/quorum/paxos.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Promise:
     """The answer, and a member's durable vote: the highest ballot that was promised, and the commit that was accepted last
     (in ballot `accepted`), if any. Where members may lie: `pledges` of enough members prove that this commit was the only one of
     that ballot; `pledged` is the digest of the commit that the member pledged in `ballot`. `term`: how many operators were taken out
-    before (protocol/rounds/ousting.py). `grounds`: the promises by which the commit was accepted. `signature`: over `promise_body`
+    before (protocol/ledger/ousting.py). `grounds`: the promises by which the commit was accepted. `signature`: over `promise_body`
     (protocol/wire/grounds.py), of an answer."""
 
     round: Round
@@ -92,7 +92,7 @@ class Holds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmed:
-    """The commit of `round` with this digest is the only one that these members know (protocol/rounds/confirming.py); each signature
+    """The commit of `round` with this digest is the only one that these members know (protocol/ledger/confirming.py); each signature
     is over `confirmation_body`."""
 
     round: Round

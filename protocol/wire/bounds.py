@@ -38,7 +38,7 @@ Count = Annotated[int, Within(0, 2**53)]
 Number = Annotated[int, Within(-1, 2**53)]
 """A replica's; -1 before it has one."""
 Size = Annotated[int, Within(0, 2**63)]
-"""Bytes; what may be fetched follows from the model (protocol/rounds/part_lists.py)."""
+"""Bytes; what may be fetched follows from the model (protocol/ledger/part_lists.py)."""
 Round = Annotated[int, Within(0, 2**31 - 2)]
 """The round of a run: fits where a blob's round is kept (peer/net/blobs/store.py)."""
 Since = Annotated[int, Within(-1, 2**53)]
@@ -106,4 +106,4 @@ def told_gain(gain: float) -> float | None:
 
 
 LEAST_COMPARED = 5
-"""Contributions of a round that can be compared with each other (protocol/rounds/judging.py)."""
+"""Contributions of a round that can be compared with each other (protocol/round/judging.py)."""

@@ -59,7 +59,7 @@ class Part:
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One stage's parts within a contribution: the name of their list (protocol/rounds/part_lists.py), the bytes of all payloads, the
+    """One stage's parts within a contribution: the name of their list (protocol/ledger/part_lists.py), the bytes of all payloads, the
     L2 norm of all that they send, and the list's own bytes."""
 
     peer: PeerId
@@ -73,7 +73,7 @@ class Share:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
     """One replica's committed contribution; its weight in the mean is tokens / sum of tokens, and its update is multiplied by `scale`
-    (protocol/rounds/judging.py) and by `standing` (protocol/rounds/standing.py). A share may be a spare's of the round's plan, in the
+    (protocol/round/judging.py) and by `standing` (protocol/ledger/standing.py). A share may be a spare's of the round's plan, in the
     place of a member that was lost."""
 
     replica: Count
@@ -104,11 +104,11 @@ class LeftOut:
     reason: Annotated[str, AtMost(4096)]
     """Why, for a reader."""
     judged: Annotated[str, AtMost(64)] | None = None
-    """The name of its contribution, which was complete, where that was judged (protocol/rounds/judging.py)."""
+    """The name of its contribution, which was complete, where that was judged (protocol/round/judging.py)."""
     peers: Annotated[tuple[PeerId, ...], AtMost(4096)] = ()
     """Who made it, in the order of the stages, where it was judged."""
     probation: bool = False
-    """Whether nothing is wrong with it, and it has no weight since its makers are on probation (protocol/rounds/standing.py)."""
+    """Whether nothing is wrong with it, and it has no weight since its makers are on probation (protocol/ledger/standing.py)."""
 
 
 @row
@@ -128,10 +128,10 @@ class Commit:
     id for round 0. `digests`: the majority's shard digests of the state *before* this round, as far as attested. `leader`
     proposed it; `members` decide the next round. `decrees`: how many the run has had, with the one that comes with this commit, if one does.
     `joined`: who comes in by an invitation; the next plan may have them. `evaluations`: what was found of an earlier state
-    (protocol/rounds/evaluation.py). `scores`: what contributions of earlier rounds were worth (protocol/rounds/scoring.py); `audits`: whether they are
-    what they say (protocol/rounds/audits.py). `schedule`: how long the run is from here on; None: as the manifest says. `out`: the operators that
-    were taken out so far (protocol/rounds/ousting.py). `board`: who operates the run from here on; None: as the manifest says. `idle`: how many
-    rounds brought no work so far, with this one, if it brought none (protocol/rounds/schedule.py)."""
+    (protocol/ledger/evaluation.py). `scores`: what contributions of earlier rounds were worth (protocol/ledger/scoring.py); `audits`: whether they are
+    what they say (protocol/ledger/audits.py). `schedule`: how long the run is from here on; None: as the manifest says. `out`: the operators that
+    were taken out so far (protocol/ledger/ousting.py). `board`: who operates the run from here on; None: as the manifest says. `idle`: how many
+    rounds brought no work so far, with this one, if it brought none (protocol/ledger/schedule.py)."""
 
     run: RunId
     round: Round
@@ -242,7 +242,7 @@ def body_of(commit: Commit, ballot: int) -> bytes:
 
 
 def confirmation_body(run: str, round: int, digest: str) -> bytes:
-    """What a confirmation's signature is over (protocol/rounds/confirming.py)."""
+    """What a confirmation's signature is over (protocol/ledger/confirming.py)."""
     return DOMAIN + framing.pack_message(["confirmed", run, round, digest])
 
 

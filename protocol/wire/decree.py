@@ -30,8 +30,8 @@ BAN, ADMIT, OPEN, CLOSE, SET, OUST = "ban", "admit", "open", "close", "set", "ou
 APPOINT, DISMISS, QUORUM = "appoint", "dismiss", "quorum"
 ACTIONS = (BAN, ADMIT, OPEN, CLOSE, SET, OUST, APPOINT, DISMISS, QUORUM)
 """`ban` keeps a peer out, `admit` lets it in again, or into a run that is closed; `open` lets everybody in who is not banned, and `close` only
-who is admitted; `set` gives the run another schedule, or other limits; `oust` takes an operator out who voted twice (protocol/rounds/ousting.py).
-`appoint` makes somebody an operator, `dismiss` ends that, `quorum` says how many of them decide (protocol/rounds/board.py)."""
+who is admitted; `set` gives the run another schedule, or other limits; `oust` takes an operator out who voted twice (protocol/ledger/ousting.py).
+`appoint` makes somebody an operator, `dismiss` ends that, `quorum` says how many of them decide (protocol/ledger/board.py)."""
 OF_PEERS = (BAN, ADMIT, OUST, DISMISS)
 LONGEST_REASON = 200
 MAX_OPERATORS, MAX_APPOINTED, MAX_PLACES = 16, 7, 2
@@ -64,7 +64,7 @@ class Board:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What strangers may have, as in the manifest's `admission` (protocol/rounds/standing.py, protocol/rounds/ranges.py)."""
+    """What strangers may have, as in the manifest's `admission` (protocol/ledger/standing.py, protocol/ledger/ranges.py)."""
 
     probation: Probation
     """The work of a newcomer has no weight for so many rounds."""
@@ -78,7 +78,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How long a run is, and what strangers may have in it (protocol/rounds/schedule.py)."""
+    """How long a run is, and what strangers may have in it (protocol/ledger/schedule.py)."""
 
     rounds: Round
     """It is over after so many."""

@@ -1,8 +1,8 @@
 """The proof that a member of the quorum broke the rules of voting in a round: two of its signatures, which anybody can check.
 
-Who follows the rules (protocol/rounds/acceptor.py) votes for one commit in a ballot. It may vote for another one in a later ballot, but says before
+Who follows the rules (protocol/quorum/acceptor.py) votes for one commit in a ballot. It may vote for another one in a later ballot, but says before
 what it had accepted (protocol/wire/grounds.py). So two votes in one ballot are a proof, and so are a vote and a promise of a later ballot
-that denies it. Operators are taken out by such proofs (protocol/rounds/ousting.py), and the rounds that are decided anew after that are of another *term*: how many were taken out before.
+that denies it. Operators are taken out by such proofs (protocol/ledger/ousting.py), and the rounds that are decided anew after that are of another *term*: how many were taken out before.
 So what an honest member voted for in the term before is never a proof against it.
 """
 

@@ -123,7 +123,7 @@ def expect(cls: type[T], message: Any, peer: str) -> T:
 
 def encode_record(record: Record) -> bytes:
     """A record as it is stored and sent: one that `decode_record` reads. Raises LocalError for any other, which nobody could get over
-    if it were appended: a bug of this node, since nobody votes for such a commit (protocol/rounds/fairness.py)."""
+    if it were appended: a bug of this node, since nobody votes for such a commit (protocol/round/fairness.py)."""
     try:
         data = {"c": packed(record.commit), "n": record.ballot, "v": record.votes}
         if record.grounds:

@@ -1,6 +1,6 @@
 """Signed promises, and what they allow: why a commit may be accepted in a ballot above 0, where members bear crashes and no lies.
 
-One of two, three or five members that lies (protocol/rounds/paxos.py) could accept a commit in one ballot, promise a
+One of two, three or five members that lies (protocol/quorum/paxos.py) could accept a commit in one ballot, promise a
 higher one as if it had not, and accept another commit there: each would be decided. So a promise is signed, and a proposer shows the
 promises that it stands on, its *grounds*. They say what had been accepted in the highest ballot before, and what that stood on in its
 turn. A member that finds them wanting does not vote, and a record without them is not decided. Whoever lied in a promise has then

@@ -1,4 +1,4 @@
-"""What lets somebody into a closed run: an operator's invitation, and what a peer shows who has it (protocol/rounds/invitations.py)."""
+"""What lets somebody into a closed run: an operator's invitation, and what a peer shows who has it (protocol/ledger/invitations.py)."""
 
 from __future__ import annotations
 

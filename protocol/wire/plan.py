@@ -83,7 +83,7 @@ class ReplicaSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
     """A full replica of a round that nobody is planned for: who holds the whole state before the round's time is over may take it
-    (protocol/rounds/seats.py)."""
+    (protocol/round/seats.py)."""
 
     number: Number
     """The replica's number."""
@@ -145,6 +145,12 @@ class Plan:
             replicas=(*self.replicas, replica),
             forming=tuple(replica for replica, _ in forming),
             forming_since=tuple(since for _, since in forming),
+        )
+
+    def allows(self, spec: ReplicaSpec, peers: tuple[str, ...]) -> bool:
+        """Whether a round may end with `peers` as the members of `spec`: each is the planned one or a spare, and none is named twice."""
+        return len(set(peers)) == len(peers) == len(spec.stages) and all(
+            peer == stage.peer or peer in self.spares for stage, peer in zip(spec.stages, peers, strict=True)
         )
 
     @property

@@ -41,7 +41,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """A node has all payloads of these offers to `round`, and their lists (protocol/rounds/part_lists.py), and they are valid: others may
+    """A node has all payloads of these offers to `round`, and their lists (protocol/ledger/part_lists.py), and they are valid: others may
     fetch them at once."""
 
     round: Round
@@ -78,7 +78,7 @@ class ChainFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainReconfig:
-    """The members of a replica's chain from now on, under a new generation (protocol/rounds/chain_repair.py).
+    """The members of a replica's chain from now on, under a new generation (protocol/round/chain_repair.py).
 
     Without `peers` the chain's round is over. `steps` > 0: this many inner steps are done and no more are needed; the
     members offer them. A member sends the message back when it follows it.
@@ -120,7 +120,7 @@ class Attest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """A sign of life. `turn`: which member leads the round, as a node of the quorum sees it
-    (protocol/rounds/leadership.py); `head`: the digest of the last commit of its log."""
+    (protocol/quorum/leadership.py); `head`: the digest of the last commit of its log."""
 
     phase: Word
     round: Round

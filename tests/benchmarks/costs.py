@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.costs [--presets tiny 178m 512m] [--replicas 8 32]
 
-*Judging.* A node decodes each payload when it comes, beside the round, and notes what is in it (protocol/rounds/notes.py). Between the last offer
-and the commit it compares the contributions (protocol/rounds/judging.py): the seconds of `Case.answer`, of what is noted and of lists on
+*Judging.* A node decodes each payload when it comes, beside the round, and notes what is in it (protocol/round/notes.py). Between the last offer
+and the commit it compares the contributions (protocol/round/judging.py): the seconds of `Case.answer`, of what is noted and of lists on
 disk, on one thread beside nothing else. With as many of the round before, as in a run. The members judge once more before they vote, so
 the share of the preset's round, in which replicas train for `round_seconds`, is that of TIMES such answers. After a restart nothing is
 noted: then the first answer takes longer. The verdicts are the same.
@@ -41,8 +41,9 @@ from peer.training import inference
 from peer.training.schedule import Pace
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
-from protocol.rounds import comparing, judging, part_lists, scoring
-from protocol.rounds.notes import Notes
+from protocol.ledger import part_lists, scoring
+from protocol.round import comparing, judging
+from protocol.round.notes import Notes
 from protocol.run import init, layout, presets
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, OuterSpec, TrainSpec

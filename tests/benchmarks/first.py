@@ -45,8 +45,8 @@ from peer.node.peer import Factories
 from peer.state.storage import Checkpoint, Storage
 from peer.ui.lines import Lines
 from protocol.codec import blob_hash, sparse
+from protocol.ledger import part_lists
 from protocol.planning.allotment import NEW, allot
-from protocol.rounds import part_lists
 from protocol.run import corpus, init, layout
 from protocol.run.corpus import TOKENIZER as TOKENIZER_FILE
 from protocol.run.corpus import CorpusIndex

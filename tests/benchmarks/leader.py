@@ -3,7 +3,7 @@
     python -m tests.benchmarks.leader --peers 500 1000 10000 --rounds 3
 
 Everybody is ready, attests, offers, and every payload comes to be held, one event at a time, as bootstrap/node.py gives them to the
-machine; the commit is encoded as a record and read again. `replicas` is how many a plan has space for (protocol/rounds/capacity.py): of
+machine; the commit is encoded as a record and read again. `replicas` is how many a plan has space for (protocol/ledger/capacity.py): of
 more peers than that, the others are spares, which attest and are looked at as well.
 """
 
@@ -20,8 +20,8 @@ from typing import Any
 from protocol.identity import Identity
 from protocol.planning import memory
 from protocol.planning.partition import Candidate
-from protocol.rounds.leader import Leader
-from protocol.rounds.leader_events import Decided, Effect, Event, Held, Lead, Propose, Ready, Received, Tick
+from protocol.round.leader import Leader
+from protocol.round.leader_events import Decided, Effect, Event, Held, Lead, Propose, Ready, Received, Tick
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec
 from protocol.wire import encoding

@@ -48,7 +48,7 @@ from peer.training import device
 from protocol.codec import blob_hash, sparse
 from protocol.codec.settings import Codec
 from protocol.identity import Identity
-from protocol.rounds import part_lists
+from protocol.ledger import part_lists
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec

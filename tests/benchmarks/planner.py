@@ -31,9 +31,9 @@ from typing import Any
 
 from bootstrap.planning import Planning
 from protocol.planning.arrange import Arranged, arrange
-from protocol.rounds.leader import Leader
-from protocol.rounds.leader_events import Decided, Lead, MakePlan, Planned, Propose, Ready
-from protocol.rounds.questions import Question
+from protocol.round.leader import Leader
+from protocol.round.leader_events import Decided, Lead, MakePlan, Planned, Propose, Ready
+from protocol.round.questions import Question
 from protocol.wire.commit import Commit
 from tests import bounds, plans
 

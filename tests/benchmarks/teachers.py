@@ -27,8 +27,9 @@ from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
 from protocol.codec.sparse import Sparse
-from protocol.rounds import judging
-from protocol.rounds.comparing import Update
+from protocol.ledger import run_state
+from protocol.round import judging
+from protocol.round.comparing import Update
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, OuterSpec, TrainSpec
@@ -169,7 +170,7 @@ class Run:
         if not self.defended:
             return [1.0] * len(sent)
         before = judging.Before(
-            tuple(self.medians[-judging.REMEMBERED :]), tuple(Update(u.__getitem__) for u in self.committed)
+            tuple(self.medians[-run_state.MEDIANS_KEPT :]), tuple(Update(u.__getitem__) for u in self.committed)
         )
         names = [hashlib.sha256(f"{number} {i}".encode()).hexdigest() for i in range(len(sent))]
         verdicts = judging.judge(self.made, names[0], names, [Update(u.__getitem__) for u in sent], before)

@@ -23,7 +23,7 @@ from pathlib import Path
 from peer.events import Event
 from peer.node.open_run import Door, manifest_of, parse_run, start_transport
 from peer.ui.monitor import PEERS_A_POLL, Monitor
-from protocol.rounds import evaluation
+from protocol.ledger import evaluation
 from protocol.run import manifest as manifests
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TrainSpec

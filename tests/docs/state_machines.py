@@ -17,20 +17,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from protocol.rounds import acceptor, leader, leadership, member, overlap, paxos
-from protocol.rounds.table import Table, Transition
+from protocol.quorum import acceptor, leadership, paxos
+from protocol.quorum.table import Table, Transition
+from protocol.round import leader, member, overlap
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "docs" / "state-machines.md"
 HEAD = """# State machines
 
-<!-- made by `python -m tests.docs.state_machines` from the tables in protocol/rounds; do not edit -->
+<!-- made by `python -m tests.docs.state_machines` from the tables of the code; do not edit -->
 
-What Potluck decides in a run, it decides in small machines without input and output, clock or chance (`protocol/rounds`).
+What Potluck decides in a run, it decides in small machines without input and output, clock or chance
+(`protocol/round`, `protocol/quorum`).
 An event and the time go in, a list of effects comes out, and a loop beside the machine carries them out:
 `peer/node/rounds.py` for a volunteer, `bootstrap/node.py` for a bootstrap node. Each machine has a phase and a table. A row
 says which event leads from which phase to which, and with which effects. The tables are data, and the machines check every
-step against them (`protocol/rounds/table.py`): code that would take another step raises an error. The tests show that each
+step against them (`protocol/quorum/table.py`): code that would take another step raises an error. The tests show that each
 row is taken (`tests/unit/test_state_machines.py`).
 
 How to read a table: *Send(X)* is the effect that sends message X. Where the event is empty, the row is taken as soon as the

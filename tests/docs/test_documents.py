@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import re
 import tomllib
@@ -172,22 +171,6 @@ def help_text() -> str:
 
 
 # --- modules, paths and links
-
-
-def test_the_architecture_names_every_module_with_one_line() -> None:
-    lines = re.findall(
-        r"^- `((?:protocol|peer|bootstrap)/[^`]+\.py)`: (.*)$", text("docs/architecture.md"), re.MULTILINE
-    )
-    listed = [path for path, _ in lines]
-    assert len(listed) == len(set(listed)), "named twice"
-    assert all(words for _, words in lines)
-    there = {
-        named(path)
-        for package in ("protocol", "peer", "bootstrap")
-        for path in (ROOT / package).rglob("*.py")
-        if path.name != "__init__.py" or len(ast.parse(path.read_text(encoding="utf-8")).body) > 1
-    }
-    assert set(listed) == there, f"differ: {sorted(set(listed) ^ there)}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)

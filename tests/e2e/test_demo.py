@@ -27,7 +27,7 @@ from peer.state.storage import Shards
 from peer.training.trainer import StageTrainer
 from protocol.codec import boundary_formats
 from protocol.errors import LocalError
-from protocol.rounds.member_events import TrainOrder
+from protocol.round.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from tests.e2e import swarms

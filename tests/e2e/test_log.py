@@ -21,7 +21,7 @@ from bootstrap.archive import Archive
 from peer.cli import main
 from peer.net import keyfile
 from protocol.identity import Identity
-from protocol.rounds import part_lists
+from protocol.ledger import part_lists
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, logfile

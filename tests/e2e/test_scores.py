@@ -18,7 +18,7 @@ from peer.log import replay
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.open_run import ASSETS
 from protocol.identity import short_peer
-from protocol.rounds import standing
+from protocol.ledger import standing
 from protocol.run.manifest import AdmissionSpec, EvaluationSpec, JudgingSpec, Manifest, TimingSpec
 from protocol.wire import encoding
 from protocol.wire.commit import Commit

@@ -15,9 +15,9 @@ from peer.state.outer_optimizer import Outer
 from peer.state.storage import Checkpoint, Storage
 from protocol.codec import sparse
 from protocol.identity import Identity
+from protocol.ledger import part_lists
 from protocol.planning import memory
 from protocol.planning.allotment import NEW, allot
-from protocol.rounds import part_lists
 from protocol.run import init, layout
 from protocol.wire.commit import Commit, Contribution, Part, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec

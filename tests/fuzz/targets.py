@@ -42,7 +42,8 @@ from protocol.codec.settings import Codec
 from protocol.codec.sparse import PayloadError
 from protocol.errors import PotluckError, RemoteError, UsageError
 from protocol.identity import Identity
-from protocol.rounds import handover, part_lists, rules, run_state, validation
+from protocol.ledger import part_lists, rules, run_state, validation
+from protocol.round import handover
 from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.run.manifest import TrainSpec

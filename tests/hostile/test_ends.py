@@ -14,7 +14,7 @@ import pytest
 from bootstrap.planning import Planning
 from peer.net.base import Closed, RemoteError, Stream, call, serve_calls
 from peer.net.memory import MemoryNetwork
-from protocol.rounds.leader_events import Planned
+from protocol.round.leader_events import Planned
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints, framing, sealed

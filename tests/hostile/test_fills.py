@@ -24,8 +24,9 @@ from peer.net.directory import TTL_SECONDS
 from peer.net.guests import CALLS
 from protocol.codec import blob_hash, sparse
 from protocol.identity import Identity
+from protocol.ledger import part_lists
 from protocol.planning import memory
-from protocol.rounds import comparing, part_lists
+from protocol.round import comparing
 from protocol.run import layout
 from protocol.wire import endpoints, framing, sealed
 from protocol.wire.announcement import Announcement

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from peer.events import Event
 from protocol.errors import ClosedError
-from protocol.rounds import invitations
+from protocol.ledger import invitations
 from protocol.run.manifest import AdmissionSpec
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.test_quorum import KEYS, three_nodes

@@ -14,8 +14,8 @@ from peer.net.base import Stream
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.memory import MemoryNetwork
 from protocol.codec import blob_hash, sparse
+from protocol.ledger import part_lists, rules, run_state
 from protocol.planning import memory
-from protocol.rounds import part_lists, rules, run_state
 from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec
 from protocol.wire import encoding, endpoints

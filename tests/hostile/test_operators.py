@@ -24,7 +24,7 @@ from peer.events import Emitter, Event
 from peer.log.replay import replay
 from peer.node.open_run import KEY
 from protocol.identity import Identity
-from protocol.rounds import rules, run_state
+from protocol.ledger import rules, run_state
 from protocol.run.manifest import TimingSpec
 from protocol.wire import encoding
 from protocol.wire.commit import voted_twice
@@ -34,7 +34,7 @@ from tests.lying_nodes import DoubleVoter, LyingNode
 
 pytestmark = pytest.mark.slow
 PATIENT = TimingSpec(round_deadline=30.0, round_seconds=1.0, heartbeat=2.0, gone_after=10.0)
-"""Nobody applies either of two commits as long as honest nodes hear each other within two heartbeats (protocol/rounds/confirming.py), and here all
+"""Nobody applies either of two commits as long as honest nodes hear each other within two heartbeats (protocol/ledger/confirming.py), and here all
 nodes and peers are one process."""
 Make = Callable[..., BootstrapNode]
 

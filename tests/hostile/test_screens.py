@@ -15,7 +15,7 @@ from peer.ui.plot import chart
 from peer.ui.screen import View, render
 from peer.ui.text import clock
 from protocol.errors import RemoteError
-from protocol.rounds import validation
+from protocol.ledger import validation
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import Commit, Contribution, Record, Share

@@ -14,7 +14,7 @@ from peer.net.blobs import BlobServer, BlobStore
 from protocol.codec import blob_hash, sparse
 from protocol.identity import short_peer
 from protocol.planning import memory
-from protocol.rounds import comparing
+from protocol.round import comparing
 from protocol.run import layout
 from protocol.wire.commit import Part
 from protocol.wire.session import Attest, Offer

@@ -13,8 +13,8 @@ from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse, subspace
 from protocol.codec.settings import Codec
-from protocol.rounds import judging
-from protocol.rounds.comparing import Update
+from protocol.round import judging
+from protocol.round.comparing import Update
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec, RopeScaling
 from protocol.run.manifest import OuterSpec, TrainSpec

@@ -16,9 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ROUNDS, NODE = "peer/node/rounds.py", "bootstrap/node.py"
-MEMBER, LEADER, ROSTER = "protocol/rounds/member.py", "protocol/rounds/leader.py", "protocol/rounds/chain_repair.py"
-PAXOS, ACCEPTOR, OFFERS = "protocol/rounds/paxos.py", "protocol/rounds/acceptor.py", "protocol/rounds/offers.py"
-COMMIT, FAIRNESS = "protocol/wire/commit.py", "protocol/rounds/fairness.py"
+MEMBER, LEADER, ROSTER = "protocol/round/member.py", "protocol/round/leader.py", "protocol/round/chain_repair.py"
+PAXOS, ACCEPTOR, OFFERS = "protocol/quorum/paxos.py", "protocol/quorum/acceptor.py", "protocol/round/offers.py"
+COMMIT, FAIRNESS = "protocol/wire/commit.py", "protocol/round/fairness.py"
 STORAGE, TAKING = "peer/state/storage.py", "peer/state/taking.py"
 
 
@@ -137,7 +137,7 @@ BUGS: dict[str, Bug] = {
     "whoever decides next is taken for whoever decided": Bug(
         (
             (
-                "protocol/rounds/validation.py",
+                "protocol/ledger/validation.py",
                 "    members = ousting.deciders(manifest, head, commit.decree)\n",
                 "    members = commit.members\n",
             ),

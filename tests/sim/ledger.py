@@ -33,8 +33,9 @@ from peer.state import giving, storage, taking
 from peer.state.outer_optimizer import Outer
 from protocol.codec import blob_hash, sparse
 from protocol.codec.settings import Codec
-from protocol.rounds import handover, part_lists, rules, run_state
-from protocol.rounds.run_state import RunState
+from protocol.ledger import part_lists, rules, run_state
+from protocol.ledger.run_state import RunState
+from protocol.round import handover
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing

@@ -31,7 +31,7 @@ from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
 from protocol.identity import Identity
 from protocol.planning import speed
-from protocol.rounds.member_events import TrainOrder
+from protocol.round.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec
 from tests import tiny

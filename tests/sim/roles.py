@@ -5,7 +5,7 @@ python -m tests.sim.roles --seeds 0:1000
 Full replicas and a chain train for some rounds. Then, by the seed, a newcomer joins over a slow line; or a member of the chain becomes slower,
 so that blocks move over its slow line; or a peer that was away for some rounds comes back. The run lasts until the new role is trained and committed, and two
 rounds more. Held up is a round that lasts a second longer than the longest one before the event. What a slow line's own offers take,
-once it trains, is for the grace (protocol/rounds/grace.py).
+once it trains, is for the grace (protocol/round/grace.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from protocol.codec import sparse
 from protocol.planning import partition
-from protocol.rounds.grace import LEAST
+from protocol.round.grace import LEAST
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from tests.sim import paces

@@ -23,7 +23,7 @@ from peer.state.storage import Storage
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
 from protocol.identity import Identity
-from protocol.rounds import part_lists, schedule
+from protocol.ledger import part_lists, schedule
 from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec, Manifest, OuterSpec
 from protocol.wire import encoding, logfile

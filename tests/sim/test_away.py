@@ -2,7 +2,7 @@
 
 The two others are a majority: their rounds go on. What they may lose is the time until they ask somebody else for what they asked the lost
 one for; each of them finds out for itself that it is silent. In the round in which it is lost they also wait once for its confirmation
-(protocol/rounds/confirming.py), and never again while it is away.
+(protocol/ledger/confirming.py), and never again while it is away.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 import pytest
 
 from peer.net.blobs.jobs import OVERDUE_SECONDS
-from protocol.rounds.confirming import GRACE_HEARTBEATS
+from protocol.ledger.confirming import GRACE_HEARTBEATS
 from protocol.wire import endpoints
 from tests import tiny
 from tests.sim import paces

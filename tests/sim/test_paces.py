@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from protocol.rounds.grace import LEAST
+from protocol.round.grace import LEAST
 from protocol.run.layout import ModelSpec
 from tests.sim import paces
 from tests.sim.paces import Machine, PacedSwarm

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from protocol import identity
-from protocol.rounds import part_lists
-from protocol.rounds.acceptor import MOST_JUDGED, Acceptor, Answer, Ballots
-from protocol.rounds.part_lists import share_of
-from protocol.rounds.paxos_events import Fetch, FetchList, Held, Judge, Judged, Listed, Refused, Save, Send
-from protocol.rounds.unfair import Unfair
+from protocol.ledger import part_lists
+from protocol.ledger.part_lists import share_of
+from protocol.quorum.acceptor import MOST_JUDGED, Acceptor, Answer, Ballots
+from protocol.quorum.paxos_events import Fetch, FetchList, Held, Judge, Judged, Listed, Refused, Save, Send
+from protocol.quorum.unfair import Unfair
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Share
 from protocol.wire.double_vote import vote_body

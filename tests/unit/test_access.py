@@ -1,4 +1,4 @@
-"""Who may take part: decrees, what makes them lawful, and what the leader, voters and auditors make of them (protocol/rounds/access.py)."""
+"""Who may take part: decrees, what makes them lawful, and what the leader, voters and auditors make of them (protocol/ledger/access.py)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from peer.events import Event
 from peer.ui import monitor
 from peer.ui.lines import describe
 from protocol.errors import RemoteError
-from protocol.rounds import access, capacity, fairness, run_state, schedule, validation
-from protocol.rounds.leader import Leader
-from protocol.rounds.leader_events import Gone, Petition, Phase, Propose
+from protocol.ledger import access, capacity, run_state, schedule, validation
+from protocol.round import fairness
+from protocol.round.leader import Leader
+from protocol.round.leader_events import Gone, Petition, Phase, Propose
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import DOMAIN, Commit, Record

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from protocol.ledger import admission, part_lists
 from protocol.planning import memory
-from protocol.rounds import admission, part_lists
 from protocol.wire.commit import Part
 from protocol.wire.plan import ReplicaSpec, StageSpec, Work
 from protocol.wire.session import Offer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.rounds.attestations import Attestations, diverged, majority
+from protocol.round.attestations import Attestations, diverged, majority
 from protocol.wire.commit import Diverged
 from protocol.wire.session import Attest
 

@@ -13,9 +13,9 @@ import pytest
 from peer.corpus.text import Text as AnyText
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.orders import InnerLoop
+from protocol.ledger import audits, standing
 from protocol.planning import budget, memory
 from protocol.planning.budget import Budget
-from protocol.rounds import audits, standing
 from protocol.run.manifest import EvaluationSpec, JudgingSpec, OuterSpec, TimingSpec, TrainSpec
 from protocol.wire.commit import Commit
 from tests import volunteers

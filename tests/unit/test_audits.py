@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from protocol.identity import Identity, short_peer
-from protocol.rounds import audits, fairness, rules, run_state, standing
-from protocol.rounds.audits import EXAMINERS, KEPT, LEAST, Audits, Found, Turn
-from protocol.rounds.leader_events import Received
+from protocol.ledger import audits, rules, run_state, standing
+from protocol.ledger.audits import EXAMINERS, KEPT, LEAST, Audits, Found, Turn
+from protocol.round import fairness
+from protocol.round.leader_events import Received
 from protocol.run.manifest import JudgingSpec, Manifest
 from protocol.wire.audit import Audit
 from protocol.wire.commit import MAX_AUDITS, Commit, Contribution, Share

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from bootstrap.bench import Bench
-from protocol.rounds.judging import Judged
-from protocol.rounds.leader_events import Verdict
+from protocol.round.judging import Judged
+from protocol.round.leader_events import Verdict
 
 VERDICT = (Judged(1.0),)
 

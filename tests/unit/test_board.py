@@ -1,4 +1,4 @@
-"""Who operates a run changes by decree: which decrees can be, who decides then, and what nodes make of it (protocol/rounds/board.py)."""
+"""Who operates a run changes by decree: which decrees can be, who decides then, and what nodes make of it (protocol/ledger/board.py)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from bootstrap.decrees import Decrees
 from protocol.errors import RemoteError
 from protocol.identity import Identity
-from protocol.rounds import access, board, confirming, ousting, validation
-from protocol.rounds.history import History
-from protocol.rounds.leader import Leader
-from protocol.rounds.leader_events import Petition
-from protocol.rounds.paxos_events import Certified, Heard, Learned, Proposed
+from protocol.ledger import access, board, confirming, ousting, validation
+from protocol.ledger.history import History
+from protocol.quorum.paxos_events import Certified, Heard, Learned, Proposed
+from protocol.round.leader import Leader
+from protocol.round.leader_events import Petition
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.ballot import Confirmed

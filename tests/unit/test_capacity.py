@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import LocalError
+from protocol.ledger import capacity, part_lists
 from protocol.planning import memory
 from protocol.planning.allotment import MOST_SEATS
 from protocol.planning.partition import Candidate
-from protocol.rounds import capacity, part_lists
-from protocol.rounds.leader import Leader
-from protocol.rounds.leader_events import Lead, Propose, Ready
+from protocol.round.leader import Leader
+from protocol.round.leader_events import Lead, Propose, Ready
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, OuterSpec

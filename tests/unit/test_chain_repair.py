@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from protocol.planning import memory
-from protocol.rounds import chain_repair
-from protocol.rounds.leader_events import Gone, Lead, Ready, Received, Send
-from protocol.rounds.member_events import (
+from protocol.round import chain_repair
+from protocol.round.leader_events import Gone, Lead, Ready, Received, Send
+from protocol.round.member_events import (
     Applied,
     ChainFailed,
     EncodeUpdate,
@@ -26,7 +26,7 @@ from protocol.rounds.member_events import (
     TrainOrder,
     UpdateEncoded,
 )
-from protocol.rounds.member_events import Send as Says
+from protocol.round.member_events import Send as Says
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work

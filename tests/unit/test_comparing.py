@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from protocol.codec import sparse, topk
 from protocol.codec.settings import TILE
 from protocol.codec.sparse import PayloadError, Sparse
-from protocol.rounds import comparing
-from protocol.rounds.comparing import UNIT, Examined, Floats, Measured, Update
+from protocol.round import comparing
+from protocol.round.comparing import UNIT, Examined, Floats, Measured, Update
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, OuterSpec

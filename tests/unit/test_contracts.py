@@ -42,7 +42,7 @@ PLANTED = [
     ("siblings", "peer/node/peer.py", "import bootstrap.archive"),
     ("circles", "protocol/wire/framing.py", "import protocol.wire.session"),
     ("circles", "peer/net/base.py", "import peer.net.memory"),
-    ("pure", "protocol/rounds/member.py", "import time"),
+    ("pure", "protocol/round/member.py", "import time"),
     ("pure", "protocol/wire/logfile.py", "from pathlib import Path"),
     ("hivemind", "peer/net/memory.py", "from hivemind.p2p import P2P"),
     ("torch", "peer/net/uplink.py", "import torch"),

@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 
 from peer.ui.contributors import contributors, own_lines, table_lines
-from protocol.rounds.credits import Credits
+from protocol.ledger.credits import Credits
 from protocol.wire.commit import Commit, Contribution, LeftOut, Share
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from protocol.rounds import access, ousting
-from protocol.rounds.confirming import GRACE_HEARTBEATS
-from protocol.rounds.paxos_events import Certified, Forked, Heard, Learned, Named, Ousted, Proposed
-from protocol.rounds.suspects import Suspects
+from protocol.ledger import access, ousting
+from protocol.ledger.confirming import GRACE_HEARTBEATS
+from protocol.quorum.paxos_events import Certified, Forked, Heard, Learned, Named, Ousted, Proposed
+from protocol.quorum.suspects import Suspects
 from protocol.wire import encoding
 from protocol.wire.ballot import Accept, Confirmed, Holds
 from protocol.wire.commit import DOMAIN, Commit, Record, voted_twice

@@ -1,4 +1,4 @@
-"""Who measures the held-out loss, what of it has a place in a commit, and what readers make of it (protocol/rounds/evaluation.py)."""
+"""Who measures the held-out loss, what of it has a place in a commit, and what readers make of it (protocol/ledger/evaluation.py)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from peer.ui.metrics import exposition
 from peer.ui.watched import Watched, state
 from protocol.errors import UsageError
 from protocol.identity import Identity, short_peer
-from protocol.rounds import evaluation, fairness
-from protocol.rounds.evaluation import EVALUATORS, MOST, Due
-from protocol.rounds.leader_events import Received
+from protocol.ledger import evaluation
+from protocol.ledger.evaluation import EVALUATORS, MOST, Due
+from protocol.round import fairness
+from protocol.round.leader_events import Received
 from protocol.run import layout
 from protocol.run.corpus import CorpusIndex
 from protocol.run.manifest import EvaluationSpec, TokenizerSpec

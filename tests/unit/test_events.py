@@ -21,7 +21,7 @@ from peer.ui.lines import describe, describe_own
 from peer.ui.logged import LoggedRound, logged
 from peer.ui.run_state import PeerView, View
 from peer.ui.snapshot import Snapshot, snapshot
-from protocol.rounds import invitations, part_lists
+from protocol.ledger import invitations, part_lists
 from protocol.wire.announcement import Announcement
 from protocol.wire.audit import Audit
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part

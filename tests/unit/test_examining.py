@@ -19,11 +19,11 @@ from peer.node.orders import ChainOrders
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import Shards
 from protocol.identity import Identity
+from protocol.ledger import audits
+from protocol.ledger.audits import Turn
 from protocol.planning import budget
 from protocol.planning.budget import Budget
-from protocol.rounds import audits
-from protocol.rounds.audits import Turn
-from protocol.rounds.member_events import TrainOrder
+from protocol.round.member_events import TrainOrder
 from protocol.run import init, layout
 from protocol.run.corpus import CorpusIndex
 from protocol.run.manifest import JudgingSpec, Manifest, TrainSpec

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from peer.net.clock import Clock
-from protocol.rounds import part_lists
-from protocol.rounds.leader_events import Received
+from protocol.ledger import part_lists
+from protocol.round.leader_events import Received
 from protocol.wire import endpoints
 from protocol.wire.session import Offer, Withdraw
 from tests.volunteers import Swarm, Volunteer, manifest

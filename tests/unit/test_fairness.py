@@ -9,11 +9,11 @@ import pytest
 
 from protocol.errors import LocalError
 from protocol.planning.partition import Candidate
-from protocol.rounds import fairness, judging
-from protocol.rounds.fairness import FORGIVEN, REMEMBERED_ROUNDS, Doubts, Sight
-from protocol.rounds.leader_events import Decided, Ready, Received
-from protocol.rounds.quarrels import LIES as SAYS_LIES
-from protocol.rounds.unfair import Unfair
+from protocol.quorum.unfair import Unfair
+from protocol.round import fairness, judging
+from protocol.round.fairness import FORGIVEN, REMEMBERED_ROUNDS, Doubts, Sight
+from protocol.round.leader_events import Decided, Ready, Received
+from protocol.round.quarrels import LIES as SAYS_LIES
 from protocol.wire import encoding, framing
 from protocol.wire.ballot import Accept
 from protocol.wire.commit import Commit, LeftOut, liars_borne

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protocol.rounds.witnesses import ROUNDS
+from protocol.ledger.witnesses import ROUNDS
 from tests.false_states import LARGE, believes_the_log, digests_of, made_up, never_doubted
 from tests.unit.test_recovery import SHARDS, Rounds, is_right, planned, run, to
 from tests.volunteers import Swarm, Volunteer, manifest

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from protocol.planning.allotment import HEADROOM
-from protocol.rounds.grace import LEAST, is_over
+from protocol.round.grace import LEAST, is_over
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec
 from protocol.wire.plan import ReplicaSpec, StageSpec, Work
 from tests import tiny

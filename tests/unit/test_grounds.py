@@ -9,7 +9,7 @@ import pytest
 
 from protocol import identity
 from protocol.errors import LocalError
-from protocol.rounds.paxos_events import Heard, Learned, Named, Refused
+from protocol.quorum.paxos_events import Heard, Learned, Named, Refused
 from protocol.wire import encoding
 from protocol.wire.ballot import Accept, Prepare, Promise, Vote
 from protocol.wire.commit import Commit, Record, body_of, is_decided, voted_twice

@@ -20,7 +20,7 @@ from peer.state.outer_optimizer import Outer
 from peer.state.storage import Shards, Storage
 from peer.state.taking import OF_A_GIVER, SILENT_SECONDS, Owner, Taking
 from protocol.codec import sparse
-from protocol.rounds import handover as rules
+from protocol.round import handover as rules
 from protocol.run import layout
 from protocol.run.manifest import OuterSpec
 from protocol.wire import framing

@@ -1,4 +1,4 @@
-"""What a peer takes for the run's history: nothing before it is confirmed, and what the operators undo no more (protocol/rounds/history.py)."""
+"""What a peer takes for the run's history: nothing before it is confirmed, and what the operators undo no more (protocol/ledger/history.py)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import dataclasses
 
 import pytest
 
-from protocol.rounds import ousting, stretches
-from protocol.rounds.history import MAX_RIVALS, ForkError, History
-from protocol.rounds.member import Member
-from protocol.rounds.member_events import (
+from protocol.ledger import ousting, stretches
+from protocol.ledger.history import MAX_RIVALS, ForkError, History
+from protocol.ledger.stretches import Tip
+from protocol.round.member import Member
+from protocol.round.member_events import (
     Applied,
     Apply,
     Certified,
@@ -24,7 +25,6 @@ from protocol.rounds.member_events import (
     ShardsHeld,
     TrainOrder,
 )
-from protocol.rounds.stretches import Tip
 from protocol.wire import encoding
 from protocol.wire.ballot import Confirmed
 from protocol.wire.commit import DOMAIN, Commit, Record, confirmation_body, voted_twice

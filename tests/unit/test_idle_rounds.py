@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from protocol.rounds import fairness, run_state, schedule
-from protocol.rounds.leader_events import Knock, Petition, Phase, Propose, Received
+from protocol.ledger import run_state, schedule
+from protocol.round import fairness
+from protocol.round.leader_events import Knock, Petition, Phase, Propose, Received
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire.commit import Commit
 from protocol.wire.decree import ADMIT, CLOSE, SET, Decree, Schedule

@@ -1,4 +1,4 @@
-"""Invitations: what lets a stranger into a closed run, and what does not (protocol/rounds/invitations.py, protocol/rounds/access.py)."""
+"""Invitations: what lets a stranger into a closed run, and what does not (protocol/ledger/invitations.py, protocol/ledger/access.py)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from peer.ui import log_text, monitor
 from peer.ui.lines import describe
 from protocol.errors import LocalError, UsageError
 from protocol.identity import Identity
-from protocol.rounds import access, capacity, fairness, invitations, validation
-from protocol.rounds.access import ASKED_SECONDS, MAX_WAITING, Access, Guests
-from protocol.rounds.invitations import Ticket
-from protocol.rounds.leader import Leader
-from protocol.rounds.leader_events import Gone, Knock, Lead, Petition, Propose
+from protocol.ledger import access, capacity, invitations, validation
+from protocol.ledger.access import ASKED_SECONDS, MAX_WAITING, Access, Guests
+from protocol.ledger.invitations import Ticket
+from protocol.round import fairness
+from protocol.round.leader import Leader
+from protocol.round.leader_events import Gone, Knock, Lead, Petition, Propose
 from protocol.run.manifest import AdmissionSpec
 from protocol.wire import bounds, encoding, framing
 from protocol.wire.commit import Commit, Record

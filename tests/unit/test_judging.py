@@ -13,10 +13,11 @@ import pytest
 
 from protocol.codec import blob_hash, sparse
 from protocol.codec.sparse import Sparse
-from protocol.rounds import comparing, judging, part_lists, run_state
-from protocol.rounds.comparing import Update
-from protocol.rounds.fairness import Sight, unjust_in
-from protocol.rounds.judging import Before, Judged
+from protocol.ledger import part_lists, run_state
+from protocol.round import comparing, judging
+from protocol.round.comparing import Update
+from protocol.round.fairness import Sight, unjust_in
+from protocol.round.judging import Before, Judged
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import JudgingSpec, Manifest, OuterSpec
@@ -132,7 +133,7 @@ def test_what_is_far_too_long_is_left_out_and_names_its_norm() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 def test_where_all_are_far_longer_than_before_they_are_clipped_and_not_left_out(count: int) -> None:
     """Else a run whose machines have become faster would stand still for ever."""
-    medians = (1e-2,) * judging.REMEMBERED
+    medians = (1e-2,) * run_state.MEDIANS_KEPT
     verdicts = judge(GOOD[:count], Before(medians))
     assert out(verdicts) == {}
     norms = [math.sqrt(sum(comparing.squares(x.values) for t in sent.values() for x in t)) for sent in GOOD[:count]]
@@ -141,7 +142,7 @@ def test_where_all_are_far_longer_than_before_they_are_clipped_and_not_left_out(
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_no_clip_makes_harmless_is_left_out_however_few_there_are(count: int) -> None:
-    medians = (1.0,) * judging.REMEMBERED
+    medians = (1.0,) * run_state.MEDIANS_KEPT
     assert list(out(judge([*GOOD[: count - 1], times(GOOD[7], 1e30)], Before(medians)))) == [count - 1]
 
 
@@ -229,7 +230,7 @@ def test_where_nobody_agrees_nobody_is_left_out() -> None:
 
 def test_what_tiny_updates_of_many_say_of_the_median_is_bounded_by_the_log() -> None:
     tiny_ones = [encoded(drawn(100 + i, 1e-4)) for i in range(5)]
-    medians = (1.0,) * judging.REMEMBERED
+    medians = (1.0,) * run_state.MEDIANS_KEPT
     long = [times(x, 1 / math.sqrt(sum(float((y.values**2).sum()) for t in x.values() for y in t))) for x in GOOD[:3]]
     verdicts = judging.judge(M, PARENT, names(8), [update(x) for x in (*tiny_ones, *long)], Before(medians))
     assert not {5, 6, 7} & set(out(verdicts))
@@ -239,10 +240,10 @@ def test_what_tiny_updates_of_many_say_of_the_median_is_bounded_by_the_log() -> 
 
 def test_the_median_grows_at_most_twofold() -> None:
     assert judging.typical([5.0, 9.0, 10.0], ()) == 9.0
-    assert judging.typical([5.0, 9.0, 10.0], (1.0,) * judging.REMEMBERED) == 2.0
-    assert judging.typical([0.1, 0.2, 0.3], (1.0,) * judging.REMEMBERED) == 0.5
-    assert judging.typical([0.9, 1.2, 1.3], (1.0,) * judging.REMEMBERED) == 1.2
-    assert judging.typical([7.0], (1.0,) * judging.REMEMBERED) == 2.0
+    assert judging.typical([5.0, 9.0, 10.0], (1.0,) * run_state.MEDIANS_KEPT) == 2.0
+    assert judging.typical([0.1, 0.2, 0.3], (1.0,) * run_state.MEDIANS_KEPT) == 0.5
+    assert judging.typical([0.9, 1.2, 1.3], (1.0,) * run_state.MEDIANS_KEPT) == 1.2
+    assert judging.typical([7.0], (1.0,) * run_state.MEDIANS_KEPT) == 2.0
     assert judging.typical([7.0], ()) == 0.0
 
 
@@ -343,9 +344,14 @@ def test_the_log_says_the_medians_of_the_last_rounds() -> None:
         ]
         return dataclasses.replace(commit([], []), contributions=tuple(made))
 
-    log = [of((9.0, 1.0)), *[of((1.0, 1.0), (4.0, 0.5), (3.0, 1.0))] * (judging.REMEMBERED - 1), of(), of((5.0, 1.0))]
-    assert judging.medians(log) == (*[2.0] * (judging.REMEMBERED - 1), 5.0)
-    assert judging.medians(log[:1]) == (9.0,)
+    log = [
+        of((9.0, 1.0)),
+        *[of((1.0, 1.0), (4.0, 0.5), (3.0, 1.0))] * (run_state.MEDIANS_KEPT - 1),
+        of(),
+        of((5.0, 1.0)),
+    ]
+    assert run_state.medians(log) == (*[2.0] * (run_state.MEDIANS_KEPT - 1), 5.0)
+    assert run_state.medians(log[:1]) == (9.0,)
 
 
 # --- whoever votes

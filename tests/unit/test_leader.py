@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from protocol.ledger.part_lists import root_of, share_of
+from protocol.ledger.run_state import norm_of
 from protocol.planning import memory
 from protocol.planning.partition import Candidate
-from protocol.rounds.judging import Case, Judged, name_of, norm_of
-from protocol.rounds.leader import Leader
-from protocol.rounds.leader_events import (
+from protocol.round.judging import Case, Judged, name_of
+from protocol.round.leader import Leader
+from protocol.round.leader_events import (
     Decided,
     Done,
     Effect,
@@ -36,7 +38,6 @@ from protocol.rounds.leader_events import (
     Tick,
     Verdict,
 )
-from protocol.rounds.part_lists import root_of, share_of
 from protocol.run import layout
 from protocol.run.manifest import Manifest, TimingSpec
 from protocol.wire.commit import Commit, Part

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protocol.rounds.leadership import REPLACE_LEASES, Leadership, Role
-from protocol.rounds.paxos_events import Leads, Stalled
+from protocol.quorum.leadership import REPLACE_LEASES, Leadership, Role
+from protocol.quorum.paxos_events import Leads, Stalled
 from tests import tiny
 
 A, B, C, SPARE = (o.peer_id for o in tiny.OPERATORS[:4])

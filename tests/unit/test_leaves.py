@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from protocol.planning.partition import Candidate
-from protocol.rounds import grace
-from protocol.rounds.leader import LEFT
-from protocol.rounds.leader_events import Done, Effect, Gone, MakePlan, Planned, Propose, Ready, Send, Tick
-from protocol.rounds.member_events import Phase
+from protocol.round import grace
+from protocol.round.leader import LEFT
+from protocol.round.leader_events import Done, Effect, Gone, MakePlan, Planned, Propose, Ready, Send, Tick
+from protocol.round.member_events import Phase
 from protocol.wire.commit import Commit
 from protocol.wire.session import ChainReconfig, Leave
 from tests.unit.test_leader import CHAIN, FULL, FULLS, GONE, SHARDS, THIRD, Driver, opened

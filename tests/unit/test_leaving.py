@@ -16,8 +16,8 @@ from peer.net.clock import Clock
 from peer.node.audit import NoTraining
 from peer.node.training import END_SECONDS, Training
 from peer.state.storage import Shards
-from protocol.rounds.handover import LEAVE_SECONDS
-from protocol.rounds.member_events import Phase, TrainOrder
+from protocol.round.handover import LEAVE_SECONDS
+from protocol.round.member_events import Phase, TrainOrder
 from protocol.wire import endpoints
 from tests.sim.loop import VirtualLoop
 from tests.unit.test_short_rounds import PLAN, RUN

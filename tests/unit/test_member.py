@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from protocol.rounds import stretches
-from protocol.rounds.deadline import COPIES, FORGIVEN
-from protocol.rounds.history import ForkError
-from protocol.rounds.member import LEARN_SECONDS, RESEND_SECONDS, SETTLED_SECONDS, Member
-from protocol.rounds.member_events import (
+from protocol.ledger import stretches
+from protocol.ledger.history import ForkError
+from protocol.ledger.part_lists import share_of
+from protocol.ledger.stretches import Tip
+from protocol.round.deadline import COPIES, FORGIVEN
+from protocol.round.member import LEARN_SECONDS, RESEND_SECONDS, SETTLED_SECONDS, Member
+from protocol.round.member_events import (
     Applied,
     Apply,
     Committed,
@@ -40,9 +42,7 @@ from protocol.rounds.member_events import (
     TrainOrder,
     UpdateEncoded,
 )
-from protocol.rounds.overlap import Ahead
-from protocol.rounds.part_lists import share_of
-from protocol.rounds.stretches import Tip
+from protocol.round.overlap import Ahead
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire import encoding
 from protocol.wire.commit import Commit, Contribution, Diverged, Part

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import LocalError
 from protocol.identity import Identity
-from protocol.rounds.part_lists import root_of, share_of
+from protocol.ledger.part_lists import root_of, share_of
 from protocol.wire import encoding, framing
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.audit import Audit

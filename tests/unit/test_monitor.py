@@ -22,7 +22,7 @@ from peer.ui.run_state import View
 from peer.ui.screen import Screen
 from peer.ui.watched import Watched, state
 from protocol.identity import Identity, short_peer
-from protocol.rounds import part_lists
+from protocol.ledger import part_lists
 from protocol.wire import encoding, endpoints, framing, schema, sealed
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.commit import Commit, Contribution, LeftOut, Part

@@ -1,12 +1,13 @@
-"""Who has a new identity for each broken promise is not waited for again and again (protocol/rounds/newcomers.py)."""
+"""Who has a new identity for each broken promise is not waited for again and again (protocol/round/newcomers.py)."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from protocol.rounds import newcomers, standing
-from protocol.rounds.grace import LEAST
-from protocol.rounds.leader_events import Decided, Effect, Propose
+from protocol.ledger import standing
+from protocol.round import newcomers
+from protocol.round.grace import LEAST
+from protocol.round.leader_events import Decided, Effect, Propose
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
 from tests.unit.test_leader import FULL, SHARDS, Driver

@@ -13,9 +13,10 @@ from bootstrap.payloads import Payloads
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.memory import MemoryNetwork
 from protocol.codec import sparse
-from protocol.rounds import comparing, part_lists
-from protocol.rounds.comparing import OVERHEAD, Examined
-from protocol.rounds.notes import OF_ONE, Notes
+from protocol.ledger import part_lists
+from protocol.round import comparing
+from protocol.round.comparing import OVERHEAD, Examined
+from protocol.round.notes import OF_ONE, Notes
 from protocol.run import layout
 from protocol.wire.commit import Commit, Contribution, Part, Share
 from tests import tiny

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from protocol.rounds.offers import MOST, Offers
-from protocol.rounds.part_lists import root_of, share_of
+from protocol.ledger.part_lists import root_of, share_of
+from protocol.round.offers import MOST, Offers
 from protocol.wire.commit import Part
 from protocol.wire.plan import ReplicaSpec, StageSpec
 from protocol.wire.session import Offer

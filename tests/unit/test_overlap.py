@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from protocol.planning.allotment import NEW, allot
-from protocol.rounds.member_events import Failed, Send, Stop, Trained, TrainOrder
-from protocol.rounds.overlap import Ahead, Overlap, is_same_work
-from protocol.rounds.table import TableError
+from protocol.quorum.table import TableError
+from protocol.round.member_events import Failed, Send, Stop, Trained, TrainOrder
+from protocol.round.overlap import Ahead, Overlap, is_same_work
 from protocol.run.manifest import OuterSpec
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec

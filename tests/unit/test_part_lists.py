@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from peer.net.blobs import BlobStore
 from peer.state.part_lists import PartLists
 from protocol.codec import blob_hash
-from protocol.rounds import part_lists
-from protocol.rounds.part_lists import BadList
+from protocol.ledger import part_lists
+from protocol.ledger.part_lists import BadList
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from protocol import identity
-from protocol.rounds.confirming import GRACE_HEARTBEATS
-from protocol.rounds.leadership import LIAR_ROUNDS, REPLACE_LEASES, SLOW_ROUNDS
-from protocol.rounds.part_lists import share_of
-from protocol.rounds.paxos import LONELY_LEASES, Quorum
-from protocol.rounds.paxos_events import (
+from protocol.ledger.confirming import GRACE_HEARTBEATS
+from protocol.ledger.part_lists import share_of
+from protocol.ledger.validation import why_not_next
+from protocol.quorum.leadership import LIAR_ROUNDS, REPLACE_LEASES, SLOW_ROUNDS
+from protocol.quorum.paxos import LONELY_LEASES, Quorum
+from protocol.quorum.paxos_events import (
     Append,
     Appended,
     Decided,
@@ -38,9 +39,8 @@ from protocol.rounds.paxos_events import (
     Tick,
     Undo,
 )
-from protocol.rounds.table import Position
-from protocol.rounds.unfair import Unfair
-from protocol.rounds.validation import why_not_next
+from protocol.quorum.table import Position
+from protocol.quorum.unfair import Unfair
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding

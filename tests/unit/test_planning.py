@@ -17,10 +17,10 @@ from peer.net.base import Stream, Unreachable
 from peer.net.memory import MemoryNetwork
 from protocol.identity import Identity
 from protocol.planning.partition import Candidate
-from protocol.rounds.attestations import Attestations
-from protocol.rounds.leader import Leader
-from protocol.rounds.leader_events import Decided, Effect, Event, Lead, MakePlan, Phase, Planned, Propose, Ready, Tick
-from protocol.rounds.questions import Question
+from protocol.round.attestations import Attestations
+from protocol.round.leader import Leader
+from protocol.round.leader_events import Decided, Effect, Event, Lead, MakePlan, Phase, Planned, Propose, Ready, Tick
+from protocol.round.questions import Question
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, sealed
 from protocol.wire.announcement import VERSION, Announcement

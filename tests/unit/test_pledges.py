@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from protocol import identity
-from protocol.rounds.acceptor import Acceptor
-from protocol.rounds.leadership import Leadership
-from protocol.rounds.paxos_events import Heard, Learned, Save, Send
-from protocol.rounds.unfair import Unfair
+from protocol.quorum.acceptor import Acceptor
+from protocol.quorum.leadership import Leadership
+from protocol.quorum.paxos_events import Heard, Learned, Save, Send
+from protocol.quorum.unfair import Unfair
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, liars_borne, pledge_body, votes_needed
 from protocol.wire.session import Heartbeat

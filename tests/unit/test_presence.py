@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.rounds import presence
+from protocol.round import presence
 from protocol.run.manifest import TimingSpec
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 

@@ -11,10 +11,11 @@ import pytest
 
 from peer.log.reader import BadPayload
 from peer.log.replay import verify
-from protocol.rounds import fairness, judging, standing
-from protocol.rounds.judging import Before, Case, Judged
-from protocol.rounds.leader_events import Decided, Effect, Gone, Held, Propose, Received, Resting, Send
-from protocol.rounds.standing import REST, Finding, Known
+from protocol.ledger import standing
+from protocol.ledger.standing import REST, Finding, Known
+from protocol.round import fairness, judging
+from protocol.round.judging import Before, Case, Judged
+from protocol.round.leader_events import Decided, Effect, Gone, Held, Propose, Received, Resting, Send
 from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec
 from protocol.wire import encoding

@@ -1,4 +1,4 @@
-"""Who is planned and brings nothing is planned less and less, and wins it back slowly (protocol/rounds/promises.py)."""
+"""Who is planned and brings nothing is planned less and less, and wins it back slowly (protocol/round/promises.py)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 from protocol.planning.partition import Candidate
-from protocol.rounds import promises
-from protocol.rounds.leader_events import Decided, Effect, Propose, Resting
-from protocol.rounds.promises import MOST_ROUNDS, Promises
-from protocol.rounds.questions import Question
+from protocol.round import promises
+from protocol.round.leader_events import Decided, Effect, Propose, Resting
+from protocol.round.promises import MOST_ROUNDS, Promises
+from protocol.round.questions import Question
 from protocol.wire.commit import Commit, Contribution, LeftOut, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny

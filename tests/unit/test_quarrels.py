@@ -1,4 +1,4 @@
-"""Who is in no chain any more after reports that stages lie, and what false reports cost (protocol/rounds/quarrels.py)."""
+"""Who is in no chain any more after reports that stages lie, and what false reports cost (protocol/round/quarrels.py)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from protocol.planning import planner
 from protocol.planning.partition import Candidate
-from protocol.rounds.leader_events import Gone, Lead, Propose, Received, Send
-from protocol.rounds.quarrels import FIRST_ROUNDS, LIES, MOST_ROUNDS, REMEMBERED, Quarrel, Quarrels
+from protocol.round.leader_events import Gone, Lead, Propose, Received, Send
+from protocol.round.quarrels import FIRST_ROUNDS, LIES, MOST_ROUNDS, REMEMBERED, Quarrel, Quarrels
 from protocol.wire.plan import ReplicaSpec, StageSpec
 from protocol.wire.session import ChainFailure, ChainReconfig
 from tests.unit import test_leader as leading

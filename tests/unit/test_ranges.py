@@ -10,12 +10,13 @@ import pytest
 
 from bootstrap.doorman import Doorman
 from peer.net.clock import Clock
+from protocol.ledger import access, ranges, schedule, standing
+from protocol.ledger.ranges import RELAYED, range_of
 from protocol.planning import memory
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, fairness, ranges, schedule, standing
-from protocol.rounds.leader import Leader
-from protocol.rounds.leader_events import Petition, Propose, Ready
-from protocol.rounds.ranges import RELAYED, range_of
+from protocol.round import fairness
+from protocol.round.leader import Leader
+from protocol.round.leader_events import Petition, Propose, Ready
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import DOMAIN, Commit

@@ -20,8 +20,8 @@ from peer.net.blobs import Blob, BlobServer
 from peer.state.storage import KEPT, Storage
 from peer.state.taking import TAKEN
 from protocol.codec.blob_hash import RANGE
+from protocol.ledger import part_lists
 from protocol.planning import memory
-from protocol.rounds import part_lists
 from protocol.run import layout
 from protocol.run.manifest import OuterSpec
 from protocol.wire.framing import FrameError, unpack_message

@@ -14,7 +14,7 @@ from peer.net.clock import Clock
 from peer.net.memory import MemoryNetwork
 from peer.node.refusals import Refusals
 from protocol.errors import BannedError, ClosedError, LocalError, UsageError
-from protocol.rounds import invitations
+from protocol.ledger import invitations
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import VERSION

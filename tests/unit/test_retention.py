@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from protocol.codec import sparse
+from protocol.ledger import retention
+from protocol.ledger.part_lists import root_of, share_of
 from protocol.planning import memory
-from protocol.rounds import retention
-from protocol.rounds.part_lists import root_of, share_of
 from protocol.run import layout
 from protocol.wire.commit import Commit, Contribution, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec

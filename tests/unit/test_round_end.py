@@ -14,9 +14,9 @@ from peer.net.clock import Clock
 from peer.node.audit import NoTraining
 from peer.node.orders import Result
 from peer.node.training import RoundEnd, Training
-from protocol.rounds.deadline import Deadline
-from protocol.rounds.grace import LEAST, OVERRUN
-from protocol.rounds.member_events import Event, Trained, TrainOrder
+from protocol.round.deadline import Deadline
+from protocol.round.grace import LEAST, OVERRUN
+from protocol.round.member_events import Event, Trained, TrainOrder
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import tiny
 from tests.sim import paces

@@ -13,10 +13,11 @@ import pytest
 from peer.log.reader import BadPayload
 from peer.log.replay import verify
 from protocol.identity import Identity
-from protocol.rounds import fairness, invitations, judging, part_lists, rules, run_state
-from protocol.rounds.rules import RULES
-from protocol.rounds.run_state import RunState
-from protocol.rounds.validation import BadCommit, follow
+from protocol.ledger import invitations, part_lists, rules, run_state
+from protocol.ledger.rules import RULES
+from protocol.ledger.run_state import RunState
+from protocol.ledger.validation import BadCommit, follow
+from protocol.round import fairness, judging
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding
 from protocol.wire.audit import Audit
@@ -400,7 +401,7 @@ def test_a_state_is_the_same_however_the_log_is_folded() -> None:
         state = state.apply(commit)
     assert state == run_state.fold(RUN, log)
     assert (state.round, state.head, state.latest) == (len(log), log[-1], log[-1].plan)
-    assert state.medians == judging.medians(log)
+    assert state.medians == run_state.medians(log)
 
 
 def test_what_a_record_stands_on_is_checked_before_any_rule() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from protocol.identity import Identity
 from protocol.planning import memory
 from protocol.planning.partition import Candidate
-from protocol.rounds.leader_events import Lead, Ready
+from protocol.round.leader_events import Lead, Ready
 from tests import tiny
 from tests.benchmarks.leader import Driver, make_run
 

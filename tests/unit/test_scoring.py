@@ -1,4 +1,4 @@
-"""Who scores whose work, what of it has a place in the log, and what follows from it (protocol/rounds/scoring.py, marks.py)."""
+"""Who scores whose work, what of it has a place in the log, and what follows from it (protocol/ledger/scoring.py, marks.py)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from protocol.identity import Identity, short_peer
-from protocol.rounds import fairness, marks, scoring, standing
-from protocol.rounds.leader_events import Received
-from protocol.rounds.marks import ENOUGH, KNOWN, MISSES, Book, Scored
-from protocol.rounds.scoring import LATE, LEAST, MOST, SCORERS, Scoring
+from protocol.ledger import marks, scoring, standing
+from protocol.ledger.marks import ENOUGH, KNOWN, MISSES, Book, Scored
+from protocol.ledger.scoring import LATE, LEAST, MOST, SCORERS, Scoring
+from protocol.round import fairness
+from protocol.round.leader_events import Received
 from protocol.run.manifest import EvaluationSpec, JudgingSpec, Manifest, TrainSpec
 from protocol.wire.commit import MAX_SCORES, Commit, Contribution, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work

@@ -1,4 +1,4 @@
-"""Seats: who comes within a round trains in it, counts by its tokens, and holds nobody up (protocol/rounds/seats.py)."""
+"""Seats: who comes within a round trains in it, counts by its tokens, and holds nobody up (protocol/round/seats.py)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from protocol.ledger.part_lists import share_of
 from protocol.planning.allotment import A_SEAT_FOR, MOST_SEATS, NEW, allot
-from protocol.rounds.grace import OVERRUN
-from protocol.rounds.leader_events import Effect, Gone, Lead, Propose, Received, Send
-from protocol.rounds.member_events import EndIn, Reconfigured, Seated, TrainOrder
-from protocol.rounds.part_lists import share_of
-from protocol.rounds.seats import LEAST, PATIENCE
+from protocol.round.grace import OVERRUN
+from protocol.round.leader_events import Effect, Gone, Lead, Propose, Received, Send
+from protocol.round.member_events import EndIn, Reconfigured, Seated, TrainOrder
+from protocol.round.seats import LEAST, PATIENCE
 from protocol.run.manifest import OuterSpec
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work

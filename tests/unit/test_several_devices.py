@@ -31,7 +31,7 @@ from peer.training.several_devices import GIVE_UP, Patience, SeveralDevicesTrain
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
 from protocol.errors import LocalError, UsageError
-from protocol.rounds.member_events import TrainOrder
+from protocol.round.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import TrainSpec

@@ -21,7 +21,7 @@ from peer.node.inner_loop import StageInnerLoop
 from peer.node.training import Training
 from peer.training.trainer import StageTrainer
 from protocol.planning import memory
-from protocol.rounds.member_events import Event, Failed, Trained, TrainOrder
+from protocol.round.member_events import Event, Failed, Trained, TrainOrder
 from protocol.run import init, layout
 from protocol.run.manifest import TrainSpec
 from protocol.wire.commit import Commit

@@ -1,4 +1,4 @@
-"""What the log says of each peer: probation, reputation and shares (protocol/rounds/standing.py)."""
+"""What the log says of each peer: probation, reputation and shares (protocol/ledger/standing.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from protocol.rounds import standing
-from protocol.rounds.standing import FLOOR, REMEMBERED, REST, RETURNING, Finding, Known, Standing
+from protocol.ledger import standing
+from protocol.ledger.standing import FLOOR, REMEMBERED, REST, RETURNING, Finding, Known, Standing
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire.bounds import LEAST_COMPARED
 from protocol.wire.commit import Commit, Contribution, LeftOut, Share

@@ -1,6 +1,6 @@
 """The tables of the state machines: what shows them agrees with them, and random lives take each of their rows.
 
-The machines check every step themselves (protocol/rounds/table.py): a life that needs a row which is missing ends in a TableError.
+The machines check every step themselves (protocol/quorum/table.py): a life that needs a row which is missing ends in a TableError.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from typing import Any
 
 import pytest
 
+from protocol.ledger import part_lists, schedule, stretches
+from protocol.ledger.part_lists import share_of
 from protocol.planning import memory
 from protocol.planning.allotment import allot
 from protocol.planning.partition import Candidate
-from protocol.rounds import leader_events as leading
-from protocol.rounds import leadership, overlap, part_lists, paxos_events, schedule, stretches
-from protocol.rounds import member_events as events
-from protocol.rounds.acceptor import TABLE as ACCEPTOR
-from protocol.rounds.chain_repair import SLOW
-from protocol.rounds.judging import Case, Judged
-from protocol.rounds.leader import Leader
-from protocol.rounds.member import Member
-from protocol.rounds.part_lists import share_of
-from protocol.rounds.quarrels import LIES
-from protocol.rounds.questions import Question
-from protocol.rounds.table import Position, Table, TableError, Transition
-from protocol.rounds.unfair import Unfair
+from protocol.quorum import leadership, paxos_events
+from protocol.quorum.acceptor import TABLE as ACCEPTOR
+from protocol.quorum.table import Position, Table, TableError, Transition
+from protocol.quorum.unfair import Unfair
+from protocol.round import leader_events as leading
+from protocol.round import member_events as events
+from protocol.round import overlap
+from protocol.round.chain_repair import SLOW
+from protocol.round.judging import Case, Judged
+from protocol.round.leader import Leader
+from protocol.round.member import Member
+from protocol.round.quarrels import LIES
+from protocol.round.questions import Question
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire import encoding

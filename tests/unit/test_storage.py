@@ -15,7 +15,7 @@ from peer.net.disk import LocalDisk
 from peer.state import tensor_file
 from peer.state.feedback_writer import FeedbackWriter
 from peer.state.storage import Checkpoint, Storage
-from protocol.rounds import retention
+from protocol.ledger import retention
 from protocol.run import layout
 from protocol.wire.commit import Part
 from protocol.wire.schema import plain

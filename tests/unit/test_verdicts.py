@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.rounds.verdicts import Seen, Verdicts
+from protocol.round.verdicts import Seen, Verdicts
 from protocol.wire.commit import Contribution, LeftOut
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 

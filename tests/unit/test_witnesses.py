@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from protocol.ledger.witnesses import MOST, ROUNDS, Witnesses
 from protocol.planning.allotment import NEW, allot
-from protocol.rounds.witnesses import MOST, ROUNDS, Witnesses
 from protocol.wire.commit import Commit, Contribution, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny

@@ -1,0 +1,127 @@
+"""Who operates a run, and how many of them decide its rounds: pure, from the manifest and the newest commit.
+
+The manifest says it at first. The operators may decree otherwise (protocol/ledger/access.py): then every commit from that one on carries the
+run's *board*. A commit that brings another board is decided by those who decide without it, and names who decides the next round. So
+whoever follows the log verifies each commit by the board of its time.
+
+    appoint   somebody becomes an operator. That changes nothing of who decides: its node follows the log, and may take the place of one
+              that is silent, or be counted when more decide.
+    dismiss   somebody is none any more. Another operator decides in its place; there must be one.
+    quorum    so many operators decide from now on.
+
+What decides next must be able to: as many of those operators as a round needs votes give signs of life, when it is decreed. So no typing
+error can stop a run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Set
+
+from protocol import identity
+from protocol.identity import short_peer
+from protocol.ledger import ousting
+from protocol.run.manifest import QUORUMS, Manifest
+from protocol.wire.commit import Commit, votes_needed
+from protocol.wire.decree import APPOINT, DISMISS, MAX_OPERATORS, QUORUM, Board, Decree, Enacted, Operator
+
+CHANGES = (APPOINT, DISMISS, QUORUM)
+
+
+@functools.lru_cache(maxsize=64)
+def _first(manifest: Manifest) -> Board:
+    return Board(operators=tuple(Operator(peer=peer) for peer in manifest.operators), quorum=manifest.quorum)
+
+
+def of(manifest: Manifest, head: Commit | None) -> Board:
+    """After `head`, None: at the beginning."""
+    return _first(manifest) if head is None or head.board is None else head.board
+
+
+def is_change(enacted: Enacted | None) -> bool:
+    """Whether this decree makes another board."""
+    return enacted is not None and enacted.decree.action in CHANGES
+
+
+def changed(manifest: Manifest, head: Commit | None, decree: Decree) -> Board:
+    """The board after this decree, which comes after `head`: without those who were taken out, and as many decide as do now."""
+    now = of(manifest, head)
+    left = {o.peer: o for o in now.operators if o.peer not in ousting.out_after(head)}
+    quorum = min(now.quorum, len(left))
+    if decree.action == APPOINT:
+        left |= {operator.peer: operator for operator in decree.operators}
+    elif decree.action == DISMISS:
+        left.pop(decree.subject, None)
+    elif decree.quorum is not None:
+        quorum = decree.quorum
+    return Board(operators=tuple(left.values()), quorum=quorum)
+
+
+def after(manifest: Manifest, head: Commit | None, enacted: Enacted | None) -> Board | None:
+    """What the commit after `head` carries, with this decree, if there is one."""
+    if enacted is not None and is_change(enacted):
+        return changed(manifest, head, enacted.decree)
+    return None if head is None else head.board
+
+
+def why_not(manifest: Manifest, head: Commit | None, decree: Decree) -> str | None:
+    """Why no commit right after `head` can bring this change of the board, whoever signed it; None if one can."""
+    names, out = operators(manifest, head), ousting.out_after(head)
+    fresh = [operator.peer for operator in decree.operators]
+    then = changed(manifest, head, decree)
+    if len(set(fresh)) < len(fresh):
+        return "it names an operator twice"
+    if not all(place.isascii() and place.isprintable() for o in decree.operators for place in o.places):
+        return "an address of it is none"
+    for peer in fresh:
+        if peer in out:
+            return f"{short_peer(peer)} was taken out for voting twice, and cannot come back under that key"
+        try:
+            identity.public_key(peer)
+        except ValueError:
+            return f"{short_peer(peer)} is no key"
+    if decree.action == DISMISS and decree.subject not in names:
+        return f"{short_peer(decree.subject)} is no operator of it"
+    if decree.action == QUORUM and decree.quorum not in QUORUMS:
+        return f"{decree.quorum} operators cannot decide; 1, 3, 4, 5 or 7 can"
+    if len(then.operators) > MAX_OPERATORS:
+        return f"a run has {MAX_OPERATORS} operators at most; dismiss others first"
+    if then.quorum > len(then.operators):
+        left = len(then.operators)
+        return f"{then.quorum} operators decide, and there would be {left}; appoint others first, or let fewer decide"
+    if then == of(manifest, head):
+        return "nothing would change"
+    return None
+
+
+def operators(manifest: Manifest, head: Commit | None, out: Collection[str] | None = None) -> tuple[str, ...]:
+    """Who operates the run after `head`; `out`: who is out, if more are than `head` says."""
+    return ousting.operators_after(of(manifest, head), ousting.out_after(head) if out is None else out)
+
+
+def why_too_few(manifest: Manifest, head: Commit | None, decree: Decree, living: Collection[str]) -> str | None:
+    """Why those who would decide after this change could not, with these giving signs of life; None if they could, or are who decide now."""
+    then, out, now = changed(manifest, head, decree), ousting.out_after(head), ousting.members_after(manifest, head)
+    members = ousting.completed(then, now, out, living)
+    here, needed = sum(m in living for m in members), votes_needed(len(members))
+    if set(members) == set(now) or here >= needed:
+        return None
+    return f"{here} of the {len(members)} who would decide give signs of life, and a round would need {needed}; start their nodes first"
+
+
+def doubts(
+    manifest: Manifest, head: Commit | None, commit: Commit, living: Set[str], present: Set[str]
+) -> Iterator[str]:
+    """What a voter has against those who decide after `commit`: who gives signs of life goes on, unless it was decreed otherwise, and who
+    decides next can. `living`: the members that give signs of life, `present`: the operators that do, as far as the voter knows."""
+    change, now = is_change(commit.decree), ousting.members_after(manifest, head)
+    stay = living & set(operators(manifest, commit)) if change else living
+    if change and len(commit.members) < len(now):
+        if not set(commit.members) <= set(now):
+            yield "has others decide than those who stay"
+    else:
+        for member in sorted(stay - set(commit.members)):
+            yield f"puts another node in the place of {short_peer(member)}, which gives signs of life"
+    here = len(present & set(commit.members))
+    if change and set(commit.members) != set(now) and here < votes_needed(len(commit.members)):
+        yield f"has {len(commit.members)} decide, of whom {here} give signs of life"

@@ -1,0 +1,125 @@
+"""Ranges of addresses: who may be one and the same behind many names. Pure.
+
+A provider gives a customer one IPv4 address, or a few out of one /24 where he rents machines; and of IPv6 a /48 to a site, a /56 or /64
+to a home. So whoever has one contract has a /24 or a /48 at most, and larger ones cost money. Peers of one home, one office or one
+lecture hall share a range, too. What is limited for a range (`range_sessions` and `range_share` of schedule.limits)
+therefore holds for strangers only, and never for those for whom an operator has vouched.
+
+An address of this machine or of a private network says nothing about who it is: labs, containers and tests have no range. All who come
+through a relay of somebody else are of one range, for nobody needs that to reach a bootstrap node.
+
+Each node sees from where its sessions come, and nobody else can say it for a peer. Who comes to several nodes from several ranges is
+seen differently by each of them; so what they see of each other's plans is a doubt at most (protocol/round/fairness.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from protocol.run.manifest import Manifest
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+
+RELAYED = "relayed"
+_BITS = {4: 24, 6: 48}
+"""Of a range, by the version of IP."""
+
+
+def range_of(where: str) -> str:
+    """The range of the multiaddress that somebody comes from; empty where it says nothing about who that is."""
+    if "/p2p-circuit" in where:
+        return RELAYED
+    try:
+        host = ipaddress.ip_address(where.split("/")[2])
+    except (ValueError, IndexError):
+        return ""
+    inner = host.ipv4_mapped if isinstance(host, ipaddress.IPv6Address) else None
+    host = inner or host
+    if not host.is_global:
+        return ""
+    return str(ipaddress.ip_network((host, _BITS[host.version]), strict=False))
+
+
+def limited(manifest: Manifest, plan: Plan, of: Mapping[str, str], share: float) -> Plan:
+    """`plan`, in which no range has more than its share: of each that has, replicas are cut, the youngest first, and their members are
+    spares. Every range keeps one. `of`: the range of each peer, empty or lacking where none is limited; `share`: what a
+    range may have."""
+    if share >= 1:
+        return plan
+    planned = (*plan.replicas, *plan.forming)
+    weight = Counter(_weights(manifest, plan, of))
+    most, cut = _most(planned, of, share), set[int]()
+    for name in sorted(filter(None, weight)):
+        theirs = [i for i, replica in enumerate(planned) if any(of.get(p) == name for p in replica.peers)]
+        theirs.sort(key=lambda i: (i >= len(plan.replicas), planned[i].number))
+        while weight[name] > most * weight.total() and sum(i not in cut for i in theirs) > 1:
+            last = next(i for i in reversed(theirs) if i not in cut)
+            cut.add(last)
+            weight -= Counter(_parts(manifest, plan, planned[last], of))
+    return _without(plan, cut) if cut else plan
+
+
+def largest(manifest: Manifest, plan: Plan, of: Mapping[str, str], share: float) -> tuple[float, float]:
+    """The largest part of what is planned that one range has, and the most that it may have. `of`, `share` as above."""
+    weight = _weights(manifest, plan, of)
+    found = max((part for name, part in weight.items() if name), default=0)
+    return found / max(1, weight.total()), _most((*plan.replicas, *plan.forming), of, share)
+
+
+def has_room(manifest: Manifest, plan: Plan | None, of: Mapping[str, str], peer: str, share: float) -> bool:
+    """Whether a seat for `peer` leaves its range within its share."""
+    if plan is None or not plan.seats or share >= 1:
+        return True
+    whole = (StageSpec(peer=peer, first=0, last=manifest.model.n_layers),)
+    seated = plan.seated(ReplicaSpec(number=plan.next_number, stages=whole, work=plan.seats[0].work))
+    return limited(manifest, seated, of, share).replica_of(peer) is not None
+
+
+def _most(planned: Iterable[ReplicaSpec], of: Mapping[str, str], share: float) -> float:
+    """The share of a range; an equal one for each range, and for each replica of others, at least."""
+    groups = {name for replica in planned for p in replica.peers for name in [of.get(p) or f"peer {replica.peers[0]}"]}
+    return max(share, 1 / max(1, len(groups)))
+
+
+def _weights(manifest: Manifest, plan: Plan, of: Mapping[str, str]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for replica in (*plan.replicas, *plan.forming):
+        found.update(_parts(manifest, plan, replica, of))
+    return found
+
+
+def _parts(manifest: Manifest, plan: Plan, replica: ReplicaSpec, of: Mapping[str, str]) -> Counter[str]:
+    """What a replica has of the planned weight, by its members' ranges: tokens times blocks. What is forming has no work yet: it counts as
+    the others do on average."""
+    work = replica.work
+    tokens = (
+        manifest.train.tokens(work.steps, work.micro_batches) if replica in plan.replicas else _mean(manifest, plan)
+    )
+    found: Counter[str] = Counter()
+    for peer, blocks in zip(replica.peers, replica.blocks, strict=True):
+        found[of.get(peer, "")] += tokens * blocks
+    return found
+
+
+def _mean(manifest: Manifest, plan: Plan) -> int:
+    works = [r.work for r in plan.replicas]
+    tokens = sum(manifest.train.tokens(work.steps, work.micro_batches) for work in works)
+    return max(1, tokens // max(1, len(works)))
+
+
+def _without(plan: Plan, cut: set[int]) -> Plan:
+    """The plan without these of its replicas, and those that are forming; whoever is in no other one is a spare."""
+    planned = (*plan.replicas, *plan.forming)
+    kept = [i for i in range(len(planned)) if i not in cut]
+    members = {p for i in kept for p in planned[i].peers}
+    over = {p for i in cut for p in planned[i].peers} - members
+    forming = [i for i in kept if i >= len(plan.replicas)]
+    return dataclasses.replace(
+        plan,
+        replicas=tuple(planned[i] for i in kept if i < len(plan.replicas)),
+        forming=tuple(planned[i] for i in forming),
+        forming_since=tuple(plan.forming_since[i - len(plan.replicas)] for i in forming),
+        spares=tuple(sorted({*plan.spares, *over})),
+    )

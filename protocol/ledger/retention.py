@@ -1,0 +1,146 @@
+"""What a volunteer keeps, writes and fetches at the end of a round. Pure: the pump in peer/node/rounds.py asks, and obeys.
+
+A restart goes on from the newest checkpoint, with the payloads of every later round. So the payloads that a restart
+would need are never evicted:
+
+    payloads committed after the newest checkpoint, of the shards that are held, and the lists that name them
+    payloads of the peer's own offers since the feedback on disk, and their lists: they bring it up to date, and the newest may go back
+    payloads of rounds that are not in the log yet
+
+Who is far behind may lose what is committed more than NEWEST rounds later: it is fetched again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from protocol.ledger import part_lists
+from protocol.ledger.kept import NEWEST
+from protocol.ledger.part_lists import Lists, root_of
+from protocol.planning import memory
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Commit, Part
+from protocol.wire.plan import Plan
+from protocol.wire.session import Offer
+
+SAVE_SECONDS = 5.0
+"""So long the error feedback waits before it is written: the round's end, for which everybody waits, goes first."""
+SAVED_ROUNDS = 320
+"""So many rounds apart the whole error feedback is written to disk: 4 bytes a parameter."""
+TURNS = 64
+"""Peers write their checkpoints in so many turns within `checkpoint_rounds`, so that newcomers find a recent one."""
+CHECKPOINT_BYTES = 12
+"""Bytes a parameter of a checkpoint: the state and two moments."""
+LOOK_SECONDS = 60.0
+"""How often a peer that is behind asks whether others have a later state."""
+AHEAD = 2
+"""Payloads are fetched for so many rounds after the one that is applied."""
+
+
+def trained_shards(manifest: Manifest, plan: Plan | None, peer: str) -> tuple[str, ...]:
+    """The shards that `plan` has `peer` train."""
+    stage = plan.stage_of(peer) if plan is not None else None
+    return () if stage is None else memory.stage_shards(manifest, stage.first, stage.last)
+
+
+def used_shards(manifest: Manifest, plan: Plan | None, peer: str) -> tuple[str, ...]:
+    """The shards that `peer` reads when it trains: those that it trains, and the embedding."""
+    stage = plan.stage_of(peer) if plan is not None else None
+    return () if stage is None else memory.held_shards(manifest, stage.first, stage.last)
+
+
+def held_shards(manifest: Manifest, plan: Plan | None, peer: str, *, warm: bool, whole: bool) -> tuple[str, ...]:
+    """The shards that `peer` has to hold for `plan`, in canonical order: what it uses, and what it will use in a replica that is forming.
+    `warm`: a spare holds them all, so that it can take any stage. `whole`: so does who can be a full replica before any plan names it,
+    so that the first one that does finds it ready. Nobody else who has nothing to do has to hold anything."""
+    if plan is None:
+        return ()
+    names, stages = layout.shard_names(manifest.model), plan.held_by(peer)
+    if stages:
+        wanted = {shard for stage in stages for shard in memory.held_shards(manifest, stage.first, stage.last)}
+        return tuple(name for name in names if name in wanted)
+    return (
+        names if (warm if peer in plan.spares else whole) else ()
+    )  # whom no stage names is a spare, or not in the plan
+
+
+def payloads_needed(
+    log: Mapping[int, Commit],
+    lists: Lists,
+    round: int,
+    checkpoint: int,
+    shards: Collection[str],
+    offers: Collection[Offer],
+) -> set[str]:
+    """The names of the payloads, and of the lists of parts, that a restart would need after `round` was applied, as far as the `log` and the
+    `lists` are known.
+
+    `checkpoint`: the round of the newest one, negative where there is none; then the payloads of `round` count, too.
+    `shards`: those that are held. `offers`: the peer's own, since the feedback on disk.
+    """
+    base = round - 1 if checkpoint < 0 else checkpoint
+    needed = {name for o in offers for name in (root_of(o.parts), *(part.digest for part in o.parts))}
+    for commit in (log[r] for r in range(base + 1, round + NEWEST) if r in log):
+        needed |= {share.root for share in commit.shares} if shards else set()
+        needed |= {part.digest for part, _ in part_lists.named(commit, lists, shards)}
+    return needed
+
+
+def checkpoint_is_due(
+    manifest: Manifest, peer: str, round: int, checkpoint: int, holds: bool, replayed_bytes: int
+) -> bool:
+    """Whether `peer` writes one after `round`: every `checkpoint_rounds` rounds, when it is its turn; as soon as there is a state and no
+    checkpoint; and where many replicas send so much that the payloads to replay are longer than one or two checkpoints.
+
+    `checkpoint`: the round of the newest.
+    `holds`: whether there is anything to write.
+    `replayed_bytes`: of all payloads, of all shards, that were committed since the newest.
+    """
+    every, place = manifest.checkpoint_rounds, sum(peer.encode()) % TURNS
+    wanted = (round + place * (every // TURNS)) % every == 0 or checkpoint < 0
+    if replayed_bytes > CHECKPOINT_BYTES * layout.total_parameters(manifest.model) * (1 + place / TURNS):
+        wanted = wanted or round % checkpoint_grain(manifest) == 0
+    return wanted and round > 0 and holds and round != checkpoint
+
+
+def checkpoint_grain(manifest: Manifest) -> int:
+    """Whoever's turn it is: a checkpoint is of a round that this divides, but for a peer's first and last."""
+    return manifest.checkpoint_rounds // TURNS or manifest.checkpoint_rounds
+
+
+def last_checkpoint_is_due(round: int, checkpoint: int, holds: bool, applying: bool) -> bool:
+    """Whether a process that ends writes one. `applying`: a commit is half applied, so there is no state of one round."""
+    return round >= 1 and round != checkpoint and holds and not applying
+
+
+def feedback_is_due(since: float | None, now: float) -> bool:
+    """Whether the error feedback is written now; `since`: when it changed (seconds, None: it did not)."""
+    return since is not None and now - since >= SAVE_SECONDS
+
+
+def feedback_goes_to_disk(on_disk: int | None, round: int) -> bool:
+    """Whether the error feedback of `round` is written to disk; `on_disk`: the round of the one there, None: there is none, or it
+    has to be replaced."""
+    return on_disk is None or round - on_disk >= SAVED_ROUNDS
+
+
+def look_is_due(replay_is_long: bool, looked_at: float, now: float) -> bool:
+    """Whether a peer that is behind asks if others have a later state, which may cost less than replaying the log."""
+    return replay_is_long and now - looked_at >= LOOK_SECONDS
+
+
+def fetches_ahead(applied: int, shards: Collection[str], round: int) -> bool:
+    """Whether what was offered to `round`, and is not committed yet, is fetched: it is of a round that comes soon, and shards are held."""
+    return applied < round <= applied + AHEAD and bool(shards)
+
+
+def seconds_left(manifest: Manifest, commit: Commit, wall: float) -> float:
+    """Of the training of the round after `commit`, where it is `wall` by our clock, which may be another than the leader's."""
+    seconds = manifest.timing.training_seconds
+    return min(max(commit.time + seconds - wall, 0.0), seconds)
+
+
+def fits(manifest: Manifest, part: Part) -> bool:
+    """Whether a part of a shard that is held is no larger than a payload of that shard can be."""
+    return 0 < part.size <= part_lists.largest_payload(manifest, part.shard)

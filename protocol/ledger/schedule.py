@@ -1,0 +1,90 @@
+"""How long a run is, and what strangers may have in it: pure, from the manifest and the newest commit.
+
+The manifest says it at first. The operators may decree otherwise (protocol/ledger/access.py), as long as the run goes on: then every commit
+from that one on carries what they decreed. So whoever knows one commit knows it, and a commit that says something else is refused.
+
+A round counts when it brings work. A round whose commit has no contribution is *idle*: it decrees something before a peer is there, lets a
+peer in, or all of its replicas failed. The state is as it was, so an idle round takes no part of the learning rate's schedule, and the
+run has one round more for it. Every commit carries how many idle rounds there were (protocol/ledger/rules.py). Round 0, which only plans, is not one of them.
+"""
+
+from __future__ import annotations
+
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Commit
+from protocol.wire.decree import Enacted, Limits, Schedule
+
+
+def of(manifest: Manifest, head: Commit | None) -> Schedule:
+    """After `head`, None: at the beginning."""
+    if head is None or head.schedule is None:
+        return Schedule(rounds=manifest.rounds, total_steps=manifest.train.total_steps)
+    return head.schedule
+
+
+def limits(manifest: Manifest, now: Schedule | None) -> Limits:
+    """What strangers may have, by the schedule that holds; None: none was decreed."""
+    if now is not None and now.limits is not None:
+        return now.limits
+    said = manifest.admission
+    return Limits(
+        probation=said.probation, share=said.share, range_sessions=said.range_sessions, range_share=said.range_share
+    )
+
+
+def last_round(manifest: Manifest, head: Commit | None) -> int:
+    """The number of the run's last round, if every round after `head` brings work."""
+    return of(manifest, head).rounds + (0 if head is None else head.idle)
+
+
+def is_over(manifest: Manifest, head: Commit | None) -> bool:
+    """Whether no round comes after `head`."""
+    return head is not None and head.round >= last_round(manifest, head)
+
+
+def idle_after(manifest: Manifest, head: Commit | None, *, has_work: bool) -> int:
+    """What the commit after `head` carries, which brings work or not. What comes after the last round makes the run no longer."""
+    if head is None:
+        return 0
+    return head.idle + (not has_work and not is_over(manifest, head))
+
+
+def steps_before(manifest: Manifest, round: int, idle: int) -> int:
+    """Inner steps of the learning rate's schedule before `round`, before which so many rounds were `idle`."""
+    return (round - 1 - idle) * manifest.train.inner_steps
+
+
+def after(head: Commit | None, decree: Enacted | None) -> Schedule | None:
+    """What the commit after `head` carries, with this decree, if there is one."""
+    if decree is not None and decree.decree.schedule is not None:
+        return decree.decree.schedule
+    return None if head is None else head.schedule
+
+
+def why_not(manifest: Manifest, head: Commit | None, wanted: Schedule) -> str | None:
+    """Why the commit after `head` cannot set this; None if it can. The last round's commit sets nothing: nobody would plan what follows."""
+    round, idle, last = (
+        (0, 0, of(manifest, head).rounds) if head is None else (head.round + 1, head.idle, last_round(manifest, head))
+    )
+    if round >= last:
+        return f"the run ends with round {last}, which is the last"
+    if wanted.rounds + idle <= round:
+        return f"round {round} is open: the run needs at least {round + 1 - idle} rounds"
+    if wanted.total_steps <= manifest.train.warmup_steps:
+        return f"total_steps must be more than the {manifest.train.warmup_steps} of the warm-up"
+    return None
+
+
+def misfit(manifest: Manifest) -> str | None:
+    """What is odd about the schedule of a manifest, as a line for its operator; None where the learning rate's cosine ends with the run."""
+    asked, inner = manifest.train.total_steps, manifest.train.inner_steps
+    there = manifest.rounds * inner
+    if asked == there:
+        return None
+    how = f"the learning rate is at its lowest after {asked / there:.2%} of the run"
+    if asked > there:
+        how = f"the run ends when the learning rate has gone {there / asked:.2%} of its way"
+    return (
+        f"train.total_steps: is {asked:,}, and {manifest.rounds:,} rounds of {inner:,} inner steps are {there:,}, so {how}; write"
+        f" {there} before the run begins, unless that is meant"
+    )

@@ -1,0 +1,287 @@
+"""What the log says of each peer: how long it has served, and how far it is to be trusted. Pure, and from the log alone.
+
+Three things follow from it, which leader, voters, peers and `log verify` all take from here.
+
+    probation     The work of a newcomer has weight zero for the run's `probation` rounds (schedule.limits). It is judged as all work is
+                  (protocol/round/judging.py), named in the commit (LeftOut.probation), and goes back into its maker's error feedback.
+                  So it costs its maker that it counts later, and costs a stranger that rounds of real work under each of its names.
+    reputation    A number from 0 to 1 that a peer's weight is multiplied by. What is found against a peer takes half of it at once, and
+                  each round of work that counts gives a 16th back. Work that others trained again and found to be another takes all of it
+                  (protocol/ledger/audits.py). Below FLOOR the peer *rests*: it is in no plan for REST rounds.
+                  Then it begins anew, on probation and with the reputation RETURNING.
+                  Whose work was scored, and found bad in round after round (protocol/ledger/marks.py), rests at once.
+    share         No peer has more than the run's `share` of a round's weight, and everybody may have an equal share.
+
+A round of probation is *served* by work with which nothing is wrong, in a round in which that could be seen: as many established replicas
+counted in it as it takes to compare (LEAST_COMPARED), or the plan had fewer than that, so that nobody could have compared.
+Work that is found wrong while its maker is on probation begins the probation anew.
+
+Not on probation is whoever was in the first plan with work, is listed in the manifest, has come in by an invitation, or was admitted by
+the operators. A plan without any established replica has nobody on probation: somebody has to go on.
+
+A replica counts as a newcomer's where most of its blocks are trained by peers on probation. A chain's weight belongs to its members by
+their blocks, and so does its reputation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from protocol.ledger import access, audits, schedule
+from protocol.ledger.access import Access
+from protocol.ledger.audits import Audits
+from protocol.ledger.scoring import Scoring
+from protocol.planning.partition import Candidate
+from protocol.run.manifest import Manifest
+from protocol.wire.bounds import LEAST_COMPARED
+from protocol.wire.commit import Commit, Contribution
+from protocol.wire.decree import ADMIT, Limits
+from protocol.wire.plan import Plan, ReplicaSpec
+
+REMEMBERED = 20_000
+"""Peers. Of more, those are forgotten of whom the log has said nothing for the longest time: they are newcomers again."""
+LOSS = 1 / 2
+"""Of a reputation, that a finding against the peer takes."""
+GAIN = 1 / 16
+"""Of a reputation, that a round of work gives back."""
+FLOOR = 1 / 8
+REST = 64
+"""Rounds."""
+RETURNING = 1 / 2
+
+
+class Finding(NamedTuple):
+    """`good`: whether what was found speaks for `peer`. `part`: how much of it is this peer's doing, from 0 to 1: of what is found of a
+    chain, each member has the part of its blocks. `grave`: it was found in many rounds, or is a lie that is seldom looked for, and takes the
+    whole reputation."""
+
+    peer: str
+    good: bool
+    part: float = 1.0
+    grave: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the log says of a peer. `served`: rounds of work with which nothing was wrong, counted or on probation, since it came or
+    since it began anew; `until`: the last round in which it rests, -1 for none; `fell`: whether it has lost its reputation once."""
+
+    served: int = 0
+    reputation: float = 1.0
+    until: int = -1
+    fell: bool = False
+
+    def found(self, finding: Finding, round: int) -> Known:
+        """After a finding in the commit of `round`."""
+        if finding.good:
+            return dataclasses.replace(self, reputation=min(1.0, self.reputation + GAIN * finding.part))
+        left = 0.0 if finding.grave else self.reputation * (1 - LOSS * finding.part)
+        if left >= FLOOR:
+            return dataclasses.replace(self, reputation=left)
+        return Known(reputation=RETURNING, until=round + REST, fell=True)
+
+
+NEW = Known()
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Of all peers, after the commits so far. `plan`: of the open round; `founders`: who had work in the first plan; `known`: those of whom
+    the log says something, the one with the oldest news first; `limits`: what strangers may have; `scoring`: what is to be scored, and what scores have come to; `audits`: what is
+    to be trained again."""
+
+    manifest: Manifest
+    limits: Limits
+    access: Access
+    scoring: Scoring
+    audits: Audits
+    round: int = -1
+    plan: Plan | None = None
+    founders: frozenset[str] = frozenset()
+    known: Mapping[str, Known] = field(default_factory=dict)
+
+    # --- what is known of a peer
+
+    def of(self, peer: str) -> Known:
+        """What the log says of `peer`."""
+        return self.known.get(peer, NEW)
+
+    def is_exempt(self, peer: str) -> bool:
+        """Whether `peer` need not serve a probation: somebody has vouched for it."""
+        if self.of(peer).fell:
+            return False
+        decree = self.access.decided.get(peer)
+        admitted = decree is not None and decree.action == ADMIT
+        return admitted or peer in self.founders or peer in self.access.listed or peer in self.access.invited
+
+    def left(self, peer: str) -> int:
+        """Rounds of probation that `peer` still has to serve."""
+        return 0 if self.is_exempt(peer) else max(0, self.limits.probation - self.of(peer).served)
+
+    def rests(self, peer: str) -> bool:
+        """Whether `peer` has no place in the next plan, for what was found against it."""
+        return self.round + 1 <= self.of(peer).until
+
+    def fallen(self) -> dict[str, int]:
+        """Who has lost its reputation in the newest round, and up to which round each rests."""
+        until = self.round + REST
+        return {peer: until for peer, known in self.known.items() if known.until == until}
+
+    def marked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """The same; those for whom somebody vouches are limited by no range of addresses."""
+        return [dataclasses.replace(c, range="") if c.range and self.is_exempt(c.peer) else c for c in candidates]
+
+    # --- what is known of the open round
+
+    def is_new(self, replica: ReplicaSpec) -> bool:
+        """Whether most of its blocks are trained by peers on probation."""
+        if not self.limits.probation:
+            return False
+        blocks = zip(replica.peers, replica.blocks, strict=True)
+        return 2 * sum(count for peer, count in blocks if self.left(peer)) > sum(replica.blocks)
+
+    @functools.cached_property
+    def established(self) -> int:
+        """How many replicas of the plan are no newcomers'."""
+        return sum(not self.is_new(replica) for replica in self.plan.replicas) if self.plan is not None else 0
+
+    @functools.cached_property
+    def _replicas(self) -> Mapping[int, ReplicaSpec]:
+        return {replica.number: replica for replica in self.plan.replicas} if self.plan is not None else {}
+
+    @functools.cached_property
+    def _busy(self) -> frozenset[str]:
+        """The members of the plan's replicas."""
+        return frozenset(peer for replica in self._replicas.values() for peer in replica.peers)
+
+    def spec_of(self, number: int, peers: tuple[str, ...]) -> ReplicaSpec | None:
+        """The replica of the open round's plan, or its seat, as `peers` made its work; None where they cannot have."""
+        spec = self._replicas.get(number)
+        if self.plan is None or (spec is not None and spec.peers == peers):
+            return spec
+        if spec is None:
+            free = self.is_seat(number) and self._busy.isdisjoint(peers)
+            return self.plan.taken(number, peers, self.manifest.model.n_layers) if free else None
+        if not self.plan.allows(spec, peers):
+            return None
+        stages = tuple(dataclasses.replace(s, peer=p) for s, p in zip(spec.stages, peers, strict=True))
+        return dataclasses.replace(spec, stages=stages)
+
+    @property
+    def found_bad(self) -> tuple[str, ...]:
+        """Whose work the newest commit ended the scoring of, and found bad in so many rounds that they rest."""
+        return self.scoring.found
+
+    def is_seat(self, number: int) -> bool:
+        """Whether this is a replica of the open round that nobody was planned for."""
+        return self.plan is not None and any(seat.number == number for seat in self.plan.seats)
+
+    def is_on_probation(self, number: int, peers: tuple[str, ...]) -> bool:
+        """Whether the work that `peers` made as this replica of the open round has no weight, whatever it is like."""
+        if not self.limits.probation or not self.established:
+            return False
+        spec = self.spec_of(number, peers)
+        return spec is not None and self.is_new(spec)
+
+    def compares(self, counted: int) -> bool:
+        """Whether a round of probation is served in the open round, where the work of so many replicas counts."""
+        return counted >= LEAST_COMPARED - 1 or self.established < LEAST_COMPARED - 1
+
+    def tried(self, commit: Commit) -> frozenset[int]:
+        """Of the replicas whose work `commit` leaves out as judged, those whose makers are on probation."""
+        there = (x for x in commit.left_out if x.judged is not None and x.peers)
+        return frozenset(x.replica for x in there if self.is_on_probation(x.replica, x.peers))
+
+    def weigh(self, contributions: Sequence[Contribution]) -> tuple[float, ...]:
+        """What reputation and shares leave of the weight of each of the open round's contributions that count."""
+        total = sum(c.tokens for c in contributions)
+        most = max(self.limits.share, 1 / len(contributions)) if contributions else 1.0
+        return tuple(self._weight(c, most, c.tokens / total) for c in contributions)
+
+    def _weight(self, contribution: Contribution, most: float, part: float) -> float:
+        parts = self._parts(contribution.replica, contribution.peers)
+        trust = sum(of * self.of(peer).reputation for peer, of in parts) / (sum(of for _, of in parts) or 1)
+        largest = part * max((of for _, of in parts), default=1) / (sum(of for _, of in parts) or 1)
+        return min(trust, most / largest) if largest > most else trust
+
+    def _parts(self, number: int, peers: tuple[str, ...]) -> list[tuple[str, int]]:
+        """The members of a replica of the open round, each with its number of blocks."""
+        spec = self.spec_of(number, peers)
+        blocks = spec.blocks if spec is not None and min(spec.blocks, default=0) > 0 else (1,) * len(peers)
+        return list(zip(peers, blocks, strict=True))
+
+    # --- what comes next
+
+    def after(self, commit: Commit, known: dict[str, Known] | None = None) -> Standing:
+        """With the next commit of the log. `known`: a mapping equal to `self.known`, which is changed in place and becomes the new one's, so that
+        a long log is folded without copies; None: a copy is made."""
+        known = dict(self.known) if known is None else known
+
+        def put(peer: str, now: Known) -> None:
+            known.pop(peer, None)
+            known[peer] = now
+            if len(known) > REMEMBERED:
+                del known[next(iter(known))]
+
+        for peer in self._served(commit):
+            before = known.get(peer, NEW)
+            put(peer, dataclasses.replace(before, served=before.served + 1))
+        scored = self.scoring.after(commit, lambda peer: not self.left(peer))
+        bad = (Finding(peer, False, grave=True) for peer in scored.found)
+        for finding in (*self._findings(commit), *bad):
+            before = known.get(finding.peer, NEW)
+            if not finding.good and self.left(finding.peer):
+                before = dataclasses.replace(before, served=0)
+            put(finding.peer, before.found(finding, commit.round))
+        if commit.decree is not None and commit.decree.decree.action == ADMIT:
+            known.pop(commit.decree.decree.subject, None)
+        founders = self.founders
+        if commit.plan is not None and not founders:
+            working = (*commit.plan.replicas, *commit.plan.forming)
+            founders = frozenset(peer for replica in working for peer in replica.peers)
+        return Standing(
+            manifest=self.manifest,
+            limits=schedule.limits(self.manifest, commit.schedule),
+            access=self.access.after(commit.decree, commit.joined),
+            scoring=scored,
+            audits=self.audits.after(commit),
+            round=commit.round,
+            plan=commit.plan,
+            founders=founders,
+            known=known,
+        )
+
+    def after_all(self, commits: Iterable[Commit]) -> Standing:
+        """With the next commits of the log."""
+        found, known = self, dict(self.known)
+        for commit in commits:
+            found = found.after(commit, known)
+        return found
+
+    def _served(self, commit: Commit) -> Iterator[str]:
+        """Who has served this round."""
+        yield from (share.peer for share in commit.shares)
+        if self.compares(len(commit.contributions)):
+            yield from (peer for x in commit.left_out if x.probation for peer in x.peers)
+
+    def _findings(self, commit: Commit) -> Iterator[Finding]:
+        """What a commit says for and against peers. Further kinds of findings, each a function of the manifest and the commit, go here."""
+        yield from (Finding(share.peer, True) for share in commit.shares)
+        for left in commit.left_out:
+            if left.judged is not None and not left.probation:
+                parts = self._parts(left.replica, left.peers)
+                whole = sum(of for _, of in parts)
+                yield from (Finding(peer, False, of / whole) for peer, of in parts)
+        yield from (Finding(x.peer, False, grave=not x.examined) for x in self.audits.found(commit))
+
+
+def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Standing:
+    """After these commits, which are the log's first."""
+    found = Standing(
+        manifest, schedule.limits(manifest, None), access.of(manifest), Scoring(manifest), audits.of(manifest)
+    )
+    return found.after_all(commits)

@@ -1,0 +1,1 @@
+"""How operators decide a commit: Paxos among the members of a quorum."""

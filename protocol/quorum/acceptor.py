@@ -1,0 +1,372 @@
+"""The part of a quorum's member that votes, and must not forget it: the acceptor of single-decree Paxos.
+
+It never goes back behind a promise, and what it accepted it tells everybody who prepares a higher ballot. Whatever it
+says is on its disk before: an answer follows its `Save` in the list of effects. It accepts a commit only once it
+holds every payload that the commit names, so that what is decided cannot be lost with its sender, and only if it
+could have proposed it itself (protocol/round/fairness.py).
+
+Where members may lie (four and seven of them), a commit is *pledged* before it is accepted: 2f + 1 pledges of one ballot are its
+*certificate*, and no other commit can have one of the same ballot. Who has accepted a commit pledges another one only if that was certified in a
+later ballot. So nobody has to believe what a proposer or a promise says. Of two, three and five, promises are signed, and a proposer shows those
+that it stands on (protocol/wire/grounds.py).
+
+    acceptor  event     next      effects              condition
+    FREE      Prepare   PROMISED  Save, Send(Promise)
+    PROMISED  Prepare   PROMISED  Save, Send(Promise)  its ballot is higher
+    ACCEPTED  Prepare   ACCEPTED  Save, Send(Promise)  its ballot is higher
+    any       Prepare   the same  Send(Promise)        its ballot is the promised one: the same answer again
+    any       Prepare   the same  Send(Reject)         its ballot is lower than the promised one
+    FREE      Accept    ACCEPTED  Save, Send(Vote)     all its payloads are held
+    PROMISED  Accept    ACCEPTED  Save, Send(Vote)     not lower, all its payloads are held
+    ACCEPTED  Accept    ACCEPTED  Save, Send(Vote)     its ballot is higher than the accepted one
+    ACCEPTED  Accept    ACCEPTED  Send(Vote)           it is accepted already: the same answer again
+    FREE      Accept    PROMISED  Save, Send(Pledge)   members may lie, and it is not certified in this ballot yet
+    PROMISED  Accept    PROMISED  Save, Send(Pledge)   the same
+    PROMISED  Accept    ACCEPTED  Save, Send(Pledge)   the same, it was certified in an earlier ballot
+    FREE      Accept    ACCEPTED  Save, Send(Pledge)   the same
+    ACCEPTED  Accept    ACCEPTED  Save, Send(Pledge)   the same, and it is not another one than was accepted before,
+                                                       or certified later
+    any       Accept    the same  Send(Pledge)         it is pledged already: the same answer again
+    ACCEPTED  Accept    ACCEPTED  Save, Send(Promise)  another one was accepted before
+    ACCEPTED  Accept    ACCEPTED  Send(Promise)        the same again
+    any       Accept    the same  Send(Reject)         its ballot is lower than the promised one
+    any       Accept    the same  FetchList            lists of parts are not known; it is looked at again when they
+                                                       are
+    any       Accept    the same  Fetch                the same of payloads that the lists name
+    any       Listed    the same  Fetch                all lists that were waited for are known, and payloads are
+                                                       not held
+    any       Accept    the same  Judge                all is held: it is looked at again when it is known whether
+                                                       it is fair
+    any       Accept    the same  Refused              nobody honest proposes this
+    any       Judged    the same  Refused              it is not fair: it gets no vote
+    FREE      Appended  FREE                           the next round begins
+    PROMISED  Appended  FREE                           the next round begins
+    ACCEPTED  Appended  FREE                           the next round begins
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+
+from protocol.ledger import part_lists
+from protocol.ledger.part_lists import Parts
+from protocol.ledger.validation import why_not_next
+from protocol.quorum.paxos_events import (
+    Appended,
+    Fetch,
+    FetchList,
+    Held,
+    Judge,
+    Judged,
+    Listed,
+    Refused,
+    Save,
+    Send,
+)
+from protocol.quorum.table import Position, Table, Transition
+from protocol.quorum.unfair import Unfair
+from protocol.run.manifest import Manifest
+from protocol.wire import grounds
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.commit import Commit, Part, Record, Share, are_shown, body_of, liars_borne, pledge_body, votes_needed
+
+MOST_JUDGED = 16
+"""Different commits of one round that are judged for one sender: each costs a plan."""
+Verify = Callable[[str, bytes, bytes], bool]
+"""Whether this peer made this signature of these bytes: (peer, bytes, signature)."""
+Answer = Save | Send | Fetch | FetchList | Judge | Refused
+
+
+class Ballots(Enum):
+    """What a member is bound to in a round."""
+
+    FREE = "free"
+    """It has neither promised nor accepted anything."""
+    PROMISED = "promised"
+    """It takes no lower ballot than the one that it promised."""
+    ACCEPTED = "accepted"
+    """It has accepted a commit besides."""
+
+
+TABLE = Table(
+    "acceptor",
+    Ballots,
+    (
+        Transition(Ballots.FREE, Prepare, Ballots.PROMISED, (Save, Promise)),
+        Transition(Ballots.PROMISED, Prepare, Ballots.PROMISED, (Save, Promise), "its ballot is higher"),
+        Transition(Ballots.ACCEPTED, Prepare, Ballots.ACCEPTED, (Save, Promise), "its ballot is higher"),
+        Transition(None, Prepare, None, (Promise,), "its ballot is the promised one: the same answer again"),
+        Transition(None, Prepare, None, (Reject,), "its ballot is lower than the promised one"),
+        Transition(Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Vote), "all its payloads are held"),
+        Transition(Ballots.PROMISED, Accept, Ballots.ACCEPTED, (Save, Vote), "not lower, all its payloads are held"),
+        Transition(
+            Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Vote), "its ballot is higher than the accepted one"
+        ),
+        Transition(
+            Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Vote,), "it is accepted already: the same answer again"
+        ),
+        Transition(
+            Ballots.FREE,
+            Accept,
+            Ballots.PROMISED,
+            (Save, Pledge),
+            "members may lie, and it is not certified in this ballot yet",
+        ),
+        Transition(Ballots.PROMISED, Accept, Ballots.PROMISED, (Save, Pledge), "the same"),
+        Transition(
+            Ballots.PROMISED,
+            Accept,
+            Ballots.ACCEPTED,
+            (Save, Pledge),
+            "the same, it was certified in an earlier ballot",
+        ),
+        Transition(Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Pledge), "the same"),
+        Transition(
+            Ballots.ACCEPTED,
+            Accept,
+            Ballots.ACCEPTED,
+            (Save, Pledge),
+            "the same, and it is not another one than was accepted before, or certified later",
+        ),
+        Transition(None, Accept, None, (Pledge,), "it is pledged already: the same answer again"),
+        Transition(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Promise), "another one was accepted before"),
+        Transition(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Promise,), "the same again"),
+        Transition(None, Accept, None, (Reject,), "its ballot is lower than the promised one"),
+        Transition(
+            None, Accept, None, (FetchList,), "lists of parts are not known; it is looked at again when they are"
+        ),
+        Transition(None, Accept, None, (Fetch,), "the same of payloads that the lists name"),
+        Transition(None, Listed, None, (Fetch,), "all lists that were waited for are known, and payloads are not held"),
+        Transition(
+            None, Accept, None, (Judge,), "all is held: it is looked at again when it is known whether it is fair"
+        ),
+        Transition(None, Accept, None, (Refused,), "nobody honest proposes this"),
+        Transition(None, Judged, None, (Refused,), "it is not fair: it gets no vote"),
+        Transition(Ballots.FREE, Appended, Ballots.FREE, (), "the next round begins"),
+        Transition(Ballots.PROMISED, Appended, Ballots.FREE, (), "the next round begins"),
+        Transition(Ballots.ACCEPTED, Appended, Ballots.FREE, (), "the next round begins"),
+    ),
+)
+
+
+class Acceptor:
+    """`vote`: the durable vote of the round to be decided, or of a later round, which is kept until its time.
+
+    `held`: names of the payloads that are durable here; `lists`: the lists of parts of the round, which are, too. `sign` signs with the node's identity. Answers to the node
+    itself are effects as those to others are.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        vote: Promise,
+        held: Iterable[str],
+        sign: Callable[[bytes], bytes],
+        verify: Verify,
+    ) -> None:
+        self.manifest = manifest
+        self._verify = verify
+        self.vote = vote
+        self.held = set(held)
+        self.lists: dict[str, Parts] = {}
+        self.waiting: tuple[str, Accept] | None = None
+        self.verdicts: dict[str, Unfair | None] = {}
+        """What was found of the round's commits, by digest."""
+        self._judged: dict[str, set[str]] = {}
+        self._awaited: set[str] = set()
+        self._signature = sign
+        accepted = Ballots.ACCEPTED if vote.commit is not None else Ballots.PROMISED
+        self.position = Position(TABLE, Ballots.FREE if vote.ballot < 0 else accepted)
+
+    def begin(self, round: int) -> None:
+        """`round` is to be decided from now on."""
+        self.waiting = None
+        self.lists.clear()
+        self.verdicts.clear()
+        self._judged.clear()
+        self._awaited.clear()
+        if self.vote.round < round:
+            self.vote = Promise(round=round, term=self.vote.term)
+            self.position.step(Appended, Ballots.FREE)
+
+    def hold(self, name: str) -> bool:
+        """A payload is durable; whether nothing is lacking now of what `waiting` waits for."""
+        self.held.add(name)
+        return self._came(name)
+
+    def know(self, root: str, parts: Parts) -> bool:
+        """A list of parts is durable; the same."""
+        self.lists[root] = parts
+        return self._came(root)
+
+    def judge(self, digest: str, unfair: Unfair | None) -> list[Answer]:
+        """What was found of a commit."""
+        self.verdicts[digest] = unfair
+        self._awaited.discard(digest)
+        if unfair is None or self.waiting is None or self.waiting[1].commit.digest != digest:
+            return []
+        peer, accept = self.waiting
+        self.waiting = None
+        return self.position.stay(Judged, [Refused(peer, accept.round, unfair)])
+
+    def drops_doubt(self, commit: Commit) -> bool:
+        """Whether nothing but a doubt was found of `commit`; it counts no more."""
+        found = self.verdicts.get(commit.digest)
+        if found is not None and not found.lie:
+            self.verdicts[commit.digest] = None
+        return self.verdicts.get(commit.digest) is None
+
+    def _came(self, name: str) -> bool:
+        if self.waiting is None or name not in self._awaited:
+            return False
+        self._awaited.discard(name)
+        return not self._awaited
+
+    def prepare(self, peer: str, prepare: Prepare) -> list[Save | Send]:
+        """`peer` asks for a promise for the round of `vote`."""
+        if prepare.ballot < self.vote.ballot:
+            return self.position.stay(Prepare, [Send(peer, self._reject(prepare))])
+        if prepare.ballot == self.vote.ballot:
+            return self.position.stay(Prepare, [Send(peer, self._promise())])
+        self.vote = dataclasses.replace(self.vote, ballot=prepare.ballot, pledged="")
+        bound = Ballots.PROMISED if self.position.phase is Ballots.FREE else self.position.phase
+        return self.position.step(Prepare, bound, [Save(self.vote), Send(peer, self._promise())])
+
+    def accept(
+        self, peer: str, accept: Accept, head: Commit | None, members: tuple[str, ...], event: type = Accept
+    ) -> list[Answer]:
+        """`peer` asks for a vote; `head` is the log's last commit, `members` decide the round after it.
+
+        `event`: why it is looked at; what is lacking after an `Accept` or a `Listed` is fetched, else it is being fetched already.
+        """
+        if accept.ballot < self.vote.ballot:
+            self.waiting = None
+            return self.position.stay(Accept, [Send(peer, self._reject(accept))])
+        commit = accept.commit
+        if commit.parent != (head.digest if head is not None else self.manifest.run_id):
+            return []  # one of the logs is forked, or the sender lies: its log will tell
+        if not self._stands(accept, members):
+            unfair = Unfair("shows no promises that allow it", lie=True)
+            return self.position.stay(Accept, [Refused(peer, accept.round, unfair)])
+        own = Record(commit=commit, ballot=accept.ballot, votes=dict.fromkeys(members, b""), grounds=accept.grounds)
+        reason = why_not_next(self.manifest, head, own)
+        if reason is not None:
+            return self._refuse(peer, accept, reason)
+        if accept.ballot == 0 and commit.leader != peer:
+            unfair = Unfair("says that another node proposes it", lie=True)
+            return self.position.stay(Accept, [Refused(peer, accept.round, unfair)])
+        unknown = [share for share in commit.shares if share.root not in self.lists]
+        if unknown:
+            self._wait(peer, accept, (share.root for share in unknown))
+            asked = [FetchList((peer, s.peer), s) for s in unknown if part_lists.may_be_fetched(self.manifest, s)]
+            return self.position.stay(Accept, asked) if event is Accept and asked else []
+        plan = head.plan if head is not None else None
+        reason = part_lists.why_refused(self.manifest, plan, commit, self.lists) if event is not Held else None
+        if reason is not None:
+            return self._refuse(peer, accept, reason)
+        lacking = [(who, p) for s in commit.shares for who, p in self._lacking(s)]
+        if lacking:
+            self._wait(peer, accept, (part.digest for _, part in lacking))
+            return self.position.stay(event, [Fetch((peer, who), p) for who, p in lacking]) if event is not Held else []
+        lies = liars_borne(len(members)) > 0
+        proven = lies and self.is_proof(commit, accept.certified, accept.pledges, members)
+        if not proven and commit.digest not in self.verdicts:
+            return self._ask(peer, accept)
+        self.waiting = None
+        has_to = not lies and peer != commit.leader  # what another has proposed may be decided already
+        if not proven and self.verdicts[commit.digest] is not None and not (has_to and self.drops_doubt(commit)):
+            return []
+        if lies and not (proven and accept.certified == accept.ballot):
+            return self._pledge(peer, accept, accept.certified if proven else -1)
+        if (self.vote.accepted, self.vote.ballot) == (accept.ballot, accept.ballot):
+            return self.position.stay(Accept, [Send(peer, self._sign(accept))]) if self.vote.commit == commit else []
+        self.vote = Promise(
+            round=commit.round,
+            ballot=accept.ballot,
+            accepted=accept.ballot,
+            commit=commit,
+            pledged=commit.digest if lies else "",
+            pledges=accept.pledges if lies else {},
+            term=self.vote.term,
+            grounds=accept.grounds,
+        )
+        return self.position.step(Accept, Ballots.ACCEPTED, [Save(self.vote), Send(peer, self._sign(accept))])
+
+    def _stands(self, accept: Accept, members: tuple[str, ...]) -> bool:
+        """Whether the promises that it shows are enough, where they are needed."""
+        if not are_shown(len(members)) or accept.ballot <= 0:
+            return not accept.grounds
+        shown, commit = accept.grounds, accept.commit
+        found = grounds.chain(shown, members, votes_needed(len(members)), accept.ballot, commit.digest)
+        if found is None or len(found) < len(shown):
+            return False
+        return grounds.are_signed(shown, commit.run, len(commit.out), commit.round, self._verify)
+
+    def _promise(self) -> Promise:
+        """Our vote, signed."""
+        vote, digest = self.vote, self.vote.commit.digest if self.vote.commit is not None else ""
+        run = self.manifest.run_id
+        body = grounds.promise_body(run, vote.term, vote.round, vote.ballot, vote.accepted, digest)
+        return dataclasses.replace(vote, signature=self._signature(body))
+
+    def is_proof(self, commit: Commit, ballot: int, pledges: Mapping[str, bytes], members: tuple[str, ...]) -> bool:
+        """Whether enough members pledged `commit` in this ballot, as these signatures show."""
+        named = set(pledges) & set(members)
+        if ballot < 0 or len(named) < votes_needed(len(members)):
+            return False
+        body = pledge_body(commit.run, commit.round, ballot, commit.digest)
+        return all(self._verify(member, body, pledges[member]) for member in named)
+
+    def _pledge(self, peer: str, accept: Accept, certified: int) -> list[Answer]:
+        """`certified`: the earlier ballot in which enough members pledged the commit, -1 for none."""
+        commit, vote = accept.commit, self.vote
+        digest = commit.digest
+        if vote.commit is not None and vote.commit != commit and certified <= vote.accepted:
+            if accept.ballot == vote.ballot:
+                return self.position.stay(Accept, [Send(peer, vote)])
+            self.vote = dataclasses.replace(vote, ballot=accept.ballot, pledged="")
+            return self.position.stay(Accept, [Save(self.vote), Send(peer, self.vote)])
+        pledge = Send(peer, self._sign_pledge(accept))
+        if vote.ballot == accept.ballot and vote.pledged:
+            return self.position.stay(Accept, [pledge]) if vote.pledged == digest else []
+        self.vote = dataclasses.replace(vote, ballot=accept.ballot, pledged=digest)
+        if certified > vote.accepted:
+            self.vote = dataclasses.replace(self.vote, accepted=certified, commit=commit, pledges=accept.pledges)
+        bound = Ballots.ACCEPTED if self.vote.commit is not None else Ballots.PROMISED
+        return self.position.step(Accept, bound, [Save(self.vote), pledge])
+
+    def _sign_pledge(self, accept: Accept) -> Pledge:
+        commit, digest = accept.commit, accept.commit.digest
+        body = pledge_body(commit.run, commit.round, accept.ballot, digest)
+        return Pledge(round=commit.round, ballot=accept.ballot, digest=digest, signature=self._signature(body))
+
+    def _refuse(self, peer: str, accept: Accept, reason: str) -> list[Answer]:
+        self.waiting = None
+        unfair = self.verdicts[accept.commit.digest] = Unfair(reason, lie=True)
+        return self.position.stay(Accept, [Refused(peer, accept.round, unfair)])
+
+    def _ask(self, peer: str, accept: Accept) -> list[Answer]:
+        """Has the commit judged, once."""
+        digest, asked = accept.commit.digest, self._judged.setdefault(peer, set())
+        known = any(digest in digests for digests in self._judged.values())
+        if not known and len(asked) >= MOST_JUDGED:
+            return []
+        self._wait(peer, accept, (digest,))
+        asked.add(digest)
+        return [] if known else self.position.stay(Accept, [Judge(peer, accept.commit)])
+
+    def _wait(self, peer: str, accept: Accept, names: Iterable[str]) -> None:
+        self.waiting, self._awaited = (peer, accept), set(names)
+
+    def _lacking(self, share: Share) -> list[tuple[str, Part]]:
+        return [(share.peer, part) for part in self.lists[share.root] if part.digest not in self.held]
+
+    def _reject(self, request: Prepare | Accept) -> Reject:
+        return Reject(round=request.round, ballot=request.ballot, promised=self.vote.ballot)
+
+    def _sign(self, accept: Accept) -> Vote:
+        commit, digest = accept.commit, accept.commit.digest
+        body = body_of(commit, accept.ballot)
+        return Vote(round=commit.round, ballot=accept.ballot, digest=digest, signature=self._signature(body))

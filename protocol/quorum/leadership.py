@@ -1,0 +1,178 @@
+"""Who leads among the bootstrap nodes, and who gives signs of life.
+
+Who leads decides nothing but who proposes (protocol/quorum/paxos.py): two nodes that both believe to lead do no harm.
+By the rule, the leader of the round before goes on while it gives signs of life, else the first member that gives
+them leads. A leader that is silent for a lease (`gone_after`) is so replaced. An operator's node that is not a member
+takes the place of a member that was silent for REPLACE_LEASES leases; the next commit's `members` say so.
+
+A leader whom this node caught at a lie, or that lets a round wait which this node would have decided, is *skipped*: for this node it
+does not lead for some rounds, and what it asks for is not heard. Where all members that give signs of life are skipped, nobody is.
+A node that leads and gets no answer for some leases skips nobody any more: all may have come to skip each other.
+
+Where members may lie (four and seven of them), honest ones must agree who leads, or a liar could let them disturb each other for ever. There the
+members lead in *turns*: in turn 0 of a round the leader of the round before, then the others in order. A node goes on to the next turn when it
+would skip the leader, hears no sign of life of it, or hears that it is in a later turn itself; and tells its turn with its own signs of life. It
+follows f + 1 others, one of whom is honest, and is never more than one turn ahead of them. A node that was started again begins in turn 0.
+
+    role       event  next       effects  condition
+    FOLLOWING         LEADING    Leads    the rule names this node
+    LEADING           FOLLOWING  Leads    the rule names another node
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from protocol.quorum.paxos_events import Leads, Stalled
+from protocol.quorum.table import Position, Table, Transition
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import liars_borne, votes_needed
+
+REPLACE_LEASES = 10
+LIAR_ROUNDS, SLOW_ROUNDS = 64, 4
+"""Rounds for which a leader that lied, or was too slow, is skipped."""
+
+
+class Role(Enum):
+    """What a node is among the operators' nodes."""
+
+    FOLLOWING = "following"
+    """It proposes nothing."""
+    LEADING = "leading"
+    """It proposes the commits."""
+
+
+TABLE = Table(
+    "role",
+    Role,
+    (
+        Transition(Role.FOLLOWING, None, Role.LEADING, (Leads,), "the rule names this node"),
+        Transition(Role.LEADING, None, Role.FOLLOWING, (Leads,), "the rule names another node"),
+    ),
+)
+
+
+class Leadership:
+    """The signs of life that node `peer` has of the others; `now` is in seconds on any steady clock."""
+
+    def __init__(self, manifest: Manifest, peer: str, now: float, operators: tuple[str, ...] | None = None) -> None:
+        self.manifest = manifest
+        self.peer = peer
+        self.position = Position(TABLE, Role.FOLLOWING)
+        self._operators = manifest.operators if operators is None else operators
+        self._heard = dict.fromkeys(self._operators, now)
+        self._alive = set(self._operators)
+        self._signs = {peer}
+        self._now = now
+        self._missing: tuple[str, ...] = ()
+        self._skipped: dict[str, int] = {}
+        self.turn = 0
+        """Of the round, where members may lie."""
+        self._turns: dict[str, int] = {}
+        self._round = 0
+
+    @property
+    def leads(self) -> bool:
+        return self.position.phase is Role.LEADING
+
+    def heard(self, peer: str | None, now: float) -> None:
+        """It is `now`, and `peer` gave a sign of life."""
+        self._now = now
+        if peer in self._heard:
+            self._heard[peer] = now
+            self._signs.add(peer)
+        lease = self.manifest.timing.gone_after
+        self._alive = {o for o, at in self._heard.items() if o == self.peer or now - at < lease}
+
+    @property
+    def present(self) -> frozenset[str]:
+        """The operators that have given signs of life within a lease, and this node; after a start nobody has yet."""
+        return frozenset(self._alive & self._signs)
+
+    def follow(self, operators: tuple[str, ...]) -> None:
+        """These operate the run now. Who is new has given no sign of life yet."""
+        self._operators = operators
+        self._heard = {o: self._heard.get(o, float("-inf")) for o in operators}
+        self._alive &= set(operators)
+        self._alive |= {self.peer} & set(operators)
+
+    def begin(self, round: int) -> None:
+        """`round` is to be decided from now on."""
+        self._round, self.turn, self._turns = round, 0, {}
+
+    def turned(self, peer: str, round: int, turn: int) -> None:
+        """`peer` says which turn it is in."""
+        if round == self._round and peer in self._heard:
+            self._turns[peer] = turn
+
+    def _told(self, members: tuple[str, ...]) -> int:
+        """The turn that an honest member is in, or a later one."""
+        told = sorted((self._turns.get(m, 0) for m in members if m != self.peer), reverse=True)
+        return told[liars_borne(len(members))]
+
+    def next_turn(self, members: tuple[str, ...]) -> None:
+        """The leader of this turn is skipped."""
+        self.turn = min(self.turn, self._told(members)) + 1
+
+    def skip(self, peer: str, rounds: int) -> None:
+        """`peer` does not lead this round, nor the next ones: so many in all."""
+        if peer != self.peer:
+            self._skipped[peer] = max(self._skipped.get(peer, 0), self._round + rounds)
+
+    def forgive(self) -> None:
+        """Nobody is skipped any more."""
+        self._skipped = {}
+
+    def is_skipped(self, peer: str, members: tuple[str, ...]) -> bool:
+        """Whether `peer` does not lead, and another member does."""
+        return peer not in self._able(members)
+
+    def _able(self, members: tuple[str, ...]) -> list[str]:
+        alive = [m for m in members if m in self._alive]
+        return [m for m in alive if self._skipped.get(m, 0) <= self._round] or alive
+
+    def leader(self, members: tuple[str, ...], before: str) -> str | None:
+        """Who leads as far as this node knows, None where no member is alive. `before` led the round before."""
+        if liars_borne(len(members)):
+            first = members.index(before) if before in members else 0
+            return members[(first + self.turn) % len(members)]
+        able = self._able(members)
+        return before if before in able else next(iter(able), None)
+
+    def elect(self, members: tuple[str, ...], before: str) -> list[Leads]:
+        """Applies the rule to this node's role."""
+        if liars_borne(len(members)):
+            self.turn = max(self.turn, self._told(members))
+            leader = self.leader(members, before)
+            if leader not in self._alive or (leader != self.peer and self._turns.get(leader, 0) > self.turn):
+                self.next_turn(members)
+        leads = self.leader(members, before) == self.peer
+        if leads == self.leads:
+            return []
+        return self.position.step(None, Role.LEADING if leads else Role.FOLLOWING, [Leads(leads)])
+
+    def stalled(self, members: tuple[str, ...]) -> list[Stalled]:
+        """Says it when too few members to decide anything begin or cease to give signs of life."""
+        alive = [m for m in members if m in self._alive]
+        missing = () if len(alive) >= votes_needed(len(members)) else tuple(m for m in members if m not in alive)
+        if missing == self._missing:
+            return []
+        self._missing = missing
+        return [Stalled(missing)]
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether too few members give signs of life."""
+        return bool(self._missing)
+
+    def living(self, members: tuple[str, ...]) -> frozenset[str]:
+        """Those of the members that give signs of life."""
+        return frozenset(m for m in members if m in self._alive)
+
+    def next_members(self, members: tuple[str, ...], out: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """The members of the round after the one that `members` decide. `out`: the operators that were taken out."""
+        silent = REPLACE_LEASES * self.manifest.timing.gone_after
+        spares = [o for o in self._operators if o not in (*members, *out) and o in self._alive]
+        return tuple(
+            spares.pop(0) if spares and m != self.peer and self._now - self._heard[m] >= silent else m for m in members
+        )

@@ -1,0 +1,20 @@
+"""What a member of the quorum has against a commit (protocol/round/fairness.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Unfair:
+    """What is wrong with a commit, for a reader. `lie`: nobody honest writes this, else it is a doubt. `again`: the leader gave this node
+    reason to doubt it before, so it is treated as one that lies; its commit may be an honest one all the same."""
+
+    reason: str
+    lie: bool
+    again: bool = False
+
+    @property
+    def accuses(self) -> bool:
+        """Whether the leader is named to the operator, and leads no more for many rounds."""
+        return self.lie or self.again

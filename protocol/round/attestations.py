@@ -1,0 +1,226 @@
+"""Who attested which state: every peer that holds shards says their digests after each round, and they are compared.
+
+All who hold a shard after a round must hold the same bits of it. What the witnesses among them have, by their weight
+(protocol/ledger/witnesses.py), is taken for right. A peer that has something else has *diverged*, and its work of the next round does
+not count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from protocol.wire.commit import Diverged
+from protocol.wire.session import Attest
+
+Weights = Mapping[str, int]
+"""Of the witnesses, above zero; nobody else counts."""
+
+
+def majority(attested: Mapping[str, Mapping[str, str]], weights: Weights) -> dict[str, str]:
+    """The digest of each shard that has most of the weight, none where there is a tie or no witness. `attested`: {peer: {shard: digest}}."""
+    counts: dict[str, Counter[str]] = {}
+    for peer, digests in attested.items():
+        if peer in weights:
+            for shard, digest in digests.items():
+                counts.setdefault(shard, Counter())[digest] += weights[peer]
+    found = {}
+    for shard, counted in counts.items():
+        ranked = counted.most_common(2)
+        if len(ranked) == 1 or ranked[0][1] > ranked[1][1]:
+            found[shard] = ranked[0][0]
+    return found
+
+
+def diverged(attested: Mapping[str, Mapping[str, str]], right: Mapping[str, str], ties: bool = False) -> list[Diverged]:
+    """Who of `attested`, {peer: {shard: digest}}, has other bits than the majority, which is `right`.
+
+    With `ties`, nobody is right about a shard of which some say one thing and some another, and that has no majority.
+    """
+    known: dict[str, set[str]] = {}
+    for digests in attested.values():
+        for shard, digest in digests.items():
+            known.setdefault(shard, set()).add(digest)
+    return [
+        Diverged(peer=peer, shard=shard)
+        for peer, digests in sorted(attested.items())
+        for shard, digest in sorted(digests.items())
+        if (right[shard] != digest if shard in right else ties and len(known[shard]) > 1)
+    ]
+
+
+def _holds(known: Mapping[str, str], right: Mapping[str, str], shards: Iterable[str]) -> bool:
+    return all(shard in known and known[shard] == right.get(shard, known[shard]) for shard in shards)
+
+
+@dataclass(frozen=True, slots=True)
+class Attested:
+    """What was attested of one round up to now, {peer: {shard: digest}}, and what is right; what comes later does not change it."""
+
+    known: Mapping[str, Mapping[str, str]]
+    majority: Mapping[str, str]
+
+    def holds(self, peer: str, shards: Iterable[str]) -> bool:
+        """As `Attestations.holds`."""
+        return _holds(self.known.get(peer, {}), self.majority, shards)
+
+
+class _Shard:
+    """What was attested of one shard after one round, counted as it comes. `digests`: who has which; `_weight`: of the witnesses that have a
+    digest, of as few digests as there are opinions among them."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, dict[str, None]] = {}
+        self._weight: Counter[str] = Counter()
+
+    def sure(self, total: int) -> str | None:
+        """What more than half of the weight of all witnesses has, which is `total`, whatever the others will say."""
+        ranked = self._weight.most_common(1)
+        return ranked[0][0] if ranked and 2 * ranked[0][1] > total else None
+
+    @property
+    def right(self) -> str | None:
+        """What most of the weight has, None in a tie."""
+        ranked = self._weight.most_common(2)
+        return ranked[0][0] if ranked and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]) else None
+
+    def add(self, peer: str, digest: str, weight: int) -> None:
+        """`peer`, of whom nothing was known, has this."""
+        self.digests.setdefault(digest, {})[peer] = None
+        if weight:
+            self._weight[digest] += weight
+
+    def remove(self, peer: str, digest: str, weight: int) -> None:
+        """`peer` has this no more."""
+        have = self.digests[digest]
+        del have[peer]
+        if not have:
+            del self.digests[digest]
+        if weight:
+            self._weight[digest] -= weight
+            if not self._weight[digest]:
+                del self._weight[digest]
+
+    def wrong(self, ties: bool) -> list[str]:
+        """Who has something else than what is right; with `ties`, everybody where nothing is. As many steps as that are peers."""
+        right = self.right
+        if right is None and not ties:
+            return []
+        return [peer for digest, have in self.digests.items() if digest != right for peer in have]
+
+
+class _Round:
+    """What was attested of one round. `majority`: by shard, without those that have a tie; `split`: the shards of which not all have the
+    same; `reported`: who was told to have diverged."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self.known: dict[str, dict[str, str]] = {}
+        self.majority: dict[str, str] = {}
+        self.split: dict[str, None] = {}
+        self.reported: set[tuple[str, str]] = set()
+        self._shards: dict[str, _Shard] = {}
+
+    def take(self, peer: str, digests: Mapping[str, str]) -> None:
+        """`peer` has these, whatever it said before."""
+        before, weight = self.known.get(peer, {}), self._weights.get(peer, 0)
+        for name, digest in before.items():
+            if digests.get(name) != digest:
+                self._shards[name].remove(peer, digest, weight)
+        for name, digest in digests.items():
+            if before.get(name) != digest:
+                self._shards.setdefault(name, _Shard()).add(peer, digest, weight)
+        self.known[peer] = dict(digests)
+        for name in {**before, **digests}:
+            self._judge(name)
+
+    def sure(self) -> dict[str, str]:
+        """By shard, what more than half of the weight of all witnesses has."""
+        total = sum(self._weights.values())
+        found = ((name, shard.sure(total)) for name, shard in self._shards.items())
+        return {name: digest for name, digest in found if digest is not None}
+
+    def _judge(self, name: str) -> None:
+        shard = self._shards[name]
+        right = shard.right
+        if right is None:
+            self.majority.pop(name, None)
+        else:
+            self.majority[name] = right
+        if len(shard.digests) > 1:
+            self.split[name] = None
+        else:
+            self.split.pop(name, None)
+
+    def diverged(self, ties: bool) -> list[Diverged]:
+        """Who has other bits than the majority, by peer and shard."""
+        wrong: dict[str, set[str]] = {}
+        for name in self.split:
+            for peer in self._shards[name].wrong(ties):
+                wrong.setdefault(peer, set()).add(name)
+        return [Diverged(peer=peer, shard=shard) for peer in sorted(wrong) for shard in sorted(wrong[peer])]
+
+
+class Attestations:
+    """What was attested of the last rounds. An attestation costs as many steps as it has shards, and as peers have diverged. `weights()`
+    are those of who counts, for a round of which nothing was attested yet."""
+
+    def __init__(self, weights: Callable[[], Weights]) -> None:
+        self._weights = weights
+        self._rounds: dict[int, _Round] = {}
+        self._newest: dict[str, int] = {}
+
+    @property
+    def rounds(self) -> tuple[int, ...]:
+        """The rounds of which anything is known."""
+        return tuple(self._rounds)
+
+    def of(self, round: int) -> Mapping[str, Mapping[str, str]]:
+        """{peer: {shard: digest}} after `round`."""
+        return self._rounds[round].known if round in self._rounds else {}
+
+    def newest(self, peer: str) -> int:
+        """The newest round whose state `peer` attested, -1 for none, or one that was forgotten."""
+        return self._newest.get(peer, -1)
+
+    def add(self, peer: str, attest: Attest) -> list[Diverged]:
+        """Takes what `peer` attested; returns who has diverged, as far as known, and was not named for it before."""
+        round = self._rounds.get(attest.round)
+        if round is None:
+            round = self._rounds[attest.round] = _Round(self._weights())
+        if round.known.get(peer) == attest.digests:
+            return []
+        self._newest[peer] = max(self.newest(peer), attest.round)
+        round.take(peer, attest.digests)
+        fresh = [d for d in round.diverged(False) if (d.peer, d.shard) not in round.reported]
+        round.reported.update((d.peer, d.shard) for d in fresh)
+        return fresh
+
+    def forget(self, before: int) -> None:
+        """Forgets what was attested of the rounds before `before`."""
+        for round in [r for r in self._rounds if r < before]:
+            del self._rounds[round]
+        self._newest = {peer: round for peer, round in self._newest.items() if round >= before}
+
+    def majority(self, round: int) -> dict[str, str]:
+        """The digest of each shard after `round` that most of the weight has; shards with a tie are left out."""
+        return dict(self._rounds[round].majority) if round in self._rounds else {}
+
+    def sure(self, round: int) -> dict[str, str]:
+        """The digest of each shard after `round` that more than half of all weight has: whoever is still silent cannot change it."""
+        return self._rounds[round].sure() if round in self._rounds else {}
+
+    def diverged(self, round: int, ties: bool = False) -> list[Diverged]:
+        """Who has other bits after `round` than the majority; `ties` as above."""
+        return self._rounds[round].diverged(ties) if round in self._rounds else []
+
+    def holds(self, peer: str, round: int, shards: Iterable[str]) -> bool:
+        """Whether `peer` attested all of `shards` after `round`, and nothing speaks against its bits."""
+        return _holds(
+            self.of(round).get(peer, {}), self._rounds[round].majority if round in self._rounds else {}, shards
+        )
+
+    def snapshot(self, round: int) -> Attested:
+        """What was attested after `round`. As many steps as that are peers, and no copy of what they attested: that is never changed."""
+        return Attested(dict(self.of(round)), self.majority(round))

@@ -1,0 +1,258 @@
+"""Who is in the chains of the open round: the plan, and how chains were reconfigured since.
+
+This is a part of the leader's machine (protocol/round/leader.py), and pure.
+
+A member whose neighbour is lost reports it (`ChainFailure`) and keeps its work. The leading node answers with a
+`ChainReconfig`: the chain's members under the next *generation*. A generation is the number of reconfigurations that
+this replica has had in the round; the chain of the plan has generation 0. The plan in the log stays as it is, and the
+commit's contribution says who took part. What happens to a chain that lost a member:
+
+    a member has offered its stage    the inner steps are done: all are told to offer what they have
+    a spare is ready                  it takes the member's place; ready means that it attested the state before
+                                      the round, holds the stage's shards, and has enough memory
+    else, once per member and round   the same members go on: the lost one may be back, as it was or from its
+                                      checkpoint
+    else                              nobody goes on: the chain's round is over, and its members keep their work
+                                      in the error feedback
+
+Four cases differ. A member of whom its neighbour says that it lies (protocol/round/quarrels.py) does not go on: without a
+spare the chain's round is over. A member that dies before its neighbours had streams to it is reported by nobody: the leading node
+replaces a member that is absent (protocol/round/presence.py) as soon as a spare is ready, and waits as long as there
+is none. A stage that has become slow (protocol/planning/pipeline_model.py) is reported by the first stage; it is
+replaced if a spare is ready, else nothing happens. A chain that was reconfigured MAX_GENERATIONS times ends its
+round.
+
+The first report of a generation decides, and a report of an older generation is answered with the present
+`ChainReconfig`. That is repeated until every member follows it, which the members tell to all nodes: so the next
+leader knows it. A node that does not know of a reconfiguration does no harm: it ignores the spare's offers, and the
+replica is left out. The next plan keeps a reconfigured chain as it is; a member that was lost is planned again once it
+was heard again. Two nodes that both believe to lead may give one generation to two chains. The members then find
+each other only under the same names, report again, and the higher generation counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from protocol.identity import short_peer
+from protocol.round.offers import Offers
+from protocol.round.quarrels import LIES
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.session import ChainFailure, ChainReconfig
+
+MAX_GENERATIONS = 32
+"""A chain whose generation would reach this ends its round."""
+SLOW = "has become slow"
+"""The reason of a report that may remain without consequence: the chain still trains."""
+
+
+def reconfigured(plan: Plan, reconfig: ChainReconfig) -> Plan | None:
+    """`plan` with the members that `reconfig` names; None where `plan` does not allow them."""
+    spec = plan.find(reconfig.replica)
+    if spec is None or reconfig.round != plan.round or not spec.is_chain or not plan.allows(spec, reconfig.peers):
+        return None
+    stages = tuple(dataclasses.replace(s, peer=p) for s, p in zip(spec.stages, reconfig.peers, strict=True))
+    return plan.replaced(dataclasses.replace(spec, stages=stages))
+
+
+class ChainRoster:
+    """The chains of one round, by the number of their replica.
+
+    `plan` has the members of now; the roster begins with the plan that the log has, None where it has none.
+    `reconfigs` has the newest reconfiguration of each chain that had one. `away` are the peers that were lost and not
+    heard since. `changes`: how many reconfigurations there were.
+    """
+
+    def __init__(self, plan: Plan | None) -> None:
+        self.plan = plan
+        self.reconfigs: dict[int, ChainReconfig] = {}
+        self.away: set[str] = set()
+        self.changes = 0
+        self._index: tuple[Plan | None, dict[int, ReplicaSpec], dict[str, int]] | None = None
+        self._logged = plan
+        self._retried: set[tuple[int, str]] = set()
+        self._followers: set[tuple[int, int, str]] = set()
+        self._seats: dict[str, int] = {}
+
+    def find(self, replica: int) -> ReplicaSpec | None:
+        """The replica with this number, as it is now."""
+        return self._indexed()[0].get(replica)
+
+    def versions(self, replica: int) -> tuple[ReplicaSpec | None, ReplicaSpec | None]:
+        """The replica with this number as it was planned, and as it is now."""
+        return self._logged.find(replica) if self._logged is not None else None, self.find(replica)
+
+    def replica_of(self, peer: str) -> int | None:
+        """The number of the replica that `peer` is a member of now."""
+        return self._indexed()[1].get(peer)
+
+    def offered_by(self, peer: str, number: int) -> ReplicaSpec | None:
+        """What an offer of `peer` to the replica with this number is of: that one, if it is a member; a spare may have been named twice, by
+        two leaders. Else the replica that has it."""
+        named, own = self.find(number), self.replica_of(peer)
+        if named is not None and peer in named.peers:
+            return named
+        return None if own is None else self.find(own)
+
+    def _indexed(self) -> tuple[dict[int, ReplicaSpec], dict[str, int]]:
+        """The replicas by number, and the first one of each peer."""
+        if self._index is None or self._index[0] is not self.plan:
+            replicas = self.plan.replicas if self.plan is not None else ()
+            of = {peer: r.number for r in reversed(replicas) for peer in r.peers}
+            self._index = (self.plan, {r.number: r for r in replicas}, of)
+        return self._index[1:]
+
+    def seat_of(self, peer: str) -> int | None:
+        """The number of the seat that `peer` has taken, if it has."""
+        return self._seats.get(peer)
+
+    @property
+    def seats(self) -> set[int]:
+        """The numbers of the seats that are taken."""
+        return set(self._seats.values())
+
+    def take_seat(self, peer: str, layers: int, number: int | None = None) -> ReplicaSpec | None:
+        """`peer` takes a seat, the one with this number or the first free one; None where there is none. `layers`: of the model."""
+        assert self.plan is not None
+        taken = self.seats
+        free = [s.number for s in self.plan.seats if s.number not in taken and number in (None, s.number)]
+        found = self.plan.taken(free[0], (peer,), layers) if free else None
+        if found is not None:
+            self._seats[peer] = found.number
+            self.plan = self.plan.seated(found)
+        return found
+
+    def ended(self, replica: int) -> str | None:
+        """Why this chain's round is over, if it is."""
+        reconfig = self.reconfigs.get(replica)
+        return reconfig.reason if reconfig is not None and not reconfig.peers else None
+
+    def generation(self, replica: int) -> int:
+        """How often this chain was reconfigured."""
+        return self.reconfigs[replica].generation if replica in self.reconfigs else 0
+
+    def follows(self, peer: str, reconfig: ChainReconfig) -> None:
+        """`peer` says that it follows `reconfig`. It may be news to this node; only a known member can bring news."""
+        logged = self._logged.find(reconfig.replica) if self._logged is not None else None
+        if logged is None or peer not in (reconfig.peers or logged.peers) or reconfig.generation > MAX_GENERATIONS:
+            return
+        if reconfig.generation > self.generation(reconfig.replica) and peer in self.audience(reconfig.replica):
+            self._adopt(reconfig)
+        if self.reconfigs.get(reconfig.replica) == reconfig:
+            self._followers.add((reconfig.replica, reconfig.generation, peer))
+
+    def reported(self, peer: str, failure: ChainFailure) -> ChainReconfig | ReplicaSpec | None:
+        """What `peer` is to hear of its report: the newest reconfiguration, which it does not know; or its chain, which has to change; or
+        nothing."""
+        spec, known = self.find(failure.replica), self.reconfigs.get(failure.replica)
+        if spec is None or failure.generation > self.generation(failure.replica):
+            return None
+        is_member = peer in spec.peers
+        if known is not None and (failure.generation < known.generation or not known.peers or not is_member):
+            return known
+        return spec if is_member and spec.is_chain else None
+
+    def _adopt(self, reconfig: ChainReconfig) -> None:
+        """Makes `reconfig` the newest one of its chain, unless the plan does not allow it."""
+        assert self._logged is not None
+        assert self.plan is not None
+        if reconfig.round != self._logged.round:
+            return
+        if reconfig.peers:
+            found = reconfigured(self._logged, reconfig)
+            if found is None:
+                return
+            self.plan = self.plan.replaced(found.replica(reconfig.replica))
+        self.reconfigs[reconfig.replica] = reconfig
+        self.changes += 1
+        self._followers = {who for who in self._followers if who[0] != reconfig.replica}
+
+    def lost(
+        self, peer: str, reason: str, must_go_on: bool, offers: Offers, suits: Callable[[str, StageSpec], bool]
+    ) -> ChainReconfig | None:
+        """How the chain of `peer`, if it is in one, goes on. None: it is waited for.
+
+        `must_go_on`: without a spare, the chain does not wait. `suits`: as for `replace`.
+        """
+        replica = self.replica_of(peer)
+        if replica is None or self.plan is None:
+            return None
+        spec = self.plan.replica(replica)
+        if self.ended(replica) or not spec.is_chain:
+            return None
+        steps, text, lies = offers.steps(spec), f"peer {short_peer(peer)}: {reason}", reason.startswith(LIES)
+        if offers.of(replica, peer) is not None:
+            return self.renew(replica, spec.peers, text, steps) if must_go_on else None
+        found = self.replace(replica, peer, text, steps, suits)
+        if found is not None or not must_go_on:
+            return found
+        return self.go_on_without_spare(replica, peer, text, steps, may_return=not (lies or offers.has_failed(peer)))
+
+    def replace(
+        self,
+        replica: int,
+        lost: str,
+        reason: str,
+        steps: int,
+        suits: Callable[[str, StageSpec], bool],
+    ) -> ChainReconfig | None:
+        """Puts a spare in the place of the member `lost`; None where no spare is ready.
+
+        `suits` says whether a spare is ready for a stage. `steps` > 0: that many inner steps are done by all.
+        """
+        assert self.plan is not None
+        spec = self.plan.replica(replica)
+        stage = spec.stage_of(lost)
+        spare = next((s for s in self.plan.spares if self._is_free(s) and suits(s, stage)), None)
+        if spare is None:
+            return None
+        self.away.add(lost)
+        return self.renew(replica, tuple(spare if p == lost else p for p in spec.peers), reason, steps)
+
+    def _is_free(self, spare: str) -> bool:
+        assert self.plan is not None
+        return spare not in self.away and self.plan.replica_of(spare) is None
+
+    def go_on_without_spare(self, replica: int, lost: str, reason: str, steps: int, may_return: bool) -> ChainReconfig:
+        """Keeps the members, once for each that is lost and may return; else ends the chain's round."""
+        assert self.plan is not None
+        if may_return and (replica, lost) not in self._retried:
+            self._retried.add((replica, lost))
+            return self.renew(replica, self.plan.replica(replica).peers, reason, steps)
+        self.away.add(lost)
+        return self.renew(replica, (), f"{reason}; no spare is ready", 0)
+
+    def renew(self, replica: int, peers: tuple[str, ...], reason: str, steps: int) -> ChainReconfig:
+        """Gives the chain a new generation with these members; without members its round is over."""
+        assert self.plan is not None
+        generation = self.generation(replica) + 1
+        if generation >= MAX_GENERATIONS:
+            peers, steps, reason = (), 0, f"its chain failed too often, the last time: {reason}"
+        reconfig = ChainReconfig(
+            round=self.plan.round,
+            replica=replica,
+            generation=generation,
+            peers=peers,
+            steps=steps,
+            reason=reason[:200],
+        )
+        self._adopt(reconfig)
+        return reconfig
+
+    def not_following(self) -> list[tuple[str, ChainReconfig]]:
+        """Whom a reconfiguration concerns who has not said yet that it follows it."""
+        assert self._logged is not None
+        return [
+            (peer, reconfig)
+            for replica, reconfig in self.reconfigs.items()
+            for peer in reconfig.peers or self._logged.replica(replica).peers
+            if (replica, reconfig.generation, peer) not in self._followers
+        ]
+
+    def audience(self, replica: int) -> tuple[str, ...]:
+        """Everybody whom a reconfiguration of this chain concerns: its members by the log and those of now."""
+        assert self._logged is not None
+        assert self.plan is not None
+        members = (*self._logged.replica(replica).peers, *self.plan.replica(replica).peers)
+        return tuple(dict.fromkeys(members))

@@ -1,0 +1,321 @@
+"""Which commits a member of the quorum votes for: those that it could have proposed itself, from what it holds. Pure.
+
+The leading node proposes, and may lie. So each member compares what is proposed with what it knows (`Sight`), before it votes
+(protocol/quorum/acceptor.py). What it finds is one of two kinds:
+
+    a lie    nobody honest writes this, whatever he has seen: weights that are not the tokens of the work, plans of blocks that do not
+             exist, text that was given before. It follows from the log, the manifest and the commit alone.
+    a doubt  this node has seen something else: work that is complete here is left out, a peer has less memory than it is given,
+             what is planned trains far less than what this node's own planner makes of the same peers. Two honest nodes may have
+             seen different things for a while, since a message was late or a connection broke.
+
+A commit with either gets no vote, and its leader is skipped (protocol/quorum/leadership.py): for many rounds after a lie, for
+this round after a doubt. Nobody is accused for one doubt, and nobody is skipped for a second one in the same round, or bad weather
+could keep honest nodes from each other for ever. Who gives reason to doubt again and again is accused, too (`Doubts`). A node that has just
+started doubts nothing; what it does not know is no reason.
+
+A doubt may be wrong for long: quarrels (protocol/round/quarrels.py) that were reported while this node was away, for example, are nowhere
+in the log. So where more leaders than may lie give reason for the same doubt, it is this node that has not seen what they have: the doubt
+is taken back, and is not raised for REMEMBERED_ROUNDS. A liar is alone with what it does, or among as few as a quorum bears.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+
+from protocol.identity import short_peer
+from protocol.ledger import board, ranges, rules, schedule
+from protocol.ledger.run_state import RunState
+from protocol.planning import arrange, budget, partition
+from protocol.planning.partition import Candidate
+from protocol.planning.planner import arranged
+from protocol.quorum.unfair import Unfair
+from protocol.round import grace, judging, newcomers, seats
+from protocol.round.leader import Leader
+from protocol.round.leader_events import Phase
+from protocol.round.questions import Question
+from protocol.run.manifest import Manifest
+from protocol.wire.bounds import LEAST_COMPARED
+from protocol.wire.commit import Commit, Contribution, liars_borne
+from protocol.wire.plan import Plan, ReplicaSpec
+
+DAY = 86400.0
+"""Seconds that the time of day in a commit may differ from a member's own."""
+WORTH = 0.6
+"""A plan brings at least this share of the tokens per second of a member's own plan of the same peers."""
+RANGES = 2.0
+"""So many times the share of a range of addresses may be planned for one: each node sees by itself where peers come from."""
+LIES = 2.0
+"""So many doubts about one leader are as bad as a lie."""
+FORGIVEN = 0.25
+"""Of a doubt, with every round of the leader that gives no reason for any."""
+REMEMBERED_ROUNDS = 64
+"""For so long a node remembers who gave it reason for which doubt."""
+_FIGURES = re.compile(r"\d[\d.e+]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What a node knows when it is asked to vote, as it was then."""
+
+    state: RunState
+    """The log, as this node has it."""
+    chains: Plan | None
+    """The plan of the open round with its repaired chains and its taken seats, None where the round has none."""
+    wall: float
+    """The time of day, in Unix seconds."""
+    settled: bool = False
+    """Whether this node has run for a lease or longer."""
+    waited: float = 0.0
+    """Seconds since the round began."""
+    complete: Mapping[int, Contribution] = field(default_factory=dict)
+    """Contributions of which all is here, by replica."""
+    since: Mapping[int, float] = field(default_factory=dict)
+    """Seconds after the round's beginning at which each was complete."""
+    ready: Mapping[str, Candidate] = field(default_factory=dict)
+    """Announced peers."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Digests of shards that more than half of the witnesses' weight attests."""
+    attested: Mapping[str, Set[str]] = field(default_factory=dict)
+    """All digests that anybody attests, by shard."""
+    living: Set[str] = frozenset()
+    """Members of the quorum that give signs of life."""
+    present: Set[str] = frozenset()
+    """Operators that give signs of life."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the run."""
+        return self.state.manifest
+
+
+def lie_in(sight: Sight, commit: Commit) -> Unfair | None:
+    """The first violation of a rule in `commit` (protocol/ledger/rules.py), None where there is none."""
+    return next((Unfair(found.reason, True) for found in rules.check(sight.state, commit)), None)
+
+
+def unjust_in(
+    sight: Sight, commit: Commit, read: Callable[[str], bytes], known: judging.Known = judging.find_out
+) -> Unfair | None:
+    """A verdict on a contribution that is not the rule's, which is a lie; None where there is none. `read`: payloads and lists of parts by
+    their names; `known`: what was found in payloads. Raises what these raise. Takes as long as decoding what is not known."""
+    here = [sight.complete[x.replica] for x in commit.left_out if x.judged is not None and x.replica in sight.complete]
+    out = [c for c in here if any(x.judged == judging.name_of(c) for x in commit.left_out)]
+    updates = {c.replica: judging.held(sight.manifest, c, read, known) for c in (*commit.contributions, *out)}
+    trial = sight.state.standing.tried(commit)
+    judged = len(commit.contributions) + sum(x.judged is not None for x in commit.left_out)
+    last = sight.state.last if judged >= LEAST_COMPARED or trial else ()
+    before = judging.Before(sight.state.medians, tuple(judging.held(sight.manifest, c, read, known) for c in last))
+    why = judging.why_unjust(sight.manifest, commit, updates, before, trial)
+    return None if why is None else Unfair(f"is unjust: {why}", True)
+
+
+def doubt_in(sight: Sight, commit: Commit) -> Unfair | None:
+    """The first reason to doubt a commit without lies; None where this node could have proposed it, or knows too little to tell. Takes as
+    long as a plan of the peers that it names."""
+    return next((Unfair(reason, False) for reason in _doubts(sight, commit)), None) if sight.settled else None
+
+
+# --- what this node has seen otherwise
+
+
+def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
+    if abs(commit.time - sight.wall) > DAY:
+        yield "has a time that is more than a day from this node's"
+    yield from board.doubts(sight.manifest, sight.state.head, commit, sight.living, sight.present)
+    lease = sight.manifest.timing.gone_after
+    only_guests = commit.joined and not (commit.contributions or commit.plan or commit.decree)
+    if only_guests and sight.state.latest is not None and sight.waited < lease / 2:
+        yield "ends a round for newcomers alone, before anybody could bring work"
+    yield from _left_out(sight, commit)
+    for contribution in commit.contributions:
+        here = sight.complete.get(contribution.replica)
+        if here is not None and here != dataclasses.replace(contribution, scale=here.scale, standing=here.standing):
+            yield f"counts other work of replica {contribution.replica} than was offered here"
+    for shard, digest in commit.digests.items():
+        if shard in sight.digests and digest not in sight.attested.get(shard, ()):
+            yield f"says of the state of {shard} what nobody attested here"
+    if commit.plan is not None:
+        yield from _feasible(sight, commit.plan)
+        yield from _worth(sight, commit, commit.plan)
+        of = {peer: known.range for peer, known in sight.ready.items()}
+        part, most = ranges.largest(sight.manifest, commit.plan, of, _range_share(sight, commit))
+        if part > RANGES * most:
+            yield f"plans {part:.0%} for one range of addresses"
+
+
+def _left_out(sight: Sight, commit: Commit) -> Iterator[str]:
+    """Work that is complete here is left out only where the round was over before it came."""
+    manifest, lease = sight.manifest, sight.manifest.timing.gone_after
+    judged = {x.replica: x.judged for x in commit.left_out if x.judged is not None}
+    makers = {x.replica: x.peers for x in commit.left_out}
+    named = {x.replica for x in commit.left_out if judged.get(x.replica) is None}
+    for number in sorted(judged.keys() & sight.complete.keys()):
+        if judged[number] != judging.name_of(sight.complete[number]) or makers[number] != sight.complete[number].peers:
+            yield f"judges other work of replica {number} than was offered here"
+    taken = {c.replica for c in commit.contributions}
+    offered = [(at, sight.complete[n].tokens) for n, at in sight.since.items() if n in sight.complete and n in taken]
+    new = newcomers.are_new(sight.state.standing, sight.state.plan)
+    for number in sorted(named & sight.complete.keys()):
+        spec = sight.chains.find(number) if sight.chains is not None else None
+        if sight.waited - sight.since.get(number, sight.waited) >= lease:
+            yield f"leaves out replica {number}, all of whose work has been here for long"
+        elif sight.waited + lease / 2 >= manifest.timing.round_deadline or number in new:
+            continue
+        elif spec is not None and not grace.is_over(manifest, offered, [spec], sight.waited + lease / 2):
+            yield f"leaves out replica {number}, all of whose work is here, before the round was over"
+
+
+def _feasible(sight: Sight, plan: Plan) -> Iterator[str]:
+    """Everybody can hold what he is given, as far as this node has heard of him."""
+    for replica in (*plan.replicas, *plan.forming):
+        for stage in replica.stages:
+            known = sight.ready.get(stage.peer)
+            if known is not None and not budget.fits(sight.manifest, known.budget, stage.first, stage.last):
+                yield f"plans more for {short_peer(stage.peer)} than it has memory for"
+
+
+def _worth(sight: Sight, commit: Commit, plan: Plan) -> Iterator[str]:
+    """What is planned brings about as much as this node's own planner makes of the same peers."""
+    if not plan.peers <= sight.ready.keys():
+        return  # it has not heard of all: it cannot tell
+    share = _range_share(sight, commit)
+    limited = share < 1  # then strangers may be spares, of whom another node sees a range
+    idle = {peer for peer in plan.spares if limited and not sight.state.standing.is_exempt(peer)}
+    there = tuple(sight.ready[peer] for peer in sorted(plan.peers - idle))
+    if not plan.spares and sight.chains is not None and _alike(plan.replicas, sight.chains.replicas):
+        return  # nothing changes, and everybody trains
+    question = Question(
+        manifest=sight.manifest,
+        candidates=there,
+        round=plan.round,
+        previous=sight.chains or sight.state.latest,
+        contributions=commit.contributions,
+        left_out=commit.left_out,
+        attested=None,
+        range_share=share,
+    )
+    own = question.answer()
+    if own is None:
+        return
+    value, most = _rate(sight.manifest, there, plan), _rate(sight.manifest, there, own)
+    if value < WORTH * most:
+        yield f"plans {value:.4g} tokens a second where {most:.4g} are possible"
+
+
+def _range_share(sight: Sight, commit: Commit) -> float:
+    """What strangers of one range of addresses may have of the plan that `commit` brings."""
+    return schedule.limits(sight.manifest, commit.schedule).range_share
+
+
+def _alike(some: tuple[ReplicaSpec, ...], others: tuple[ReplicaSpec, ...]) -> bool:
+    return [(r.number, r.stages) for r in some] == [(r.number, r.stages) for r in others]
+
+
+def _rate(manifest: Manifest, there: tuple[Candidate, ...], plan: Plan) -> float:
+    """Tokens per second of a plan as soon as all that is forming has begun."""
+    later = {peer for replica in plan.forming for peer in replica.peers}
+    replicas = [*plan.forming, *(replica for replica in plan.replicas if later.isdisjoint(replica.peers))]
+    return sum(arrange.rates(manifest, there, [arranged(replica) for replica in replicas], float("inf")))
+
+
+# --- what a node sees
+
+
+def sight_of(
+    leader: Leader,
+    wall: float,
+    now: float,
+    settled: bool,
+    living: Set[str] = frozenset(),
+    present: Set[str] = frozenset(),
+) -> Sight:
+    """What the node whose machine this is knows now; nothing of it changes later. `settled`: whether it has run for a lease."""
+    verdicts, waited = leader.seen(now)
+    known = leader.attestations.of(leader.round - 1)
+    attested: dict[str, set[str]] = {}
+    for digests in known.values():
+        for shard, digest in digests.items():
+            attested.setdefault(shard, set()).add(digest)
+    return Sight(
+        state=leader.state,
+        chains=leader.roster.plan,
+        wall=wall,
+        settled=settled,
+        waited=waited,
+        complete=dict(verdicts.complete),
+        since=dict(verdicts.since),
+        ready={c.peer: c for c in leader.marked(leader.ready.values())},
+        digests=leader.attestations.sure(leader.round - 1),
+        attested=attested,
+        living=living,
+        present=present,
+    )
+
+
+def is_due(leader: Leader, now: float) -> bool:
+    """Whether this node would propose the commit of the open round now, if it led."""
+    manifest = leader.manifest
+    if leader.phase not in (Phase.GATHERING, Phase.OPEN):
+        return False
+    verdicts, waited = leader.seen(now)
+    if not leader.has_begun:
+        if leader.phase is Phase.OPEN and waited < manifest.timing.gone_after:
+            return False
+        there = leader.candidates()
+        enough = len(there) >= manifest.start_peers
+        return enough and partition.split(manifest, partition.strongest(manifest, there)) is not None
+    if verdicts.pending and waited < manifest.timing.round_deadline:
+        new = leader.newcomers.numbers  # another node may be more patient with them than this one
+        return bool(verdicts.complete) and not seats.waits(manifest, leader.roster, verdicts, new, waited)
+    return bool(verdicts.complete) or waited >= manifest.timing.gone_after
+
+
+class Doubts:
+    """What one node has held against each leader."""
+
+    def __init__(self) -> None:
+        self._weight: dict[str, float] = {}
+        self._doubted = -1
+        self._raised: dict[
+            str, dict[str, int]
+        ] = {}  # by what is doubted: which leaders gave reason, and in which round last
+
+    def weigh(self, leader: str, round: int, found: Unfair | None, members: int) -> Unfair | None:
+        """What comes of it when `found` is wrong with a commit of `round` that `leader` proposes to so many members: nothing, where this
+        round has been held up for a doubt already, or where it is a doubt about too many leaders to be right; one that accuses, where
+        there were doubts about this leader before."""
+        if found is None or found.lie:
+            return found
+        if self._is_wrong(leader, round, found, members) or self._doubted == round:
+            return None
+        self._doubted = round
+        self._weight[leader] = self._weight.get(leader, 0.0) + 1.0
+        again = self._weight[leader] >= LIES
+        return (
+            dataclasses.replace(found, reason=f"{found.reason}, not for the first time", again=True) if again else found
+        )
+
+    def _is_wrong(self, leader: str, round: int, found: Unfair, members: int) -> bool:
+        """Whether more leaders than may lie give reason for this doubt, whatever its figures; then none of them is held to anything."""
+        self._raised = {
+            what: recent
+            for what, since in self._raised.items()
+            if (recent := {other: at for other, at in since.items() if at + REMEMBERED_ROUNDS >= round})
+        }
+        leaders = self._raised.setdefault(_FIGURES.sub("#", found.reason), {})
+        leaders[leader] = round
+        if len(leaders) <= max(1, liars_borne(members)):
+            return False
+        for other in leaders:
+            self._weight.pop(other, None)
+        return True
+
+    def decided(self, leader: str) -> None:
+        """A round is decided that `leader` proposed: nothing was wrong with it."""
+        left = self._weight.pop(leader, 0.0) - FORGIVEN
+        if left > 0:
+            self._weight[leader] = left

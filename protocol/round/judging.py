@@ -1,0 +1,385 @@
+"""Which contributions of a round count, and how much: judged by what their payloads hold, not by what is said of them. Pure.
+
+    clip        an update that is longer than the round's limit counts as one of that length: its scale is limit / norm
+    agreement   the cosine of an update with the sum of the others', each clipped: who has far less than most works against them, or
+                for nothing, and so does who has a negative one in a single shard; who has far more is made of theirs
+    copies      of two updates with almost the same entries and values, the one that came later; and what repeats the round before
+
+Honest updates, trained on different text, agree a little: they have cosines of 0.05 to 0.3 with the sum of the others', noise has
+none, and what undoes the others' work has a negative one. Whoever agrees least is left out first, and the others are compared anew
+without it, until nobody is far off. So the verdict about those that are left is the same whether the others are known or not, and
+whoever reads a log can check it. Where even most agree no more than chance has it, nobody is left out for it.
+
+The limit is a multiple of the median of the norms, which counts as no more than twice, and no less than half, of what the last
+rounds of the log had. Among fewer than LEAST_COMPARED contributions only norms count. More than PANEL are compared in panels. Which tiles of a
+large model are compared, and who with whom, follows from all offers of the round: whoever makes one cannot know it.
+
+Those on probation (protocol/ledger/standing.py) say nothing about anybody: the others are judged as if they were not there, and each
+of them is then compared with those that count, and is no copy of another one of them. So whoever has many names has no say by them.
+
+protocol/round/comparing.py says why every machine comes to the same verdict.
+
+Long because the rule and what checks it belong together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from protocol.ledger import part_lists, run_state
+from protocol.round import comparing
+from protocol.round.comparing import Examined, Floats, Measured, Update
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+from protocol.wire.bounds import LEAST_COMPARED, LEAST_SCALE
+from protocol.wire.commit import Commit, Contribution, Part
+
+MEDIAN_NEEDS = 3
+"""Among fewer contributions than this no median is taken."""
+NORM_LIMIT = 10.0
+"""A contribution whose norm exceeds the median so many times is left out."""
+SWING = 2.0
+"""The median counts as at most so many times what it was, and as at least one part in so many of that."""
+TOO_MUCH = 2.5
+"""Who agrees with the others so many times as much as most is made of their updates."""
+SURE, CHANCE = 3.0, 8.0
+"""How much most have to agree, and somebody to differ from that, in standard deviations of the agreement of unrelated updates."""
+PANEL = 32
+"""Contributions that are compared with each other, about."""
+
+
+Known = Callable[[str, Part, Callable[[], Examined]], Examined]
+"""(who sent a part, the part, what finds out) -> what is in it, if need be since that found it out; raises what that raises."""
+
+
+def find_out(sender: str, part: Part, find: Callable[[], Examined]) -> Examined:
+    """The `Known` of somebody who knows nothing."""
+    return find()
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What the log says of the rounds before: the medians of the clipped norms, and the updates that the last one committed."""
+
+    medians: tuple[float, ...] = ()
+    updates: tuple[Update, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The verdict on a contribution: its scale, or why it is left out."""
+
+    scale: float
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """All that a verdict depends on, beside the payloads. `contributions`: in the order in which they came; `last`: those of the round
+    before. `parent`: the digest of the commit before. `trial`: the replicas whose makers are on probation."""
+
+    manifest: Manifest
+    round: int
+    parent: str
+    contributions: tuple[Contribution, ...]
+    last: tuple[Contribution, ...]
+    medians: tuple[float, ...]
+    trial: frozenset[int] = frozenset()
+
+    def answer(self, read: Callable[[str], bytes], known: Known = find_out) -> tuple[Judged, ...]:
+        """The verdicts. `read`: lists of parts and payloads by their names; `known`: what was found in payloads. Raises BadList, and what
+        these raise."""
+        enough = len(self.contributions) >= LEAST_COMPARED or self.trial
+        last = tuple(held(self.manifest, c, read, known) for c in self.last if enough)
+        before = Before(self.medians, last)
+        all_of_them = [(name_of(c), held(self.manifest, c, read, known)) for c in self.contributions]
+        there = [x for x, c in zip(all_of_them, self.contributions, strict=True) if c.replica not in self.trial]
+        newcomers = [x for x, c in zip(all_of_them, self.contributions, strict=True) if c.replica in self.trial]
+        found = judge(self.manifest, self.parent, [name for name, _ in there], [update for _, update in there], before)
+        counted = [x for x, verdict in zip(there, found, strict=True) if verdict.reason is None]
+        old, new = iter(found), iter(judge_newcomers(self.manifest, self.parent, counted, newcomers, before))
+        return tuple(next(new if c.replica in self.trial else old) for c in self.contributions)
+
+
+def held(
+    manifest: Manifest, contribution: Contribution, read: Callable[[str], bytes], known: Known = find_out
+) -> Update:
+    """The update of a contribution whose lists can be read by their names, and its payloads, where what is in them is not known."""
+    lists = [(share.peer, part_lists.unpack(read(share.root))) for share in contribution.shares]
+    parts: list[Part] = [part for _, of_share in lists for part in of_share]
+    sender = {part.shard: peer for peer, of_share in lists for part in of_share}
+    return comparing.update_of(
+        manifest, parts, lambda part: read(part.digest), lambda part, find: known(sender[part.shard], part, find)
+    )
+
+
+def name_of(contribution: Contribution) -> str:
+    """What a commit calls a contribution that was judged and left out."""
+    return hashlib.sha256(" ".join(share.root for share in contribution.shares).encode()).hexdigest()
+
+
+def typical(norms: Sequence[float], before: Sequence[float]) -> float:
+    """What the median of a round with these norms counts as; 0 where nothing says it. `before`: the medians of the rounds before."""
+    known = statistics.median(before) if len(before) == run_state.MEDIANS_KEPT else 0.0
+    if len(norms) < MEDIAN_NEEDS:
+        return SWING * known
+    middle = statistics.median(norms)
+    return min(max(middle, known / SWING), SWING * known) if known else middle
+
+
+def judge(
+    manifest: Manifest,
+    parent: str,
+    names: Sequence[str],
+    updates: Sequence[Update],
+    before: Before,
+    gone: Sequence[str] = (),
+) -> list[Judged]:
+    """The verdict on each of a round's contributions, in the order in which they came. `names`: by `name_of`; `gone`: those of further
+    ones that were judged with them and are left out. Raises what `updates` raise."""
+    total = len(names) + len(gone)
+    seed = hashlib.sha256(" ".join(["potluck judging", parent, *sorted([*names, *gone])]).encode()).digest()
+    earlier = before.updates if total >= LEAST_COMPARED else ()
+    count = -(-total // PANEL)
+    of = [_panel(seed, name, count) for name in names] + [i % count for i in range(len(earlier))]
+    panels = [[i for i, at in enumerate(of) if at == number] for number in range(count)]
+    measured = comparing.measure(manifest.model, seed, [*updates, *earlier], panels)
+    now = _Round(manifest, measured, updates, total >= LEAST_COMPARED, before.medians)
+    reasons: dict[int, str] = {}
+    while found := now.worst():
+        reasons.update(found)
+        now.left -= set(found)
+    return [Judged(1.0, reasons[i]) if i in reasons else Judged(now.scale(i)) for i in range(len(names))]
+
+
+def _panel(seed: bytes, name: str, count: int) -> int:
+    return int.from_bytes(hashlib.sha256(seed + name.encode()).digest()[:8], "little") % count
+
+
+def judge_newcomers(
+    manifest: Manifest,
+    parent: str,
+    counted: Sequence[tuple[str, Update]],
+    newcomers: Sequence[tuple[str, Update]],
+    before: Before,
+) -> list[Judged]:
+    """The verdict on each of those on probation, in the order in which they came: what it would be if this one were alone with those that
+    are `counted`; but copies of each other, and what is nothing, are found among however few. Each with its name. Raises what updates raise."""
+    named = sorted(name for name, _ in (*counted, *newcomers))
+    seed = hashlib.sha256(" ".join(["potluck probation", parent, *named]).encode()).digest()
+    groups, panels = -(-len(newcomers) // PANEL), max(1, -(-len(counted) // PANEL))
+    found: dict[int, Judged] = {}
+    for group in range(groups):
+        members = [i for i, (name, _) in enumerate(newcomers) if _panel(seed, name, groups) == group]
+        against = [update for name, update in counted if _panel(seed, name, panels) == group % panels]
+        shown = [*against, *(newcomers[i][1] for i in members)]
+        everybody = [*shown, *before.updates[group % panels :: panels]]
+        measured = comparing.measure(manifest.model, seed, everybody, [range(len(everybody))])
+        now = _Round(manifest, measured, shown, len(against) + 1 >= LEAST_COMPARED, before.medians)
+        sound = set(range(len(against)))
+        for at, i in enumerate(members, len(against)):
+            reason = now.why_no_work(at, sound) or now.why_odd(at, set(range(len(against))))
+            found[i] = Judged(1.0, reason)
+            sound.update([at] if reason is None else [])
+    return [found[i] for i in range(len(newcomers))]
+
+
+def why_unjust(
+    manifest: Manifest, commit: Commit, updates: Mapping[int, Update], before: Before, trial: Set[int] = frozenset()
+) -> str | None:
+    """Why the verdict of a commit is not the rule's; None if it is. `updates`: by the replicas' numbers, of all contributions; where those
+    that were judged and left out are among them too, that is checked as well. `trial`: those of them whose makers are on probation. Raises
+    what `updates` raise, KeyError for a lacking one."""
+    gone = [x for x in commit.left_out if x.judged is not None and x.replica not in trial]
+    known = gone if all(x.replica in updates for x in gone) else []
+    names = [*(name_of(c) for c in commit.contributions), *(x.judged or "" for x in known)]
+    unknown = [x.judged or "" for x in gone if x not in known]
+    shown = [updates[n] for n in (*(c.replica for c in commit.contributions), *(x.replica for x in known))]
+    verdicts = judge(manifest, commit.parent, names, shown, before, unknown)
+    for contribution, verdict in zip(commit.contributions, verdicts, strict=False):
+        name = f"replica {contribution.replica}"
+        if verdict.reason is not None:
+            return f"{name} counts, although {verdict.reason}"
+        if verdict.scale != contribution.scale:
+            return f"{name} counts with {contribution.scale:.6g} of its update, by the rule with {verdict.scale:.6g}"
+    for x, verdict in zip(known, verdicts[len(commit.contributions) :], strict=True):
+        if verdict.reason is None:
+            return f'replica {x.replica} was judged ("{x.reason}"), but there is nothing wrong with it'
+    tried = [x for x in commit.left_out if x.judged is not None and x.replica in trial]
+    if not all(x.replica in updates for x in tried):
+        return None
+    counted = [(name_of(c), updates[c.replica]) for c in commit.contributions]
+    tried.sort(key=lambda x: not x.probation)
+    newcomers = [(x.judged or "", updates[x.replica]) for x in tried]
+    verdicts = judge_newcomers(manifest, commit.parent, counted, newcomers, before)
+    for x, verdict in zip(tried, verdicts, strict=True):
+        if x.probation and verdict.reason is not None:
+            return f"replica {x.replica} serves its probation, although {verdict.reason}"
+        if not x.probation and verdict.reason is None:
+            return f'replica {x.replica} was judged ("{x.reason}"), but there is nothing wrong with it'
+    return None
+
+
+class _Round:
+    """The contributions of a round that are `left`, and what is wrong with them. `together`: there are enough to be compared."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        measured: Measured,
+        updates: Sequence[Update],
+        together: bool,
+        medians: Sequence[float],
+    ) -> None:
+        self._manifest = manifest
+        self._spec = manifest.judging
+        self._measured = measured
+        self._updates = updates
+        self._together = together
+        self._medians = medians
+        self.left = set(range(len(updates)))
+
+    @property
+    def typical(self) -> float:
+        return typical([self._measured.norms[i] for i in sorted(self.left)], self._medians)
+
+    def scale(self, i: int) -> float:
+        """What the clip leaves of an update."""
+        norm, longest = self._measured.norms[i], self.typical * self._spec.clip
+        return max(LEAST_SCALE, longest / norm) if 0 < longest < norm else 1.0
+
+    def worst(self) -> dict[int, str]:
+        """Who is to be left out next, and why."""
+        norms, middle, left = self._measured.norms, self.typical, sorted(self.left)
+        found = {i: why for i in left for why in [self._untrue(i)] if why is not None}
+        if found or not middle:
+            return found
+        largest = max(left, key=norms.__getitem__, default=None)
+        if largest is not None and norms[largest] > self._too_long():
+            return {largest: f"its norm {norms[largest]:.3g} is over {NORM_LIMIT:g} times the median"}
+        if not self._together or len(left) < MEDIAN_NEEDS:
+            return {}
+        idle = {i: "it changes nothing" for i in left if norms[i] == 0}
+        if idle:
+            return idle
+        for panel, cosines in self._measured.panels:
+            found |= self._copies(panel, cosines)
+        if found:
+            return found
+        for panel, cosines in self._measured.panels:
+            found |= self._odd([(at, i) for at, i in enumerate(panel) if i in self.left], cosines)
+        return found
+
+    def why_no_work(self, who: int, others: Set[int]) -> str | None:
+        """Whether it is nothing, or a copy of one of the `others` or of the round before: of however few."""
+        self.left = {*others, who}
+        if self._measured.norms[who] == 0:
+            return self._untrue(who) or "it changes nothing"
+        ((panel, cosines),) = self._measured.panels
+        return self._named(who, lambda: self._copies(panel, cosines))
+
+    def why_odd(self, who: int, others: Set[int]) -> str | None:
+        """Why this one would be left out among `others` that are not, alone with them."""
+        self.left = {*others, who}
+        reason = self._named(who, self.worst)
+        alone = self._together and len(self.left) < LEAST_COMPARED
+        return reason or ("it agrees with too few of the others" if alone else None)
+
+    def _named(self, who: int, look: Callable[[], dict[int, str]]) -> str | None:
+        """What is found of this one, when those of whom something is found before are set aside."""
+        while found := look():
+            if who in found:
+                return found[who]
+            self.left -= set(found)
+        return None
+
+    def _too_long(self) -> float:
+        """Norms over this are left out. Where all have become longer than they were, as when fast machines join slow ones, or where too few
+        are there to tell, they are clipped: only what no clip makes harmless is left out."""
+        if len(self.left) < MEDIAN_NEEDS:
+            return self.typical * self._spec.clip / LEAST_SCALE
+        middle = statistics.median(self._measured.norms[i] for i in self.left)
+        return NORM_LIMIT * max([middle, self.typical, *self._medians])
+
+    def _untrue(self, i: int) -> str | None:
+        """Payloads can be decoded, and norms are as they are said to be."""
+        if i in self._measured.broken:
+            return f"it cannot be read: {self._measured.broken[i]}"
+        for name, norm in zip(layout.shard_names(self._manifest.model), self._measured.shards[i], strict=True):
+            said = self._updates[i].norms.get(name, norm)
+            if not comparing.is_true(said, norm):
+                return f"the norm of {name} is {norm:.6g}, not {said:.6g}"
+        return None
+
+    def _products(self, members: Sequence[tuple[int, int]], cosines: Sequence[Floats]) -> Iterator[Floats]:
+        """Of each shard, [P, P]. `members`: their places in the panel, and who they are."""
+        places = [at for at, _ in members]
+        for number, of_shard in enumerate(cosines):
+            norms = np.array([self._measured.shards[i][number] for _, i in members])
+            yield np.outer(norms, norms) * of_shard[np.ix_(places, places)]
+
+    def _copies(self, panel: Sequence[int], cosines: Sequence[Floats]) -> dict[int, str]:
+        """The first one that is a copy of somebody's before it, or repeats the round before."""
+        members = [(at, i) for at, i in enumerate(panel) if i in self.left or i >= len(self._updates)]
+        whole = sum(self._products(members, cosines), start=np.zeros((len(members), len(members))))
+        for n, (_, i) in enumerate(members):
+            for m in range(n):
+                earlier = members[m][1]
+                square = float(whole[n, n] * whole[m, m])
+                alike = float(whole[n, m]) / math.sqrt(square) if square else 0.0
+                if alike >= self._spec.copies and earlier < len(self._updates):
+                    stale = i >= len(self._updates)
+                    return {
+                        earlier
+                        if stale
+                        else i: f"it {'repeats the round before' if stale else 'is a copy'} ({alike:.2f})"
+                    }
+        return {}
+
+    def _odd(self, members: Sequence[tuple[int, int]], cosines: Sequence[Floats]) -> dict[int, str]:
+        """Who of a panel agrees least with the others, if that is far less than most do; else who agrees far more."""
+        if len(members) < MEDIAN_NEEDS:
+            return {}
+        weights = np.array([self.scale(i) for _, i in members])
+        clips, whole = np.outer(weights, weights), np.zeros((len(members), len(members)))
+        apart: list[tuple[float, int, str]] = []
+        for number, products in enumerate(self._products(members, cosines)):
+            whole += products * clips
+            name, elements = layout.shard_names(self._manifest.model)[number], self._measured.elements[number]
+            for ratio, n, shown in _shares(products * clips, elements):
+                if ratio < 0 < self._spec.agreement:
+                    apart.append((ratio, n, f"in {name} it disagrees with the others {shown}"))
+        shares = _shares(whole, sum(self._measured.elements))
+        low = [(r, n, f"it disagrees with the others {shown}") for r, n, shown in shares if r < self._spec.agreement]
+        low = low if self._spec.agreement else []
+        high = [(-r, n, f"it is made of the others' updates {shown}") for r, n, shown in shares if r > TOO_MUCH]
+        odd = low or apart or (high if self._spec.agreement else [])
+        return {members[n][1]: why for _, n, why in [min(odd)]} if odd else {}
+
+
+def _shares(products: Floats, elements: int) -> list[tuple[float, int, str]]:
+    """The agreement of some updates as a share of what most have, and in words: of those that differ from it by more than chance, where
+    most agree by more than chance. `elements`: how many parameters were compared."""
+    found, deviation = agreements(products), 1 / math.sqrt(elements)
+    middle = statistics.median(found)
+    if middle < SURE * deviation:
+        return []
+    far = [(n, a) for n, a in enumerate(found) if abs(middle - a) > CHANCE * deviation]
+    return [(a / middle, n, f"(cosine {a:.2f}, most have {middle:.2f})") for n, a in far]
+
+
+def agreements(products: Floats) -> list[float]:
+    """The cosine of each of some updates with the sum of the others, given their products [P, P]; 0 where either is nothing."""
+    rows = [math.fsum(row) for row in products.tolist()]
+    whole, own = math.fsum(rows), products.diagonal().tolist()
+    found = []
+    for row, square in zip(rows, own, strict=True):
+        others = square * (whole - 2 * row + square)
+        found.append((row - square) / math.sqrt(others) if others > 0 else 0.0)
+    return found

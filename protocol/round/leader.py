@@ -1,0 +1,588 @@
+"""A bootstrap node's view of a round: a state machine without I/O. Every node runs it, and the leading one proposes.
+
+What happens comes in as events, what is to be done goes out as effects (protocol/round/leader_events.py). The loop
+that carries the effects out is bootstrap/node.py. Plans take time, and are made beside it (protocol/round/questions.py).
+What is proposed may or may not be decided (protocol/quorum/paxos.py): the round goes on when some commit of it is.
+
+    leader     event         next       effects              condition
+    GATHERING                PLANNING   MakePlan             we lead, and `start_peers` are ready or who may take
+                                                             part changes
+    OPEN                     JUDGING    Judge                we lead and no pending replica is worth waiting for
+    OPEN                     PLANNING   MakePlan             the same, and what counts is known
+    OPEN                     DECIDING   Propose              the same in the last round, which no plan follows
+    JUDGING    Verdict       PLANNING   MakePlan             what counts is known
+    JUDGING    Verdict       DECIDING   Propose              the same in the last round, which no plan follows
+    JUDGING    Verdict       OPEN                            nothing of it counts, and it is too early for a commit
+                                                             without work
+    JUDGING    Lead          OPEN                            who leads has changed
+    JUDGING    Decided       OPEN                            another node led
+    JUDGING    Decided       CLOSING                         another node led, it was the last round
+    PLANNING   Planned       DECIDING   Propose              the plan, or what was trained, is worth a commit
+    PLANNING   Planned       OPEN                            nothing was trained, and who is ready makes no replica
+    PLANNING   Planned       GATHERING                       who is ready makes no replica
+    PLANNING   Planned       PLANNING   MakePlan             the same, because of quarrels: these are forgotten
+    PLANNING   Lead          OPEN                            who leads has changed
+    PLANNING   Lead          GATHERING                       who leads has changed, no round is decided yet
+    PLANNING   Decided       OPEN                            another node led
+    DECIDING   Decided       OPEN                            the next round begins
+    DECIDING   Decided       CLOSING                         it was the last round
+    DECIDING   Lead          OPEN                            who leads has changed
+    DECIDING   Lead          GATHERING                       who leads has changed, no round is decided yet
+    GATHERING  Decided       OPEN                            another node led
+    OPEN       Decided       OPEN                            another node led
+    OPEN       Decided       CLOSING                         another node led, it was the last round
+    CLOSING                  OVER       Done                 all members attested the final state, or it is too late
+    CLOSING    Decided       CLOSING                         a commit too many, which no honest quorum decides
+    OVER       Decided       OVER                            a commit too many, which no honest quorum decides
+    any        Offer         the same   Keep, Fetch          it is admitted: its list is kept, and what is not held
+                                                             is fetched
+    any        Offer         the same   Fetch                the same, its list is held already
+    any        Offer         the same   Keep                 the same, all its payloads are held already
+    any        Held          the same   Tell                 nothing of a share is lacking any more
+    any        Offer         the same   Send(ChainReconfig)  its reconfigured chain does not know yet that the steps
+                                                             are done
+    any        ChainFailure  the same   Send(ChainReconfig)  a chain lost a member, or a report is out of date
+    any        ChainFailure  the same   Quarrel              a member says for the first time that this neighbour
+                                                             lies
+    any        Withdraw      the same   Send(ChainReconfig)  a member of a chain gives up
+    any        Gone          the same   Send(ChainReconfig)  a member of a chain is gone and a spare is ready, or it
+                                                             leaves
+    any        Tick          the same   Send(ChainReconfig)  a member is absent and a spare is ready, or somebody
+                                                             does not follow
+    OPEN       Tick          OPEN       Send(TimeUp)         the time to train is over, some have offered and others
+                                                             have not
+    OPEN       Attest        OPEN       Send(TakeSeat)       it came after the plan, and holds the state: it takes a
+                                                             seat
+    any        Attest        the same   Report               a peer has other bits than the majority
+    any        Decided       the same   Moved                the next plan moves blocks between the stages of a
+                                                             chain
+    any        Petition      the same   Oust                 it takes an operator out
+    any        Decided       the same   Resting              a peer was planned again and again and brings nothing
+
+A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and
+every payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone or leaves without an
+offer, or when its chain ended its round. Else it is *pending*. When the time to train is over, those that are pending
+are told so. They are waited for as long as that is worth it (protocol/round/grace.py), and never longer than the
+round's deadline. A member without a session is waited for twice as long as the others took. Its members are those of the newest reconfiguration (protocol/round/chain_repair.py).
+
+A commit takes the complete replicas that are judged to count (protocol/round/judging.py), in the order of the plan. A round in which all failed commits nothing but a new
+plan, at the earliest `gone_after` seconds after it began, and takes no part of the schedule (protocol/ledger/schedule.py). Before the
+first plan nobody is waited for. Nobody is taken for gone before that either: a leader that
+has just restarted has heard of nobody yet. Who comes within a round takes a seat (protocol/round/seats.py).
+
+Long because all events of a round meet here; what of it is a rule has a module of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from protocol.ledger import access, admission, audits, board, evaluation, ousting, ranges, run_state, schedule, scoring
+from protocol.ledger.access import Access
+from protocol.ledger.standing import Standing
+from protocol.ledger.witnesses import Witnesses
+from protocol.planning import memory, partition
+from protocol.planning.partition import Candidate
+from protocol.quorum.table import Position
+from protocol.round import grace, presence, promises, seats, settling
+from protocol.round.attestations import Attestations
+from protocol.round.chain_repair import SLOW, ChainRoster
+from protocol.round.leader_events import (
+    SETTLED,
+    TABLE,
+    Decided,
+    Done,
+    Effect,
+    Event,
+    Fetch,
+    Gone,
+    Held,
+    Judge,
+    Keep,
+    Knock,
+    Lead,
+    MakePlan,
+    Oust,
+    Petition,
+    Phase,
+    Planned,
+    Propose,
+    Ready,
+    Received,
+    Report,
+    Resting,
+    Send,
+    Tell,
+    Tick,
+    Verdict,
+    moves,
+)
+from protocol.round.newcomers import Newcomers
+from protocol.round.offers import Offers
+from protocol.round.promises import Promises
+from protocol.round.quarrels import LIES, Quarrels
+from protocol.round.questions import Question
+from protocol.round.settling import Docket, Said
+from protocol.round.verdicts import Seen, Verdicts
+from protocol.run.manifest import Manifest
+from protocol.wire.audit import Audit
+from protocol.wire.commit import Commit, Contribution, Diverged
+from protocol.wire.decree import OUST, Enacted
+from protocol.wire.evaluation import Evaluation
+from protocol.wire.invitation import Joined
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.score import Score
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
+
+LEFT = "leaves the run"
+"""Why a peer that says so brings nothing."""
+
+
+class Leader:
+    """A run as a bootstrap node sees it; `handle` is the only entry. `commits`: the log so far. `held`: names of the payloads and lists
+    of parts that are durable here. `now`: seconds on the clock of `handle`. `oust`: the decree that has to come next, as the quorum's machine has
+    it."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        commits: Sequence[Commit],
+        held: Sequence[str],
+        now: float,
+        oust: Enacted | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self.witnesses = Witnesses()
+        self.state = run_state.fold(manifest, self.witnesses.counting(commits))
+        self.position = Position(TABLE, self._between())
+        self.ready: dict[str, Candidate] = {}
+        self.attestations = Attestations(self.witnesses.weights)
+        self.promises = Promises()
+        self.newcomers = Newcomers()
+        self.quarrels = Quarrels()
+        self.newcomers.begin(self.standing, self.plan)
+        self.petitions = access.Petitions(oust)
+        self._evaluations = evaluation.Evaluations()
+        self._scores = scoring.Scores()
+        self._audits = audits.Heard()
+        self.guests = access.Guests()
+        self.roster = ChainRoster(self.plan)
+        self.offers = Offers(held)
+        self._absent: frozenset[str] = frozenset()
+        self._left: set[str] = set()
+        self._living: frozenset[str] | None = None
+        self._verdicts = Verdicts()
+        self._asked: tuple[Question, Commit] | None = None
+        self._docket = Docket(self.standing)
+        self._final: presence.Final | None = None
+        self._leads, self._began = False, now
+
+    def begin_again(self, commits: Sequence[Commit], held: Sequence[str], now: float, oust: Enacted | None) -> None:
+        """Rounds were undone: everything follows from the log once more. Who is ready has to be told again."""
+        Leader.__init__(self, self.manifest, commits, held, now, oust)
+
+    @property
+    def phase(self) -> Phase:
+        """Where the run is."""
+        return self.position.phase
+
+    @property
+    def head(self) -> Commit | None:
+        """The newest commit."""
+        return self.state.head
+
+    @property
+    def round(self) -> int:
+        """The round that is open, or 0 while the first plan is being made."""
+        return self.state.round
+
+    @property
+    def plan(self) -> Plan | None:
+        """The open round's plan."""
+        return self.state.plan
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a plan. Before, `start_peers` are waited for."""
+        return self.state.latest is not None
+
+    @property
+    def standing(self) -> Standing:
+        """What the log says of each peer."""
+        return self.state.standing
+
+    @property
+    def access(self) -> Access:
+        """Who may take part."""
+        return self.standing.access
+
+    def _between(self) -> Phase:
+        """The phase that the log alone says: nothing is proposed."""
+        if self.head is None:
+            return Phase.GATHERING
+        return Phase.CLOSING if schedule.is_over(self.manifest, self.head) else Phase.OPEN
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """One step of the machine; `now` is in seconds on any steady clock."""
+        return self._react(event, now) + self._advance(now, event)
+
+    def _react(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case Ready(candidate):
+                self.ready[candidate.peer] = candidate
+                self._left.discard(candidate.peer)
+                self._absent -= {candidate.peer}
+                self._verdicts.touch([candidate.peer])
+            case Gone(peer, leaves):
+                return self._gone(peer, leaves)
+            case Held(digest):
+                peers, whole = self.offers.hold(digest)
+                self._verdicts.touch(peers)
+                return self.position.stay(Held, [Tell(self.round, share) for share in whole]) if whole else []
+            case Received():
+                return self._received(event, now)
+            case Lead(leads):
+                self._leads = leads
+                self._asked = None
+                if self.phase in SETTLED:
+                    return self.position.step(Lead, self._between())
+            case Petition(operator, decree, signature):
+                self.petitions.hear(operator, decree, signature)
+                if decree.action == OUST:
+                    return self.position.stay(Petition, [Oust(self.petitions.together(decree))])
+            case Knock(joined):
+                self.guests.hear(joined, now)
+            case Planned():
+                return self._planned(event)
+            case Verdict(case, judged):
+                if self.phase is Phase.JUDGING and self._docket.answer(case, judged):
+                    return self._settle(now, Verdict)
+            case Decided(commit):
+                return self._begin(commit, now)
+            case Tick(absent, living):
+                self._living = living
+                return self._tick(absent, now)
+        return []
+
+    def _received(self, event: Received, now: float) -> list[Effect]:
+        peer = event.peer
+        self.roster.away.discard(peer)
+        self._absent -= {peer}
+        self._verdicts.touch([peer])
+        match event.message:
+            case Attest() as attest:
+                return [*self._attest(peer, attest), *self._seat(peer, now)]
+            case Offer() as offer:
+                return self._offer(peer, offer)
+            case Withdraw() as withdraw:
+                if withdraw.round == self.round and self.plan and self.roster.replica_of(peer) is not None:
+                    self.offers.fail(peer, withdraw.reason[:200])
+                    return self._reconfigure(Withdraw, self._lost(peer, withdraw.reason, must_go_on=True))
+            case ChainFailure() as failure:
+                return self._chain_failure(peer, failure)
+            case ChainReconfig() as reconfig:
+                self.roster.follows(peer, reconfig)
+            case Evaluation() as said:
+                if said.peer == peer:
+                    self._evaluations.hear(self.state.due, said)
+            case Score() as score:
+                if score.peer == peer:
+                    self._scores.hear(self.standing.scoring, score)
+            case Audit() as found:
+                if found.peer == peer:
+                    self._audits.hear(self.standing.audits, found)
+        return []
+
+    def _gone(self, peer: str, leaves: bool) -> list[Effect]:
+        self.ready.pop(peer, None)
+        self._verdicts.touch([peer])
+        if not leaves:
+            return self._reconfigure(Gone, self._lost(peer, "gone"))
+        self._left.add(peer)
+        number = self.roster.replica_of(peer)
+        if number is None or self.offers.of(number, peer) is not None:
+            return []  # what it has offered counts without it
+        self.offers.fail(peer, LEFT)
+        return self._reconfigure(Gone, self._lost(peer, LEFT, must_go_on=True))
+
+    # --- chains
+
+    def _reconfigure(self, event: type, reconfig: ChainReconfig | None) -> list[Effect]:
+        """Tells everybody whom it concerns."""
+        if reconfig is None:
+            return []
+        return self.position.stay(event, [Send(self.roster.audience(reconfig.replica), reconfig, True)])
+
+    def _chain_failure(self, peer: str, failure: ChainFailure) -> list[Effect]:
+        if failure.round != self.round:
+            return []
+        told = self.quarrels.hear(peer, failure, self.roster.versions(failure.replica))
+        effects: list[Effect] = self.position.stay(ChainFailure, told) if told else []
+        found = self.roster.reported(peer, failure) if self._leads else None
+        lost = self.quarrels.loser(peer, failure.peer) if failure.reason.startswith(LIES) else failure.peer
+        if told and isinstance(found, ChainReconfig):  # a liar may have been quicker to name its neighbour
+            news = self._lost(lost, failure.reason, must_go_on=True)
+            if news is not None:
+                return effects + self._reconfigure(ChainFailure, news)
+        if isinstance(found, ChainReconfig):
+            return effects + self.position.stay(ChainFailure, [Send((peer,), found, False)])
+        if found is None:
+            return effects
+        if failure.peer in found.peers:
+            news = self._lost(lost, failure.reason, must_go_on=failure.reason != SLOW)
+        else:
+            news = self.roster.renew(found.number, found.peers, "its members knew different chains", 0)
+        return effects + self._reconfigure(ChainFailure, news)
+
+    def _lost(self, peer: str, reason: str, must_go_on: bool = False) -> ChainReconfig | None:
+        """How the chain of `peer`, if it is in one, goes on: with a spare in its place. None: it is waited for.
+
+        `must_go_on`: without a spare, the chain does not wait.
+        """
+        if not self._leads or self.phase in SETTLED:
+            return None
+        return self.roster.lost(peer, reason, must_go_on, self.offers, self._suits)
+
+    def _suits(self, spare: str, stage: StageSpec) -> bool:
+        """Whether a spare is ready to take `stage`: it holds the right state of it."""
+        wanted, known = memory.held_shards(self.manifest, stage.first, stage.last), self.ready.get(spare)
+        if known is None or spare in self._absent or not self.attestations.holds(spare, self.round - 1, wanted):
+            return False
+        chain = self.roster.find(self.roster.replica_of(stage.peer) or 0)
+        if chain is not None and not self.quarrels.may_take(spare, stage.peer, chain):
+            return False
+        return partition.can_take(self.manifest, known, stage)
+
+    def _tick(self, absent: frozenset[str], now: float) -> list[Effect]:
+        self._absent = absent
+        effects: list[Effect] = []
+        if self._leads and self.roster.reconfigs:
+            for peer, reconfig in self.roster.not_following():
+                effects += self.position.stay(Tick, [Send((peer,), reconfig, False)])
+        for peer in sorted(absent):
+            effects += self._reconfigure(Tick, self._lost(peer, "its session ended"))
+        if self.phase is Phase.OPEN and self._leads and now - self._began >= self.manifest.timing.training_seconds:
+            late = self.offers.missing(self._verdicts.pending.values())
+            if late and self._verdicts.since:
+                effects += self.position.stay(Tick, [Send(late, TimeUp(round=self.round), False)])
+        return effects
+
+    # --- what peers say
+
+    def _attest(self, peer: str, attest: Attest) -> list[Effect]:
+        if not max(self.round - 2, 0) <= attest.round < self.round or not admission.is_sound(self.manifest, attest):
+            return []
+        fresh = self.attestations.add(peer, attest)
+        return self.position.stay(Attest, [Report(attest.round, d.peer, d.shard) for d in fresh]) if fresh else []
+
+    def _seat(self, peer: str, now: float) -> list[Effect]:
+        may = self._leads and self.phase is Phase.OPEN and not self.promises.rests(peer, self.round)
+        may = may and not self.standing.rests(peer) and self.access.why_not(peer) is None
+        known = self.ready.get(peer) if may and self._has_room(peer) else None
+        seat = seats.give(self.manifest, self.roster, self.attestations, known, now - self._began)
+        return self.position.stay(Attest, [Send((peer,), seat, True)]) if seat is not None else []
+
+    def _has_room(self, peer: str) -> bool:
+        """Whether its range of addresses has room for a seat."""
+        share = self.standing.limits.range_share
+        if share >= 1:
+            return True
+        of = {c.peer: c.range for c in self.standing.marked(self.ready.values())}
+        return ranges.has_room(self.manifest, self.roster.plan, of, peer, share)
+
+    def _offer(self, peer: str, offer: Offer) -> list[Effect]:
+        spec = self.roster.offered_by(peer, offer.replica)
+        if spec is None and not self._leads and offer.round == self.round:
+            known = self.ready.get(peer)
+            spec = seats.claim(self.manifest, self.roster, self.attestations, known, offer.replica)
+        if spec is None or offer.round != self.round:
+            return []
+        reason = admission.why_refused(self.manifest, spec, peer, offer)
+        if reason:
+            self.offers.fail(peer, f"offer refused: {reason}")
+            return []
+        unlisted, lacking = self.offers.take(peer, offer)
+        effects: list[Effect] = [Keep(offer.parts)] if unlisted else []
+        effects += [Fetch(peer, part) for part in lacking]
+        if effects:
+            self.position.stay(Offer, effects)
+        reconfig = self.roster.reconfigs.get(spec.number)
+        if self._leads and reconfig is not None and reconfig.peers and not reconfig.steps:
+            # it may have left before it heard of the reconfiguration: the others need not wait for it
+            found = self.roster.renew(spec.number, reconfig.peers, reconfig.reason, offer.steps)
+            effects += self._reconfigure(Offer, found)
+        return effects
+
+    # --- deciding
+
+    def _begin(self, commit: Commit, now: float) -> list[Effect]:
+        """The round of `commit` is decided, the next one begins."""
+        before = self.roster.plan or self.state.latest
+        rest = self.promises.settle(commit, self._broken(commit))
+        self.newcomers.settle(self._brought(commit))
+        self._docket.begin()
+        self.state = self.state.apply(commit)
+        self.offers.begin()
+        self._verdicts = Verdicts()
+        away, self.roster = self.roster.away, ChainRoster(commit.plan)
+        self.roster.away = away
+        self._began = now
+        self.attestations.forget(commit.round - 1)
+        self.quarrels.begin(commit.round + 1)
+        self.newcomers.begin(self.standing, commit.plan)
+        rest |= self.standing.fallen()
+        self._evaluations.forget(self.state.due)
+        self._scores.forget(self.standing.scoring)
+        self._audits.forget(self.standing.audits)
+        self.witnesses.add(commit)
+        has_ended = self.phase in (Phase.CLOSING, Phase.OVER)
+        self.position.step(Decided, self.phase if has_ended else self._between())
+        moved = moves(self.manifest, before, commit.plan, self.ready)
+        effects: list[Effect] = self.position.stay(Decided, moved) if moved else []
+        told = [Resting(peer, until, peer in self.standing.found_bad) for peer, until in sorted(rest.items())]
+        return effects + (self.position.stay(Decided, told) if told else [])
+
+    def _broken(self, commit: Commit) -> dict[str, float]:
+        found = promises.broken(self.roster.plan, commit, self.offers.brought, self.roster.away)
+        plan = self.roster.plan
+        if plan is None or self.newcomers.are_waited_for:
+            return found
+        new = {peer for replica in plan.replicas if replica.number in self.newcomers.numbers for peer in replica.peers}
+        return {peer: strike for peer, strike in found.items() if peer not in new}
+
+    def _brought(self, commit: Commit) -> set[int]:
+        """The replicas all of whose work was offered, as far as this node has seen, or counts."""
+        replicas = self.roster.plan.replicas if self.roster.plan is not None else ()
+        offered = {r.number for r in replicas if set(r.peers) <= self.offers.brought}
+        return offered | {c.replica for c in commit.contributions} | {x.replica for x in commit.left_out if x.probation}
+
+    def candidates(self, decree: Enacted | None = None) -> list[Candidate]:
+        """Who may be planned, as this node sees it; `decree`: after it."""
+        then = self.access.after(decree)
+        there = promises.candidates(
+            self.ready, self.roster.away, self.attestations.newest, self.state.latest, self.round
+        )
+        return [c for c in self.marked(there) if then.why_not(c.peer) is None]
+
+    def marked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """The candidates with all that this node knows against them: as it plans itself, and as it judges others' plans."""
+        return self.standing.marked(self.quarrels.marked(tuple(candidates)))
+
+    def _advance(self, now: float, event: Event) -> list[Effect]:
+        if self.phase is Phase.CLOSING:
+            return self._close(now)
+        if self.phase is Phase.GATHERING and self._leads:
+            return self._propose(now, Said(), None) if self._may_begin(now) else []
+        return self._decide(now, event) if self.phase is Phase.OPEN and self._leads else []
+
+    def _may_begin(self, now: float) -> bool:
+        """Whether enough are there for the first plan, or there is something else to say before it: else nobody could ever come."""
+        decree, joined = self._changes(now)
+        wanted = self.manifest.start_peers
+        enough = len(self.ready) >= wanted and len(self.candidates()) >= wanted
+        return decree is not None or bool(joined) or enough
+
+    def _changes(self, now: float) -> tuple[Enacted | None, tuple[Joined, ...]]:
+        """What the next commit changes in who may take part."""
+        decree = self.petitions.enacted(self.manifest, self.head, self._living)
+        operators = board.operators(self.manifest, self.head)
+        joined = self.guests.next(self.access.after(decree), now)
+        return decree, tuple(one for one in joined if one.operator in operators)
+
+    def _decide(self, now: float, event: Event) -> list[Effect]:
+        """Has the open round's contributions judged, or proposes its commit, if nobody is to be waited for."""
+        timing, waited = self.manifest.timing, now - self._began
+        (diverged, news), verdicts = self._look(now), self._verdicts
+        if verdicts.pending and waited < timing.round_deadline:
+            if not news and isinstance(event, Received | Held | Ready):
+                return []  # time alone, or the others, ends the waiting: that is looked at with every Tick
+            new, patient = self.newcomers.numbers, self.newcomers.are_waited_for
+            if seats.waits(self.manifest, self.roster, verdicts, new, waited, patient=patient):
+                return []
+        assert self.head is not None
+        said = Said(verdicts.contributions(), verdicts.left_out(waited), diverged)
+        case = self._docket.close(self.state, self.head, verdicts, said)
+        return self.position.step(None, Phase.JUDGING, [Judge(case)]) if case else self._settle(now, None)
+
+    def _settle(self, now: float, event: type | None) -> list[Effect]:
+        """Proposes what is left of the contributions, now that they are judged."""
+        said = self._docket.said()
+        late = now - self._began >= self.manifest.timing.gone_after
+        enough = said.contributions or (late if self.has_begun else self._may_begin(now))
+        effects = self._propose(now, said, event) if enough else []
+        if not effects and event is not None:
+            self.position.step(event, Phase.OPEN)
+        return effects
+
+    def seen(self, now: float) -> tuple[Verdicts, float]:
+        """As this node sees it: what has become of each replica, and the seconds since the round began."""
+        self._look(now)
+        return self._verdicts, now - self._began
+
+    def _look(self, now: float) -> tuple[list[Diverged], bool]:
+        """Judges the replicas to which something happened. Who diverged, and whether any verdict is new."""
+        diverged, waited = self.attestations.diverged(self.round - 1, ties=True), now - self._began
+        wrong, silent = {d.peer for d in diverged}, waited >= self.manifest.timing.gone_after
+        based = self.attestations.of(self.round - 1)
+        lost = self._absent if grace.is_over_for_absent(self._verdicts.since.values(), waited) else frozenset[str]()
+
+        def judge(replica: ReplicaSpec) -> Contribution | str | None:
+            ended = self.roster.ended(replica.number)
+            there = (self.ready.keys() if silent else set(replica.peers)) - lost
+            return ended or self.offers.verdict(replica, wrong, based, there)
+
+        seen = Seen(self.roster.plan, wrong, (silent, lost, self.roster.changes))
+        return diverged, self._verdicts.renew(seen, judge, waited)
+
+    def _propose(self, now: float, said: Said, event: type | None) -> list[Effect]:
+        """Asks for the next plan, if there is one, and hands the commit to the quorum with it."""
+        commit = said.commit(self.manifest, self.head, self.roster.plan, self.attestations, now)
+        decree, joined = self._changes(now)
+        count = access.decrees_after(self.head) + (decree is not None)
+        told, scores = self._evaluations.next(self.state.due), self._scores.next(self.standing.scoring)
+        commit = dataclasses.replace(commit, decree=decree, decrees=count, joined=joined, evaluations=told)
+        found = self._audits.next(self.standing.audits)
+        lasts, out = schedule.after(self.head, decree), ousting.out_after(self.head, decree)
+        commit = dataclasses.replace(commit, scores=scores, audits=found, schedule=lasts, out=out)
+        idle = schedule.idle_after(self.manifest, self.head, has_work=bool(commit.contributions))
+        commit = dataclasses.replace(commit, board=board.after(self.manifest, self.head, decree), idle=idle)
+        if schedule.is_over(self.manifest, commit):
+            return self.position.step(event, Phase.DECIDING, [Propose(commit)])
+        return self._ask(commit, event)
+
+    def _ask(self, commit: Commit, event: type | None) -> list[Effect]:
+        """Asks for the plan that follows `commit`."""
+        candidates = self.candidates(commit.decree)
+        if not self.has_begun and len(candidates) < self.manifest.start_peers:
+            candidates = []  # the first plan waits, whatever else there is to say
+        fallen = tuple(c for c in candidates if self.standing.rests(c.peer))
+        able = [c for c in candidates if c not in fallen]
+        there, resting = self.promises.apart(able, self.round + 1, self._broken(commit))
+        before = self.roster.plan or self.state.latest
+        question = settling.question(self.manifest, commit, there, resting, fallen, before, self.attestations)
+        said = self._asked and (self._asked[0], self._asked[1].decree, self._asked[1].joined)
+        if said == (question, commit.decree, commit.joined):
+            return []  # these candidates make no replica
+        self._asked = question, commit
+        return self.position.step(event, Phase.PLANNING, [MakePlan(question)])
+
+    def _planned(self, event: Planned) -> list[Effect]:
+        """A plan is made; one that nobody waits for any more is of no use."""
+        if self.phase is not Phase.PLANNING or self._asked is None or event.question != self._asked[0]:
+            return []
+        commit = dataclasses.replace(self._asked[1], plan=event.plan)
+        if commit.plan is None and self.quarrels.forget():
+            self._asked = None
+            return self._ask(commit, Planned)
+        if commit.plan is None and not (commit.contributions or commit.decree or commit.joined):
+            return self.position.step(Planned, self._between())
+        return self.position.step(Planned, Phase.DECIDING, [Propose(commit)])
+
+    def _close(self, now: float) -> list[Effect]:
+        """After the last round: the members get time to attest the final state."""
+        assert self.head is not None
+        self._final = self._final or presence.Final(self.state.latest, self.manifest.timing)
+        settled = {**dict.fromkeys(self._left), **self.attestations.of(self.head.round)}
+        waits = self._final.waits(settled, self.ready, now - self._began)
+        return [] if waits else self.position.step(None, Phase.OVER, [Done(self.head.round)])

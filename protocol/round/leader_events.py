@@ -1,0 +1,308 @@
+"""Events, effects, phases and transition table of a bootstrap node's view of a round (protocol/round/leader.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from protocol.planning import partition
+from protocol.planning.partition import Candidate
+from protocol.quorum.table import Table, Transition
+from protocol.round.judging import Case, Judged
+from protocol.round.quarrels import Quarrel
+from protocol.round.questions import Question
+from protocol.run.manifest import Manifest
+from protocol.wire.audit import Audit
+from protocol.wire.commit import Commit, Part, Share
+from protocol.wire.decree import Decree, Enacted
+from protocol.wire.evaluation import Evaluation
+from protocol.wire.invitation import Joined
+from protocol.wire.plan import Plan, ReplicaSpec
+from protocol.wire.score import Score
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TakeSeat, TimeUp, Withdraw
+
+
+class Phase(Enum):
+    """Where the run is."""
+
+    GATHERING = "gathering"
+    """Too few peers are ready for a first plan."""
+    OPEN = "open"
+    """A round is being trained; offers come in."""
+    JUDGING = "judging"
+    """Nobody is waited for any more; what was offered is being judged."""
+    PLANNING = "planning"
+    """What the round's commit says of the round is settled; the next plan is being made."""
+    DECIDING = "deciding"
+    """This node has proposed the round's commit."""
+    CLOSING = "closing"
+    """The last round is decided; the peers apply it and attest the final state."""
+    OVER = "over"
+    """The final state was compared."""
+
+
+SETTLED = (Phase.JUDGING, Phase.PLANNING, Phase.DECIDING)
+"""Phases in which nothing that happens changes what the round's commit says of the round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Event: a peer is announced and has a session. It is repeated when the announcement changes."""
+
+    candidate: Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Event: a peer gave no sign of life for `gone_after`, or `leaves`: it says so itself."""
+
+    peer: str
+    leaves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Event: a peer sent this. A `ChainReconfig` from a peer says that the peer follows it.
+
+    The table (TABLE) names these events by the kind of the message.
+    """
+
+    peer: str
+    message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig | Evaluation | Score | Audit
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Event: a payload, or a list of parts, is durable here under this name."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Event: whether this node leads from now on."""
+
+    leads: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Event: the quorum has decided this commit."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Petition:
+    """Event: an operator has signed this decree, and the signature is right."""
+
+    operator: str
+    decree: Decree
+    signature: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Oust:
+    """Effect: these operators have signed that one is taken out; whether they are enough is for the quorum (protocol/quorum/paxos.py)."""
+
+    enacted: Enacted
+
+
+@dataclass(frozen=True, slots=True)
+class Knock:
+    """Event: somebody asks to be let in by an invitation, which is valid in itself (protocol/ledger/invitations.py)."""
+
+    joined: Joined
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Event: the answer to `MakePlan`, however late; None where the candidates make not even one replica."""
+
+    question: Question
+    plan: Plan | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Event: the answer to `Judge`, however late: of each of its contributions, in their order."""
+
+    case: Case
+    judged: tuple[Judged, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Event: time passed. `absent`: ready peers whose session ended and was not opened again in time (protocol/round/presence.py says who
+    that is); `living`: the operators that give signs of life, None where that is not known."""
+
+    absent: frozenset[str] = frozenset()
+    living: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Effect: fetch this payload from `peer`; the answer is `Held`."""
+
+    peer: str
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Effect: make the list of these parts durable; the answer is `Held` with its name."""
+
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Effect: all of this share, which was offered to `round`, is durable here: tell everybody that it may be fetched."""
+
+    round: int
+    share: Share
+
+
+@dataclass(frozen=True, slots=True)
+class MakePlan:
+    """Effect: find the answer to this question, which takes seconds where there are many peers, while events are handled as ever;
+    the answer is `Planned`. Who asks anew does not wait for the last answer any more."""
+
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Effect: judge these contributions, whose payloads are all held; it takes as long as to decode them, while events are handled as
+    ever; the answer is `Verdict`. Who asks anew does not wait for the last answer any more."""
+
+    case: Case
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """Effect: hand this commit to the quorum."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Effect: send this to those of `peers` that have a session. `first`: it is no repetition."""
+
+    peers: tuple[str, ...]
+    message: ChainReconfig | TimeUp | TakeSeat
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Effect: show that `peer`'s bits of `shard` after `round` differ from the majority's."""
+
+    round: int
+    peer: str
+    shard: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Effect: show that from `round` on the stages of `replica` have other numbers of blocks, and why."""
+
+    round: int
+    replica: int
+    before: ReplicaSpec
+    after: ReplicaSpec
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """Effect: show that `peer`, which was planned and brought nothing that counts, is in no plan up to `round`.
+    `scored`: that is what its scores say (protocol/ledger/marks.py)."""
+
+    peer: str
+    round: int
+    scored: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Effect: the run is over; its final state, after `round`, was compared."""
+
+    round: int
+
+
+def moves(manifest: Manifest, before: Plan | None, after: Plan | None, ready: Mapping[str, Candidate]) -> list[Moved]:
+    """The chains that have other numbers of blocks after than before."""
+    found = partition.moves(before, after)
+    round = after.round if after is not None else 0
+    return [Moved(round, n, old, new, partition.why_moved(manifest, old, new, ready)) for n, old, new in found]
+
+
+Event = Ready | Gone | Received | Held | Lead | Decided | Petition | Knock | Planned | Verdict | Tick
+Effect = Fetch | Keep | Tell | MakePlan | Judge | Propose | Send | Report | Moved | Resting | Quarrel | Oust | Done
+
+
+_ROWS: tuple[Transition[Phase], ...] = (
+    Transition(
+        Phase.GATHERING,
+        None,
+        Phase.PLANNING,
+        (MakePlan,),
+        "we lead, and `start_peers` are ready or who may take part changes",
+    ),
+    Transition(Phase.OPEN, None, Phase.JUDGING, (Judge,), "we lead and no pending replica is worth waiting for"),
+    Transition(Phase.OPEN, None, Phase.PLANNING, (MakePlan,), "the same, and what counts is known"),
+    Transition(Phase.OPEN, None, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),
+    Transition(Phase.JUDGING, Verdict, Phase.PLANNING, (MakePlan,), "what counts is known"),
+    Transition(Phase.JUDGING, Verdict, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),
+    Transition(
+        Phase.JUDGING, Verdict, Phase.OPEN, (), "nothing of it counts, and it is too early for a commit without work"
+    ),
+    Transition(Phase.JUDGING, Lead, Phase.OPEN, (), "who leads has changed"),
+    Transition(Phase.JUDGING, Decided, Phase.OPEN, (), "another node led"),
+    Transition(Phase.JUDGING, Decided, Phase.CLOSING, (), "another node led, it was the last round"),
+    Transition(Phase.PLANNING, Planned, Phase.DECIDING, (Propose,), "the plan, or what was trained, is worth a commit"),
+    Transition(Phase.PLANNING, Planned, Phase.OPEN, (), "nothing was trained, and who is ready makes no replica"),
+    Transition(Phase.PLANNING, Planned, Phase.GATHERING, (), "who is ready makes no replica"),
+    Transition(
+        Phase.PLANNING, Planned, Phase.PLANNING, (MakePlan,), "the same, because of quarrels: these are forgotten"
+    ),
+    Transition(Phase.PLANNING, Lead, Phase.OPEN, (), "who leads has changed"),
+    Transition(Phase.PLANNING, Lead, Phase.GATHERING, (), "who leads has changed, no round is decided yet"),
+    Transition(Phase.PLANNING, Decided, Phase.OPEN, (), "another node led"),
+    Transition(Phase.DECIDING, Decided, Phase.OPEN, (), "the next round begins"),
+    Transition(Phase.DECIDING, Decided, Phase.CLOSING, (), "it was the last round"),
+    Transition(Phase.DECIDING, Lead, Phase.OPEN, (), "who leads has changed"),
+    Transition(Phase.DECIDING, Lead, Phase.GATHERING, (), "who leads has changed, no round is decided yet"),
+    Transition(Phase.GATHERING, Decided, Phase.OPEN, (), "another node led"),
+    Transition(Phase.OPEN, Decided, Phase.OPEN, (), "another node led"),
+    Transition(Phase.OPEN, Decided, Phase.CLOSING, (), "another node led, it was the last round"),
+    Transition(Phase.CLOSING, None, Phase.OVER, (Done,), "all members attested the final state, or it is too late"),
+    Transition(Phase.CLOSING, Decided, Phase.CLOSING, (), "a commit too many, which no honest quorum decides"),
+    Transition(Phase.OVER, Decided, Phase.OVER, (), "a commit too many, which no honest quorum decides"),
+    Transition(None, Offer, None, (Keep, Fetch), "it is admitted: its list is kept, and what is not held is fetched"),
+    Transition(None, Offer, None, (Fetch,), "the same, its list is held already"),
+    Transition(None, Offer, None, (Keep,), "the same, all its payloads are held already"),
+    Transition(None, Held, None, (Tell,), "nothing of a share is lacking any more"),
+    Transition(None, Offer, None, (ChainReconfig,), "its reconfigured chain does not know yet that the steps are done"),
+    Transition(None, ChainFailure, None, (ChainReconfig,), "a chain lost a member, or a report is out of date"),
+    Transition(None, ChainFailure, None, (Quarrel,), "a member says for the first time that this neighbour lies"),
+    Transition(None, Withdraw, None, (ChainReconfig,), "a member of a chain gives up"),
+    Transition(None, Gone, None, (ChainReconfig,), "a member of a chain is gone and a spare is ready, or it leaves"),
+    Transition(
+        None, Tick, None, (ChainReconfig,), "a member is absent and a spare is ready, or somebody does not follow"
+    ),
+    Transition(
+        Phase.OPEN, Tick, Phase.OPEN, (TimeUp,), "the time to train is over, some have offered and others have not"
+    ),
+    Transition(
+        Phase.OPEN, Attest, Phase.OPEN, (TakeSeat,), "it came after the plan, and holds the state: it takes a seat"
+    ),
+    Transition(None, Attest, None, (Report,), "a peer has other bits than the majority"),
+    Transition(None, Decided, None, (Moved,), "the next plan moves blocks between the stages of a chain"),
+    Transition(None, Petition, None, (Oust,), "it takes an operator out"),
+    Transition(None, Decided, None, (Resting,), "a peer was planned again and again and brings nothing"),
+)
+TABLE = Table("leader", Phase, _ROWS)

@@ -1,0 +1,380 @@
+"""What a volunteer's machine (protocol/round/member.py) hears and says, its phases, and its transition table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from protocol.ledger.stretches import Stretch, Tip
+from protocol.quorum.table import Table, Transition
+from protocol.wire.ballot import Confirmed
+from protocol.wire.commit import Commit, Record
+from protocol.wire.encoding import Message
+from protocol.wire.plan import Plan
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, Withdraw
+
+
+class Phase(Enum):
+    """What a volunteer is doing."""
+
+    WAITING = "waiting"
+    """It waits for a commit, or for a plan that names it."""
+    TRAINING = "training"
+    """It does inner steps."""
+    STOPPING = "stopping"
+    """The inner steps are to end early, and their work is kept."""
+    ENCODING = "encoding"
+    """The round's work goes into the error feedback, and a payload is taken out of it."""
+    APPLYING = "applying"
+    """A commit's payloads are added to θ."""
+    HOLDING = "holding"
+    """It fetches or builds the shards that the plan wants it to hold."""
+    DONE = "done"
+    """The run is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """Event: a session with a bootstrap node has been opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Event: a record has arrived whose signatures are right."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class LogCame:
+    """Event: a part of the log has arrived that was asked for by ReadLog."""
+
+    stretches: tuple[Stretch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LogRead:
+    """Event: the nodes have no more of the log, or cannot be asked now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certified:
+    """Event: a certificate has arrived whose signatures are right."""
+
+    certificate: Confirmed
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Event: all inner steps of `round` are done, or its time is over. `loss`: nats per token, None where this stage does not know it."""
+
+    round: int
+    steps: int
+    tokens: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TimeUp:
+    """Event: the leading node asks for what is done of `round`."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seated:
+    """Event: the leading node gives us the seat with the number `replica`; `seconds` of the time to train `round` are left."""
+
+    round: int
+    replica: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Event: the training of `round` ended early, after `steps` complete inner steps."""
+
+    round: int
+    steps: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChainFailed:
+    """Event: our chain for `round`, in its generation `generation`, has lost `peer`. Our work is kept.
+
+    With the reason `chain_repair.SLOW` the member is there and only slow.
+    """
+
+    round: int
+    generation: int
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfigured:
+    """Event: the leader says who the members of a chain are from now on."""
+
+    reconfig: ChainReconfig
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateEncoded:
+    """Event: `offer` and its payloads are durable. Without an offer: the error feedback with the round's work is."""
+
+    round: int
+    offer: Offer | None
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """Event: the commit of `round` is applied to every shard that is held."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsHeld:
+    """Event: the shards that the plan in the commit of `round` wants held are held."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """Event: the {shard: digest} of the shards that were held after `round` are known."""
+
+    round: int
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOver:
+    """Event: the leader says that the run is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Event: time passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOrder:
+    """Effect: do the inner steps of `plan.round` as a member of replica `replica`; the answer is Trained or Failed.
+
+    `generation` is the number of times that the replica's chain was reconfigured in this round. `steps` > 0: the
+    others have done this many inner steps and no more are needed. `resume`: the training is under way, and goes on
+    with the members that `plan` names now. `total_steps`: of the schedule of the learning rate, where the operators have decreed it.
+    `idle`: rounds before this one that brought no work (protocol/ledger/schedule.py).
+    """
+
+    plan: Plan
+    replica: int
+    generation: int = 0
+    steps: int = 0
+    resume: bool = False
+    total_steps: int | None = None
+    idle: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Effect: end the training of `round` at the next inner step; the answer is Trained or Failed all the same."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeUpdate:
+    """Effect: add the round's work δ to the error feedback, e = β e + δ, and take the payloads out of it, e -= sent.
+
+    The payloads and then the offer are made durable; the answer is UpdateEncoded(offer).
+    """
+
+    plan: Plan
+    replica: int
+    steps: int
+    tokens: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeepInFeedback:
+    """Effect: add the work δ of a round that sends nothing to the error feedback, e = β e + δ, and make it durable.
+
+    The answer is UpdateEncoded(None).
+    """
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndIn:
+    """Effect: end the training of `round` when so many seconds have passed, with the last inner step that ends before that moment.
+
+    At least one step is done. It has no answer of its own: Trained comes then.
+    """
+
+    round: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreFeedback:
+    """Effect: put what `offer` would have sent back into the error feedback, e += sent. It has no answer."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Effect: add the commit's payloads to the shards that are held; those in `rebuild` are built from the log instead.
+
+    The answer is Applied.
+    """
+
+    commit: Commit
+    rebuild: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HoldShards:
+    """Effect: hold the shards that the commit's plan wants held, in the state after the commit.
+
+    The answer is ShardsHeld, and sooner or later Digested.
+    """
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Effect: send this to every bootstrap node with a session. What matters is sent again later."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLog:
+    """Effect: read what the log has after `tip`; the answers are LogCame, as often as something came, and LogRead."""
+
+    tip: Tip
+
+
+@dataclass(frozen=True, slots=True)
+class GoBack:
+    """Effect: the operators have undone the rounds after `round` (protocol/ledger/ousting.py): forget every state of a later one. It has no
+    answer; the state is built again like any that is not held."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Effect: the run is over; make the state durable and leave."""
+
+
+Event = (
+    Connected
+    | Committed
+    | LogCame
+    | LogRead
+    | Certified
+    | Trained
+    | Failed
+    | ChainFailed
+    | Reconfigured
+    | TimeUp
+    | Seated
+    | UpdateEncoded
+    | Applied
+    | ShardsHeld
+    | Digested
+    | RunOver
+    | Tick
+)
+Effect = (
+    TrainOrder
+    | EndIn
+    | Stop
+    | EncodeUpdate
+    | KeepInFeedback
+    | RestoreFeedback
+    | Apply
+    | HoldShards
+    | GoBack
+    | ReadLog
+    | Send
+    | Finish
+)
+
+
+_ROWS: tuple[Transition[Phase], ...] = (
+    Transition(
+        Phase.WAITING,
+        None,
+        Phase.WAITING,
+        (RestoreFeedback,),
+        "our offer's round is applied, and its commit has not our offer",
+    ),
+    Transition(
+        Phase.WAITING, None, Phase.APPLYING, (Apply,), "the commit of round `applied` + 1 is known, the log is read"
+    ),
+    Transition(Phase.APPLYING, Applied, Phase.WAITING),
+    Transition(
+        Phase.WAITING, None, Phase.HOLDING, (HoldShards,), "no newer commit is known, the log is read, the plan is new"
+    ),
+    Transition(Phase.HOLDING, ShardsHeld, Phase.WAITING),
+    Transition(Phase.WAITING, None, Phase.TRAINING, (TrainOrder, EndIn), "the plan names us"),
+    Transition(
+        Phase.WAITING, Seated, Phase.TRAINING, (TrainOrder, EndIn), "we came within the round, and hold the state"
+    ),
+    Transition(Phase.WAITING, None, Phase.TRAINING, (EndIn,), "the plan is the one that we train ahead by already"),
+    Transition(Phase.WAITING, None, Phase.ENCODING, (EncodeUpdate,), "the plan is the one that we trained ahead by"),
+    Transition(Phase.TRAINING, TimeUp, Phase.TRAINING, (EndIn,), "the round's time is over, and others have offered"),
+    Transition(Phase.TRAINING, Trained, Phase.ENCODING, (EncodeUpdate,)),
+    Transition(Phase.TRAINING, Failed, Phase.ENCODING, (Withdraw, KeepInFeedback)),
+    Transition(Phase.TRAINING, None, Phase.STOPPING, (Stop,), "the round's commit is known: we are too late"),
+    Transition(Phase.WAITING, None, Phase.WAITING, (GoBack,), "rounds that are applied were undone"),
+    Transition(Phase.STOPPING, Trained, Phase.ENCODING, (KeepInFeedback,)),
+    Transition(Phase.STOPPING, Failed, Phase.ENCODING, (KeepInFeedback,)),
+    Transition(Phase.ENCODING, UpdateEncoded, Phase.WAITING, (Offer,), "the offer is durable"),
+    Transition(Phase.ENCODING, UpdateEncoded, Phase.WAITING, (), "nothing is offered, the feedback is durable"),
+    Transition(Phase.TRAINING, ChainFailed, Phase.TRAINING, (ChainFailure,), "our chain lost a member, or one is slow"),
+    Transition(
+        Phase.TRAINING,
+        Reconfigured,
+        Phase.TRAINING,
+        (ChainReconfig, TrainOrder),
+        "we are among the chain's new members",
+    ),
+    Transition(Phase.TRAINING, Reconfigured, Phase.STOPPING, (Stop,), "a spare has taken our place"),
+    Transition(
+        Phase.TRAINING, Reconfigured, Phase.STOPPING, (ChainReconfig, Withdraw, Stop), "the chain's round is over"
+    ),
+    Transition(
+        Phase.WAITING,
+        Reconfigured,
+        Phase.TRAINING,
+        (ChainReconfig, TrainOrder, EndIn),
+        "we are a spare and take a lost member's place",
+    ),
+    Transition(
+        Phase.WAITING,
+        None,
+        Phase.DONE,
+        (Finish,),
+        "the run is over and we attested its final state, or it was over before we had a part in it",
+    ),
+    Transition(None, Connected, None, (ReadLog,), "the log is not being read already"),
+    Transition(None, LogRead, None, (LogRequest,), "for what was decided since, and its certificate"),
+    Transition(None, Committed, None, (ReadLog,), "commits in between are missing"),
+    Transition(None, Certified, None, (ReadLog,), "the commit is not known"),
+    Transition(None, Committed, None, (LogRequest,), "it follows another commit than the one that is known"),
+    Transition(None, LogCame, None, (LogRequest,), "it follows another commit than the one that is known"),
+    Transition(None, Digested, None, (Attest,), "no later state is attested yet"),
+    Transition(None, Reconfigured, None, (ChainReconfig,), "we follow it already, or our part of the round is done"),
+    Transition(None, Tick, None, (ChainFailure,), "our chain still waits for its reconfiguration"),
+)
+TABLE = Table("member", Phase, _ROWS)

@@ -1,1 +1,0 @@
-"""What is decided: the state machines of volunteers, of the leading node and of the quorum."""
