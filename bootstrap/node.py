@@ -45,7 +45,7 @@ from peer.net.latency import Latency
 from protocol import identity as identities
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import Identity, short_peer
-from protocol.ledger import access, admission, evaluation, ranges
+from protocol.ledger import access, admission, claims, ranges
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
 from protocol.quorum import paxos_events
@@ -310,7 +310,7 @@ class BootstrapNode:
 
     def _signed(self, found: Evaluation) -> Evaluation:
         """What our auditor has found, as we say it; the other nodes hear of it."""
-        said = evaluation.signed(self._identity, self.leader.state.due.of, found)
+        said = claims.signed(self._identity, self.leader.state.due.of, found)
         for link in self._links.to.values():
             link.post(encoding.encode(said))
         return said

@@ -75,6 +75,7 @@ from peer.events.volunteer import (
     Started,
     Step,
     TextFetched,
+    Violation,
     Waiting,
     Warning,
     Withdrew,
@@ -145,6 +146,7 @@ __all__ = [
     "Step",
     "TextFetched",
     "Unfair",
+    "Violation",
     "Waiting",
     "Warning",
     "Withdrew",
@@ -171,6 +173,7 @@ Body = (
     | Quarrel | Decreed | Evaluated | Scored | Invited | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
     | ReadingLog | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Paused | Resumed | Finished
+    | Violation
     | Warning
 )  # fmt: skip
 """What may happen."""

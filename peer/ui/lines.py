@@ -116,6 +116,10 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("info", f"{source} rebuilt {', '.join(map(clean, shards))} from the log")]
         case events.RunFinished(state_digest=digest):
             return [Said("good", "run finished" + (f"; state {clean(digest, 12)}" if digest else ""))]
+        case events.Violation(round=round, reason=reason):
+            return [
+                Said("error", f"the operators' commit of round {round} breaks a rule: it {readable(reason, names)}")
+            ]
         case events.Warning(text=text):
             return [Said("warning", readable(text, names, LONGEST_WARNING))]
         case events.Attest() | events.Leads() | events.Recovered():

@@ -78,8 +78,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from protocol.ledger import access, admission, audits, board, evaluation, ousting, ranges, run_state, schedule, scoring
+from protocol.ledger import access, admission, board, capacity, ousting, ranges, run_state, schedule
 from protocol.ledger.access import Access
+from protocol.ledger.claims import Claims
 from protocol.ledger.standing import Standing
 from protocol.ledger.witnesses import Witnesses
 from protocol.planning import memory, partition
@@ -163,9 +164,7 @@ class Leader:
         self.quarrels = Quarrels()
         self.newcomers.begin(self.standing, self.plan)
         self.petitions = access.Petitions(oust)
-        self._evaluations = evaluation.Evaluations()
-        self._scores = scoring.Scores()
-        self._audits = audits.Heard()
+        self._claims = Claims()
         self.guests = access.Guests()
         self.roster = ChainRoster(self.plan)
         self.offers = Offers(held)
@@ -283,15 +282,9 @@ class Leader:
                 return self._chain_failure(peer, failure)
             case ChainReconfig() as reconfig:
                 self.roster.follows(peer, reconfig)
-            case Evaluation() as said:
-                if said.peer == peer:
-                    self._evaluations.hear(self.state.due, said)
-            case Score() as score:
-                if score.peer == peer:
-                    self._scores.hear(self.standing.scoring, score)
-            case Audit() as found:
-                if found.peer == peer:
-                    self._audits.hear(self.standing.audits, found)
+            case Evaluation() | Score() | Audit() as claim:
+                if claim.peer == peer:
+                    self._claims.hear(self.state, claim)
         return []
 
     def _gone(self, peer: str, leaves: bool) -> list[Effect]:
@@ -432,9 +425,7 @@ class Leader:
         self.quarrels.begin(commit.round + 1)
         self.newcomers.begin(self.standing, commit.plan)
         rest |= self.standing.fallen()
-        self._evaluations.forget(self.state.due)
-        self._scores.forget(self.standing.scoring)
-        self._audits.forget(self.standing.audits)
+        self._claims.forget(self.state)
         self.witnesses.add(commit)
         has_ended = self.phase in (Phase.CLOSING, Phase.OVER)
         self.position.step(Decided, self.phase if has_ended else self._between())
@@ -537,16 +528,28 @@ class Leader:
 
     def _propose(self, now: float, said: Said, event: type | None) -> list[Effect]:
         """Asks for the next plan, if there is one, and hands the commit to the quorum with it."""
-        commit = said.commit(self.manifest, self.head, self.roster.plan, self.attestations, now)
-        decree, joined = self._changes(now)
-        count = access.decrees_after(self.head) + (decree is not None)
-        told, scores = self._evaluations.next(self.state.due), self._scores.next(self.standing.scoring)
-        commit = dataclasses.replace(commit, decree=decree, decrees=count, joined=joined, evaluations=told)
-        found = self._audits.next(self.standing.audits)
-        lasts, out = schedule.after(self.head, decree), ousting.out_after(self.head, decree)
-        commit = dataclasses.replace(commit, scores=scores, audits=found, schedule=lasts, out=out)
-        idle = schedule.idle_after(self.manifest, self.head, has_work=bool(commit.contributions))
-        commit = dataclasses.replace(commit, board=board.after(self.manifest, self.head, decree), idle=idle)
+        state, head, (decree, joined) = self.state, self.head, self._changes(now)
+        commit = Commit(
+            run=self.manifest.run_id,
+            round=state.round,
+            parent=head.digest if head is not None else self.manifest.run_id,
+            time=now,
+            contributions=tuple(said.contributions),
+            left_out=capacity.shortened(said.left_out),
+            diverged=capacity.foremost(said.diverged, self.roster.plan),
+            digests=self.attestations.majority(state.round - 1),
+            plan=None,
+            decree=decree,
+            decrees=access.decrees_after(head) + (decree is not None),
+            joined=joined,
+            evaluations=self._claims.next(state, Evaluation),
+            scores=self._claims.next(state, Score),
+            audits=self._claims.next(state, Audit),
+            schedule=schedule.after(head, decree),
+            board=board.after(self.manifest, head, decree),
+            out=ousting.out_after(head, decree),
+            idle=schedule.idle_after(self.manifest, head, has_work=bool(said.contributions)),
+        )
         if schedule.is_over(self.manifest, commit):
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
         return self._ask(commit, event)
