@@ -283,9 +283,9 @@ class Swarm:
 
     def _hear_peer(self, process: Process, event: Event) -> None:
         match event.body:
-            case events.Round(round=round):
+            case events.Round(round=round, holds=holds):
                 before = self._applied.get(process.name, round - 1)
-                if round != before + 1:
+                if round <= before or (holds and round != before + 1):  # without a shard there is nothing to apply
                     self._guarded(self._wrong_round, process.name, round, before)
                 self._applied[process.name] = round
                 self._guarded(self.ledger.applied, process.name, process.running.rounds.member.commits[round])
