@@ -368,9 +368,8 @@ class Quorum:
         best = max(filter(self._is_proven, self._promises.values()), key=lambda p: p.accepted, default=None)
         self._proof = (best.accepted, best.pledges) if best is not None else (-1, {})
         self._value = best.commit if best is not None else self.mine
-        self.position.step(Promise, Phase.IDLE if self._value is None else Phase.PLEDGING)
-        if self._value is not None:
-            self._ask(out)
+        self.position.step(Promise, Phase.PLEDGING)
+        self._ask(out)
 
     def _is_proven(self, promise: Promise) -> bool:
         """Whether the commit that a member says to have accepted was certified."""

@@ -196,7 +196,6 @@ _ROWS: tuple[Transition[Phase], ...] = (
         (),
         "enough promised: the commit that was certified in the highest ballot, else our own",
     ),
-    Transition(Phase.PREPARING, Promise, Phase.IDLE, (), "enough promised, and there is no commit to propose"),
     Transition(Phase.PLEDGING, None, Phase.PLEDGING, (Accept,), "some have not answered, every RETRY_SECONDS"),
     Transition(Phase.PLEDGING, Pledge, Phase.ACCEPTING, (), "enough have pledged it: their signatures go with it"),
     Transition(Phase.PLEDGING, Promise, Phase.IDLE, (), "another commit was certified before; later again, with that"),

@@ -11,9 +11,9 @@ import asyncio
 import dataclasses
 
 import pytest
+from protocol.ledger.confirming import GRACE_HEARTBEATS
 
 from peer.net.blobs.jobs import OVERDUE_SECONDS
-from protocol.ledger.confirming import GRACE_HEARTBEATS
 from protocol.wire import endpoints
 from tests import tiny
 from tests.sim import paces
