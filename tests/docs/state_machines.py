@@ -10,7 +10,6 @@ import inspect
 import itertools
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path

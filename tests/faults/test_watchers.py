@@ -181,7 +181,7 @@ def test_a_node_or_its_watcher_loses_the_line_or_the_address(tmp_path: Path, wha
 @pytest.mark.slow
 def test_one_of_four_nodes_is_gone_for_good(tmp_path: Path) -> None:
     """It is the one by whose address the watcher came."""
-    with watched(tmp_path / "run", nodes=4, quorum=3) as run:
+    with watched(tmp_path / "run", nodes=4, quorum=4) as run:
         run.swarm.kill(NODE)
         before, since = run.decided(), time.monotonic()
         run.shows("one of four gone for good, two rounds more", since, before + 2)
