@@ -33,7 +33,7 @@ from protocol.round.questions import Question
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire import encoding
-from protocol.wire.ballot import Accept, Pledge, Promise, Reject
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Contribution, Part, pledge_body
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Heartbeat, Offer, Withdraw
@@ -492,6 +492,26 @@ def leader_that_gets_no_promise() -> Cluster:
     return cluster
 
 
+def leader_that_gets_no_votes() -> Cluster:
+    """A asks for votes, hears of higher ballots, asks again, and learns what was decided without it; D promises no lower ballot."""
+    cluster = Cluster(4)
+    cluster.cut = lambda sender, to, message: isinstance(message, Vote)
+    for ballot in (8, 4):
+        cluster.do(D, paxos_events.Heard(A, Prepare(round=0, ballot=ballot)))
+    cluster.propose(A, 1.0)
+    node = cluster.nodes[A]
+    assert node.phase is paxos_events.Phase.ACCEPTING, "D alone rejects it"
+    cluster.do(A, paxos_events.Heard(C, Reject(round=0, ballot=0, promised=9)))
+    assert node.phase is paxos_events.Phase.IDLE
+    cluster.pass_time(5)
+    assert node.phase is paxos_events.Phase.ACCEPTING
+    first = cluster.votes[A][-1].commit
+    assert first is not None
+    cluster.do(A, paxos_events.Learned(B, tiny.record(first, *tiny.OPERATORS[1:4])))
+    assert node.phase is paxos_events.Phase.IDLE
+    return cluster
+
+
 def more_liars_than_are_borne() -> Cluster:
     """Three members have certified what cannot be: B finds it before it asks the others, and once its payloads' list is there."""
     cluster = Cluster(4)
@@ -538,6 +558,7 @@ SPECIAL = (
     learned_while_asking,
     leader_that_is_overtaken,
     leader_that_gets_no_promise,
+    leader_that_gets_no_votes,
     more_liars_than_are_borne,
 )
 """What rarely happens."""
