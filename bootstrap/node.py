@@ -43,7 +43,7 @@ from peer.net.dial_back import DialBack
 from peer.net.directory import Directory
 from peer.net.latency import Latency
 from protocol import identity as identities
-from protocol.errors import LocalError, RemoteError, UsageError, shown
+from protocol.errors import LocalError, RemoteError, shown
 from protocol.identity import Identity, short_peer
 from protocol.ledger import access, admission, claims, ranges
 from protocol.planning import partition
@@ -57,10 +57,9 @@ from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import NODE_DEVICE, Announcement
 from protocol.wire.audit import Audit
-from protocol.wire.ballot import Accept, Confirmed, Holds, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Part, Record
-from protocol.wire.decree import Enacted, Motion
-from protocol.wire.double_vote import DoubleVote
+from protocol.wire.decree import Motion
 from protocol.wire.encoding import Message
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan
@@ -137,15 +136,13 @@ class BootstrapNode:
         self._finished: Finished | None = None
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
-        self.leader = Leader(manifest, archive.commits, held, now, archive.oust)
+        self.leader = Leader(manifest, archive.commits, held, now)
         doorman = Doorman(self.leader, self._events.hand_in, self._clock)
         self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport, doorman)
         self.decrees = Decrees(
             self.leader,
             self._events.hand_in,
             self._spread,
-            archive.commits,
-            lambda: self.quorum.may_oust,
             lambda: self._alive()[1],
             self._told,
         )
@@ -153,14 +150,12 @@ class BootstrapNode:
         self.quorum = Quorum(
             manifest,
             identity.peer_id,
-            archive.last,
+            archive.commits,
             archive.vote,
             held,
             identity.sign,
             identities.verify,
             now,
-            archive.recorded,
-            archive.oust,
         )
 
     def _alive(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -168,9 +163,8 @@ class BootstrapNode:
         return self.quorum.living, self.quorum.leadership.present
 
     async def run(self) -> None:
-        """Serves until it is cancelled, or the operators dismiss this node. Raises UsageError when the disk refuses, or the operator was taken
-        out of the run."""
-        await self._leave_out()
+        """Serves until it is cancelled, or the operators dismiss this node. Raises UsageError when the disk refuses."""
+        await self._operators.follow(self._links)
         await self._transport.serve(endpoints.SESSION, self._sessions.serve)
         await self._links.serve()
         await Calls(self.archive, self.roster).serve(self._transport)
@@ -230,8 +224,6 @@ class BootstrapNode:
             case Record():
                 await self._events.hand_in(paxos_events.Learned(node, message))
             case Prepare() | Promise() | Accept() | Pledge() | Vote() | Reject() | Heartbeat():
-                await self._events.hand_in(paxos_events.Heard(node, message))
-            case Holds() | Confirmed() | DoubleVote():
                 await self._events.hand_in(paxos_events.Heard(node, message))
             case LogRequest(after=after):
                 if node in self._links.to:
@@ -297,10 +289,6 @@ class BootstrapNode:
                 await self._events.hand_in(leader_events.Received(peer, message))
             case LogRequest(after=after):
                 self._send_log(session, after)
-                if self.quorum.confirming.certificate is not None:
-                    session.post(encoding.encode(self.quorum.confirming.certificate))
-                for proof in self.quorum.suspects.named.values():
-                    session.post(encoding.encode(proof))
                 self._tell_end(session)
             case Heartbeat():
                 phase = "stalled" if self._stalled else "leading" if self.quorum.leads else "following"
@@ -409,8 +397,6 @@ class BootstrapNode:
                     if first and isinstance(message, ChainReconfig):
                         self._emit(events.chain_reconfigured(message))
                     self._sessions.post(peers, message)
-                case leader_events.Oust(enacted):
-                    following.append(paxos_events.Ousted(enacted))
                 case leader_events.Done(round):
                     self._finish(round)
                 case _:
@@ -440,17 +426,6 @@ class BootstrapNode:
                     self._fairness.ask(peer, commit)
                 case paxos_events.Refused() | paxos_events.Skipped():
                     self._emit(told.against(effect))
-                case paxos_events.Named(proof):
-                    self._emit(events.Forked(round=proof.round, liars=(proof.peer,)))
-                    self._sessions.post_all(encoding.encode(proof))
-                case paxos_events.Forked(other):
-                    self._emit(events.Forked(round=other.commit.round, liars=()))
-                    self._sessions.post_all(encoding.encode_record(other))
-                case paxos_events.Certified(certificate):
-                    self._sessions.post_all(encoding.encode(certificate))
-                case paxos_events.Undo(enacted):
-                    await self._undo(enacted)
-                    break
                 case paxos_events.Append(record):
                     await asyncio.to_thread(self.archive.append, record)
                     following.append(paxos_events.Appended(record))
@@ -458,35 +433,13 @@ class BootstrapNode:
                     following.append(leader_events.Decided(record.commit))
                     self._forget(await self._payloads.settle(record.commit))
                     self._decided(record)
-                    await self._leave_out()
+                    await self._operators.follow(self._links)
                 case paxos_events.Leads(leads):
                     self._emit(events.Leads(leads=leads))
                     following.append(leader_events.Lead(leads))
                 case paxos_events.Stalled(missing):
                     self._stall(missing)
         return following
-
-    async def _undo(self, enacted: Enacted) -> None:
-        """Goes on without an operator who was taken out, from the last round that stays."""
-        await asyncio.to_thread(self.archive.undo, enacted)
-        archive, now, held = self.archive, self._clock.steady(), list(self.archive.blobs)
-        self._emit(told.undone(enacted.decree))
-        self._payloads.undo(len(archive.commits) - 1)
-        self._operators.forget()
-        self.leader.begin_again(archive.commits, held, now, archive.oust)
-        self.quorum.begin(archive.last, archive.vote, held, now, archive.oust)
-        for candidate in self._ready.values():
-            self._events.put(leader_events.Ready(candidate))
-        await self._leave_out()
-
-    async def _leave_out(self) -> None:
-        """No link to an operator who was taken out. Raises UsageError if that is us."""
-        if self._identity.peer_id in self.quorum.out:
-            raise UsageError(
-                f"run {shown(self.manifest.name)}: the other operators took this one out, since it voted twice; potluck log show says when"
-            )
-        await self._operators.follow(self._links)
-        await self._links.leave_out(self.quorum.out, self.archive.ousting)
 
     def _decided(self, record: Record) -> None:
         if record.commit.plan is not None:

@@ -108,10 +108,6 @@ class Payloads:
         )  # at once, or one might just have begun
         return gone
 
-    def undo(self, after: int) -> None:
-        """No round after this one is decided any more."""
-        self._decided = min(self._decided, after)
-
     async def sweep(self, commits: Sequence[Commit]) -> set[str]:
         """Before anything is offered: as `settle`, for the newest of these commits."""
         return set().union(*[await self.settle(commit) for commit in commits[-SWEPT_ROUNDS:]])

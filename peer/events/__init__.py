@@ -253,7 +253,7 @@ def commit_of(commit: WireCommit, voters: Sequence[str] = ()) -> Commit:
 
 def board_names(commit: WireCommit) -> tuple[str, ...]:
     """Who operates the run after a commit that has a board."""
-    return () if commit.board is None else tuple(name for name in commit.board.names if name not in commit.out)
+    return () if commit.board is None else commit.board.names
 
 
 def invited(round: int, joined: Joined) -> Invited:

@@ -59,7 +59,6 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints
 from protocol.wire.announcement import Announcement
-from protocol.wire.ballot import Confirmed
 from protocol.wire.commit import Commit, Record
 from protocol.wire.encoding import Message
 from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TakeSeat, TimeUp
@@ -372,8 +371,6 @@ class Peer:
             match message:
                 case Record():
                     rounds.put(member_events.Committed(message))
-                case Confirmed():
-                    rounds.put(member_events.Certified(message))
                 case Offered():
                     rounds.prefetch(message)
                 case TimeUp():

@@ -287,10 +287,6 @@ class Rounds:
             case member_events.HoldShards(commit):
                 await self._timed("hold", self._hold_shards(commit))
                 self.put(member_events.ShardsHeld(commit.round))
-            case member_events.GoBack(round):
-                await self._attester.done()
-                self.outer.theta.clear()
-                self._checkpointed = self._storage.drop_checkpoints(round)
 
     async def _work(self, work: Callable[..., T], *args: object) -> T:
         """Runs `work` on the one thread that changes θ and the feedback: the memory that it frees is there for the next time."""

@@ -283,11 +283,11 @@ def test_a_forged_commit(copy: Done, potluck: Potluck) -> None:
     out = b"".join(framed(forged if round == 2 else raw) for round, (_, raw, _) in enumerate(found))
     (copy.folder / "log").write_bytes(out)
     lines, _ = potluck("verify", copy.folder, code=1)
-    assert lines[0].startswith("round 2: the commit lacks the votes of a majority")
+    assert lines[0].startswith("round 2: the commit has too few votes")
     assert "2 commits" in lines[1]
     shown, errors = potluck("show", copy.folder, code=1)
     assert sum(line.startswith("round") for line in shown) == 2
-    assert "round 2: the commit lacks the votes of a majority" in errors[0]
+    assert "round 2: the commit has too few votes" in errors[0]
 
 
 def test_a_list_of_parts_that_is_gone_or_damaged(copy: Done, potluck: Potluck) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from peer.ui import web
 from tests.faults.processes import DEADLINE, Swarm
-from tests.faults.test_quorum import KEYS, three_nodes
+from tests.faults.test_quorum import KEYS, four_nodes
 
 COMMAND = [sys.executable, "-m", "peer.cli", "monitor"]
 
@@ -40,7 +40,7 @@ def wait(url: str, wanted: Callable[[dict[str, Any]], bool], what: str) -> dict[
 
 @pytest.mark.timeout(900)
 def test_the_page_of_a_run_goes_on_though_nodes_die(tmp_path: Path) -> None:
-    manifest = three_nodes(rounds=10**4, start_peers=2)
+    manifest = four_nodes(rounds=10**4, start_peers=2)
     with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
         for name in swarm.nodes:
             swarm.start_node(name)
