@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,23 @@ from protocol.errors import BannedError, ClosedError
 from protocol.run.manifest import AdmissionSpec
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.test_quorum import KEYS, three_nodes
+from tests.support import potluck
 
 
 def command(swarm: Swarm, node: str, action: str, *more: str) -> list[str]:
     """`potluck run`, as this node's operator types it."""
-    typed = ["run", action, swarm.addresses[0], *more, "--dir", str(swarm.folder / node)]
-    return [sys.executable, "-m", "peer.cli", *typed]
+    return ["run", action, swarm.addresses[0], *more, "--dir", str(swarm.folder / node)]
 
 
 def both(swarm: Swarm, *arguments: str) -> list[str]:
     """What two operators type, one after the other has begun to wait for it; what they read."""
-    first = subprocess.Popen(
-        command(swarm, "node-0", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    first = potluck.Popen(*command(swarm, "node-0", *arguments), **out)
     assert first.stdout is not None
     try:
         waiting = first.stdout.readline()
         assert "signed by 1 of 2; the other operators have to type the same" in waiting
-        second = subprocess.run(
-            command(swarm, "node-1", *arguments), capture_output=True, text=True, timeout=DEADLINE, check=True
-        )
+        second = potluck.run(*command(swarm, "node-1", *arguments), text=True, timeout=DEADLINE, check=True)
         rest, errors = first.communicate(timeout=DEADLINE)
     finally:
         first.kill()
@@ -118,10 +114,8 @@ def test_only_an_operator_of_the_run_can_decree(tmp_path: Path) -> None:
             ("node-0", "nobody", "none that is known ends so"),
         ):
             if folder == "stranger":
-                subprocess.run([sys.executable, "-m", "peer.cli", "key", "--dir", swarm.folder / folder], check=True)
-            told = subprocess.run(
-                command(swarm, folder, "ban", peer), capture_output=True, text=True, timeout=DEADLINE, check=False
-            )
+                potluck.run("key", "--dir", swarm.folder / folder, check=True)
+            told = potluck.run(*command(swarm, folder, "ban", peer), text=True, timeout=DEADLINE)
             assert (told.returncode, told.stdout) == (2, "")
             assert reason in told.stderr
             assert told.stderr.count("\n") == 1

@@ -7,7 +7,6 @@ import itertools
 import random
 import re
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,8 +28,9 @@ from protocol.run.manifest import TimingSpec
 from protocol.wire import encoding
 from protocol.wire.commit import voted_twice
 from tests import tiny, volunteers
-from tests.hostile.ground import Ground, manifest, run
+from tests.hostile.ground import SOON, Ground, manifest, run
 from tests.lying_nodes import DoubleVoter, LyingNode
+from tests.support import potluck
 
 pytestmark = pytest.mark.slow
 PATIENT = TimingSpec(round_deadline=30.0, round_seconds=1.0, heartbeat=2.0, gone_after=10.0)
@@ -173,15 +173,8 @@ async def oust(ground: Operators, who: Identity) -> tuple[int, str, str]:
     keyfile.chmod(0o600)
     address = f"{transport.addresses[0]}#{ground.manifest.run_id}"
     typed = ["run", "oust", address, ground.liar[-8:], "--reason", "voted twice", "--dir", str(folder)]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "peer.cli", *typed, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        out, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    return process.returncode or 0, out.decode(), errors.decode()
+    done = await asyncio.to_thread(potluck.run, *typed, text=True, timeout=SOON)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["one ballot", "two ballots"])
