@@ -18,7 +18,18 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FREE = frozenset(
-    ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "PATH", "TMPDIR", "TERM", "COLUMNS", "LINES", "PYTEST_CURRENT_TEST")
+    (
+        "HOME",
+        "LOGNAME",
+        "XDG_CACHE_HOME",
+        "XDG_CONFIG_HOME",
+        "PATH",
+        "TMPDIR",
+        "TERM",
+        "COLUMNS",
+        "LINES",
+        "PYTEST_CURRENT_TEST",
+    )
 )
 """Environment variables that nothing reads while it is imported."""
 FIRST = frozenset(("tests.faults.wall_clock",))
