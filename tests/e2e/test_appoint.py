@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from tests.faults.processes import Swarm
 from tests.faults.test_quorum import KEYS, four_nodes
+from tests.support import potluck
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 DEADLINE = 400.0
@@ -44,8 +44,8 @@ class Operators(Swarm):
 
     def typed(self, by: str, action: str, *more: str) -> subprocess.Popen[str]:
         """`potluck run`, as this node's operator types it, with the line of its own node."""
-        line = [sys.executable, "-m", "peer.cli", "run", action, self.at[by], *more, "--dir", str(self.folder / by)]
-        return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        line = ("run", action, self.at[by], *more, "--dir", self.folder / by)
+        return potluck.Popen(*line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def refused(self, by: str, *typed: str) -> str:
         """The one line that it answers instead."""
@@ -143,8 +143,7 @@ def test_a_run_outlives_everybody_who_began_to_operate_it(tmp_path: Path) -> Non
         for name in left:
             swarm.wait(name, lambda e: e.kind == "run_finished" and e.fields["round"] == last, "the end")
             swarm.kill(name)
-        verify = [sys.executable, "-m", "peer.cli", "log", "verify", str(swarm.folder / "node-4")]
-        found = subprocess.run(verify, capture_output=True, text=True, timeout=DEADLINE, check=False)
+        found = potluck.run("log", "verify", swarm.folder / "node-4", text=True, timeout=DEADLINE)
         assert found.returncode == 0, found.stdout + found.stderr
         logs = {name: [r.digest for r in archive.commits] for name, archive in swarm.logs()}
         assert len(logs["node-4"]) == last + 1

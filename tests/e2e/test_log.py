@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import struct
 import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +26,7 @@ from protocol.wire import encoding, logfile
 from protocol.wire.commit import Commit, Diverged, LeftOut, Part, Share
 from tests import tiny
 from tests.e2e import swarms
+from tests.support.potluck import Popen, run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,17 +424,11 @@ def test_over_hivemind_from_a_node_that_runs_again(done: Done, tmp_path: Path) -
     folder = tmp_path / "bootstrap"
     shutil.copytree(done.folder, folder)
     (tmp_path / "run.toml").write_text(manifests.to_toml(done.manifest))
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "peer.cli"]
-    node = subprocess.Popen(
-        [*command, "bootstrap", tmp_path / "run.toml", "--dir", folder, "--host", "127.0.0.1", "--port", "0", "--json"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    here = ("--host", "127.0.0.1", "--port", 0, "--json")
+    node = Popen("bootstrap", tmp_path / "run.toml", "--dir", folder, *here, stdout=subprocess.PIPE, text=True)
 
     def potluck(*arguments: str, code: int = 0) -> list[str]:
-        ended = subprocess.run([*command, "log", *arguments], capture_output=True, text=True, timeout=swarms.DEADLINE)
+        ended = run("log", *arguments, text=True, timeout=swarms.DEADLINE)
         assert ended.returncode == code, ended.stderr
         return ended.stdout.splitlines()
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.test_quorum import KEYS, four_nodes
 from tests.hostile.test_bans import command, together
+from tests.support import potluck
 
 MORE = 25
 """Rounds that the run goes on for; while the commands are typed nobody is there, so that it comes no further meanwhile."""
 
 
 def test_a_run_is_not_set_to_nothing() -> None:
-    typed = [sys.executable, "-m", "peer.cli", "run", "set", "my-run.toml"]
-    refused = subprocess.run(typed, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    refused = potluck.run("run", "set", "my-run.toml", text=True, timeout=DEADLINE)
     assert refused.returncode == 2
     assert refused.stderr == "potluck: potluck run set: nothing is given; see --help, and give what is to be changed\n"
 
@@ -30,7 +29,7 @@ def test_whoever_waits_for_others_outlives_a_restart_of_his_node(tmp_path: Path)
             swarm.start(name)
         swarm.wait("node-0", lambda e: e.kind == "commit" and e.fields["round"] == 2, "round 2")
         typed = command(swarm, "node-0", "set", "--rounds", "900000")
-        waiting = subprocess.Popen(typed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        waiting = potluck.Popen(*typed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert waiting.stdout is not None
         try:
             assert "signed by 1 of 3" in waiting.stdout.readline()
@@ -40,7 +39,7 @@ def test_whoever_waits_for_others_outlives_a_restart_of_his_node(tmp_path: Path)
             swarm.start("node-0")
             swarm.wait("node-0", lambda e: e.kind == "listening", "its address", before)
             others = [
-                subprocess.Popen(command(swarm, node, "set", "--rounds", "900000"), stdout=subprocess.DEVNULL)
+                potluck.Popen(*command(swarm, node, "set", "--rounds", "900000"), stdout=subprocess.DEVNULL)
                 for node in ("node-1", "node-2")
             ]
             said, errors = waiting.communicate(timeout=DEADLINE)
@@ -68,7 +67,7 @@ def test_a_run_ends_when_its_operators_say_so(tmp_path: Path) -> None:
         last = MORE + max(e.fields["round"] for e in swarm.events("node-0") if e.kind == "commit")
 
         too_short = command(swarm, "node-0", "set", "--rounds", "2")
-        refused = subprocess.run(too_short, capture_output=True, text=True, timeout=DEADLINE, check=False)
+        refused = potluck.run(*too_short, text=True, timeout=DEADLINE)
         assert refused.returncode == 1
         assert "that decree cannot be: round" in refused.stderr
         assert refused.stderr.count("\n") == 1
@@ -91,8 +90,8 @@ def test_a_run_ends_when_its_operators_say_so(tmp_path: Path) -> None:
         ends = {swarm.wait(n, lambda e: e.kind == "run_finished", "the end").fields["round"] for n in swarm.nodes}
         (end,) = ends
         assert end >= last, "rounds without work come on top"
-        shown = [sys.executable, "-m", "peer.cli", "monitor", swarm.addresses[0], "--once", "--json"]
-        state = json.loads(subprocess.run(shown, capture_output=True, text=True, timeout=DEADLINE, check=True).stdout)
+        shown = ("monitor", swarm.addresses[0], "--once", "--json")
+        state = json.loads(potluck.run(*shown, text=True, timeout=DEADLINE, check=True).stdout)
         assert (state["finished"], state["round"], state["rounds"]) == (True, end, end)
         for name in swarm.nodes:
             swarm.kill(name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from protocol.run import data_order
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints
+from tests.support import potluck
 from tests.text_swarm import STEP, manifest, write_noise
 
 SEQUENCES = 16_000
@@ -78,9 +78,9 @@ def test_a_kill_repeats_less_than_two_percent(tmp_path: Path) -> None:
             operator = Identity.from_libp2p((tmp_path / "node").read_bytes())
             run = manifest(noise.index, [operator])
             (tmp_path / "run.json").write_bytes(run.to_bytes())
-            command = [sys.executable, "-m", "tests.faults.test_text_resume", str(tmp_path), node.addresses[0]]
+            command = (tmp_path, node.addresses[0])
             for kill in range(KILLS + 1):
-                process = await asyncio.to_thread(subprocess.Popen, command)
+                process = await asyncio.to_thread(potluck.Popen, *command, module="tests.faults.test_text_resume")
                 while process.poll() is None and (kill == KILLS or here(tmp_path) < whole * (kill + 1) // (KILLS + 1)):
                     await asyncio.sleep(0.005)
                 if kill < KILLS:

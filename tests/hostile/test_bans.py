@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ from protocol.errors import BannedError, ClosedError
 from protocol.run.manifest import AdmissionSpec
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.test_quorum import KEYS, four_nodes
+from tests.support import potluck
 
 
 def command(swarm: Swarm, node: str, action: str, *more: str) -> list[str]:
     """`potluck run`, as this node's operator types it."""
-    typed = ["run", action, swarm.addresses[0], *more, "--dir", str(swarm.folder / node)]
-    return [sys.executable, "-m", "peer.cli", *typed]
+    return ["run", action, swarm.addresses[0], *more, "--dir", str(swarm.folder / node)]
 
 
 def together(swarm: Swarm, *arguments: str) -> list[str]:
@@ -26,16 +25,14 @@ def together(swarm: Swarm, *arguments: str) -> list[str]:
     told, waiting = [], []
     try:
         for number, node in enumerate(("node-0", "node-1"), 1):
-            process = subprocess.Popen(
-                command(swarm, node, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            process = potluck.Popen(
+                *command(swarm, node, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
             waiting.append(process)
             assert process.stdout is not None
             told.append(process.stdout.readline())
             assert f"signed by {number} of 3; the other operators have to type the same" in told[-1]
-        third = subprocess.run(
-            command(swarm, "node-2", *arguments), capture_output=True, text=True, timeout=DEADLINE, check=True
-        )
+        third = potluck.run(*command(swarm, "node-2", *arguments), text=True, timeout=DEADLINE, check=True)
         for at, process in enumerate(waiting):
             rest, errors = process.communicate(timeout=DEADLINE)
             assert process.returncode == 0, errors
@@ -124,10 +121,8 @@ def test_only_an_operator_of_the_run_can_decree(tmp_path: Path) -> None:
             ("node-0", "nobody", "none that is known ends so"),
         ):
             if folder == "stranger":
-                subprocess.run([sys.executable, "-m", "peer.cli", "key", "--dir", swarm.folder / folder], check=True)
-            told = subprocess.run(
-                command(swarm, folder, "ban", peer), capture_output=True, text=True, timeout=DEADLINE, check=False
-            )
+                potluck.run("key", "--dir", swarm.folder / folder, check=True)
+            told = potluck.run(*command(swarm, folder, "ban", peer), text=True, timeout=DEADLINE)
             assert (told.returncode, told.stdout) == (2, "")
             assert reason in told.stderr
             assert told.stderr.count("\n") == 1

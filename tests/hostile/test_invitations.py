@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-import sys
 from pathlib import Path
 
 from peer.events import Event
@@ -13,12 +12,12 @@ from protocol.ledger import invitations
 from protocol.run.manifest import AdmissionSpec
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.test_quorum import KEYS, four_nodes
+from tests.support import potluck
 
 
 def typed(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """What a person types, and reads."""
-    command = [sys.executable, "-m", "peer.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    return potluck.run(*arguments, text=True, timeout=DEADLINE)
 
 
 def test_an_invitation_lets_two_strangers_into_a_closed_run_and_nobody_else(tmp_path: Path) -> None:
