@@ -35,13 +35,13 @@ from bootstrap.planning import Planning
 from bootstrap.roster import Heard
 from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
 from peer import events
-from peer.net.allowance import Allowance
 from peer.net.base import Transport
 from peer.net.blobs import NODE_COPIES, BlobServer
 from peer.net.clock import Clock
 from peer.net.dial_back import DialBack
 from peer.net.directory import Directory
 from peer.net.latency import Latency
+from peer.net.token_bucket import TokenBucket
 from protocol import identity as identities
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import Identity, short_peer
@@ -124,7 +124,7 @@ class BootstrapNode:
         self._links = Links(transport, self._directory, self._vote, self._operators.knocks)
         self._news = News(self._tell_offered, lambda: len(self._sessions.open))
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
-        self._heard = Allowance(HEARD_PER_SECOND, HEARD_AT_ONCE)
+        self._heard = TokenBucket(HEARD_PER_SECOND, HEARD_AT_ONCE)
         self._ready: dict[str, Candidate] = {}
         self._stays = presence.Stays()
         self._latency = Latency(transport, self._clock, self._directory.placed, random.Random(identity.peer_id))
