@@ -229,7 +229,7 @@ class BootstrapNode:
         blobs = BlobServer(self.archive.blobs, coming=coming, named=named, copies=NODE_COPIES)
         if text is not None:
             text.warn = lambda line: self._emit(events.Warning(text=line))
-            blobs.add_ranges(text.find, self.has_session)
+            blobs.add_text(text, self.has_session)
         await blobs.serve(self._transport)
 
     def has_session(self, peer: str) -> bool:

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from peer import events
 from peer.net.base import CallHandler, Closed, Timeout, Transport, Unreachable, call, serve_calls
-from peer.net.blobs import NO_ROUND, BlobServer, Fetcher
-from peer.net.blobs.ranges import Find, nothing
+from peer.net.blobs import NO_ROUND, BlobServer, Fetcher, Text
 from peer.net.token_bucket import TokenBucket
 from peer.net.uplink import Uplink
 from peer.state import tensor_file
@@ -105,9 +104,10 @@ class Exchange:
         self._over_limit = False
         self._warnings = TokenBucket(*WARNINGS)
 
-    async def serve(self, ranges: Find = nothing) -> None:
-        """Lets others ask, also for the text that `ranges` finds."""
-        self._server.add_ranges(ranges)
+    async def serve(self, text: Text | None = None) -> None:
+        """Lets others ask, also for `text`."""
+        if text is not None:
+            self._server.add_text(text)
         await self._server.serve(self._transport)
 
         async def states(remote: str, request: bytes) -> bytes:
