@@ -49,7 +49,7 @@ class ServedText:
             return b""
         return data
 
-    def coming(self, place: Place, peer: str, named_by: object) -> Coming | None:
+    def coming(self, place: Place, peer: str, named_by: str) -> Coming | None:
         """Nothing is on its way to here."""
 
     def _read_leaves(self, name: str, size: int) -> bytes:

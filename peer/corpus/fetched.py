@@ -117,7 +117,7 @@ class FetchedText:
         """A range of a chunk, or its leaves, for others; empty where they are not here."""
         return self._store.read(place)
 
-    def coming(self, place: Place, peer: str, named_by: object) -> Coming | None:
+    def coming(self, place: Place, peer: str, named_by: str) -> Coming | None:
         """The same, where they are on their way (see Fetcher.coming)."""
         return self._coming(self._store.name(place), peer, named_by)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import email.utils
 import ssl
 import time
@@ -80,7 +81,7 @@ class Mirror:
         """A range, or the leaves of a chunk. Raises RemoteError."""
         if place.index < 0:
             return await self.whole(f"{corpus.CHUNKS}/{place.name}{corpus.LEAVES}", place.length)
-        first = place._replace(index=place.index - place.index % TOGETHER)
+        first = dataclasses.replace(place, index=place.index - place.index % TOGETHER)
         request, since = self._requests.get(first, (None, float("-inf")))
         if request is None or now() - since > KEPT_SECONDS or (request.done() and _has_failed(request)):
             request = asyncio.create_task(self._ranges(first))

@@ -39,8 +39,8 @@ class Origins(Holders):
         return [origin for origin in (*nodes, *self._mirrors) if not self.is_avoided(origin)]
 
     def order(self, holders: Sequence[str], size: int) -> deque[str]:
-        """As they are given."""
-        return deque(dict.fromkeys(holders))
+        """As they are given, those that did not answer lately behind the others."""
+        return deque(sorted(dict.fromkeys(holders), key=self.is_last))
 
     def is_avoided(self, peer: str) -> bool:
         return super().is_avoided(peer) or self._rests.is_resting(peer, now())
@@ -53,6 +53,8 @@ class Origins(Holders):
         """What was asked of it at the same time fails, too: that counts once."""
         super().failed(peer, error)
         is_known = peer in self._mirrors or peer in self._nodes()
+        if isinstance(error, Absent) and not is_known:
+            return
         if is_known and not self._rests.times(peer) and not isinstance(error, Absent | Corrupt):
             self._warn(f"{error}; others are asked")
         if not self._rests.is_resting(peer, now()) or isinstance(error, Busy):

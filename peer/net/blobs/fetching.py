@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -77,7 +78,7 @@ class Fetcher:
         self._holders = holders or Holders(warn)
         self._sources = sources or {}
 
-    def coming(self, name: str, peer: str, named_by: object) -> tuple[asyncio.Task[None], bool] | None:
+    def coming(self, name: str, peer: str, named_by: str) -> tuple[asyncio.Task[None], bool] | None:
         """The fetch of this blob that is under way, if `peer`, whom the holder `named_by` sends, may wait for it (see the
         module's docstring), and whether it surely leads to somebody who has the blob."""
         job = self._begun.get(name)
@@ -267,13 +268,13 @@ class Fetcher:
                 if holder.mine or not job.done.is_set():
                     worker.cancel()
                 self._closing.add(worker)
-                worker.add_done_callback(self._closed)
+                worker.add_done_callback(functools.partial(self._closed, holder.peer))
             await asyncio.gather(done, known, return_exceptions=True)
 
-    def _closed(self, task: asyncio.Task[list[str]]) -> None:
+    def _closed(self, peer: str, task: asyncio.Task[list[str]]) -> None:
         self._closing.discard(task)
-        if not task.cancelled():
-            task.exception()
+        if not task.cancelled() and isinstance(error := task.exception(), RemoteError):
+            self._holders.failed(peer, error)
 
     async def _work(self, job: Job, holder: Asked, insist: bool) -> list[str]:
         """Takes ranges from one holder until none is missing. Returns the peers that it names instead. Raises RemoteError,
@@ -298,7 +299,10 @@ class Fetcher:
                 "named_by": job.named_by.get(peer, ""),
             }
             if job.place is not None:
-                request |= {"blob": job.name.removesuffix(LEAVES), "in": list(job.place)}
+                request |= {
+                    "blob": job.name.removesuffix(LEAVES),
+                    "in": [job.place.name, job.place.size, job.place.index],
+                }
             stream, reply = await self._begin(peer, framing.pack_message(request))
             holder.answered = True
             self._holders.answered(peer)

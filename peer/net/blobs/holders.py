@@ -90,7 +90,7 @@ class Holders:
 
         def expected(peer: str) -> tuple[bool, float]:
             speed = self._speeds.get(peer)
-            return self._is_last(peer), middle if speed is None else speed.expected(size)
+            return self.is_last(peer), middle if speed is None else speed.expected(size)
 
         return deque(sorted(dict.fromkeys(holders), key=expected))
 
@@ -101,7 +101,8 @@ class Holders:
             self._speeds.popitem(last=False)
         return speed
 
-    def _is_last(self, peer: str) -> bool:
+    def is_last(self, peer: str) -> bool:
+        """Whether it is asked after the others."""
         return self._silent.is_resting(peer, now()) or self._broken.is_resting(peer, now())
 
     def silent(self, peer: str) -> None:

@@ -83,7 +83,7 @@ class Text(Protocol):
     def read(self, place: Place) -> bytes:
         """Those at `place`, right; empty where they are not here. Called in threads."""
 
-    def coming(self, place: Place, peer: str, named_by: object) -> Coming | None:
+    def coming(self, place: Place, peer: str, named_by: str) -> Coming | None:
         """As `Fetcher.coming`, for what is at `place`."""
 
 
@@ -95,7 +95,7 @@ class BlobServer:
         store: BlobStore,
         *,
         others: Callable[[str], Blob | None] = lambda name: None,
-        coming: Callable[[str, str, object], Coming | None] = lambda name, peer, named_by: None,
+        coming: Callable[[str, str, str], Coming | None] = lambda name, peer, named_by: None,
         named: Mapping[str, bytes] | None = None,
         uplink: Uplink | None = None,
         warn: Callable[[str], None] = lambda text: None,
@@ -175,8 +175,7 @@ class BlobServer:
         if not isinstance(size, int) or not 0 <= size <= blob_hash.MAX_BLOB:
             raise MessageError(peer, f"blobs for {short_peer(peer)}: asks for an impossible size; it was closed")
         blob = self._store.find(name)
-        named_by = request.get("named_by")
-        coming = self._coming(name, peer, named_by if isinstance(named_by, str) else "") if blob is None else None
+        coming = self._coming(name, peer, _named_by(request)) if blob is None else None
         if coming is not None or (blob is not None and blob.size == size):
             now = asyncio.get_running_loop().time()
             ask = self._spreading.admit(name, size, peer, request.get("insist") is True, now)
@@ -197,10 +196,10 @@ class BlobServer:
         peer, place = stream.remote, _place(request.get("in"))
         if place is None:
             raise MessageError(peer, f"blobs for {short_peer(peer)}: asks for no place; it was closed")
-        data, coming, named_by = b"", None, request.get("named_by")
-        if self._text is not None:
-            data = await asyncio.to_thread(self._text.read, place)
-            coming = None if data else self._text.coming(place, peer, named_by)
+        if self._text is None:
+            return await _say(stream, "absent")
+        data = await asyncio.to_thread(self._text.read, place)
+        coming = None if data else self._text.coming(place, peer, _named_by(request))
         if not data and coming is None:
             return await _say(stream, "absent")
         key, size, insist = f"{place.name} {place.index}", place.length, request.get("insist") is True
@@ -213,7 +212,7 @@ class BlobServer:
         sent = 0
         try:
             if coming is not None and await self._arrives(stream, coming[0]):
-                data = await asyncio.to_thread(self._text.read, place) if self._text is not None else b""
+                data = await asyncio.to_thread(self._text.read, place)
             if not data:
                 return await _say(stream, "absent")
             await _say(stream, "here")
@@ -307,6 +306,11 @@ class BlobServer:
         self._damaged.add(name)
         self._store.remove(name)
         self._warn(f"file {blob.path}: its bytes changed on disk; it is not served any more, check the disk")
+
+
+def _named_by(request: Mapping[str, object]) -> str:
+    said = request.get("named_by")
+    return said if isinstance(said, str) else ""
 
 
 def _place(said: object) -> Place | None:

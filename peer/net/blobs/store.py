@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from peer.net.disk import Disk, LocalDisk, disk_error
 from protocol.codec import blob_hash
@@ -33,7 +33,8 @@ LEAVES = ".leaves"
 """After a blob's name: the digests of its ranges."""
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Place:
     """Range `index` of the large blob `name`, which has `size` bytes; index -1: the digests of its ranges, its leaves.
 
     A range is a small blob itself, whose name is its digest.
@@ -46,7 +47,7 @@ class Place(NamedTuple):
     @property
     def leaves(self) -> Place:
         """Where the digests of the same blob's ranges are."""
-        return self._replace(index=-1)
+        return dataclasses.replace(self, index=-1)
 
     @property
     def length(self) -> int:
