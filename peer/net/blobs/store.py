@@ -114,7 +114,7 @@ class BlobStore:
             for name in self.disk.names(folder):
                 if name.startswith("."):
                     self.disk.remove(folder / name)
-                elif blob_hash.is_name(name.removesuffix(LEAVES)):
+                elif self.is_ours(name):
                     size, round = self.disk.stat(folder / name)
                     self.add(name, round, size)
         except OSError as error:
@@ -124,6 +124,11 @@ class BlobStore:
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._known))
+
+    @staticmethod
+    def is_ours(name: str) -> bool:
+        """Whether a file of this name is counted."""
+        return blob_hash.is_name(name)
 
     def has(self, name: str) -> bool:
         return name in self._known
