@@ -21,27 +21,26 @@ from typing import Any
 from bootstrap import told
 from bootstrap.archive import Archive
 from bootstrap.bandwidth import Bandwidth
-from bootstrap.bench import Bench
 from bootstrap.calls import Calls
 from bootstrap.decrees import Decrees
 from bootstrap.doorman import Doorman
 from bootstrap.fairness import Fairness
 from bootstrap.inbox import Inbox
+from bootstrap.latest_job import LatestJob, wanted
 from bootstrap.links import Links
 from bootstrap.news import News
 from bootstrap.operators import Dismissed, Operators
 from bootstrap.payloads import Payloads
-from bootstrap.planning import Planning
 from bootstrap.roster import Heard
 from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
 from peer import events
-from peer.net.allowance import Allowance
 from peer.net.base import Transport
 from peer.net.blobs import NODE_COPIES, BlobServer
 from peer.net.clock import Clock
 from peer.net.dial_back import DialBack
 from peer.net.directory import Directory
 from peer.net.latency import Latency
+from peer.net.token_bucket import TokenBucket
 from protocol import identity as identities
 from protocol.errors import LocalError, RemoteError, shown
 from protocol.identity import Identity, short_peer
@@ -51,6 +50,7 @@ from protocol.planning.partition import Candidate
 from protocol.quorum import paxos_events
 from protocol.quorum.paxos import Quorum
 from protocol.round import fairness, leader_events, presence
+from protocol.round.judging import Case
 from protocol.round.leader import Leader
 from protocol.round.questions import Question
 from protocol.run.manifest import Manifest
@@ -79,6 +79,8 @@ from protocol.wire.session import (
 )
 
 POLL_SECONDS = 1.0
+PLAN_PAUSE_SECONDS, JUDGE_PAUSE_SECONDS = 5.0, 1.0
+"""After a plan that could not be made, and before what could not be judged, such as a payload on its way here, is looked at again."""
 HEARD_PER_SECOND, HEARD_AT_ONCE = 200.0, 1000.0
 """Announcements that are looked at, besides the first one of each session."""
 
@@ -123,16 +125,27 @@ class BootstrapNode:
         self._links = Links(transport, self._directory, self._vote, self._operators.knocks)
         self._news = News(self._tell_offered, lambda: len(self._sessions.open))
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
-        self._heard = Allowance(HEARD_PER_SECOND, HEARD_AT_ONCE)
+        self._heard = TokenBucket(HEARD_PER_SECOND, HEARD_AT_ONCE)
         self._ready: dict[str, Candidate] = {}
         self._stays = presence.Stays()
         self._latency = Latency(transport, self._clock, self._directory.placed, random.Random(identity.peer_id))
         self._payloads = Payloads(
             manifest, transport, archive, self._directory, emit, self._held, self._listed, self._refused
         )
-        self._planning = Planning(self._events.put, answer)
-        known = self._payloads.notes.known
-        self._bench = Bench(self._events.put, archive.blobs.get, known)
+        known, read = self._payloads.notes.known, wanted(archive.blobs.get)
+        self._planning = LatestJob[Question, leader_events.Planned](
+            "planner",
+            lambda question: leader_events.Planned(question, answer(question)),
+            self._events.put,
+            pause=PLAN_PAUSE_SECONDS,
+            failed=lambda question: leader_events.Planned(question, None),
+        )
+        self._judging = LatestJob[Case, leader_events.Verdict](
+            "judge",
+            lambda case: leader_events.Verdict(case, case.answer(read, known)),
+            self._events.put,
+            pause=JUDGE_PAUSE_SECONDS,
+        )
         self._finished: Finished | None = None
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
@@ -185,7 +198,7 @@ class BootstrapNode:
                 group.create_task(self._pump())
                 group.create_task(self._watch())
                 group.create_task(self._planning.run())
-                group.create_task(self._bench.run())
+                group.create_task(self._judging.run())
                 group.create_task(self._fairness.run())
                 group.create_task(self._directory.announce(self._announce_own))
                 group.create_task(self._directory.publish())
@@ -210,7 +223,7 @@ class BootstrapNode:
         blobs = BlobServer(self.archive.blobs, coming=coming, named=named, copies=NODE_COPIES)
         if text is not None:
             text.warn = lambda line: self._emit(events.Warning(text=line))
-            blobs.add_ranges(text.find, self.has_session)
+            blobs.add_text(text, self.has_session)
         await blobs.serve(self._transport)
 
     def has_session(self, peer: str) -> bool:
@@ -390,7 +403,7 @@ class BootstrapNode:
                 case leader_events.MakePlan(question):
                     self._planning.ask(question)
                 case leader_events.Judge(case):
-                    self._bench.ask(case)
+                    self._judging.ask(case)
                 case leader_events.Propose(commit):
                     following.append(paxos_events.Proposed(access.dated(commit, self._clock.wall())))
                 case leader_events.Send(peers, message, first):

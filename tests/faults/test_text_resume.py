@@ -14,6 +14,7 @@ from peer.net import p2p
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.disk import LocalDisk
 from peer.net.uplink import Uplink
+from protocol.codec import blob_hash
 from protocol.identity import Identity
 from protocol.run import data_order
 from protocol.run import manifest as manifests
@@ -60,7 +61,7 @@ async def fetch(folder: Path, run: Manifest, address: str) -> None:
 
 def here(folder: Path) -> int:
     """Bytes of ranges that are on disk."""
-    return sum(path.stat().st_size for path in folder.glob("text/*/*") if path.name.isdecimal())
+    return sum(path.stat().st_size for path in folder.glob("text/*") if blob_hash.is_name(path.name))
 
 
 def test_a_kill_repeats_less_than_two_percent(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_a_kill_repeats_less_than_two_percent(tmp_path: Path) -> None:
             named = {endpoints.CORPUS_NAME: served.index}
             store = BlobStore(tmp_path / "blobs")
             server = BlobServer(store, named=named, uplink=Uplink(RATE_BPS))
-            server.add_ranges(served.find)
+            server.add_text(served)
             await server.serve(node)
             operator = Identity.from_libp2p((tmp_path / "node").read_bytes())
             run = manifest(noise.index, [operator])
