@@ -5,7 +5,6 @@ starts: more than there are free cores spin against each other. A closed termina
 import os
 import signal
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -13,3 +12,4 @@ from hypothesis import settings
 
 settings.register_profile("potluck", deadline=None)
 settings.load_profile("potluck")
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
