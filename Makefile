@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-.PHONY: demo test test-all setup lint types contracts quick unit unit-1 unit-2 sim e2e e2e-1 e2e-2 faults hostile campaign fuzz benchmark benchmark-gpu evidence pictures clean
+.PHONY: demo test test-all setup lint types contracts quick-1 quick-2 unit unit-1 unit-2 sim e2e e2e-1 e2e-2 faults hostile campaign fuzz benchmark benchmark-gpu evidence pictures clean
 
 setup: $(VENV)/.done
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -22,12 +22,13 @@ demo: setup
 	rm -rf demo-run
 	$(BIN)/potluck demo --out demo-run --json demo-run.json
 
-test: lint types contracts quick
+test: setup
+	$(MAKE) -j2 --output-sync=target lint quick-1 quick-2 types contracts
 
 # Most of `e2e`, `faults` and `hostile`, and parts of `unit`, wait for real time to pass, so more of them run beside each other than there are
 # cores. What takes longest comes first; the simulation, which takes all cores that are free, last.
 test-all: setup
-	$(MAKE) -j4 --output-sync=target lint types contracts e2e-1 e2e-2 unit-1 unit-2 hostile faults sim
+	$(MAKE) -j4 --output-sync=target lint e2e-2 e2e-1 faults hostile unit-2 unit-1 types contracts sim
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -39,14 +40,18 @@ types: setup
 contracts: setup
 	$(BIN)/lint-imports
 
-quick: setup
-	$(BIN)/python -m pytest tests/docs tests/unit tests/parity tests/e2e/test_demo.py -m "not slow and not campaign"
+# Halves of `unit` and `e2e`, which take about as long as each other; `quick` is `unit` without what takes many seconds, and one demo.
+UNIT_1 := $(wildcard tests/unit/test_[a-m]*.py)
+QUICK := -m "not slow and not campaign"
+quick-1: setup
+	$(BIN)/python -m pytest tests/docs tests/parity tests/e2e/test_demo.py $(UNIT_1) $(QUICK)
+
+quick-2: setup
+	$(BIN)/python -m pytest tests/unit $(addprefix --ignore=,$(UNIT_1)) $(QUICK)
 
 unit: setup
 	$(BIN)/python -m pytest tests/docs tests/unit tests/parity tests/fuzz
 
-# Halves of `unit` and `e2e`, which take about as long as each other.
-UNIT_1 := $(wildcard tests/unit/test_[a-m]*.py)
 unit-1: setup
 	$(BIN)/python -m pytest tests/docs tests/parity tests/fuzz $(UNIT_1)
 
