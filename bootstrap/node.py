@@ -100,6 +100,7 @@ class BootstrapNode:
         clock: Clock | None = None,
         answer: Callable[[Question], Plan | None] = Question.answer,
     ) -> None:
+        """Long because it makes all that a node has."""
         self.manifest = manifest
         self.archive = archive
         self._identity = identity

@@ -54,7 +54,10 @@ def ascii(text: str) -> str:
 
 
 def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
-    """An event as those see it who watch the whole run; `names`: how peers are called, by their ids."""
+    """An event as those see it who watch the whole run; `names`: how peers are called, by their ids.
+
+    Long because each kind of event has a line of its own.
+    """
     source = called(event.source, names)
     match event.body:
         case events.Listening(address=""):

@@ -64,6 +64,7 @@ class Fetcher:
         holders: Holders | None = None,
         sources: Mapping[str, Source] | None = None,
     ) -> None:
+        """Long because a downloader is told where it is and where else to ask."""
         self._sync = sync
         self._transport = transport
         self._store = store
@@ -114,7 +115,10 @@ class Fetcher:
         """Returns when the blob of exactly `size` bytes is in the store, as one of `round`'s; `check` sees it before and may
         refuse it by raising. `all_asked` is set when every range was asked for once: the line will soon be free. `streams`: that one holder is asked over, at most, where
         there are too few others. `owner`: who offered the blob (default: the first holder; see gate.py). `place`: where a blob of one range lies in a larger one, for holders that know it by that; the name of leaves is that of their blob and LEAVES. Whoever asks for a blob that is on its way waits for that fetch, which goes on when they are
-        cancelled. Raises RemoteError naming the last holder to fail, UsageError where the disk refuses."""
+        cancelled. Raises RemoteError naming the last holder to fail, UsageError where the disk refuses.
+
+        Long because each of these is of one fetch.
+        """
         if self._store.has(name):
             return
         if not blob_hash.is_name(name.removesuffix(LEAVES) if place is not None else name):  # it would be a path
@@ -173,6 +177,8 @@ class Fetcher:
         owner: str,
         place: Place | None,
     ) -> None:
+        """Long because it has what `fetch` has."""
+
         async def turn() -> None:
             job = self._begun.get(name)
             if job is None:
