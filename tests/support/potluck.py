@@ -84,7 +84,8 @@ def zygote() -> Zygote:
 
 
 class Popen(subprocess.Popen[Any]):
-    """`potluck ARGUMENTS`, or another of our modules, with the keywords of subprocess.Popen. `before`: what its command begins with.
+    """`potluck ARGUMENTS`, or another of our modules, with the keywords of subprocess.Popen. `before`: what its command begins with; in a network
+    namespace (`ip netns exec NAME`) it is forked, too.
 
     With `start_new_session` a terminal that is its standard input becomes its own.
     """
@@ -93,7 +94,9 @@ class Popen(subprocess.Popen[Any]):
         self, *arguments: object, module: str = "peer.cli", before: Sequence[object] = (), **keywords: Any
     ) -> None:
         self._module, self._arguments = module, list(map(str, arguments))
-        self._forks = not before and module not in FIRST and _starts_alike(keywords)
+        self._network = str(before[3]) if [*before[:3]] == ["ip", "netns", "exec"] else None
+        elsewhere = len(before) > (4 if self._network else 0)
+        self._forks = not elsewhere and module not in FIRST and _starts_alike(keywords)
         self._socket: socket.socket | None = None
         super().__init__([*map(str, before), sys.executable, "-m", module, *self._arguments], **keywords)
 
@@ -110,6 +113,7 @@ class Popen(subprocess.Popen[Any]):
             "folder": os.path.abspath(folder or "."),
             "environment": dict(os.environ if env is None else env),
             "new_session": given[21],
+            "network": self._network,
         }
         self._socket = zygote().fork(request, [own if file == -1 else file for own, file in enumerate(files)])
         self.pid = self._read()

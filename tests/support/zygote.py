@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -103,6 +104,8 @@ def become(request: dict[str, Any]) -> None:
         os.setsid()
         if os.isatty(0):
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    if request["network"] is not None:
+        enter(request["network"])
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -111,6 +114,13 @@ def become(request: dict[str, Any]) -> None:
     sys.argv = ["potluck", *request["arguments"]]
     sys.stdin = os.fdopen(0, encoding=sys.stdin.encoding, errors=sys.stdin.errors, closefd=False)
     sys.stdout = os.fdopen(1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False)
+
+
+def enter(network: str) -> None:
+    """Moves this process to a network namespace, as `ip netns exec` does."""
+    with open(f"/run/netns/{network}", "rb") as space:
+        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0x40000000):  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), f"network namespace {network}")
 
 
 def done(module: str) -> int:
