@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peer import events
-from peer.ui.text import clean
-from protocol.wire.evaluation import LONGEST_SAMPLE
+from protocol.wire.evaluation import Evaluation
 
 _MOST_ROUNDS = 4_000
 """Whose figures are kept; of more, every second one is forgotten."""
@@ -18,12 +17,16 @@ _MOST_PEERS = 32
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is known of the state after `round`: the medians, in nats per token and bits per byte, and (peer, loss) of all who measured it."""
+    """The held-out loss of one state."""
 
     round: int
+    """The round after which it was measured."""
     loss: float
+    """Nats per token: the median of all who measured it."""
     bits_per_byte: float
-    by: tuple[tuple[str, float], ...]
+    """Bits per UTF-8 byte of text, likewise."""
+    by: tuple[Evaluation, ...]
+    """All measurements."""
     sample: str = ""
     """How the model goes on with the held-out text, as most say who measured it; empty where no text is what most say."""
 
@@ -34,27 +37,28 @@ class HeldOut:
     def __init__(self) -> None:
         self.found: dict[int, Found] = {}
         """By round, in order."""
-        self._told: dict[int, dict[str, events.Evaluation]] = {}
+        self._told: dict[int, dict[str, Evaluation]] = {}
 
     @property
     def newest(self) -> Found | None:
         """None before the first."""
         return next(reversed(self.found.values()), None)
 
-    def add(self, event: events.Evaluated) -> None:
-        """What another commit says; what somebody says again changes nothing."""
-        told = self._told.setdefault(event.round, {})
-        for said in event.evaluations:
+    def add(self, evaluations: Sequence[Evaluation]) -> None:
+        """The evaluations of another commit, all of one state; of one peer the first counts."""
+        if not evaluations:
+            return
+        at = evaluations[0].round
+        told = self._told.setdefault(at, {})
+        for said in evaluations:
             if len(told) < _MOST_PEERS:
                 told.setdefault(said.peer, said)
-        if not told:
-            return
-        late = event.round < next(reversed(self.found), -1)
-        self.found[event.round] = Found(
-            round=event.round,
+        late = at < next(reversed(self.found), -1)
+        self.found[at] = Found(
+            round=at,
             loss=statistics.median(said.loss for said in told.values()),
             bits_per_byte=statistics.median(said.bits_per_byte for said in told.values()),
-            by=tuple((peer, said.loss) for peer, said in sorted(told.items())),
+            by=tuple(said for _, said in sorted(told.items())),
             sample=_most([said.sample for said in told.values()]),
         )
         if late:
@@ -67,4 +71,4 @@ class HeldOut:
 def _most(samples: list[str]) -> str:
     """What more than half of them are: one alone of several can put nothing on a screen."""
     (sample, count), *_ = Counter(samples).most_common(1)
-    return clean(sample, LONGEST_SAMPLE) if 2 * count > len(samples) else ""
+    return sample if 2 * count > len(samples) else ""

@@ -34,13 +34,18 @@ def promise_body(run: str, term: int, round: int, ballot: int, accepted: int, di
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sworn:
-    """`peer` promised `ballot`, and had accepted the commit with this digest in ballot `accepted` before (-1: none)."""
+    """A promise of one member."""
 
     peer: PeerId
+    """The member."""
     ballot: Ballot
+    """The ballot that it promised."""
     accepted: Ballot
+    """The ballot in which it had accepted a commit before, -1 for none."""
     digest: RunId
+    """That commit's digest."""
     signature: Signature
+    """Its signature."""
 
 
 def are_signed(

@@ -25,6 +25,12 @@ def alone(rounds: int) -> Manifest:
     return dataclasses.replace(three_nodes(rounds, start_peers=2), operators=(KEYS[0].peer_id,), quorum=1)
 
 
+def decree_of(event: Event) -> str | None:
+    """The action of the decree in a commit."""
+    enacted = event.fields["decree"] if event.kind == "commit" else None
+    return enacted and str(enacted["decree"]["action"])
+
+
 class Operators(Swarm):
     """A swarm to which operators come; `at` is where each node's line leads."""
 
@@ -85,7 +91,9 @@ class Operators(Swarm):
         known = len(self.events(name))
 
         def brings(event: Event) -> bool:
-            return event.kind == "commit" and any(peer in c["peers"] for c in event.fields["contributions"])
+            return event.kind == "commit" and any(
+                peer in [s["peer"] for s in c["shares"]] for c in event.fields["contributions"]
+            )
 
         self.wait(name, brings, f"work of {peer}", known)
 
@@ -108,9 +116,9 @@ def test_a_run_outlives_everybody_who_began_to_operate_it(tmp_path: Path) -> Non
         assert "appoint others first" in swarm.refused("node-0", "quorum", "3")
         assert "is no operator of" in swarm.refused("node-1", "appoint", swarm.at["node-1"])
         swarm.decree(("node-0",), "appoint", swarm.at["node-1"], swarm.at["node-2"], "--reason", "friends")
-        told = swarm.wait("node-2", lambda e: e.kind == "decreed", "the decree").fields
-        assert (told["action"], told["reason"]) == ("appoint", "friends")
-        assert told["appointed"] == [swarm.ids["node-1"], swarm.ids["node-2"]]
+        told = swarm.wait("node-2", lambda e: decree_of(e) == "appoint", "the decree").fields["decree"]["decree"]
+        assert told["reason"] == "friends"
+        assert [operator["peer"] for operator in told["operators"]] == [swarm.ids["node-1"], swarm.ids["node-2"]]
         swarm.decree(("node-0",), "quorum", "3")
         swarm.goes_on("node-1", 2)
 
@@ -125,7 +133,7 @@ def test_a_run_outlives_everybody_who_began_to_operate_it(tmp_path: Path) -> Non
         # another one takes its place, and another one goes
         swarm.begin("node-3")
         swarm.decree(("node-1", "node-2"), "appoint", swarm.at["node-3"])
-        swarm.wait("node-3", lambda e: e.kind == "decreed" and e.fields["action"] == "appoint", "the decree")
+        swarm.wait("node-3", lambda e: decree_of(e) == "appoint", "the decree")
         swarm.decree(("node-1", "node-2"), "dismiss", swarm.ids["node-0"][-8:])
         swarm.goes_on("node-3", 2)
         swarm.kill("node-1")
@@ -161,7 +169,7 @@ def test_who_is_dismissed_ends_when_the_others_know(tmp_path: Path) -> None:
         swarm.wait("node-0", lambda e: e.kind == "commit" and e.fields["round"] == 1, "round 1")
         swarm.begin("node-1")
         swarm.decree(("node-0",), "appoint", swarm.at["node-1"])
-        swarm.wait("node-1", lambda e: e.kind == "decreed", "the decree")
+        swarm.wait("node-1", lambda e: decree_of(e) == "appoint", "the decree")
         swarm.decree(("node-0",), "dismiss", swarm.ids["node-0"])
         assert swarm.ended("node-0") == 0
         said = [e.fields["text"] for e in swarm.events("node-0") if e.kind == "warning"]

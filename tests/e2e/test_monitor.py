@@ -89,7 +89,7 @@ def address(errors: Path, monitor: subprocess.Popen[bytes]) -> str:
 
 
 def once(address: str, run: str) -> None:
-    """One picture, one snapshot, and the first line of the stream, each by a process of its own."""
+    """One picture, one state, and the first line of the stream, each by a process of its own."""
     picture = subprocess.run(
         [*COMMAND, address, "--once"], capture_output=True, text=True, timeout=DEADLINE, check=True, env=os.environ | {"COLUMNS": "100", "LINES": "30"}
     ).stdout  # fmt: skip
@@ -99,7 +99,7 @@ def once(address: str, run: str) -> None:
     snapshot = subprocess.run(
         [*COMMAND, address, "--once", "--json"], capture_output=True, text=True, timeout=DEADLINE, check=True
     ).stdout
-    assert json.loads(snapshot)["commits"][0]["round"] == 0
+    assert json.loads(snapshot)["run"] == run
     with subprocess.Popen([*COMMAND, address, "--json"], stdout=subprocess.PIPE, text=True) as stream:
         assert stream.stdout is not None
         first, second = (json.loads(stream.stdout.readline()) for _ in range(2))
