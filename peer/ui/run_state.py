@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+import statistics
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from peer import events
 from peer.events import Event
-from peer.ui.held_out import HeldOut
 from peer.ui.lines import Note, describe
 from peer.ui.names import Names
 from peer.ui.text import LONGEST, blocks, called, cleaned, mean_loss, readable
@@ -20,6 +21,7 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import NODE_DEVICE, Announcement, ChainReport
 from protocol.wire.commit import Diverged
+from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import extend
 
@@ -29,6 +31,10 @@ MESSAGES = 200
 """Notes that are kept for the reader."""
 _MOST_POINTS = _MOST_PEERS = 20_000
 """Steps whose loss is kept for the curve, of more every second one is forgotten; peers, of more those who are gone."""
+_MOST_STATES = 4_000
+"""Whose held-out loss is kept; of more, every second one is forgotten."""
+_MOST_EVALUATIONS = 32
+"""Of one state."""
 
 
 @dataclass(slots=True)
@@ -139,6 +145,65 @@ class ChainView:
     def slowest(self) -> str:
         """What it waits for, for a reader."""
         return self.bottleneck.text([p.name for p in self.members])
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The held-out loss of one state."""
+
+    round: int
+    """The round after which it was measured."""
+    loss: float
+    """Nats per token: the median of all who measured it."""
+    bits_per_byte: float
+    """Bits per UTF-8 byte of text, likewise."""
+    by: tuple[Evaluation, ...]
+    """All measurements."""
+    sample: str = ""
+    """How the model goes on with the held-out text, as most say who measured it; empty where no text is what most say."""
+
+
+class HeldOut:
+    """Belongs to one reader."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Found] = {}
+        """By round, in order."""
+        self._told: dict[int, dict[str, Evaluation]] = {}
+
+    @property
+    def newest(self) -> Found | None:
+        """None before the first."""
+        return next(reversed(self.found.values()), None)
+
+    def add(self, evaluations: Sequence[Evaluation]) -> None:
+        """The evaluations of another commit, all of one state; of one peer the first counts."""
+        if not evaluations:
+            return
+        at = evaluations[0].round
+        told = self._told.setdefault(at, {})
+        for said in evaluations:
+            if len(told) < _MOST_EVALUATIONS:
+                told.setdefault(said.peer, said)
+        late = at < next(reversed(self.found), -1)
+        self.found[at] = Found(
+            round=at,
+            loss=statistics.median(said.loss for said in told.values()),
+            bits_per_byte=statistics.median(said.bits_per_byte for said in told.values()),
+            by=tuple(said for _, said in sorted(told.items())),
+            sample=_most([said.sample for said in told.values()]),
+        )
+        if late:
+            self.found = dict(sorted(self.found.items()))
+        if len(self.found) > _MOST_STATES:
+            for round in list(self.found)[:-1:2]:
+                del self.found[round], self._told[round]
+
+
+def _most(samples: list[str]) -> str:
+    """What more than half of them are: one alone of several can put nothing on a screen."""
+    (sample, count), *_ = Counter(samples).most_common(1)
+    return sample if 2 * count > len(samples) else ""
 
 
 @dataclass(slots=True)

@@ -22,11 +22,10 @@ from rich.text import Text
 
 from peer.events import Event
 from peer.ui import tables
-from peer.ui.held_out import Found
 from peer.ui.lines import MARKS, Lines, ascii, printer
 from peer.ui.names import Names
 from peer.ui.plot import ORANGE, SKY, chart, shows_marks
-from peer.ui.run_state import View
+from peer.ui.run_state import Found, View
 from peer.ui.tables import GREEN, RED
 from peer.ui.text import clock, duration, number, readable, size, times
 from peer.ui.utilization import LEGEND

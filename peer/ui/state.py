@@ -17,9 +17,8 @@ from typing import Any
 
 from peer import events
 from peer.ui.contributors import Contributor, contributors
-from peer.ui.held_out import Found
 from peer.ui.lines import Note
-from peer.ui.run_state import Comparison, PeerView, View
+from peer.ui.run_state import Comparison, Found, PeerView, View
 from peer.ui.text import cleaned
 from peer.ui.utilization import Bottleneck
 from peer.ui.watched import RoundView, Watched

@@ -18,9 +18,9 @@ from peer import events
 from peer.events import Event
 from peer.node.audit import NoText
 from peer.node.evaluating import SAMPLE_IDS, Evaluator, Tools
-from peer.ui.held_out import HeldOut
 from peer.ui.lines import describe
 from peer.ui.metrics import exposition
+from peer.ui.run_state import HeldOut
 from peer.ui.state import state
 from peer.ui.watched import Watched
 from protocol.errors import UsageError
