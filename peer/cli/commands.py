@@ -173,7 +173,7 @@ async def bootstrap(options: NodeOptions) -> None:
             )
         emit = _remembering(Emitter("bootstrap", _sink(options.json)), folder, manifest)
         _raise_limits(emit)
-        if archive.last is None and (odd := schedule.misfit(manifest)) is not None:
+        if not archive.records and (odd := schedule.misfit(manifest)) is not None:
             emit(events.Warning(text=odd))
         transport = await start_transport(folder, found.door, manifest.run_id)
         try:

@@ -140,7 +140,7 @@ app.command(
     "bootstrap",
     help="Run a bootstrap node: entry point, log, matchmaker and archive of a run.",
     epilog="Example: potluck bootstrap my-run.toml --host 0.0.0.0 --port 31337. "
-    "With a quorum of three, the second and third node: potluck bootstrap my-run.toml --initial-peer ADDRESS",
+    "With four operators, the nodes of the others: potluck bootstrap my-run.toml --initial-peer ADDRESS",
 )(_given(hosting, lambda options, context: running.run(commands.bootstrap(options), log=options.log)))
 
 

@@ -10,14 +10,13 @@ from pathlib import Path
 
 from peer import events
 from peer.corpus import text
-from peer.corpus.cache import RangeCache
+from peer.corpus.cache import TextStore
 from peer.corpus.fetched import FetchedText
 from peer.corpus.mirrors import Mirror, Mirrors
 from peer.corpus.origins import Origins
 from peer.corpus.range_fetcher import PATIENCE, Patience
 from peer.net.base import Transport
-from peer.net.blobs import fetch_named
-from peer.net.blobs.ranges import RangeClient
+from peer.net.blobs import Fetcher, fetch_named
 from peer.net.disk import Disk
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError, UsageError
@@ -57,20 +56,29 @@ async def open_text(manifest: Manifest, access: Access) -> FetchedText:
     def warn(line: str) -> None:
         access.emit(events.Warning(text=line))
 
-    client = RangeClient(access.transport, reach=access.reach, lost=access.lost, timeout=access.patience.silence)
     mirrors = access.mirrors or Mirrors()
     try:
         places = mirrors.all(manifest.data.mirrors)
         await asyncio.to_thread(access.disk.make_folder, access.folder)
         index = await _index(manifest, access, places)
         text.check(index, manifest)
-        cache = await asyncio.to_thread(RangeCache, access.folder, access.limit, access.disk, warn)
+        store = await asyncio.to_thread(TextStore, access.folder, access.limit, access.disk, warn)
     except BaseException:
         await mirrors.aclose()
         raise
-    origins = Origins(client, lambda: access.operating(manifest), places, warn)
-    closes = (client.aclose, mirrors.aclose)
-    return FetchedText(index, manifest.seed_bytes, cache, origins, access.emit, access.patience, closes)
+    sources = {mirror.name: mirror for mirror in places}
+    origins = Origins(lambda: access.operating(manifest), list(sources), warn)
+    fetcher = Fetcher(
+        access.transport,
+        store,
+        reach=access.reach,
+        lost=access.lost,
+        timeout=access.patience.silence,
+        holders=origins,
+        sources=sources,
+    )
+    closes = (mirrors.aclose,)
+    return FetchedText(index, manifest.seed_bytes, store, fetcher, origins, access.emit, access.patience, closes)
 
 
 async def _index(manifest: Manifest, access: Access, mirrors: list[Mirror]) -> CorpusIndex:

@@ -61,6 +61,7 @@ from peer.events.volunteer import (
     Started,
     Step,
     TextFetched,
+    Violation,
     Waiting,
     Warning,
     Withdrew,
@@ -114,6 +115,7 @@ __all__ = [
     "Step",
     "TextFetched",
     "Unfair",
+    "Violation",
     "Waiting",
     "Warning",
     "Withdrew",
@@ -130,6 +132,7 @@ Body = (
     | Quarrel | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
     | ReadingLog | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Paused | Resumed | Finished
+    | Violation
     | Warning
 )  # fmt: skip
 """What may happen."""

@@ -21,7 +21,7 @@ from peer.net.base import Transport
 from peer.net.clock import Clock
 from protocol.errors import BannedError, ClosedError, RemoteError, UsageError, shown
 from protocol.ledger import access, validation
-from protocol.ledger.ousting import members_after
+from protocol.ledger.board import members_after
 from protocol.ledger.validation import BadCommit
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import VERSION

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from peer.log.reader import Source
 from peer.ui.lines import decreed
 from peer.ui.text import clean, cleaned, count, mean_loss, readable, size
-from protocol.errors import LocalError, UsageError, apart
+from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
 from protocol.ledger import part_lists, schedule, standing, validation
 from protocol.ledger.audits import LEAST
@@ -21,7 +21,6 @@ from protocol.planning import partition
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Record
-from protocol.wire.double_vote import DoubleVote
 from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
 
@@ -38,14 +37,6 @@ async def show(manifest: Manifest, source: Source, out: Callable[[str], None], n
         for line in round_lines(record, plan, schedule.last_round(manifest, record.commit)):
             out(line)
         plan = record.commit.plan
-
-
-def what_it_did(proof: DoubleVote) -> str:
-    """What a proof shows of an operator, for a reader."""
-    (one, other), round = map(clean, apart(proof.digest, proof.other)), proof.round
-    if proof.promised < 0:
-        return f"voted for the commits {one} and {other} of round {round}"
-    return f"voted for the commit {one} of round {round}, and denied it when it promised another ballot"
 
 
 async def show_json(
@@ -152,9 +143,7 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
         what = f"replica {audit.replica} in round {audit.round} {found}: agreement {audit.agreement:.1f}"
         lines.append(f"  {'trained again':<13} {what}  {_peers((audit.peer,))}")
     if commit.decree is not None:
-        decree = commit.decree.decree
-        did = f"; it {what_it_did(decree.proof)}" if decree.proof is not None else ""
-        lines.append(f"  {'decree':<13} {decreed(decree, {})}{did}")
+        lines.append(f"  {'decree':<13} {decreed(commit.decree.decree, {})}")
     for guest in commit.joined:
         why = f": {guest.invitation.reason}" if guest.invitation.reason else ""
         by = f"by {_peers((guest.operator,))}, invitation {_peers((guest.invitation.key,))}"

@@ -102,11 +102,8 @@ class Watched:
             case events.Relayed() as relayed:
                 if event.source in self.relays or len(self.relays) < len(self.operators):
                     self.relays[event.source] = relayed
-            case events.Forked(round=round, liars=liars):
-                who = ", ".join(map(self.view.name, liars))
-                text = f"round {round}: voted for two commits: {who}"
-                if not liars:
-                    text = f"round {round} has two decided commits, and nobody can be named"
+            case events.Forked(round=round):
+                text = f"round {round} has two decided commits"
                 if text not in self.forks and len(self.forks) < _MOST_FORKS:
                     self.forks.append(text)
 
@@ -121,7 +118,7 @@ class Watched:
             return
         self.leader, self.voters = commit.leader, commit.voters
         if commit.board is not None:
-            self.operators = tuple(name for name in commit.board.names if name not in commit.out)
+            self.operators = commit.board.names
             self.quorum = min(commit.board.quorum, max(1, len(self.operators)))
         self.credits.add(commit)
         before = self.recent[-1] if self.recent else None

@@ -24,7 +24,6 @@ from protocol.wire.announcement import AXES
 from protocol.wire.audit import Audit
 from protocol.wire.commit import Diverged, LeftOut, Record
 from protocol.wire.decree import Board, Decree, Enacted, Limits, Operator, Schedule
-from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, Seat, Work
 from protocol.wire.schema import Digest
@@ -230,9 +229,6 @@ def everything(plan: Plan) -> Plan:
 
 
 SCORES = (Score(peer=BOB.peer_id, round=1, marks=(Mark(replica=1, assigned=0.5, other=0.25),), signature=b"s"),)
-PROOF = DoubleVote(
-    peer=BOB.peer_id, term=1, round=2, ballot=3, digest="1" * 64, signature=b"s", other="2" * 64, signed=b"t"
-)
 AUDITS = (Audit(peer=BOB.peer_id, round=1, replica=1, agreement=4.5, signature=b"s"),)
 EVALUATIONS = (
     Evaluation(
@@ -256,10 +252,8 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
         subject=BOB.peer_id,
         reason="noise",
         schedule=schedule,
-        proof=PROOF,
-        after=1,
         operators=operators,
-        quorum=3,
+        quorum=4,
     )
     tried = tuple(dataclasses.replace(x, peers=(BOB.peer_id,), probation=True) for x in last.left_out)
     ticket = invitations.issue(tiny.OPERATOR, bytes(32), last.run, expires=9, count=2, reason="friends")
@@ -277,12 +271,10 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
         schedule=schedule,
         scores=SCORES,
         audits=AUDITS,
-        out=(BOB.peer_id,),
         board=Board(operators=operators, quorum=1),
         idle=1,
     )
-    sworn = tiny.sworn(tiny.OPERATOR, last.run, 3, accepted=2, digest="1" * 64)
-    every_field_has_a_value(Record, dataclasses.replace(tiny.record(commit), ballot=3, grounds=(sworn,)))
+    every_field_has_a_value(Record, dataclasses.replace(tiny.record(commit), ballot=3))
 
 
 def every_field_has_a_value(cls: type, told: object, but: set[str] = frozenset()) -> None:  # type: ignore[assignment]
