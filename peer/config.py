@@ -9,12 +9,14 @@ import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protocol.errors import UsageError
-from protocol.ledger.invitations import Ticket
-from protocol.planning import budget
-from protocol.planning.budget import Budget
-from protocol.run.manifest import Manifest
+
+if TYPE_CHECKING:
+    from protocol.ledger.invitations import Ticket
+    from protocol.planning.budget import Budget
+    from protocol.run.manifest import Manifest
 
 _HOME = "potluck-home"
 
@@ -71,11 +73,15 @@ class JoinConfig:
     @property
     def budget(self) -> Budget:
         """What it offers of its memory."""
+        from protocol.planning.budget import Budget
+
         return Budget(self.memory_bytes, self.device, self.host_bytes)
 
 
 def why_one_device(manifest: Manifest, config: JoinConfig) -> str | None:
     """Why of several devices only the first one can be of use in a run; None where all can, or there is one."""
+    from protocol.planning import budget
+
     if not config.more_devices or budget.holds_whole(manifest, config.budget):
         return None
     own, host = budget.needs_of(manifest, 0, manifest.model.n_layers, config.device)

@@ -1,13 +1,11 @@
-"""What the commands bootstrap and join do; peer/cli/main.py parses what was typed."""
+"""`potluck join`: takes part in a run."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import functools
-import hashlib
-from collections.abc import Coroutine, Sequence
+import os
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,15 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peer import events
-from peer.cli import own_folder
-from peer.cli.alive import shown_alive
-from peer.cli.auditing import audit_beside, auditor
+from peer.cli import dry_run, own_folder, running
+from peer.cli.options import Announce, Devices, Dir, Host, Json, LogFile, Port, with_options
 from peer.cli.pauses import Look, Pauses, by_hours, while_busy
 from peer.config import Downlink, JoinConfig, why_one_device
-from peer.events import Emitter, Sink, json_sink
-from peer.log import reader
+from peer.events import Emitter
 from peer.net import bandwidth, descriptors, keyfile, known_line
-from peer.net.address import parse, peers_of
 from peer.net.base import Transport, TransportLost
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
@@ -32,207 +27,116 @@ from peer.net.own_addresses import interface_hosts
 from peer.net.reach import Finding
 from peer.node import hours
 from peer.node.open_run import (
-    FIRST_PAUSE,
     KEY,
-    LONGEST_PAUSE,
-    REACH_SECONDS,
     Door,
-    Run,
     manifest_again,
     manifest_of,
     parse_run,
     read_announced,
-    read_manifest,
-    remember,
-    start_transport,
-    tokenizer_bytes,
 )
 from peer.node.way_in import WayIn
-from peer.ui.lines import Lines, printer
+from peer.ui.lines import sink
 from peer.ui.names import LONGEST, harmless_name
 from peer.ui.text import clean, typed
-from protocol.errors import RemoteError, UsageError
-from protocol.identity import Identity
-from protocol.ledger import invitations, schedule
+from protocol.errors import UsageError
+from protocol.ledger import invitations
 from protocol.ledger.invitations import Ticket
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 
 if TYPE_CHECKING:
-    from bootstrap.archive import Archive
-    from peer.corpus.reader import CorpusReader
     from peer.node.peer import Factories, Peer
 
 
-Devices = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N,N,...",
-        help="Train on these GPUs of this machine together, as one peer, such as 0,1,2,3; --memory is then of each.",
-        show_default=False,
-    ),
-]
+def joining(
+    context: typer.Context,
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A manifest file, or the one-line address that a bootstrap node prints."),
+    ],
+    dir: Dir = Path("potluck-peer"),
+    host: Host = "0.0.0.0",
+    port: Port = 0,
+    announce: Announce = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    devices: Devices = None,
+    memory: Annotated[str, typer.Option(help='Memory to offer, such as "8GB"; auto: most of what is free.')] = "auto",
+    up: Annotated[str | None, typer.Option(help='Uplink to announce, such as "20Mbps" (default: measured).')] = None,
+    down: Annotated[
+        str | None, typer.Option(help='Downlink to announce, such as "100Mbps" (default: measured).')
+    ] = None,
+    up_limit: Annotated[
+        str | None,
+        typer.Option(
+            help='Most uplink that chains and serving others may take, such as "18Mbps" (default: nine tenths of what was'
+            " measured; no limit with --up)."
+        ),
+    ] = None,
+    store_limit: Annotated[str, typer.Option(help="Disk for payloads that are kept for others.")] = "4GB",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads for training.")] = max(1, (os.cpu_count() or 2) // 2),
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Record what this machine computes and waits for in this file, for ui.perfetto.dev."),
+    ] = None,
+    corpus: Annotated[
+        Path | None,
+        typer.Option(help="Folder with the run's corpus, if it is on this machine (default: it is fetched)."),
+    ] = None,
+    data_limit: Annotated[str, typer.Option(help="Disk for text that was fetched.")] = "2GB",
+    hours: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FROM-TO",
+            help="Train at these hours of this machine's clock only, such as 22-7 or 22:30-7:15.",
+            show_default=False,
+        ),
+    ] = None,
+    pause_when_busy: Annotated[
+        bool,
+        typer.Option(
+            "--pause-when-busy",
+            help="Leave while other programs use most of the processors, or the GPU, and come back.",
+        ),
+    ] = False,
+    name: Annotated[
+        str,
+        typer.Option(
+            help="What screens call this machine, for everybody to see. Others may take the same; the id tells them apart.",
+            show_default=False,
+        ),
+    ] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what this machine would do in the run, and leave before it trains.")
+    ] = False,
+    log_file: LogFile = None,
+    json: Json = False,
+) -> JoinOptions:
+    """Reads what is typed behind `potluck join` and `potluck service install`.
 
-
-def _sink(json: bool, *, own: bool = False) -> Sink:
-    return json_sink() if json else printer(Lines(own=own))
-
-
-def _raise_limits(emit: events.Emit) -> None:
-    """Takes all that the system allows to a process that serves many."""
-    too_low = descriptors.raise_limit()
-    if too_low is not None:
-        emit(events.Warning(text=too_low))
-
-
-def _remembering(emit: events.Emit, folder: Path, manifest: Manifest) -> events.Emit:
-    """As `emit`; the node's folder knows where it listens, so that its operator need not type that."""
-
-    def tell(body: events.Body) -> None:
-        if isinstance(body, events.Listening) and body.addresses:
-            with contextlib.suppress(UsageError):  # a full disk shows again where it matters
-                remember(folder, Run(manifest, manifest.run_id, body.addresses))
-        emit(body)
-
-    return tell
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeOptions:
-    """What was typed; see `potluck bootstrap --help`."""
-
-    manifest: Path
-    folder: Path
-    door: Door
-    initial_peers: Sequence[str]
-    relay_limit: str
-    corpus: Path | None
-    audit: bool
-    log: Path | None
-    json: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """What the options of a bootstrap node amount to. `others`: addresses of the run's other nodes; `text`: its corpus, if it has it."""
-
-    manifest: Manifest
-    key: Identity
-    door: Door
-    others: tuple[str, ...]
-    relay_bps: int
-    text: CorpusReader | None
-
-
-def node_of(options: NodeOptions) -> Node:
-    """Reads what was named, and makes the key if there is none. Raises UsageError."""
-    from peer.training.device import parse_rate
-
-    manifest = read_manifest(options.manifest)
-    relay_bps = 0 if options.relay_limit.strip() == "0" else parse_rate(options.relay_limit)
-    others = (*(address.partition("#")[0] for address in options.initial_peers), *manifest.hints.bootstrap)
-    for address in others:
-        parse(address)
-    text = None if options.corpus is None else whole_corpus(options.corpus, manifest)
-    key = keyfile.load_or_create(options.folder / KEY)
-    if key.peer_id not in manifest.operators and not others:
-        raise UsageError(
-            f"manifest {options.manifest}: {key.peer_id}, the key in {options.folder}, is no operator of it; add it there before the run"
-            " begins, or give --initial-peer ADDRESS of one of its nodes, and have the operators appoint this one"
-        )
-    door = options.door
-    door = dataclasses.replace(door, announce=read_announced(door.announce, door.port, key.peer_id))
-    return Node(manifest, key, door, others, relay_bps, text)
-
-
-async def bootstrap(options: NodeOptions) -> None:
-    """`potluck bootstrap`."""
-    from bootstrap.archive import Archive
-    from bootstrap.node import BootstrapNode
-    from bootstrap.service import serve_bootstrap
-    from peer.corpus.tokenizer import check_document_end
-    from protocol.round.questions import Question
-
-    found, folder = node_of(options), options.folder
-    manifest, key, text, relay_bps, audit = found.manifest, found.key, found.text, found.relay_bps, options.audit
-    path, corpus = options.manifest, options.corpus
-    tokenizer = tokenizer_bytes(manifest, path.parent, corpus)
-    archive = Archive(folder, manifest)
-    try:
-        if text is not None:
-            archive.serve_corpus(text.folder, text.raw)
-        raw = tokenizer if tokenizer is not None else archive.tokenizer
-        is_here = raw is not None and _has_digest(raw, manifest)
-        if raw is not None and is_here:
-            check_document_end(manifest.model, raw)
-            archive.save_tokenizer(raw)
-        if not is_here and not set(peers_of(found.others)) - {key.peer_id}:
-            raise UsageError(
-                f"tokenizer {manifest.tokenizer.file or manifest.tokenizer.digest[:12]}: not found; give --corpus with the folder of the run's"
-                " corpus, which has it; or --initial-peer with the address of a node that has it"
-            )
-        emit = _remembering(Emitter("bootstrap", _sink(options.json)), folder, manifest)
-        _raise_limits(emit)
-        if archive.last is None and (odd := schedule.misfit(manifest)) is not None:
-            emit(events.Warning(text=odd))
-        transport = await start_transport(folder, found.door, manifest.run_id)
-        try:
-            if not is_here:
-                await _fetch_tokenizer(found, transport, archive, emit)
-            together = relay_bps * len(manifest.operators)  # others are taken to allow as much
-            answer = functools.partial(Question.answer, relay_bps=together)
-            node = BootstrapNode(manifest, key, transport, archive, emit, found.others, answer=answer)
-            node.leader.witnesses.auditors = frozenset({auditor(folder)} if audit else ())
-            async with shown_alive(folder), asyncio.TaskGroup() as group:
-                auditing = audit and group.create_task(audit_beside(folder, manifest.run_id, transport.addresses, emit))
-                await serve_bootstrap(node, transport, emit, relay_bps)  # until the operators dismiss it
-                if auditing:
-                    auditing.cancel()
-        finally:
-            await transport.aclose()
-    finally:
-        archive.close()
-
-
-def _has_digest(tokenizer: bytes, manifest: Manifest) -> bool:
-    return hashlib.sha256(tokenizer).hexdigest() == manifest.tokenizer.digest
-
-
-async def _fetch_tokenizer(node: Node, transport: Transport, archive: Archive, emit: events.Emit) -> None:
-    """The run's tokenizer from one of its other nodes; waits until one gives it. Raises UsageError, TransportLost."""
-    from peer.corpus.tokenizer import check_document_end
-
-    manifest, pause = node.manifest, FIRST_PAUSE
-    nodes = [peer for peer in dict.fromkeys((*peers_of(node.others), *manifest.operators)) if peer != node.key.peer_id]
-    log = reader.Remote(transport, nodes, archive.blobs)
-    try:
-        while True:
-            try:
-                await transport.connect(node.others, timeout=REACH_SECONDS)
-                raw = await log.tokenizer(manifest)
-                break
-            except (RemoteError, UsageError) as error:
-                if pause == FIRST_PAUSE:
-                    text = f"tokenizer: none of the run's other nodes gives it ({error}); this node asks again until one does"
-                    emit(events.Warning(text=text))
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-    finally:
-        await log.aclose()
-    check_document_end(manifest.model, raw)
-    archive.save_tokenizer(raw)
-    if node.text is None and not manifest.data.mirrors:
-        text = "text: peers fetch it from the run's other nodes; to serve it here, too, copy the corpus of one, and add --corpus FOLDER"
-        emit(events.Warning(text=text))
-
-
-def whole_corpus(folder: Path, manifest: Manifest) -> CorpusReader:
-    """The run's corpus in `folder`. Raises UsageError where it is another one, or not all there."""
-    from peer.corpus.text import open_corpus
-
-    found = open_corpus(folder, LocalDisk(), manifest)
-    found.require_whole(f"--corpus {folder}")
-    return found
+    Long because typer reads a command's options from its function's parameters.
+    """
+    return JoinOptions(
+        run=run,
+        folder=dir,
+        door=Door(host=host, port=port, announce=tuple(announce or ())),
+        device=device,
+        devices=devices,
+        memory=memory,
+        up=up,
+        down=down,
+        up_limit=up_limit,
+        store_limit=store_limit,
+        threads=threads,
+        trace=trace,
+        corpus=corpus,
+        data_limit=data_limit,
+        hours=hours,
+        pause_when_busy=pause_when_busy,
+        name=name,
+        dry_run=dry_run,
+        log=log_file,
+        json=json,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +197,6 @@ def config_of(options: JoinOptions) -> JoinConfig:
 
 async def join(options: JoinOptions, factories: Factories | None = None) -> None:
     """`potluck join`; its folder stays locked in pauses, too. `factories`: what the peer makes its parts with (default: the usual)."""
-    from peer.cli import dry_run
     from peer.net.relay import RelayedTransport
     from peer.node.peer import Factories, Peer
     from peer.state.storage import Storage
@@ -321,7 +224,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
         return await manifest_again(run, folder, transport, lambda text: emit(events.Warning(text=text)))
 
     way_in = WayIn(run, folder, dataclasses.replace(options.door, announce=announce), meanwhile=meanwhile)
-    emit = Emitter(key.peer_id, _sink(options.json, own=True))
+    emit = Emitter(key.peer_id, sink(options.json, own=True))
 
     async def take_part() -> None:
         nonlocal manifest, config
@@ -365,8 +268,9 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
     looks = _looks(options, (factories or Factories()).clock)
     storage = Storage(folder, config.store_bytes)
     try:
-        _raise_limits(emit)
-        async with shown_alive(folder):
+        if (too_low := descriptors.raise_limit()) is not None:
+            emit(events.Warning(text=too_low))
+        async with running.shown_alive(folder):
             await Pauses(looks, emit, freed=device.free).between(take_part)
     finally:
         storage.close()
@@ -409,3 +313,8 @@ def _looks(options: JoinOptions, clock: Clock) -> list[Look]:
 def _reached(config: JoinConfig, found: Finding, peer: str, announce: tuple[str, ...]) -> JoinConfig:
     """With how others reach `peer`, that is us."""
     return dataclasses.replace(config, reachable=found.how, reached_at=found.whole(peer), announce=announce)
+
+
+command = with_options(
+    joining, lambda options, context: running.run(join(options, context.obj.factories), log=options.log)
+)
