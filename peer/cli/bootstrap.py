@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,6 +36,7 @@ from peer.node.open_run import (
     start_transport,
     tokenizer_bytes,
 )
+from peer.training.device import parse_rate
 from peer.ui.lines import sink
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
@@ -46,6 +46,43 @@ from protocol.run.manifest import Manifest
 if TYPE_CHECKING:
     from bootstrap.archive import Archive
     from peer.corpus.reader import CorpusReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """The options of `potluck bootstrap`, read once."""
+
+    manifest: Manifest
+    beside: Path
+    """The folder of the manifest's file."""
+    folder: Path
+    """Key, log and archive."""
+    key: Identity
+    door: Door
+    """Where the node listens."""
+    others: tuple[str, ...]
+    """Addresses of the run's other nodes."""
+    relay_bps: int
+    """The most that is passed on between peers; 0: nothing."""
+    corpus: Path | None
+    """A folder with the run's text."""
+    text: CorpusReader | None
+    """What is in it."""
+    audit: bool
+    """Follow the log beside the node."""
+    log: Path | None
+    """A file that keeps what is printed."""
+    json: bool
+    """Print events as JSON."""
+
+
+def _whole_corpus(folder: Path, manifest: Manifest) -> CorpusReader:
+    """The run's corpus in `folder`. Raises UsageError where it is another one, or not all there."""
+    from peer.corpus.text import open_corpus
+
+    found = open_corpus(folder, LocalDisk(), manifest)
+    found.require_whole(f"--corpus {folder}")
+    return found
 
 
 def hosting(
@@ -75,18 +112,33 @@ def hosting(
     ] = False,
     log_file: LogFile = None,
     json: Json = False,
-) -> NodeOptions:
-    """Reads what is typed behind `potluck bootstrap` and `potluck service install-node`.
+) -> NodeConfig:
+    """Reads what is typed behind `potluck bootstrap` and `potluck service install-node`; makes the key if there is none. Raises UsageError.
 
     Long because typer reads a command's options from its function's parameters.
     """
-    return NodeOptions(
-        manifest=manifest,
+    given = read_manifest(manifest)
+    relay_bps = 0 if relay_limit.strip() == "0" else parse_rate(relay_limit)
+    others = (*(address.partition("#")[0] for address in initial_peer or ()), *given.hints.bootstrap)
+    for address in others:
+        parse(address)
+    text = None if corpus is None else _whole_corpus(corpus, given)
+    identity = keyfile.load_or_create(dir / KEY)
+    if identity.peer_id not in given.operators and not others:
+        raise UsageError(
+            f"manifest {manifest}: {identity.peer_id}, the key in {dir}, is no operator of it; add it there before the run"
+            " begins, or give --initial-peer ADDRESS of one of its nodes, and have the operators appoint this one"
+        )
+    return NodeConfig(
+        manifest=given,
+        beside=manifest.parent,
         folder=dir,
-        door=Door(host=host, port=port, announce=tuple(announce or ())),
-        initial_peers=tuple(initial_peer or ()),
-        relay_limit=relay_limit,
+        key=identity,
+        door=Door(host=host, port=port, announce=read_announced(announce or (), port, identity.peer_id)),
+        others=others,
+        relay_bps=relay_bps,
         corpus=corpus,
+        text=text,
         audit=audit,
         log=log_file,
         json=json,
@@ -114,55 +166,7 @@ def _remembering(emit: events.Emit, folder: Path, manifest: Manifest) -> events.
     return tell
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeOptions:
-    """What was typed; see `potluck bootstrap --help`."""
-
-    manifest: Path
-    folder: Path
-    door: Door
-    initial_peers: Sequence[str]
-    relay_limit: str
-    corpus: Path | None
-    audit: bool
-    log: Path | None
-    json: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """What the options of a bootstrap node amount to. `others`: addresses of the run's other nodes; `text`: its corpus, if it has it."""
-
-    manifest: Manifest
-    key: Identity
-    door: Door
-    others: tuple[str, ...]
-    relay_bps: int
-    text: CorpusReader | None
-
-
-def node_of(options: NodeOptions) -> Node:
-    """Reads what was named, and makes the key if there is none. Raises UsageError."""
-    from peer.training.device import parse_rate
-
-    manifest = read_manifest(options.manifest)
-    relay_bps = 0 if options.relay_limit.strip() == "0" else parse_rate(options.relay_limit)
-    others = (*(address.partition("#")[0] for address in options.initial_peers), *manifest.hints.bootstrap)
-    for address in others:
-        parse(address)
-    text = None if options.corpus is None else whole_corpus(options.corpus, manifest)
-    key = keyfile.load_or_create(options.folder / KEY)
-    if key.peer_id not in manifest.operators and not others:
-        raise UsageError(
-            f"manifest {options.manifest}: {key.peer_id}, the key in {options.folder}, is no operator of it; add it there before the run"
-            " begins, or give --initial-peer ADDRESS of one of its nodes, and have the operators appoint this one"
-        )
-    door = options.door
-    door = dataclasses.replace(door, announce=read_announced(door.announce, door.port, key.peer_id))
-    return Node(manifest, key, door, others, relay_bps, text)
-
-
-async def serve(options: NodeOptions) -> None:
+async def serve(read: Callable[[], NodeConfig]) -> None:
     """`potluck bootstrap`."""
     from bootstrap.archive import Archive
     from bootstrap.node import BootstrapNode
@@ -170,40 +174,41 @@ async def serve(options: NodeOptions) -> None:
     from peer.corpus.tokenizer import check_document_end
     from protocol.round.questions import Question
 
-    found, folder = node_of(options), options.folder
-    manifest, key, text, relay_bps, audit = found.manifest, found.key, found.text, found.relay_bps, options.audit
-    path, corpus = options.manifest, options.corpus
-    tokenizer = tokenizer_bytes(manifest, path.parent, corpus)
+    config = read()
+    manifest, folder, identity = config.manifest, config.folder, config.key
+    tokenizer = tokenizer_bytes(manifest, config.beside, config.corpus)
     archive = Archive(folder, manifest)
     try:
-        if text is not None:
-            archive.serve_corpus(text.folder, text.raw)
+        if config.text is not None:
+            archive.serve_corpus(config.text.folder, config.text.raw)
         raw = tokenizer if tokenizer is not None else archive.tokenizer
         is_here = raw is not None and _has_digest(raw, manifest)
         if raw is not None and is_here:
             check_document_end(manifest.model, raw)
             archive.save_tokenizer(raw)
-        if not is_here and not set(peers_of(found.others)) - {key.peer_id}:
+        if not is_here and not set(peers_of(config.others)) - {identity.peer_id}:
             raise UsageError(
                 f"tokenizer {manifest.tokenizer.file or manifest.tokenizer.digest[:12]}: not found; give --corpus with the folder of the run's"
                 " corpus, which has it; or --initial-peer with the address of a node that has it"
             )
-        emit = _remembering(Emitter("bootstrap", sink(options.json)), folder, manifest)
+        emit = _remembering(Emitter("bootstrap", sink(config.json)), folder, manifest)
         if (too_low := descriptors.raise_limit()) is not None:
             emit(events.Warning(text=too_low))
         if archive.last is None and (odd := schedule.misfit(manifest)) is not None:
             emit(events.Warning(text=odd))
-        transport = await start_transport(folder, found.door, manifest.run_id)
+        transport = await start_transport(folder, config.door, manifest.run_id)
         try:
             if not is_here:
-                await _fetch_tokenizer(found, transport, archive, emit)
-            together = relay_bps * len(manifest.operators)  # others are taken to allow as much
+                await _fetch_tokenizer(config, transport, archive, emit)
+            together = config.relay_bps * len(manifest.operators)  # others are taken to allow as much
             answer = functools.partial(Question.answer, relay_bps=together)
-            node = BootstrapNode(manifest, key, transport, archive, emit, found.others, answer=answer)
-            node.leader.witnesses.auditors = frozenset({auditor(folder)} if audit else ())
+            node = BootstrapNode(manifest, identity, transport, archive, emit, config.others, answer=answer)
+            node.leader.witnesses.auditors = frozenset({auditor(folder)} if config.audit else ())
             async with running.shown_alive(folder), asyncio.TaskGroup() as group:
-                auditing = audit and group.create_task(audit_beside(folder, manifest.run_id, transport.addresses, emit))
-                await serve_bootstrap(node, transport, emit, relay_bps)  # until the operators dismiss it
+                auditing = config.audit and group.create_task(
+                    audit_beside(folder, manifest.run_id, transport.addresses, emit)
+                )
+                await serve_bootstrap(node, transport, emit, config.relay_bps)  # until the operators dismiss it
                 if auditing:
                     auditing.cancel()
         finally:
@@ -216,7 +221,7 @@ def _has_digest(tokenizer: bytes, manifest: Manifest) -> bool:
     return hashlib.sha256(tokenizer).hexdigest() == manifest.tokenizer.digest
 
 
-async def _fetch_tokenizer(node: Node, transport: Transport, archive: Archive, emit: events.Emit) -> None:
+async def _fetch_tokenizer(node: NodeConfig, transport: Transport, archive: Archive, emit: events.Emit) -> None:
     """The run's tokenizer from one of its other nodes; waits until one gives it. Raises UsageError, TransportLost."""
     from peer.corpus.tokenizer import check_document_end
 
@@ -244,13 +249,4 @@ async def _fetch_tokenizer(node: Node, transport: Transport, archive: Archive, e
         emit(events.Warning(text=text))
 
 
-def whole_corpus(folder: Path, manifest: Manifest) -> CorpusReader:
-    """The run's corpus in `folder`. Raises UsageError where it is another one, or not all there."""
-    from peer.corpus.text import open_corpus
-
-    found = open_corpus(folder, LocalDisk(), manifest)
-    found.require_whole(f"--corpus {folder}")
-    return found
-
-
-command = with_options(hosting, lambda options, context: running.run(serve(options), log=options.log))
+command = with_options(hosting, lambda read, context: running.run(serve(read), log=read.keywords["log_file"]))

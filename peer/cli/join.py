@@ -1,40 +1,34 @@
-"""`potluck join`: takes part in a run."""
+"""`potluck join`: takes part in a run. The network comes first: what trains is imported while the run's nodes are asked."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from peer import events
-from peer.cli import dry_run, own_folder, running
+from peer.cli import dry_run as rehearsal
+from peer.cli import own_folder, running
 from peer.cli.options import Announce, Devices, Dir, Host, Json, LogFile, Port, with_options
 from peer.cli.pauses import Look, Pauses, by_hours, while_busy
-from peer.config import Downlink, JoinConfig, why_one_device
 from peer.events import Emitter
 from peer.net import bandwidth, descriptors, keyfile, known_line
 from peer.net.base import Transport, TransportLost
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
-from peer.net.line import measured_downlink
+from peer.net.line import Downlink, measured_downlink
 from peer.net.own_addresses import interface_hosts
-from peer.net.reach import Finding
-from peer.node import hours
-from peer.node.open_run import (
-    KEY,
-    Door,
-    manifest_again,
-    manifest_of,
-    parse_run,
-    read_announced,
-)
+from peer.node import hours as daily
+from peer.node.config import JoinConfig, Machine
+from peer.node.open_run import KEY, Door, manifest_again, manifest_of, parse_run, read_announced
 from peer.node.way_in import WayIn
+from peer.training import device as devices_here
+from peer.training.device import Hardware, parse_rate, parse_size
 from peer.ui.lines import sink
 from peer.ui.names import LONGEST, harmless_name
 from peer.ui.text import clean, typed
@@ -110,27 +104,33 @@ def joining(
     ] = False,
     log_file: LogFile = None,
     json: Json = False,
-) -> JoinOptions:
-    """Reads what is typed behind `potluck join` and `potluck service install`.
+) -> JoinConfig:
+    """Reads what is typed behind `potluck join` and `potluck service install`. Raises UsageError.
 
     Long because typer reads a command's options from its function's parameters.
     """
-    return JoinOptions(
-        run=run,
+    if dry_run and json:
+        raise UsageError("--dry-run: says what it finds in words; give it without --json")
+    if harmless_name(name) != name:
+        raise UsageError(
+            f"--name {clean(name, 40)}: a name has at most {LONGEST} letters, digits, spaces, - _ and .; give such as"
+            f" {typed('--name', harmless_name(name) or 'Ada')}"
+        )
+    return JoinConfig(
+        run=parse_run(run),
         folder=dir,
         door=Door(host=host, port=port, announce=tuple(announce or ())),
-        device=device,
-        devices=devices,
-        memory=memory,
-        up=up,
-        down=down,
-        up_limit=up_limit,
-        store_limit=store_limit,
+        devices=devices_here.parse_devices(device, devices),
+        memory_bytes=None if memory == "auto" else parse_size(memory),
+        up_bps=None if up is None else parse_rate(up),
+        down_bps=None if down is None else parse_rate(down),
+        up_limit_bps=None if up_limit is None else parse_rate(up_limit),
+        store_bytes=parse_size(store_limit),
         threads=threads,
         trace=trace,
         corpus=corpus,
-        data_limit=data_limit,
-        hours=hours,
+        data_bytes=parse_size(data_limit),
+        hours=None if hours is None else daily.parse(hours),
         pause_when_busy=pause_when_busy,
         name=name,
         dry_run=dry_run,
@@ -139,141 +139,89 @@ def joining(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinOptions:
-    """What was typed; see `potluck join --help`."""
-
-    run: str
-    folder: Path
-    door: Door
-    device: str
-    devices: str | None
-    memory: str
-    up: str | None
-    down: str | None
-    up_limit: str | None
-    store_limit: str
-    threads: int
-    trace: Path | None
-    corpus: Path | None
-    data_limit: str
-    hours: str | None
-    pause_when_busy: bool
-    name: str
-    dry_run: bool
-    log: Path | None
-    json: bool
-
-
-def config_of(options: JoinOptions) -> JoinConfig:
-    """What the options amount to on this machine. Raises UsageError."""
-    from peer.training import device as resources
-
-    if options.hours is not None:
-        hours.parse(options.hours)
-    if harmless_name(options.name) != options.name:
-        raise UsageError(
-            f"--name {clean(options.name, 40)}: a name has at most {LONGEST} letters, digits, spaces, - _ and .; give such as"
-            f" {typed('--name', harmless_name(options.name) or 'Ada')}"
-        )
-    (device, *more), memory = resources.chosen(options.device, options.devices), options.memory
-    return JoinConfig(
-        folder=options.folder,
-        device=device,
-        more_devices=tuple(more),
-        memory_bytes=(resources.smallest_budget((device, *more)) if memory == "auto" else resources.parse_size(memory)),
-        host_bytes=resources.host_budget(device),
-        up_bps=None if options.up is None else resources.parse_rate(options.up),
-        down_bps=None if options.down is None else resources.parse_rate(options.down),
-        store_bytes=resources.parse_size(options.store_limit),
-        up_limit_bps=None if options.up_limit is None else resources.parse_rate(options.up_limit),
-        threads=options.threads,
-        trace=options.trace,
-        corpus=options.corpus,
-        data_bytes=resources.parse_size(options.data_limit),
-        name=options.name,
-    )
-
-
-async def join(options: JoinOptions, factories: Factories | None = None) -> None:
+async def join(read: Callable[[], JoinConfig], factories: Factories | None = None) -> None:
     """`potluck join`; its folder stays locked in pauses, too. `factories`: what the peer makes its parts with (default: the usual)."""
     from peer.net.relay import RelayedTransport
-    from peer.node.peer import Factories, Peer
     from peer.state.storage import Storage
-    from peer.training import device
 
-    device.one_heap()
-    if options.dry_run and options.json:
-        raise UsageError("--dry-run: says what it finds in words; give it without --json")
-    run, folder = parse_run(options.run), options.folder
-    config = dataclasses.replace(config_of(options), ticket=run.ticket)
+    devices_here.one_heap()
+    config = read()
+    run, folder = config.run, config.folder
     key = keyfile.load_or_create(folder / KEY)
-    announce = read_announced(options.door.announce, options.door.port, key.peer_id)
-    manifest: Manifest | None = None
+    emit = Emitter(key.peer_id, sink(config.json, own=True))
+    announced = read_announced(config.door.announce, config.door.port, key.peer_id)
+    known: tuple[Manifest, Hardware] | None = None
     downlink: Downlink | None = None
+
+    def warn(text: str) -> None:
+        emit(events.Warning(text=text))
 
     async def meanwhile(transport: Transport) -> None:
         """A line's two ways are measured over two connections (peer/net/line.py): the first one ends with this transport, most often."""
         nonlocal downlink
-        if manifest is not None and config.down_bps is None and downlink is None:
-            downlink = await _measured(transport, manifest, folder)
+        if known is not None and config.down_bps is None and downlink is None:
+            downlink = await _measured(transport, known[0], folder)
 
     async def find(transport: Transport) -> Manifest:
-        if options.dry_run:
+        if config.dry_run:
             return await manifest_of(run, transport)
-        return await manifest_again(run, folder, transport, lambda text: emit(events.Warning(text=text)))
+        return await manifest_again(run, folder, transport, warn)
 
-    way_in = WayIn(run, folder, dataclasses.replace(options.door, announce=announce), meanwhile=meanwhile)
-    emit = Emitter(key.peer_id, sink(options.json, own=True))
+    way_in = WayIn(run, folder, replace(config.door, announce=announced), meanwhile=meanwhile)
 
     async def take_part() -> None:
-        nonlocal manifest, config
+        nonlocal known
         while True:
             transport = await way_in.start()
             try:
-                if manifest is None:  # later starts find their way by themselves, whether a bootstrap node is up or not
-                    manifest = await find(transport)
-                    _look_at(config.ticket, manifest, key.peer_id)
+                if known is None:  # later starts find their way by themselves, whether a bootstrap node is up or not
+                    manifest, found = await asyncio.gather(find(transport), asyncio.to_thread(_hardware, config))
+                    _check_ticket(run.ticket, manifest, key.peer_id)
                     emit(events.found(manifest))
-                    why = why_one_device(manifest, config)
-                    if why is not None:
-                        config = dataclasses.replace(config, more_devices=())
-                        emit(events.Warning(text=why))
+                    known = manifest, found.useful(manifest, warn)
+                manifest, hardware = known
                 first, measured = transport, downlink
-                transport, found = await way_in.settle(first, manifest)
+                transport, reached = await way_in.settle(first, manifest)
                 if transport is first and downlink is not None and downlink is not measured:
                     await transport.disconnect(downlink.by)
-                if found is not None:
-                    config = _reached(config, found, key.peer_id, announce)
-                    emit(events.Reachable(how=found.how, addresses=found.addresses, asked=found.asked))
-                    if announce and found.how == "private":
-                        text = f"--announce {announce[0]}: nobody who tried got through; check where that port leads"
-                        emit(events.Warning(text=text))
-                config = dataclasses.replace(config, downlink=downlink)
+                if reached is not None:
+                    emit(events.Reachable(how=reached.how, addresses=reached.addresses, asked=reached.asked))
+                    if announced and reached.how == "private":
+                        warn(f"--announce {announced[0]}: nobody who tried got through; check where that port leads")
                 transport = await RelayedTransport.begin(transport, key, manifest.operators)
                 nodes = tuple(dict.fromkeys((*run.dialled, *manifest.operators)))
-                await own_folder.check_document_end(manifest, config, transport, storage.blobs, nodes)
-                peer = Peer(manifest, key, transport, storage, config, run.bootstrap, emit, factories)
-                if not options.dry_run:
-                    await _run(peer, own_folder.keep(manifest, config, transport, storage.blobs, nodes))
+                machine = Machine(config, hardware, reached, announced, downlink)
+                await own_folder.check_document_end(manifest, machine, transport, storage.blobs, nodes)
+                from peer.node.peer import Peer
+
+                peer = Peer(manifest, key, transport, storage, machine, emit, factories)
+                if not config.dry_run:
+                    await _run(peer, own_folder.keep(manifest, machine, transport, storage.blobs, nodes))
                     return
-                for line in await dry_run.dry_run(peer, transport):
+                for line in await rehearsal.dry_run(peer, transport):
                     print(line, flush=True)
                 return
             except TransportLost as error:
-                emit(events.Warning(text=f"{error}; starting it again from the state on disk"))
+                warn(f"{error}; starting it again from the state on disk")
             finally:
                 await transport.aclose()
 
-    looks = _looks(options, (factories or Factories()).clock)
+    clock = Clock() if factories is None else factories.clock
     storage = Storage(folder, config.store_bytes)
     try:
         if (too_low := descriptors.raise_limit()) is not None:
-            emit(events.Warning(text=too_low))
+            warn(too_low)
         async with running.shown_alive(folder):
-            await Pauses(looks, emit, freed=device.free).between(take_part)
+            await Pauses(_looks(config, clock), emit, freed=devices_here.free).between(take_part)
     finally:
         storage.close()
+
+
+def _hardware(config: JoinConfig) -> Hardware:
+    """Imports what trains, torch above all, which takes seconds. Raises UsageError."""
+    import peer.node.peer  # noqa: F401
+
+    return Hardware.find(config.devices, config.memory_bytes)
 
 
 async def _measured(transport: Transport, manifest: Manifest, folder: Path) -> Downlink | None:
@@ -295,26 +243,21 @@ async def _run(peer: Peer, beside: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(other, return_exceptions=True)
 
 
-def _look_at(ticket: Ticket | None, manifest: Manifest, peer: str) -> None:
+def _check_ticket(ticket: Ticket | None, manifest: Manifest, peer: str) -> None:
     """Raises UsageError where an invitation was changed on its way; whether an operator signed it, and it still holds, is for the nodes."""
     why = None if ticket is None else invitations.why_invalid(manifest, ticket.joined(peer), 0.0, (ticket.operator,))
     if why is not None:
         raise UsageError(f"RUN: {why}; copy the whole line, or ask for a new one")
 
 
-def _looks(options: JoinOptions, clock: Clock) -> list[Look]:
-    """What may keep the peer from training for a while. Raises UsageError."""
-    if options.dry_run:
+def _looks(config: JoinConfig, clock: Clock) -> list[Look]:
+    """What may keep the peer from training for a while."""
+    if config.dry_run:
         return []
-    looks = [] if options.hours is None else [by_hours(hours.parse(options.hours), clock)]
-    return [*looks, while_busy(clock)] if options.pause_when_busy else looks
-
-
-def _reached(config: JoinConfig, found: Finding, peer: str, announce: tuple[str, ...]) -> JoinConfig:
-    """With how others reach `peer`, that is us."""
-    return dataclasses.replace(config, reachable=found.how, reached_at=found.whole(peer), announce=announce)
+    looks = [] if config.hours is None else [by_hours(config.hours, clock)]
+    return [*looks, while_busy(clock)] if config.pause_when_busy else looks
 
 
 command = with_options(
-    joining, lambda options, context: running.run(join(options, context.obj.factories), log=options.log)
+    joining, lambda read, context: running.run(join(read, context.obj.factories), log=read.keywords["log_file"])
 )

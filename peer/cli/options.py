@@ -73,11 +73,13 @@ def group(cls: type[Commands] = Commands, help: str | None = None) -> typer.Type
     )
 
 
-def with_options(reads: Callable[..., T], work: Callable[[T, typer.Context], None]) -> Callable[..., None]:
-    """A command with the options of `reads`, which does `work` with what they amount to."""
+def with_options(
+    reads: Callable[..., T], work: Callable[[functools.partial[T], typer.Context], None]
+) -> Callable[..., None]:
+    """A command with the options of `reads`, which does `work` with a call that reads them."""
 
     @functools.wraps(reads)
     def command(**given: Any) -> None:
-        work(reads(**given), given["context"])
+        work(functools.partial(reads, **given), given["context"])
 
     return command

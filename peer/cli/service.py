@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ from peer.cli import bootstrap, join, running, units
 from peer.cli.options import group, with_options
 from peer.config import home, user_name
 from peer.net.disk import LocalDisk
-from peer.node.open_run import parse_run
+from peer.node.config import JoinConfig
 from peer.ui.text import typed as as_typed
 from protocol.errors import LocalError, UsageError
 
@@ -54,21 +54,18 @@ def _retyped(context: typer.Context) -> list[str]:
     return [*words, "--", *last]
 
 
-def _install_peer(options: join.JoinOptions, context: typer.Context) -> None:
+def _install_peer(read: Callable[[], JoinConfig], context: typer.Context) -> None:
     with running.reporting():
-        if options.dry_run:
+        config = read()
+        if config.dry_run:
             raise UsageError("--dry-run: a service trains; type potluck join with it instead")
-        system = _system(options.folder)
-        parse_run(options.run)
-        join.config_of(options)
-        _install(system, "join", options.folder, options.log, _retyped(context))
+        _install(_system(config.folder), "join", config.folder, config.log, _retyped(context))
 
 
-def _install_node(options: bootstrap.NodeOptions, context: typer.Context) -> None:
+def _install_node(read: Callable[[], bootstrap.NodeConfig], context: typer.Context) -> None:
     with running.reporting():
-        system = _system(options.folder)
-        bootstrap.node_of(options)
-        _install(system, "bootstrap", options.folder, options.log, _retyped(context))
+        config = read()
+        _install(_system(config.folder), "bootstrap", config.folder, config.log, _retyped(context))
 
 
 app.command(

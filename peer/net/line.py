@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from peer import events
-from peer.config import Downlink
 from peer.net import bandwidth
 from peer.net.address import host_of, is_circuit, is_public
 from peer.net.bandwidth import Busy, Measured
@@ -39,6 +38,19 @@ EARLIER = "earlier"
 """By whom it was measured: by ourselves, when we were started before."""
 NODES = 2
 """Are asked about a way that is slower than that: it may be the first one's line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Downlink:
+    """What a measurement before the start of the peer found (peer/net/bandwidth.py)."""
+
+    bps: int
+    by: str
+    """The node that measured it."""
+    trip: float
+    """Seconds there and back."""
+    bytes: int
+    """What the measurement took."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from peer import events
 from peer.chain.apart import Apart
 from peer.chain.connect import Pipes
-from peer.config import JoinConfig
 from peer.corpus.fetched import FetchedText
 from peer.corpus.open_text import Access, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
@@ -36,6 +35,7 @@ from peer.net.line import EARLIER, Around, Given, Line
 from peer.net.own_addresses import interface_hosts
 from peer.net.reach import Finding, Reach
 from peer.node.audit import nobody
+from peer.node.config import JoinConfig, Machine
 from peer.node.evaluating import Evaluator, Tools
 from peer.node.examining import Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
@@ -86,7 +86,7 @@ class Factories:
 
 
 class Peer:
-    """Takes part in a run. `bootstrap`: addresses to begin with. The disk's folder is `storage`'s."""
+    """Takes part in a run. The disk's folder is `storage`'s."""
 
     def __init__(
         self,
@@ -94,40 +94,43 @@ class Peer:
         identity: Identity,
         transport: Transport,
         storage: Storage,
-        config: JoinConfig,
-        bootstrap: Sequence[str],
+        machine: Machine,
         emit: events.Emit,
         factories: Factories | None = None,
     ) -> None:
         self.manifest = manifest
         self.identity = identity
-        self.bootstrap = tuple(bootstrap)
+        self.bootstrap = bootstrap = machine.config.run.bootstrap
         """Addresses that it began with."""
         self.rounds: Rounds | None = None
         """The loop at the round boundaries, as soon as it runs."""
         self._factories = factories or Factories()
         self._transport = transport = self._factories.line(transport)
         self._storage = storage
-        self._config = config
+        self._machine = machine
+        self._config = config = machine.config
+        self._hardware = hardware = machine.hardware
         self._emit = emit
         announcement = Announcement(
             run=manifest.run_id,
             peer=identity.peer_id,
             addresses=transport.addresses,
-            reachable=config.reachable or "",
-            memory_bytes=config.memory_bytes,
-            host_bytes=config.host_bytes,
+            reachable="" if machine.reached is None else machine.reached.how,
+            memory_bytes=hardware.memory_bytes,
+            host_bytes=hardware.host_bytes,
             up_bps=config.up_bps or 0,
             down_bps=config.down_bps or 0,
-            device=device.name_of(config.devices),
+            device=device.name_of(hardware.devices),
             name=config.name,
         )
         self._directory = Directory(
             manifest, identity, transport, bootstrap, announcement, self._factories.clock, self._moved
         )
-        self._directory.found(config.reached_at)
+        if machine.reached is not None:
+            self._directory.found(machine.reached.whole(identity.peer_id))
         self._reach = self._make_reach()
-        joining = None if config.ticket is None else config.ticket.joined(identity.peer_id)
+        ticket = config.run.ticket
+        joining = None if ticket is None else ticket.joined(identity.peer_id)
         self._refusals = Refusals(
             manifest,
             transport,
@@ -155,7 +158,7 @@ class Peer:
         """Checks the memory, opens the text, measures the line. Raises PotluckError."""
         if not self._config.audit:
             self._check_memory()
-        if budget.in_files(self.manifest, self._config.budget):
+        if budget.in_files(self.manifest, self._hardware.budget):
             self._storage.use_files()
         self._storage.free_memory = functools.partial(device.memory_budget, "cpu")
         await self._operators.find()
@@ -171,7 +174,7 @@ class Peer:
 
     def _check_memory(self) -> None:
         """Raises UsageError where there is not enough for any part of the model."""
-        room = self._config.budget
+        room = self._hardware.budget
         smallest = budget.smallest_stage(self.manifest, room.device)
         if room.holds(smallest):
             return
@@ -209,7 +212,7 @@ class Peer:
         inner_loop = self._factories.inner_loop(
             self.manifest,
             self.identity.peer_id,
-            self._config,
+            self._machine,
             text,
             pipes,
             self._directory.update,
@@ -239,8 +242,8 @@ class Peer:
             events.Started(
                 peer=self.identity.peer_id,
                 pid=os.getpid(),
-                device=device.name_of(self._config.devices),
-                memory_bytes=self._config.memory_bytes,
+                device=device.name_of(self._hardware.devices),
+                memory_bytes=self._hardware.memory_bytes,
                 rss_bytes=device.peak_rss(),
             )
         )
@@ -276,7 +279,7 @@ class Peer:
             known = known_line.read(self._storage.disk, config.folder, interface_hosts(), self._factories.clock.wall())
         most = bandwidth.worth(4 * layout.total_parameters(self.manifest.model))
         return Line(
-            Given(config.up_bps, config.down_bps, config.up_limit_bps, config.downlink, known, most),
+            Given(config.up_bps, config.down_bps, config.up_limit_bps, self._machine.downlink, known, most),
             Around(
                 transport=self._transport,
                 clock=self._factories.clock,
@@ -290,16 +293,17 @@ class Peer:
         )
 
     def _make_reach(self) -> Reach | None:
-        if self._config.reachable is None:
+        found = self._machine.reached
+        if found is None:
             return None
-        found = Finding(how=self._config.reachable)
-        return Reach(reach.around(self._directory, self._transport, self._config.announce), found, self._reached)
+        around = reach.around(self._directory, self._transport, self._machine.announced)
+        return Reach(around, Finding(how=found.how), self._reached)
 
     def _make_evaluator(self, text: Text) -> Evaluator:
         config = self._config
-        audit, room = config.audit, budget.has_room_to_evaluate(self.manifest, config.budget)
+        audit, room = config.audit, budget.has_room_to_evaluate(self.manifest, self._hardware.budget)
         tell = self._sessions.tell
-        load = functools.partial(inference.Measured, wanted=self._config.device)
+        load = functools.partial(inference.Measured, wanted=self._hardware.device)
         scorer = None if audit else Scorer(self.manifest, self.identity, text, tell, self._storage.blobs.get)
         return Evaluator(
             self.manifest,
@@ -324,8 +328,8 @@ class Peer:
             text,
             self._sessions.tell,
             self._emit,
-            Means(inner_loop.optimizer, config.device, config.threads),
-            has_room=not config.audit and budget.has_room_to_audit(self.manifest, config.budget),
+            Means(inner_loop.optimizer, self._hardware.device, config.threads),
+            has_room=not config.audit and budget.has_room_to_audit(self.manifest, self._hardware.budget),
         )
 
     def _make_rounds(
@@ -336,7 +340,7 @@ class Peer:
         examiner: Examiner,
         restored: Checkpoint | None,
     ) -> Rounds:
-        room = self._config.budget
+        room = self._hardware.budget
         around = Surroundings(
             storage=self._storage,
             exchange=exchange,

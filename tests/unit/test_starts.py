@@ -52,3 +52,9 @@ def test_a_mistyped_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]
 def test_an_example_begins_with_its_command() -> None:
     for name, late in COMMANDS.items():
         assert late.example is None or late.example.startswith(f"potluck {name} ")
+
+
+def test_joining_reaches_the_network_before_it_imports_torch() -> None:
+    modules = loaded("import peer.cli.join, peer.net.p2p, peer.net.relay, peer.state.storage")
+    assert "hivemind" in modules
+    assert not modules & set(HEAVY)
