@@ -201,9 +201,11 @@ async def serve(read: Callable[[], NodeConfig]) -> None:
             if not is_here:
                 await _fetch_tokenizer(config, transport, archive, emit)
             together = config.relay_bps * len(manifest.operators)  # others are taken to allow as much
+            auditors = frozenset({auditor(folder)} if config.audit else ())
             answer = functools.partial(Question.answer, relay_bps=together)
-            node = BootstrapNode(manifest, identity, transport, archive, emit, config.others, answer=answer)
-            node.leader.witnesses.auditors = frozenset({auditor(folder)} if config.audit else ())
+            node = BootstrapNode(
+                manifest, identity, transport, archive, emit, config.others, answer=answer, auditors=auditors
+            )
             async with running.shown_alive(folder), asyncio.TaskGroup() as group:
                 auditing = config.audit and group.create_task(
                     audit_beside(folder, manifest.run_id, transport.addresses, emit)

@@ -28,11 +28,6 @@ from protocol.run.corpus import CorpusIndex
 from protocol.run.manifest import Manifest
 
 
-async def nobody() -> tuple[str, ...]:
-    """Whom an auditor asks for states."""
-    return ()
-
-
 class NoText:
     """The text of who reads none."""
 

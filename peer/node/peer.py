@@ -31,10 +31,11 @@ from peer.net.dial_back import DialBack
 from peer.net.directory import Directory
 from peer.net.disk import LocalDisk
 from peer.net.latency import Latency
-from peer.net.line import EARLIER, Around, Given, Line
+from peer.net.line import EARLIER, Given, Line
+from peer.net.network import Network
 from peer.net.own_addresses import interface_hosts
 from peer.net.reach import Finding, Reach
-from peer.node.audit import nobody
+from peer.net.uplink import Uplink
 from peer.node.config import JoinConfig, Machine
 from peer.node.evaluating import Evaluator, Tools
 from peer.node.examining import Examiner, Means
@@ -128,21 +129,17 @@ class Peer:
         )
         if machine.reached is not None:
             self._directory.found(machine.reached.whole(identity.peer_id))
+        uplink = Uplink(config.up_limit_bps)
+        self._network = network = Network(transport, self._directory, self._factories.clock, emit, uplink)
         self._reach = self._make_reach()
         ticket = config.run.ticket
         joining = None if ticket is None else ticket.joined(identity.peer_id)
-        self._refusals = Refusals(
-            manifest,
-            transport,
-            joining,
-            f"{bootstrap[0]}#{manifest.run_id}" if bootstrap else "RUN",
-            lambda: self._directory.operators,
-            self._factories.clock,
-        )
+        typed = f"{bootstrap[0]}#{manifest.run_id}" if bootstrap else "RUN"
+        self._refusals = Refusals(manifest, network, joining, typed)
         refusals = None if config.audit else self._refusals  # an auditor belongs to one node, and others may refuse it
-        self._sessions = Sessions(self._directory, transport, emit, joining, refusals)
-        self._operators = Operators(manifest, transport, self._directory, self._sessions, bootstrap, self._head)
-        transport.guests.tell = emit
+        self._sessions = Sessions(network, joining, refusals)
+        self._operators = Operators(manifest, network, self._sessions, bootstrap, self._head)
+        transport.guests.follow(emit)
         self._latency = Latency(
             transport, self._factories.clock, self._directory.placed, random.Random(identity.peer_id)
         )
@@ -204,11 +201,11 @@ class Peer:
             await text.aclose()
 
     async def _take_part(self, text: Text) -> None:
-        restored = await asyncio.to_thread(self._storage.load_checkpoint, self._warn)
+        restored = await asyncio.to_thread(self._storage.load_checkpoint, self._network.warn)
         if restored is not None:
             self._emit(events.Restored(round=restored.round))
-        apart = Apart(self._directory.update, self._warn)
-        pipes = Pipes(self._transport, self._directory.reach, self._directory.lost, self._line.uplink, apart=apart)
+        apart = Apart(self._directory.update, self._network.warn)
+        pipes = Pipes(self._network, apart=apart)
         inner_loop = self._factories.inner_loop(
             self.manifest,
             self.identity.peer_id,
@@ -219,17 +216,7 @@ class Peer:
             dict(restored.optimizer) if restored else {},
             self._follow,
         )
-        exchange = Exchange(
-            self.manifest,
-            self._transport,
-            self._storage,
-            self._emit,
-            reach=self._directory.reach,
-            lost=self._directory.lost,
-            peers=nobody if self._config.audit else self._directory.peers,
-            uplink=self._line.uplink,
-            nodes=lambda: self._directory.operators,
-        )
+        exchange = Exchange(self.manifest, self._storage, self._network, fetches_states=not self._config.audit)
         evaluator = self._make_evaluator(text)
         examiner = self._make_examiner(text, inner_loop)
         self.rounds = rounds = self._make_rounds(exchange, inner_loop, evaluator, examiner, restored)
@@ -262,16 +249,8 @@ class Peer:
         self._emit(events.Finished(round=member.head if member.is_late else member.applied, digests=digests))
 
     def _access(self) -> Access:
-        return Access(
-            transport=self._transport,
-            folder=self._storage.folder / "text",
-            limit=self._config.data_bytes,
-            disk=self._storage.disk,
-            reach=self._directory.reach,
-            lost=self._directory.lost,
-            emit=self._emit,
-            nodes=lambda: self._directory.operators,
-        )
+        disk, folder = self._storage.disk, self._storage.folder / "text"
+        return Access(network=self._network, folder=folder, limit=self._config.data_bytes, disk=disk)
 
     def _make_line(self) -> Line:
         config, known = self._config, known_line.UNKNOWN
@@ -280,15 +259,8 @@ class Peer:
         most = bandwidth.worth(4 * layout.total_parameters(self.manifest.model))
         return Line(
             Given(config.up_bps, config.down_bps, config.up_limit_bps, self._machine.downlink, known, most),
-            Around(
-                transport=self._transport,
-                clock=self._factories.clock,
-                reach=self._directory.reach,
-                lost=self._directory.lost,
-                addresses=self._directory.addresses,
-                draw=random.Random(self.identity.peer_id),
-            ),
-            lambda: self._directory.operators,
+            self._network,
+            random.Random(self.identity.peer_id),
             self._measured,
         )
 
@@ -344,14 +316,7 @@ class Peer:
         around = Surroundings(
             storage=self._storage,
             exchange=exchange,
-            log=LogReader(
-                self.manifest,
-                self._transport,
-                lambda: self._directory.operators,
-                self._directory.reach,
-                self._emit,
-                self._factories.clock,
-            ),
+            log=LogReader(self.manifest, self._network),
             inner_loop=inner_loop,
             evaluator=evaluator,
             examiner=examiner,
@@ -431,7 +396,9 @@ class Peer:
         self._sessions.tell(Announced(sealed=sealed))
 
     def _moved(self, addresses: Sequence[str]) -> None:
-        self._warn(f"network: this machine's addresses changed; from now on others reach it at {', '.join(addresses)}")
+        self._network.warn(
+            f"network: this machine's addresses changed; from now on others reach it at {', '.join(addresses)}"
+        )
         if self._reach is not None:
             self._reach.changed()
 
@@ -452,9 +419,6 @@ class Peer:
         self._directory.update(up_bps=self._line.up_bps, down_bps=self._line.down_bps)
         if self.rounds is not None:
             self.rounds.set_uplink(self._line.up_bps)
-
-    def _warn(self, text: str) -> None:
-        self._emit(events.Warning(text=text))
 
     def _follow(self, body: events.Body) -> None:
         """Everything that is emitted, and the part of it that the announcement repeats."""

@@ -147,7 +147,7 @@ class Rounds:
 
     def set_uplink(self, bps: int) -> None:
         """From now on offers are taken to leave with so many bits a second."""
-        self.member.deadline.up_bps = bps
+        self.member.deadline.measured(bps)
 
     def prefetch(self, offered: Offered) -> None:
         """Begins to fetch what was offered for the round under way, as far as it is of shards that we hold, or soon will."""

@@ -142,7 +142,7 @@ LEFT = "leaves the run"
 class Leader:
     """A run as a bootstrap node sees it; `handle` is the only entry. `commits`: the log so far. `held`: names of the payloads and lists
     of parts that are durable here. `now`: seconds on the clock of `handle`. `oust`: the decree that has to come next, as the quorum's machine has
-    it."""
+    it. `auditors`: peers that this node believes before all others."""
 
     def __init__(
         self,
@@ -151,9 +151,10 @@ class Leader:
         held: Sequence[str],
         now: float,
         oust: Enacted | None = None,
+        auditors: frozenset[str] = frozenset(),
     ) -> None:
         self.manifest = manifest
-        self.witnesses = Witnesses()
+        self.witnesses = Witnesses(auditors=auditors)
         self.state = run_state.fold(manifest, self.witnesses.counting(commits))
         self.position = Position(TABLE, self._between())
         self.ready: dict[str, Candidate] = {}
@@ -180,7 +181,7 @@ class Leader:
 
     def begin_again(self, commits: Sequence[Commit], held: Sequence[str], now: float, oust: Enacted | None) -> None:
         """Rounds were undone: everything follows from the log once more. Who is ready has to be told again."""
-        Leader.__init__(self, self.manifest, commits, held, now, oust)
+        Leader.__init__(self, self.manifest, commits, held, now, oust, self.witnesses.auditors)
 
     @property
     def phase(self) -> Phase:

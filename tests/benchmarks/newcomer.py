@@ -37,7 +37,6 @@ from bootstrap.service import serve_bootstrap
 from peer.events import Emitter, Event
 from peer.net import directory, keyfile, p2p
 from peer.net.base import Handler, Stream, Transport
-from peer.net.uplink import Uplink
 from peer.node.audit import held_out_text
 from peer.node.peer import Factories, Peer
 from peer.state.outer_optimizer import Outer
@@ -55,7 +54,7 @@ from protocol.wire import endpoints, sealed
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Contribution, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from tests import machines, tiny
+from tests import machines, networks, tiny
 from tests.volunteers import TOKENIZER, Noise
 
 MODEL = ModelSpec(vocab_size=16384, d_model=512, n_layers=10, n_heads=8, d_ff=1408, context=1024)
@@ -188,15 +187,9 @@ class Holder:
         self.transport = transport
         self.storage = Storage(folder)
 
-        async def nobody() -> list[str]:
-            return []
-
-        async def reach(peer: str) -> None: ...
-
         self.exchange = Exchange(
-            manifest(), transport, self.storage, Emitter("holder", lambda event: None), reach=reach, peers=nobody,
-            uplink=Uplink(limit),
-        )  # fmt: skip
+            manifest(), self.storage, networks.network(transport, nodes=manifest().operators, limit=limit)
+        )
 
     def announce(self, who: Identity, node: BootstrapNode) -> None:
         """As in a session with the node, which the holder has not."""

@@ -14,7 +14,6 @@ from peer.chain.connect import Pipes
 from peer.events import Emitter, Warning
 from peer.net.clock import Clock
 from peer.net.memory import MemoryNetwork
-from peer.net.uplink import Uplink
 from peer.node.audit import NoText
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.training import Training
@@ -25,7 +24,7 @@ from protocol.run import init, layout
 from protocol.run.manifest import TrainSpec
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
-from tests import machines, tiny
+from tests import machines, networks, tiny
 
 TRAIN = TrainSpec(inner_steps=4, micro_batches=2, rows=4, sequence=8, lr=1e-2, warmup_steps=0, total_steps=40)
 RUN = tiny.manifest(train=TRAIN)
@@ -76,9 +75,7 @@ def a_round(
         machine = machines.machine(folder, OFFERED)
         transport = MemoryNetwork().transport("me")
 
-        async def reach(peer: str) -> None: ...
-
-        pipes = Pipes(transport, reach, lambda peer: None, Uplink())
+        pipes = Pipes(networks.network(transport))
         loop = Loop(RUN, "me", machine, Text(), pipes, lambda **news: said.update(news), {}, emit)
         training = Training(RUN, "me", loop, emit, told.put_nowait, Clock())
         theta = {s: init.initial_shard(RUN.model, b"0", s) for s in layout.shard_names(RUN.model)}
