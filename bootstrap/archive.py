@@ -2,8 +2,7 @@
 
 DIR/log is the run's log (protocol/wire/logfile.py); what a crash left half-written at its end is cut off at the next start.
 DIR/manifest.json is the run's manifest, so that the folder can be verified by itself. DIR/vote is the newest promise of the
-quorum's acceptor, `crc32 | promise`. DIR/oust is the newest decree that takes an operator out, `crc32 | decree`, and DIR/log.undone-<round>
-what the log had from that round on before (protocol/ledger/ousting.py).
+quorum's acceptor, `crc32 | promise`.
 """
 
 from __future__ import annotations
@@ -19,21 +18,18 @@ from bootstrap.text import ServedText
 from peer.net.blobs import BlobStore
 from peer.net.disk import Disk, LocalDisk, disk_error
 from protocol.errors import UsageError
-from protocol.ledger import ousting, stretches, validation
+from protocol.ledger import board, stretches, validation
 from protocol.ledger.kept import NEWEST, Kept, unpacked
 from protocol.ledger.stretches import Stretch, Tip
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, framing, logfile
 from protocol.wire.ballot import Promise
 from protocol.wire.commit import Commit, Record
-from protocol.wire.decree import Enacted
 from protocol.wire.encoding import MessageError
-from protocol.wire.schema import SchemaError, build, packed
+from protocol.wire.schema import SchemaError
 
 READ = 256 * 1024
 """Bytes of records that are read from disk at once."""
-OUST = "oust"
-"""The name of the decree that takes an operator out, in the node's folder."""
 
 
 class Archive:
@@ -68,13 +64,8 @@ class Archive:
         """What the records decide."""
         self.named: set[str] = set()
         """Everybody whom a decree of the log has named as an operator."""
-        self._ousting = -1
         self._read()
         self.vote = self._read_vote()
-        self.oust = self._read_oust()
-        """The decree that takes an operator out, until the log has it."""
-        if self.oust is not None:
-            self._cut()
 
     def close(self) -> None:
         """Lets another process use the folder."""
@@ -100,8 +91,6 @@ class Archive:
         raw = encoding.encode_record(record)
         self._disk.append(self.folder / logfile.LOG, logfile.pack(raw))
         self._add(raw, record.commit)
-        if self.oust == record.commit.decree:
-            self.oust = None
 
     def save_vote(self, vote: Promise) -> None:
         """Makes a vote durable. Raises UsageError."""
@@ -109,64 +98,8 @@ class Archive:
         self._disk.write(self.folder / "vote", zlib.crc32(raw).to_bytes(4, "big") + raw)
         self.vote = vote
 
-    @property
-    def last(self) -> Record | None:
-        """The log's last record."""
-        return self.recorded(len(self.records) - 1)
-
-    def recorded(self, round: int) -> Record | None:
-        """The log's record of a round."""
-        return encoding.decode_record(self.records[round], "the log") if 0 <= round < len(self.records) else None
-
-    def undo(self, enacted: Enacted) -> None:
-        """Keeps a decree that takes an operator out, and cuts the log off after the last round that it says stays; what is cut off is kept
-        beside it. Raises UsageError. A crash between leaves it to the next start."""
-        raw = framing.pack_message(packed(enacted))
-        self._disk.write(self.folder / OUST, zlib.crc32(raw).to_bytes(4, "big") + raw)
-        self.oust = enacted
-        self._cut()
-
-    def _cut(self) -> None:
-        """Cuts off what the decree undoes, if it is there."""
-        assert self.oust is not None
-        stays = 0 if self.oust.decree.after is None else self.oust.decree.after + 1
-        if stays < len(self.records):
-            packed_records = [logfile.pack(raw) for raw in self._from(0)]
-            self._disk.write(self.folder / f"{logfile.LOG}.undone-{stays:08d}", *packed_records[stays:])
-            with self._reading:
-                self._disk.write(self.folder / logfile.LOG, *packed_records[:stays])
-                del self._ends[stays:]
-            self.records.cut(stays)
-            self.commits.cut(stays)
-            self._ousting, self.named = -1, set()
-            for commit in self.commits:
-                self._note(commit)
-
-    def _read_oust(self) -> Enacted | None:
-        """The decree that takes an operator out, if the log has not got it."""
-        path = self.folder / OUST
-        try:
-            data = self._disk.read(path)
-        except FileNotFoundError:
-            return None
-        try:
-            if zlib.crc32(data[4:]).to_bytes(4, "big") != data[:4]:
-                raise SchemaError("checksum", "is wrong")
-            enacted = build(Enacted, framing.unpack_message(data[4:]))
-        except (SchemaError, framing.FrameError):
-            raise UsageError(f"decree {path}: damaged; remove it, and have the operators sign it again") from None
-        return None if any(commit.decree == enacted for commit in self.commits) else enacted
-
-    @property
-    def ousting(self) -> bytes | None:
-        """The newest record that takes an operator out."""
-        return self.records[self._ousting] if self._ousting >= 0 else None
-
     def since(self, round: int) -> Iterator[bytes]:
-        """The records after `round`; before them the newest one that takes an operator out, since who has others from there on asks for what
-        comes after those. Each is read when it is asked for."""
-        if 0 <= self._ousting <= round:
-            yield self.records[self._ousting]
+        """The records after `round`; each is read when it is asked for."""
         yield from self._from(round + 1)
 
     def _from(self, round: int) -> Iterator[bytes]:
@@ -224,7 +157,7 @@ class Archive:
         """Takes these records, (position, record), which come next: as one that reads the log from others does; where something is wrong
         with them, one by one, to say with which."""
         head = self.commits[-1] if self.commits else None
-        members = ousting.members_after(self.manifest, head)
+        members = board.members_after(self.manifest, head)
         tip = Tip(len(self.commits) - 1, self.manifest.run_id if head is None else head.digest, members)
         proved = list[Stretch]()
         try:
@@ -269,8 +202,6 @@ class Archive:
         self._note(commit)
 
     def _note(self, commit: Commit) -> None:
-        if ousting.is_ousting(commit.decree):
-            self._ousting = commit.round
         if commit.board is not None:
             self.named.update(commit.board.names)
 

@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from bootstrap.calls import MAX_REQUEST
 from peer.net.base import Transport, serve_calls
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.ledger import access, board, ousting, schedule
+from protocol.ledger import access, board, schedule
 from protocol.round.leader import Leader
 from protocol.round.leader_events import Petition
 from protocol.wire import encoding, endpoints
-from protocol.wire.commit import Commit, votes_needed
-from protocol.wire.decree import OUST, Decree, Motion, Motions
-from protocol.wire.double_vote import DoubleVote
+from protocol.wire.commit import votes_needed
+from protocol.wire.decree import Decree, Motion, Motions
 from protocol.wire.sealed import unseal_signed
 
 
 class Decrees:
     """Answers from the `leader`'s machine; `hand_in(event)` gives it an event, and is awaited; `spread(motion)` tells the other operators' nodes.
-    `commits`: the log. `may_oust()`: by which proof an operator can be taken out, and after which round, and `living()`
-    which operators give signs of life, as the quorum's machine says. `tell(text)`: this node's operator reads it."""
+    `living()`: the operators that give signs of life, as the quorum's machine says. `tell(text)`: this node's operator reads it."""
 
     def __init__(
         self,
         leader: Leader,
         hand_in: Callable[[Petition], Awaitable[None]],
         spread: Callable[[Motion], None],
-        commits: Sequence[Commit],
-        may_oust: Callable[[], tuple[DoubleVote, int] | None],
         living: Callable[[], frozenset[str]],
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._leader = leader
         self._hand_in = hand_in
         self._spread = spread
-        self._commits = commits
-        self._may_oust = may_oust
         self._living = living
         self._tell = tell
         self._told: tuple[Decree | None, tuple[str, ...]] = (None, ())
@@ -51,26 +45,16 @@ class Decrees:
         decree = await self.hear(motion) if motion.sealed else None
         if decree is not None and not self._is_past(decree):
             self._spread(motion)
-        head, wanted = self._leader.head, ousting.members_after(self._leader.manifest, self._leader.head)
-        proof, after = self._may_oust() or (None, None)
-        if proof is not None and after is not None and (decree is None or decree.action == OUST):
-            after = self._leader.petitions.after(proof.peer, after)
-            head = self._head(after)
-            wanted = tuple(m for m in ousting.members_after(self._leader.manifest, head) if m != proof.peer)
+        manifest, head = self._leader.manifest, self._leader.head
         answer = Motions(
             number=access.decrees_after(head),
-            schedule=schedule.of(self._leader.manifest, head),
-            board=board.of(self._leader.manifest, self._leader.head),
-            wanted=votes_needed(len(wanted)),
+            schedule=schedule.of(manifest, head),
+            board=board.of(manifest, head),
+            wanted=votes_needed(len(board.members_after(manifest, head))),
             signed=() if decree is None else self._leader.petitions.signers(decree),
             newest=self._leader.access.newest,
-            proof=proof,
-            after=after,
         )
         return encoding.encode(answer)
-
-    def _head(self, round: int) -> Commit | None:
-        return self._commits[round] if round >= 0 else None
 
     async def hear(self, motion: Motion) -> Decree:
         """What an operator has signed, and its machine knows now. Raises RemoteError."""
@@ -78,7 +62,7 @@ class Decrees:
         decree, manifest = encoding.expect(Decree, message, operator), self._leader.manifest
         if self._is_past(decree):
             return decree  # it was decided, and its signer asks whether it was, who may be no operator any more
-        if operator not in ousting.members_after(manifest, self._leader.head):
+        if operator not in board.members_after(manifest, self._leader.head):
             raise RemoteError(operator, f"{short_peer(operator)} is not among the operators who decide rounds now")
         if decree.run != manifest.run_id:
             raise RemoteError(operator, "that decree is of another run")
@@ -88,8 +72,6 @@ class Decrees:
             raise RemoteError(operator, "that decree is signed in a form that no commit has")
         if not decree.is_sound:
             raise RemoteError(operator, "that decree says nothing")
-        if decree.action == OUST and decree.subject not in ousting.out_after(self._leader.head):
-            self._check_ousting(operator, decree)
         refused = self._why_not(decree)
         if refused is not None:
             raise RemoteError(operator, f"that decree cannot be: {refused}")
@@ -100,8 +82,8 @@ class Decrees:
     def _say(self, decree: Decree) -> None:
         """Tells the operator once what waits for others to sign it, too."""
         known = decree, self._leader.petitions.signers(decree)
-        wanted = votes_needed(len(ousting.members_after(self._leader.manifest, self._leader.head)))
-        if known == self._told or decree.action == OUST or len(known[1]) >= wanted:
+        wanted = votes_needed(len(board.members_after(self._leader.manifest, self._leader.head)))
+        if known == self._told or len(known[1]) >= wanted:
             return
         self._told = known
         signers = ", ".join(map(short_peer, known[1]))
@@ -111,7 +93,7 @@ class Decrees:
 
     def _is_past(self, decree: Decree) -> bool:
         """Whether the run has had as many decrees as this one comes after."""
-        return decree.action != OUST and decree.number < access.decrees_after(self._leader.head)
+        return decree.number < access.decrees_after(self._leader.head)
 
     def _why_not(self, decree: Decree) -> str | None:
         """Why it cannot come next, as far as this node knows."""
@@ -122,14 +104,3 @@ class Decrees:
             refused = board.why_not(manifest, head, decree)
             return refused or board.why_too_few(manifest, head, decree, self._living())
         return None
-
-    def _check_ousting(self, operator: str, decree: Decree) -> None:
-        """Raises RemoteError where it cannot be."""
-        after = -1 if decree.after is None else decree.after
-        if after >= len(self._commits):
-            raise RemoteError(operator, f"that decree cannot be: round {after} is not decided here yet")
-        refused = ousting.why_not(self._leader.manifest, self._head(after), decree)
-        if refused is not None:
-            raise RemoteError(operator, f"that decree cannot be: it {refused}")
-        if operator == decree.subject:
-            raise RemoteError(operator, "that decree is for the other operators to sign")

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from bootstrap.bench import Lacking, wanted
+from bootstrap.latest_job import Lacking, wanted
 from peer.net.clock import Clock
 from protocol.quorum.paxos_events import Judged
 from protocol.quorum.unfair import Unfair
@@ -77,7 +77,7 @@ class Fairness:
             if found is not None:
                 return found
         except Lacking as error:
-            log.info("the verdicts of round %d cannot be checked: %s is not here", commit.round, error)
+            log.info("the verdicts of round %d cannot be checked: %s", commit.round, error)
         except Exception:
             log.exception("the verdicts of round %d cannot be checked", commit.round)
             return Unfair("cannot be judged", False)

@@ -39,8 +39,6 @@ class Links:
         self._hear = hear
         self._open = Counter[str]()  # streams that the others opened
         self._streams: dict[str, set[Stream]] = {}
-        self._out: set[str] = set()
-        self._why: bytes | None = None
 
     async def serve(self) -> None:
         """Lets the others open theirs."""
@@ -62,13 +60,6 @@ class Links:
             self.to[node] = Session()
         self._keeping.changed.set()
 
-    async def leave_out(self, nodes: Iterable[str], why: bytes | None) -> None:
-        """These were taken out of the run: they are not heard any more. `why`: the record that says so; who comes back is told it."""
-        self._out.update(nodes)
-        self._why = why
-        for stream in [s for node in self._out for s in self._streams.pop(node, ())]:
-            await stream.close()
-
     async def _keep(self, node: str) -> None:
         queue = self.to[node].outbox
         while True:
@@ -89,10 +80,6 @@ class Links:
 
     async def _listen(self, stream: Stream) -> None:
         node = stream.remote
-        if node in self._out:
-            if self._why is not None and node in self.to:
-                self.to[node].post(self._why)
-            raise RemoteError(node, f"operator {short_peer(node)}: was taken out of the run; it has no vote")
         if node not in self.to:
             self._knock(node)
             raise RemoteError(node, f"peer {short_peer(node)}: not an operator of this run; it has no vote")

@@ -21,46 +21,45 @@ from typing import Any
 from bootstrap import told
 from bootstrap.archive import Archive
 from bootstrap.bandwidth import Bandwidth
-from bootstrap.bench import Bench
 from bootstrap.calls import Calls
 from bootstrap.decrees import Decrees
 from bootstrap.doorman import Doorman
 from bootstrap.fairness import Fairness
 from bootstrap.inbox import Inbox
+from bootstrap.latest_job import LatestJob, wanted
 from bootstrap.links import Links
 from bootstrap.news import News
 from bootstrap.operators import Dismissed, Operators
 from bootstrap.payloads import Payloads
-from bootstrap.planning import Planning
 from bootstrap.roster import Heard
 from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
 from peer import events
-from peer.net.allowance import Allowance
 from peer.net.base import Transport
 from peer.net.blobs import NODE_COPIES, BlobServer
 from peer.net.clock import Clock
 from peer.net.dial_back import DialBack
 from peer.net.directory import Directory
 from peer.net.latency import Latency
+from peer.net.token_bucket import TokenBucket
 from protocol import identity as identities
-from protocol.errors import LocalError, RemoteError, UsageError, shown
+from protocol.errors import LocalError, RemoteError, shown
 from protocol.identity import Identity, short_peer
-from protocol.ledger import access, admission, evaluation, ranges
+from protocol.ledger import access, admission, claims, ranges
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
 from protocol.quorum import paxos_events
 from protocol.quorum.paxos import Quorum
 from protocol.round import fairness, leader_events, presence
+from protocol.round.judging import Case
 from protocol.round.leader import Leader
 from protocol.round.questions import Question
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import NODE_DEVICE, Announcement
 from protocol.wire.audit import Audit
-from protocol.wire.ballot import Accept, Confirmed, Holds, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Part, Record
-from protocol.wire.decree import Enacted, Motion
-from protocol.wire.double_vote import DoubleVote
+from protocol.wire.decree import Motion
 from protocol.wire.encoding import Message
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan
@@ -80,6 +79,8 @@ from protocol.wire.session import (
 )
 
 POLL_SECONDS = 1.0
+PLAN_PAUSE_SECONDS, JUDGE_PAUSE_SECONDS = 5.0, 1.0
+"""After a plan that could not be made, and before what could not be judged, such as a payload on its way here, is looked at again."""
 HEARD_PER_SECOND, HEARD_AT_ONCE = 200.0, 1000.0
 """Announcements that are looked at, besides the first one of each session."""
 
@@ -126,28 +127,37 @@ class BootstrapNode:
         self._links = Links(transport, self._directory, self._vote, self._operators.knocks)
         self._news = News(self._tell_offered, lambda: len(self._sessions.open))
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
-        self._heard = Allowance(HEARD_PER_SECOND, HEARD_AT_ONCE)
+        self._heard = TokenBucket(HEARD_PER_SECOND, HEARD_AT_ONCE)
         self._ready: dict[str, Candidate] = {}
         self._stays = presence.Stays()
         self._latency = Latency(transport, self._clock, self._directory.placed, random.Random(identity.peer_id))
         self._payloads = Payloads(
             manifest, transport, archive, self._directory, emit, self._held, self._listed, self._refused
         )
-        self._planning = Planning(self._events.put, answer)
-        known = self._payloads.notes.known
-        self._bench = Bench(self._events.put, archive.blobs.get, known)
+        known, read = self._payloads.notes.known, wanted(archive.blobs.get)
+        self._planning = LatestJob[Question, leader_events.Planned](
+            "planner",
+            lambda question: leader_events.Planned(question, answer(question)),
+            self._events.put,
+            pause=PLAN_PAUSE_SECONDS,
+            failed=lambda question: leader_events.Planned(question, None),
+        )
+        self._judging = LatestJob[Case, leader_events.Verdict](
+            "judge",
+            lambda case: leader_events.Verdict(case, case.answer(read, known)),
+            self._events.put,
+            pause=JUDGE_PAUSE_SECONDS,
+        )
         self._finished: Finished | None = None
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
-        self.leader = Leader(manifest, archive.commits, held, now, archive.oust, auditors)
+        self.leader = Leader(manifest, archive.commits, held, now, auditors)
         doorman = Doorman(self.leader, self._events.hand_in, self._clock)
         self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport, doorman)
         self.decrees = Decrees(
             self.leader,
             self._events.hand_in,
             self._spread,
-            archive.commits,
-            lambda: self.quorum.may_oust,
             lambda: self._alive()[1],
             self._told,
         )
@@ -155,14 +165,12 @@ class BootstrapNode:
         self.quorum = Quorum(
             manifest,
             identity.peer_id,
-            archive.last,
+            archive.commits,
             archive.vote,
             held,
             identity.sign,
             identities.verify,
             now,
-            archive.recorded,
-            archive.oust,
         )
 
     def _alive(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -170,9 +178,8 @@ class BootstrapNode:
         return self.quorum.living, self.quorum.leadership.present
 
     async def run(self) -> None:
-        """Serves until it is cancelled, or the operators dismiss this node. Raises UsageError when the disk refuses, or the operator was taken
-        out of the run."""
-        await self._leave_out()
+        """Serves until it is cancelled, or the operators dismiss this node. Raises UsageError when the disk refuses."""
+        await self._operators.follow(self._links)
         await self._transport.serve(endpoints.SESSION, self._sessions.serve)
         await self._links.serve()
         await Calls(self.archive, self.roster).serve(self._transport)
@@ -193,7 +200,7 @@ class BootstrapNode:
                 group.create_task(self._pump())
                 group.create_task(self._watch())
                 group.create_task(self._planning.run())
-                group.create_task(self._bench.run())
+                group.create_task(self._judging.run())
                 group.create_task(self._fairness.run())
                 group.create_task(self._directory.announce(self._announce_own))
                 group.create_task(self._directory.publish())
@@ -218,7 +225,7 @@ class BootstrapNode:
         blobs = BlobServer(self.archive.blobs, coming=coming, named=named, copies=NODE_COPIES)
         if text is not None:
             text.warn = lambda line: self._emit(events.Warning(text=line))
-            blobs.add_ranges(text.find, self.has_session)
+            blobs.add_text(text, self.has_session)
         await blobs.serve(self._transport)
 
     def has_session(self, peer: str) -> bool:
@@ -232,8 +239,6 @@ class BootstrapNode:
             case Record():
                 await self._events.hand_in(paxos_events.Learned(node, message))
             case Prepare() | Promise() | Accept() | Pledge() | Vote() | Reject() | Heartbeat():
-                await self._events.hand_in(paxos_events.Heard(node, message))
-            case Holds() | Confirmed() | DoubleVote():
                 await self._events.hand_in(paxos_events.Heard(node, message))
             case LogRequest(after=after):
                 if node in self._links.to:
@@ -299,10 +304,6 @@ class BootstrapNode:
                 await self._events.hand_in(leader_events.Received(peer, message))
             case LogRequest(after=after):
                 self._send_log(session, after)
-                if self.quorum.confirming.certificate is not None:
-                    session.post(encoding.encode(self.quorum.confirming.certificate))
-                for proof in self.quorum.suspects.named.values():
-                    session.post(encoding.encode(proof))
                 self._tell_end(session)
             case Heartbeat():
                 phase = "stalled" if self._stalled else "leading" if self.quorum.leads else "following"
@@ -312,7 +313,7 @@ class BootstrapNode:
 
     def _signed(self, found: Evaluation) -> Evaluation:
         """What our auditor has found, as we say it; the other nodes hear of it."""
-        said = evaluation.signed(self._identity, self.leader.state.due.of, found)
+        said = claims.signed(self._identity, self.leader.state.due.of, found)
         for link in self._links.to.values():
             link.post(encoding.encode(said))
         return said
@@ -404,15 +405,13 @@ class BootstrapNode:
                 case leader_events.MakePlan(question):
                     self._planning.ask(question)
                 case leader_events.Judge(case):
-                    self._bench.ask(case)
+                    self._judging.ask(case)
                 case leader_events.Propose(commit):
                     following.append(paxos_events.Proposed(access.dated(commit, self._clock.wall())))
                 case leader_events.Send(peers, message, first):
                     if first and isinstance(message, ChainReconfig):
                         self._emit(events.chain_reconfigured(message))
                     self._sessions.post(peers, message)
-                case leader_events.Oust(enacted):
-                    following.append(paxos_events.Ousted(enacted))
                 case leader_events.Done(round):
                     self._finish(round)
                 case _:
@@ -442,17 +441,6 @@ class BootstrapNode:
                     self._fairness.ask(peer, commit)
                 case paxos_events.Refused() | paxos_events.Skipped():
                     self._emit(told.against(effect))
-                case paxos_events.Named(proof):
-                    self._emit(events.Forked(round=proof.round, liars=(proof.peer,)))
-                    self._sessions.post_all(encoding.encode(proof))
-                case paxos_events.Forked(other):
-                    self._emit(events.Forked(round=other.commit.round, liars=()))
-                    self._sessions.post_all(encoding.encode_record(other))
-                case paxos_events.Certified(certificate):
-                    self._sessions.post_all(encoding.encode(certificate))
-                case paxos_events.Undo(enacted):
-                    await self._undo(enacted)
-                    break
                 case paxos_events.Append(record):
                     await asyncio.to_thread(self.archive.append, record)
                     following.append(paxos_events.Appended(record))
@@ -460,35 +448,13 @@ class BootstrapNode:
                     following.append(leader_events.Decided(record.commit))
                     self._forget(await self._payloads.settle(record.commit))
                     self._decided(record)
-                    await self._leave_out()
+                    await self._operators.follow(self._links)
                 case paxos_events.Leads(leads):
                     self._emit(events.Leads(leads=leads))
                     following.append(leader_events.Lead(leads))
                 case paxos_events.Stalled(missing):
                     self._stall(missing)
         return following
-
-    async def _undo(self, enacted: Enacted) -> None:
-        """Goes on without an operator who was taken out, from the last round that stays."""
-        await asyncio.to_thread(self.archive.undo, enacted)
-        archive, now, held = self.archive, self._clock.steady(), list(self.archive.blobs)
-        self._emit(told.undone(enacted.decree))
-        self._payloads.undo(len(archive.commits) - 1)
-        self._operators.forget()
-        self.leader.begin_again(archive.commits, held, now, archive.oust)
-        self.quorum.begin(archive.last, archive.vote, held, now, archive.oust)
-        for candidate in self._ready.values():
-            self._events.put(leader_events.Ready(candidate))
-        await self._leave_out()
-
-    async def _leave_out(self) -> None:
-        """No link to an operator who was taken out. Raises UsageError if that is us."""
-        if self._identity.peer_id in self.quorum.out:
-            raise UsageError(
-                f"run {shown(self.manifest.name)}: the other operators took this one out, since it voted twice; potluck log show says when"
-            )
-        await self._operators.follow(self._links)
-        await self._links.leave_out(self.quorum.out, self.archive.ousting)
 
     def _decided(self, record: Record) -> None:
         if record.commit.plan is not None:

@@ -17,7 +17,7 @@ from peer.net.asking import page
 from peer.net.base import Transport
 from peer.net.directory import Directory
 from protocol.errors import RemoteError
-from protocol.ledger import board, ousting, validation
+from protocol.ledger import board, validation
 from protocol.ledger.validation import BadCommit
 from protocol.quorum.paxos import Quorum
 from protocol.wire import encoding
@@ -69,10 +69,6 @@ class Operators:
         while len(self._knocking) > MAX_KNOCKING:
             del self._knocking[next(iter(self._knocking))]
 
-    def forget(self) -> None:
-        """Rounds were undone: what others have shown may be of them."""
-        self._hint = None
-
     @property
     def head(self) -> Commit | None:
         """The newest commit that is known: of our log, or of what others have shown."""
@@ -91,7 +87,7 @@ class Operators:
             quorum, head = self._quorum(), self.head
             known = board.of(self._manifest, head)
             self._directory.follow(known)
-            names = {*quorum.reached, *quorum.out, *board.operators(self._manifest, head)} - {self._peer}
+            names = {*quorum.reached, *board.operators(self._manifest, head)} - {self._peer}
             self._was_named = self._was_named or self._peer in quorum.operators
             await links.follow(names if self.is_named or self._was_named else ())
 
@@ -99,9 +95,7 @@ class Operators:
         """Asks others where that is needed. Raises Dismissed."""
         while True:
             quorum = self._quorum()
-            if self._peer in quorum.out:
-                pass  # it ends for that (bootstrap/node.py)
-            elif not self.is_named and self._was_named:
+            if not self.is_named and self._was_named:
                 await self._ask_all(links)
                 if not self.is_named:
                     await self._leave()
@@ -159,7 +153,7 @@ class Operators:
         head = self._quorum().head
         if head is None:
             return
-        members = ousting.members_after(self._manifest, head)
+        members = board.members_after(self._manifest, head)
         have = 0
         for node in members:
             try:

@@ -10,10 +10,10 @@ from typing import Any
 
 from bootstrap.archive import Archive
 from peer import events
-from peer.net.allowance import Allowance
 from peer.net.base import Transport
 from peer.net.blobs import Fetcher
 from peer.net.directory import Directory
+from peer.net.token_bucket import TokenBucket
 from protocol.codec import sparse
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -62,7 +62,7 @@ class Payloads:
         self._fetching: set[str] = set()
         self._wanted: dict[str, int] = {}  # the newest round that what is under way, or was lately, is for
         self._decided = -1
-        self._warnings = Allowance(*WARNINGS)
+        self._warnings = TokenBucket(*WARNINGS)
         self._tasks: set[asyncio.Task[None]] = set()
         self.fetcher = Fetcher(transport, archive.blobs, reach=directory.reach, warn=self._warn, sync=True)
 
@@ -107,10 +107,6 @@ class Payloads:
             {*self.fetcher.running, *self._fetching} - late
         )  # at once, or one might just have begun
         return gone
-
-    def undo(self, after: int) -> None:
-        """No round after this one is decided any more."""
-        self._decided = min(self._decided, after)
 
     async def sweep(self, commits: Sequence[Commit]) -> set[str]:
         """Before anything is offered: as `settle`, for the newest of these commits."""

@@ -13,10 +13,9 @@ from collections.abc import Awaitable, Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from bootstrap.doorman import Doorman
-from peer.net.allowance import Allowance
 from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Stream, Transport, answer
 from peer.net.clock import Clock
-from peer.net.guests import Bucket, Rate
+from peer.net.token_bucket import Rate, TokenBucket
 from protocol.errors import RemoteError, apart, shown
 from protocol.identity import short_peer
 from protocol.ledger import part_lists
@@ -51,19 +50,19 @@ class Session:
     `leaves`: it has said so."""
 
     outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
-    messages: Bucket = field(default_factory=lambda: Bucket(MESSAGES))
-    amounts: Bucket = field(default_factory=lambda: Bucket(Rate(1e6, 1e7)))
+    messages: TokenBucket = field(default_factory=lambda: TokenBucket(*MESSAGES))
+    amounts: TokenBucket = field(default_factory=lambda: TokenBucket(1e6, 1e7))
     paused_at: float = 0.0
     in_a_row: int = 0
-    records: Allowance = field(default_factory=lambda: Allowance(RECORDS_PER_SECOND, RECORDS_AT_ONCE))
-    announcements: Allowance = field(default_factory=lambda: Allowance(ANNOUNCED_PER_SECOND, ANNOUNCED_AT_ONCE))
+    records: TokenBucket = field(default_factory=lambda: TokenBucket(RECORDS_PER_SECOND, RECORDS_AT_ONCE))
+    announcements: TokenBucket = field(default_factory=lambda: TokenBucket(ANNOUNCED_PER_SECOND, ANNOUNCED_AT_ONCE))
     has_announced: bool = False
     attested: int = -1
-    tells: Allowance = field(default_factory=lambda: Allowance(0.2, 10.0))
+    tells: TokenBucket = field(default_factory=lambda: TokenBucket(0.2, 10.0))
     range: str = ""
     leaves: bool = False
 
-    def may_announce(self, all_of_them: Allowance, now: float) -> bool:
+    def may_announce(self, all_of_them: TokenBucket, now: float) -> bool:
         """Whether an announcement is to be looked at; the first one is, whatever the allowance of all peers together."""
         first, self.has_announced = not self.has_announced, True
         return self.announcements.take(now) and (first or all_of_them.take(now))
@@ -77,7 +76,7 @@ class Session:
 
     def pace(self, size: int, now: float) -> float:
         """Seconds until the next message of this session is read, after one of so many bytes."""
-        return max(self.messages.take(now), self.amounts.take(now, size))
+        return max(self.messages.spend(now), self.amounts.spend(now, size))
 
     def floods(self, waited: float, now: float) -> bool:
         """Whether it has said so much for so long without a pause that nobody honest does. `waited`: seconds for its newest message."""
@@ -155,7 +154,7 @@ class Sessions:
             await stream.send(encoding.encode(refusal))
             raise RemoteError(peer, f"peer {short_peer(peer)}: {refusal.reason}; its session was refused")
         before = self._streams.get(peer)
-        session = Session(amounts=Bucket(self._bytes), paused_at=self._clock.steady(), range=where)
+        session = Session(amounts=TokenBucket(*self._bytes), paused_at=self._clock.steady(), range=where)
         self.open[peer], self._streams[peer] = (
             session,
             stream,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from peer.net.blobs import Blob
-from peer.net.blobs.ranges import LEAVES, Ranges
+from peer.net.blobs import Blob, Coming, Place
 from peer.net.disk import Disk
 from protocol.codec import blob_hash
 from protocol.run import corpus
@@ -28,18 +26,31 @@ class ServedText:
         self._disk = disk
         self._damaged: set[str] = set()
         self._leaves: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
 
-    async def find(self, name: str, size: int) -> Ranges | None:
-        """The ranges of a chunk, if it is here."""
-        leaves = self._leaves.get(name, b"") or await asyncio.to_thread(self._read_leaves, name, size)
-        if len(leaves) != blob_hash.LEAF * blob_hash.count(size):
-            return None
-        self._leaves[name] = leaves
-        self._leaves.move_to_end(name)
-        if len(self._leaves) > CACHED:
-            self._leaves.popitem(last=False)
-        path = self._folder / corpus.CHUNKS / name
-        return _Chunk(Blob(self._disk, path, 0, size), leaves, lambda: self._tell(name))
+    def read(self, place: Place) -> bytes:
+        """A range of a chunk, or its leaves, checked; empty where it is not here."""
+        with self._lock:
+            leaves = self._leaves.get(place.name, b"") or self._read_leaves(place.name, place.size)
+            if len(leaves) != place.leaves.length:
+                return b""
+            self._leaves[place.name] = leaves
+            self._leaves.move_to_end(place.name)
+            if len(self._leaves) > CACHED:
+                self._leaves.popitem(last=False)
+        if place.index < 0:
+            return leaves
+        try:
+            data = Blob(self._disk, self._folder / corpus.CHUNKS / place.name, 0, place.size).read(place.index)
+        except OSError:
+            data = b""
+        if not blob_hash.is_leaf(leaves, place.index, data):
+            self._tell(place.name)
+            return b""
+        return data
+
+    def coming(self, place: Place, peer: str, named_by: str) -> Coming | None:
+        """Nothing is on its way to here."""
 
     def _read_leaves(self, name: str, size: int) -> bytes:
         """A chunk's leaves: from the file beside it, or made again; empty where there is no such chunk."""
@@ -64,22 +75,3 @@ class ServedText:
         if name not in self._damaged:
             self._damaged.add(name)
             self.warn(f"corpus {self._folder}: chunk {name[:12]}… is damaged; copy it again, or build the corpus again")
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    blob: Blob
-    leaves: bytes
-    damaged: Callable[[], None]
-
-    async def read(self, index: int) -> bytes:
-        if index == LEAVES:
-            return self.leaves
-        try:
-            data = await asyncio.to_thread(self.blob.read, index)
-        except OSError:
-            data = b""
-        if not blob_hash.is_leaf(self.leaves, index, data):
-            self.damaged()
-            return b""
-        return data

@@ -17,7 +17,6 @@ from protocol.round.quarrels import Quarrel
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.wire.commit import Commit
-from protocol.wire.decree import Decree
 
 
 def finished(model: ModelSpec, round: int, final: Mapping[str, str]) -> events.RunFinished:
@@ -47,15 +46,6 @@ def against(effect: Refused | Skipped) -> events.Unfair | events.Warning:
         return events.Unfair(peer=effect.peer, round=effect.round, reason=effect.unfair.reason)
     return events.Warning(
         text=f"{who}: its commit of round {effect.round} {effect.unfair.reason}; another node leads this round"
-    )
-
-
-def undone(decree: Decree) -> events.Warning:
-    """An operator was taken out; what was decided since the last round that stays counts no more."""
-    after = -1 if decree.after is None else decree.after
-    return events.Warning(
-        text=f"operator {short_peer(decree.subject)}: taken out by the others, since it voted twice; round {after + 1} is decided"
-        " without it"
     )
 
 

@@ -3,6 +3,7 @@ fail. Nobody asks the hub of data sets. Whatever computes on no number of thread
 starts: more than there are free cores spin against each other."""
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -11,3 +12,4 @@ from hypothesis import settings
 
 settings.register_profile("potluck", deadline=None)
 settings.load_profile("potluck")
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup sets it aside, and what is started inherits that

@@ -11,11 +11,9 @@ from typing import Any
 from bootstrap.node import BootstrapNode
 from protocol.quorum import paxos_events
 from protocol.quorum.paxos_events import Effect, Event, Send
-from protocol.wire import encoding
-from protocol.wire.ballot import Accept, Confirmed, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
-from protocol.wire.commit import Commit, LeftOut, Record, body_of, confirmation_body, pledge_body
-from protocol.wire.grounds import Sworn, promise_body
+from protocol.wire.commit import Commit, LeftOut, body_of, pledge_body
 from protocol.wire.plan import StageSpec
 from protocol.wire.session import Heartbeat
 
@@ -130,74 +128,4 @@ class LyingNode(BootstrapNode):
                     Send(effect.peer, Prepare(round=round, ballot=high)),
                     Send(effect.peer, Reject(round=round, ballot=rng.randrange(9), promised=high)),
                 ]
-        return [effect]
-
-
-class DoubleVoter(BootstrapNode):
-    """Leads a quorum of three, and gives each of the two others a commit of its own, from round `since` on once. It tells all peers both
-    commits, and confirms both to them. `later`: it asks the one for its vote in a later ballot, which it promises as if it had accepted nothing."""
-
-    def __init__(self, *arguments: Any, since: int, later: bool = False) -> None:
-        super().__init__(*arguments)
-        self._since = since
-        self._later = later
-        self._honest = self.quorum.handle
-        self._sign_as_us = arguments[1].sign
-        self._second: Commit | None = None
-        self._ballot = 0
-        self._grounds: tuple[Sworn, ...] = ()
-        self.quorum.handle = self._handle  # type: ignore[method-assign]
-
-    def _handle(self, event: Event, now: float) -> list[Effect]:
-        victim = self.quorum.members[-1]
-        second = self._second
-        if second is not None and isinstance(event, paxos_events.Heard) and event.peer == victim:
-            vote = event.message
-            if isinstance(vote, Promise) and (vote.round, vote.ballot) == (second.round, self._ballot):
-                return self._ask_later(victim, vote)
-            if isinstance(vote, Vote) and vote.digest == second.digest:
-                own = self._sign_as_us(body_of(second, vote.ballot))
-                votes = {self.quorum.peer: own, victim: vote.signature}
-                record = Record(commit=second, ballot=vote.ballot, votes=votes, grounds=self._grounds)
-                self._links.to[victim].post(encoding.encode_record(record))
-                self._tell_both(record)
-            return []
-        return [other for effect in self._honest(event, now) for other in self._instead(effect, victim)]
-
-    def _ask_later(self, victim: str, promise: Promise) -> list[Effect]:
-        """The victim has promised: it is shown that, and a promise of ours that is a lie."""
-        second = self._second
-        assert second is not None
-        own = self._sign_as_us(promise_body(second.run, promise.term, second.round, self._ballot, -1, ""))
-        signed = {self.quorum.peer: own, victim: promise.signature}
-        self._grounds = tuple(
-            Sworn(peer=who, ballot=self._ballot, accepted=-1, digest="", signature=signature)
-            for who, signature in signed.items()
-        )
-        asked = Accept(round=second.round, ballot=self._ballot, commit=second, grounds=self._grounds)
-        return [Send(victim, asked)]
-
-    def _tell_both(self, second: Record) -> None:
-        self._sessions.post_all(encoding.encode_record(second))
-        round = second.commit.round
-        for commit in (second.commit, *self.archive.commits[round : round + 1]):
-            body = confirmation_body(commit.run, commit.round, commit.digest)
-            own = {self.quorum.peer: self._sign_as_us(body)}
-            self._sessions.post_all(encoding.encode(Confirmed(round=commit.round, digest=commit.digest, by=own)))
-
-    def _instead(self, effect: Effect, victim: str) -> list[Effect]:
-        match effect:
-            case Send(peer, Accept(commit=commit, ballot=0)) if peer == victim and commit.round >= self._since:
-                if self._second is None:
-                    self._second = dataclasses.replace(commit, time=commit.time + 1.0)
-                second = self._second
-                if second.round != commit.round:
-                    return []
-                if not self._later:
-                    return [Send(victim, dataclasses.replace(effect.message, commit=second))]  # type: ignore[type-var]
-                members = self.quorum.members
-                self._ballot = len(members) + members.index(self.quorum.peer)
-                return [Send(victim, Prepare(round=second.round, ballot=self._ballot))]
-            case paxos_events.SendLog(peer) if peer == victim and self._second is not None:
-                return []
         return [effect]

@@ -60,17 +60,21 @@ def of_access(manifest: Manifest, access: Access, commit: Commit) -> list[str]:
 
 
 def of_claims(before: Due | Scoring | Audits, commit: Commit) -> list[str]:
-    """What is wrong with the signed statements of one kind in `commit`."""
+    """What is wrong with the claims of one kind in `commit`."""
+    rule = {Due: rules.has_due_evaluations, Scoring: rules.has_due_scores, Audits: rules.has_due_audits}[type(before)]
+    return _reasons(due(before), commit, (rule,))
+
+
+def due(before: Due | Scoring | Audits) -> run_state.RunState:
+    """The state in which these claims are due, and no others."""
     begun = run_state.begin(before.manifest)
     match before:
         case Due():
-            return _reasons(dataclasses.replace(begun, due=before), commit, (rules.has_due_evaluations,))
+            return dataclasses.replace(begun, due=before)
         case Scoring():
-            state = _with(dataclasses.replace(begun.standing, scoring=before))
-            return _reasons(state, commit, (rules.has_due_scores,))
+            return _with(dataclasses.replace(begun.standing, scoring=before))
         case Audits():
-            state = _with(dataclasses.replace(begun.standing, audits=before))
-            return _reasons(state, commit, (rules.has_due_audits,))
+            return _with(dataclasses.replace(begun.standing, audits=before))
 
 
 def _with(standing: Standing) -> run_state.RunState:

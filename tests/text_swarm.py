@@ -104,7 +104,8 @@ class Watched:
     def __init__(self, stream: Stream, member: Member) -> None:
         self._stream, self._member = stream, member
         self.remote, self.name = stream.remote, stream.name
-        self._chunk, self._asked = "", list[int]()
+        self._asked: tuple[str, int] | None = None
+        self._here = b""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -113,19 +114,26 @@ class Watched:
         frame = await self._stream.recv(limit, timeout=timeout)
         with contextlib.suppress(framing.FrameError):
             match framing.unpack_message(frame):
-                case {"blob": str(name), "ranges": list(indices)}:
-                    self._chunk, self._asked = name, list(indices)
+                case {"in": [str(chunk), int(), int(index)]}:
+                    self._asked = chunk, index
         return frame
 
     async def send(self, *parts: bytes | memoryview, timeout: float = 60.0) -> None:
         data = b"".join(map(bytes, parts))
-        if self._asked:
-            index = self._asked.pop(0)
-            answer = framing.unpack_message(data)
-            answer["data"] = await self._member.spoil(index, answer["data"])
-            if answer["data"]:
-                self._member.gave[(self._chunk, index)] += 1
-            data = framing.pack_message(answer)
+        if self._asked is not None:
+            if not self._here and framing.unpack_message(data).get("state") == "here":
+                self._here = data  # it is sent with the range
+                return
+            if self._here:
+                asked, here, self._asked, self._here = self._asked, self._here, None, b""
+                data = await self._member.spoil(asked[1], data)
+                if not data:
+                    data = framing.pack_message({"state": "absent"})
+                elif isinstance(data, bytes):
+                    self._member.gave[asked] += 1
+                    await self._stream.send(here, timeout=timeout)
+                else:
+                    data = framing.pack_message(data)
         await self._stream.send(data, timeout=timeout)
 
 
@@ -211,7 +219,7 @@ class TextSwarm:
             named = {endpoints.CORPUS_NAME: served.index}
             store = BlobStore(self.folder / f"node-{i}")
             server = BlobServer(store, named=named, uplink=self._uplink)
-            server.add_ranges(served.find)
+            server.add_text(served)
             await member.serve(server)
             self.nodes.append(member)
         operators = [node.transport.peer_id for node in self.nodes] or [self._identities[0].peer_id]
@@ -248,7 +256,7 @@ class TextSwarm:
         self._stack.push_async_callback(text.aclose)
         reader = Reader(transport, text=text, told=told, folder=folder)
         server = BlobServer(BlobStore(self.folder / f"blobs-{number}"))
-        server.add_ranges(text.find)
+        server.add_text(text)
         await reader.serve(server)
         self.peers.append(reader)
         return reader

@@ -16,7 +16,6 @@ from protocol.round.leader import Leader
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import DataSpec, Manifest, TimingSpec, TokenizerSpec, TrainSpec
 from protocol.wire.commit import Commit, Record, body_of
-from protocol.wire.grounds import Sworn, promise_body
 
 OPERATORS = tuple(Identity(bytes([0, i] * 16)) for i in range(7))
 OPERATOR = OPERATORS[0]
@@ -42,17 +41,11 @@ def manifest(**changes: Any) -> Manifest:
     return Manifest(**{**values, **changes})
 
 
-def record(commit: Commit, *voters: Identity, ballot: int = 0, grounds: tuple[Sworn, ...] = ()) -> Record:
+def record(commit: Commit, *voters: Identity, ballot: int = 0) -> Record:
     """A record with the votes of `voters` (default: OPERATOR's)."""
     body = body_of(commit, ballot)
     votes = {voter.peer_id: voter.sign(body) for voter in voters or (OPERATOR,)}
-    return Record(commit=commit, ballot=ballot, votes=votes, grounds=grounds)
-
-
-def sworn(who: Identity, run: str, ballot: int, accepted: int = -1, digest: str = "", round: int = 0) -> Sworn:
-    """A promise of `who`, as others are shown it."""
-    signature = who.sign(promise_body(run, 0, round, ballot, accepted, digest))
-    return Sworn(peer=who.peer_id, ballot=ballot, accepted=accepted, digest=digest, signature=signature)
+    return Record(commit=commit, ballot=ballot, votes=votes)
 
 
 def full_memory(m: Manifest) -> int:

@@ -9,29 +9,19 @@ once more it is left alone for twice as long.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from peer.net.cooldown import Cooldown
 from protocol.identity import short_peer
 from protocol.wire.announcement import MOST_APART
 
-FAILURES = 2
-"""Dials in a row that fail until a peer counts as apart."""
 APART_SECONDS = 600.0
-"""How long the first time,"""
+"""How long a peer counts as apart the first time,"""
 MOST_SECONDS = 6 * 3600.0
 """and at most."""
 REMEMBERED = 4 * MOST_APART
-"""Peers whose failures are counted."""
-
-
-@dataclass(slots=True)
-class _Failures:
-    """Of one peer, since it was reached last."""
-
-    dials: int = 0
-    seconds: float = APART_SECONDS
-    until: asyncio.TimerHandle | None = None
+"""Peers whose failures are remembered."""
 
 
 class Apart:
@@ -40,34 +30,38 @@ class Apart:
     def __init__(self, announce: Callable[..., None], warn: Callable[[str], None]) -> None:
         self._announce = announce
         self._warn = warn
-        self._failures: dict[str, _Failures] = {}
+        self._failed: OrderedDict[str, None] = OrderedDict()  # those whose last dial failed
+        self._cooldown = Cooldown(APART_SECONDS, MOST_SECONDS, REMEMBERED)
+        self._apart: dict[str, asyncio.TimerHandle] = {}
 
     @property
     def peers(self) -> tuple[str, ...]:
         """Those whom no plan should put beside us."""
-        return tuple(peer for peer, failures in self._failures.items() if failures.until is not None)
+        return tuple(self._apart)
 
     def reached(self, peer: str) -> None:
         """A dial of `peer` succeeded."""
-        failures = self._failures.pop(peer, None)
-        if failures is not None and failures.until is not None:
-            failures.until.cancel()
-            self._announce(apart=self.peers)
+        self._failed.pop(peer, None)
+        self._cooldown.end(peer)
+        if peer in self._apart:
+            self._join(peer)
 
     def failed(self, peer: str, why: str) -> None:
         """A dial of `peer` failed as long as it could."""
-        failures = self._failures.pop(peer, None) or _Failures()
-        self._failures[peer] = failures  # the newest is the last
-        while len(self._failures) > REMEMBERED:
-            self._forget(next(iter(self._failures)))
-        failures.dials += 1
-        if failures.dials < FAILURES or failures.until is not None:
+        known = peer in self._failed
+        self._failed[peer] = None
+        self._failed.move_to_end(peer)
+        if len(self._failed) > REMEMBERED:
+            self._failed.popitem(last=False)
+        if not known or peer in self._apart:
             return
-        if len(self.peers) == MOST_APART:
-            self._forget(self.peers[0])
-        failures.until = asyncio.get_running_loop().call_later(failures.seconds, self._again, peer)
+        if len(self._apart) == MOST_APART:
+            self._apart.pop(self.peers[0]).cancel()
+        loop = asyncio.get_running_loop()
+        seconds = self._cooldown.begin(peer, loop.time())
+        self._apart[peer] = loop.call_later(seconds, self._join, peer)
         self._announce(apart=self.peers)
-        if failures.seconds == APART_SECONDS:
+        if self._cooldown.times(peer) == 1:
             self._warn(
                 f"chain: peer {short_peer(peer)} cannot be reached: {why}; plans put it elsewhere for a while, forward this machine's"
                 " port in its router, or let a bootstrap node relay"
@@ -75,17 +69,11 @@ class Apart:
 
     def close(self) -> None:
         """Waits for nothing any more."""
-        for peer in list(self._failures):
-            self._forget(peer)
+        for timer in self._apart.values():
+            timer.cancel()
+        self._apart.clear()
 
-    def _forget(self, peer: str) -> None:
-        failures = self._failures.pop(peer)
-        if failures.until is not None:
-            failures.until.cancel()
-
-    def _again(self, peer: str) -> None:
-        """The next failure counts at once."""
-        failures = self._failures[peer]
-        failures.until = None
-        failures.seconds = min(2 * failures.seconds, MOST_SECONDS)
+    def _join(self, peer: str) -> None:
+        """It may be a neighbour again; the next failure counts at once."""
+        self._apart.pop(peer).cancel()
         self._announce(apart=self.peers)

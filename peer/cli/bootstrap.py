@@ -194,7 +194,7 @@ async def serve(read: Callable[[], NodeConfig]) -> None:
         emit = _remembering(Emitter("bootstrap", sink(config.json)), folder, manifest)
         if (too_low := descriptors.raise_limit()) is not None:
             emit(events.Warning(text=too_low))
-        if archive.last is None and (odd := schedule.misfit(manifest)) is not None:
+        if not archive.records and (odd := schedule.misfit(manifest)) is not None:
             emit(events.Warning(text=odd))
         transport = await start_transport(folder, config.door, manifest.run_id)
         try:

@@ -32,7 +32,7 @@ from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity, short_peer
 from protocol.ledger import schedule
-from protocol.run.manifest import QUORUMS, Manifest
+from protocol.run.manifest import Manifest, why_no_quorum
 from protocol.wire.bounds import LEAST_SHARE, LONGEST_PLACE, MAX_PROBATION, MAX_SESSIONS
 from protocol.wire.decree import (
     ADMIT,
@@ -44,7 +44,6 @@ from protocol.wire.decree import (
     MAX_APPOINTED,
     MAX_PLACES,
     OPEN,
-    OUST,
     QUORUM,
     SET,
     Decree,
@@ -107,24 +106,6 @@ def close(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> None:
     _decree_own(run, CLOSE, reason, dir)
 
 
-@app.command(epilog="Example: potluck run oust my-run.toml p8kZq3Rt")
-def oust(
-    run: Run,
-    operator: Annotated[
-        str,
-        typer.Argument(
-            metavar="OPERATOR",
-            help="The operator's id, or its last characters, as your node tells it.",
-            show_default=False,
-        ),
-    ],
-    reason: Reason = "",
-    dir: Dir = FOLDER,
-) -> None:
-    """Take an operator out whose own signatures prove that it voted for two commits of one round. The others go on without it."""
-    running.run(_decree(run, OUST, operator, reason, dir), interrupted=1)
-
-
 @app.command(
     epilog="Example: potluck run appoint my-run.toml /ip4/198.51.100.7/tcp/4001/p2p/12D3KooWExample",
 )
@@ -160,22 +141,21 @@ def dismiss(
     running.run(_decree(run, DISMISS, operator, reason, dir), interrupted=1)
 
 
-@app.command(epilog="Example: potluck run quorum my-run.toml 3")
+@app.command(epilog="Example: potluck run quorum my-run.toml 4")
 def quorum(
     run: Run,
     number: Annotated[
         int,
-        typer.Argument(
-            metavar="NUMBER", help="1, 3, 4, 5 or 7: so many operators decide each round.", show_default=False
-        ),
+        typer.Argument(metavar="NUMBER", help="1, 4 or 7: so many operators decide each round.", show_default=False),
     ],
     reason: Reason = "",
     dir: Dir = FOLDER,
 ) -> None:
     """Have more operators decide, or fewer. Enough of them must give signs of life."""
     with running.reporting():
-        if number not in QUORUMS:
-            raise UsageError(f"NUMBER {number}: so many cannot decide; give 1, 3, 4, 5 or 7")
+        refused = why_no_quorum(number)
+        if refused is not None:
+            raise UsageError(refused)
     running.run(_decree(run, QUORUM, "", reason, dir, quorum=number), interrupted=1)
 
 
@@ -308,9 +288,7 @@ async def _decree(
             now = await asking.ask(transport, node, Motion())
             if operator.peer_id not in now.board.names:
                 raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
-            if action == OUST:
-                subject = _proven(manifest, now, subject)
-            elif action == DISMISS:
+            if action == DISMISS:
                 subject = _named(now, subject)
             elif subject:
                 log = reader.Remote(transport, [node], BlobStore(Path(name) / "blobs"))
@@ -323,8 +301,6 @@ async def _decree(
                 subject=subject,
                 reason=reason,
                 schedule=lasts,
-                proof=now.proof if action == OUST else None,
-                after=now.after if action == OUST else None,
                 operators=operators,
                 quorum=quorum,
             )
@@ -353,22 +329,6 @@ def _named(now: Motions, text: str) -> str:
     return found
 
 
-def _proven(manifest: Manifest, now: Motions, text: str) -> str:
-    """The operator who is meant, whom the node has a proof against. Raises LocalError, UsageError."""
-    proof = now.proof
-    if proof is None or now.after is None or not proof.is_true(manifest.run_id):
-        raise LocalError(
-            f"oust {clean(text, 64)}: your node has no proof that an operator voted twice; nobody is taken out"
-        )
-    if meant("OPERATOR", text, now.board.names) != proof.peer:
-        raise UsageError(f"OPERATOR {clean(text, 64)}: the proof is against {proof.peer}; give that one")
-    print(
-        f"oust {short_peer(proof.peer)}: {log_text.what_it_did(proof)}, both signatures are right; the others go on from round {now.after}",
-        flush=True,
-    )
-    return proof.peer
-
-
 async def _until_decided(transport: Transport, at: Sequence[str], decree: Decree, operator: Identity) -> None:
     """Signs it and sends it to the node `at` these addresses until a commit has it. Raises LocalError where another decree came first,
     RemoteError."""
@@ -384,12 +344,6 @@ async def _until_decided(transport: Transport, at: Sequence[str], decree: Decree
         answer = await _patiently(transport, at, motion, what)
         if answer.number > decree.number:
             break
-        if decree.after is not None and answer.after is not None and answer.after < decree.after:
-            decree = dataclasses.replace(
-                decree, after=answer.after, number=answer.number
-            )  # another operator's node knows less
-            motion = Motion(sealed=seal(operator, decree))
-            continue
         if len(answer.signed) != told:
             told = len(answer.signed)
             then = (

@@ -39,17 +39,16 @@ from protocol.run.manifest import (
     TimingSpec,
     TokenizerSpec,
     TrainSpec,
+    why_no_quorum,
 )
 from protocol.run.presets import PRESETS, Preset
-from protocol.wire.commit import liars_borne, votes_needed
+from protocol.wire.commit import liars_borne
 
 if TYPE_CHECKING:
     from peer.corpus.sources import Source
 
 MANIFEST, NODE, CORPUS, TOKENIZER = "run.toml", "node", "corpus", "tokenizer.json"
 """In the run's folder: its manifest, the operator's node, the text, and the tokenizer that was made for it."""
-QUORUMS = (1, 3, 4, 7)
-"""Of which a run takes the largest that it has operators for: three bear that one crashes, four that one lies, seven that two do."""
 WARM_UP = 0.03
 """Of all inner steps; of a short run a tenth, at most 100."""
 MOST_READINGS = 1000
@@ -164,6 +163,10 @@ async def _init(options: InitOptions, say: Callable[[str], None]) -> None:
         raise UsageError("--corpus: has its text and its tokenizer; give it without SOURCE and without --tokenizer")
     for operator in options.operators:
         identity.public_key(operator)
+    own = keyfile.load_or_create(folder / NODE / KEY).peer_id if (folder / NODE / KEY).is_file() else "not made yet"
+    refused = why_no_quorum(len({own, *options.operators}))
+    if refused is not None:
+        raise UsageError(f"--operator: {refused}, the own node among them")
     candidates = read_peers(options.peers) if options.peers is not None else ()
     text = options.corpus if options.corpus is not None else folder / CORPUS
     index = _index(text) if options.corpus is not None else await _build(options, preset, folder, say)
@@ -268,7 +271,7 @@ def make_manifest(
             rounds=rounds,
             start_peers=options.start_peers,
             operators=operators,
-            quorum=max(size for size in QUORUMS if size <= len(operators)),
+            quorum=len(operators),
             model=model,
             tokenizer=TokenizerSpec(digest=index.tokenizer),
             data=DataSpec(corpus=index.digest),
@@ -388,28 +391,11 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
 
 
 def operating(manifest: Manifest) -> Iterator[str]:
-    """Who decides rounds, where there are several operators, and what that bears; and what to type for more."""
-    names, quorum = manifest.operators, manifest.quorum
-    if len(names) == 1:
-        return
-    deciding, spares = names[:quorum], names[quorum:]
-    yield f"operators: {len(names)}, of whom {quorum} decide{'s' if quorum == 1 else ''} rounds: {', '.join(map(short_peer, deciding))}"
-    if spares:
-        who = (
-            "decides nothing and takes nobody's place by itself"
-            if quorum == 1
-            else "takes the place of one that is silent for long"
-        )
-        yield f"spare: {', '.join(map(short_peer, spares))}, which {who}"
-    if quorum == 1:
-        missing = QUORUMS[1] - len(names)
-        yield (
-            f"! while the node of {short_peer(names[0])} is down, the run stands still: two operators cannot decide together, since each would"
-            f" have to be there; name {missing} more with --operator to bear that one of three is down (remove the folder, and type it again)"
-        )
-        return
-    down, lying = quorum - votes_needed(quorum), liars_borne(quorum)
-    yield f"the run bears {down} of {quorum} nodes that are down, and {lying or 'none'} that lie{'s' if lying < 2 else ''}"
+    """Who decides rounds, where there are several operators, and what that bears."""
+    nodes = len(manifest.operators)
+    if nodes > 1:
+        yield f"operators: {nodes}, who decide rounds together: {', '.join(map(short_peer, manifest.operators))}"
+        yield f"the run goes on with {liars_borne(nodes)} of {nodes} nodes that are down or lie"
 
 
 def _times(n: float) -> str:

@@ -97,7 +97,7 @@ COMMANDS = {
         lambda: import_module("peer.cli.bootstrap").command,
         "Run a bootstrap node: entry point, log, matchmaker and archive of a run.",
         "potluck bootstrap my-run.toml --host 0.0.0.0 --port 31337. "
-        "With a quorum of three, the second and third node: potluck bootstrap my-run.toml --initial-peer ADDRESS",
+        "With four operators, the nodes of the others: potluck bootstrap my-run.toml --initial-peer ADDRESS",
     ),
     "key": Late(
         lambda: import_module("peer.cli.bootstrap").key,

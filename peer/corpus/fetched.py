@@ -6,18 +6,19 @@ How far ahead: peer/corpus/lookahead.py. From whom: origins.py, mirrors.py. What
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
-from peer.corpus.cache import Chunk, Key, RangeCache
+from peer.corpus.cache import TextStore
 from peer.corpus.lookahead import Lookahead
 from peer.corpus.origins import Origins
-from peer.corpus.range_fetcher import COMING_SECONDS, PATIENCE, Patience, RangeFetcher
-from peer.net.blobs.ranges import LEAVES, Ranges
+from peer.corpus.range_fetcher import PATIENCE, Patience, RangeFetcher
+from peer.net.base import now
+from peer.net.blobs import Coming, Fetcher, Place
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
 from protocol.run import data_order
@@ -47,7 +48,8 @@ class FetchedText:
         self,
         index: CorpusIndex,
         seed: bytes,
-        cache: RangeCache,
+        store: TextStore,
+        fetcher: Fetcher,
         origins: Origins,
         emit: events.Emit,
         patience: Patience = PATIENCE,
@@ -57,9 +59,10 @@ class FetchedText:
         self.counts = Counts()
         self._index = index
         self._seed = seed
-        self._cache = cache
+        self._store = store
         self._emit = emit
-        self._fetcher = RangeFetcher(cache, origins, self._warn, self._quiet, patience)
+        self._coming = fetcher.coming
+        self._fetcher = RangeFetcher(store, fetcher, origins, self._warn, self._quiet, patience)
         self._dtype = np.dtype(f"<u{index.id_bytes}")
         self._lookahead = Lookahead(-(-blob_hash.RANGE // index.stride))
         self._expected: list[range] = []
@@ -86,7 +89,7 @@ class FetchedText:
         """The ids [n, L + 1] of these slots, in order; waits until they are there. Raises RemoteError, UsageError."""
         extents = list(self._extents(slots))
         self.counts.reads += 1
-        self.counts.waits += not all(self._cache.has(*key) for key in _keys(extents))
+        self.counts.waits += not all(map(self._store.holds, _places(extents)))
         found = await self._rows(extents)
         self.counts.read_bytes += found.size * self._index.id_bytes
         for expected in self._expected:
@@ -110,9 +113,13 @@ class FetchedText:
         chunk, count = self._index.held_out_chunk(), min(limit, self._index.held_out_sequences)
         return await self._rows([Extent(chunk.name, chunk.size, 0, count * self._index.stride)] if count else [])
 
-    async def find(self, name: str, size: int) -> Ranges | None:
-        """What is here of a chunk, for others."""
-        return _Served(self._cache, self._fetcher, Chunk(name, size), _now() + COMING_SECONDS)
+    def read(self, place: Place) -> bytes:
+        """A range of a chunk, or its leaves, for others; empty where they are not here."""
+        return self._store.read(place)
+
+    def coming(self, place: Place, peer: str, named_by: str) -> Coming | None:
+        """The same, where they are on their way (see Fetcher.coming)."""
+        return self._coming(self._store.name(place), peer, named_by)
 
     async def aclose(self) -> None:
         """Ends what is under way; what came stays on disk."""
@@ -124,24 +131,24 @@ class FetchedText:
 
     def _look_ahead(self) -> None:
         """Has fetched what will be read."""
-        room, keys, seen = min(MOST_AHEAD, int(FULL * self._cache.capacity)), list[Key](), set[Key]()
+        room, places, seen = min(MOST_AHEAD, int(FULL * self._store.capacity)), list[Place](), set[Place]()
         for given in self._expected:
             read = self._read.get(given, 0)
             begin = max(0, read - 1)
             target = self._lookahead.target(len(given), read)
-            for key in _keys(self._extents(range(given.start + begin, given.start + target))):
-                if key not in seen:
-                    seen.add(key)
-                    keys.append(key)
-                    room -= key[0].length(key[1])
+            for place in _places(self._extents(range(given.start + begin, given.start + target))):
+                if place not in seen:
+                    seen.add(place)
+                    places.append(place)
+                    room -= place.length
                 if room < 0:
                     break
             if room < 0:
                 break
-        if self._began is None and not all(self._cache.has(*key) for key in keys):  # who comes back has the first ones
-            self._began = _now()
-        self._cache.need(keys)
-        self._fetcher.want(keys)
+        if self._began is None and not all(map(self._store.holds, places)):  # who comes back has the first ones
+            self._began = now()
+        self._store.need(places)
+        self._fetcher.want(places)
 
     def _extents(self, slots: range) -> Iterator[Extent]:
         for numbers in data_order.sequences(self._seed, self._index.sequences, slots):
@@ -150,9 +157,9 @@ class FetchedText:
     # --- reading
 
     async def _rows(self, extents: list[Extent]) -> NDArray[np.int64]:
-        keys = list(dict.fromkeys(_keys(extents)))
+        places = list(dict.fromkeys(_places(extents)))
         for _ in range(TRIES):
-            await self._fetcher.need(keys)
+            await self._fetcher.need(places)
             data = await asyncio.to_thread(self._bytes, extents)
             if data is not None:
                 ids = np.frombuffer(data, self._dtype).reshape(-1, self._index.sequence + 1)
@@ -163,8 +170,9 @@ class FetchedText:
         """The bytes of all extents; None where some are not here after all."""
         out = bytearray()
         for extent in extents:
-            chunk, begin = Chunk(extent.name, extent.size), extent.ranges.start * blob_hash.RANGE
-            pieces = [self._cache.read(chunk, index) for index in extent.ranges]
+            begin = extent.ranges.start * blob_hash.RANGE
+            self._store.touch(Place(extent.name, extent.size, -1))
+            pieces = [self._store.read(Place(extent.name, extent.size, index)) for index in extent.ranges]
             if not all(pieces):
                 return None
             out += b"".join(pieces)[extent.start - begin : extent.end - begin]
@@ -178,35 +186,16 @@ class FetchedText:
             self._told = True
             tokens = self._index.sequences * self._index.sequence
             self._emit(
-                events.TextFetched(bytes=self.fetched_bytes, seconds=round(_now() - self._began, 3), tokens=tokens)
+                events.TextFetched(bytes=self.fetched_bytes, seconds=round(now() - self._began, 3), tokens=tokens)
             )
 
     def _warn(self, line: str) -> None:
         self._emit(events.Warning(text=line))
 
 
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """A chunk of which some ranges are here, for one request of another peer, which waits until `end` for those that are on their way."""
-
-    cache: RangeCache
-    fetcher: RangeFetcher
-    chunk: Chunk
-    end: float
-
-    async def read(self, index: int) -> bytes:
-        await self.fetcher.coming(self.chunk, index, self.end)
-        return await asyncio.to_thread(self.cache.read, self.chunk, index)
-
-
-def _keys(extents: Iterator[Extent] | list[Extent]) -> Iterator[Key]:
+def _places(extents: Iterable[Extent]) -> Iterator[Place]:
     """What has to be here to read these bytes, in order."""
     for extent in extents:
-        chunk = Chunk(extent.name, extent.size)
-        yield chunk, LEAVES
+        yield Place(extent.name, extent.size, -1)
         for index in extent.ranges:
-            yield chunk, index
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+            yield Place(extent.name, extent.size, index)

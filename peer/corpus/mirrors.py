@@ -1,25 +1,28 @@
 """Mirrors of a corpus: folders on web servers, and data set repositories of the Hugging Face hub.
 
 A mirror has the files of a corpus's folder (docs/guides/data.md) under its address: `index`, `chunks/<name>` and `chunks/<name>.leaves`. It is asked
-for parts of files (RFC 9110, section 14). Whatever it answers, we bound bytes, seconds and redirects; only https is spoken.
+for parts of files (RFC 9110, section 14), a few ranges at a time, since text is read in order. Whatever it answers, we bound bytes, seconds and redirects; only https is spoken.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import email.utils
 import ssl
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from urllib.parse import urlsplit
 
 import httpx2
 from huggingface_hub import hf_hub_url
 
-from peer.corpus.cache import Chunk
-from peer.corpus.origins import Busy, Lie, Named, Take
-from peer.net.blobs.ranges import LEAVES
+from peer.corpus.origins import Busy
+from peer.net.base import now
+from peer.net.blobs import Place
+from peer.net.blobs.holders import Corrupt
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError, UsageError, shown
 from protocol.run import corpus
@@ -28,6 +31,12 @@ REDIRECTS = 5
 SILENT_SECONDS = 10.0
 LEAST_BYTES_A_SECOND = 16_384
 """A request may take SILENT_SECONDS, and as long as its bytes take at this rate."""
+TOGETHER = 4
+"""Ranges that one request brings."""
+REQUESTS = 16
+"""Whose ranges are kept until they are asked for, of each mirror: 2 MiB,"""
+KEPT_SECONDS = 30.0
+"""for so long at most: what was wrong may be right then."""
 BUSY_SECONDS = (1.0, 600.0)
 """Least and most that a mirror's Retry-After is believed."""
 
@@ -55,7 +64,7 @@ class Mirrors:
 
 
 class Mirror:
-    """One mirror; see peer/corpus/origins.py for `ask`."""
+    """One mirror; see peer/net/blobs/fetching.py for `read`."""
 
     def __init__(
         self, client: httpx2.AsyncClient, address: str, hub: str | None = None, silence: float = SILENT_SECONDS
@@ -66,14 +75,22 @@ class Mirror:
         self._client = client
         self._address = address.rstrip("/")
         self._repository = _repository(address)
+        self._requests: OrderedDict[Place, tuple[asyncio.Task[bytes], float]] = OrderedDict()  # and when it began
 
-    async def ask(self, chunk: Chunk, indices: Sequence[int], insist: bool, take: Take) -> Named:
-        """See Origin. Names nobody."""
-        if LEAVES in indices:
-            await take(LEAVES, await self.whole(f"{corpus.CHUNKS}/{chunk.name}{corpus.LEAVES}", chunk.length(LEAVES)))
-        for run in _runs([index for index in indices if index != LEAVES]):
-            await self._run(chunk, run, take)
-        return {}
+    async def read(self, place: Place) -> bytes:
+        """A range, or the leaves of a chunk. Raises RemoteError."""
+        if place.index < 0:
+            return await self.whole(f"{corpus.CHUNKS}/{place.name}{corpus.LEAVES}", place.length)
+        first = dataclasses.replace(place, index=place.index - place.index % TOGETHER)
+        request, since = self._requests.get(first, (None, float("-inf")))
+        if request is None or now() - since > KEPT_SECONDS or (request.done() and _has_failed(request)):
+            request = asyncio.create_task(self._ranges(first))
+            request.add_done_callback(_has_failed)
+            self._requests[first] = request, now()
+            if len(self._requests) > REQUESTS:
+                self._requests.popitem(last=False)
+        start = (place.index - first.index) * blob_hash.RANGE
+        return (await asyncio.shield(request))[start : start + place.length]
 
     async def whole(self, path: str, limit: int) -> bytes:
         """A file of at most `limit` bytes. Raises RemoteError."""
@@ -85,24 +102,17 @@ class Mirror:
                     raise self._lie(f"sent more than {limit} bytes")
         return bytes(data)
 
-    async def _run(self, chunk: Chunk, run: range, take: Take) -> None:
-        """Ranges that lie side by side."""
-        start, end = blob_hash.span(chunk.size, run.start)[0], blob_hash.span(chunk.size, run.stop - 1)[1]
-        held, index = bytearray(), run.start
-        async with (
-            self._deadline(end - start),
-            self._get(f"{corpus.CHUNKS}/{chunk.name}", (start, end)) as response,
-        ):
+    async def _ranges(self, first: Place) -> bytes:
+        """A range, and those behind it that are asked for together with it."""
+        last = min(first.index + TOGETHER, blob_hash.count(first.size)) - 1
+        start, end = blob_hash.span(first.size, first.index)[0], blob_hash.span(first.size, last)[1]
+        data = bytearray()
+        async with self._deadline(end - start), self._get(f"{corpus.CHUNKS}/{first.name}", (start, end)) as response:
             async for piece in response.aiter_raw():
-                held += piece
-                while index < run.stop and len(held) >= (length := chunk.length(index)):
-                    await take(index, bytes(held[:length]))
-                    del held[:length]
-                    index += 1
-                if index == run.stop:
-                    break
-        if index < run.stop:
-            raise RemoteError(self.name, f"{self.name}: sent less than it was asked for")
+                data += piece
+                if len(data) >= end - start:
+                    return bytes(data[: end - start])
+        raise RemoteError(self.name, f"{self.name}: sent less than it was asked for")
 
     @contextlib.asynccontextmanager
     async def _deadline(self, size: int) -> AsyncIterator[None]:
@@ -158,8 +168,8 @@ class Mirror:
         if not told.startswith(f"bytes {span[0]}-{span[1] - 1}/"):
             raise RemoteError(self.name, f"{self.name}: sends other bytes than it was asked for")
 
-    def _lie(self, text: str) -> Lie:
-        return Lie(self.name, f"{self.name}: {text}")
+    def _lie(self, text: str) -> Corrupt:
+        return Corrupt(self.name, f"{self.name}: {text}")
 
 
 def _repository(address: str) -> tuple[str, str | None, str] | None:
@@ -176,15 +186,8 @@ def _repository(address: str) -> tuple[str, str | None, str] | None:
     return f"{parts[1]}/{name}", revision or None, "".join(f"{part}/" for part in parts[3:])
 
 
-def _runs(indices: Sequence[int]) -> list[range]:
-    """The same numbers as ranges."""
-    runs: list[range] = []
-    for index in sorted(indices):
-        if runs and runs[-1].stop == index:
-            runs[-1] = range(runs[-1].start, index + 1)
-        else:
-            runs.append(range(index, index + 1))
-    return runs
+def _has_failed(request: asyncio.Task[bytes]) -> bool:
+    return request.cancelled() or request.exception() is not None
 
 
 def _retry_after(text: str) -> float | None:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peer.corpus import text
-from peer.corpus.cache import RangeCache
+from peer.corpus.cache import TextStore
 from peer.corpus.fetched import FetchedText
 from peer.corpus.mirrors import Mirror, Mirrors
 from peer.corpus.origins import Origins
 from peer.corpus.range_fetcher import PATIENCE, Patience
-from peer.net.blobs import fetch_named
-from peer.net.blobs.ranges import RangeClient
+from peer.net.blobs import Fetcher, fetch_named
 from peer.net.disk import Disk
 from peer.net.network import Network
 from protocol.codec import blob_hash
@@ -49,20 +48,29 @@ class Access:
 async def open_text(manifest: Manifest, access: Access) -> FetchedText:
     """The run's text. Raises RemoteError where nobody has its index, UsageError."""
     network, directory = access.network, access.network.directory
-    client = RangeClient(network.transport, reach=directory.reach, lost=directory.lost, timeout=access.patience.silence)
     mirrors = access.mirrors or Mirrors()
     try:
         places = mirrors.all(manifest.data.mirrors)
         await asyncio.to_thread(access.disk.make_folder, access.folder)
         index = await _index(manifest, access, places)
         text.check(index, manifest)
-        cache = await asyncio.to_thread(RangeCache, access.folder, access.limit, access.disk, network.warn)
+        store = await asyncio.to_thread(TextStore, access.folder, access.limit, access.disk, network.warn)
     except BaseException:
         await mirrors.aclose()
         raise
-    origins = Origins(client, lambda: access.nodes, places, network.warn)
-    closes = (client.aclose, mirrors.aclose)
-    return FetchedText(index, manifest.seed_bytes, cache, origins, network.emit, access.patience, closes)
+    sources = {mirror.name: mirror for mirror in places}
+    origins = Origins(lambda: access.nodes, list(sources), network.warn)
+    fetcher = Fetcher(
+        network.transport,
+        store,
+        reach=directory.reach,
+        lost=directory.lost,
+        timeout=access.patience.silence,
+        holders=origins,
+        sources=sources,
+    )
+    closes = (mirrors.aclose,)
+    return FetchedText(index, manifest.seed_bytes, store, fetcher, origins, network.emit, access.patience, closes)
 
 
 async def _index(manifest: Manifest, access: Access, mirrors: list[Mirror]) -> CorpusIndex:

@@ -183,16 +183,22 @@ class _Text:
 
     def __init__(self, file: File) -> None:
         self._file, self._blocks = file, decoded(file)
-        self._held, self.at, self.line = "", 0, 1
+        self._held, self.at = "", 0
+        self.line, self._counted = 1, 0
+
+    def _count(self) -> None:
+        """Moves `line` on to `at`."""
+        self.line += self._held.count("\n", self._counted, self.at)
+        self._counted = self.at
 
     def _more(self) -> bool:
         """Reads on: as much again as is held, so that the whole is read in linear time."""
-        self.line += self._held.count("\n", 0, self.at)
+        self._count()
         parts, size = [self._held[self.at :]], 0
         while size <= len(parts[0]) and (block := next(self._blocks, "")):
             parts.append(block)
             size += len(block)
-        self._held, self.at = "".join(parts), 0
+        self._held, self.at, self._counted = "".join(parts), 0, 0
         return size > 0
 
     def peek(self) -> str:
@@ -201,8 +207,9 @@ class _Text:
             start = self._held[self.at : self.at + 64]
             if rest := start.lstrip(" \t\r\n"):
                 self.at += len(start) - len(rest)
-                self.line += self._held.count("\n", 0, self.at)
-                self._held, self.at = (self._held[self.at :], 0) if self.at > 1 << 20 else (self._held, self.at)
+                self._count()
+                if self.at > 1 << 20:
+                    self._held, self.at, self._counted = self._held[self.at :], 0, 0
                 return rest[0]
             self.at += len(start)
             if self.at >= len(self._held) and not self._more():

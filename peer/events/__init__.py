@@ -75,6 +75,7 @@ from peer.events.volunteer import (
     Started,
     Step,
     TextFetched,
+    Violation,
     Waiting,
     Warning,
     Withdrew,
@@ -145,6 +146,7 @@ __all__ = [
     "Step",
     "TextFetched",
     "Unfair",
+    "Violation",
     "Waiting",
     "Warning",
     "Withdrew",
@@ -171,6 +173,7 @@ Body = (
     | Quarrel | Decreed | Evaluated | Scored | Invited | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
     | ReadingLog | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Paused | Resumed | Finished
+    | Violation
     | Warning
 )  # fmt: skip
 """What may happen."""
@@ -250,7 +253,7 @@ def commit_of(commit: WireCommit, voters: Sequence[str] = ()) -> Commit:
 
 def board_names(commit: WireCommit) -> tuple[str, ...]:
     """Who operates the run after a commit that has a board."""
-    return () if commit.board is None else tuple(name for name in commit.board.names if name not in commit.out)
+    return () if commit.board is None else commit.board.names
 
 
 def invited(round: int, joined: Joined) -> Invited:

@@ -216,13 +216,11 @@ class Unfair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forked:
-    """A node voted for two commits of one round, or enough did. In a run of three or five nodes the others decide nothing more, and peers apply
-    neither commit, until the other operators take the liar out (docs/guides/operator.md)."""
+    """Enough nodes voted for two commits of one round: more of them lie than the run bears, and no peer applies either
+    (docs/failure-model.md)."""
 
     round: int
-    """Of both commits."""
-    liars: tuple[str, ...]
-    """The nodes that voted for both in one ballot, or denied a vote in a later one; their signatures prove it. Empty where nobody did."""
+    """The round of both commits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +231,7 @@ class Decreed:
     """Of the commit that says so; it holds from the next round on."""
     action: str
     """`ban` or `admit` one peer, `open` the run for all who are not banned, or `close` it for all who are not admitted;
-    or `set` how long it is, and what strangers may have; or `oust`, `appoint` or `dismiss` operators, or set their `quorum`."""
+    or `set` how long it is, and what strangers may have; or `appoint` or `dismiss` operators, or set their `quorum`."""
     peer: str | None
     """The peer that it is about, if it is about one."""
     reason: str

@@ -383,6 +383,18 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """The operators have decided a commit that breaks a rule, which no honest operator votes for."""
+
+    round: int
+    """The round of the commit."""
+    rule: str
+    """The name of the rule in protocol/ledger/rules.py."""
+    reason: str
+    """What is wrong, as the end of "the commit ...": foreign text, as the log has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Warning:
     """Something went wrong, and the process goes on."""
 

@@ -220,6 +220,11 @@ class Transport(Protocol):
         """Closes all streams and leaves; never raises."""
 
 
+def now() -> float:
+    """Steady seconds of the running loop."""
+    return asyncio.get_running_loop().time()
+
+
 async def answer(
     stream: Stream,
     doubt: Callable[[str], None],

@@ -8,23 +8,24 @@ of the answer either. Each address, each peer and all together may ask so often,
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 from peer.net import greeting
 from peer.net.address import host_of, is_circuit, port_of
-from peer.net.allowance import Allowance
 from peer.net.base import Transport, serve_calls
 from peer.net.clock import Clock
 from peer.net.guests import network_of
+from peer.net.token_bucket import Rate, TokenBucket, TokenBuckets
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import encoding, endpoints
 from protocol.wire.dial_back import Dialled, DialMe
 
 MAX_REQUEST = 256
+EACH = Rate(1 / 30, 6.0)
+TOGETHER = Rate(4.0, 32.0)
 
 Greets = Callable[[str, int], Coroutine[Any, Any, bool]]
 """(IP address, port) -> whether a libp2p host greets there."""
@@ -36,8 +37,8 @@ class Bounds:
     that are under way; `kept`: addresses and peers whose requests are counted."""
 
     seconds: float = 3.0
-    each: tuple[float, float] = (1 / 30, 6.0)
-    together: tuple[float, float] = (4.0, 32.0)
+    each: Rate = EACH
+    together: Rate = TOGETHER
     at_once: int = 16
     kept: int = 4096
 
@@ -61,8 +62,8 @@ class DialBack:
         self._clock = clock
         self._greets = greets
         self._bounds = bounds
-        self._asked: OrderedDict[str, Allowance] = OrderedDict()
-        self._together = Allowance(*bounds.together)
+        self._asked = TokenBuckets(bounds.each, bounds.kept)
+        self._together = TokenBucket(*bounds.together)
         self._under_way = 0
 
     async def serve(self) -> None:
@@ -78,7 +79,7 @@ class DialBack:
         if not network:
             return encoding.encode(Dialled(host=""))
         now = self._clock.steady()
-        may = all(self._may_ask(who, now) for who in (peer, network))
+        may = all(self._asked.of(who).take(now) for who in (peer, network))
         if not may or self._under_way >= self._bounds.at_once or not self._together.take(now):
             raise RemoteError(peer, f"dial-back for {short_peer(peer)}: asked too often; ask somebody else")
         self._under_way += 1
@@ -86,13 +87,6 @@ class DialBack:
             return encoding.encode(Dialled(host=host, ports=await self._try(host, {*ask.ports, port_of(seen)})))
         finally:
             self._under_way -= 1
-
-    def _may_ask(self, who: str, now: float) -> bool:
-        allowance = self._asked.setdefault(who, Allowance(*self._bounds.each))
-        self._asked.move_to_end(who)
-        if len(self._asked) > self._bounds.kept:
-            self._asked.popitem(last=False)
-        return allowance.take(now)
 
     async def _try(self, host: str, ports: set[int]) -> tuple[int, ...]:
         """The ports at which a libp2p host greets. Takes all its time unless it is all of them."""

@@ -6,7 +6,9 @@ megabytes. What may still be under way is a bucket that fills with what is sent 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from peer.net.token_bucket import TokenBucket
 
 SLOW_BYTES_PER_SECOND = 125_000.0
 ASK_SECONDS = 1.0
@@ -21,24 +23,17 @@ class Flow:
 
     streams: int = 0
     received: int = 0
-    _queued: float = 0.0
-    _at: float = 0.0
-    _asked_at: float = float("-inf")
+    _under_way: TokenBucket = field(default_factory=lambda: TokenBucket(SLOW_BYTES_PER_SECOND, 0.0))
+    _asks: TokenBucket = field(default_factory=lambda: TokenBucket(1 / ASK_SECONDS, 1.0))
 
     def ask_in(self, now: float) -> float:
         """In how many seconds the peer may be asked again; 0: it is, at `now`."""
-        wait = self._asked_at + ASK_SECONDS - now
-        if wait <= 0:
-            self._asked_at = now
-        return max(0.0, wait)
+        return 0.0 if self._asks.take(now) else self._asks.wait(now, 1.0)
 
     def sent(self, size: int, now: float) -> None:
         """So many bytes were handed to the daemon at `now`, in steady seconds."""
-        self._queued, self._at = self._left(now) + size, now
+        self._under_way.spend(now, size)
 
     def queue_seconds(self, now: float) -> float:
         """For how long what was sent may keep a slow link busy."""
-        return min(LONGEST_SECONDS, self._left(now) / SLOW_BYTES_PER_SECOND)
-
-    def _left(self, now: float) -> float:
-        return max(0.0, self._queued - (now - self._at) * SLOW_BYTES_PER_SECOND)
+        return min(LONGEST_SECONDS, self._under_way.wait(now))

@@ -15,32 +15,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from peer import events
-from peer.net.allowance import Allowance
+from peer.net.cooldown import Cooldown
+from peer.net.token_bucket import Rate, TokenBuckets
 from protocol.wire import endpoints
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """`per_second` on average, and `burst` at once."""
-
-    per_second: float
-    burst: float
-
-
-@dataclass(slots=True)
-class Bucket:
-    """How much of a rate is left; what is taken beyond it has to be waited for."""
-
-    rate: Rate
-    left: float = float("inf")
-    at: float = 0.0
-
-    def take(self, now: float, amount: float = 1.0) -> float:
-        """Seconds until that much is paid for; `now` in steady seconds."""
-        self.left = min(self.rate.burst, self.left + (now - self.at) * self.rate.per_second) - amount
-        self.at = now
-        return max(0.0, -self.left / self.rate.per_second)
-
 
 OPENED: Mapping[str, Rate] = {
     endpoints.SESSION: Rate(2, 16),
@@ -59,6 +36,8 @@ CALLS = Rate(20, 400)
 """Requests of the DHT of one peer."""
 RENAMED = Rate(1 / 30, 4)
 """Times that a peer is another node of the DHT than before."""
+OFFENCES = Rate(1.0, 32.0)
+"""What an honest peer does seldom, or never, by one peer."""
 COUNTED_ELSEWHERE = frozenset({endpoints.RELAYED})
 """What comes through a relay is not the relay's doing: whoever sends it is known, and counted, once it has said who it is. From anybody else
 it counts as any other stream."""
@@ -78,7 +57,7 @@ class Limits:
     silent: int = 64
     rates_of_an_address: float = 16.0
     patience: float = 5.0
-    offences: Rate = Rate(1.0, 32.0)
+    offences: Rate = OFFENCES
     seconds: float = 60.0
     longest_seconds: float = 3600.0
     forgiven_seconds: float = 3600.0
@@ -104,23 +83,6 @@ class _Peer:
     silent: set[Ends] = field(default_factory=set)
 
 
-@dataclass(slots=True)
-class _Sentence:
-    """Until when a peer is refused, and how many times counted when it was."""
-
-    until: float = float("-inf")
-    times: int = 0
-
-    def begin(self, now: float, limits: Limits) -> float:
-        """Refuses from now on; for how many seconds."""
-        if self.times:
-            self.times = max(0, self.times - int((now - self.until) / limits.forgiven_seconds))
-        seconds = min(limits.longest_seconds, limits.seconds * 2.0 ** min(self.times, 32))
-        self.times += 1
-        self.until = now + seconds
-        return seconds
-
-
 class Guests:
     """One per transport. `expel(peer)` ends its connections."""
 
@@ -133,12 +95,12 @@ class Guests:
         self._open: dict[str, _Peer] = {}
         self._count = 0
         self._of_address: Counter[str] = Counter()
-        self._rates: OrderedDict[tuple[str, str], Bucket] = OrderedDict()
-        self._offences: OrderedDict[str, Allowance] = OrderedDict()
-        self._calls: OrderedDict[str, Allowance] = OrderedDict()
+        self._rates = TokenBuckets(OPENED_ELSE, 4 * limits.remembered)
+        self._offences = TokenBuckets(limits.offences, limits.remembered)
+        self._calls = TokenBuckets(CALLS, limits.remembered)
         self._nodes: OrderedDict[str, bytes] = OrderedDict()
-        self._renamed: OrderedDict[str, Allowance] = OrderedDict()
-        self._refused: OrderedDict[str, _Sentence] = OrderedDict()
+        self._renamed = TokenBuckets(RENAMED, limits.remembered)
+        self._refused = Cooldown(limits.seconds, limits.longest_seconds, limits.remembered, limits.forgiven_seconds)
 
     @property
     def streams(self) -> int:
@@ -156,8 +118,7 @@ class Guests:
 
     def is_refused(self, peer: str, now: float) -> bool:
         """Whether nothing is taken from `peer` for now."""
-        known = self._refused.get(peer)
-        return known is not None and known.until > now
+        return self._refused.is_resting(peer, now)
 
     def carries(self, peer: str, name: str) -> bool:
         """Whether a stream of this name is somebody else's, which `peer` relays."""
@@ -220,13 +181,13 @@ class Guests:
         """For how many seconds a stream of this name that has entered is to wait before it is served."""
         pretends = name in COUNTED_ELSEWHERE and not self.carries(peer, name)
         rate, address = OPENED_ELSE if pretends else OPENED.get(name, OPENED_ELSE), self._open[peer].address
-        seconds = self._bucket((peer, name), rate).take(now)
+        seconds = self._rates.of((peer, name), rate).spend(now)
         if seconds > self.limits.patience and not self.carries(peer, name):
             self.offend(peer, f"opens {name} again and again", now)
         if address:
             times = self.limits.rates_of_an_address
             whole = Rate(times * rate.per_second, times * rate.burst)
-            seconds = max(seconds, self._bucket((address, name), whole).take(now))
+            seconds = max(seconds, self._rates.of((address, name), whole).spend(now))
         return seconds
 
     def may_call(self, peer: str, now: float) -> bool:
@@ -234,7 +195,7 @@ class Guests:
         if self.is_refused(peer, now):
             self.expel(peer)
             return False
-        if self._may(self._calls, peer, CALLS, now):
+        if self._calls.of(peer).take(now):
             return True
         self.offend(peer, "asks the DHT too often", now)
         return False
@@ -245,7 +206,7 @@ class Guests:
         if not name or known == name:
             self._nodes[peer] = name or known or b""
             return True
-        if known and not self._may(self._renamed, peer, RENAMED, now):
+        if known and not self._renamed.of(peer).take(now):
             self._nodes[peer] = known
             self.offend(peer, "is another node of the DHT all the time", now)
             return False
@@ -256,26 +217,14 @@ class Guests:
 
     def offend(self, peer: str, reason: str, now: float, times: float = 1.0) -> None:
         """`peer` did what an honest peer does seldom, or never; too often, and it is refused. It counts so many times."""
-        if not self._may(self._offences, peer, self.limits.offences, now, times):
+        if not self._offences.of(peer).take(now, times):
             self.refuse(peer, reason, now)
-
-    def _may(self, known: OrderedDict[str, Allowance], peer: str, rate: Rate, now: float, amount: float = 1.0) -> bool:
-        """Whether so many more are within the rate."""
-        allowance = known.setdefault(peer, Allowance(rate.per_second, rate.burst))
-        known.move_to_end(peer)
-        if len(known) > self.limits.remembered:
-            known.popitem(last=False)
-        return allowance.take(now, amount)
 
     def refuse(self, peer: str, reason: str, now: float) -> None:
         """Takes nothing more from `peer` for a while, and ends what it has open."""
         if self.is_refused(peer, now):
             return
-        sentence = self._refused.setdefault(peer, _Sentence())
-        seconds = sentence.begin(now, self.limits)
-        self._refused.move_to_end(peer)
-        if len(self._refused) > self.limits.remembered:
-            self._refused.popitem(last=False)
+        seconds = self._refused.begin(peer, now)
         self.expel(peer)  # at once: what is under way ends in the daemon
         known = self._open.get(peer)
         address = known.address if known else ""
@@ -296,13 +245,6 @@ class Guests:
             return False
         next(reversed(most.streams)).abort()
         return True
-
-    def _bucket(self, key: tuple[str, str], rate: Rate) -> Bucket:
-        bucket = self._rates.setdefault(key, Bucket(rate))
-        self._rates.move_to_end(key)
-        if len(self._rates) > 4 * self.limits.remembered:
-            self._rates.popitem(last=False)
-        return bucket
 
 
 _BITS = {4: 32, 6: 64}

@@ -11,10 +11,10 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from peer.net.allowance import Allowance
 from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Malformed, Timeout, Traffic, log, nothing_came
 from peer.net.flow import Flow
 from peer.net.guests import LIMITS, Ends, Guests, Limits
+from peer.net.token_bucket import TokenBucket
 from protocol.errors import LocalError, RemoteError
 from protocol.identity import short_peer
 from protocol.wire import framing
@@ -238,7 +238,7 @@ class Endpoint:
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.traffic = Traffic()
         self.guests = Guests(limits)
-        self._told = Allowance(*TOLD)
+        self._told = TokenBucket(*TOLD)
         self._streams: dict[FrameStream, None] = {}  # in the order in which they were opened
         self._flows: dict[str, Flow] = {}
         self._tasks: set[asyncio.Task[object]] = set()

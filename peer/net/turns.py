@@ -11,7 +11,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from peer.net.guests import Rate
+from peer.net.token_bucket import Rate, TokenBucket, TokenBuckets
 from protocol.wire import endpoints
 
 OF_AN_ADDRESS = Rate(500.0, 250.0)
@@ -24,36 +24,18 @@ UNCOUNTED = frozenset({endpoints.PIPE, endpoints.RELAY, endpoints.BANDWIDTH})
 REMEMBERED = 4096
 """Addresses of which it is known how much they have left."""
 
+SOME = 1e-6
+"""Turns that have to be left: then one may take more, and the next one waits for it."""
+
 Go = Callable[[], None]
-
-
-class Left:
-    """What is left of a rate."""
-
-    __slots__ = ("_at", "_left", "_rate")
-
-    def __init__(self, rate: Rate) -> None:
-        self._rate, self._left, self._at = rate, rate.burst, float("-inf")
-
-    def seconds(self, now: float) -> float:
-        """Until there is something left."""
-        if now > self._at:
-            self._left = min(self._rate.burst, self._left + (now - max(self._at, now - 1e6)) * self._rate.per_second)
-            self._at = now
-        return 0.0 if self._left > 0 else (1e-6 - self._left) / self._rate.per_second
-
-    def take(self, amount: float) -> None:
-        """May take more than is left: the next one waits for it."""
-        self._left -= amount
 
 
 class Turns:
     """One per transport. `lines`: who waits, by address, then by peer, the next first."""
 
     def __init__(self, of_an_address: Rate = OF_AN_ADDRESS, together: Rate = TOGETHER) -> None:
-        self._of_an_address = of_an_address
-        self._whole = Left(together)
-        self._left: OrderedDict[str, Left] = OrderedDict()
+        self._whole = TokenBucket(*together)
+        self._left = TokenBuckets(of_an_address, REMEMBERED)
         self._lines: OrderedDict[str, OrderedDict[str, deque[tuple[float, Go]]]] = OrderedDict()
         self._next: asyncio.Handle | None = None
 
@@ -65,10 +47,10 @@ class Turns:
     def at_once(self, peer: str, address: str, now: float, amount: float = 1.0) -> bool:
         """Takes a turn, if it need not be waited for."""
         address = address or peer
-        if address in self._lines or self._whole.seconds(now) > 0 or self._of(address).seconds(now) > 0:
+        if address in self._lines or self._whole.wait(now, SOME) > 0 or self._left.of(address).wait(now, SOME) > 0:
             return False
-        self._of(address).take(amount)
-        self._whole.take(amount)
+        self._left.of(address).spend(now, amount)
+        self._whole.spend(now, amount)
         return True
 
     def in_line(self, peer: str, address: str, go: Go, amount: float = 1.0) -> None:
@@ -91,36 +73,27 @@ class Turns:
             self.in_line(peer, address, go, amount)
             await came
 
-    def _of(self, address: str) -> Left:
-        left = self._left.get(address)
-        if left is None:
-            left = self._left[address] = Left(self._of_an_address)
-            if len(self._left) > REMEMBERED:
-                self._left.popitem(last=False)
-        self._left.move_to_end(address)
-        return left
-
     def _hand_out(self) -> None:
         """One turn to each address that has something left, again and again while there is something left of all."""
         loop = asyncio.get_running_loop()
         now, soonest = loop.time(), 0.0
         self._next = None
         while self._lines:
-            waits = self._whole.seconds(now)
+            waits = self._whole.wait(now, SOME)
             if waits > 0:
                 soonest = waits
                 break
-            dry = {address: self._of(address).seconds(now) for address in self._lines}
+            dry = {address: self._left.of(address).wait(now, SOME) for address in self._lines}
             if all(dry.values()):
                 soonest = min(dry.values())
                 break
             for address in [a for a, seconds in dry.items() if seconds == 0]:
-                if self._whole.seconds(now) == 0:
-                    self._give(address)
+                if self._whole.wait(now, SOME) == 0:
+                    self._give(address, now)
         if self._lines:
             self._next = loop.call_later(max(soonest, 0.001), self._hand_out)
 
-    def _give(self, address: str) -> None:
+    def _give(self, address: str, now: float) -> None:
         peers = self._lines.pop(address)
         peer, line = next(iter(peers.items()))
         amount, go = line.popleft()
@@ -129,6 +102,6 @@ class Turns:
             peers[peer] = line  # behind the others
         if peers:
             self._lines[address] = peers
-        self._of(address).take(amount)
-        self._whole.take(amount)
+        self._left.of(address).spend(now, amount)
+        self._whole.spend(now, amount)
         go()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 
+from peer.net.token_bucket import TokenBucket
 from protocol.wire.framing import MAX_FRAME
 
 
@@ -17,12 +18,12 @@ class Uplink:
     def __init__(self, bps: int | None = None) -> None:
         self.limit(bps)
         self._waiting: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
-        self._free_at = float("-inf")
         self._pump: asyncio.Task[None] | None = None
 
     def limit(self, bps: int | None) -> None:
         """From now on so much; whoever waits goes on."""
         self.bps = bps
+        self._bucket = None if bps is None else TokenBucket(bps / 8, bps / 8 * self.BURST_SECONDS)
         self.piece = MAX_FRAME if bps is None else max(4096, int(bps / 8 * self.BURST_SECONDS))
 
     @property
@@ -43,14 +44,14 @@ class Uplink:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while self._waiting:
-            if self._free_at > loop.time():
-                await asyncio.sleep(self._free_at - loop.time())
+            if self._bucket is not None and (wait := self._bucket.wait(loop.time())):
+                await asyncio.sleep(wait)
             peer, queue = self._waiting.popitem(last=False)
             size, future = queue.popleft()
             if not future.cancelled():
                 granted = min(size, self.piece)
-                seconds = 8 * granted / self.bps if self.bps is not None else 0.0
-                self._free_at = max(self._free_at, loop.time() - self.BURST_SECONDS) + seconds
+                if self._bucket is not None:
+                    self._bucket.spend(loop.time(), granted)
                 if granted < size:
                     queue.appendleft((size - granted, future))
                 else:

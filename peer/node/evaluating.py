@@ -32,8 +32,8 @@ from peer.node.scoring import Movable, Scorer
 from peer.state.storage import Shards
 from protocol.errors import PotluckError
 from protocol.identity import Identity
-from protocol.ledger import evaluation
-from protocol.ledger.scoring import Turn
+from protocol.ledger import claims, evaluation
+from protocol.ledger.scoring import Scoring, Turn
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
@@ -99,12 +99,18 @@ class Evaluator:
         self.reads = False
         """Whether θ, as it was given, is still being read: its arrays must not be written to."""
 
-    def follow(self, commit: Commit, theta: Shards, log: Mapping[int, Commit] = MappingProxyType({})) -> None:
-        """`commit`, of the `log`, is the newest, and the state after it, as far as it is held here, is `theta`, which nobody changes as long
-        as `reads`."""
+    def follow(
+        self,
+        commit: Commit,
+        theta: Shards,
+        log: Mapping[int, Commit] = MappingProxyType({}),
+        scores: Scoring | None = None,
+    ) -> None:
+        """Measures what is due after `commit`, the newest of `log`. `theta`: the state after it, as far as it is held here, which does not
+        change as long as `reads`. `scores`: what is to be scored; None: nothing."""
         if any(x.peer == self._identity.peer_id for x in commit.evaluations):
             self._said = None
-        turn, measures = self._scorer.follow(commit, log) if self._scorer is not None else None, False
+        turn, measures = self._scorer.follow(commit, scores) if self._scorer and scores else None, False
         if evaluation.is_due(self._manifest, commit):
             self._said = None
             measures = self._always or self._identity.peer_id in evaluation.evaluators(self._manifest, commit)
@@ -119,8 +125,6 @@ class Evaluator:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        if self._scorer is not None:
-            await self._scorer.aclose()
 
     def _begin(
         self, commit: Commit, theta: Shards, measures: bool, turn: Turn | None, log: Mapping[int, Commit]
@@ -190,5 +194,5 @@ class Evaluator:
             signature=b"",
             sample=sample,
         )
-        self._said = evaluation.signed(self._identity, commit.digest, said)
+        self._said = claims.signed(self._identity, commit.digest, said)
         self._tell(self._said)

@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,8 +35,8 @@ from protocol.codec import sparse
 from protocol.codec.sparse import PayloadError
 from protocol.errors import LocalError, PotluckError
 from protocol.identity import Identity
-from protocol.ledger import audits, schedule
-from protocol.ledger.audits import Turn
+from protocol.ledger import claims, schedule
+from protocol.ledger.audits import Audits, Turn
 from protocol.planning import budget, memory
 from protocol.planning.budget import Budget
 from protocol.run import layout
@@ -95,7 +95,6 @@ class Examiner:
         self._emit = emit
         self._means = means
         self._has_room = has_room
-        self._audits = audits.of(manifest)
         self._cases: list[Case] = []
         self._said: dict[tuple[int, int], Audit] = {}
         self._task: asyncio.Task[None] | None = None
@@ -117,13 +116,13 @@ class Examiner:
         if self._task is not None:
             await self._task
 
-    def follow(self, before: Commit | None, commit: Commit, theta: Shards, payloads: Payloads) -> None:
-        """`commit` is about to be applied to `theta`, of which nobody changes an array as long as `keeps`. `before`: the commit before it."""
-        self._audits = self._audits.after(commit)
-        for turn in self._audits.turns:
+    def follow(self, before: Commit | None, commit: Commit, theta: Shards, payloads: Payloads, due: Audits) -> None:
+        """`commit` is about to be applied to `theta`, of which no array changes as long as `keeps`. `before`: the commit before it; `due`: what is
+        to be trained again by the newest commit."""
+        for turn in due.turns:
             if turn.of == commit.digest and self._identity.peer_id in turn.examiners:
                 self._keep(turn, before, commit, theta, payloads)
-        known = {(turn.round, turn.replica): turn for turn in self._audits.turns}
+        known = {(turn.round, turn.replica): turn for turn in due.turns}
         self._cases = [
             dataclasses.replace(case, turn=known[key])
             for case in self._cases
@@ -134,11 +133,6 @@ class Examiner:
             if said.peer in known[key].wanted:
                 self._tell(said)
         self._begin()
-
-    def skip(self, commits: Sequence[Commit]) -> None:
-        """These come before the next commit, and are not applied here; what came before them decides no audit any more."""
-        for commit in commits:
-            self._audits = self._audits.after(commit)
 
     async def aclose(self) -> None:
         """Ends what is under way."""
@@ -205,7 +199,7 @@ class Examiner:
             agreement=agreement,
             signature=b"",
         )
-        self._said[_key(case.turn)] = said = audits.signed(self._identity, case.turn.of, found)
+        self._said[_key(case.turn)] = said = claims.signed(self._identity, case.turn.of, found)
         self._tell(said)
 
     async def _agreement(self, case: Case) -> float:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from peer.chain.stop_sign import StopSign
 from peer.state.outer_optimizer import Accumulate
 from peer.state.storage import Shards
+from protocol.ledger.audits import Audits
 from protocol.round.member_events import TrainOrder
 from protocol.wire.commit import Commit
 
@@ -45,12 +46,9 @@ class Examiner(Protocol):
         """Whether the arrays of some state, as it was given, must not be written to."""
         ...
 
-    def follow(self, before: Commit | None, commit: Commit, theta: Shards, payloads: Payloads) -> None:
-        """`commit` is about to be applied to `theta`, of which nobody changes an array as long as `keeps`. `before`: the commit before it."""
-        ...
-
-    def skip(self, commits: Sequence[Commit]) -> None:
-        """These come before the next commit, and are not applied here; what came before them decides no audit any more."""
+    def follow(self, before: Commit | None, commit: Commit, theta: Shards, payloads: Payloads, due: Audits) -> None:
+        """`commit` is about to be applied to `theta`, of which no array changes as long as `keeps`. `before`: the commit before it; `due`: what is
+        to be trained again by the newest commit."""
         ...
 
 

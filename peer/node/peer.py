@@ -25,7 +25,6 @@ from peer.corpus.text import LocalText, Text, open_corpus
 from peer.log.reader import Remote
 from peer.net import bandwidth, known_line, reach
 from peer.net.base import Transport
-from peer.net.blobs.ranges import nothing
 from peer.net.clock import Clock
 from peer.net.dial_back import DialBack
 from peer.net.directory import Directory
@@ -60,7 +59,6 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints
 from protocol.wire.announcement import Announcement
-from protocol.wire.ballot import Confirmed
 from protocol.wire.commit import Commit, Record
 from protocol.wire.encoding import Message
 from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TakeSeat, TimeUp
@@ -221,7 +219,7 @@ class Peer:
         examiner = self._make_examiner(text, inner_loop)
         self.rounds = rounds = self._make_rounds(exchange, inner_loop, evaluator, examiner, restored)
         del restored  # it would keep this θ in memory as long as the run lasts
-        await exchange.serve(text.find if isinstance(text, FetchedText) else nothing)
+        await exchange.serve(text if isinstance(text, FetchedText) else None)
         await self._latency.serve()
         await DialBack(self._transport, self._factories.clock).serve()
         await self._transport.serve(endpoints.PIPE, lambda stream: pipes.serve(stream, rounds.member.applied))
@@ -341,8 +339,6 @@ class Peer:
             match message:
                 case Record():
                     rounds.put(member_events.Committed(message))
-                case Confirmed():
-                    rounds.put(member_events.Certified(message))
                 case Offered():
                     rounds.prefetch(message)
                 case TimeUp():

@@ -19,7 +19,7 @@ from peer.net.asking import page
 from peer.net.network import Network
 from protocol.errors import BannedError, ClosedError, RemoteError, UsageError, shown
 from protocol.ledger import access, validation
-from protocol.ledger.ousting import members_after
+from protocol.ledger.board import members_after
 from protocol.ledger.validation import BadCommit
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import VERSION

@@ -24,6 +24,7 @@ from peer.net.base import Traffic
 from peer.net.clock import Clock
 from peer.node.attesting import Attester, digests
 from peer.node.evaluating import Evaluator
+from peer.node.follower import Follower
 from peer.node.log_reader import LogReader
 from peer.node.moments import MomentsExchange
 from peer.node.orders import Examiner, InnerLoop
@@ -38,7 +39,7 @@ from peer.state.payloads import Exchange
 from peer.state.recovery import Recovery
 from peer.state.storage import Checkpoint, Feedback, Shards, Storage
 from peer.state.taking import REQUEST_BYTES, Owner, Taking
-from protocol.ledger import audits, part_lists, retention
+from protocol.ledger import part_lists, retention
 from protocol.round import handover, member_events
 from protocol.round.member import Member
 from protocol.run import layout
@@ -123,6 +124,7 @@ class Rounds:
         self._storage.blobs.protected = set(self._storage.blobs)  # until the log says what is needed
         newest = max(found.round, *(offer.round for offer in found.since), 0)
         self.member = Member(manifest, peer, self._checkpointed, self.offer, newest, around.up_bps)
+        self._follower = Follower(manifest, self._emit)
         self._training = Training(manifest, peer, around.inner_loop, self._emit, self.put, self._clock)
         saved = self._storage.saved_round
         self._feedback = FeedbackWriter(
@@ -183,6 +185,7 @@ class Rounds:
                         await self._hold_shards(self.member.commits[self.member.applied], whole=True)
                         self._moments.prepare(self.member.plan, tuple(self.outer.theta))
                 effects = self.member.handle(event, self._clock.steady())
+                self._follower.follow(self.member.commits)
                 head = self.member.commits.get(self.member.head)
                 if head is not None:
                     self._around.decided(head)
@@ -201,6 +204,7 @@ class Rounds:
             ticker.cancel(), giving.cancel()
             await self._around.log.aclose()
             await self._training.end()
+            await self._follower.aclose()
             await self._warm_up.aclose()
             await self._taking.aclose()
             await self._moments.aclose()
@@ -302,10 +306,6 @@ class Rounds:
             case member_events.HoldShards(commit):
                 await self._timed("hold", self._hold_shards(commit))
                 self.put(member_events.ShardsHeld(commit.round))
-            case member_events.GoBack(round):
-                await self._attester.done()
-                self.outer.theta.clear()
-                self._checkpointed = self._storage.drop_checkpoints(round)
 
     async def _work(self, work: Callable[..., T], *args: object) -> T:
         """Runs `work` on the one thread that changes θ and the feedback: the memory that it frees is there for the next time."""
@@ -386,9 +386,8 @@ class Rounds:
         if not held:
             commit = self._newest_after(commit)
         payloads = await self._timed("fetch", self._exchange.payloads(commit, held, self.member.commits))
-        self._around.examiner.follow(
-            self.member.commits.get(commit.round - 1), commit, self.outer.theta, payloads.by_shard
-        )
+        due, before = self._follower.state.standing.audits, self.member.commits.get(commit.round - 1)
+        self._around.examiner.follow(before, commit, self.outer.theta, payloads.by_shard, due)
         scratch = None
         if not self.manifest.outer.overlap:  # then nobody trains, and nobody but us has θ when it is compared
             await self._attester.done()
@@ -435,8 +434,6 @@ class Rounds:
         """The newest commit, or the one that decides about our offer, which is looked at before: those between name nothing that is needed."""
         log, offer = self.member.commits, self.offer
         last = self.member.head if offer is None or offer.round < commit.round else min(offer.round, self.member.head)
-        if last > commit.round:
-            self._around.examiner.skip([log[r] for r in range(max(commit.round, last - audits.KEPT), last)])
         return log[last]
 
     def _tell_of_round(self, commit: Commit, boundary_seconds: float) -> None:
@@ -478,7 +475,8 @@ class Rounds:
         )
         self._attester.begin(commit.round, dict(self.outer.theta), self._write_checkpoint if due else None)
         self._writes = due
-        self._around.evaluator.follow(commit, dict(self.outer.theta), self.member.commits)
+        scores = self._follower.state.standing.scoring
+        self._around.evaluator.follow(commit, dict(self.outer.theta), self.member.commits, scores)
 
     def _take_warm(self) -> None:
         """Takes over the shards of a later role, if they are there, and attests them with the others."""

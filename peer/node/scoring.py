@@ -25,8 +25,8 @@ from protocol.codec import sparse
 from protocol.codec.sparse import Sparse
 from protocol.errors import PotluckError
 from protocol.identity import Identity
-from protocol.ledger import part_lists, scoring, standing
-from protocol.ledger.scoring import Turn
+from protocol.ledger import claims, part_lists, scoring
+from protocol.ledger.scoring import Scoring, Turn
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds
@@ -36,10 +36,6 @@ from protocol.wire.score import Mark, Score
 
 STEP = 0.125
 SECONDS = 60.0
-AT_ONCE = 128
-"""Rounds that are followed at once; of more, PIECE at a time, and so long nothing is scored here."""
-PIECE, REST_SECONDS = 4, 0.1
-"""Of 16 replicas so many rounds take 5 ms; and the pause after them."""
 Update = Mapping[str, Sequence[Sparse]]
 Windows = NDArray[np.int64]
 Aside = Callable[..., Awaitable[Any]]
@@ -74,43 +70,18 @@ class Scorer:
         self._text = text
         self._tell = tell
         self._read = read
-        self._standing = standing.of(manifest)
-        self._followed = -1
-        self._catching: asyncio.Task[None] | None = None
         self._said: dict[int, Score] = {}
 
-    def follow(self, commit: Commit, log: Mapping[int, Commit]) -> Turn | None:
-        """`commit`, of `log`, is the newest. Tells what no commit has yet; the scoring in which it is this peer's turn now, if it is."""
+    def follow(self, commit: Commit, now: Scoring) -> Turn | None:
+        """Tells the scores that the log does not have yet. The turn of this peer to score `commit`, the newest, None where it has none.
+        `now`: what is to be scored."""
         if not self._manifest.judging.score_share:
             return None
-        if self._catching is not None and not self._catching.done():
-            return None
-        if commit.round - self._followed > AT_ONCE:
-            self._catching = asyncio.create_task(self._catch_up(commit.round, log))
-            return None
-        self._follow(commit.round, log)
-        own, now = self._identity.peer_id, self._standing.scoring
         self._said = {n: x for n, x in self._said.items() if now.why_not(x) is None}
         for said in self._said.values():
             self._tell(said)
         turn = now.turn(commit.round)
-        return turn if turn is not None and own in turn.by else None
-
-    def _follow(self, last: int, log: Mapping[int, Commit]) -> None:
-        self._standing = self._standing.after_all(log[r] for r in range(self._followed + 1, last + 1) if r in log)
-        self._followed = last
-
-    async def _catch_up(self, last: int, log: Mapping[int, Commit]) -> None:
-        """Reads a long log little by little: who has just come has more important things to do."""
-        while self._followed < last:
-            self._follow(min(last, self._followed + PIECE), log)
-            await asyncio.sleep(REST_SECONDS)
-
-    async def aclose(self) -> None:
-        """Ends what is under way."""
-        if self._catching is not None:
-            self._catching.cancel()
-            await asyncio.gather(self._catching, return_exceptions=True)
+        return turn if turn is not None and self._identity.peer_id in turn.by else None
 
     async def score(self, turn: Turn, log: Mapping[int, Commit], measure: Movable, aside: Aside) -> None:
         """Measures what is due, and tells it. Raises PotluckError."""
@@ -131,7 +102,7 @@ class Scorer:
                 marks.append(Mark(replica=contribution.replica, assigned=gain, other=elsewhere))
         if marks:
             said = Score(peer=self._identity.peer_id, round=turn.round, marks=tuple(marks), signature=b"")
-            self._said[turn.round] = scoring.signed(self._identity, turn.of, said)
+            self._said[turn.round] = claims.signed(self._identity, turn.of, said)
             self._tell(self._said[turn.round])
 
     async def _assigned(self, commit: Commit, of: Contribution, log: Mapping[int, Commit]) -> Windows:

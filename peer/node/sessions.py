@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import random
 from collections.abc import Awaitable, Callable
@@ -20,14 +19,11 @@ from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, answer
 from peer.net.keeping import Keeping
 from peer.net.network import Network
 from peer.node.refusals import Refusals
-from protocol import identity
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
-from protocol.wire.ballot import Confirmed
-from protocol.wire.commit import Record, confirmation_body
-from protocol.wire.double_vote import DoubleVote
+from protocol.wire.commit import Record
 from protocol.wire.encoding import Message
 from protocol.wire.invitation import Joined
 from protocol.wire.session import (
@@ -77,8 +73,6 @@ class Sessions:
         self._leaves = False
         self._followed = self.directory.operators
         self._stalled: set[str] = set()
-        self._named: set[str] = set()
-        self._certificate: tuple[Confirmed | None, Confirmed] = (None, Confirmed(round=0, digest="", by={}))
 
     def tell(self, message: Message) -> None:
         """Queues a message for every bootstrap node, a request for one in turn; without a session it is dropped, and the
@@ -203,10 +197,6 @@ class Sessions:
                 taken()
                 if isinstance(message, Heartbeat):
                     self._watch(node, message)
-                elif isinstance(message, DoubleVote):
-                    self._name(message)
-                elif isinstance(message, Confirmed):
-                    await on_message(self._believed(message))
                 elif isinstance(message, Record | Finished | Offered | ChainReconfig | TimeUp | TakeSeat):
                     if isinstance(message, Record) and message.commit.plan is not None:
                         self.directory.planned(message.commit.plan)
@@ -233,23 +223,6 @@ class Sessions:
             return bytes(await answer(stream, self._transport.doubt, timeout=timing.gone_after, silence=silence))
         except Timeout:
             raise RemoteError(node, "it is silent; dialling again") from None
-
-    def _believed(self, told: Confirmed) -> Confirmed:
-        """Only those whose signature is right; whose it has to be is for whoever has the log."""
-        if told == self._certificate[0]:  # every node says it
-            return self._certificate[1]
-        body = confirmation_body(self.manifest.run_id, told.round, told.digest)
-        found = dataclasses.replace(told, by={w: s for w, s in told.by.items() if identity.verify(w, body, s)})
-        self._certificate = (told, found)
-        return found
-
-    def _name(self, proof: DoubleVote) -> None:
-        """Says once of each operator that it lied, if that is true."""
-        if proof.peer in self._named or proof.peer not in self.directory.operators:
-            return
-        if proof.is_true(self.manifest.run_id):
-            self._named.add(proof.peer)
-            self._emit(events.Forked(round=proof.round, liars=(proof.peer,)))
 
     def _watch(self, node: str, beat: Heartbeat) -> None:
         """Says once why nothing is decided."""

@@ -24,11 +24,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.net.allowance import Allowance
 from peer.net.base import CallHandler, Closed, Timeout, Unreachable, call, serve_calls
-from peer.net.blobs import NO_ROUND, BlobServer, Fetcher
-from peer.net.blobs.ranges import Find, nothing
+from peer.net.blobs import NO_ROUND, BlobServer, Fetcher, Text
 from peer.net.network import Network
+from peer.net.token_bucket import TokenBucket
 from peer.state import tensor_file
 from peer.state.part_lists import PartLists
 from peer.state.storage import Storage
@@ -88,11 +87,12 @@ class Exchange:
         self._prefetches: dict[asyncio.Task[None], tuple[int, str]] = {}
         self._useless: set[str] = set()  # payloads on their way that were not committed
         self._over_limit = False
-        self._warnings = Allowance(*WARNINGS)
+        self._warnings = TokenBucket(*WARNINGS)
 
-    async def serve(self, ranges: Find = nothing) -> None:
-        """Lets others ask, also for the text that `ranges` finds."""
-        self._server.add_ranges(ranges)
+    async def serve(self, text: Text | None = None) -> None:
+        """Lets others ask, also for `text`."""
+        if text is not None:
+            self._server.add_text(text)
         await self._server.serve(self._transport)
 
         async def states(remote: str, request: bytes) -> bytes:

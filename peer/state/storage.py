@@ -285,14 +285,6 @@ class Storage:
             self._kept.pop(round, None)
             self.disk.remove(path)
 
-    def drop_checkpoints(self, after: int) -> int:
-        """Removes the checkpoints of rounds after this one, which were undone; the round of the newest that is left, -1 for none."""
-        for round, path in self._numbered("checkpoint-*"):
-            if round > after:
-                self._kept.pop(round, None)
-                self.disk.remove(path)
-        return max(self._kept, default=-1)
-
     def load_checkpoint(self, warn: Callable[[str], None] = lambda text: None) -> Checkpoint | None:
         """The newest checkpoint of which anything can be read. Shards whose bytes are not those that were written are left
         out and told: whoever wants them gets them as any shard that is not held."""

@@ -97,8 +97,10 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Invited(peer=peer, operator=operator, reason=reason):
             why = f": {clean(reason)}" if reason else ""
             return [Said("info", f"{called(peer, names)} comes in, invited by operator {called(operator, names)}{why}")]
-        case events.Forked(round=round, liars=liars):
-            return [Said("error", _forked(round, ", ".join(called(liar, names) for liar in liars)))]
+        case events.Forked(round=round):
+            return [
+                Said("error", f"round {round} has two decided commits: too many operators lie, and no peer goes on")
+            ]
         case events.Relayed(circuits=circuits, bytes=passed, bps=bps):
             streams = count(range(circuits), "stream")
             return [Said("info", f"relays {streams} at {bps / 1e6:.1f} Mb/s; {size(passed)} since the start")]
@@ -116,6 +118,10 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("info", f"{source} rebuilt {', '.join(map(clean, shards))} from the log")]
         case events.RunFinished(state_digest=digest):
             return [Said("good", "run finished" + (f"; state {clean(digest, 12)}" if digest else ""))]
+        case events.Violation(round=round, reason=reason):
+            return [
+                Said("error", f"the operators' commit of round {round} breaks a rule: it {readable(reason, names)}")
+            ]
         case events.Warning(text=text):
             return [Said("warning", readable(text, names, LONGEST_WARNING))]
         case events.Attest() | events.Leads() | events.Recovered():
@@ -246,14 +252,6 @@ def _reached(how: str, addresses: Sequence[str]) -> list[Said]:
             )
             return [Said("info", text)]
     return []
-
-
-def _forked(round: int, who: str) -> str:
-    """`who` voted for two commits of a round; nobody can be named where it is empty."""
-    if not who:
-        return f"round {round} has two decided commits, and nobody can be named; the run stops here"
-    what = "voted for two commits, as its signatures prove; the other operators can take it out: potluck run oust"
-    return f"round {round}: operator {who} {what}"
 
 
 def _evaluated(round: int, x: events.Evaluation, names: Mapping[str, str]) -> str:

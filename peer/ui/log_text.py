@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peer.log.reader import Source
-from peer.ui.logged import LoggedContribution, LoggedLeftOut, LoggedProof, LoggedRound, logged
+from peer.ui.logged import LoggedContribution, LoggedLeftOut, LoggedRound, logged
 from peer.ui.text import clean, count, mean_loss, readable, schedule_of, size
-from protocol.errors import LocalError, UsageError, apart
+from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
 from protocol.ledger import schedule, standing, validation
 from protocol.ledger.audits import LEAST
@@ -21,7 +21,6 @@ from protocol.planning import partition
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Record
-from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import LONGEST_SAMPLE
 from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
@@ -39,14 +38,6 @@ async def show(manifest: Manifest, source: Source, out: Callable[[str], None], n
         for line in round_lines(record, plan, schedule.last_round(manifest, record.commit)):
             out(line)
         plan = record.commit.plan
-
-
-def what_it_did(proof: DoubleVote | LoggedProof) -> str:
-    """What a proof shows of an operator, for a reader."""
-    (one, other), round = map(clean, apart(proof.digest, proof.other)), proof.round
-    if proof.promised < 0:
-        return f"voted for the commits {one} and {other} of round {round}"
-    return f"voted for the commit {one} of round {round}, and denied it when it promised another ballot"
 
 
 async def show_json(
@@ -160,8 +151,6 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
             who = f" {_peers(tuple(one.peer for one in shown.decree.operators))}"
         if shown.decree.quorum is not None:
             who = f" {shown.decree.quorum}"
-        if shown.decree.proof is not None:
-            who += f", which {what_it_did(shown.decree.proof)}"
         lines.append(f"  {'decree':<13} {clean(shown.decree.action)}{who}{why}")
     for guest in shown.invited:
         why = f": {readable(guest.reason, {})}" if guest.reason else ""

@@ -71,49 +71,19 @@ class LoggedEvaluation(events.Evaluation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedProof:
-    """That an operator voted for two commits of one round, or denied a vote."""
-
-    peer: str
-    """Who."""
-    term: int
-    """How many operators had been taken out before."""
-    round: int
-    """Of both commits."""
-    ballot: int
-    """Of the vote, or of both."""
-    digest: str
-    """Of the one commit."""
-    signature: str
-    """The vote for it, in hexadecimal digits."""
-    other: str
-    """The other commit's digest; empty where a promise says that none had been accepted."""
-    signed: str
-    """The vote for that, or the promise, in hexadecimal digits."""
-    promised: int
-    """The ballot of the promise, -1 where it is a vote."""
-    accepted: int
-    """The ballot in which the promise says that the other commit had been accepted, -1 for none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedDecree:
     """What the operators have decided."""
 
     number: int
     """How many decrees the run has had before."""
     action: str
-    """`ban`, `admit`, `open`, `close`, `set`, `oust`, `appoint`, `dismiss` or `quorum`."""
+    """`ban`, `admit`, `open`, `close`, `set`, `appoint`, `dismiss` or `quorum`."""
     subject: str
     """The peer or the operator, where it is about one; else empty."""
     reason: str
     """Why, for a reader."""
     schedule: Schedule | None
     """How long the run is, and what strangers may have, from the round after on; where it says that."""
-    proof: LoggedProof | None
-    """What the operator has done who is taken out."""
-    after: int | None
-    """Where one is taken out: the last round that stayed."""
     operators: tuple[Operator, ...] = ()
     """Who is appointed, and where their nodes are."""
     quorum: int | None = None
@@ -214,30 +184,14 @@ def logged(record: Record, plan: Plan | None) -> LoggedRound:
 
 
 def _decree(decree: Decree) -> LoggedDecree:
-    proof = decree.proof
     return LoggedDecree(
         number=decree.number,
         action=decree.action,
         subject=decree.subject,
         reason=decree.reason,
         schedule=decree.schedule,
-        after=decree.after,
         operators=decree.operators,
         quorum=decree.quorum,
-        proof=None
-        if proof is None
-        else LoggedProof(
-            peer=proof.peer,
-            term=proof.term,
-            round=proof.round,
-            ballot=proof.ballot,
-            digest=proof.digest,
-            signature=proof.signature.hex(),
-            other=proof.other,
-            signed=proof.signed.hex(),
-            promised=proof.promised,
-            accepted=proof.accepted,
-        ),
     )
 
 

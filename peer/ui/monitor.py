@@ -1,6 +1,6 @@
 """Watches a run without taking part: reads the log of commits and the announcements, and tells them as events.
 
-Nobody is believed. Every commit must have the votes of a majority and follow the one before it
+Nobody is believed. Every commit must have enough votes and follow the one before it
 (protocol/ledger/validation.py), and every announcement must be signed by its peer. A peer announces itself every few
 seconds only, so the steps that it tells are a sample.
 
@@ -33,7 +33,7 @@ from protocol.ledger.validation import BadCommit
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.announcement import Announcement
-from protocol.wire.commit import Commit, Record, is_decided, voted_twice
+from protocol.wire.commit import Commit, Record, is_decided
 from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
 
@@ -211,8 +211,7 @@ class Monitor:
         same = (other.commit.run, other.commit.round) == (commit.run, commit.round)
         if same and other.commit.digest != commit.digest and is_decided(other, self._members):
             self._forked = True
-            liars = tuple(proof.peer for proof in voted_twice(head, other))
-            sink(Event(time.time(), "monitor", events.Forked(round=commit.round, liars=liars)))
+            sink(Event(time.time(), "monitor", events.Forked(round=commit.round)))
 
     async def _everybody(self) -> dict[str, Announcement]:
         """The newest announcement of everyone whom a bootstrap node knows, and of the other nodes; without one, of those in the DHT.

@@ -137,11 +137,8 @@ class Watched:
             case events.Relayed(circuits=circuits, bps=bps, bytes=passed, refused=refused):
                 if event.source in self.relays or len(self.relays) < len(self.operators):
                     self.relays[event.source] = RelayFigures(circuits, bps, passed, refused)
-            case events.Forked(round=round, liars=liars):
-                who = ", ".join(map(self.view.name, liars))
-                text = f"round {round}: voted for two commits: {clean(who)}"
-                if not liars:
-                    text = f"round {round} has two decided commits, and nobody can be named"
+            case events.Forked(round=round):
+                text = f"round {round} has two decided commits"
                 if text not in self.forks and len(self.forks) < _MOST_FORKS:
                     self.forks.append(text)
 

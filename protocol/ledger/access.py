@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from protocol import identity
 from protocol.identity import short_peer
-from protocol.ledger import board, invitations, ousting, schedule
-from protocol.ledger.ousting import members_after
+from protocol.ledger import board, invitations, schedule
+from protocol.ledger.board import members_after
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import DOMAIN, Commit, votes_needed
-from protocol.wire.decree import ADMIT, BAN, CLOSE, OPEN, OUST, SET, Decree, Enacted
+from protocol.wire.decree import ADMIT, BAN, CLOSE, OPEN, SET, Decree, Enacted
 from protocol.wire.invitation import MAX_JOINED, Joined
 
 MAX_WAITING = 256
@@ -89,7 +89,7 @@ class Access:
     def _ban_of(self, peer: str) -> str | None:
         """The reason of its ban, as it goes on a sentence; None where there is none."""
         known = self.decided.get(peer)
-        if known is None or known.action not in (BAN, OUST):
+        if known is None or known.action != BAN:
             return None
         return f": {known.reason}" if known.reason else ""
 
@@ -139,8 +139,6 @@ def why_unlawful(manifest: Manifest, head: Commit | None, commit: Commit) -> str
         return "says otherwise how long the run is than was decreed"
     if commit.decrees != number + (enacted is not None):
         return f"counts {commit.decrees} decrees after {number}"
-    if commit.out != ousting.out_after(head, enacted):
-        return "says otherwise which operators are out than was decreed"
     if commit.board != board.after(manifest, head, enacted):
         return "says otherwise who operates the run than was decreed"
     return None if enacted is None else why_not_decreed(manifest, head, enacted)
@@ -161,11 +159,6 @@ def why_not_decreed(manifest: Manifest, head: Commit | None, enacted: Enacted) -
         refused = board.why_not(manifest, head, enacted.decree)
         if refused is not None:
             return f"has a decree that cannot be: {refused}"
-    if ousting.is_ousting(enacted):
-        body = DOMAIN + encoding.encode(enacted.decree)
-        if not ousting.are_enough(manifest, head, enacted, body):
-            return "has a decree that too few of the others signed"
-        return ousting.why_not(manifest, head, enacted.decree)
     members = set(members_after(manifest, head))
     if not set(enacted.signatures) <= members or len(enacted.signatures) < votes_needed(len(members)):
         return "has a decree that too few of its members signed"
@@ -181,12 +174,10 @@ def dated(commit: Commit, time: float) -> Commit:
 
 
 class Petitions:
-    """What operators have signed for the next decree, at most one thing each: part of a node's machine. `oust`: the decree that has to come
-    next, since it takes an operator out."""
+    """What operators have signed for the next decree, at most one thing each: part of a node's machine."""
 
-    def __init__(self, oust: Enacted | None = None) -> None:
+    def __init__(self) -> None:
         self._signed: dict[str, tuple[Decree, bytes]] = {}
-        self._oust = oust
 
     def hear(self, operator: str, decree: Decree, signature: bytes) -> None:
         """An operator's newest wish, which it has signed (`is_signed`)."""
@@ -196,27 +187,11 @@ class Petitions:
         """Who has signed this."""
         return tuple(sorted(who for who, (known, _) in self._signed.items() if known == decree))
 
-    def after(self, subject: str, round: int) -> int:
-        """The last round that stays where `subject` is taken out: this one, or an earlier one that another operator has signed."""
-        signed = [d.after for d, _ in self._signed.values() if d.action == OUST and d.subject == subject]
-        return min([round, *(after for after in signed if after is not None)])
-
-    def together(self, decree: Decree) -> Enacted:
-        """This, with the signatures of all who have signed it but whom it is about."""
-        signed = {w: s for w, (d, s) in sorted(self._signed.items()) if d == decree and w != decree.subject}
-        return Enacted(decree=decree, signatures=signed)
-
     def enacted(self, manifest: Manifest, head: Commit | None, living: Collection[str] | None = None) -> Enacted | None:
         """What enough of the members have signed, for the commit after `head`. `living`: the operators that give signs of life; None: it is
         not looked at."""
         members, number = members_after(manifest, head), decrees_after(head)
-        if self._oust is not None:
-            return self._oust if number == self._oust.decree.number else None
-        there = {
-            who: signed
-            for who, signed in self._signed.items()
-            if who in members and signed[0].number == number and signed[0].action != OUST
-        }
+        there = {who: signed for who, signed in self._signed.items() if who in members and signed[0].number == number}
         for decree, count in Counter(decree for decree, _ in there.values()).most_common(1):
             late = decree.schedule is not None and schedule.why_not(manifest, head, decree.schedule) is not None
             if decree.action in board.CHANGES:

@@ -13,22 +13,22 @@ One examiner is named first, and EXAMINERS - 1 for the case that it finds too li
 of one opinion decide. It is found against a contribution's maker if both found less than LEAST, and against whoever was alone with the
 opposite opinion, whichever that is. What one alone has found has no consequence.
 
-A commit names at most MAX_AUDITS audits, of whose turn it is, with right signatures. Voters and `log verify` check that (`problems`). What
-came late has a place for KEPT rounds, and nobody waits for it.
+A commit names at most MAX_AUDITS audits (protocol/ledger/claims.py), of those whose turn it is. An audit that comes late has a place for KEPT
+rounds, and no commit waits for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from protocol import identity
-from protocol.identity import Identity, short_peer
+from protocol.identity import short_peer
 from protocol.run.manifest import Manifest
 from protocol.wire.audit import Audit, audit_body
-from protocol.wire.commit import DOMAIN, MAX_AUDITS, Commit, Contribution
+from protocol.wire.commit import DOMAIN, Commit, Contribution
 
 EXAMINERS = 3
 """Of one contribution, at most."""
@@ -97,6 +97,11 @@ class Audits:
         """Of that contribution, None where it is not to be audited."""
         return next((t for t in self.turns if (t.round, t.replica) == (round, replica)), None)
 
+    def is_due(self, said: Audit) -> bool:
+        """Whether this examiner's audit has a place in the next commit."""
+        turn = self.turn(said.round, said.replica)
+        return turn is not None and said.peer in turn.wanted
+
     def why_not(self, said: Audit) -> str | None:
         """Why this has no place in the next commit; None if it has one. Checks its signature."""
         turn = self.turn(said.round, said.replica)
@@ -130,14 +135,6 @@ class Audits:
         return found
 
 
-def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Audits:
-    """After these commits, which are the log's first."""
-    found = Audits(manifest)
-    for commit in commits:
-        found = found.after(commit)
-    return found
-
-
 def turns(manifest: Manifest, commit: Commit) -> Iterator[Turn]:
     """Which contributions of `commit` are to be trained again, in its order."""
     if not manifest.judging.audit_share:
@@ -152,11 +149,6 @@ def turns(manifest: Manifest, commit: Commit) -> Iterator[Turn]:
         enough = len(commit.contributions) > COMPARED
         if enough and others and _draw(key, "audited") < chance:
             yield Turn(commit.round, commit.digest, contribution.replica, maker, _examiners(key, others))
-
-
-def signed(who: Identity, of: str, said: Audit) -> Audit:
-    """The same, as `who` says it. `of`: as in Turn."""
-    return dataclasses.replace(said, peer=who.peer_id, signature=who.sign(audit_body(DOMAIN, of, said)))
 
 
 def _examiners(key: str, others: Sequence[Contribution]) -> tuple[str, ...]:
@@ -186,29 +178,3 @@ def _decided(turn: Turn) -> Iterator[Found]:
     for peer, agreement in turn.said:
         if (agreement >= LEAST) != turn.verdict:
             yield Found(peer, turn.round, True)
-
-
-class Heard:
-    """What a node has heard and the log does not have yet: part of its machine."""
-
-    def __init__(self) -> None:
-        self._heard: dict[tuple[int, int, str], Audit] = {}
-
-    def hear(self, audits: Audits, said: Audit) -> None:
-        """Keeps it, if it has a place and this peer has not said something before."""
-        key = said.round, said.replica, said.peer
-        if key not in self._heard and audits.why_not(said) is None:
-            self._heard[key] = said
-
-    def next(self, audits: Audits) -> tuple[Audit, ...]:
-        """Those for the next commit: the oldest first."""
-        there = [x for _, x in sorted(self._heard.items()) if self._has_place(audits, x)]
-        return tuple(there[:MAX_AUDITS])
-
-    def forget(self, audits: Audits) -> None:
-        """Forgets what nobody wants any more."""
-        self._heard = {key: x for key, x in self._heard.items() if self._has_place(audits, x)}
-
-    def _has_place(self, audits: Audits, said: Audit) -> bool:
-        turn = audits.turn(said.round, said.replica)
-        return turn is not None and said.peer in turn.wanted

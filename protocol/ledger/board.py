@@ -16,12 +16,11 @@ error can stop a run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 
 from protocol import identity
 from protocol.identity import short_peer
-from protocol.ledger import ousting
-from protocol.run.manifest import QUORUMS, Manifest
+from protocol.run.manifest import Manifest, why_no_quorum
 from protocol.wire.commit import Commit, votes_needed
 from protocol.wire.decree import APPOINT, DISMISS, MAX_OPERATORS, QUORUM, Board, Decree, Enacted, Operator
 
@@ -38,16 +37,41 @@ def of(manifest: Manifest, head: Commit | None) -> Board:
     return _first(manifest) if head is None or head.board is None else head.board
 
 
+def operators(manifest: Manifest, head: Commit | None) -> tuple[str, ...]:
+    """The operators of the run after `head`."""
+    return of(manifest, head).names
+
+
+def members_after(manifest: Manifest, head: Commit | None) -> tuple[str, ...]:
+    """The members that decide the commit after `head`."""
+    return manifest.first_members if head is None else head.members
+
+
+def is_complete(board: Board, members: Sequence[str]) -> bool:
+    """Whether these may be a round's members: operators, as many as the board's quorum."""
+    named = set(members)
+    return named <= set(board.names) and len(named) == len(members) == board.quorum
+
+
+def completed(board: Board, members: Sequence[str], living: Collection[str]) -> tuple[str, ...]:
+    """The members of the next round: those of this one that are operators still, and others in the place of the rest. Those that give signs
+    of life (`living`) come before others."""
+    stay = [m for m in members if m in board.names]
+    if len(stay) > board.quorum:
+        stay = sorted(sorted(stay, key=lambda m: m not in living)[: board.quorum], key=members.index)
+    spares = sorted((o for o in board.names if o not in stay), key=lambda o: o not in living)
+    return tuple([*stay, *spares][: board.quorum])
+
+
 def is_change(enacted: Enacted | None) -> bool:
     """Whether this decree makes another board."""
     return enacted is not None and enacted.decree.action in CHANGES
 
 
 def changed(manifest: Manifest, head: Commit | None, decree: Decree) -> Board:
-    """The board after this decree, which comes after `head`: without those who were taken out, and as many decide as do now."""
+    """The board after this decree, which comes after `head`."""
     now = of(manifest, head)
-    left = {o.peer: o for o in now.operators if o.peer not in ousting.out_after(head)}
-    quorum = min(now.quorum, len(left))
+    left, quorum = {o.peer: o for o in now.operators}, now.quorum
     if decree.action == APPOINT:
         left |= {operator.peer: operator for operator in decree.operators}
     elif decree.action == DISMISS:
@@ -66,7 +90,7 @@ def after(manifest: Manifest, head: Commit | None, enacted: Enacted | None) -> B
 
 def why_not(manifest: Manifest, head: Commit | None, decree: Decree) -> str | None:
     """Why no commit right after `head` can bring this change of the board, whoever signed it; None if one can."""
-    names, out = operators(manifest, head), ousting.out_after(head)
+    names = operators(manifest, head)
     fresh = [operator.peer for operator in decree.operators]
     then = changed(manifest, head, decree)
     if len(set(fresh)) < len(fresh):
@@ -74,16 +98,15 @@ def why_not(manifest: Manifest, head: Commit | None, decree: Decree) -> str | No
     if not all(place.isascii() and place.isprintable() for o in decree.operators for place in o.places):
         return "an address of it is none"
     for peer in fresh:
-        if peer in out:
-            return f"{short_peer(peer)} was taken out for voting twice, and cannot come back under that key"
         try:
             identity.public_key(peer)
         except ValueError:
             return f"{short_peer(peer)} is no key"
     if decree.action == DISMISS and decree.subject not in names:
         return f"{short_peer(decree.subject)} is no operator of it"
-    if decree.action == QUORUM and decree.quorum not in QUORUMS:
-        return f"{decree.quorum} operators cannot decide; 1, 3, 4, 5 or 7 can"
+    refused = None if decree.quorum is None else why_no_quorum(decree.quorum)
+    if refused is not None:
+        return refused
     if len(then.operators) > MAX_OPERATORS:
         return f"a run has {MAX_OPERATORS} operators at most; dismiss others first"
     if then.quorum > len(then.operators):
@@ -94,15 +117,10 @@ def why_not(manifest: Manifest, head: Commit | None, decree: Decree) -> str | No
     return None
 
 
-def operators(manifest: Manifest, head: Commit | None, out: Collection[str] | None = None) -> tuple[str, ...]:
-    """Who operates the run after `head`; `out`: who is out, if more are than `head` says."""
-    return ousting.operators_after(of(manifest, head), ousting.out_after(head) if out is None else out)
-
-
 def why_too_few(manifest: Manifest, head: Commit | None, decree: Decree, living: Collection[str]) -> str | None:
     """Why those who would decide after this change could not, with these giving signs of life; None if they could, or are who decide now."""
-    then, out, now = changed(manifest, head, decree), ousting.out_after(head), ousting.members_after(manifest, head)
-    members = ousting.completed(then, now, out, living)
+    then, now = changed(manifest, head, decree), members_after(manifest, head)
+    members = completed(then, now, living)
     here, needed = sum(m in living for m in members), votes_needed(len(members))
     if set(members) == set(now) or here >= needed:
         return None
@@ -114,7 +132,7 @@ def doubts(
 ) -> Iterator[str]:
     """What a voter has against those who decide after `commit`: who gives signs of life goes on, unless it was decreed otherwise, and who
     decides next can. `living`: the members that give signs of life, `present`: the operators that do, as far as the voter knows."""
-    change, now = is_change(commit.decree), ousting.members_after(manifest, head)
+    change, now = is_change(commit.decree), members_after(manifest, head)
     stay = living & set(operators(manifest, commit)) if change else living
     if change and len(commit.members) < len(now):
         if not set(commit.members) <= set(now):

@@ -47,9 +47,7 @@ from protocol.wire.decree import (
     Operator,
     Schedule,
 )
-from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import LONGEST_SAMPLE, Evaluation
-from protocol.wire.grounds import MAX_GROUNDS, Sworn
 from protocol.wire.invitation import LONGEST_NOTE, MAX_JOINED, Invitation, Joined
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import packed
@@ -67,19 +65,6 @@ SHORTEST = 24
 """Bytes that a reason may always have."""
 _PEER, _DIGEST, _INTEGER, _NUMBER = "P" * 64, "d" * 64, 2**63, 1 / 3
 """The longest that there are of each kind, as they are encoded (protocol/identity.py takes no longer peer id)."""
-_PROOF = DoubleVote(
-    peer=_PEER,
-    term=_INTEGER,
-    round=_INTEGER,
-    ballot=_INTEGER,
-    digest=_DIGEST,
-    signature=bytes(64),
-    other=_DIGEST,
-    signed=bytes(64),
-    promised=_INTEGER,
-    accepted=_INTEGER,
-)
-_SWORN = Sworn(peer=_PEER, ballot=_INTEGER, accepted=_INTEGER, digest=_DIGEST, signature=bytes(64))
 _LIMITS = Limits(probation=_INTEGER, share=_NUMBER, range_sessions=_INTEGER, range_share=_NUMBER)
 _OPERATOR = Operator(peer=_PEER, places=("\U0010ffff" * LONGEST_PLACE,) * MAX_PLACES)
 _SCHEDULE = Schedule(rounds=_INTEGER, total_steps=_INTEGER, limits=_LIMITS)
@@ -140,7 +125,6 @@ def budget(manifest: Manifest) -> Cost:
         members=(_PEER,) * MAX_OPERATORS,
         decrees=_INTEGER,
         schedule=_SCHEDULE,
-        out=(_PEER,) * MAX_OPERATORS,
         board=Board(operators=(_OPERATOR,) * MAX_OPERATORS, quorum=7),
         idle=_INTEGER,
     )
@@ -165,7 +149,6 @@ def _envelope() -> Cost:
     votes = {f"{_PEER[4:]}{index:04}": bytes(64) for index in range(encoding.MAX_VOTES)}
     return cost(
         {"t": "longest name", "round": _INTEGER, "c": None, "n": _INTEGER, "l": [b""], "v": votes, "pledged": _DIGEST}
-        | {"grounds": [packed(_SWORN)] * MAX_GROUNDS, "signature": bytes(64)}
     )
 
 
@@ -189,8 +172,6 @@ def reserved_for_a_decree() -> Cost:
             subject=_PEER,
             reason=reason,
             schedule=_SCHEDULE,
-            proof=_PROOF,
-            after=_INTEGER,
             operators=(_OPERATOR,) * MAX_APPOINTED,
             quorum=7,
         ),

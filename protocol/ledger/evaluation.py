@@ -4,27 +4,24 @@ After every `evaluation.every` rounds of the manifest the state is to be measure
 commit makes, by turns, and by any operator who likes (whose auditor holds the state too). Each signs what it found and sends it to the nodes. The
 next commit has it, or a later one: nobody waits for it, and when the next state is due nobody wants it any more.
 
-A commit names at most MOST of them, each once, of whoever was to measure, with a right signature. Voters and `log verify` check that (`problems`).
+A commit names at most MAX_EVALUATIONS of them (protocol/ledger/claims.py), each once, of the peers that were to measure.
 What it cannot show is that a figure is true: so readers show the median of all that were told, and who told them (peer/ui/held_out.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol import identity
-from protocol.identity import Identity, short_peer
+from protocol.identity import short_peer
 from protocol.ledger import board
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import DOMAIN, MAX_EVALUATIONS, Commit
+from protocol.wire.commit import DOMAIN, Commit
 from protocol.wire.evaluation import Evaluation, evaluation_body
 
 EVALUATORS = 3
 """Full replicas that measure one state: two honest ones outvote a liar."""
-MOST = MAX_EVALUATIONS
-"""Of one commit; others wait for the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +60,6 @@ class Due:
         return dataclasses.replace(self, known=self.known.union(x.peer for x in commit.evaluations))
 
 
-def signed(who: Identity, of: str, said: Evaluation) -> Evaluation:
-    """The same, as `who` says it. `of`: as in Due."""
-    body = evaluation_body(DOMAIN, of, said)
-    return dataclasses.replace(said, peer=who.peer_id, signature=who.sign(body))
-
-
 def is_due(manifest: Manifest, commit: Commit) -> bool:
     """Whether the state after `commit` is to be measured: a plan follows, so that a later commit can say what was found."""
     every = manifest.evaluation.every
@@ -83,33 +74,3 @@ def evaluators(manifest: Manifest, commit: Commit) -> tuple[str, ...]:
     first = commit.round // manifest.evaluation.every * EVALUATORS
     count = min(EVALUATORS, len(whole))
     return tuple(whole[(first + place) % len(whole)].peers[0] for place in range(count))
-
-
-def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Due:
-    """After these commits, which are the log's first."""
-    found = Due(manifest)
-    for commit in commits:
-        found = found.after(commit)
-    return found
-
-
-class Evaluations:
-    """What a node has heard and the log does not have yet: part of its machine."""
-
-    def __init__(self) -> None:
-        self._heard: dict[str, Evaluation] = {}
-
-    def hear(self, due: Due, said: Evaluation) -> None:
-        """Keeps it, if it has a place and this peer has not said something before."""
-        known = self._heard.get(said.peer)
-        if (known is None or known.round != said.round) and due.why_not(said) is None:
-            self._heard[said.peer] = said
-
-    def next(self, due: Due) -> tuple[Evaluation, ...]:
-        """Those for the next commit."""
-        there = [x for x in self._heard.values() if x.round == due.round and x.peer not in due.known]
-        return tuple(sorted(there, key=lambda x: x.peer)[:MOST])
-
-    def forget(self, due: Due) -> None:
-        """Forgets what nobody wants any more."""
-        self._heard = {peer: x for peer, x in self._heard.items() if x.round == due.round}

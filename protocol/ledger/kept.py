@@ -6,7 +6,7 @@ A commit of two replicas takes some 10 KiB as objects, and a tenth of that packe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, overload
 
@@ -53,11 +53,6 @@ class Kept(Sequence[T]):
         self._newest.pop(self._count - self._most, None)
         self._count += 1
 
-    def cut(self, stays: int) -> None:
-        """Forgets all but the first `stays`."""
-        self._newest = {index: item for index, item in self._newest.items() if index < stays}
-        self._count = min(self._count, stays)
-
     @property
     def old(self) -> int:
         """How many, from the first on, are not in memory."""
@@ -85,7 +80,7 @@ class Kept(Sequence[T]):
         return self._older(index) if found is None else found
 
 
-class Commits(MutableMapping[int, Commit]):
+class Commits(Mapping[int, Commit]):
     """A peer's, by round, from round 0 on without a gap; `most`: that are kept as they are. Not safe to use from several threads."""
 
     def __init__(self, most: int = NEWEST) -> None:
@@ -113,14 +108,6 @@ class Commits(MutableMapping[int, Commit]):
         self._kept.append_older()
         self._packed.append(commit.body)
         self._bytes.append(self._bytes[-1] + commit.payload_bytes)
-
-    def __delitem__(self, round: int) -> None:
-        """The newest one. Raises KeyError for any other."""
-        if round != len(self) - 1:
-            raise KeyError(round)
-        self._kept.cut(round)
-        self._unpacked.cache_clear()
-        del self._packed[round], self._bytes[round + 1]
 
     def __getitem__(self, round: int) -> Commit:
         if not 0 <= round < len(self):

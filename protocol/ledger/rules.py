@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from protocol.identity import short_peer
-from protocol.ledger import access, capacity, part_lists, schedule
+from protocol.ledger import access, capacity, claims, part_lists, schedule
 from protocol.ledger.run_state import RunState
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution
@@ -208,27 +208,22 @@ def ends_no_probation_late(state: RunState, commit: Commit) -> Iterator[str]:
             yield f"leaves out replica {left.replica} for a probation that is over"
 
 
-# --- claims: signed statements of peers
+# --- claims
 
 
 def has_due_evaluations(state: RunState, commit: Commit) -> Iterator[str]:
     """Evaluations are of the state that is due, of its evaluators, signed, and one each."""
-    claims = [(said.peer, said.peer, state.due.why_not(said)) for said in commit.evaluations]
-    return _claims("an evaluation", claims)
+    return claims.why_not(state, commit, claims.EVALUATION)
 
 
 def has_due_scores(state: RunState, commit: Commit) -> Iterator[str]:
     """Scores are of contributions to be scored, of their scorers, signed, and one each."""
-    scoring = state.standing.scoring
-    claims = [((said.peer, said.round), said.peer, scoring.why_not(said)) for said in commit.scores]
-    return _claims("a score", claims)
+    return claims.why_not(state, commit, claims.SCORE)
 
 
 def has_due_audits(state: RunState, commit: Commit) -> Iterator[str]:
     """Audits are of contributions to be trained again, of their examiners, signed, and one each."""
-    audits = state.standing.audits
-    claims = [((x.round, x.replica, x.peer), x.peer, audits.why_not(x)) for x in commit.audits]
-    return _claims("an audit", claims)
+    return claims.why_not(state, commit, claims.AUDIT)
 
 
 # --- the next plan
@@ -340,17 +335,6 @@ def _are_members(state: RunState, spec: ReplicaSpec, contribution: Contribution)
     if contribution.peers == spec.peers:
         return True
     return state.plan is not None and spec.is_chain and state.plan.allows(spec, contribution.peers)
-
-
-def _claims(what: str, claims: Iterable[tuple[Hashable, str, str | None]]) -> Iterator[str]:
-    """What is wrong with statements of one kind, of which each is (key, peer, why it has no place); a key has one statement."""
-    heard = set[Hashable]()
-    for key, peer, why in claims:
-        if key in heard:
-            why = f"is told by {short_peer(peer)} for the second time"
-        heard.add(key)
-        if why is not None:
-            yield f"has {what} that {why}"
 
 
 def _replicas(plan: Plan | None) -> tuple[ReplicaSpec, ...]:

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from protocol.ledger import evaluation, part_lists, standing
+from protocol.ledger import part_lists, standing
 from protocol.ledger.evaluation import Due
 from protocol.ledger.standing import Known, Standing
 from protocol.run.manifest import Manifest
@@ -74,7 +74,7 @@ class RunState:
 
 def begin(manifest: Manifest) -> RunState:
     """The state before the first commit."""
-    return RunState(manifest, standing.of(manifest), evaluation.of(manifest))
+    return RunState(manifest, standing.of(manifest), Due(manifest))
 
 
 def fold(manifest: Manifest, commits: Iterable[Commit]) -> RunState:

@@ -26,12 +26,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from protocol import identity
-from protocol.identity import Identity, short_peer
+from protocol.identity import short_peer
 from protocol.ledger.marks import Book, Scored
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import DOMAIN, MAX_SCORES, Commit, Contribution
@@ -185,6 +185,11 @@ class Scoring:
         """The scoring of the contributions to `round`, if there is one now."""
         return next((turn for turn in self.turns if turn.round == round), None)
 
+    def is_due(self, said: Score) -> bool:
+        """Whether this scorer is waited for, and the log has none of its scores of that round."""
+        turn = self.turn(said.round)
+        return turn is not None and said.peer in turn.by and said.peer not in turn.told
+
     def why_not(self, said: Score) -> str | None:
         """Why this has no place in the next commit; None if it has one. Checks its signature."""
         turn = self.turn(said.round)
@@ -224,38 +229,3 @@ def _begun(commit: Commit, by: Mapping[str, tuple[int, ...]]) -> Turn:
 def _with(turn: Turn, commit: Commit) -> Turn:
     told = {said.peer: said.marks for said in commit.scores if said.round == turn.round}
     return dataclasses.replace(turn, told={**turn.told, **told}) if told else turn
-
-
-def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Scoring:
-    """After these commits, which are the log's first."""
-    found = Scoring(manifest)
-    for commit in commits:
-        found = found.after(commit)
-    return found
-
-
-def signed(who: Identity, of: str, said: Score) -> Score:
-    """The same, as `who` says it. `of`: as in Turn."""
-    return dataclasses.replace(said, peer=who.peer_id, signature=who.sign(score_body(DOMAIN, of, said)))
-
-
-class Scores:
-    """What a node has heard and the log does not have yet: part of its machine."""
-
-    def __init__(self) -> None:
-        self._heard: dict[tuple[int, str], Score] = {}
-
-    def hear(self, scoring: Scoring, said: Score) -> None:
-        """Keeps it, if it has a place and this peer has not said something before."""
-        if (said.round, said.peer) not in self._heard and scoring.why_not(said) is None:
-            self._heard[said.round, said.peer] = said
-
-    def next(self, scoring: Scoring) -> tuple[Score, ...]:
-        """Those for the next commit, the oldest first."""
-        self.forget(scoring)
-        return tuple(self._heard[key] for key in sorted(self._heard)[:MAX_SCORES])
-
-    def forget(self, scoring: Scoring) -> None:
-        """Forgets what the log has, or nobody wants any more."""
-        due = {(turn.round, peer) for turn in scoring.turns for peer in turn.by if peer not in turn.told}
-        self._heard = {key: said for key, said in self._heard.items() if key in due}

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from protocol.ledger import access, audits, schedule
+from protocol.ledger import access, schedule
 from protocol.ledger.access import Access
 from protocol.ledger.audits import Audits
 from protocol.ledger.scoring import Scoring
@@ -282,6 +282,6 @@ class Standing:
 def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Standing:
     """After these commits, which are the log's first."""
     found = Standing(
-        manifest, schedule.limits(manifest, None), access.of(manifest), Scoring(manifest), audits.of(manifest)
+        manifest, schedule.limits(manifest, None), access.of(manifest), Scoring(manifest), Audits(manifest)
     )
     return found.after_all(commits)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.identity import short_peer
-from protocol.ledger import ousting
 from protocol.ledger.kept import Packed
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
@@ -75,16 +74,14 @@ def read(manifest: Manifest, tip: Tip, raws: Sequence[bytes], sender: str) -> It
 
 def _why_not(manifest: Manifest, tip: Tip, links: Sequence[_Link], record: Record) -> str | None:
     """Why this record, the last of `links`, if there are any, is not decided by those who decide after `tip`."""
-    commit, members = record.commit, tip.members
+    commit = record.commit
     follows = (commit.run, commit.round, commit.parent) == (manifest.run_id, tip.round + 1, tip.digest)
     if commit.digest != links[-1].digest if links else not follows:
         return "does not follow the one before it"
-    if commit.decree is not None and ousting.is_ousting(commit.decree):
-        members = tuple(member for member in members if member != commit.decree.decree.subject)
-    return None if is_decided(record, members) else "lacks the votes of a majority"
+    return None if is_decided(record, tip.members) else "has too few votes"
 
 
-_CARRIED = ("decrees", "schedule", "out", "board")
+_CARRIED = ("decrees", "schedule", "board")
 """What a commit without a decree says as the one before it."""
 
 

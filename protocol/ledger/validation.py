@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from protocol.errors import PotluckError, RemoteError
-from protocol.ledger import access, board, ousting
+from protocol.ledger import access, board
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import Commit, Record, is_decided
@@ -26,19 +26,19 @@ class BadCommit(PotluckError):
 def why_not_next(manifest: Manifest, head: Commit | None, record: Record) -> str | None:
     """Why `record`, whose signatures are right, cannot come next after `head` in the log; None if it can."""
     commit, round = record.commit, 0 if head is None else head.round + 1
-    members = ousting.deciders(manifest, head, commit.decree)
+    members = board.members_after(manifest, head)
     if commit.run != manifest.run_id:
         return "is of another run"
     if commit.round != round:
         return f"is not the one of round {round}"
     if commit.parent != (head.digest if head else manifest.run_id):
         return "does not follow the one before it"
-    if not ousting.is_complete(board.of(manifest, commit), commit.members, commit.out):
+    if not board.is_complete(board.of(manifest, commit), commit.members):
         return "names other members than operators of the run"
     if commit.leader not in members:
         return "was proposed by a node that is not a member"
     if not is_decided(record, members):
-        return "lacks the votes of a majority"
+        return "has too few votes"
     unlawful = access.why_unlawful(manifest, head, commit)
     if unlawful is not None:
         return unlawful

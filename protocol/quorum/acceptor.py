@@ -5,43 +5,9 @@ says is on its disk before: an answer follows its `Save` in the list of effects.
 holds every payload that the commit names, so that what is decided cannot be lost with its sender, and only if it
 could have proposed it itself (protocol/round/fairness.py).
 
-Where members may lie (four and seven of them), a commit is *pledged* before it is accepted: 2f + 1 pledges of one ballot are its
-*certificate*, and no other commit can have one of the same ballot. Who has accepted a commit pledges another one only if that was certified in a
-later ballot. So nobody has to believe what a proposer or a promise says. Of two, three and five, promises are signed, and a proposer shows those
-that it stands on (protocol/wire/grounds.py).
-
-    acceptor  event     next      effects              condition
-    FREE      Prepare   PROMISED  Save, Send(Promise)
-    PROMISED  Prepare   PROMISED  Save, Send(Promise)  its ballot is higher
-    ACCEPTED  Prepare   ACCEPTED  Save, Send(Promise)  its ballot is higher
-    any       Prepare   the same  Send(Promise)        its ballot is the promised one: the same answer again
-    any       Prepare   the same  Send(Reject)         its ballot is lower than the promised one
-    FREE      Accept    ACCEPTED  Save, Send(Vote)     all its payloads are held
-    PROMISED  Accept    ACCEPTED  Save, Send(Vote)     not lower, all its payloads are held
-    ACCEPTED  Accept    ACCEPTED  Save, Send(Vote)     its ballot is higher than the accepted one
-    ACCEPTED  Accept    ACCEPTED  Send(Vote)           it is accepted already: the same answer again
-    FREE      Accept    PROMISED  Save, Send(Pledge)   members may lie, and it is not certified in this ballot yet
-    PROMISED  Accept    PROMISED  Save, Send(Pledge)   the same
-    PROMISED  Accept    ACCEPTED  Save, Send(Pledge)   the same, it was certified in an earlier ballot
-    FREE      Accept    ACCEPTED  Save, Send(Pledge)   the same
-    ACCEPTED  Accept    ACCEPTED  Save, Send(Pledge)   the same, and it is not another one than was accepted before,
-                                                       or certified later
-    any       Accept    the same  Send(Pledge)         it is pledged already: the same answer again
-    ACCEPTED  Accept    ACCEPTED  Save, Send(Promise)  another one was accepted before
-    ACCEPTED  Accept    ACCEPTED  Send(Promise)        the same again
-    any       Accept    the same  Send(Reject)         its ballot is lower than the promised one
-    any       Accept    the same  FetchList            lists of parts are not known; it is looked at again when they
-                                                       are
-    any       Accept    the same  Fetch                the same of payloads that the lists name
-    any       Listed    the same  Fetch                all lists that were waited for are known, and payloads are
-                                                       not held
-    any       Accept    the same  Judge                all is held: it is looked at again when it is known whether
-                                                       it is fair
-    any       Accept    the same  Refused              nobody honest proposes this
-    any       Judged    the same  Refused              it is not fair: it gets no vote
-    FREE      Appended  FREE                           the next round begins
-    PROMISED  Appended  FREE                           the next round begins
-    ACCEPTED  Appended  FREE                           the next round begins
+Up to f of 3f + 1 members may lie, so a commit is *pledged* before it is accepted: n - f pledges of one ballot are its *certificate*, and
+no other commit can have one of the same ballot. A member that has accepted a commit pledges another one only if that was certified in a later
+ballot. So no proposer and no promise has to be believed.
 """
 
 from __future__ import annotations
@@ -68,9 +34,8 @@ from protocol.quorum.paxos_events import (
 from protocol.quorum.table import Position, Table, Transition
 from protocol.quorum.unfair import Unfair
 from protocol.run.manifest import Manifest
-from protocol.wire import grounds
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Commit, Part, Record, Share, are_shown, body_of, liars_borne, pledge_body, votes_needed
+from protocol.wire.commit import Commit, Part, Record, Share, body_of, pledge_body, votes_needed
 
 MOST_JUDGED = 16
 """Different commits of one round that are judged for one sender: each costs a plan."""
@@ -99,36 +64,30 @@ TABLE = Table(
         Transition(Ballots.ACCEPTED, Prepare, Ballots.ACCEPTED, (Save, Promise), "its ballot is higher"),
         Transition(None, Prepare, None, (Promise,), "its ballot is the promised one: the same answer again"),
         Transition(None, Prepare, None, (Reject,), "its ballot is lower than the promised one"),
-        Transition(Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Vote), "all its payloads are held"),
-        Transition(Ballots.PROMISED, Accept, Ballots.ACCEPTED, (Save, Vote), "not lower, all its payloads are held"),
-        Transition(
-            Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Vote), "its ballot is higher than the accepted one"
-        ),
-        Transition(
-            Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Vote,), "it is accepted already: the same answer again"
-        ),
         Transition(
             Ballots.FREE,
             Accept,
             Ballots.PROMISED,
             (Save, Pledge),
-            "members may lie, and it is not certified in this ballot yet",
+            "all its payloads are held, and it was not certified",
         ),
         Transition(Ballots.PROMISED, Accept, Ballots.PROMISED, (Save, Pledge), "the same"),
         Transition(
-            Ballots.PROMISED,
-            Accept,
-            Ballots.ACCEPTED,
-            (Save, Pledge),
-            "the same, it was certified in an earlier ballot",
+            Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Pledge), "the same, it was certified in an earlier ballot"
         ),
-        Transition(Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Pledge), "the same"),
+        Transition(Ballots.PROMISED, Accept, Ballots.ACCEPTED, (Save, Pledge), "the same"),
         Transition(
             Ballots.ACCEPTED,
             Accept,
             Ballots.ACCEPTED,
             (Save, Pledge),
             "the same, and it is not another one than was accepted before, or certified later",
+        ),
+        Transition(Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Vote), "it is certified in this ballot"),
+        Transition(Ballots.PROMISED, Accept, Ballots.ACCEPTED, (Save, Vote), "the same"),
+        Transition(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Vote), "the same"),
+        Transition(
+            Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Vote,), "it is accepted already: the same answer again"
         ),
         Transition(None, Accept, None, (Pledge,), "it is pledged already: the same answer again"),
         Transition(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Promise), "another one was accepted before"),
@@ -188,7 +147,7 @@ class Acceptor:
         self._judged.clear()
         self._awaited.clear()
         if self.vote.round < round:
-            self.vote = Promise(round=round, term=self.vote.term)
+            self.vote = Promise(round=round)
             self.position.step(Appended, Ballots.FREE)
 
     def hold(self, name: str) -> bool:
@@ -211,13 +170,6 @@ class Acceptor:
         self.waiting = None
         return self.position.stay(Judged, [Refused(peer, accept.round, unfair)])
 
-    def drops_doubt(self, commit: Commit) -> bool:
-        """Whether nothing but a doubt was found of `commit`; it counts no more."""
-        found = self.verdicts.get(commit.digest)
-        if found is not None and not found.lie:
-            self.verdicts[commit.digest] = None
-        return self.verdicts.get(commit.digest) is None
-
     def _came(self, name: str) -> bool:
         if self.waiting is None or name not in self._awaited:
             return False
@@ -229,10 +181,10 @@ class Acceptor:
         if prepare.ballot < self.vote.ballot:
             return self.position.stay(Prepare, [Send(peer, self._reject(prepare))])
         if prepare.ballot == self.vote.ballot:
-            return self.position.stay(Prepare, [Send(peer, self._promise())])
+            return self.position.stay(Prepare, [Send(peer, self.vote)])
         self.vote = dataclasses.replace(self.vote, ballot=prepare.ballot, pledged="")
         bound = Ballots.PROMISED if self.position.phase is Ballots.FREE else self.position.phase
-        return self.position.step(Prepare, bound, [Save(self.vote), Send(peer, self._promise())])
+        return self.position.step(Prepare, bound, [Save(self.vote), Send(peer, self.vote)])
 
     def accept(
         self, peer: str, accept: Accept, head: Commit | None, members: tuple[str, ...], event: type = Accept
@@ -247,10 +199,7 @@ class Acceptor:
         commit = accept.commit
         if commit.parent != (head.digest if head is not None else self.manifest.run_id):
             return []  # one of the logs is forked, or the sender lies: its log will tell
-        if not self._stands(accept, members):
-            unfair = Unfair("shows no promises that allow it", lie=True)
-            return self.position.stay(Accept, [Refused(peer, accept.round, unfair)])
-        own = Record(commit=commit, ballot=accept.ballot, votes=dict.fromkeys(members, b""), grounds=accept.grounds)
+        own = Record(commit=commit, ballot=accept.ballot, votes=dict.fromkeys(members, b""))
         reason = why_not_next(self.manifest, head, own)
         if reason is not None:
             return self._refuse(peer, accept, reason)
@@ -270,15 +219,13 @@ class Acceptor:
         if lacking:
             self._wait(peer, accept, (part.digest for _, part in lacking))
             return self.position.stay(event, [Fetch((peer, who), p) for who, p in lacking]) if event is not Held else []
-        lies = liars_borne(len(members)) > 0
-        proven = lies and self.is_proof(commit, accept.certified, accept.pledges, members)
+        proven = self.is_proof(commit, accept.certified, accept.pledges, members)
         if not proven and commit.digest not in self.verdicts:
             return self._ask(peer, accept)
         self.waiting = None
-        has_to = not lies and peer != commit.leader  # what another has proposed may be decided already
-        if not proven and self.verdicts[commit.digest] is not None and not (has_to and self.drops_doubt(commit)):
+        if not proven and self.verdicts[commit.digest] is not None:
             return []
-        if lies and not (proven and accept.certified == accept.ballot):
+        if not (proven and accept.certified == accept.ballot):
             return self._pledge(peer, accept, accept.certified if proven else -1)
         if (self.vote.accepted, self.vote.ballot) == (accept.ballot, accept.ballot):
             return self.position.stay(Accept, [Send(peer, self._sign(accept))]) if self.vote.commit == commit else []
@@ -287,29 +234,10 @@ class Acceptor:
             ballot=accept.ballot,
             accepted=accept.ballot,
             commit=commit,
-            pledged=commit.digest if lies else "",
-            pledges=accept.pledges if lies else {},
-            term=self.vote.term,
-            grounds=accept.grounds,
+            pledged=commit.digest,
+            pledges=accept.pledges,
         )
         return self.position.step(Accept, Ballots.ACCEPTED, [Save(self.vote), Send(peer, self._sign(accept))])
-
-    def _stands(self, accept: Accept, members: tuple[str, ...]) -> bool:
-        """Whether the promises that it shows are enough, where they are needed."""
-        if not are_shown(len(members)) or accept.ballot <= 0:
-            return not accept.grounds
-        shown, commit = accept.grounds, accept.commit
-        found = grounds.chain(shown, members, votes_needed(len(members)), accept.ballot, commit.digest)
-        if found is None or len(found) < len(shown):
-            return False
-        return grounds.are_signed(shown, commit.run, len(commit.out), commit.round, self._verify)
-
-    def _promise(self) -> Promise:
-        """Our vote, signed."""
-        vote, digest = self.vote, self.vote.commit.digest if self.vote.commit is not None else ""
-        run = self.manifest.run_id
-        body = grounds.promise_body(run, vote.term, vote.round, vote.ballot, vote.accepted, digest)
-        return dataclasses.replace(vote, signature=self._signature(body))
 
     def is_proof(self, commit: Commit, ballot: int, pledges: Mapping[str, bytes], members: tuple[str, ...]) -> bool:
         """Whether enough members pledged `commit` in this ballot, as these signatures show."""

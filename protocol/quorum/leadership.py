@@ -1,22 +1,14 @@
 """Who leads among the bootstrap nodes, and who gives signs of life.
 
 Who leads decides nothing but who proposes (protocol/quorum/paxos.py): two nodes that both believe to lead do no harm.
-By the rule, the leader of the round before goes on while it gives signs of life, else the first member that gives
-them leads. A leader that is silent for a lease (`gone_after`) is so replaced. An operator's node that is not a member
-takes the place of a member that was silent for REPLACE_LEASES leases; the next commit's `members` say so.
+The members lead in *turns*: in turn 0 of a round the leader of the round before, then the others in order. A node goes on to the next turn
+when the leader lies or lets a round wait that this node would have decided, when the leader gave no sign of life for a lease (`gone_after`), or
+when the leader says that it is in a later turn itself; it tells its turn with its own signs of life. It follows f + 1 others, one of whom is
+honest, and is never more than one turn ahead of them: so a liar cannot let honest members disturb each other for ever. A node that was started
+again begins in turn 0.
 
-A leader whom this node caught at a lie, or that lets a round wait which this node would have decided, is *skipped*: for this node it
-does not lead for some rounds, and what it asks for is not heard. Where all members that give signs of life are skipped, nobody is.
-A node that leads and gets no answer for some leases skips nobody any more: all may have come to skip each other.
-
-Where members may lie (four and seven of them), honest ones must agree who leads, or a liar could let them disturb each other for ever. There the
-members lead in *turns*: in turn 0 of a round the leader of the round before, then the others in order. A node goes on to the next turn when it
-would skip the leader, hears no sign of life of it, or hears that it is in a later turn itself; and tells its turn with its own signs of life. It
-follows f + 1 others, one of whom is honest, and is never more than one turn ahead of them. A node that was started again begins in turn 0.
-
-    role       event  next       effects  condition
-    FOLLOWING         LEADING    Leads    the rule names this node
-    LEADING           FOLLOWING  Leads    the rule names another node
+An operator's node that is not a member takes the place of a member that was silent for REPLACE_LEASES leases; the next commit's `members` say
+so.
 """
 
 from __future__ import annotations
@@ -29,8 +21,6 @@ from protocol.run.manifest import Manifest
 from protocol.wire.commit import liars_borne, votes_needed
 
 REPLACE_LEASES = 10
-LIAR_ROUNDS, SLOW_ROUNDS = 64, 4
-"""Rounds for which a leader that lied, or was too slow, is skipped."""
 
 
 class Role(Enum):
@@ -65,9 +55,8 @@ class Leadership:
         self._signs = {peer}
         self._now = now
         self._missing: tuple[str, ...] = ()
-        self._skipped: dict[str, int] = {}
         self.turn = 0
-        """Of the round, where members may lie."""
+        """The turn of the round that this node is in."""
         self._turns: dict[str, int] = {}
         self._round = 0
 
@@ -108,44 +97,23 @@ class Leadership:
     def _told(self, members: tuple[str, ...]) -> int:
         """The turn that an honest member is in, or a later one."""
         told = sorted((self._turns.get(m, 0) for m in members if m != self.peer), reverse=True)
-        return told[liars_borne(len(members))]
+        return told[liars_borne(len(members))] if told else 0
 
     def next_turn(self, members: tuple[str, ...]) -> None:
         """The leader of this turn is skipped."""
         self.turn = min(self.turn, self._told(members)) + 1
 
-    def skip(self, peer: str, rounds: int) -> None:
-        """`peer` does not lead this round, nor the next ones: so many in all."""
-        if peer != self.peer:
-            self._skipped[peer] = max(self._skipped.get(peer, 0), self._round + rounds)
-
-    def forgive(self) -> None:
-        """Nobody is skipped any more."""
-        self._skipped = {}
-
-    def is_skipped(self, peer: str, members: tuple[str, ...]) -> bool:
-        """Whether `peer` does not lead, and another member does."""
-        return peer not in self._able(members)
-
-    def _able(self, members: tuple[str, ...]) -> list[str]:
-        alive = [m for m in members if m in self._alive]
-        return [m for m in alive if self._skipped.get(m, 0) <= self._round] or alive
-
-    def leader(self, members: tuple[str, ...], before: str) -> str | None:
-        """Who leads as far as this node knows, None where no member is alive. `before` led the round before."""
-        if liars_borne(len(members)):
-            first = members.index(before) if before in members else 0
-            return members[(first + self.turn) % len(members)]
-        able = self._able(members)
-        return before if before in able else next(iter(able), None)
+    def leader(self, members: tuple[str, ...], before: str) -> str:
+        """The leader of this turn. `before` led the round before."""
+        first = members.index(before) if before in members else 0
+        return members[(first + self.turn) % len(members)]
 
     def elect(self, members: tuple[str, ...], before: str) -> list[Leads]:
         """Applies the rule to this node's role."""
-        if liars_borne(len(members)):
-            self.turn = max(self.turn, self._told(members))
-            leader = self.leader(members, before)
-            if leader not in self._alive or (leader != self.peer and self._turns.get(leader, 0) > self.turn):
-                self.next_turn(members)
+        self.turn = max(self.turn, self._told(members))
+        leader = self.leader(members, before)
+        if leader not in self._alive or (leader != self.peer and self._turns.get(leader, 0) > self.turn):
+            self.next_turn(members)
         leads = self.leader(members, before) == self.peer
         if leads == self.leads:
             return []
@@ -169,10 +137,10 @@ class Leadership:
         """Those of the members that give signs of life."""
         return frozenset(m for m in members if m in self._alive)
 
-    def next_members(self, members: tuple[str, ...], out: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """The members of the round after the one that `members` decide. `out`: the operators that were taken out."""
+    def next_members(self, members: tuple[str, ...]) -> tuple[str, ...]:
+        """The members of the round after the one that `members` decide."""
         silent = REPLACE_LEASES * self.manifest.timing.gone_after
-        spares = [o for o in self._operators if o not in (*members, *out) and o in self._alive]
+        spares = [o for o in self._operators if o not in members and o in self._alive]
         return tuple(
             spares.pop(0) if spares and m != self.peer and self._now - self._heard[m] >= silent else m for m in members
         )

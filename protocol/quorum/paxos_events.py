@@ -7,10 +7,8 @@ from enum import Enum
 
 from protocol.quorum.table import Table, Transition
 from protocol.quorum.unfair import Unfair
-from protocol.wire.ballot import Accept, Confirmed, Holds, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Part, Record, Share
-from protocol.wire.decree import Enacted
-from protocol.wire.double_vote import DoubleVote
 from protocol.wire.session import Heartbeat, LogRequest
 
 
@@ -22,7 +20,7 @@ class Phase(Enum):
     PREPARING = "preparing"
     """It asks the members to promise its ballot."""
     PLEDGING = "pledging"
-    """Where members may lie: it asks them to pledge a commit, so that nobody can be asked to accept another one."""
+    """It asks them to pledge a commit, so that no other one can be accepted in this ballot."""
     ACCEPTING = "accepting"
     """It asks them to accept a commit."""
     APPENDING = "appending"
@@ -41,7 +39,7 @@ class Heard:
     """Event: another operator's node sent this."""
 
     peer: str
-    message: Prepare | Promise | Accept | Pledge | Vote | Reject | Heartbeat | Holds | Confirmed | DoubleVote
+    message: Prepare | Promise | Accept | Pledge | Vote | Reject | Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +81,6 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Ousted:
-    """Event: enough of the other operators have signed the decree that takes one out."""
-
-    enacted: Enacted
-
-
-@dataclass(frozen=True, slots=True)
 class Tick:
     """Event: time passed. `due`: this node would propose the open round's commit now, if it led."""
 
@@ -108,9 +99,7 @@ class Send:
     """Effect: to another operator's node, if it can be reached; it is sent again while it matters."""
 
     peer: str
-    message: (
-        Prepare | Promise | Accept | Pledge | Vote | Reject | Heartbeat | LogRequest | Holds | Confirmed | DoubleVote
-    )
+    message: Prepare | Promise | Accept | Pledge | Vote | Reject | Heartbeat | LogRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,35 +153,6 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """Effect: a member has voted for two commits of one round, as this proves. Tell the operator, and the peers."""
-
-    proof: DoubleVote
-
-
-@dataclass(frozen=True, slots=True)
-class Forked:
-    """Effect: two commits of one round are decided, that of our log and `other`, and no signature proves who lied. Tell the operator, and show
-    it to all peers. This node decides nothing any more."""
-
-    other: Record
-
-
-@dataclass(frozen=True, slots=True)
-class Certified:
-    """Effect: tell all peers that they may apply this commit, the last one of the log."""
-
-    certificate: Confirmed
-
-
-@dataclass(frozen=True, slots=True)
-class Undo:
-    """Effect: cut the log off after the last round that stays, keep the decree durably, and begin again (`Quorum.begin`)."""
-
-    enacted: Enacted
-
-
-@dataclass(frozen=True, slots=True)
 class Append:
     """Effect: make this record the durable next one of the log; the answer is `Appended`."""
 
@@ -220,87 +180,50 @@ class Stalled:
     missing: tuple[str, ...]
 
 
-Event = Proposed | Heard | Learned | Held | Listed | Judged | Appended | Ousted | Tick
-Effect = (
-    Save
-    | Send
-    | SendLog
-    | Fetch
-    | FetchList
-    | Judge
-    | Refused
-    | Skipped
-    | Named
-    | Forked
-    | Certified
-    | Undo
-    | Append
-    | Decided
-    | Leads
-    | Stalled
-)
+Event = Proposed | Heard | Learned | Held | Listed | Judged | Appended | Tick
+Effect = Save | Send | SendLog | Fetch | FetchList | Judge | Refused | Skipped | Append | Decided | Leads | Stalled
 
 _ROWS: tuple[Transition[Phase], ...] = (
-    Transition(Phase.IDLE, None, Phase.ACCEPTING, (), "we lead, ballot 0 is ours and still free, a commit is proposed"),
+    Transition(Phase.IDLE, None, Phase.PLEDGING, (), "we lead, ballot 0 is ours and still free, a commit is proposed"),
     Transition(
         Phase.IDLE, None, Phase.PREPARING, (), "we lead, and a commit is proposed or was accepted here and not decided"
     ),
-    Transition(Phase.IDLE, None, Phase.PLEDGING, (), "as for ACCEPTING, where members may lie"),
-    Transition(Phase.PREPARING, Promise, Phase.PLEDGING, (), "the same"),
-    Transition(Phase.PLEDGING, None, Phase.PLEDGING, (Accept,), "some have not answered, every RETRY_SECONDS"),
-    Transition(Phase.PLEDGING, Pledge, Phase.ACCEPTING, (), "enough have pledged it: their signatures go with it"),
-    Transition(Phase.PLEDGING, Promise, Phase.IDLE, (), "another commit was certified before; later again, with that"),
-    Transition(Phase.PLEDGING, Reject, Phase.IDLE, (), "a higher ballot is promised; later again, with a higher one"),
-    Transition(Phase.PLEDGING, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
-    Transition(Phase.PLEDGING, Leads, Phase.IDLE, (), "another node leads"),
     Transition(Phase.PREPARING, None, Phase.PREPARING, (Prepare,), "some have not answered, every RETRY_SECONDS"),
     Transition(
         Phase.PREPARING,
         Promise,
-        Phase.ACCEPTING,
+        Phase.PLEDGING,
         (),
-        "a majority promised: the commit that was accepted in the highest ballot, else our own",
+        "enough promised: the commit that was certified in the highest ballot, else our own",
     ),
-    Transition(Phase.PREPARING, Promise, Phase.IDLE, (), "a majority promised, and there is no commit to propose"),
+    Transition(Phase.PLEDGING, None, Phase.PLEDGING, (Accept,), "some have not answered, every RETRY_SECONDS"),
+    Transition(Phase.PLEDGING, Pledge, Phase.ACCEPTING, (), "enough have pledged it: their signatures go with it"),
+    Transition(Phase.PLEDGING, Promise, Phase.IDLE, (), "another commit was certified before; later again, with that"),
     Transition(Phase.ACCEPTING, None, Phase.ACCEPTING, (Accept,), "some have not answered, every RETRY_SECONDS"),
-    Transition(Phase.ACCEPTING, Vote, Phase.APPENDING, (Append,), "a majority voted: the commit is decided"),
-    Transition(Phase.PREPARING, Reject, Phase.IDLE, (), "a higher ballot is promised; later again, with a higher one"),
-    Transition(Phase.ACCEPTING, Reject, Phase.IDLE, (), "a higher ballot is promised; later again, with a higher one"),
-    Transition(Phase.IDLE, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
-    Transition(Phase.PREPARING, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
-    Transition(Phase.ACCEPTING, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
-    Transition(
-        Phase.IDLE, None, Phase.APPENDING, (Append,), "we decide nothing, and the next one of the log counts by now"
+    Transition(Phase.ACCEPTING, Vote, Phase.APPENDING, (Append,), "enough have voted: the commit is decided"),
+    *(
+        Transition(phase, Reject, Phase.IDLE, (), "a higher ballot is promised; later again, with a higher one")
+        for phase in (Phase.PREPARING, Phase.PLEDGING, Phase.ACCEPTING)
     ),
-    Transition(Phase.ACCEPTING, Judged, Phase.IDLE, (), "what another claims to have accepted is not fair"),
+    *(
+        Transition(phase, Judged, Phase.IDLE, (), "we find that the commit cannot be: more than f have certified it")
+        for phase in (Phase.PLEDGING, Phase.ACCEPTING)
+    ),
+    *(
+        Transition(phase, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log")
+        for phase in (Phase.IDLE, Phase.PREPARING, Phase.PLEDGING, Phase.ACCEPTING)
+    ),
+    *(
+        Transition(phase, Leads, Phase.IDLE, (), "another node leads")
+        for phase in (Phase.PREPARING, Phase.PLEDGING, Phase.ACCEPTING, Phase.APPENDING)
+    ),
     Transition(Phase.APPENDING, Appended, Phase.IDLE, (Decided,), "the next round begins"),
     Transition(Phase.IDLE, Appended, Phase.IDLE, (Decided,), "the next round begins; who leads changed meanwhile"),
     Transition(Phase.IDLE, Appended, Phase.IDLE, (SendLog,), "the commit was ours: the other nodes get the record"),
-    Transition(Phase.PREPARING, Leads, Phase.IDLE, (), "another node leads"),
-    Transition(Phase.ACCEPTING, Leads, Phase.IDLE, (), "another node leads"),
-    Transition(Phase.APPENDING, Leads, Phase.IDLE, (), "another node leads"),
     Transition(None, None, None, (Heartbeat,), "every `heartbeat` seconds, to all other nodes"),
     Transition(None, Heard, None, (LogRequest,), "the sender is at a later round"),
     Transition(None, Heard, None, (SendLog,), "the sender is at an earlier round"),
-    Transition(None, Heard, None, (Confirmed,), "the same, and enough members have confirmed our last commit"),
     Transition(None, Learned, None, (LogRequest,), "records in between are missing"),
-    Transition(
-        None, Appended, None, (Holds,), "the commit has to be confirmed: the other nodes hear that it is in our log"
-    ),
-    Transition(
-        None, None, None, (Confirmed,), "all members that give signs of life hold our last commit, or a grace is over"
-    ),
-    Transition(None, None, None, (Certified,), "enough members have confirmed our last commit"),
-    Transition(None, Learned, None, (Named,), "it and our log prove that a member voted twice"),
-    Transition(None, Heard, None, (Named,), "another node has such a proof"),
-    Transition(None, None, None, (DoubleVote,), "the same: all other nodes get the proof"),
-    Transition(
-        None, Learned, None, (Forked,), "a member holds another decided commit than our log, and nothing proves a lie"
-    ),
-    Transition(None, Learned, None, (SendLog,), "a member holds another decided commit than our log: it gets ours"),
-    Transition(None, Ousted, None, (Undo,), "the decree may come with the commit after the last round that stays"),
-    Transition(None, Learned, None, (Undo,), "the record brings such a decree"),
-    Transition(None, Heard, None, (Undo,), "the commit that we are asked to accept brings such a decree"),
     Transition(None, Tick, None, (Skipped,), "the leader lets the round wait that this node would decide"),
 )
 TABLE = Table("proposer", Phase, _ROWS)

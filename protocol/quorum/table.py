@@ -3,7 +3,7 @@
 A machine's phases are an Enum. A row of its table says which event leads from which phase to which, with which effects.
 The machine's own code finds out which row is next and fills in the values; `Position.step` refuses a step that no row
 allows, so a table and its code cannot drift apart. (The idea is h11's `_state.py`.) docs/state-machines.md shows the
-tables and is made from them, as the tables in the docstrings are (tests/docs/state_machines.py).
+tables and is made from them (tests/docs/state_machines.py).
 """
 
 from __future__ import annotations

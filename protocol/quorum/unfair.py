@@ -16,5 +16,5 @@ class Unfair:
 
     @property
     def accuses(self) -> bool:
-        """Whether the leader is named to the operator, and leads no more for many rounds."""
+        """Whether the leader is named to the operator."""
         return self.lie or self.again

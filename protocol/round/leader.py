@@ -4,61 +4,6 @@ What happens comes in as events, what is to be done goes out as effects (protoco
 that carries the effects out is bootstrap/node.py. Plans take time, and are made beside it (protocol/round/questions.py).
 What is proposed may or may not be decided (protocol/quorum/paxos.py): the round goes on when some commit of it is.
 
-    leader     event         next       effects              condition
-    GATHERING                PLANNING   MakePlan             we lead, and `start_peers` are ready or who may take
-                                                             part changes
-    OPEN                     JUDGING    Judge                we lead and no pending replica is worth waiting for
-    OPEN                     PLANNING   MakePlan             the same, and what counts is known
-    OPEN                     DECIDING   Propose              the same in the last round, which no plan follows
-    JUDGING    Verdict       PLANNING   MakePlan             what counts is known
-    JUDGING    Verdict       DECIDING   Propose              the same in the last round, which no plan follows
-    JUDGING    Verdict       OPEN                            nothing of it counts, and it is too early for a commit
-                                                             without work
-    JUDGING    Lead          OPEN                            who leads has changed
-    JUDGING    Decided       OPEN                            another node led
-    JUDGING    Decided       CLOSING                         another node led, it was the last round
-    PLANNING   Planned       DECIDING   Propose              the plan, or what was trained, is worth a commit
-    PLANNING   Planned       OPEN                            nothing was trained, and who is ready makes no replica
-    PLANNING   Planned       GATHERING                       who is ready makes no replica
-    PLANNING   Planned       PLANNING   MakePlan             the same, because of quarrels: these are forgotten
-    PLANNING   Lead          OPEN                            who leads has changed
-    PLANNING   Lead          GATHERING                       who leads has changed, no round is decided yet
-    PLANNING   Decided       OPEN                            another node led
-    DECIDING   Decided       OPEN                            the next round begins
-    DECIDING   Decided       CLOSING                         it was the last round
-    DECIDING   Lead          OPEN                            who leads has changed
-    DECIDING   Lead          GATHERING                       who leads has changed, no round is decided yet
-    GATHERING  Decided       OPEN                            another node led
-    OPEN       Decided       OPEN                            another node led
-    OPEN       Decided       CLOSING                         another node led, it was the last round
-    CLOSING                  OVER       Done                 all members attested the final state, or it is too late
-    CLOSING    Decided       CLOSING                         a commit too many, which no honest quorum decides
-    OVER       Decided       OVER                            a commit too many, which no honest quorum decides
-    any        Offer         the same   Keep, Fetch          it is admitted: its list is kept, and what is not held
-                                                             is fetched
-    any        Offer         the same   Fetch                the same, its list is held already
-    any        Offer         the same   Keep                 the same, all its payloads are held already
-    any        Held          the same   Tell                 nothing of a share is lacking any more
-    any        Offer         the same   Send(ChainReconfig)  its reconfigured chain does not know yet that the steps
-                                                             are done
-    any        ChainFailure  the same   Send(ChainReconfig)  a chain lost a member, or a report is out of date
-    any        ChainFailure  the same   Quarrel              a member says for the first time that this neighbour
-                                                             lies
-    any        Withdraw      the same   Send(ChainReconfig)  a member of a chain gives up
-    any        Gone          the same   Send(ChainReconfig)  a member of a chain is gone and a spare is ready, or it
-                                                             leaves
-    any        Tick          the same   Send(ChainReconfig)  a member is absent and a spare is ready, or somebody
-                                                             does not follow
-    OPEN       Tick          OPEN       Send(TimeUp)         the time to train is over, some have offered and others
-                                                             have not
-    OPEN       Attest        OPEN       Send(TakeSeat)       it came after the plan, and holds the state: it takes a
-                                                             seat
-    any        Attest        the same   Report               a peer has other bits than the majority
-    any        Decided       the same   Moved                the next plan moves blocks between the stages of a
-                                                             chain
-    any        Petition      the same   Oust                 it takes an operator out
-    any        Decided       the same   Resting              a peer was planned again and again and brings nothing
-
 A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and
 every payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone or leaves without an
 offer, or when its chain ended its round. Else it is *pending*. When the time to train is over, those that are pending
@@ -78,8 +23,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from protocol.ledger import access, admission, audits, board, evaluation, ousting, ranges, run_state, schedule, scoring
+from protocol.ledger import access, admission, board, capacity, ranges, run_state, schedule
 from protocol.ledger.access import Access
+from protocol.ledger.claims import Claims
 from protocol.ledger.standing import Standing
 from protocol.ledger.witnesses import Witnesses
 from protocol.planning import memory, partition
@@ -103,7 +49,6 @@ from protocol.round.leader_events import (
     Knock,
     Lead,
     MakePlan,
-    Oust,
     Petition,
     Phase,
     Planned,
@@ -128,7 +73,7 @@ from protocol.round.verdicts import Seen, Verdicts
 from protocol.run.manifest import Manifest
 from protocol.wire.audit import Audit
 from protocol.wire.commit import Commit, Contribution, Diverged
-from protocol.wire.decree import OUST, Enacted
+from protocol.wire.decree import Enacted
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.invitation import Joined
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -141,8 +86,7 @@ LEFT = "leaves the run"
 
 class Leader:
     """A run as a bootstrap node sees it; `handle` is the only entry. `commits`: the log so far. `held`: names of the payloads and lists
-    of parts that are durable here. `now`: seconds on the clock of `handle`. `oust`: the decree that has to come next, as the quorum's machine has
-    it. `auditors`: peers that this node believes before all others."""
+    of parts that are durable here. `now`: seconds on the clock of `handle`. `auditors`: peers that this node believes before all others."""
 
     def __init__(
         self,
@@ -150,7 +94,6 @@ class Leader:
         commits: Sequence[Commit],
         held: Sequence[str],
         now: float,
-        oust: Enacted | None = None,
         auditors: frozenset[str] = frozenset(),
     ) -> None:
         self.manifest = manifest
@@ -163,10 +106,8 @@ class Leader:
         self.newcomers = Newcomers()
         self.quarrels = Quarrels()
         self.newcomers.begin(self.standing, self.plan)
-        self.petitions = access.Petitions(oust)
-        self._evaluations = evaluation.Evaluations()
-        self._scores = scoring.Scores()
-        self._audits = audits.Heard()
+        self.petitions = access.Petitions()
+        self._claims = Claims()
         self.guests = access.Guests()
         self.roster = ChainRoster(self.plan)
         self.offers = Offers(held)
@@ -178,10 +119,6 @@ class Leader:
         self._docket = Docket(self.standing)
         self._final: presence.Final | None = None
         self._leads, self._began = False, now
-
-    def begin_again(self, commits: Sequence[Commit], held: Sequence[str], now: float, oust: Enacted | None) -> None:
-        """Rounds were undone: everything follows from the log once more. Who is ready has to be told again."""
-        Leader.__init__(self, self.manifest, commits, held, now, oust, self.witnesses.auditors)
 
     @property
     def phase(self) -> Phase:
@@ -250,8 +187,6 @@ class Leader:
                     return self.position.step(Lead, self._between())
             case Petition(operator, decree, signature):
                 self.petitions.hear(operator, decree, signature)
-                if decree.action == OUST:
-                    return self.position.stay(Petition, [Oust(self.petitions.together(decree))])
             case Knock(joined):
                 self.guests.hear(joined, now)
             case Planned():
@@ -284,15 +219,9 @@ class Leader:
                 return self._chain_failure(peer, failure)
             case ChainReconfig() as reconfig:
                 self.roster.follows(peer, reconfig)
-            case Evaluation() as said:
-                if said.peer == peer:
-                    self._evaluations.hear(self.state.due, said)
-            case Score() as score:
-                if score.peer == peer:
-                    self._scores.hear(self.standing.scoring, score)
-            case Audit() as found:
-                if found.peer == peer:
-                    self._audits.hear(self.standing.audits, found)
+            case Evaluation() | Score() | Audit() as claim:
+                if claim.peer == peer:
+                    self._claims.hear(self.state, claim)
         return []
 
     def _gone(self, peer: str, leaves: bool) -> list[Effect]:
@@ -433,9 +362,7 @@ class Leader:
         self.quarrels.begin(commit.round + 1)
         self.newcomers.begin(self.standing, commit.plan)
         rest |= self.standing.fallen()
-        self._evaluations.forget(self.state.due)
-        self._scores.forget(self.standing.scoring)
-        self._audits.forget(self.standing.audits)
+        self._claims.forget(self.state)
         self.witnesses.add(commit)
         has_ended = self.phase in (Phase.CLOSING, Phase.OVER)
         self.position.step(Decided, self.phase if has_ended else self._between())
@@ -538,16 +465,27 @@ class Leader:
 
     def _propose(self, now: float, said: Said, event: type | None) -> list[Effect]:
         """Asks for the next plan, if there is one, and hands the commit to the quorum with it."""
-        commit = said.commit(self.manifest, self.head, self.roster.plan, self.attestations, now)
-        decree, joined = self._changes(now)
-        count = access.decrees_after(self.head) + (decree is not None)
-        told, scores = self._evaluations.next(self.state.due), self._scores.next(self.standing.scoring)
-        commit = dataclasses.replace(commit, decree=decree, decrees=count, joined=joined, evaluations=told)
-        found = self._audits.next(self.standing.audits)
-        lasts, out = schedule.after(self.head, decree), ousting.out_after(self.head, decree)
-        commit = dataclasses.replace(commit, scores=scores, audits=found, schedule=lasts, out=out)
-        idle = schedule.idle_after(self.manifest, self.head, has_work=bool(commit.contributions))
-        commit = dataclasses.replace(commit, board=board.after(self.manifest, self.head, decree), idle=idle)
+        state, head, (decree, joined) = self.state, self.head, self._changes(now)
+        commit = Commit(
+            run=self.manifest.run_id,
+            round=state.round,
+            parent=head.digest if head is not None else self.manifest.run_id,
+            time=now,
+            contributions=tuple(said.contributions),
+            left_out=capacity.shortened(said.left_out),
+            diverged=capacity.foremost(said.diverged, self.roster.plan),
+            digests=self.attestations.majority(state.round - 1),
+            plan=None,
+            decree=decree,
+            decrees=access.decrees_after(head) + (decree is not None),
+            joined=joined,
+            evaluations=self._claims.next(state, Evaluation),
+            scores=self._claims.next(state, Score),
+            audits=self._claims.next(state, Audit),
+            schedule=schedule.after(head, decree),
+            board=board.after(self.manifest, head, decree),
+            idle=schedule.idle_after(self.manifest, head, has_work=bool(said.contributions)),
+        )
         if schedule.is_over(self.manifest, commit):
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
         return self._ask(commit, event)

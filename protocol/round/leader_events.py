@@ -15,7 +15,7 @@ from protocol.round.questions import Question
 from protocol.run.manifest import Manifest
 from protocol.wire.audit import Audit
 from protocol.wire.commit import Commit, Part, Share
-from protocol.wire.decree import Decree, Enacted
+from protocol.wire.decree import Decree
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.invitation import Joined
 from protocol.wire.plan import Plan, ReplicaSpec
@@ -100,13 +100,6 @@ class Petition:
     operator: str
     decree: Decree
     signature: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Oust:
-    """Effect: these operators have signed that one is taken out; whether they are enough is for the quorum (protocol/quorum/paxos.py)."""
-
-    enacted: Enacted
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +234,7 @@ def moves(manifest: Manifest, before: Plan | None, after: Plan | None, ready: Ma
 
 
 Event = Ready | Gone | Received | Held | Lead | Decided | Petition | Knock | Planned | Verdict | Tick
-Effect = Fetch | Keep | Tell | MakePlan | Judge | Propose | Send | Report | Moved | Resting | Quarrel | Oust | Done
+Effect = Fetch | Keep | Tell | MakePlan | Judge | Propose | Send | Report | Moved | Resting | Quarrel | Done
 
 
 _ROWS: tuple[Transition[Phase], ...] = (
@@ -302,7 +295,6 @@ _ROWS: tuple[Transition[Phase], ...] = (
     ),
     Transition(None, Attest, None, (Report,), "a peer has other bits than the majority"),
     Transition(None, Decided, None, (Moved,), "the next plan moves blocks between the stages of a chain"),
-    Transition(None, Petition, None, (Oust,), "it takes an operator out"),
     Transition(None, Decided, None, (Resting,), "a peer was planned again and again and brings nothing"),
 )
 TABLE = Table("leader", Phase, _ROWS)

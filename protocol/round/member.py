@@ -3,58 +3,6 @@
 What happens comes in as events, what is to be done goes out as effects (protocol/round/member_events.py). The loop
 that carries the effects out is peer/node/rounds.py; it answers most of them with an event.
 
-    member    event          next      effects                           condition
-    WAITING                  WAITING   RestoreFeedback                   our offer's round is applied, and its
-                                                                         commit has not our offer
-    WAITING                  APPLYING  Apply                             the commit of round `applied` + 1 is known,
-                                                                         the log is read
-    APPLYING  Applied        WAITING
-    WAITING                  HOLDING   HoldShards                        no newer commit is known, the log is read,
-                                                                         the plan is new
-    HOLDING   ShardsHeld     WAITING
-    WAITING                  TRAINING  TrainOrder, EndIn                 the plan names us
-    WAITING   Seated         TRAINING  TrainOrder, EndIn                 we came within the round, and hold the
-                                                                         state
-    WAITING                  TRAINING  EndIn                             the plan is the one that we train ahead by
-                                                                         already
-    WAITING                  ENCODING  EncodeUpdate                      the plan is the one that we trained ahead
-                                                                         by
-    TRAINING  TimeUp         TRAINING  EndIn                             the round's time is over, and others have
-                                                                         offered
-    TRAINING  Trained        ENCODING  EncodeUpdate
-    TRAINING  Failed         ENCODING  Send(Withdraw), KeepInFeedback
-    TRAINING                 STOPPING  Stop                              the round's commit is known: we are too
-                                                                         late
-    WAITING                  WAITING   GoBack                            rounds that are applied were undone
-    STOPPING  Trained        ENCODING  KeepInFeedback
-    STOPPING  Failed         ENCODING  KeepInFeedback
-    ENCODING  UpdateEncoded  WAITING   Send(Offer)                       the offer is durable
-    ENCODING  UpdateEncoded  WAITING                                     nothing is offered, the feedback is durable
-    TRAINING  ChainFailed    TRAINING  Send(ChainFailure)                our chain lost a member, or one is slow
-    TRAINING  Reconfigured   TRAINING  Send(ChainReconfig), TrainOrder   we are among the chain's new members
-    TRAINING  Reconfigured   STOPPING  Stop                              a spare has taken our place
-    TRAINING  Reconfigured   STOPPING  Send(ChainReconfig),              the chain's round is over
-                                       Send(Withdraw), Stop
-    WAITING   Reconfigured   TRAINING  Send(ChainReconfig), TrainOrder,  we are a spare and take a lost member's
-                                       EndIn                             place
-    WAITING                  DONE      Finish                            the run is over and we attested its final
-                                                                         state, or it was over before we had a part
-                                                                         in it
-    any       Connected      the same  ReadLog                           the log is not being read already
-    any       LogRead        the same  Send(LogRequest)                  for what was decided since, and its
-                                                                         certificate
-    any       Committed      the same  ReadLog                           commits in between are missing
-    any       Certified      the same  ReadLog                           the commit is not known
-    any       Committed      the same  Send(LogRequest)                  it follows another commit than the one that
-                                                                         is known
-    any       LogCame        the same  Send(LogRequest)                  it follows another commit than the one that
-                                                                         is known
-    any       Digested       the same  Send(Attest)                      no later state is attested yet
-    any       Reconfigured   the same  Send(ChainReconfig)               we follow it already, or our part of the
-                                                                         round is done
-    any       Tick           the same  Send(ChainFailure)                our chain still waits for its
-                                                                         reconfiguration
-
 Four rules carry the promises of docs/failure-model.md.
 
 - Commits are applied one after the other, each once, in the order of their rounds (P1, P2). Where no shard is held there
@@ -91,7 +39,6 @@ from protocol.round.member_events import (
     TABLE,
     Applied,
     Apply,
-    Certified,
     ChainFailed,
     Committed,
     Connected,
@@ -102,7 +49,6 @@ from protocol.round.member_events import (
     Event,
     Failed,
     Finish,
-    GoBack,
     HoldShards,
     KeepInFeedback,
     LogCame,
@@ -158,7 +104,7 @@ class Member:
         self.overlap = Overlap(manifest)
         self.history = History(manifest)
         self.commits = self.history.commits
-        self._pending = self._offered = offer
+        self._pending = offer
         self._attempted = max(feedback_round, offer.round if offer else 0)
         self._held_round = self._seen = self._heard = -1
         self._reads = False
@@ -196,7 +142,7 @@ class Member:
     @property
     def newest(self) -> int:
         """The newest round of which anything was heard, -1 for none: a node's word, as long as the log is not read so far."""
-        return max(self._heard, self.history.known)
+        return max(self._heard, self.head)
 
     def is_new(self, now: float) -> bool:
         """Whether the newest plan, of which all is applied, does not name us: we came after it was made."""
@@ -220,14 +166,12 @@ class Member:
             case Committed(record):
                 self._heard = max(self._heard, record.commit.round)
                 return self._learned(Committed, self.history.learn(record), now)
-            case Certified(certificate):
-                return self._learned(Certified, self.history.confirm(certificate), now)
             case LogCame(stretches):
                 lacking = [self.history.learn_stretch(stretch) for stretch in stretches]
-                return self._learned(LogCame, next((x for x in lacking if x is not None), None), now)
+                return self._learned(LogCame, any(lacking), now)
             case LogRead():
                 self._reads = False
-                return self.position.stay(LogRead, [Send(LogRequest(after=self.history.known))])
+                return self.position.stay(LogRead, [Send(LogRequest(after=self.head))])
             case Trained() | Failed():
                 return self._finished(event, now)
             case TimeUp(round):
@@ -263,15 +207,15 @@ class Member:
                     return self.position.stay(Tick, [Send(self._chain_failure)])
         return []
 
-    def _learned(self, event: type, lacking: int | None, now: float) -> list[Effect]:
-        """`lacking`: the round after which the log has to be asked for: what is known there is right, or another commit may count."""
+    def _learned(self, event: type, lacking: bool, now: float) -> list[Effect]:
+        """`lacking`: whether commits are missing, which the log has."""
         if self.head != self._seen:
             self._seen, self.deadline.began = self.head, now
-        if lacking is None:
+        if not lacking:
             return []
-        if event is not LogCame and lacking == self.history.known:
-            return self._read_log(event)
-        return self.position.stay(event, [Send(LogRequest(after=lacking))])
+        if event is LogCame:
+            return self.position.stay(event, [Send(LogRequest(after=self.head))])
+        return self._read_log(event)
 
     def _read_log(self, event: type) -> list[Effect]:
         """What is asked for by the reading that is under way is not asked for again."""
@@ -303,7 +247,7 @@ class Member:
         if offer is None:
             return self.position.step(UpdateEncoded, Phase.WAITING)
         self.deadline.encoded(now, offer)
-        self._pending = self._offered = offer
+        self._pending = offer
         assert self._order is not None
         decided, last = self.commits.get(offer.round), schedule.last_round(self.manifest, self.commits.get(self.head))
         sent = self.position.step(UpdateEncoded, Phase.WAITING, [Send(offer)])
@@ -382,7 +326,7 @@ class Member:
 
     def _resend(self, now: float) -> list[Effect]:
         self._sent_at = now
-        out: list[Effect] = [] if self._reads else [Send(LogRequest(after=self.history.known))]
+        out: list[Effect] = [] if self._reads else [Send(LogRequest(after=self.head))]
         if self._attest is not None:
             out.append(Send(self._attest))
         told = (self._reconfig, self._chain_failure, self._pending, self._withdraw)
@@ -393,13 +337,11 @@ class Member:
         return EndIn(self.head + 1, self.deadline.left(now))
 
     def _advance(self, now: float) -> list[Effect]:
-        following, undone = self.commits.get(self.applied + 1), self.history.undone
-        if self.phase is Phase.TRAINING and (following, undone) != (None, None):
+        following = self.commits.get(self.applied + 1)
+        if self.phase is Phase.TRAINING and following is not None:
             return self.position.step(None, Phase.STOPPING, [Stop(self.applied + 1)])
         if self.phase is not Phase.WAITING:
             return []
-        if undone is not None:
-            return self._go_back(undone) + self._advance(now)
         if self.is_late:
             return self.position.step(None, Phase.DONE, [Finish()])
         if self._learns_until is not None and now < self._learns_until and self._order is None:
@@ -422,16 +364,6 @@ class Member:
         if commit is not None and must_hold:
             return effects + self.position.step(None, Phase.HOLDING, [HoldShards(commit)])
         return effects + (self._begin(now) if not schedule.is_over(self.manifest, commit) else self._leave(now))
-
-    def _go_back(self, round: int) -> list[Effect]:
-        """The rounds after this one were undone. An offer to one of them may be committed yet."""
-        self.history.undone = None
-        if self.applied <= round:
-            return []
-        self.applied, self._held_round, self._attest = round, -1, None
-        if self._offered is not None and self._offered.round > round:
-            self._pending = self._offered
-        return [*self.overlap.drop(), *self.position.stay(None, [GoBack(round)])]
 
     def _begin(self, now: float) -> list[Effect]:
         """At the head of the log, with the right shards: trains, or waits."""

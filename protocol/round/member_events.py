@@ -7,7 +7,6 @@ from enum import Enum
 
 from protocol.ledger.stretches import Stretch, Tip
 from protocol.quorum.table import Table, Transition
-from protocol.wire.ballot import Confirmed
 from protocol.wire.commit import Commit, Record
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan
@@ -55,13 +54,6 @@ class LogCame:
 @dataclass(frozen=True, slots=True)
 class LogRead:
     """Event: the nodes have no more of the log, or cannot be asked now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Certified:
-    """Event: a certificate has arrived whose signatures are right."""
-
-    certificate: Confirmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,14 +255,6 @@ class ReadLog:
 
 
 @dataclass(frozen=True, slots=True)
-class GoBack:
-    """Effect: the operators have undone the rounds after `round` (protocol/ledger/ousting.py): forget every state of a later one. It has no
-    answer; the state is built again like any that is not held."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
 class Finish:
     """Effect: the run is over; make the state durable and leave."""
 
@@ -280,7 +264,6 @@ Event = (
     | Committed
     | LogCame
     | LogRead
-    | Certified
     | Trained
     | Failed
     | ChainFailed
@@ -303,7 +286,6 @@ Effect = (
     | RestoreFeedback
     | Apply
     | HoldShards
-    | GoBack
     | ReadLog
     | Send
     | Finish
@@ -336,7 +318,6 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.TRAINING, Trained, Phase.ENCODING, (EncodeUpdate,)),
     Transition(Phase.TRAINING, Failed, Phase.ENCODING, (Withdraw, KeepInFeedback)),
     Transition(Phase.TRAINING, None, Phase.STOPPING, (Stop,), "the round's commit is known: we are too late"),
-    Transition(Phase.WAITING, None, Phase.WAITING, (GoBack,), "rounds that are applied were undone"),
     Transition(Phase.STOPPING, Trained, Phase.ENCODING, (KeepInFeedback,)),
     Transition(Phase.STOPPING, Failed, Phase.ENCODING, (KeepInFeedback,)),
     Transition(Phase.ENCODING, UpdateEncoded, Phase.WAITING, (Offer,), "the offer is durable"),
@@ -368,11 +349,9 @@ _ROWS: tuple[Transition[Phase], ...] = (
         "the run is over and we attested its final state, or it was over before we had a part in it",
     ),
     Transition(None, Connected, None, (ReadLog,), "the log is not being read already"),
-    Transition(None, LogRead, None, (LogRequest,), "for what was decided since, and its certificate"),
+    Transition(None, LogRead, None, (LogRequest,), "for what was decided since"),
     Transition(None, Committed, None, (ReadLog,), "commits in between are missing"),
-    Transition(None, Certified, None, (ReadLog,), "the commit is not known"),
-    Transition(None, Committed, None, (LogRequest,), "it follows another commit than the one that is known"),
-    Transition(None, LogCame, None, (LogRequest,), "it follows another commit than the one that is known"),
+    Transition(None, LogCame, None, (LogRequest,), "it does not follow what is known"),
     Transition(None, Digested, None, (Attest,), "no later state is attested yet"),
     Transition(None, Reconfigured, None, (ChainReconfig,), "we follow it already, or our part of the round is done"),
     Transition(None, Tick, None, (ChainFailure,), "our chain still waits for its reconfiguration"),

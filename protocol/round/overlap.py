@@ -5,17 +5,6 @@ not: as soon as its offer of round r has left, the volunteer trains what round r
 r + 1 (protocol/planning/allotment.py). When the real plan is known and its replica is as it was, what was done ahead is
 the round's work, whoever else came or went. Else it is dropped.
 
-    overlap  event          next     effects             condition
-    NONE     UpdateEncoded  RUNNING  TrainOrder          our offer is durable, the run goes on
-    RUNNING  Trained        READY
-    RUNNING  Failed         NONE                         it is trained again once the plan is known
-    RUNNING  ChainFailed    RUNNING  Send(ChainFailure)
-    RUNNING  PlanAgrees     NONE                         the member goes on with it as the round's training
-    READY    PlanAgrees     NONE                         the member encodes it as the round's work
-    RUNNING  PlanDiffers    DROPPED  Stop
-    READY    PlanDiffers    NONE                         what was done is forgotten
-    DROPPED  Trained        NONE
-    DROPPED  Failed         NONE
 """
 
 from __future__ import annotations

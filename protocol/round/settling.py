@@ -1,7 +1,7 @@
 """What the commit of the open round will say of it, from the moment when nobody is waited for any more. Part of the leader's machine, pure.
 
 What was offered is judged first (protocol/round/judging.py), which takes time: the machine asks (leader_events.py: Judge), somebody
-decodes the payloads in his own time (bootstrap/bench.py), and the answer comes back as an event (Verdict). What has been judged is not
+decodes the payloads in his own time (bootstrap/latest_job.py), and the answer comes back as an event (Verdict). What has been judged is not
 judged again while nothing else was offered.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.identity import short_peer
-from protocol.ledger import capacity, schedule
+from protocol.ledger import schedule
 from protocol.ledger.run_state import RunState
 from protocol.ledger.standing import Standing
 from protocol.planning.partition import Candidate
@@ -33,23 +33,6 @@ class Said:
     contributions: Sequence[Contribution] = ()
     left_out: Sequence[LeftOut] = ()
     diverged: Sequence[Diverged] = ()
-
-    def commit(
-        self, manifest: Manifest, head: Commit | None, plan: Plan | None, attestations: Attestations, now: float
-    ) -> Commit:
-        """The commit after `head`, but for the next plan. `plan`: the round's."""
-        round = 0 if head is None else head.round + 1
-        return Commit(
-            run=manifest.run_id,
-            round=round,
-            parent=head.digest if head else manifest.run_id,
-            time=now,
-            contributions=tuple(self.contributions),
-            left_out=capacity.shortened(self.left_out),
-            diverged=capacity.foremost(self.diverged, plan),
-            digests=attestations.majority(round - 1),
-            plan=None,
-        )
 
 
 class Docket:

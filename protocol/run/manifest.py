@@ -30,8 +30,8 @@ from protocol.wire.schema import LATER, SchemaError, brief, build
 LONGEST = 0.8
 """Share of a round's deadline that replicas may train for: the rest is for their offers."""
 FORMAT = 1
-QUORUMS = (1, 3, 4, 5, 7)
-"""How many nodes may decide: a majority of 1, 3 or 5, which bears crashes; 2f + 1 of 3f + 1, which bears f liars."""
+QUORUMS = (1, 4, 7)
+"""The numbers of nodes that may decide, 3f + 1: they go on with f of them lost, and f dishonest ones do no harm."""
 MAX_BYTES = 64 * 1024
 ADMISSIONS = ("open", "listed")
 OPTIMIZERS = ("adamw", "muon")
@@ -283,6 +283,18 @@ class HintSpec:
     bootstrap: tuple[str, ...] = ()
 
 
+def why_no_quorum(nodes: int) -> str | None:
+    """Why this many nodes cannot decide the rounds of a run, None if they can."""
+    if nodes in QUORUMS:
+        return None
+    reason = "cannot decide"
+    if nodes in (2, 3):
+        reason = "bear no dishonest one, and stop when one is lost"
+    elif nodes in (5, 6):
+        reason = "bear one dishonest one, as 4 do"
+    return f"quorum: {nodes} nodes {reason}; use 1, 4 or 7"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A whole run. `operators`: the peer ids of the bootstrap nodes; the first `quorum` of them decide the first commits, the
@@ -316,8 +328,11 @@ class Manifest:
             raise ValueError("name must have 1 to 64 printable characters")
         if min(self.rounds, self.start_peers, self.checkpoint_rounds) < 1 or self.seed < 0:
             raise ValueError("rounds, start_peers and checkpoint_rounds must be at least 1, seed at least 0")
-        if self.quorum not in QUORUMS or not self.quorum <= len(set(self.operators)) == len(self.operators) <= 16:
-            raise ValueError("operators must name at least quorum (1, 3, 4, 5 or 7) and at most 16 different peer ids")
+        refused = why_no_quorum(self.quorum)
+        if refused is not None:
+            raise ValueError(refused)
+        if not self.quorum <= len(set(self.operators)) == len(self.operators) <= 16:
+            raise ValueError("operators must name at least quorum and at most 16 different peer ids")
         for operator in self.operators:
             identity.public_key(operator)
         if self.train.sequence > self.model.context:

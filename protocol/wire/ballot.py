@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from protocol.wire.bounds import Ballot, Count, PeerId, Round, RunId, Signature
+from protocol.wire.bounds import Ballot, PeerId, Round, RunId, Signature
 from protocol.wire.commit import Commit
-from protocol.wire.grounds import MAX_GROUNDS, Sworn
 from protocol.wire.schema import AtMost
 
 
@@ -22,40 +21,35 @@ class Prepare:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
     """The answer, and a member's durable vote: the highest ballot that was promised, and the commit that was accepted last
-    (in ballot `accepted`), if any. Where members may lie: `pledges` of enough members prove that this commit was the only one of
-    that ballot; `pledged` is the digest of the commit that the member pledged in `ballot`. `term`: how many operators were taken out
-    before (protocol/ledger/ousting.py). `grounds`: the promises by which the commit was accepted. `signature`: over `promise_body`
-    (protocol/wire/grounds.py), of an answer."""
+    (in ballot `accepted`), if any."""
 
     round: Round
     ballot: Ballot = -1
     accepted: Ballot = -1
     commit: Commit | None = None
     pledged: RunId = ""
+    """The digest of the commit that the member pledged in `ballot`."""
     pledges: Annotated[dict[PeerId, Signature], AtMost(16)] = field(default_factory=dict)
-    term: Count = 0
-    grounds: Annotated[tuple[Sworn, ...], AtMost(MAX_GROUNDS)] = ()
-    signature: Signature = b""
+    """The certificate of `commit`: enough members pledged it in ballot `accepted`, so no other commit has one of that ballot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accept:
-    """Paxos, phase 2: please accept `commit`. Where members may lie, first: please pledge it. `pledges` prove that enough members
-    pledged it in ballot `certified`: an earlier one, or this one, in which it is to be accepted then. `grounds`: the promises that allow it
-    where no member may lie (protocol/wire/grounds.py)."""
+    """Paxos, phase 2: please pledge `commit`, and once enough members have, please accept it."""
 
     round: Round
     ballot: Ballot
     commit: Commit
     certified: Ballot = -1
+    """The ballot of the certificate: an earlier one, or this one, in which the commit is to be accepted then."""
     pledges: Annotated[dict[PeerId, Signature], AtMost(16)] = field(default_factory=dict)
-    grounds: Annotated[tuple[Sworn, ...], AtMost(MAX_GROUNDS)] = ()
+    """The certificate: the signatures of enough members that pledged the commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pledge:
-    """The answer where members may lie: the commit with this digest is fair, and the only one that its sender pledges in this ballot;
-    the signature is over `pledge_body`."""
+    """The answer to the first: the commit with this digest is fair, and the only one that its sender pledges in this ballot. The signature is
+    over `pledge_body`."""
 
     round: Round
     ballot: Ballot
@@ -65,7 +59,7 @@ class Pledge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """The answer: the commit with this digest is accepted; the signature is over `vote_body`."""
+    """The answer to the second: the commit with this digest is accepted. The signature is over `body_of`."""
 
     round: Round
     ballot: Ballot
@@ -80,21 +74,3 @@ class Reject:
     round: Round
     ballot: Ballot
     promised: Ballot
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holds:
-    """The commit of `round` with this digest is in the sender's log."""
-
-    round: Round
-    digest: RunId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Confirmed:
-    """The commit of `round` with this digest is the only one that these members know (protocol/ledger/confirming.py); each signature
-    is over `confirmation_body`."""
-
-    round: Round
-    digest: RunId
-    by: Annotated[dict[PeerId, Signature], AtMost(16)]

@@ -1,7 +1,6 @@
 """What was decided for a round, and the proof of it.
 
-A commit travels as a *record*, `{"c": body, "n": ballot, "v": {peer: signature of the vote}}` (protocol/wire/encoding.py); "g" has its
-grounds, where it has any.
+A commit travels as a *record*, `{"c": body, "n": ballot, "v": {peer: signature of the vote}}` (protocol/wire/encoding.py).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from protocol.wire import framing, grounds
+from protocol.wire import framing
 from protocol.wire.audit import Audit
 from protocol.wire.bounds import (
     MAX_SHARDS,
@@ -31,15 +30,14 @@ from protocol.wire.bounds import (
     Time,
 )
 from protocol.wire.decree import Board, Enacted, Schedule
-from protocol.wire.double_vote import DoubleVote, vote_body
 from protocol.wire.evaluation import Evaluation
-from protocol.wire.grounds import DOMAIN as DOMAIN
-from protocol.wire.grounds import MAX_GROUNDS, Sworn
 from protocol.wire.invitation import MAX_JOINED, Joined
 from protocol.wire.plan import Plan
 from protocol.wire.schema import LATER, MAX_ITEMS, AtMost, Digest, packed, row
 from protocol.wire.score import Score
 
+DOMAIN = b"potluck/1/"
+"""The first bytes of every signed text of the protocol."""
 MAX_EVALUATIONS = 4
 MAX_SCORES = 32
 MAX_AUDITS = 8
@@ -129,8 +127,7 @@ class Commit:
     proposed it; `members` decide the next round. `decrees`: how many the run has had, with the one that comes with this commit, if one does.
     `joined`: who comes in by an invitation; the next plan may have them. `evaluations`: what was found of an earlier state
     (protocol/ledger/evaluation.py). `scores`: what contributions of earlier rounds were worth (protocol/ledger/scoring.py); `audits`: whether they are
-    what they say (protocol/ledger/audits.py). `schedule`: how long the run is from here on; None: as the manifest says. `out`: the operators that
-    were taken out so far (protocol/ledger/ousting.py). `board`: who operates the run from here on; None: as the manifest says. `idle`: how many
+    what they say (protocol/ledger/audits.py). `schedule`: how long the run is from here on; None: as the manifest says. `board`: who operates the run from here on; None: as the manifest says. `idle`: how many
     rounds brought no work so far, with this one, if it brought none (protocol/ledger/schedule.py)."""
 
     run: RunId
@@ -151,7 +148,6 @@ class Commit:
     schedule: Schedule | None = None
     scores: Annotated[tuple[Score, ...], AtMost(MAX_SCORES)] = ()
     audits: Annotated[tuple[Audit, ...], AtMost(MAX_AUDITS)] = ()
-    out: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
     board: Board | None = None
     idle: Count = field(default=0, metadata=LATER)
 
@@ -190,60 +186,16 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A decided commit with its proof: the signatures of the members that accepted it in `ballot`, and, where none may lie, the promises
-    that allowed it there (protocol/wire/grounds.py)."""
+    """A decided commit with its proof: the signatures of the members that accepted it in `ballot`."""
 
     commit: Commit
     ballot: Ballot
     votes: Annotated[dict[PeerId, Signature], AtMost(16)]
-    grounds: Annotated[tuple[Sworn, ...], AtMost(MAX_GROUNDS)] = ()
-
-
-def voted_twice(one: Record, other: Record) -> tuple[DoubleVote, ...]:
-    """The proofs against everybody who broke the rules of voting, by the signatures in two records of one round: votes for both in one ballot,
-    or a vote in the lower ballot and a promise among the other's grounds that denies it."""
-    lower, upper = sorted(
-        (one, other), key=lambda r: (r.ballot, r.commit.digest)
-    )  # all who find it have the same proof
-    first, second = lower.commit, upper.commit
-    where = [(r.run, len(r.out), r.round) for r in (first, second)]
-    if where[0] != where[1] or first.digest == second.digest:
-        return ()
-
-    def proof(peer: str, digest: str, signed: bytes, promised: int = -1, accepted: int = -1) -> DoubleVote:
-        return DoubleVote(
-            peer=peer,
-            term=len(first.out),
-            round=first.round,
-            ballot=lower.ballot,
-            digest=first.digest,
-            signature=lower.votes[peer],
-            other=digest,
-            signed=signed,
-            promised=promised,
-            accepted=accepted,
-        )
-
-    if lower.ballot == upper.ballot:
-        return tuple(proof(p, second.digest, upper.votes[p]) for p in sorted(set(lower.votes) & set(upper.votes)))
-    denied = {
-        s.peer: proof(s.peer, s.digest, s.signature, s.ballot, s.accepted)
-        for s in sorted(upper.grounds, key=lambda s: (s.peer, s.ballot))
-        if s.peer in lower.votes
-        and s.ballot > lower.ballot
-        and (s.accepted < lower.ballot or (s.accepted == lower.ballot and s.digest != first.digest))
-    }
-    return tuple(denied.values())
 
 
 def body_of(commit: Commit, ballot: int) -> bytes:
     """What the signature of a vote for `commit` in `ballot` is over."""
-    return vote_body(commit.run, len(commit.out), commit.round, ballot, commit.digest)
-
-
-def confirmation_body(run: str, round: int, digest: str) -> bytes:
-    """What a confirmation's signature is over (protocol/ledger/confirming.py)."""
-    return DOMAIN + framing.pack_message(["confirmed", run, round, digest])
+    return DOMAIN + framing.pack_message(["vote", commit.run, commit.round, ballot, commit.digest])
 
 
 def pledge_body(run: str, round: int, ballot: int, digest: str) -> bytes:
@@ -256,32 +208,16 @@ def commit_body(commit: Commit) -> bytes:
     return DOMAIN + framing.pack_message({"t": "commit", **packed(commit)})
 
 
-def votes_needed(members: int) -> int:
-    """Of so many members: a majority, and of four and seven 2f + 1 of 3f + 1, so that any two such sets share an honest member even if f
-    of them lie."""
-    return members - liars_borne(members) if liars_borne(members) else members // 2 + 1
-
-
 def liars_borne(members: int) -> int:
-    """How many of so many members may lie without harm."""
-    return (members - 1) // 3 if members in (4, 7) else 0
+    """The largest f of which 3f + 1 are at most this many members: f of them may lie without harm."""
+    return (members - 1) // 3
 
 
-def is_majority(members: int) -> bool:
-    """Whether fewer than all of so many members decide, and none may lie: then commits are confirmed."""
-    return votes_needed(members) < members and not liars_borne(members)
-
-
-def are_shown(members: int) -> bool:
-    """Whether so many members show the promises that a commit stands on (protocol/wire/grounds.py): those that do not pledge."""
-    return members > 1 and not liars_borne(members)
+def votes_needed(members: int) -> int:
+    """The votes that decide: n - f. Two such sets share f + 1 members, one of whom is honest, and f silent members stop nothing."""
+    return members - liars_borne(members)
 
 
 def is_decided(record: Record, members: tuple[str, ...]) -> bool:
-    """Whether enough of `members`, those that the commit before names, voted for it, and were allowed to."""
-    needed = votes_needed(len(members))
-    if len(set(record.votes) & set(members)) < needed:
-        return False
-    if not are_shown(len(members)):
-        return True
-    return grounds.chain(record.grounds, members, needed, record.ballot, record.commit.digest) is not None
+    """Whether enough of `members`, those that the commit before names, voted for it."""
+    return len(set(record.votes) & set(members)) >= votes_needed(len(members))

@@ -20,19 +20,17 @@ from protocol.wire.bounds import (
     RunId,
     Sessions,
     Signature,
-    Since,
     Word,
 )
-from protocol.wire.double_vote import DoubleVote
 from protocol.wire.schema import AtMost, row
 
-BAN, ADMIT, OPEN, CLOSE, SET, OUST = "ban", "admit", "open", "close", "set", "oust"
+BAN, ADMIT, OPEN, CLOSE, SET = "ban", "admit", "open", "close", "set"
 APPOINT, DISMISS, QUORUM = "appoint", "dismiss", "quorum"
-ACTIONS = (BAN, ADMIT, OPEN, CLOSE, SET, OUST, APPOINT, DISMISS, QUORUM)
+ACTIONS = (BAN, ADMIT, OPEN, CLOSE, SET, APPOINT, DISMISS, QUORUM)
 """`ban` keeps a peer out, `admit` lets it in again, or into a run that is closed; `open` lets everybody in who is not banned, and `close` only
-who is admitted; `set` gives the run another schedule, or other limits; `oust` takes an operator out who voted twice (protocol/ledger/ousting.py).
+who is admitted; `set` gives the run another schedule, or other limits.
 `appoint` makes somebody an operator, `dismiss` ends that, `quorum` says how many of them decide (protocol/ledger/board.py)."""
-OF_PEERS = (BAN, ADMIT, OUST, DISMISS)
+OF_PEERS = (BAN, ADMIT, DISMISS)
 LONGEST_REASON = 200
 MAX_OPERATORS, MAX_APPOINTED, MAX_PLACES = 16, 7, 2
 """Of a run, of one decree, and addresses of one operator."""
@@ -51,7 +49,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """Who operates a run, and how many of them decide its rounds; those who were taken out for voting twice may still be named."""
+    """Who operates a run, and how many of them decide its rounds."""
 
     operators: Annotated[tuple[Operator, ...], AtMost(MAX_OPERATORS)]
     quorum: QuorumSize
@@ -104,10 +102,6 @@ class Decree:
     """Why, for a reader."""
     schedule: Schedule | None = None
     """From the round after on, where it sets one."""
-    proof: DoubleVote | None = None
-    """What the operator who is out has done."""
-    after: Since | None = None
-    """Where one is out: the last round that stays; the next one is decided anew, by the others."""
     operators: Annotated[tuple[Operator, ...], AtMost(MAX_APPOINTED)] = ()
     """Who is appointed; one who was before has other addresses from now on."""
     quorum: QuorumSize | None = None
@@ -116,15 +110,12 @@ class Decree:
     @property
     def is_sound(self) -> bool:
         """Whether it says something: one of ACTIONS, and whom or what it is about, if that is about anybody or anything."""
-        whom, what, why = (
-            (self.action in OF_PEERS) == bool(self.subject),
-            (self.action == SET) == (self.schedule is not None),
-            (self.action == OUST) == (self.proof is not None) == (self.after is not None),
+        return self.action in ACTIONS and (
+            (self.action in OF_PEERS) == bool(self.subject)
+            and (self.action == SET) == (self.schedule is not None)
+            and (self.action == APPOINT) == bool(self.operators)
+            and (self.action == QUORUM) == (self.quorum is not None)
         )
-        board = (self.action == APPOINT) == bool(self.operators) and (self.action == QUORUM) == (
-            self.quorum is not None
-        )
-        return self.action in ACTIONS and whom and what and why and board
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +136,7 @@ class Motion:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Motions:
     """A node's answer: the `number` that the next decree has, the `newest` one, how many signatures the next one needs (`wanted`), who has
-    signed what was sent, the run's `schedule` now, and its `board`. Where a member has voted twice: the `proof`, and the last round that stays if it is
-    taken out (`after`); `number` and `wanted` are then of the decree that does that."""
+    signed what was sent, the run's `schedule` now, and its `board`."""
 
     number: Count
     wanted: Count
@@ -154,5 +144,3 @@ class Motions:
     board: Board
     signed: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
     newest: Decree | None = None
-    proof: DoubleVote | None = None
-    after: Since | None = None

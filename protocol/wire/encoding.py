@@ -13,13 +13,11 @@ from protocol.identity import short_peer
 from protocol.wire import framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.audit import Audit
-from protocol.wire.ballot import Accept, Confirmed, Holds, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Record, body_of
 from protocol.wire.decree import Decree, Motion, Motions
 from protocol.wire.dial_back import Dialled, DialMe
-from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import Evaluation
-from protocol.wire.grounds import are_signed
 from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import SchemaError, build, packed
 from protocol.wire.score import Score
@@ -83,9 +81,6 @@ Message = (
     | Evaluation
     | Score
     | Audit
-    | Holds
-    | Confirmed
-    | DoubleVote
 )
 
 
@@ -125,10 +120,7 @@ def encode_record(record: Record) -> bytes:
     """A record as it is stored and sent: one that `decode_record` reads. Raises LocalError for any other, which nobody could get over
     if it were appended: a bug of this node, since nobody votes for such a commit (protocol/round/fairness.py)."""
     try:
-        data = {"c": packed(record.commit), "n": record.ballot, "v": record.votes}
-        if record.grounds:
-            data["g"] = packed(record.grounds)
-        raw = framing.pack_message(data)
+        raw = framing.pack_message({"c": packed(record.commit), "n": record.ballot, "v": record.votes})
         _record(raw)
     except (SchemaError, framing.FrameError) as error:
         raise LocalError(
@@ -147,7 +139,7 @@ def _record(raw: bytes | memoryview) -> Record:
     data = framing.unpack_message(bytes(raw))
     if not isinstance(data, dict):
         raise SchemaError("record", "is not a map")
-    fields = {"commit": data.get("c"), "ballot": data.get("n"), "votes": data.get("v"), "grounds": data.get("g", [])}
+    fields = {"commit": data.get("c"), "ballot": data.get("n"), "votes": data.get("v")}
     record = build(Record, fields, ignore_unknown=True)
     if len(record.votes) > MAX_VOTES:
         raise SchemaError("votes", f"has {len(record.votes)} entries; at most {MAX_VOTES}")
@@ -155,16 +147,14 @@ def _record(raw: bytes | memoryview) -> Record:
 
 
 def decode_record(raw: bytes | memoryview, peer: str) -> Record:
-    """The record in `raw`, which `peer` sent; every signature in it is right. Whether its voters are a majority of the
+    """The record in `raw`, which `peer` sent; every signature in it is right. Whether its voters are enough of the
     round's members is for whoever knows the commit before. Raises MessageError."""
     try:
         record = _record(raw)
     except (SchemaError, framing.FrameError) as error:
         raise MessageError(peer, f"record from {short_peer(peer)}: {shown(error)}; it was dropped") from None
-    commit = record.commit
-    body = body_of(commit, record.ballot)
-    are_right = are_signed(record.grounds, commit.run, len(commit.out), commit.round, identity.verify)
-    if not are_right or not all(identity.verify(voter, body, signed) for voter, signed in record.votes.items()):
+    body = body_of(record.commit, record.ballot)
+    if not all(identity.verify(voter, body, signed) for voter, signed in record.votes.items()):
         raise MessageError(peer, f"record from {short_peer(peer)}: a signature is wrong; it was dropped")
     return record
 

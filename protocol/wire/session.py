@@ -119,15 +119,13 @@ class Attest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A sign of life. `turn`: which member leads the round, as a node of the quorum sees it
-    (protocol/quorum/leadership.py); `head`: the digest of the last commit of its log."""
+    """A sign of life. `turn`: which member leads the round, as a node of the quorum sees it (protocol/quorum/leadership.py)."""
 
     phase: Word
     round: Round
     step: Count = 0
     loss: Loss | None = None
     turn: Count = 0
-    head: RunId = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

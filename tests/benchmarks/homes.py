@@ -1,7 +1,7 @@
 """A chain of four private homes: nobody but the bootstrap node can be reached, and every boundary goes through its relay.
 
     python -m tests.benchmarks.homes --netlab PATH/netlab.sh
-    python -m tests.benchmarks.homes --netlab PATH/netlab.sh --kill      # three nodes; the relay of most streams is killed in a round
+    python -m tests.benchmarks.homes --netlab PATH/netlab.sh --kill      # four nodes; the relay of most streams is killed in a round
 
 Real processes, daemons and routers (port-restricted cones, --link). The machines are tests/faults/paced.py: a micro-batch takes as
 long as its pace says. Told are: the rounds, in how many of them the chain's work was committed, and with how many inner steps; tokens a
@@ -29,7 +29,7 @@ from tests.e2e import swarms
 from tests.faults.processes import Swarm
 from tests.lab import Lab, lab
 
-NODES = ("node-0", "node-1", "node-2")
+NODES = ("node-0", "node-1", "node-2", "node-3")
 HOMES = tuple(f"home-{i}" for i in range(4))
 PACE = 0.8
 """Seconds of a micro-batch through the whole model."""
@@ -41,7 +41,7 @@ def make_run(seconds: float, rounds: int, nodes: int) -> Manifest:
     return dataclasses.replace(
         base,
         operators=tuple(key.peer_id for key in tiny.OPERATORS[:nodes]),
-        quorum=nodes,  # any of them may be the one that is killed
+        quorum=nodes,
         start_peers=len(HOMES),
         model=dataclasses.replace(swarms.MODEL, n_layers=2 * len(HOMES), d_model=256, n_heads=4, d_ff=256),
         train=TrainSpec(

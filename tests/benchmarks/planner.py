@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bootstrap.planning import Planning
+from bootstrap.latest_job import LatestJob
 from protocol.planning.arrange import Arranged, arrange
 from protocol.round.leader import Leader
 from protocol.round.leader_events import Decided, Lead, MakePlan, Planned, Propose, Ready
@@ -202,7 +202,9 @@ def loop(count: int, model: str) -> None:
 async def beside(question: Question) -> tuple[Planned, list[float], list[float]]:
     """The plan, the seconds from each beat to the next while it was made, and before that while nothing was done."""
     answered: asyncio.Queue[Planned] = asyncio.Queue()
-    planning = Planning(answered.put_nowait, Question.answer)
+    planning = LatestJob[Question, Planned](
+        "planner", lambda asked: Planned(asked, asked.answer()), answered.put_nowait, pause=0.0
+    )
     working = asyncio.create_task(planning.run())
     end = time.perf_counter() + IDLE_SECONDS
     idle = await beats(lambda: time.perf_counter() < end)

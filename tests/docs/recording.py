@@ -23,7 +23,7 @@ from pathlib import Path
 from peer.events import Event
 from peer.node.open_run import Door, manifest_of, parse_run, start_transport
 from peer.ui.monitor import PEERS_A_POLL, Monitor
-from protocol.ledger import evaluation
+from protocol.ledger import claims, evaluation
 from protocol.run import manifest as manifests
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TrainSpec
@@ -80,7 +80,7 @@ class Measured(crowd.Signing):
             sample="Fellow citizens of the Senate and House of Representatives: ⇒ I have the honor to report that the",
         )
         said = tuple(
-            evaluation.signed(self.keys[peer], before.digest, plain)
+            claims.signed(self.keys[peer], before.digest, plain)
             for peer in evaluation.evaluators(self.manifest, before)
         )
         return tiny.record(dataclasses.replace(made.commit, evaluations=said))

@@ -1,6 +1,6 @@
-"""docs/state-machines.md and the tables in docstrings, made from the machines' tables.
+"""docs/state-machines.md, made from the machines' tables.
 
-`python -m tests.docs.state_machines` writes them.
+`python -m tests.docs.state_machines` writes it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import inspect
 import itertools
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -44,7 +43,7 @@ every few seconds; the tables do not repeat it.
 
 @dataclass(frozen=True)
 class Machine:
-    """A table, and where it stands: the docstring of `module` shows it."""
+    """A table, and the module that follows it."""
 
     title: str
     module: ModuleType
@@ -59,8 +58,6 @@ MACHINES = (
     Machine("The proposer", paxos, paxos.TABLE),
     Machine("The acceptor", acceptor, acceptor.TABLE),
 )
-INDENT, WIDTH, EFFECTS = " " * 4, 116, 32
-"""How far a docstring's table is indented, and how wide it and its column of effects are at most, in characters."""
 
 
 # --- one row
@@ -80,29 +77,6 @@ def cells(row: Transition[Any]) -> tuple[str, str, str, str, str]:
 def effect(kind: type) -> str:
     """The name of an effect; what is defined in protocol/wire is a message that is sent."""
     return f"Send({kind.__name__})" if kind.__module__.startswith("protocol.wire.") else kind.__name__
-
-
-# --- docstrings
-
-
-def docstring_table(table: Table[Any]) -> str:
-    """The table as the module's docstring has it: columns of text, indented by four."""
-    rows = [(table.name, "event", "next", "effects", "condition"), *(cells(row) for row in table.rows)]
-    widths = [min(max(len(row[i]) for row in rows), EFFECTS) for i in range(4)]
-    widths.append(WIDTH - len(INDENT) - sum(widths) - 2 * len(widths))
-    return "\n".join(INDENT + line for row in rows for line in _lines(row, widths))
-
-
-def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    wrapped = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths, strict=True)]
-    for parts in itertools.zip_longest(*wrapped, fillvalue=""):
-        yield "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
-
-
-def shown(machine: Machine) -> str:
-    """The table that the module's docstring has now, whatever it says; empty where there is none."""
-    found = re.search(rf"^    {machine.table.name}  .*?(?=\n\n|\n?\Z)", machine.module.__doc__ or "", re.M | re.S)
-    return found[0] if found else ""
 
 
 # --- the document
@@ -159,15 +133,5 @@ def _label(row: Transition[Any]) -> str:
     return row.event.__name__ if row.event else re.sub(r"[`;]", "", row.when.split(":")[0])
 
 
-def write() -> None:
-    """Writes the document and the docstrings anew."""
-    for machine in MACHINES:
-        path, old = Path(inspect.getsourcefile(machine.module) or ""), shown(machine)
-        source = path.read_text(encoding="utf-8")
-        assert old, f"{path}: its docstring has no table of the {machine.table.name}"
-        path.write_text(source.replace(old, docstring_table(machine.table), 1), encoding="utf-8")
-    PATH.write_text(document(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    write()
+    PATH.write_text(document(), encoding="utf-8")

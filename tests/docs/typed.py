@@ -14,9 +14,11 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.support import potluck
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
@@ -147,21 +149,28 @@ class Shell:
             "PATH": f"{self.programs}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
         }
-        start = functools.partial(
-            subprocess.Popen[str],
-            ["sh", "-c", f"exec {command}"],
-            cwd=at,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        start: Callable[..., subprocess.Popen[str]] = functools.partial(
+            subprocess.Popen, ["sh", "-c", f"exec {command}"]
         )
+        if command.startswith("potluck "):
+            start = functools.partial(potluck.Popen, *self._words(command, at))
+        out = {"cwd": at, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         if text is not None:
-            return Terminal(start(stdin=subprocess.PIPE), text)
+            return Terminal(start(stdin=subprocess.PIPE, **out), text)
         keys, inner = pty.openpty()
         with contextlib.closing(os.fdopen(inner, "rb", buffering=0)) as its:
-            own = functools.partial(fcntl.ioctl, inner, termios.TIOCSCTTY, 0)
-            return Terminal(start(stdin=its, start_new_session=True, preexec_fn=own), None, keys)
+            own = (
+                None if command.startswith("potluck ") else functools.partial(fcntl.ioctl, inner, termios.TIOCSCTTY, 0)
+            )
+            return Terminal(start(stdin=its, start_new_session=True, preexec_fn=own, **out), None, keys)
+
+    @staticmethod
+    def _words(command: str, at: Path) -> list[str]:
+        """What the shell gives the program of a command that is typed in the folder `at`."""
+        script = f"potluck() {{ printf '%s\\0' \"$@\"; }}\n{command}"
+        return subprocess.run(["sh", "-c", script], cwd=at, capture_output=True, text=True, check=True).stdout.split(
+            "\0"
+        )[:-1]
 
     def type(self, command: str, at: Path, sign: str | None = None, text: str | None = None) -> Ended:
         """Runs it in the folder `at`. `sign`: what it says, as a regular expression, before Ctrl-C ends it; `text`: what is typed into it."""

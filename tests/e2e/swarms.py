@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -127,13 +125,3 @@ class Background:
                 break
             self._thread.join(0.05)
         raise AssertionError(f"{name}: {what} did not happen: {self._error}")
-
-
-def potluck(*arguments: object) -> subprocess.Popen[str]:
-    """`potluck ARGUMENTS`, as a person starts it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "peer.cli", *map(str, arguments)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,8 +11,10 @@ import pytest
 
 from peer.events import Event
 from protocol.run.manifest import Manifest
+from protocol.wire import encoding
 from tests.faults.processes import Swarm
-from tests.faults.test_quorum import KEYS, three_nodes
+from tests.faults.test_quorum import KEYS, four_nodes
+from tests.support import potluck
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 DEADLINE = 400.0
@@ -22,7 +23,7 @@ DEADLINE = 400.0
 
 def alone(rounds: int) -> Manifest:
     """A run of one operator."""
-    return dataclasses.replace(three_nodes(rounds, start_peers=2), operators=(KEYS[0].peer_id,), quorum=1)
+    return dataclasses.replace(four_nodes(rounds, start_peers=2), operators=(KEYS[0].peer_id,), quorum=1)
 
 
 class Operators(Swarm):
@@ -43,8 +44,8 @@ class Operators(Swarm):
 
     def typed(self, by: str, action: str, *more: str) -> subprocess.Popen[str]:
         """`potluck run`, as this node's operator types it, with the line of its own node."""
-        line = [sys.executable, "-m", "peer.cli", "run", action, self.at[by], *more, "--dir", str(self.folder / by)]
-        return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        line = ("run", action, self.at[by], *more, "--dir", self.folder / by)
+        return potluck.Popen(*line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def refused(self, by: str, *typed: str) -> str:
         """The one line that it answers instead."""
@@ -97,21 +98,23 @@ def test_a_run_outlives_everybody_who_began_to_operate_it(tmp_path: Path) -> Non
             swarm.start(name)
         swarm.wait("node-0", lambda e: e.kind == "commit" and e.fields["round"] == 2, "round 2")
 
-        # two more, and all three decide
-        swarm.begin("node-1", "node-2")
-        for name in ("node-1", "node-2"):
+        # three more, and all four decide
+        swarm.begin("node-1", "node-2", "node-3")
+        for name in ("node-1", "node-2", "node-3"):
             swarm.wait(
                 name,
                 lambda e: e.kind == "warning" and "waits until the operators appoint it" in e.fields["text"],
                 "why",
             )
-        assert "appoint others first" in swarm.refused("node-0", "quorum", "3")
+        assert "appoint others first" in swarm.refused("node-0", "quorum", "4")
+        assert "3 nodes bear no dishonest one" in swarm.refused("node-0", "quorum", "3")
         assert "is no operator of" in swarm.refused("node-1", "appoint", swarm.at["node-1"])
-        swarm.decree(("node-0",), "appoint", swarm.at["node-1"], swarm.at["node-2"], "--reason", "friends")
-        told = swarm.wait("node-2", lambda e: e.kind == "decreed", "the decree").fields
+        swarm.decree(("node-0",), "appoint", swarm.at["node-1"])
+        swarm.decree(("node-0",), "appoint", swarm.at["node-2"], swarm.at["node-3"], "--reason", "friends")
+        told = swarm.wait("node-3", lambda e: e.kind == "decreed" and e.fields["reason"], "the decree").fields
         assert (told["action"], told["reason"]) == ("appoint", "friends")
-        assert told["appointed"] == [swarm.ids["node-1"], swarm.ids["node-2"]]
-        swarm.decree(("node-0",), "quorum", "3")
+        assert told["appointed"] == [swarm.ids["node-2"], swarm.ids["node-3"]]
+        swarm.decree(("node-0",), "quorum", "4")
         swarm.goes_on("node-1", 2)
 
         # the one that began it is gone for good
@@ -123,34 +126,34 @@ def test_a_run_outlives_everybody_who_began_to_operate_it(tmp_path: Path) -> Non
         swarm.works("node-1", three)
 
         # another one takes its place, and another one goes
-        swarm.begin("node-3")
-        swarm.decree(("node-1", "node-2"), "appoint", swarm.at["node-3"])
-        swarm.wait("node-3", lambda e: e.kind == "decreed" and e.fields["action"] == "appoint", "the decree")
-        swarm.decree(("node-1", "node-2"), "dismiss", swarm.ids["node-0"][-8:])
-        swarm.goes_on("node-3", 2)
+        left = ("node-1", "node-2", "node-3")
+        swarm.begin("node-4")
+        swarm.decree(left, "appoint", swarm.at["node-4"])
+        swarm.wait("node-4", lambda e: e.kind == "decreed" and e.fields["action"] == "appoint", "the decree")
+        swarm.decree(left, "dismiss", swarm.ids["node-0"][-8:])
+        swarm.goes_on("node-4", 2)
         swarm.kill("node-1")
-        swarm.goes_on("node-3", 3)
+        swarm.goes_on("node-4", 3)
 
-        last = swarm.round("node-3") + 12
-        swarm.decree(("node-2", "node-3"), "set", "--rounds", str(last))
+        left = ("node-2", "node-3", "node-4")
+        last = swarm.round("node-4") + 12
+        swarm.decree(left, "set", "--rounds", str(last))
         for name in ("one", "two", "three"):
             assert swarm.ended(name) == 0
-        for name in ("node-2", "node-3"):
+        for name in left:
             swarm.wait(name, lambda e: e.kind == "run_finished" and e.fields["round"] == last, "the end")
             swarm.kill(name)
-        verify = [sys.executable, "-m", "peer.cli", "log", "verify", str(swarm.folder / "node-3")]
-        found = subprocess.run(verify, capture_output=True, text=True, timeout=DEADLINE, check=False)
+        found = potluck.run("log", "verify", swarm.folder / "node-4", text=True, timeout=DEADLINE)
         assert found.returncode == 0, found.stdout + found.stderr
         logs = {name: [r.digest for r in archive.commits] for name, archive in swarm.logs()}
-        assert len(logs["node-3"]) == last + 1
+        assert len(logs["node-4"]) == last + 1
         for name, log in logs.items():
-            assert log == logs["node-3"][: len(log)], f"{name} has another history"
-        with swarm.log_of("node-3") as archive:
-            newest = archive.last
-            assert newest is not None
-            assert set(newest.votes) == {swarm.ids["node-2"], swarm.ids["node-3"]}
+            assert log == logs["node-4"][: len(log)], f"{name} has another history"
+        with swarm.log_of("node-4") as archive:
+            newest = encoding.decode_record(archive.records[-1], "the log")
+            assert set(newest.votes) == {swarm.ids[name] for name in left}
             assert newest.commit.board is not None
-            assert newest.commit.board.names == tuple(swarm.ids[name] for name in ("node-1", "node-2", "node-3"))
+            assert newest.commit.board.names == tuple(swarm.ids[f"node-{number}"] for number in range(1, 5))
 
 
 def test_who_is_dismissed_ends_when_the_others_know(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.wire.commit import Commit, LeftOut, Record
 from tests import tiny
+from tests.support.potluck import Popen
 from tests.texts import write_corpus
 
 
@@ -213,11 +213,8 @@ def test_a_bootstrap_node_whose_corpus_misses_a_chunk(run_file: Path, capsys: py
 def test_a_peer_with_another_corpus(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Said before anything is trained, or measured."""
     folder = corpus_of(run_file)
-    node = subprocess.Popen(
-        [sys.executable, "-m", "peer.cli", "bootstrap", str(run_file), "--dir", str(run_file.parent / "boot"),
-         "--host", "127.0.0.1", "--port", "0", "--json", "--corpus", str(folder)],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    words = ("bootstrap", run_file, "--dir", run_file.parent / "boot", "--corpus", folder)
+    node = Popen(*words, "--host", "127.0.0.1", "--port", 0, "--json", stdout=subprocess.PIPE, text=True)
     try:
         assert node.stdout is not None
         told = (json.loads(line) for line in node.stdout)

@@ -34,6 +34,7 @@ from tests.faults.homes import homes
 from tests.faults.processes import DEADLINE, Swarm, slowly
 from tests.faults.roles import NODE
 from tests.faults.test_roles import make_manifest
+from tests.support import potluck
 
 Found = dict[str, Finding]
 MINUTE = 60.0
@@ -55,9 +56,9 @@ def examined(
         assert limit is not None
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
-    done = subprocess.run(
-        [*place, sys.executable, "-m", "peer.cli", "doctor", *map(str, arguments), "--within", str(within), "--json"],
-        capture_output=True,
+    done = potluck.run(
+        *("doctor", *arguments, "--within", within, "--json"),
+        before=place,
         text=True,
         timeout=DEADLINE,
         env={**os.environ, **(env or {})},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,13 @@ from tests import tiny
 from tests.faults.processes import DEADLINE, Swarm, slowly
 from tests.faults.roles import NODE
 from tests.faults.test_roles import make_manifest
+from tests.support import potluck
 
 
 def rehearse(address: str, folder: Path, *options: object) -> subprocess.CompletedProcess[str]:
     """A peer of its own, with an empty home."""
-    command = [sys.executable, "-m", "peer.cli", "join", address, "--dry-run", "--host", "127.0.0.1", "--dir"]
-    return subprocess.run(
-        [*command, str(folder), "--device", "cpu", *map(str, options)],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
+    here = ("--host", "127.0.0.1", "--device", "cpu", "--dir", folder)
+    return potluck.run("join", address, "--dry-run", *here, *options, text=True, timeout=DEADLINE)
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ import contextlib
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +26,7 @@ from peer.node.open_run import NobodyThere
 from peer.ui.monitor import BadLog
 from protocol.errors import LocalError, PotluckError, RemoteError, UsageError
 from protocol.identity import IdentityError
+from protocol.ledger.kept import Kept
 from protocol.wire import endpoints, framing, logfile
 from tests import crowd, systemd, tiny
 from tests.docs.errors import classes
@@ -35,6 +34,7 @@ from tests.docs.test_documents import COMMANDS
 from tests.e2e.test_bad_input import RUN, log_of
 from tests.e2e.typed import hanging, running, until
 from tests.faults.processes import DEADLINE
+from tests.support import potluck
 
 OFFER = ("--device", "cpu", "--memory", "1GB", "--host", "127.0.0.1")
 NOWHERE = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
@@ -175,7 +175,7 @@ def test_bad_log(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tupl
             records[1] = records[1][:-1] + bytes([records[1][-1] ^ 1])
         else:
             records[2] = records[1]
-        node.archive.records.cut(0)
+        node.archive.records = Kept(records.__getitem__)
         for raw in records:
             node.archive.records.append(raw)
 
@@ -192,12 +192,8 @@ def test_clock_wrong(tmp_path: Path, hours: int) -> None:
     (tmp_path / "peer" / "wall").write_text(str(3600 * hours))
     offer = ("--device", "cpu", "--memory", "1GB", "--up", "20Mbps", "--down", "100Mbps", "--host", "127.0.0.1")
     with crowd.living(tmp_path / "node") as line:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.faults.wall_clock", "join", line, "--dir", str(tmp_path / "peer"), *offer],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-        )
+        words = ("join", line, "--dir", tmp_path / "peer", *offer)
+        done = potluck.run(*words, module="tests.faults.wall_clock", text=True, timeout=DEADLINE)
     (said,) = done.stderr.strip().splitlines()
     assert done.returncode == base.ClockWrong.exit_code == 1
     assert said.startswith("potluck: clock: it differs by more than 3 s from that of ")
@@ -303,7 +299,6 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "run open": (),
     "run close": (),
     "run set": ("--rounds", "9"),
-    "run oust": (tiny.OPERATORS[2].peer_id,),
     "run appoint": (NOWHERE,),
     "run dismiss": (tiny.OPERATORS[2].peer_id,),
     "run quorum": ("1",),

@@ -16,14 +16,13 @@ from peer.cli.init import MANIFEST, NODE
 from peer.demo.text import demo_corpus
 from peer.events import from_json
 from tests.faults.processes import DEADLINE
-
-POTLUCK = [sys.executable, "-m", "peer.cli"]
+from tests.support import potluck
 
 
 def started(*words: object) -> subprocess.Popen[str]:
     """`potluck …`, in a process group of its own."""
-    command = [*POTLUCK, *map(str, words), "--host", "127.0.0.1", "--port", "0", "--json"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return potluck.Popen(*words, "--host", "127.0.0.1", "--port", 0, "--json", start_new_session=True, **out)
 
 
 def until(process: subprocess.Popen[str], kind: str) -> dict[str, object]:
@@ -51,8 +50,7 @@ def rest(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    typed = [*POTLUCK, "init", "ours", "--corpus", str(demo_corpus().folder)]
-    subprocess.run(typed, cwd=tmp_path, check=True, capture_output=True, timeout=DEADLINE)
+    potluck.run("init", "ours", "--corpus", demo_corpus().folder, cwd=tmp_path, check=True, timeout=DEADLINE)
     return tmp_path / "ours"
 
 

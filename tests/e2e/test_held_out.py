@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from peer.training import inference
 from protocol.run.manifest import EvaluationSpec
 from tests.e2e import swarms
 from tests.faults.processes import DEADLINE, Swarm
+from tests.support.potluck import run
 
 NODE = "node-0"
 SURE = 10
@@ -29,8 +28,7 @@ SURE = 10
 
 def potluck(*arguments: object) -> str:
     """What a command prints."""
-    command = [sys.executable, "-m", "peer.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True).stdout
+    return str(run(*arguments, text=True, timeout=DEADLINE, check=True).stdout)
 
 
 @pytest.mark.timeout(900)

@@ -9,7 +9,7 @@ import pytest
 from peer.cli import main
 from peer.cli.init import CORPUS, MANIFEST, NODE, commented
 from peer.node.open_run import read_manifest
-from protocol.identity import Identity, short_peer
+from protocol.identity import Identity
 from protocol.run import manifest as manifests
 from protocol.run.presets import PRESETS, PROBATION, RANGE_SESSIONS
 from tests.texts import write_corpus
@@ -88,33 +88,27 @@ def test_four_operators_and_machines_that_are_named(at_home: Path, capsys: pytes
     assert manifest.quorum == 4
     said = capsys.readouterr().out
     assert "with 2 machines (2 replicas, 0 spares)" in said
-    assert "operators: 4, of whom 4 decide rounds: " in said
-    assert "the run bears 1 of 4 nodes that are down, and 1 that lies" in said
+    assert "operators: 4, who decide rounds together: " in said
+    assert "the run goes on with 1 of 4 nodes that are down or lie" in said
 
 
 @pytest.mark.parametrize(
-    ("others", "quorum", "told"),
+    ("others", "reason"),
     [
-        (1, 1, "! while the node of {own} is down, the run stands still: two operators cannot decide together"),
-        (2, 3, "the run bears 1 of 3 nodes that are down, and none that lies"),
-        (4, 4, "spare: {last}, which takes the place of one that is silent for long"),
-        (6, 7, "the run bears 2 of 7 nodes that are down, and 2 that lie"),
+        (1, "2 nodes bear no dishonest one, and stop when one is lost"),
+        (2, "3 nodes bear no dishonest one, and stop when one is lost"),
+        (4, "5 nodes bear one dishonest one, as 4 do"),
+        (7, "8 nodes cannot decide"),
     ],
 )
-def test_what_the_number_of_operators_bears_is_said(
-    others: int, quorum: int, told: str, at_home: Path, capsys: pytest.CaptureFixture[str]
+def test_other_numbers_of_operators_are_refused_in_one_line_before_anything_is_made(
+    others: int, reason: str, at_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two operators are one: what a user who names a second one may not expect."""
     keys = [Identity(bytes([number] * 32)).peer_id for number in range(others)]
-    write_corpus(Path("corpus"), 100, 64, tokens=10**10)
-    assert potluck("init", "ours", "--corpus", "corpus", *(word for key in keys for word in ("--operator", key))) == 0
-    manifest = read_manifest(at_home / "ours" / MANIFEST)
-    assert (manifest.quorum, len(manifest.operators)) == (quorum, others + 1)
-    said = capsys.readouterr().out
-    own, last = short_peer(manifest.operators[0]), short_peer(manifest.operators[-1])
-    assert f"operators: {others + 1}, of whom {quorum} decide" in said
-    assert told.format(own=own, last=last) in said
-    assert ("spare: " in said) == (others + 1 > quorum)
+    assert potluck("init", "ours", "text.txt", *(word for key in keys for word in ("--operator", key))) == 2
+    said = f"potluck: --operator: quorum: {reason}; use 1, 4 or 7, the own node among them\n"
+    assert capsys.readouterr().err == said
+    assert not Path("ours").exists()
 
 
 def test_one_operator_is_told_nothing_of_quorums(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable
@@ -17,9 +16,8 @@ import pytest
 
 from peer.ui import web
 from tests.faults.processes import DEADLINE, Swarm
-from tests.faults.test_quorum import KEYS, three_nodes
-
-COMMAND = [sys.executable, "-m", "peer.cli", "monitor"]
+from tests.faults.test_quorum import KEYS, four_nodes
+from tests.support import potluck
 
 
 def get(url: str) -> bytes:
@@ -40,7 +38,7 @@ def wait(url: str, wanted: Callable[[dict[str, Any]], bool], what: str) -> dict[
 
 @pytest.mark.timeout(900)
 def test_the_page_of_a_run_goes_on_though_nodes_die(tmp_path: Path) -> None:
-    manifest = three_nodes(rounds=10**4, start_peers=2)
+    manifest = four_nodes(rounds=10**4, start_peers=2)
     with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
         for name in swarm.nodes:
             swarm.start_node(name)
@@ -49,12 +47,8 @@ def test_the_page_of_a_run_goes_on_though_nodes_die(tmp_path: Path) -> None:
         swarm.wait(swarm.nodes[0], lambda e: e.kind == "commit" and e.fields["round"] == 2, "round 2")
         errors = tmp_path / "stderr.txt"
         with open(errors, "wb") as told, open(os.devnull) as nothing:
-            monitor = subprocess.Popen(
-                [*COMMAND, swarm.addresses[0], "--web", "0", "--metrics", "0"],
-                stdin=nothing,
-                stdout=subprocess.DEVNULL,
-                stderr=told,
-            )
+            words = ("monitor", swarm.addresses[0], "--web", 0, "--metrics", 0)
+            monitor = potluck.Popen(*words, stdin=nothing, stdout=subprocess.DEVNULL, stderr=told)
         swarm.running["monitor"] = monitor
         url = address(errors, monitor)
         assert get(url) == web.PAGE.read_bytes()
@@ -90,17 +84,14 @@ def address(errors: Path, monitor: subprocess.Popen[bytes]) -> str:
 
 def once(address: str, run: str) -> None:
     """One picture, one snapshot, and the first line of the stream, each by a process of its own."""
-    picture = subprocess.run(
-        [*COMMAND, address, "--once"], capture_output=True, text=True, timeout=DEADLINE, check=True, env=os.environ | {"COLUMNS": "100", "LINES": "30"}
-    ).stdout  # fmt: skip
+    size = os.environ | {"COLUMNS": "100", "LINES": "30"}
+    picture = potluck.run("monitor", address, "--once", text=True, timeout=DEADLINE, check=True, env=size).stdout
     assert f"run {run[:8]}" in picture
     assert "2 full, 0 chain" in picture
     assert max(map(len, picture.splitlines())) <= 100
-    snapshot = subprocess.run(
-        [*COMMAND, address, "--once", "--json"], capture_output=True, text=True, timeout=DEADLINE, check=True
-    ).stdout
+    snapshot = potluck.run("monitor", address, "--once", "--json", text=True, timeout=DEADLINE, check=True).stdout
     assert json.loads(snapshot)["commits"][0]["round"] == 0
-    with subprocess.Popen([*COMMAND, address, "--json"], stdout=subprocess.PIPE, text=True) as stream:
+    with potluck.Popen("monitor", address, "--json", stdout=subprocess.PIPE, text=True) as stream:
         assert stream.stdout is not None
         first, second = (json.loads(stream.stdout.readline()) for _ in range(2))
         stream.terminate()

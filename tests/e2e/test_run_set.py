@@ -1,56 +1,57 @@
-"""Two of three operators make a run shorter while it goes on: real nodes, real commands."""
+"""Three of four operators make a run shorter while it goes on: real nodes, real commands."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.faults.processes import DEADLINE, Swarm
-from tests.faults.test_quorum import KEYS, three_nodes
-from tests.hostile.test_bans import both, command
+from tests.faults.test_quorum import KEYS, four_nodes
+from tests.hostile.test_bans import command, together
+from tests.support import potluck
 
 MORE = 25
 """Rounds that the run goes on for; while the commands are typed nobody is there, so that it comes no further meanwhile."""
 
 
 def test_a_run_is_not_set_to_nothing() -> None:
-    typed = [sys.executable, "-m", "peer.cli", "run", "set", "my-run.toml"]
-    refused = subprocess.run(typed, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    refused = potluck.run("run", "set", "my-run.toml", text=True, timeout=DEADLINE)
     assert refused.returncode == 2
     assert refused.stderr == "potluck: potluck run set: nothing is given; see --help, and give what is to be changed\n"
 
 
 def test_whoever_waits_for_others_outlives_a_restart_of_his_node(tmp_path: Path) -> None:
-    with Swarm(tmp_path / "run", three_nodes(rounds=10**6, start_peers=2), KEYS) as swarm:
+    with Swarm(tmp_path / "run", four_nodes(rounds=10**6, start_peers=2), KEYS) as swarm:
         for name in swarm.nodes:
             swarm.start_node(name)
         for name in ("one", "two"):
             swarm.start(name)
         swarm.wait("node-0", lambda e: e.kind == "commit" and e.fields["round"] == 2, "round 2")
         typed = command(swarm, "node-0", "set", "--rounds", "900000")
-        waiting = subprocess.Popen(typed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        waiting = potluck.Popen(*typed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert waiting.stdout is not None
         try:
-            assert "signed by 1 of 2" in waiting.stdout.readline()
+            assert "signed by 1 of 3" in waiting.stdout.readline()
             swarm.kill("node-0")
             assert "your node does not answer; it is asked again" in waiting.stdout.readline()
             before = len(swarm.events("node-0"))
             swarm.start("node-0")
             swarm.wait("node-0", lambda e: e.kind == "listening", "its address", before)
-            second = command(swarm, "node-1", "set", "--rounds", "900000")
-            done = subprocess.run(second, capture_output=True, text=True, timeout=DEADLINE, check=False)
+            others = [
+                potluck.Popen(*command(swarm, node, "set", "--rounds", "900000"), stdout=subprocess.DEVNULL)
+                for node in ("node-1", "node-2")
+            ]
             said, errors = waiting.communicate(timeout=DEADLINE)
         finally:
             waiting.kill()
-        assert (done.returncode, waiting.returncode, errors) == (0, 0, ""), (done, errors)
+        assert ([other.wait(DEADLINE) for other in others], waiting.returncode, errors) == ([0, 0], 0, "")
         assert "decided; it is in the log" in said
         assert "does not answer" not in said, "it is said once"
 
 
 def test_a_run_ends_when_its_operators_say_so(tmp_path: Path) -> None:
-    manifest = three_nodes(rounds=10**6, start_peers=2)
+    manifest = four_nodes(rounds=10**6, start_peers=2)
     with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
         for name in swarm.nodes:
             swarm.start_node(name)
@@ -66,12 +67,12 @@ def test_a_run_ends_when_its_operators_say_so(tmp_path: Path) -> None:
         last = MORE + max(e.fields["round"] for e in swarm.events("node-0") if e.kind == "commit")
 
         too_short = command(swarm, "node-0", "set", "--rounds", "2")
-        refused = subprocess.run(too_short, capture_output=True, text=True, timeout=DEADLINE, check=False)
+        refused = potluck.run(*too_short, text=True, timeout=DEADLINE)
         assert refused.returncode == 1
         assert "that decree cannot be: round" in refused.stderr
         assert refused.stderr.count("\n") == 1
 
-        for told in both(
+        for told in together(
             swarm, "set", "--rounds", str(last), "--total-steps", "500", "--share", "0.9", "--reason", "enough"
         ):
             assert (
@@ -89,8 +90,8 @@ def test_a_run_ends_when_its_operators_say_so(tmp_path: Path) -> None:
         ends = {swarm.wait(n, lambda e: e.kind == "run_finished", "the end").fields["round"] for n in swarm.nodes}
         (end,) = ends
         assert end >= last, "rounds without work come on top"
-        shown = [sys.executable, "-m", "peer.cli", "monitor", swarm.addresses[0], "--once", "--json"]
-        state = json.loads(subprocess.run(shown, capture_output=True, text=True, timeout=DEADLINE, check=True).stdout)
+        shown = ("monitor", swarm.addresses[0], "--once", "--json")
+        state = json.loads(potluck.run(*shown, text=True, timeout=DEADLINE, check=True).stdout)
         assert (state["finished"], state["round"], state["rounds"]) == (True, end, end)
         for name in swarm.nodes:
             swarm.kill(name)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from protocol.wire import encoding
 from protocol.wire.commit import Commit
 from tests import tiny, volunteers
 from tests.e2e import swarms
+from tests.support.potluck import run
 
 PEERS = 5
 FLIPPED = "flipped"
@@ -112,8 +111,7 @@ def test_who_teaches_the_opposite_is_found_by_scores_alone(tmp_path: Path) -> No
 
 def potluck(*arguments: object) -> str:
     """What a command prints."""
-    command = [sys.executable, "-m", "peer.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
+    return str(run(*arguments, text=True, timeout=600, check=True).stdout)
 
 
 async def forged(manifest: Manifest, commits: list[Commit]) -> str:

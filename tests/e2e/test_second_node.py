@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from peer.cli.init import MANIFEST, NODE
@@ -13,6 +12,7 @@ from peer.demo.text import demo_corpus
 from protocol.run.corpus import TOKENIZER
 from tests.e2e.typed import running, until
 from tests.faults.processes import DEADLINE
+from tests.support.potluck import Popen, run
 from tests.texts import write_corpus
 
 LOOPBACK = ("--host", "127.0.0.1", "--json", "--port")
@@ -20,8 +20,7 @@ LOOPBACK = ("--host", "127.0.0.1", "--json", "--port")
 
 def potluck(at: Path, *words: object, code: int = 0) -> str:
     """What a command prints that is typed in the folder `at`; its errors if it fails as it should."""
-    command = [sys.executable, "-m", "peer.cli", *map(str, words)]
-    done = subprocess.run(command, cwd=at, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    done = run(*words, cwd=at, text=True, timeout=DEADLINE)
     assert done.returncode == code, done
     return done.stderr if code else done.stdout
 
@@ -61,8 +60,7 @@ def test_a_second_node_takes_the_tokenizer_from_the_first(tmp_path: Path) -> Non
 
 
 def first_line(at: Path, *words: str) -> str:
-    command = [sys.executable, "-m", "peer.cli", *words]
-    with subprocess.Popen(command, cwd=at, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with Popen(*words, cwd=at, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         try:
             return process.stdout.readline()

@@ -27,6 +27,7 @@ from tests.faults.roles import NODE
 from tests.faults.test_roles import make_manifest
 from tests.images import IMAGES, make_a_run
 from tests.lab import Place
+from tests.support import potluck
 
 ADDRESS = f"/ip4/127.0.0.1/tcp/9/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
 PEER = "a peer, 100% its own"
@@ -45,14 +46,7 @@ class Home:
         root = Path(__file__).parents[2]
         env = os.environ | {"HOME": str(self.path), "XDG_CONFIG_HOME": str(self.path / "settings")}
         env |= {"PATH": str(self.programs), "PYTHONPATH": str(root)}
-        return subprocess.run(
-            [sys.executable, "-P", "-m", "peer.cli", *map(str, arguments)],
-            cwd=at or self.path,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-        )
+        return potluck.run(*arguments, cwd=at or self.path, env=env, text=True, timeout=DEADLINE)
 
     def units(self) -> list[Path]:
         return sorted(self.path.rglob("*.service")) + sorted(self.path.rglob("*.plist"))

@@ -31,10 +31,9 @@ ELSEWHERE = {
     "potluck bootstrap run.toml --initial-peer ADDRESS": "tests/faults/processes.py",
     "potluck join LINE": "tests/hostile/test_invitations.py",
     "potluck eval demo-run/bootstrap --tasks hellaswag,arc_easy": "tests/e2e/test_export.py",
-    'potluck run oust ADDRESS 4kx6nXTN --reason "voted twice"': "tests/hostile/test_operators.py",
     "potluck bootstrap my-run.toml --corpus corpus --dir my-node --port 4001 --initial-peer ADDRESS": "tests/faults/processes.py",
-    'potluck run appoint ADDRESS LINE LINE --reason "two more"': APPOINTED,
-    "potluck run quorum ADDRESS 3": APPOINTED,
+    'potluck run appoint ADDRESS LINE LINE LINE --reason "three more"': APPOINTED,
+    "potluck run quorum ADDRESS 4": APPOINTED,
     "potluck run dismiss ADDRESS 4kx6nXTN": APPOINTED,
 }
 """Commands that need more than this run, by the test that types them."""

@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.faults.processes import DEADLINE
+from tests.support import potluck
 
 
 @contextlib.contextmanager
@@ -20,9 +20,9 @@ def running(
     *arguments: object, env: Mapping[str, str] | None = None, before: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[str]]:
     """`potluck …` as it is typed. `env`: more of its environment; `before`: what the command begins with."""
-    command = [*before, sys.executable, "-m", "peer.cli", *map(str, arguments)]
     whole = {**os.environ, **(env or {})}
-    with subprocess.Popen(command, env=whole, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with potluck.Popen(*arguments, before=before, env=whole, **out) as process:
         watchdog = threading.Timer(DEADLINE, process.kill)
         watchdog.start()
         try:

@@ -18,7 +18,6 @@ import dataclasses
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from tests.e2e import swarms
 from tests.faults import repair
 from tests.faults.processes import Swarm, Thief
 from tests.faults.repair import NODE, STAGES, WEAK, Campaign
+from tests.support import potluck
 
 LOSSY, SLOW = 1, 2
 """Positions in the chain."""
@@ -76,8 +76,8 @@ class Uneven:
     def monitor(self) -> utilization.Bottleneck:
         """What `potluck monitor` says."""
         _, prefix = self.swarm.places[NODE]
-        command = [*prefix, sys.executable, "-m", "peer.cli", "monitor", self.swarm.addresses[0], "--once", "--json"]
-        said = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["bottlenecks"]
+        done = potluck.run("monitor", self.swarm.addresses[0], "--once", "--json", before=prefix, check=True)
+        said = json.loads(done.stdout)["bottlenecks"]
         (found,) = said
         return utilization.Bottleneck(self.peers.index(found["peer"]), found["what"], found["share"])
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from protocol.planning import memory
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from tests.lab import Place
+from tests.support import potluck
 
 DEADLINE = 300.0
 """Seconds for anything to happen."""
@@ -149,11 +149,8 @@ class Swarm:
             ]
         home = {"HOME": str(folder / "home"), "XDG_CACHE_HOME": ""} if name in self.fetches else {}
         with open(folder / "events.jsonl", "ab") as out, open(folder / "stderr.txt", "ab") as errors:
-            self.running[name] = subprocess.Popen(
-                [*prefix, sys.executable, "-m", self.module, *map(str, arguments)],
-                stdout=out,
-                stderr=errors,
-                env=os.environ | home,
+            self.running[name] = potluck.Popen(
+                *arguments, module=self.module, before=prefix, stdout=out, stderr=errors, env=os.environ | home
             )
 
     def start_node(self, name: str) -> None:

@@ -26,7 +26,6 @@ import itertools
 import json
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -44,6 +43,7 @@ from tests.e2e import swarms
 from tests.faults import history, paced
 from tests.faults.processes import Swarm
 from tests.lab import Lab, lab
+from tests.support import potluck
 
 NODE = "node-0"
 FULL, MOVER, OTHER, NEWCOMER = "full", "mover", "other", "newcomer"
@@ -181,8 +181,7 @@ class Roles:
 
     def log(self, command: str, *options: str) -> str:
         """What `potluck log` prints of the node's folder; it must be content."""
-        typed = [sys.executable, "-m", "peer.cli", "log", command, str(self.swarm.folder / NODE), *options]
-        ended = subprocess.run(typed, capture_output=True, text=True, check=False)
+        ended = potluck.run("log", command, self.swarm.folder / NODE, *options, text=True)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout
 

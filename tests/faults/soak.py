@@ -1,6 +1,6 @@
 """Random SIGKILLs for as long as you like: `python -m tests.faults.soak [--minutes 30] [--seed 0] [--dir FOLDER]`.
 
-Three bootstrap nodes, three full replicas and a chain of three. First the leading node is killed, then a second one (the run stalls),
+Four bootstrap nodes, three full replicas and a chain of three. First the leading node is killed, then a second one (the run stalls),
 which is started again, and then the first. After that a random peer is killed every few seconds and started again a little
 later. At the end everybody attests one more round; then all logs must tell one history, and replaying it from θ(0) must give
 the bits that every peer attested after every round.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from protocol.planning import memory
 from tests.faults.processes import Swarm
-from tests.faults.test_quorum import KEYS, three_nodes
+from tests.faults.test_quorum import KEYS, four_nodes
 
 FULL = ["full-0", "full-1", "full-2"]
 CHAIN = ["weak-0", "weak-1", "weak-2"]
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, help="keep everything there; must not exist yet")
     chosen = parser.parse_args()
     folder = chosen.dir or Path(tempfile.mkdtemp(prefix="potluck-soak-")) / "run"
-    manifest = three_nodes(rounds=1_000_000, start_peers=6)
+    manifest = four_nodes(rounds=1_000_000, start_peers=6)
     stages = [memory.stage_memory(manifest, a, b) for a, b in ((0, 1), (1, 2), (2, 4))]
     with Swarm(folder, manifest, KEYS, dict(zip(CHAIN, stages, strict=True))) as swarm:
         live(swarm, chosen.minutes, random.Random(chosen.seed))
@@ -45,7 +45,7 @@ def main() -> int:
             for reason in ({"reason": x.reason} for x in commit.left_out)
         )
     print(
-        f"{rounds} rounds; left out: {dict(left)}; one history on three nodes, all attested bits are those of the replay"
+        f"{rounds} rounds; left out: {dict(left)}; one history on four nodes, all attested bits are those of the replay"
     )
     if chosen.dir is None:
         shutil.rmtree(folder.parent)
@@ -64,13 +64,13 @@ def live(swarm: Swarm, minutes: float, rng: random.Random) -> None:
     head = wait_for_round(swarm, others, head + 3)
     second = swarm.leader()
     swarm.kill(second)
-    (survivor,) = (n for n in others if n != second)
-    stall = swarm.wait(survivor, lambda e: e.kind == "warning" and "1 of 3" in e.fields["text"], "the stall")
+    survivor = next(n for n in others if n != second)
+    stall = swarm.wait(survivor, lambda e: e.kind == "warning" and "2 of 4" in e.fields["text"], "the stall")
     print(stall.fields["text"], flush=True)
     swarm.start(second)
     swarm.start(first)
     head = wait_for_round(swarm, swarm.nodes, head + 3)
-    print(f"round {head}: goes on with all three; now peers are killed for {minutes:g} minutes", flush=True)
+    print(f"round {head}: goes on with all four; now peers are killed for {minutes:g} minutes", flush=True)
     kills: Counter[str] = Counter()
     end = time.monotonic() + 60 * minutes
     while time.monotonic() < end:

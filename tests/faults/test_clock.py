@@ -7,7 +7,7 @@ from pathlib import Path
 from peer import events
 from peer.events import Event
 from tests.faults.processes import Swarm
-from tests.faults.test_quorum import KEYS, three_nodes
+from tests.faults.test_quorum import KEYS, four_nodes
 
 PEERS = ("full-0", "full-1")
 HOUR = 3600.0
@@ -15,7 +15,7 @@ ROUNDS_BETWEEN = 4
 
 
 def test_the_wall_clock_jumps_and_nobody_is_gone(tmp_path: Path) -> None:
-    manifest = three_nodes(rounds=10**6, start_peers=len(PEERS))
+    manifest = four_nodes(rounds=10**6, start_peers=len(PEERS))
     with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.wall_clock") as swarm:
         for name in swarm.nodes:
             swarm.start_node(name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from peer.cli.init import MANIFEST, NODE
 from peer.demo.text import demo_corpus
 from tests.e2e.typed import running, until
 from tests.faults.processes import DEADLINE
+from tests.support import potluck
 
 
 def _ip(*words: str) -> None:
@@ -45,15 +45,8 @@ def two_machines() -> Iterator[list[str]]:
 
 
 def test_a_run_of_machines_with_ipv6_only(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "peer.cli"]
     corpus = demo_corpus().folder
-    done = subprocess.run(
-        [*command, "init", "ours", "--corpus", str(corpus)],
-        cwd=tmp_path,
-        capture_output=True,
-        timeout=DEADLINE,
-        check=False,
-    )
+    done = potluck.run("init", "ours", "--corpus", corpus, cwd=tmp_path, timeout=DEADLINE)
     assert done.returncode == 0, done
     ours = tmp_path / "ours"
     with two_machines() as (here, there):
@@ -63,8 +56,8 @@ def test_a_run_of_machines_with_ipv6_only(tmp_path: Path) -> None:
             address = str(until(first, "listening")["address"])
             assert address.startswith("/ip6/fd77::1/tcp/31337/")
             for place, words in ((at[0], [str(ours)]), (at[1], [address])):
-                watched = [*place, *command, "monitor", *words, "--once", "--json"]
-                told = subprocess.run(watched, capture_output=True, text=True, timeout=DEADLINE, check=False)
+                watched = ("monitor", *words, "--once", "--json")
+                told = potluck.run(*watched, before=place, text=True, timeout=DEADLINE)
                 assert told.returncode == 0, told
             with running(
                 "join", address, "--dir", tmp_path / "peer", "--memory", "1GB", "--json", before=at[1]

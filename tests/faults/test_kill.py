@@ -12,6 +12,7 @@ import pytest
 
 from peer.events import Event
 from tests.e2e import swarms
+from tests.support import potluck
 
 ROUNDS = 20
 
@@ -84,10 +85,11 @@ class Swarm:
     def restart(self) -> None:
         address = self.event("bootstrap", lambda e: e.kind == "listening", "its start").fields["address"]
         ready = self.event("bootstrap", lambda e: e.kind == "ready" and e.fields["peer"] == self.victim, "readiness")
-        self.again = swarms.potluck(
+        self.again = potluck.Popen(
             "join", address, "--dir", self.folder, "--host", "127.0.0.1", "--device", "cpu",
             "--memory", ready.fields["memory_bytes"], "--up", f"{ready.fields['up_bps']}bps",
             "--down", f"{ready.fields['down_bps']}bps", "--threads", 1, "--json",
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     def ends_well(self) -> dict[str, Any]:

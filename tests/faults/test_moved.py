@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from tests.faults.homes import Homes, homes
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.roles import NODE, Roles
 from tests.faults.test_roles import SECONDS, make_manifest
+from tests.support import potluck
 
 FULL, CHAIN = "a", frozenset("bc")
 ROUNDS = 8
@@ -57,9 +56,9 @@ class Moving:
     def announced(self, name: str) -> list[str]:
         """Where `name` is, by what a monitor sees that looks from its home."""
         (peer,) = (peer for peer, known in self.roles.ids.items() if known == name)
-        command = [*self.homes.places[name][1], sys.executable, "-m", "peer.cli"]
-        command += ["monitor", self.roles.swarm.addresses[0], "--once", "--json"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True).stdout
+        command = ("monitor", self.roles.swarm.addresses[0], "--once", "--json")
+        there = self.homes.places[name][1]
+        said = potluck.run(*command, before=there, text=True, timeout=DEADLINE, check=True).stdout
         (found,) = (p for p in json.loads(said)["peers"] if p["peer"] == peer)
         return [address.split("/")[2] for address in found["addresses"]]
 

@@ -14,7 +14,7 @@ from peer.net.disk import NOT_THERE
 from tests.e2e.typed import running, until
 from tests.faults.bad_machine import poor_disk
 from tests.faults.processes import DEADLINE, Swarm
-from tests.faults.test_quorum import KEYS, three_nodes
+from tests.faults.test_quorum import KEYS, four_nodes
 
 IS_POOR = """
 import fcntl, os, socket, sys
@@ -95,7 +95,7 @@ def test_keys_files_and_locks_need_nothing_that_such_a_disk_has_not(disk: Path, 
 def test_a_node_and_a_peer_train_on_such_a_disk(disk: Path, tmp_path: Path) -> None:
     """Their sockets, too, would be there, where temporary files are."""
     env = {**poor_disk(tmp_path, disk), "TMPDIR": str(disk)}
-    manifest = three_nodes(rounds=10**6, start_peers=1)
+    manifest = four_nodes(rounds=10**6, start_peers=1)
     manifest = dataclasses.replace(manifest, operators=manifest.operators[:1], quorum=1)
     swarm = Swarm(disk / "run", manifest, KEYS[:1])
     node = ("bootstrap", swarm.file, "--dir", disk / "run" / "node-0", "--corpus", swarm.corpus)

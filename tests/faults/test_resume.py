@@ -7,7 +7,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from peer.net.blobs import BlobServer, BlobStore, Fetcher
 from peer.net.uplink import Uplink
 from protocol.codec import blob_hash
 from protocol.wire import endpoints
+from tests.support import potluck
 
 SIZE = 200_000_000
 """Bytes: the state of 50 million parameters."""
@@ -75,9 +75,9 @@ def test_ten_kills_repeat_less_than_two_percent(tmp_path: Path) -> None:
     async def work() -> None:
         async with holders(tmp_path, HOLDERS, data) as serving:
             addresses = [t.addresses[0] for t in serving]
-            command = [sys.executable, "-m", "tests.faults.test_resume", str(tmp_path), name, str(SIZE), *addresses]
+            command = (tmp_path, name, SIZE, *addresses)
             for kill in range(KILLS + 1):
-                process = await asyncio.to_thread(subprocess.Popen, command)
+                process = await asyncio.to_thread(potluck.Popen, *command, module="tests.faults.test_resume")
                 while process.poll() is None and (
                     kill == KILLS or here(tmp_path, name) < SIZE * (kill + 1) // (KILLS + 1)
                 ):

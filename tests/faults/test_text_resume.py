@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,12 +14,14 @@ from peer.net import p2p
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.disk import LocalDisk
 from peer.net.uplink import Uplink
+from protocol.codec import blob_hash
 from protocol.identity import Identity
 from protocol.run import data_order
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints
 from tests import networks
+from tests.support import potluck
 from tests.text_swarm import STEP, manifest, write_noise
 
 SEQUENCES = 16_000
@@ -58,7 +59,7 @@ async def fetch(folder: Path, run: Manifest, address: str) -> None:
 
 def here(folder: Path) -> int:
     """Bytes of ranges that are on disk."""
-    return sum(path.stat().st_size for path in folder.glob("text/*/*") if path.name.isdecimal())
+    return sum(path.stat().st_size for path in folder.glob("text/*") if blob_hash.is_name(path.name))
 
 
 def test_a_kill_repeats_less_than_two_percent(tmp_path: Path) -> None:
@@ -71,14 +72,14 @@ def test_a_kill_repeats_less_than_two_percent(tmp_path: Path) -> None:
             named = {endpoints.CORPUS_NAME: served.index}
             store = BlobStore(tmp_path / "blobs")
             server = BlobServer(store, named=named, uplink=Uplink(RATE_BPS))
-            server.add_ranges(served.find)
+            server.add_text(served)
             await server.serve(node)
             operator = Identity.from_libp2p((tmp_path / "node").read_bytes())
             run = manifest(noise.index, [operator])
             (tmp_path / "run.json").write_bytes(run.to_bytes())
-            command = [sys.executable, "-m", "tests.faults.test_text_resume", str(tmp_path), node.addresses[0]]
+            command = (tmp_path, node.addresses[0])
             for kill in range(KILLS + 1):
-                process = await asyncio.to_thread(subprocess.Popen, command)
+                process = await asyncio.to_thread(potluck.Popen, *command, module="tests.faults.test_text_resume")
                 while process.poll() is None and (kill == KILLS or here(tmp_path) < whole * (kill + 1) // (KILLS + 1)):
                     await asyncio.sleep(0.005)
                 if kill < KILLS:

@@ -31,13 +31,13 @@ from tests.watching import Watching, watching
 NODE, PEER, WATCHER = "node-0", "peer-0", "watcher"
 
 
-def make_manifest(nodes: int, quorum: int) -> Manifest:
+def make_manifest(nodes: int) -> Manifest:
     chosen = swarms.options(Path("unused"), full=1, rounds=10**4, inner_steps=2)
     return dataclasses.replace(
         swarms.manifest(chosen),
         start_peers=1,
         operators=tuple(key.peer_id for key in tiny.OPERATORS[:nodes]),
-        quorum=quorum,
+        quorum=nodes,
         timing=TimingSpec(round_deadline=60.0, round_seconds=2.0, heartbeat=0.5, gone_after=10.0),
     )
 
@@ -115,9 +115,9 @@ class Watched:
 
 @contextlib.contextmanager
 def watched(
-    folder: Path, nodes: int = 1, quorum: int = 1, places: dict[str, Place] | None = None, prefix: Sequence[object] = ()
+    folder: Path, nodes: int = 1, places: dict[str, Place] | None = None, prefix: Sequence[object] = ()
 ) -> Iterator[Watched]:
-    manifest = make_manifest(nodes, quorum)
+    manifest = make_manifest(nodes)
     with Swarm(folder, manifest, tiny.OPERATORS[:nodes], places=places) as swarm:
         for name in swarm.nodes:
             swarm.start_node(name)
@@ -181,7 +181,7 @@ def test_a_node_or_its_watcher_loses_the_line_or_the_address(tmp_path: Path, wha
 @pytest.mark.slow
 def test_one_of_four_nodes_is_gone_for_good(tmp_path: Path) -> None:
     """It is the one by whose address the watcher came."""
-    with watched(tmp_path / "run", nodes=4, quorum=3) as run:
+    with watched(tmp_path / "run", nodes=4) as run:
         run.swarm.kill(NODE)
         before, since = run.decided(), time.monotonic()
         run.shows("one of four gone for good, two rounds more", since, before + 2)

@@ -190,7 +190,8 @@ class Enemies:
         asked: dict[str, Any] = {"blob": name, "size": size, "named_by": rng.choice(("", "x", 7, [], {}))}
         asked |= {flag: rng.choice((True, False, 1, None)) for flag in ("leaves", "whole", "insist")}
         if rng.random() < 0.2:
-            asked["ranges"] = rng.choice(([], [0], [-1, 0], [2**40], [0] * 65, ["x"], None, 7))
+            places = ([], [name, 7, 0], [name, 2**40, -1], [name, 2**63, 0], [name, 7, "x"], ["x", 7, 0], None, 7)
+            asked["in"] = rng.choice(places)
         if rng.random() < 0.1:
             asked = {"named": rng.choice(("manifest", "tokenizer", "corpus", "x" * 500, 7, None))}
         if rng.random() < 0.3:

@@ -1,10 +1,9 @@
-"""Two of three operators ban a peer while it trains, and let it in again: real nodes, real commands."""
+"""Three of four operators ban a peer while it trains, and let it in again: real nodes, real commands."""
 
 from __future__ import annotations
 
 import dataclasses
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,36 +11,40 @@ from peer.events import Event
 from protocol.errors import BannedError, ClosedError
 from protocol.run.manifest import AdmissionSpec
 from tests.faults.processes import DEADLINE, Swarm
-from tests.faults.test_quorum import KEYS, three_nodes
+from tests.faults.test_quorum import KEYS, four_nodes
+from tests.support import potluck
 
 
 def command(swarm: Swarm, node: str, action: str, *more: str) -> list[str]:
     """`potluck run`, as this node's operator types it."""
-    typed = ["run", action, swarm.addresses[0], *more, "--dir", str(swarm.folder / node)]
-    return [sys.executable, "-m", "peer.cli", *typed]
+    return ["run", action, swarm.addresses[0], *more, "--dir", str(swarm.folder / node)]
 
 
-def both(swarm: Swarm, *arguments: str) -> list[str]:
-    """What two operators type, one after the other has begun to wait for it; what they read."""
-    first = subprocess.Popen(
-        command(swarm, "node-0", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert first.stdout is not None
+def together(swarm: Swarm, *arguments: str) -> list[str]:
+    """What three operators type, each after the one before has begun to wait for others; what they read."""
+    told, waiting = [], []
     try:
-        waiting = first.stdout.readline()
-        assert "signed by 1 of 2; the other operators have to type the same" in waiting
-        second = subprocess.run(
-            command(swarm, "node-1", *arguments), capture_output=True, text=True, timeout=DEADLINE, check=True
-        )
-        rest, errors = first.communicate(timeout=DEADLINE)
+        for number, node in enumerate(("node-0", "node-1"), 1):
+            process = potluck.Popen(
+                *command(swarm, node, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            waiting.append(process)
+            assert process.stdout is not None
+            told.append(process.stdout.readline())
+            assert f"signed by {number} of 3; the other operators have to type the same" in told[-1]
+        third = potluck.run(*command(swarm, "node-2", *arguments), text=True, timeout=DEADLINE, check=True)
+        for at, process in enumerate(waiting):
+            rest, errors = process.communicate(timeout=DEADLINE)
+            assert process.returncode == 0, errors
+            told[at] += rest
     finally:
-        first.kill()
-    assert first.returncode == 0, errors
-    return [waiting + rest, second.stdout]
+        for process in waiting:
+            process.kill()
+    return [*told, third.stdout]
 
 
 def test_operators_ban_a_peer_and_admit_it_again(tmp_path: Path) -> None:
-    manifest = three_nodes(rounds=10**6, start_peers=2)
+    manifest = four_nodes(rounds=10**6, start_peers=2)
     with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
         for name in swarm.nodes:
             swarm.start_node(name)
@@ -54,10 +57,10 @@ def test_operators_ban_a_peer_and_admit_it_again(tmp_path: Path) -> None:
             return {s["peer"] for r in plan["replicas"] for s in r["stages"]} if plan else set()
 
         swarm.wait("node-2", lambda e: e.kind == "commit" and bad in plans(e), "a plan with it")
-        for told in both(swarm, "ban", f"Ada·{bad[-4:]}", "--reason", "sends noise"):
+        for told in together(swarm, "ban", f"Ada·{bad[-4:]}", "--reason", "sends noise"):
             assert told.endswith("decided; it is in the log, and holds from the next round on\n")
         said = swarm.wait("node-2", lambda e: e.kind == "decreed", "the decree").fields
-        assert (said["action"], said["peer"], said["reason"], len(said["operators"])) == ("ban", bad, "sends noise", 2)
+        assert (said["action"], said["peer"], said["reason"], len(said["operators"])) == ("ban", bad, "sends noise", 3)
         assert swarm.ended("bad") == BannedError.exit_code
         line = swarm.errors("bad").splitlines()[-1]
         assert f"peer {bad}: it is banned: sends noise; ask an operator" in line
@@ -70,7 +73,7 @@ def test_operators_ban_a_peer_and_admit_it_again(tmp_path: Path) -> None:
                 assert bad not in plans(event)
         swarm.start("bad")
         assert swarm.ended("bad") == BannedError.exit_code, "also where it begins"
-        both(swarm, *line.split("potluck run ")[1].split(" ")[::2])
+        together(swarm, *line.split("potluck run ")[1].split(" ")[::2])
         swarm.start("bad")
         swarm.wait(
             "node-2",
@@ -83,7 +86,7 @@ def test_operators_ban_a_peer_and_admit_it_again(tmp_path: Path) -> None:
 
 
 def test_somebody_is_admitted_to_a_closed_run_in_which_nobody_is(tmp_path: Path) -> None:
-    manifest = three_nodes(rounds=10**6, start_peers=1)
+    manifest = four_nodes(rounds=10**6, start_peers=1)
     manifest = dataclasses.replace(manifest, admission=AdmissionSpec(mode="listed"))
     with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
         for name in swarm.nodes:
@@ -95,7 +98,7 @@ def test_somebody_is_admitted_to_a_closed_run_in_which_nobody_is(tmp_path: Path)
         assert f"peer {peer}: the run is closed, and it is not admitted; send this id to an operator" in line
         assert f"potluck run admit {swarm.addresses[0]} {peer}, and join again" in line
         assert "invitation" in line
-        both(swarm, "admit", peer)
+        together(swarm, "admit", peer)
         swarm.start("peer")
         swarm.wait(
             "node-2",
@@ -108,7 +111,7 @@ def test_somebody_is_admitted_to_a_closed_run_in_which_nobody_is(tmp_path: Path)
 
 
 def test_only_an_operator_of_the_run_can_decree(tmp_path: Path) -> None:
-    manifest = three_nodes(rounds=10**6, start_peers=2)
+    manifest = four_nodes(rounds=10**6, start_peers=2)
     with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
         swarm.start_node("node-0")
         victim = manifest.operators[1]
@@ -118,10 +121,8 @@ def test_only_an_operator_of_the_run_can_decree(tmp_path: Path) -> None:
             ("node-0", "nobody", "none that is known ends so"),
         ):
             if folder == "stranger":
-                subprocess.run([sys.executable, "-m", "peer.cli", "key", "--dir", swarm.folder / folder], check=True)
-            told = subprocess.run(
-                command(swarm, folder, "ban", peer), capture_output=True, text=True, timeout=DEADLINE, check=False
-            )
+                potluck.run("key", "--dir", swarm.folder / folder, check=True)
+            told = potluck.run(*command(swarm, folder, "ban", peer), text=True, timeout=DEADLINE)
             assert (told.returncode, told.stdout) == (2, "")
             assert reason in told.stderr
             assert told.stderr.count("\n") == 1

@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from bootstrap.planning import Planning
+from bootstrap.latest_job import LatestJob
 from peer.net.base import Closed, RemoteError, Stream, call, serve_calls
 from peer.net.memory import MemoryNetwork
 from protocol.round.leader_events import Planned
@@ -271,10 +271,12 @@ def test_a_planner_that_cannot_bear_what_is_announced_ends_no_node() -> None:
     async def work() -> None:
         answered: asyncio.Queue[Planned] = asyncio.Queue()
 
-        def fails(question: Any) -> None:
+        def fails(question: Any) -> Planned:
             raise ZeroDivisionError
 
-        planning = Planning(answered.put_nowait, fails, pause=0.0)
+        planning = LatestJob[Any, Planned](
+            "planner", fails, answered.put_nowait, pause=0.0, failed=lambda question: Planned(question, None)
+        )
         running = asyncio.create_task(planning.run())
         question: Any = object()
         planning.ask(question)

@@ -16,6 +16,7 @@ import pytest
 from peer.cli.init import MANIFEST, NODE
 from tests.e2e.typed import running, until
 from tests.faults.processes import DEADLINE
+from tests.support import potluck
 
 pytestmark = pytest.mark.slow
 TEXT = "Strangers cook one meal together. Each brings what there is at home, and nobody leaves hungry.\n"
@@ -57,9 +58,8 @@ def test_a_peer_writes_into_its_folder_only_and_reads_nothing_that_a_run_names(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("".join(f"{i} {TEXT}" for i in range(20_000)))
-    made = [sys.executable, "-m", "peer.cli", "init", "ours", "text.txt", "--rounds", "2"]
     root = Path(__file__).parents[2]
-    subprocess.run(made, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(root)})
+    potluck.run("init", "ours", "text.txt", "--rounds", 2, check=True)
     home, folder, notes = (tmp_path / name for name in ("home", "peer", "notes.txt"))
     sockets = short_folder
     (home / ".ssh").mkdir(parents=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-import sys
 from pathlib import Path
 
 from peer.events import Event
@@ -12,17 +11,17 @@ from protocol.errors import ClosedError
 from protocol.ledger import invitations
 from protocol.run.manifest import AdmissionSpec
 from tests.faults.processes import DEADLINE, Swarm
-from tests.faults.test_quorum import KEYS, three_nodes
+from tests.faults.test_quorum import KEYS, four_nodes
+from tests.support import potluck
 
 
 def typed(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """What a person types, and reads."""
-    command = [sys.executable, "-m", "peer.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    return potluck.run(*arguments, text=True, timeout=DEADLINE)
 
 
 def test_an_invitation_lets_two_strangers_into_a_closed_run_and_nobody_else(tmp_path: Path) -> None:
-    manifest = three_nodes(rounds=10**6, start_peers=1)
+    manifest = four_nodes(rounds=10**6, start_peers=1)
     manifest = dataclasses.replace(manifest, admission=AdmissionSpec(mode="listed"))
     with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
         for name in swarm.nodes:
@@ -64,7 +63,7 @@ def test_an_invitation_lets_two_strangers_into_a_closed_run_and_nobody_else(tmp_
 
 
 def test_what_is_wrong_with_an_invitation_is_said_in_one_line(tmp_path: Path) -> None:
-    manifest = three_nodes(rounds=10**6, start_peers=1)
+    manifest = four_nodes(rounds=10**6, start_peers=1)
     with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
         swarm.start_node("node-0")
         place, own = swarm.addresses[0], swarm.folder / "node-0"

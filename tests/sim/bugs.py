@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 ROUNDS, NODE = "peer/node/rounds.py", "bootstrap/node.py"
 MEMBER, LEADER, ROSTER = "protocol/round/member.py", "protocol/round/leader.py", "protocol/round/chain_repair.py"
 PAXOS, ACCEPTOR, OFFERS = "protocol/quorum/paxos.py", "protocol/quorum/acceptor.py", "protocol/round/offers.py"
-COMMIT, FAIRNESS = "protocol/wire/commit.py", "protocol/round/fairness.py"
+FAIRNESS = "protocol/round/fairness.py"
 STORAGE, TAKING = "peer/state/storage.py", "peer/state/taking.py"
 
 
@@ -96,23 +96,17 @@ BUGS: dict[str, Bug] = {
     ),
     "a leader ignores what was accepted before": Bug(
         (
+            # nor is it bound by what it has accepted itself, and so are none of the others
             (
                 PAXOS,
-                "value = claimed.commit if claimed is not None else self.mine",
-                "value = self.mine or (claimed.commit if claimed is not None else None)",
+                "self._value = best.commit if best is not None else self.mine",
+                "self._value = self.mine or (best and best.commit)",
             ),
-            (
-                PAXOS,
-                "            if stands_on is None:\n                return\n            self._grounds = stands_on\n",
-                "            self._grounds = stands_on or ()\n",
-            ),
-            # and nobody finds that out by the promises that it shows
             (
                 ACCEPTOR,
-                "        if not self._stands(accept, members):\n",
-                "        if not self._stands(accept, members) and False:\n",
+                "        if vote.commit is not None and vote.commit != commit and certified <= vote.accepted:\n",
+                "        if False:\n",
             ),
-            (COMMIT, "record.ballot, record.commit.digest) is not None", "record.ballot, record.commit.digest) != 0"),
         ),
         ("P2",),
         only="storm",
@@ -138,7 +132,7 @@ BUGS: dict[str, Bug] = {
         (
             (
                 "protocol/ledger/validation.py",
-                "    members = ousting.deciders(manifest, head, commit.decree)\n",
+                "    members = board.members_after(manifest, head)\n",
                 "    members = commit.members\n",
             ),
         ),

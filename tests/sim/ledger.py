@@ -78,10 +78,6 @@ class Ledger:
     payloads: dict[str, bytes] = field(default_factory=dict)
     log: list[Commit] = field(default_factory=list)
     entries: dict[tuple[str, str], dict[int, Entry]] = field(default_factory=dict)
-    double_votes: bool = False
-    """Whether an operator votes for two commits of a round."""
-    split: dict[int, set[str]] = field(default_factory=dict)
-    """The digests of both, by round."""
     heads: dict[str, int] = field(default_factory=dict)
     """The newest round in each node's log."""
     votes: dict[str, Promise] = field(default_factory=dict)
@@ -132,8 +128,7 @@ class Ledger:
             vote = encoding.decode(data[4:], who)
             assert isinstance(vote, Promise)
             before = self.votes.get(who)
-            same = before is not None and (before.round, before.term) == (vote.round, vote.term)
-            if before is not None and same and vote.ballot < before.ballot:
+            if before is not None and before.round == vote.round and vote.ballot < before.ballot:
                 raise Violation("P2", f"{who[-8:]} goes back behind what it promised for round {vote.round}")
             self.votes[who] = vote
             if vote.commit is not None:
@@ -216,12 +211,12 @@ class Ledger:
                 raise Violation("P2", f"{who[-8:]} tells a vote that is not on its disk")
 
     def _check_accept(self, who: str, accept: object) -> None:
-        """Once a majority has accepted a commit, it is the round's: nobody asks for votes for another one in a higher ballot."""
+        """Once enough have accepted a commit, it is the round's: nobody asks for votes for another one in a higher ballot."""
         assert isinstance(accept, Accept)
         for (round, ballot, digest), nodes in self._accepted.items():
             chosen = round == accept.round and ballot < accept.ballot and len(nodes) >= self._needed(round)
             if chosen and digest != accept.commit.digest:
-                text = f"{who[-8:]} asks for another commit of round {round} than a majority accepted"
+                text = f"{who[-8:]} asks for another commit of round {round} than enough accepted"
                 raise Violation("P2", text)
 
     def _needed(self, round: int) -> float:
@@ -239,13 +234,7 @@ class Ledger:
         commit = found.commit
         self.heads[who] = commit.round
         known = self.log[commit.round] if commit.round < len(self.log) else None
-        if known is not None and len(commit.out) > len(known.out):  # decided anew, without an operator who voted twice
-            del self.log[commit.round :]
-        elif known is not None and self.double_votes and known != commit and not (known.out or commit.out):
-            self.split[commit.round] = {known.digest, commit.digest, *self.split.get(commit.round, ())}
-            self.stats["rounds with two commits"] += 1
-            return
-        elif known is not None:
+        if known is not None:
             if known != commit:
                 raise Violation("P2", f"{who[-8:]} writes another commit for round {commit.round} than somebody before")
             return
@@ -262,11 +251,6 @@ class Ledger:
         self._count(found.ballot, commit, before)
         self._state = state.apply(commit)
         self.log.append(commit)
-
-    def applied(self, who: str, commit: Commit) -> None:
-        """P2: a peer has applied this."""
-        if commit.digest in self.split.get(commit.round, ()):
-            raise Violation("P2", f"{who[-8:]} applies one of two commits of round {commit.round}")
 
     def lists(self, commit: Commit) -> dict[str, tuple[Part, ...]]:
         """The lists of parts of a commit, from the disks."""

@@ -5,7 +5,6 @@ python -m tests.sim.run --seeds 0:10000
 python -m tests.sim.run --seeds 0:1000 --liars 6       # and so many made-up identities that say what they like
 python -m tests.sim.run --seeds 0:1000 --probation 1   # and newcomers on probation
 python -m tests.sim.run --seeds 0:1000 --lying-nodes   # and as many dishonest operators as a quorum of 3f + 1 bears
-python -m tests.sim.run --seeds 0:1000 --double-voter  # of three operators the leading one votes twice, and the others take it out
 python -m tests.sim.run --seeds 0:1000 --fixed         # the same operators from beginning to end
 python -m tests.sim.run --seeds 0:1000 --quarrels      # and members of chains who say of each other that they lie, for no reason
 python -m tests.sim.run --seeds 0:1000 --lying-nodes --calm   # nothing else goes wrong: no round takes LEASES leases longer than without lies
@@ -52,7 +51,6 @@ def live(
     lying_nodes: bool = False,
     calm: bool = False,
     probation: int = 0,
-    double_voter: bool = False,
     fixed: bool = False,
     quarrels: bool = False,
 ) -> Life:
@@ -64,7 +62,6 @@ def live(
         lying_nodes=lying_nodes,
         calm=calm,
         probation=probation,
-        double_voter=double_voter,
         fixed=fixed,
         quarrels=quarrels,
     )
@@ -125,11 +122,6 @@ def main() -> int:
     parser.add_argument("--lying-nodes", action="store_true", help="as many dishonest operators as a quorum bears")
     parser.add_argument("--probation", type=int, default=0, help="rounds in which a newcomer's work has no weight")
     parser.add_argument("--calm", action="store_true", help="nothing else goes wrong")
-    parser.add_argument(
-        "--double-voter",
-        action="store_true",
-        help="of three operators the leading one votes twice; the others take it out",
-    )
     parser.add_argument("--fixed", action="store_true", help="nobody becomes an operator, or ceases to be one")
     parser.add_argument("--quarrels", action="store_true", help="members of chains say of each other that they lie")
     arguments = parser.parse_args()
@@ -154,8 +146,7 @@ def main() -> int:
 def chosen_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What was typed of what `live` takes."""
     return {
-        name: getattr(arguments, name)
-        for name in ("liars", "lying_nodes", "calm", "probation", "double_voter", "fixed", "quarrels")
+        name: getattr(arguments, name) for name in ("liars", "lying_nodes", "calm", "probation", "fixed", "quarrels")
     }
 
 
@@ -173,9 +164,7 @@ def campaign(seeds: Sequence[int], chosen: argparse.Namespace) -> int:
             print(f"{number} runs, {time.monotonic() - began:.0f} s", flush=True)
     happened = {k: v for k, v in sorted(stats.items()) if not k.startswith(("at ", "crash "))}
     print(f"{len(seeds)} runs from {seeds[0]} to {seeds[-1]}, {time.monotonic() - began:.0f} s: {happened}")
-    stormy = (
-        not (chosen.calm or chosen.double_voter) and len(seeds) >= SEEDS and len({kind_of(seed) for seed in seeds}) > 1
-    )
+    stormy = not chosen.calm and len(seeds) >= SEEDS and len({kind_of(seed) for seed in seeds}) > 1
     missing = unseen(stats) if stormy else []
     missing += ["on probation"] if chosen.probation and not stats["on probation"] else []
     missing += ["quarrels"] if chosen.quarrels and not stats["quarrels"] else []

@@ -21,18 +21,15 @@ from peer.node.config import Machine
 from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
 from protocol.codec import blob_hash
-from protocol.errors import UsageError
 from protocol.identity import Identity
 from protocol.ledger import part_lists, schedule
 from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec, Manifest, OuterSpec
-from protocol.wire import encoding, logfile
+from protocol.wire import logfile
 from protocol.wire.commit import liars_borne
-from protocol.wire.decree import OUST, Decree, Motion, Motions
-from protocol.wire.sealed import seal
 from tests import machines, tiny
 from tests.liars import Liar
-from tests.lying_nodes import DoubleVoter, LyingNode
+from tests.lying_nodes import LyingNode
 from tests.sim.board import BoardChanges, newcomers
 from tests.sim.disk import SimDisk
 from tests.sim.ledger import Ledger
@@ -45,9 +42,9 @@ PEERS = {"swarm": (3, 4, 4, 4, 6, 8), "crowd": (7,), "storm": (1,)}
 FULL = {"swarm": (0, 1, 2, 2, 3), "crowd": (0,), "storm": (1,)}
 """How many of them can train the whole model."""
 QUORUMS = {
-    "swarm": ((1, 1), (1, 1), (1, 1), (3, 3), (3, 4), (4, 4), (5, 5)),
+    "swarm": ((1, 1), (1, 1), (1, 1), (4, 4), (4, 4), (4, 5)),
     "crowd": ((1, 1),),
-    "storm": ((3, 3), (3, 4), (4, 4), (4, 5), (5, 5), (7, 7)),
+    "storm": ((4, 4), (4, 4), (4, 5), (7, 7)),
 }
 """Sizes of the quorum, and operators' nodes."""
 QUARREL_ROUNDS, QUARRELING = 4, (3, 3, 4, 5)
@@ -61,8 +58,7 @@ class Swarm:
     """Everything that one seed decides; `run` raises Violation if a promise is broken. `liars`: made-up identities that take part.
     `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest. `calm`: nothing else goes wrong. `honest`: the same run, with
     operators who could lie and do not, and chains that could quarrel and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
-    `double_voter`: of three operators the leading one votes for two commits of a round, in one ballot or, in odd seeds, in two, and nothing else goes
-    wrong; the others take it out as docs/guides/operator.md says. `fixed`: nobody becomes an operator, or ceases to be one. `quarrels`: members of chains say of each other that they lie, for no reason."""
+    `fixed`: nobody becomes an operator, or ceases to be one. `quarrels`: members of chains say of each other that they lie, for no reason."""
 
     def __init__(
         self,
@@ -73,7 +69,6 @@ class Swarm:
         calm: bool = False,
         honest: bool = False,
         probation: int = 0,
-        double_voter: bool = False,
         fixed: bool = False,
         quarrels: bool = False,
     ) -> None:
@@ -81,11 +76,9 @@ class Swarm:
         kind = "swarm" if quarrels else kind_of(seed)
         quorum, nodes = rng.choice(QUORUMS[kind])
         if quarrels:
-            quorum, nodes = rng.choice(((1, 1), (3, 3), (3, 3), (4, 4), (5, 5)))
+            quorum, nodes = rng.choice(((1, 1), (4, 4), (4, 4), (4, 5)))
         if lying_nodes:
             quorum, nodes = rng.choice(((4, 4), (4, 4), (4, 5), (7, 7)))
-        if double_voter:
-            quorum, nodes = rng.choice(((3, 3), (3, 3), (3, 4)))
         count = rng.choice(QUARRELING if quarrels else PEERS[kind])
         operators = tiny.OPERATORS[:nodes]
         names = tuple(o.peer_id for o in operators)
@@ -103,9 +96,9 @@ class Swarm:
             ),
         )
         drawn = weather(rng, seed)
-        drawn = dataclasses.replace(drawn, calm_at=0.0) if calm or double_voter else drawn
+        drawn = dataclasses.replace(drawn, calm_at=0.0) if calm else drawn
         self.world = world = World(seed, drawn, rng, verbose)
-        self.ledger = Ledger(self.manifest, world.stats, double_votes=double_voter)
+        self.ledger = Ledger(self.manifest, world.stats)
         world.tells = self._told
         world.dies = self._check_disk
         world.loses_power = lambda process: self.ledger.lost_power(process.name)
@@ -115,8 +108,8 @@ class Swarm:
         self._trainers: dict[str, DrawnTrainer] = {}
         self._applied: dict[str, int] = {}
         self._ended: dict[str, asyncio.Future[None]] = {}
-        fresh = () if fixed or calm else newcomers(seed, lying_nodes)
-        self.changes = BoardChanges(self, random.Random(f"board {seed}"), fresh, lying_nodes, double_voter)
+        fresh = () if fixed or calm else newcomers(seed)
+        self.changes = BoardChanges(self, random.Random(f"board {seed}"), fresh, lying_nodes)
         addresses = tuple(f"/memory/p2p/{name}" for name in (*names, *(who.peer_id for who in fresh)))
         operators = (*operators, *fresh)
         self.nodes = [Process(world, o, lambda p: self._node(p, addresses), "nodes") for o in operators]
@@ -136,11 +129,6 @@ class Swarm:
         if lying_nodes:
             chosen = set(rng.sample(names[:quorum], liars_borne(quorum)))
             self._lying |= set() if honest else chosen
-        self.double_voter = names[0] if double_voter else None
-        self._since = rng.randint(0, self.manifest.rounds - 1)
-        self._typing: dict[str, asyncio.Future[None]] = {}
-        if self.double_voter is not None:
-            self._lying.add(self.double_voter)
         self._decided_at: list[float] = []
         world.trace("world", f"{world.weather}")
 
@@ -155,13 +143,6 @@ class Swarm:
             process.running = BootstrapNode(*parts)
             await process.running.run()
             self.changes.left(process)
-            return
-        if process.name == self.double_voter:
-            process.running = DoubleVoter(*parts, since=self._since, later=self.world.seed % 2 == 1)
-            try:
-                await process.running.run()
-            except* UsageError:  # it is told that it is out
-                self.world.stats["told that they are out"] += 1
             return
         liar = process.running = LyingNode(*parts, rng=process.rng)
         try:
@@ -217,34 +198,13 @@ class Swarm:
                 return
             if path.name == logfile.LOG:
                 known = len(self.ledger.log)
-                for _, record in logfile.records(
-                    io.BytesIO(data), path
-                ):  # all, where the file was cut off and written anew
+                for _, record in logfile.records(io.BytesIO(data), path):
                     self._guarded(self.ledger.appended, process.name, record)
                 self._decided_at += [self.world.now] * (len(self.ledger.log) - known)
             else:
                 self._guarded(self.ledger.written, process.name, path, data, self._trainers.get(process.name))
 
         return HeardDisk(process, heard)
-
-    async def _type(self, process: Process) -> None:
-        """What an operator types when the own node names somebody (peer/cli/decrees.py), until it is decided."""
-        await asyncio.sleep(process.rng.uniform(0.0, 20.0))
-        decrees = process.running.decrees
-
-        async def ask(motion: Motion) -> Motions:
-            raw = await decrees.moved(process.name, encoding.encode(motion))
-            return encoding.expect(Motions, encoding.decode(raw, process.name), process.name)
-
-        while not process.running.quorum.out:
-            now = await ask(Motion())
-            if now.proof is not None:
-                decree = Decree(
-                    run=self.manifest.run_id, number=now.number, action=OUST, subject=now.proof.peer, proof=now.proof, after=now.after
-                )  # fmt: skip
-                await ask(Motion(sealed=seal(process.identity, decree)))
-            await asyncio.sleep(1.0)
-        self.world.stats["taken out"] += 1
 
     # --- what they tell
 
@@ -274,20 +234,14 @@ class Swarm:
                 self.world.stats["skipped"] += 1
             case events.Unfair(peer=peer, reason=reason):
                 self._guarded(self._accused, process.name, peer, reason)
-            case events.Forked(liars=liars):
-                for liar in liars:
-                    self._guarded(self._accused, process.name, liar, "voted twice")
-                if process.name not in self._typing:
-                    self._typing[process.name] = asyncio.ensure_future(self._type(process))
 
     def _hear_peer(self, process: Process, event: Event) -> None:
         match event.body:
-            case events.Round(round=round):
+            case events.Round(round=round, holds=holds):
                 before = self._applied.get(process.name, round - 1)
-                if round != before + 1:
+                if round <= before or (holds and round != before + 1):  # without a shard there is nothing to apply
                     self._guarded(self._wrong_round, process.name, round, before)
                 self._applied[process.name] = round
-                self._guarded(self.ledger.applied, process.name, process.running.rounds.member.commits[round])
                 self._spoil(process)
             case events.Offered():
                 self.world.stats["offers"] += 1

@@ -12,17 +12,15 @@ from protocol.ledger.part_lists import share_of
 from protocol.quorum.acceptor import MOST_JUDGED, Acceptor, Answer, Ballots
 from protocol.quorum.paxos_events import Fetch, FetchList, Held, Judge, Judged, Listed, Refused, Save, Send
 from protocol.quorum.unfair import Unfair
-from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Commit, Share
-from protocol.wire.double_vote import vote_body
-from protocol.wire.grounds import Sworn
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.commit import Commit, Share, body_of, pledge_body
 from protocol.wire.plan import Plan
 from tests import tiny
 from tests.unit.test_paxos import PARTS, PAYLOAD, REPLICA, SHARE, WITH_PAYLOAD
 
-MEMBERS = tuple(o.peer_id for o in tiny.OPERATORS[:3])
-A, B, C = MEMBERS
-M = tiny.manifest(operators=MEMBERS, quorum=3)
+MEMBERS = tuple(o.peer_id for o in tiny.OPERATORS[:4])
+A, B, C, D = MEMBERS
+M = tiny.manifest(operators=MEMBERS, quorum=4)
 COMMIT = Commit(
     run=M.run_id,
     round=0,
@@ -58,16 +56,25 @@ def acceptor(vote: Promise | None = None, held: tuple[str, ...] = ()) -> Accepto
     return member
 
 
-def grounds(ballot: int, commit: Commit = COMMIT) -> tuple[Sworn, ...]:
-    """The other two promised the ballot, and had accepted nothing."""
-    others = tiny.OPERATORS[:2] if ballot > 0 else ()
-    return tuple(tiny.sworn(who, M.run_id, ballot, round=commit.round) for who in others)
+def certificate(ballot: int, commit: Commit = COMMIT) -> dict[str, bytes]:
+    """The pledges of three members."""
+    body = pledge_body(M.run_id, commit.round, ballot, commit.digest)
+    return {who.peer_id: who.sign(body) for who in (*tiny.OPERATORS[:2], tiny.OPERATORS[3])}
 
 
 def accept(
-    of: Acceptor, ballot: int, commit: Commit = COMMIT, event: type = Accept, head: Commit | None = None
+    of: Acceptor,
+    ballot: int,
+    commit: Commit = COMMIT,
+    event: type = Accept,
+    head: Commit | None = None,
+    *,
+    certified: bool = False,
 ) -> list[Answer]:
-    asked = Accept(round=commit.round, ballot=ballot, commit=commit, grounds=grounds(ballot, commit))
+    """`certified`: three members have pledged it in this ballot."""
+    asked = Accept(round=commit.round, ballot=ballot, commit=commit)
+    if certified:
+        asked = dataclasses.replace(asked, certified=ballot, pledges=certificate(ballot, commit))
     return of.accept(A, asked, head, MEMBERS, event)
 
 
@@ -75,43 +82,44 @@ def prepare(of: Acceptor, ballot: int) -> list[Save | Send]:
     return of.prepare(B, Prepare(round=0, ballot=ballot))
 
 
-def signed(promise: Promise) -> Promise:
-    """As it is sent."""
-    digest = promise.commit.digest if promise.commit is not None else ""
-    sworn = tiny.sworn(tiny.OPERATORS[2], M.run_id, promise.ballot, promise.accepted, digest, promise.round)
-    return dataclasses.replace(promise, signature=sworn.signature)
-
-
 def test_a_promise_is_saved_before_it_is_given_and_is_kept() -> None:
     member = acceptor()
     promise = Promise(round=0, ballot=4)
-    assert prepare(member, 4) == [Save(promise), Send(B, signed(promise))]
-    assert prepare(member, 4) == [Send(B, signed(promise))], "the same answer again"
+    assert prepare(member, 4) == [Save(promise), Send(B, promise)]
+    assert prepare(member, 4) == [Send(B, promise)], "the same answer again"
     rejected = [Send(B, Reject(round=0, ballot=3, promised=4))]
     assert prepare(member, 3) == rejected
     assert accept(member, 3) == [Send(A, Reject(round=0, ballot=3, promised=4))]
     assert member.position.phase is Ballots.PROMISED
 
 
-def test_a_vote_is_saved_before_it_is_given_and_is_signed() -> None:
+def test_a_pledge_and_a_vote_are_saved_before_they_are_given_and_are_signed() -> None:
     member = acceptor()
     saved, sent = accept(member, 0)
-    assert saved == Save(Promise(round=0, ballot=0, accepted=0, commit=COMMIT))
+    assert saved == Save(Promise(round=0, ballot=0, pledged=COMMIT.digest))
+    assert isinstance(sent, Send)
+    assert isinstance(sent.message, Pledge)
+    assert identity.verify(C, pledge_body(M.run_id, 0, 0, COMMIT.digest), sent.message.signature)
+    saved, sent = accept(member, 0, certified=True)
+    bound = Promise(round=0, ballot=0, accepted=0, commit=COMMIT, pledged=COMMIT.digest, pledges=certificate(0))
+    assert saved == Save(bound)
     assert isinstance(sent, Send)
     assert isinstance(sent.message, Vote)
-    assert identity.verify(C, vote_body(M.run_id, 0, 0, 0, COMMIT.digest), sent.message.signature)
-    assert accept(member, 0) == [sent], "the same answer again"
-    assert accept(member, 0, OTHER) == [], "one ballot has one commit"
+    assert identity.verify(C, body_of(COMMIT, 0), sent.message.signature)
+    assert accept(member, 0, certified=True) == [sent], "the same answer again"
+    assert accept(member, 0, OTHER, certified=True) == [], "one ballot has one commit"
     assert member.position.phase is Ballots.ACCEPTED
 
 
 def test_who_prepares_later_hears_what_was_accepted() -> None:
     member = acceptor()
-    accept(member, 0)
-    bound = Promise(round=0, ballot=4, accepted=0, commit=COMMIT)
-    assert prepare(member, 4) == [Save(bound), Send(B, signed(bound))]
+    accept(member, 0, certified=True)
+    bound = Promise(round=0, ballot=4, accepted=0, commit=COMMIT, pledges=certificate(0))
+    assert prepare(member, 4) == [Save(bound), Send(B, bound)]
     assert accept(member, 0) == [Send(A, Reject(round=0, ballot=0, promised=4))]
-    assert accept(member, 4, OTHER)[0] == Save(Promise(round=0, ballot=4, accepted=4, commit=OTHER, grounds=grounds(4)))
+    saved, _ = accept(member, 4, OTHER, certified=True)
+    assert isinstance(saved, Save)
+    assert (saved.vote.accepted, saved.vote.commit) == (4, OTHER)
 
 
 @pytest.mark.parametrize("ballot", [3, 4])
@@ -120,7 +128,7 @@ def test_a_restarted_acceptor_is_bound_by_its_durable_vote(ballot: int) -> None:
     assert member.position.phase is Ballots.ACCEPTED
     (answer,) = prepare(member, ballot)
     assert isinstance(answer, Send)
-    assert answer.message == (signed(member.vote) if ballot == 4 else Reject(round=0, ballot=3, promised=4))
+    assert answer.message == (member.vote if ballot == 4 else Reject(round=0, ballot=3, promised=4))
     assert acceptor(Promise(round=0, ballot=4)).position.phase is Ballots.PROMISED
 
 
@@ -237,7 +245,7 @@ def test_a_sender_has_so_many_commits_judged_in_a_round() -> None:
 
 def test_with_the_next_round_it_is_free_again_but_not_of_a_vote_for_a_later_one() -> None:
     member = acceptor()
-    accept(member, 0)
+    accept(member, 0, certified=True)
     member.begin(1)
     assert (member.vote, member.position.phase) == (Promise(round=1), Ballots.FREE)
     ahead = Promise(round=5, ballot=2)

@@ -28,10 +28,10 @@ from tests import tiny
 from tests.rules import of_access
 from tests.unit import test_leader as leading
 
-KEYS = tiny.OPERATORS[:3]
-STRANGER = tiny.OPERATORS[3]
+KEYS = tiny.OPERATORS[:4]
+STRANGER = tiny.OPERATORS[4]
 ONE = tiny.manifest()
-THREE = tiny.manifest(operators=tuple(key.peer_id for key in tiny.OPERATORS[:4]), quorum=3)
+FOUR = tiny.manifest(operators=tuple(key.peer_id for key in KEYS), quorum=4)
 
 
 def decree(action: str, subject: str = "", *, number: int = 0, manifest: Manifest = ONE, **more: Any) -> Decree:
@@ -91,21 +91,21 @@ def test_the_manifest_says_it_and_bad_words_are_refused() -> None:
 # --- what is lawful
 
 
-def unlawful(enacted: Enacted | None, manifest: Manifest = THREE, **changes: Any) -> str | None:
+def unlawful(enacted: Enacted | None, manifest: Manifest = FOUR, **changes: Any) -> str | None:
     return access.why_unlawful(manifest, None, dataclasses.replace(first(manifest, enacted), **changes))
 
 
 def test_enough_members_have_to_sign_and_only_they_count() -> None:
-    wish = decree(BAN, "a", manifest=THREE)
-    assert unlawful(signed(wish, *KEYS[:2])) is None
+    wish = decree(BAN, "a", manifest=FOUR)
+    assert unlawful(signed(wish, *KEYS[:3])) is None
     assert unlawful(signed(wish, *KEYS)) is None
-    assert unlawful(signed(wish, KEYS[0])) == "has a decree that too few of its members signed"
-    assert unlawful(signed(wish, *KEYS[:2], STRANGER)) == "has a decree that too few of its members signed"
+    assert unlawful(signed(wish, *KEYS[:2])) == "has a decree that too few of its members signed"
+    assert unlawful(signed(wish, *KEYS[:3], STRANGER)) == "has a decree that too few of its members signed"
 
 
 def test_a_signature_is_of_this_decree() -> None:
-    wish = decree(BAN, "a", manifest=THREE)
-    other = signed(dataclasses.replace(wish, subject="b"), *KEYS[:2])
+    wish = decree(BAN, "a", manifest=FOUR)
+    other = signed(dataclasses.replace(wish, subject="b"), *KEYS[:3])
     assert unlawful(dataclasses.replace(other, decree=wish)) == "has a decree with a wrong signature"
 
 
@@ -121,18 +121,18 @@ def test_a_signature_is_of_this_decree() -> None:
     ],
 )
 def test_a_decree_is_of_its_place_in_the_log_and_says_something(changes: dict[str, Any], said: str) -> None:
-    wish = dataclasses.replace(decree(BAN, "a", manifest=THREE), **changes)
+    wish = dataclasses.replace(decree(BAN, "a", manifest=FOUR), **changes)
     assert unlawful(signed(wish, *KEYS)) == said
 
 
 def test_decrees_are_counted_so_that_none_is_used_twice() -> None:
-    wish = decree(BAN, "a", manifest=THREE)
+    wish = decree(BAN, "a", manifest=FOUR)
     enacted = signed(wish, *KEYS)
     assert unlawful(enacted, decrees=2) == "counts 2 decrees after 0"
     assert unlawful(None, decrees=1) == "counts 1 decrees after 0"
-    head = first(THREE, enacted)
+    head = first(FOUR, enacted)
     again = dataclasses.replace(head, round=1, parent=head.digest, decrees=2)
-    assert access.why_unlawful(THREE, head, again) == "has a decree of another time"
+    assert access.why_unlawful(FOUR, head, again) == "has a decree of another time"
 
 
 def test_the_log_cannot_have_what_is_unlawful() -> None:
@@ -174,21 +174,22 @@ def test_whoever_reads_the_log_is_told() -> None:
 
 
 def test_the_members_have_to_wish_the_same_and_the_newest_wish_counts() -> None:
-    petitions, wish = access.Petitions(), decree(BAN, "a", manifest=THREE)
+    petitions, wish = access.Petitions(), decree(BAN, "a", manifest=FOUR)
     other = dataclasses.replace(wish, subject="b")
 
     def sign(key: Any, what: Decree) -> None:
         petitions.hear(key.peer_id, what, signed(what, key).signatures[key.peer_id])
 
-    sign(KEYS[0], wish)
-    sign(KEYS[1], other)
-    assert petitions.enacted(THREE, None) is None
-    sign(KEYS[1], wish)
-    found = petitions.enacted(THREE, None)
-    assert found == signed(wish, *KEYS[:2])
-    assert petitions.signers(wish) == tuple(sorted(key.peer_id for key in KEYS[:2]))
-    later = dataclasses.replace(first(THREE, found), decrees=1)
-    assert petitions.enacted(THREE, later) is None, "it was that number"
+    for key in KEYS[:2]:
+        sign(key, wish)
+    sign(KEYS[2], other)
+    assert petitions.enacted(FOUR, None) is None
+    sign(KEYS[2], wish)
+    found = petitions.enacted(FOUR, None)
+    assert found == signed(wish, *KEYS[:3])
+    assert petitions.signers(wish) == tuple(sorted(key.peer_id for key in KEYS[:3]))
+    later = dataclasses.replace(first(FOUR, found), decrees=1)
+    assert petitions.enacted(FOUR, later) is None, "it was that number"
 
 
 def test_a_node_takes_only_what_a_commit_can_have() -> None:
@@ -199,7 +200,7 @@ def test_a_node_takes_only_what_a_commit_can_have() -> None:
         heard.append(event)
 
     key, wish = tiny.OPERATOR, decree(BAN, "a")
-    decrees = Decrees(Leader(ONE, (), (), 0.0), hand_in, lambda motion: None, (), lambda: None, frozenset)
+    decrees = Decrees(Leader(ONE, (), (), 0.0), hand_in, lambda motion: None, frozenset)
 
     def hear(sealed: bytes) -> str | None:
         try:
@@ -361,7 +362,7 @@ def test_a_node_tells_an_operator_who_comes_too_late() -> None:
         raise AssertionError("it was taken")
 
     head = dataclasses.replace(first(ONE, None, 0), round=ONE.rounds - 1, members=ONE.first_members)
-    decrees = Decrees(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, (), lambda: None, frozenset)
+    decrees = Decrees(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, frozenset)
     with pytest.raises(RemoteError, match=f"that decree cannot be: the run ends with round {ONE.rounds}"):
         asyncio.run(decrees.hear(Motion(sealed=seal(tiny.OPERATOR, longer(ONE.rounds + 1)))))
 
@@ -376,7 +377,7 @@ def test_who_asks_whether_its_decree_was_decided_is_not_told_that_it_comes_too_l
     head = dataclasses.replace(
         first(ONE, signed(wish, tiny.OPERATOR)), round=1, schedule=wish.schedule, members=ONE.first_members
     )
-    decrees = Decrees(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, (), lambda: None, frozenset)
+    decrees = Decrees(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, frozenset)
     assert asyncio.run(decrees.hear(Motion(sealed=seal(tiny.OPERATOR, wish)))) == wish
     with pytest.raises(RemoteError, match="that decree cannot be"):
         asyncio.run(decrees.hear(Motion(sealed=seal(tiny.OPERATOR, longer(2, number=1)))))

@@ -13,7 +13,8 @@ import pytest
 from peer.corpus.text import Text as AnyText
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.orders import InnerLoop
-from protocol.ledger import audits, standing
+from protocol.ledger import standing
+from protocol.ledger.audits import Audits
 from protocol.planning import budget, memory
 from protocol.planning.budget import Budget
 from protocol.run.manifest import EvaluationSpec, JudgingSpec, OuterSpec, TimingSpec, TrainSpec
@@ -83,8 +84,8 @@ def test_a_replica_that_trains_on_other_text_is_found_and_no_other(tmp_path: Pat
         assert not commit.plan.names(liar), "it has no place for a while"
 
 
-def known_before(commits: list[Commit]) -> list[tuple[Commit, audits.Audits]]:
-    known, out = audits.of(RUN), []
+def known_before(commits: list[Commit]) -> list[tuple[Commit, Audits]]:
+    known, out = Audits(RUN), []
     for commit in commits:
         out.append((commit, known))
         known = known.after(commit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from protocol.identity import Identity, short_peer
-from protocol.ledger import audits, rules, run_state, standing
+from protocol.ledger import audits, claims, rules, run_state, standing
 from protocol.ledger.audits import EXAMINERS, KEPT, LEAST, Audits, Found, Turn
+from protocol.ledger.claims import Claims
 from protocol.round import fairness
 from protocol.round.leader_events import Received
 from protocol.run.manifest import JudgingSpec, Manifest
@@ -19,6 +21,7 @@ from protocol.wire.audit import Audit
 from protocol.wire.commit import MAX_AUDITS, Commit, Contribution, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
+from tests.rules import due as open_for
 from tests.rules import of_claims
 from tests.unit.test_leader import Driver
 
@@ -59,13 +62,13 @@ EVERYBODY = tuple(made(i, p) for i, p in enumerate(NAMES))
 
 def says(turn: Turn, peer: str, agreement: float, **changes: Any) -> Audit:
     plain = Audit(peer="", round=turn.round, replica=turn.replica, agreement=agreement, signature=b"")
-    return audits.signed(OF_NAME[peer], turn.of, dataclasses.replace(plain, **changes))
+    return claims.signed(OF_NAME[peer], turn.of, dataclasses.replace(plain, **changes))
 
 
 def opened() -> tuple[Audits, Turn]:
     """A run in which one contribution is to be audited, and its turn."""
     for round in itertools.count(1):
-        found = audits.of(ALL, [commit(round, work=EVERYBODY)])
+        found = Audits(ALL).after(commit(round, work=EVERYBODY))
         if found.turns:
             only = dataclasses.replace(found, turns=found.turns[:1])
             return only, only.turns[0]
@@ -137,9 +140,9 @@ def test_what_has_no_place() -> None:
         assert found is not None
         assert found.startswith(why)
         assert (of_claims(known, commit(turn.round + 1, said))) == [f"has an audit that {found}"]
-        heard = audits.Heard()
-        heard.hear(known, said)
-        assert heard.next(known) == ()
+        heard = Claims()
+        heard.hear(open_for(known), said)
+        assert heard.next(open_for(known), Audit) == ()
     twice = of_claims(known, commit(turn.round + 1, right, right))
     assert twice == [f"has an audit that is told by {short_peer(first)} for the second time"]
 
@@ -155,17 +158,17 @@ def test_a_late_one_has_a_place_for_some_rounds() -> None:
 
 
 def test_a_commit_has_few_and_the_rest_follow() -> None:
-    known = audits.of(ALL, [commit(r, work=EVERYBODY) for r in range(KEPT - 1)])
-    heard = audits.Heard()
+    known = functools.reduce(Audits.after, (commit(r, work=EVERYBODY) for r in range(KEPT - 1)), Audits(ALL))
+    heard = Claims()
     for turn in known.turns:
-        heard.hear(known, says(turn, turn.examiners[0], WELL))
-        heard.hear(known, says(turn, turn.examiners[0], BADLY))
-    first = heard.next(known)
+        heard.hear(open_for(known), says(turn, turn.examiners[0], WELL))
+        heard.hear(open_for(known), says(turn, turn.examiners[0], BADLY))
+    first = heard.next(open_for(known), Audit)
     assert len(first) == MAX_AUDITS < len(known.turns)
     assert {x.agreement for x in first} == {WELL}, "who has said something does not take it back"
     known = known.after(commit(KEPT, *first))
-    heard.forget(known)
-    second = heard.next(known)
+    heard.forget(open_for(known))
+    second = heard.next(open_for(known), Audit)
     assert len(second) == MAX_AUDITS
     assert not set(first) & set(second)
 

@@ -31,7 +31,7 @@ MOST = 20_000
 
 def manifest(layers: int) -> Manifest:
     spec = ModelSpec(vocab_size=16, d_model=8, n_layers=layers, n_heads=2, d_ff=16, context=8)
-    return tiny.manifest(model=spec, operators=tuple(o.peer_id for o in tiny.OPERATORS[:3]), quorum=3)
+    return tiny.manifest(model=spec, operators=tuple(o.peer_id for o in tiny.OPERATORS[:4]), quorum=4)
 
 
 @functools.cache

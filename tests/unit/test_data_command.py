@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from peer.cli.main import main
+from tests.support import potluck
 
 DEADLINE = 120.0
 
@@ -91,7 +91,7 @@ def test_what_is_wrong_is_one_line(
 def test_a_build_that_is_interrupted_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "out"
     typed = ["data", "build", "sotu", "--tokenizer", "sotu-4k.json", "--sequence", "32", "--out", str(out)]
-    process = subprocess.Popen([sys.executable, "-m", "peer.cli", *typed], stdout=subprocess.PIPE, text=True)
+    process = potluck.Popen(*typed, stdout=subprocess.PIPE, text=True)
     try:
         end = time.monotonic() + DEADLINE
         while not (out / "tokenizer.json").exists():

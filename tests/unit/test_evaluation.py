@@ -24,19 +24,21 @@ from peer.ui.metrics import exposition
 from peer.ui.watched import Watched, state
 from protocol.errors import UsageError
 from protocol.identity import Identity, short_peer
-from protocol.ledger import evaluation
-from protocol.ledger.evaluation import EVALUATORS, MOST, Due
+from protocol.ledger import claims, evaluation
+from protocol.ledger.claims import Claims
+from protocol.ledger.evaluation import EVALUATORS, Due
 from protocol.round import fairness
 from protocol.round.leader_events import Received
 from protocol.run import layout
 from protocol.run.corpus import CorpusIndex
 from protocol.run.manifest import EvaluationSpec, TokenizerSpec
 from protocol.wire.bounds import MAX_BITS_PER_BYTE
-from protocol.wire.commit import Commit
+from protocol.wire.commit import MAX_EVALUATIONS, Commit
 from protocol.wire.encoding import Message
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
+from tests.rules import due as open_for
 from tests.rules import of_claims
 from tests.unit.test_leader import Driver
 
@@ -62,7 +64,7 @@ def planned(round: int, count: int = 8) -> Commit:
 
 def says(who: Identity, due: Due, **changes: Any) -> Evaluation:
     plain = Evaluation(peer="", round=due.round, sequences=1, loss=2.0, bits_per_byte=1.0, signature=b"")
-    return evaluation.signed(who, due.of, dataclasses.replace(plain, **changes))
+    return claims.signed(who, due.of, dataclasses.replace(plain, **changes))
 
 
 def test_every_so_many_rounds_three_full_replicas_measure_by_turns() -> None:
@@ -91,7 +93,7 @@ def test_what_is_measured_costs_a_fiftieth() -> None:
         EvaluationSpec(sequences=0)
 
 
-DUE = evaluation.of(RUN, [planned(0)])
+DUE = Due(RUN).after(planned(0))
 
 
 @pytest.mark.parametrize(
@@ -109,9 +111,9 @@ DUE = evaluation.of(RUN, [planned(0)])
 def test_what_has_no_place(said: Evaluation, why: str) -> None:
     assert DUE.why_not(said) == why
     assert (of_claims(DUE, commit(1, None, said))) == [f"has an evaluation that {why}"]
-    heard = evaluation.Evaluations()
-    heard.hear(DUE, said)
-    assert heard.next(DUE) == ()
+    heard = Claims()
+    heard.hear(open_for(DUE), said)
+    assert heard.next(open_for(DUE), Evaluation) == ()
 
 
 def test_each_measures_a_state_once_and_a_later_one_again() -> None:
@@ -130,18 +132,18 @@ def test_each_measures_a_state_once_and_a_later_one_again() -> None:
 def test_a_commit_has_few_and_the_rest_follow() -> None:
     keys = [*tiny.OPERATORS[:3], *KEYS[:3]]
     run = dataclasses.replace(RUN, operators=tuple(k.peer_id for k in tiny.OPERATORS[:3]))
-    due, heard = evaluation.of(run, [planned(0)]), evaluation.Evaluations()
+    due, heard = Due(run).after(planned(0)), Claims()
     for key in keys:
-        heard.hear(due, says(key, due))
-        heard.hear(due, says(key, due, loss=9.0))
-    first = heard.next(due)
-    assert len(first) == MOST < len(keys)
+        heard.hear(open_for(due), says(key, due))
+        heard.hear(open_for(due), says(key, due, loss=9.0))
+    first = heard.next(open_for(due), Evaluation)
+    assert len(first) == MAX_EVALUATIONS < len(keys)
     assert {x.loss for x in first} == {2.0}, "who has said something does not take it back"
     due = due.after(commit(1, None, *first))
-    rest = heard.next(due)
+    rest = heard.next(open_for(due), Evaluation)
     assert sorted(x.peer for x in (*first, *rest)) == sorted(k.peer_id for k in keys)
-    heard.forget(due.after(planned(2)))
-    assert heard.next(due) == ()
+    heard.forget(open_for(due.after(planned(2))))
+    assert heard.next(open_for(due), Evaluation) == ()
 
 
 # --- the leader and the voters
@@ -274,7 +276,7 @@ def test_whose_turn_it_is_measures_signs_and_tells_again_until_it_is_in_the_log(
     assert first.sample == " ".join(["w1"] * 9 + ["⇒"] + ["w2"] * SAMPLE_IDS)
     assert first.bits_per_byte == pytest.approx(2.0 / math.log(2) / 2.5)
     run = dataclasses.replace(RUN, train=TRAIN)
-    assert evaluation.of(run, [planned(0)]).why_not(first) is None
+    assert Due(run).after(planned(0)).why_not(first) is None
 
 
 def test_without_a_tokenizer_there_are_figures_alone() -> None:

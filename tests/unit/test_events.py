@@ -26,7 +26,6 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.audit import Audit
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part
 from protocol.wire.decree import Decree, Enacted, Limits, Operator, Schedule
-from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, Seat, Work
 from protocol.wire.score import Mark, Score
@@ -219,9 +218,6 @@ def everything(plan: Plan) -> Plan:
 
 
 SCORES = (Score(peer=BOB.peer_id, round=1, marks=(Mark(replica=1, assigned=0.5, other=0.25),), signature=b"s"),)
-PROOF = DoubleVote(
-    peer=BOB.peer_id, term=1, round=2, ballot=3, digest="1" * 64, signature=b"s", other="2" * 64, signed=b"t"
-)
 AUDITS = (Audit(peer=BOB.peer_id, round=1, replica=1, agreement=4.5, signature=b"s"),)
 EVALUATIONS = (
     Evaluation(
@@ -270,10 +266,8 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
                 total_steps=3,
                 limits=Limits(probation=4, share=0.5, range_sessions=6, range_share=0.75),
             ),
-            proof=PROOF,
-            after=1,
             operators=(Operator(peer=BOB.peer_id, places=("/ip4/1.2.3.4/tcp/1",)),),
-            quorum=3,
+            quorum=4,
         ),
         signatures={},
     )

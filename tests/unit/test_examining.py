@@ -18,8 +18,8 @@ from peer.node.orders import ChainOrders
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import Shards
 from protocol.identity import Identity
-from protocol.ledger import audits
-from protocol.ledger.audits import Turn
+from protocol.ledger import audits, claims
+from protocol.ledger.audits import Audits, Turn
 from protocol.planning import budget
 from protocol.planning.budget import Budget
 from protocol.round.member_events import TrainOrder
@@ -157,7 +157,7 @@ def test_training_goes_on_to_its_own_bits_while_another_contribution_is_trained_
         beside = asyncio.create_task(trained(loop, 1, 3, start))
         if examined:
             await asyncio.sleep(0)
-            one.follow(before, newest, start, payloads)
+            one.follow(before, newest, start, payloads, Audits(RUN).after(newest))
             assert one.keeps
             await one.settled()
             assert [x.peer for x in told if isinstance(x, Audit)] == [NAMES[1]]
@@ -216,7 +216,7 @@ def test_it_is_told_again_until_it_is_in_the_log_and_then_nothing_is_kept() -> N
     async def work() -> None:
         there = set(threading.enumerate())
         one = examiner(1, dict, told)
-        one.follow(before, newest, start, payloads)
+        one.follow(before, newest, start, payloads, Audits(RUN).after(newest))
         assert one.keeps
         await one.settled()
         assert not one.keeps
@@ -224,14 +224,16 @@ def test_it_is_told_again_until_it_is_in_the_log_and_then_nothing_is_kept() -> N
             if thread.name.startswith("tensor"):  # its helpers would hold up training as long as it lives
                 thread.join(30)
                 assert not thread.is_alive()
-        one.follow(newest, made(2, (), 0.0), start, payloads)
+        due = Audits(RUN).after(newest)
+        one.follow(newest, made(2, (), 0.0), start, payloads, due)
         (said, again_) = told
         assert said == again_
         assert isinstance(said, Audit)
         assert -MAX_AGREEMENT <= said.agreement <= MAX_AGREEMENT
-        assert audits.of(RUN, [newest]).why_not(said) is None
-        one.follow(newest, made(3, (), 0.0, said), start, payloads)
-        one.follow(newest, made(4, (), 0.0), start, payloads)
+        assert Audits(RUN).after(newest).why_not(said) is None
+        due = due.after(made(3, (), 0.0, said))
+        one.follow(newest, made(3, (), 0.0, said), start, payloads, due)
+        one.follow(newest, made(4, (), 0.0), start, payloads, due)
         assert len(told) == 2
         await one.aclose()
 
@@ -246,11 +248,12 @@ def test_whoever_comes_second_keeps_the_state_until_it_is_wanted_or_not() -> Non
     async def work(agreement: float) -> list[Message]:
         told: list[Message] = []
         one = examiner(second, dict, told)
-        one.follow(before, newest, start, payloads)
+        one.follow(before, newest, start, payloads, Audits(RUN).after(newest))
         assert one.keeps
         assert not one.is_examining, "it is not its turn"
         first = Audit(peer="", round=1, replica=turn.replica, agreement=agreement, signature=b"")
-        one.follow(newest, made(2, (), 0.0, audits.signed(KEYS[1], turn.of, first)), start, payloads)
+        then = made(2, (), 0.0, claims.signed(KEYS[1], turn.of, first))
+        one.follow(newest, then, start, payloads, Audits(RUN).after(newest).after(then))
         assert one.keeps == one.is_examining
         await one.settled()
         await one.aclose()
@@ -268,7 +271,7 @@ def test_without_room_nothing_is_kept() -> None:
     async def work() -> None:
         for changes, held in (({"has_room": False}, start), ({}, {s: start[s] for s in SHARDS[:2]})):
             one = examiner(1, dict, [], **changes)
-            one.follow(before, newest, held, payloads)
+            one.follow(before, newest, held, payloads, Audits(RUN).after(newest))
             assert not one.keeps
             await one.aclose()
 

@@ -37,9 +37,9 @@ def test_thirty_made_up_identities_change_no_state_and_no_newcomers(tmp_path: Pa
                 assert told
                 counted = {s.peer for commit in swarm.archive.commits for s in commit.shares}
                 assert not counted & names
-            for peer in (*honest, early, newcomer):
-                never_doubted(peer)
-                await is_right(swarm, peer)
+                for peer in (*honest, early, newcomer):
+                    never_doubted(peer)
+                    await is_right(swarm, peer)
             believes_the_log(swarm, swarm.archive.commits)
 
     run(work())

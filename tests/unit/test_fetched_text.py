@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from peer import events
-from peer.corpus.cache import Chunk, RangeCache
+from peer.corpus.cache import TextStore
 from peer.corpus.lookahead import Lookahead
-from peer.net.blobs.ranges import LEAVES
+from peer.net.blobs import Place
 from peer.net.disk import LocalDisk, Piece
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
@@ -257,19 +257,19 @@ def test_a_cache_that_is_harmed_is_fetched_anew(noise: Noise, tmp_path: Path, ha
         async with TextSwarm(noise, tmp_path) as swarm:
             reader = await swarm.start()
             await train(swarm, reader, 0, given(40), 20)
-            files = [p for p in reader.folder.rglob("*") if p.is_file() and p.parent != reader.folder]
+            files = [p for p in reader.folder.iterdir() if p.is_file() and p.name != "index"]
             match harm:
                 case "a range":
-                    flip(next(p for p in files if p.name.isdecimal()))
+                    flip(next(p for p in files if blob_hash.is_name(p.name)))
                 case "the digests":
-                    flip(next(p for p in files if p.name == "leaves"))
+                    flip(next(p for p in files if p.name.endswith(".leaves")))
                 case "every file":
                     for path in files:
                         path.write_bytes(b"")
                 case "the folder":
                     shutil.rmtree(reader.folder)
                 case _:
-                    path = next(p for p in files if p.name.isdecimal())
+                    path = next(p for p in files if blob_hash.is_name(p.name))
                     path.unlink()
                     path.mkdir()
             if restarts:
@@ -315,27 +315,30 @@ def test_a_full_disk_is_told_once_and_survived(noise: Noise, tmp_path: Path) -> 
 def test_the_chunk_that_was_read_longest_ago_goes_first(tmp_path: Path) -> None:
     data = {i: random.Random(i).randbytes(3 * blob_hash.RANGE) for i in range(3)}
     leaves = {i: blob_hash.leaves_of([data[i]])[1] for i in data}
-    chunks = {i: Chunk(blob_hash.name_of(data[i]), len(data[i])) for i in data}
-    cache = RangeCache(tmp_path, 7 * blob_hash.RANGE, LocalDisk(), pytest.fail)
+    names = {i: blob_hash.name_of(data[i]) for i in data}
+    store = TextStore(tmp_path, 7 * blob_hash.RANGE, LocalDisk(), pytest.fail)
+
+    def place(number: int, index: int = -1) -> Place:
+        return Place(names[number], len(data[number]), index)
 
     def put(number: int) -> None:
-        assert cache.put(chunks[number], LEAVES, leaves[number])
+        store.put(leaves[number], name=f"{names[number]}.leaves")
         for index in range(3):
             begin, end = blob_hash.span(len(data[number]), index)
-            assert cache.put(chunks[number], index, data[number][begin:end])
+            store.put(data[number][begin:end])
 
     put(0)
     put(1)
-    assert cache.read(chunks[0], 2) == data[0][2 * blob_hash.RANGE :]
-    cache.need([(chunks[1], 1)])
+    store.touch(place(0))
+    assert store.read(place(0, 2)) == data[0][2 * blob_hash.RANGE :]
+    store.need([place(1, 1)])
     put(2)
-    assert [cache.has(chunks[1], i) for i in range(3)] == [False, True, False], "what is needed stays"
-    assert [cache.has(chunks[0], i) for i in range(3)] == [False, True, True]
-    assert cache.used <= 7 * blob_hash.RANGE
-    assert not cache.put(chunks[0], 0, data[1][: blob_hash.RANGE]), "wrong bytes"
-    assert not cache.put(chunks[1], LEAVES, leaves[0]), "wrong digests"
-    again = RangeCache(tmp_path, 3 * blob_hash.RANGE, LocalDisk(), pytest.fail)
+    assert [store.holds(place(1, i)) for i in range(3)] == [False, True, False], "what is needed stays"
+    assert sum(store.holds(place(0, i)) for i in range(3)) == 2
+    assert all(store.holds(place(2, i)) for i in range(3))
+    assert store.used <= 7 * blob_hash.RANGE
+    again = TextStore(tmp_path, 3 * blob_hash.RANGE, LocalDisk(), pytest.fail)
     assert again.used <= 3 * blob_hash.RANGE, "a smaller limit holds at once"
-    stranger = Chunk(chunks[2].name, 5)
-    assert again.read(stranger, LEAVES) == b"", "somebody's wrong size is no reason to forget"
-    assert again.has(chunks[2], LEAVES) == cache.has(chunks[2], LEAVES)
+    stranger = Place(names[2], 3 * blob_hash.RANGE - 1, -1)
+    assert again.read(stranger) == b"", "somebody's wrong size is no reason to forget"
+    assert again.holds(place(2)) == store.holds(place(2))

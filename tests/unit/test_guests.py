@@ -9,7 +9,8 @@ import pytest
 
 from bootstrap.inbox import Inbox
 from peer.events import Refused
-from peer.net.guests import OPENED, Bucket, Guests, Limits, Rate, network_of
+from peer.net.guests import OPENED, Guests, Limits, network_of
+from peer.net.token_bucket import Rate
 from protocol.wire import endpoints
 
 HOME, FARM = "/ip4/203.0.113.5/tcp/1", "/ip4/198.51.100.7/tcp/1"
@@ -196,15 +197,6 @@ def test_what_is_remembered_is_bounded() -> None:
         house.guests.refuse(f"p{i}", "x", 0.0)
         house.guests.leave(f"p{i}", line)
     assert house.guests.remembered <= 7 * 16
-
-
-def test_a_bucket_says_how_long_until_it_is_paid() -> None:
-    bucket = Bucket(Rate(10.0, 100.0))
-    assert bucket.take(0.0, 100.0) == 0.0
-    assert bucket.take(0.0, 50.0) == pytest.approx(5.0)
-    assert bucket.take(5.0, 0.0) == pytest.approx(0.0)
-    assert bucket.take(1000.0, 100.0) == 0.0, "it fills up again, and no more"
-    assert bucket.take(1000.0, 1.0) > 0
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from protocol.quorum.leadership import REPLACE_LEASES, Leadership, Role
 from protocol.quorum.paxos_events import Leads, Stalled
 from tests import tiny
 
-A, B, C, SPARE = (o.peer_id for o in tiny.OPERATORS[:4])
-MEMBERS = (A, B, C)
-M = tiny.manifest(operators=(*MEMBERS, SPARE), quorum=3)
+A, B, C, D, SPARE = (o.peer_id for o in tiny.OPERATORS[:5])
+MEMBERS = (A, B, C, D)
+M = tiny.manifest(operators=(*MEMBERS, SPARE), quorum=4)
 LEASE = M.timing.gone_after
 
 
@@ -18,15 +18,15 @@ def node(peer: str) -> Leadership:
 
 def test_the_leader_of_the_round_before_goes_on_while_it_gives_signs_of_life() -> None:
     b = node(B)
-    assert b.leader(MEMBERS, before=C) == C
-    b.heard(C, LEASE - 1)
-    b.heard(None, 2 * LEASE - 2)
-    assert b.leader(MEMBERS, before=C) == C
-    b.heard(None, 2 * LEASE - 1)
-    assert b.leader(MEMBERS, before=C) == B, "A is silent too: B is the first of those that are not"
-    b.heard(A, 2 * LEASE)
-    assert b.leader(MEMBERS, before=C) == A
+    assert b.leader(MEMBERS, before=D) == D
     assert b.leader(MEMBERS, before=SPARE) == A, "who is no member does not lead"
+    b.heard(D, LEASE - 1)
+    b.heard(None, 2 * LEASE - 2)
+    assert b.elect(MEMBERS, D) == []
+    assert b.leader(MEMBERS, before=D) == D
+    b.heard(None, 2 * LEASE - 1)
+    b.elect(MEMBERS, D)
+    assert b.leader(MEMBERS, before=D) == A, "the next one in order"
 
 
 def test_a_node_is_told_when_it_begins_and_when_it_ceases_to_lead() -> None:
@@ -36,8 +36,10 @@ def test_a_node_is_told_when_it_begins_and_when_it_ceases_to_lead() -> None:
     assert b.elect(MEMBERS, A) == [Leads(True)]
     assert b.elect(MEMBERS, A) == []
     assert (b.leads, b.position.phase) == (True, Role.LEADING)
-    b.heard(A, LEASE + 1)
-    assert b.elect(MEMBERS, A) == [Leads(False)]
+    for other in (C, D):
+        b.heard(other, LEASE + 1)
+        b.turned(other, 0, 2)
+    assert b.elect(MEMBERS, A) == [Leads(False)], "two others say that it is C's turn"
     assert not b.leads
 
 
@@ -45,20 +47,22 @@ def test_it_says_once_that_too_few_members_are_there_and_once_that_enough_are() 
     b = node(B)
     assert b.stalled(MEMBERS) == []
     b.heard(SPARE, LEASE)
-    assert b.stalled(MEMBERS) == [Stalled((A, C))]
+    assert b.stalled(MEMBERS) == [Stalled((A, C, D))]
     assert b.stalled(MEMBERS) == []
     b.heard(C, LEASE)
+    assert b.stalled(MEMBERS) == [Stalled((A, D))]
+    b.heard(D, LEASE)
     assert b.stalled(MEMBERS) == [Stalled(())]
-    assert node(SPARE).leader((), A) is None
 
 
 def test_a_member_that_is_silent_for_long_makes_way_for_an_operator_that_is_there() -> None:
     a, late = node(A), REPLACE_LEASES * LEASE
     a.heard(SPARE, late - 1)
     assert a.next_members(MEMBERS) == MEMBERS
-    a.heard(B, late)
-    assert a.next_members(MEMBERS) == (A, B, SPARE)
-    a.heard(C, late)
+    for other in (B, C):
+        a.heard(other, late)
+    assert a.next_members(MEMBERS) == (A, B, C, SPARE)
+    a.heard(D, late)
     assert a.next_members(MEMBERS) == MEMBERS
 
 
@@ -68,7 +72,11 @@ def test_nobody_makes_way_where_no_spare_operator_is_there() -> None:
     assert a.next_members(MEMBERS) == MEMBERS
 
 
-def test_strangers_signs_of_life_do_not_count() -> None:
+def test_strangers_signs_of_life_and_turns_do_not_count() -> None:
     b = node(B)
     b.heard("stranger", LEASE)
-    assert b.leader(("stranger", B), "stranger") == B
+    b.turned("stranger", 0, 3)
+    b.turned("another", 0, 3)
+    b.elect(MEMBERS, A)
+    assert b.present == {B}
+    assert b.turn == 1, "it follows the lease alone"

@@ -177,7 +177,7 @@ def test_the_news_are_as_old_as_the_last_answer_also_after_a_sleep_of_the_machin
 
 def test_a_node_that_answers_nothing_does_not_keep_the_others_from_being_heard() -> None:
     keys = tiny.OPERATORS[:4]
-    manifest = dataclasses.replace(tiny.manifest(), operators=tuple(key.peer_id for key in keys), quorum=3)
+    manifest = dataclasses.replace(tiny.manifest(), operators=tuple(key.peer_id for key in keys), quorum=4)
 
     async def story() -> None:
         network = MemoryNetwork()

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from protocol import identity
-from protocol.ledger.confirming import GRACE_HEARTBEATS
 from protocol.ledger.part_lists import share_of
 from protocol.ledger.validation import why_not_next
-from protocol.quorum.leadership import LIAR_ROUNDS, REPLACE_LEASES, SLOW_ROUNDS
-from protocol.quorum.paxos import LONELY_LEASES, Quorum
+from protocol.quorum.leadership import REPLACE_LEASES
+from protocol.quorum.paxos import Quorum
 from protocol.quorum.paxos_events import (
     Append,
     Appended,
@@ -37,23 +35,20 @@ from protocol.quorum.paxos_events import (
     Skipped,
     Stalled,
     Tick,
-    Undo,
 )
-from protocol.quorum.table import Position
 from protocol.quorum.unfair import Unfair
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
-from protocol.wire.ballot import Accept, Confirmed, Holds, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
 from protocol.wire.commit import Commit, Contribution, Part, Record, is_decided
-from protocol.wire.decree import Enacted
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Heartbeat, LogRequest
 from tests import tiny
 
 NAMES = tuple(o.peer_id for o in tiny.OPERATORS)
-A, B, C = NAMES[:3]
+A, B, C, D, E = NAMES[:5]
 PAYLOAD = tiny.digest("payload")
 PARTS = tuple(Part(shard=s, digest=PAYLOAD, size=8, norm=1.0) for s in layout.shard_names(tiny.manifest().model))
 SHARE = share_of("p", PARTS)
@@ -79,9 +74,6 @@ class Cluster:
         self.votes: dict[str, list[Promise]] = {n: [] for n in self.manifest.operators}
         self.held: dict[str, set[str]] = {n: set() for n in self.manifest.operators}
         self.other: dict[str, list[Effect]] = {n: [] for n in self.manifest.operators}
-        self.ousts: dict[str, Enacted] = {}
-        self.positions: list[Position[Any]] = []
-        """Those of machines that began again."""
         self.nodes: dict[str, Quorum] = {}
         for name in self.manifest.operators:
             self.restart(name)
@@ -92,14 +84,12 @@ class Cluster:
         self.nodes[name] = Quorum(
             self.manifest,
             name,
-            log[-1] if log else None,
+            [record.commit for record in log],
             votes[-1] if votes else None,
             self.held[name],
             tiny.OPERATORS[NAMES.index(name)].sign,
             identity.verify,
             self.now,
-            lambda round: log[round] if 0 <= round < len(log) else None,
-            self.ousts.get(name),
         )
 
     def kill(self, *names: str) -> None:
@@ -126,12 +116,7 @@ class Cluster:
                         is None
                     )
                     self.logs[name].append(record)
-                    if self.ousts.get(name) == record.commit.decree:
-                        self.ousts.pop(name, None)
                     self.do(name, Appended(record))
-                case Undo(enacted):
-                    self.undo(name, enacted)
-                    return
                 case Judge(_, commit):
                     self.do(name, Judged(commit.digest, self.unfair(name, commit)))
                 case FetchList(_, share) if share.root in self.held[name]:
@@ -140,16 +125,6 @@ class Cluster:
                     pass
                 case _:
                     self.other[name].append(effect)
-
-    def undo(self, name: str, enacted: Enacted) -> None:
-        assert enacted.decree.after is not None
-        log, votes = self.logs[name], self.votes[name]
-        del log[enacted.decree.after + 1 :]
-        self.ousts[name] = enacted
-        self.positions.append(self.nodes[name].position)
-        self.nodes[name].begin(
-            log[-1] if log else None, votes[-1] if votes else None, self.held[name], self.now, enacted
-        )
 
     def send_log(self, sender: str, to: str, after: int) -> None:
         for record in self.logs[sender][after + 1 :]:
@@ -178,7 +153,6 @@ class Cluster:
             digests={},
             plan=Plan(round=node.round + 1, replicas=(REPLICA,)),
             decrees=node.head.decrees if node.head else 0,
-            out=node.head.out if node.head else (),
         )
 
     def propose(self, name: str, time: float = 0.0, contributions: tuple[Contribution, ...] = ()) -> None:
@@ -199,8 +173,8 @@ def test_a_single_member_decides_with_one_write() -> None:
     assert Decided(record) in cluster.other[A]
 
 
-@pytest.mark.parametrize("size", [3, 4, 5, 7])
-def test_in_calm_weather_one_exchange_decides_and_two_where_members_may_lie(size: int) -> None:
+@pytest.mark.parametrize("size", [4, 7])
+def test_in_calm_weather_two_exchanges_decide(size: int) -> None:
     cluster = Cluster(size)
     sent: list[object] = []
     cluster.cut = lambda sender, to, message: sent.append(message) is not None
@@ -209,13 +183,13 @@ def test_in_calm_weather_one_exchange_decides_and_two_where_members_may_lie(size
         cluster.propose(A, time)
     assert [[r.commit.time for r in log] for log in cluster.logs.values()] == [[1.0, 2.0, 3.0]] * size
     kinds = {type(m) for m in sent if not isinstance(m, Record)}
-    assert kinds == ({Accept, Vote, Holds, Confirmed} if size in (3, 5) else {Accept, Pledge, Vote})
+    assert kinds == {Accept, Pledge, Vote}
     assert cluster.logs[A][0].commit.leader == A
     assert cluster.logs[A][0].commit.members == NAMES[:size]
 
 
 def test_a_dead_leader_is_replaced_within_a_lease_and_leads_no_more_when_it_is_back() -> None:
-    cluster = Cluster(3)
+    cluster = Cluster(4)
     cluster.propose(A, 1.0)
     cluster.kill(A)
     cluster.pass_time(cluster.lease)
@@ -229,8 +203,8 @@ def test_a_dead_leader_is_replaced_within_a_lease_and_leads_no_more_when_it_is_b
 
 
 def test_what_a_dead_leader_may_have_decided_is_finished_by_the_next() -> None:
-    cluster = Cluster(3)
-    cluster.cut = lambda sender, to, message: (isinstance(message, Accept) and to == C) or isinstance(message, Vote)
+    cluster = Cluster(4)
+    cluster.cut = lambda sender, to, message: (isinstance(message, Accept) and to == D) or isinstance(message, Vote)
     cluster.propose(A, 1.0)
     assert cluster.votes[B][-1].commit is not None
     cluster.kill(A)
@@ -244,7 +218,7 @@ def test_what_a_dead_leader_may_have_decided_is_finished_by_the_next() -> None:
 
 
 def test_a_restarted_leader_does_not_use_its_ballot_for_another_commit() -> None:
-    cluster = Cluster(3)
+    cluster = Cluster(4)
     cluster.cut = is_kind(Vote)
     cluster.propose(A, 1.0)
     cluster.restart(A)
@@ -252,12 +226,12 @@ def test_a_restarted_leader_does_not_use_its_ballot_for_another_commit() -> None
     cluster.cut = is_kind()
     cluster.propose(A, 2.0)
     cluster.pass_time(3)
-    assert [[r.commit.time for r in log] for log in cluster.logs.values()] == [[1.0]] * 3
+    assert [[r.commit.time for r in log] for log in cluster.logs.values()] == [[1.0]] * 4
     assert cluster.logs[A][0].ballot > 0
 
 
 def test_two_that_believe_to_lead_decide_one_commit() -> None:
-    cluster = Cluster(3)
+    cluster = Cluster(4)
     cluster.cut = lambda sender, to, message: {sender, to} == {A, B} or (to == A and isinstance(message, Record))
     cluster.pass_time(cluster.lease)
     assert cluster.leaders() == [A, B]
@@ -271,17 +245,18 @@ def test_two_that_believe_to_lead_decide_one_commit() -> None:
 
 
 def test_a_lower_ballot_is_rejected_and_tried_again_higher() -> None:
-    cluster = Cluster(3)
-    cluster.do(B, Heard(C, Prepare(round=0, ballot=8)))
-    cluster.do(C, Heard(C, Prepare(round=0, ballot=8)))
+    cluster = Cluster(4)
+    for name in (B, C):
+        cluster.votes[name].append(Promise(round=0, ballot=9))
+        cluster.restart(name)
     cluster.propose(A, 1.0)
     assert cluster.logs[A] == []
     cluster.pass_time(5)
-    assert cluster.logs[A][0].ballot > 8
+    assert cluster.logs[A][0].ballot > 9
     assert all(len(log) == 1 for log in cluster.logs.values())
 
 
-@pytest.mark.parametrize("size", [3, 4, 5, 7])
+@pytest.mark.parametrize("size", [4, 7])
 def test_ballots_that_nobody_honest_has_come_to_are_not_heard(size: int) -> None:
     """Else one member could use up the ballots that there are, and nobody could propose any more."""
     cluster = Cluster(size)
@@ -301,133 +276,33 @@ def test_ballots_that_nobody_honest_has_come_to_are_not_heard(size: int) -> None
 
 def test_a_commit_whose_digest_was_computed_beforehand_is_proposed_as_it_is() -> None:
     """The digest of a commit of many replicas is long work, which a node gives to a thread before it proposes."""
-    cluster = Cluster(3)
+    cluster = Cluster(4)
     ours = cluster.nodes[A].of_ours(cluster.commit(A))
-    assert (ours.leader, ours.members) == (A, NAMES[:3])
+    assert (ours.leader, ours.members) == (A, NAMES[:4])
     cluster.do(A, Proposed(ours))
     assert cluster.logs[A][0].commit is ours
     assert all(log[0].commit.digest == ours.digest for log in cluster.logs.values())
 
 
-@pytest.mark.parametrize(("lie", "rounds"), [(True, LIAR_ROUNDS), (False, 1)])
-def test_who_proposes_what_is_not_fair_gets_no_vote_and_is_skipped(lie: bool, rounds: int) -> None:
-    cluster = Cluster(3)
+@pytest.mark.parametrize("lie", [True, False])
+def test_who_proposes_what_is_not_fair_gets_no_vote_and_leads_this_round_no_more(lie: bool) -> None:
+    cluster = Cluster(4)
     unfair = Unfair("weighs one replica twice", lie)
     cluster.unfair = lambda name, commit: unfair if commit.time == 666.0 else None
     cluster.propose(A, 666.0)
-    for name in (B, C):
+    for name in (B, C, D):
         assert cluster.logs[name] == []
-        assert [e for e in cluster.other[name] if isinstance(e, Refused)] == [Refused(A, 0, unfair)]
         assert cluster.nodes[name].leader == B
+    refused = [[e for e in cluster.other[name] if isinstance(e, Refused)] for name in (B, C, D)]
+    assert refused == [[Refused(A, 0, unfair)], [Refused(A, 0, unfair)], []], "D follows two others"
     cluster.propose(B, 1.0)
     cluster.pass_time(3)
-    assert [[r.commit.time for r in log] for log in cluster.logs.values()] == [[1.0]] * 3
-    leadership = cluster.nodes[C].leadership
-    leadership.begin(rounds)
-    assert leadership.leader((A, C), A) == A, "not for ever"
-    leadership.begin(rounds - 1)
-    assert leadership.leader((A, C), A) == C
-
-
-def claim_of_what_is_not_fair() -> Cluster:
-    """B leads after A, which says that it has accepted what nobody has seen and nobody honest accepts."""
-    cluster = Cluster(3)
-    cluster.unfair = lambda name, commit: Unfair("weighs one replica twice", True) if commit.time == 666.0 else None
-    cluster.cut = is_kind(Accept)
-    cluster.propose(A, 666.0)
-    cluster.cut = is_kind()
-    for name in (B, C):
-        cluster.nodes[name].leadership.skip(A, 9)
-    cluster.pass_time(0)
-    cluster.propose(B, 1.0)
-    return cluster
-
-
-def test_a_claim_to_have_accepted_what_is_not_fair_does_not_bind_the_next_leader() -> None:
-    """C's promise shows that it cannot have been decided. As long as C is silent it might be: then the round waits."""
-    cluster = claim_of_what_is_not_fair()
-    assert not any(isinstance(e, Refused) and e.peer == B for e in cluster.other[B]), "nobody accuses itself"
-    cluster.pass_time(3)
-    assert [r.commit.time for r in cluster.logs[C]] == [1.0]
-    cluster = claim_of_what_is_not_fair()
-    cluster.kill(C)
-    cluster.pass_time(5)
-    if not cluster.logs[B]:
-        cluster.restart(C)
-        cluster.pass_time(5)
-    assert [r.commit.time for r in cluster.logs[C]] == [1.0]
-
-
-def test_what_was_accepted_and_is_doubted_is_decided_by_those_who_are_left() -> None:
-    """A proposed it, was alone in accepting it, and has crashed since. B doubts it; C, who could tell whether it was decided, is gone."""
-    cluster = Cluster(3)
-    cluster.unfair = lambda name, commit: (
-        Unfair("leaves out work", False) if commit.time == 666.0 and name != A else None
-    )
-    cluster.cut = is_kind(Accept)
-    cluster.propose(A, 666.0)
-    cluster.kill(A)
-    cluster.cut = is_kind()
-    cluster.kill(C)
-    cluster.pass_time(cluster.lease + 1)
-    cluster.restart(A)
-    cluster.pass_time(2)
-    assert B in cluster.leaders(), "it has skipped A"
-    cluster.propose(B, 1.0)
-    cluster.pass_time(2 * cluster.lease)
-    assert [r.commit.time for r in cluster.logs[B]][:1] == [666.0]
-    assert [r.commit.time for r in cluster.logs[A]][:1] == [666.0]
-
-
-def accepted_and_then_doubted() -> Cluster:
-    """A restarted and finds that what it had accepted alone differs from what it sees now; it has nothing else to propose."""
-    cluster = Cluster(3)
-    cluster.cut = is_kind(Accept)
-    cluster.propose(A, 666.0)
-    (commit,) = [vote.commit for vote in cluster.votes[A] if vote.commit is not None]
-    cluster.restart(A)
-    cluster.nodes[A].acceptor.judge(commit.digest, Unfair("is doubtful now", False))
-    cluster.cut = is_kind()
-    cluster.pass_time(5)
-    return cluster
-
-
-def test_what_was_accepted_alone_and_is_doubted_later_is_not_proposed() -> None:
-    cluster = accepted_and_then_doubted()
-    assert cluster.logs[A] == []
-    cluster.propose(A, 1.0)
-    cluster.pass_time(3)
-    assert [r.commit.time for r in cluster.logs[A]] == [1.0]
-
-
-def test_where_all_are_skipped_nobody_is() -> None:
-    leadership = Cluster(3).nodes[C].leadership
-    for name in (A, B, C):
-        leadership.skip(name, 1)
-    assert leadership.leader((A, B), A) == A
-    assert leadership.leader((A, B, C), A) == C, "nobody skips itself"
-
-
-def test_members_that_have_all_come_to_skip_each_other_decide_nevertheless() -> None:
-    cluster = Cluster(3)
-    for node in cluster.nodes.values():
-        for other in NAMES[:3]:
-            node.leadership.skip(other, SLOW_ROUNDS)
-    cluster.pass_time(1)
-    assert [name for name, node in cluster.nodes.items() if node.leads] == [A, B, C]
-    for name in (A, B, C):
-        cluster.propose(name, float(NAMES.index(name)))
-    cluster.pass_time(int(LONELY_LEASES * cluster.lease) - 3)
-    assert not any(cluster.logs.values()), "nobody hears another one"
-    cluster.pass_time(int(2 * cluster.lease))
-    decided = [cluster.logs[name] for name in (A, B, C)]
-    assert [len(log) for log in decided] == [1, 1, 1]
-    assert len({log[0].commit.digest for log in decided}) == 1
+    assert [[r.commit.time for r in log] for log in cluster.logs.values()] == [[1.0]] * 4
 
 
 def leader_that_stalls() -> Cluster:
     """A leads and proposes nothing, while the others would."""
-    cluster = Cluster(3)
+    cluster = Cluster(4)
     for _ in range(int(cluster.lease) + 1):
         cluster.now += 1.0
         for name in cluster.nodes:
@@ -437,16 +312,17 @@ def leader_that_stalls() -> Cluster:
 
 def test_a_leader_that_lets_a_due_round_wait_is_skipped_after_a_lease() -> None:
     cluster = leader_that_stalls()
-    for name in (B, C):
-        assert [e for e in cluster.other[name] if isinstance(e, Skipped)] == [Skipped(A, 0)]
+    for name in (B, C, D):
         assert cluster.nodes[name].leader == B
+    skipped = [[e for e in cluster.other[name] if isinstance(e, Skipped)] for name in (B, C, D)]
+    assert skipped == [[Skipped(A, 0)], [Skipped(A, 0)], []], "D follows two others"
     cluster.propose(B, 1.0)
     cluster.pass_time(3)
     assert len(cluster.logs[C]) == 1
 
 
 def test_nobody_is_skipped_while_too_few_give_signs_of_life() -> None:
-    cluster = Cluster(3)
+    cluster = Cluster(4)
     cluster.kill(A, C)
     for _ in range(3 * int(cluster.lease)):
         cluster.now += 1.0
@@ -455,23 +331,24 @@ def test_nobody_is_skipped_while_too_few_give_signs_of_life() -> None:
 
 
 def test_a_vote_is_on_disk_before_it_is_sent() -> None:
-    cluster = Cluster(3)
-    commit = dataclasses.replace(cluster.commit(A), leader=A, members=NAMES[:3])
+    cluster = Cluster(4)
+    commit = dataclasses.replace(cluster.commit(A), leader=A, members=NAMES[:4])
     asked = cluster.nodes[B].handle(Heard(A, Accept(round=0, ballot=0, commit=commit)), 0.0)
     assert Judge(A, commit) in asked
     effects = cluster.nodes[B].handle(Judged(commit.digest, None), 0.0)
     kinds = [type(e.message) if isinstance(e, Send) else type(e) for e in effects]
-    assert kinds.index(Save) < kinds.index(Vote)
-    effects = cluster.nodes[C].handle(Heard(B, Prepare(round=0, ballot=1)), 0.0)
+    assert kinds.index(Save) < kinds.index(Pledge)
+    effects = cluster.nodes[C].handle(Heard(A, Prepare(round=0, ballot=4)), 0.0)
     kinds = [type(e.message) if isinstance(e, Send) else type(e) for e in effects]
     assert kinds.index(Save) < kinds.index(Promise)
 
 
 def test_a_member_votes_once_it_holds_the_payloads() -> None:
-    cluster = Cluster(3)
+    cluster = Cluster(4)
     cluster.propose(A)
-    for event in (Listed(SHARE.root, PARTS), Held(PAYLOAD)):
-        cluster.do(A, event)
+    for name in (A, C):
+        for event in (Listed(SHARE.root, PARTS), Held(PAYLOAD)):
+            cluster.do(name, event)
     cluster.propose(A, 1.0, WITH_PAYLOAD)
     assert len(cluster.logs[A]) == 1
     assert [e for e in cluster.other[B] if isinstance(e, Fetch | FetchList)] == [FetchList((A, "p"), SHARE)]
@@ -479,11 +356,11 @@ def test_a_member_votes_once_it_holds_the_payloads() -> None:
     assert [e for e in cluster.other[B] if isinstance(e, Fetch)] == [Fetch((A, "p"), part) for part in PARTS]
     assert len(cluster.logs[A]) == 1
     cluster.do(B, Held(PAYLOAD))
-    assert len(cluster.logs[A]) == len(cluster.logs[C]) == 2, "a majority holds it; the record goes to all"
+    assert len(cluster.logs[A]) == len(cluster.logs[D]) == 2, "enough hold it; the record goes to all"
 
 
-def test_without_a_majority_it_stalls_and_says_who_is_missing() -> None:
-    cluster = Cluster(3)
+def test_without_enough_members_it_stalls_and_says_who_is_missing() -> None:
+    cluster = Cluster(4)
     cluster.kill(A, C)
     cluster.pass_time(cluster.lease)
     assert [e for e in cluster.other[B] if isinstance(e, Stalled)] == [Stalled((A, C))]
@@ -497,36 +374,34 @@ def test_without_a_majority_it_stalls_and_says_who_is_missing() -> None:
 
 
 def test_a_spare_operator_takes_the_place_of_a_member_that_stays_away() -> None:
-    cluster = Cluster(3, operators=4)
+    cluster = Cluster(4, operators=5)
     cluster.kill(C)
     cluster.propose(A, 1.0)
-    assert cluster.logs[A][0].commit.members == (A, B, C)
+    assert cluster.logs[A][0].commit.members == (A, B, C, D)
     cluster.pass_time(REPLACE_LEASES * cluster.lease)
     cluster.propose(A, 2.0)
-    assert cluster.logs[A][1].commit.members == (A, B, NAMES[3])
-    assert len(cluster.logs[NAMES[3]]) == 2
+    assert cluster.logs[A][1].commit.members == (A, B, E, D)
+    assert len(cluster.logs[E]) == 2
     cluster.kill(B)
     cluster.propose(A, 3.0)
-    assert set(cluster.logs[A][2].votes) == {A, NAMES[3]}, "the newcomer votes"
+    assert set(cluster.logs[A][2].votes) == {A, D, E}, "the newcomer votes"
     cluster.restart(C)
     cluster.pass_time(3)
-    assert len(cluster.logs[C]) == 2, "who is no member takes what is confirmed only, and B may be alive"
-    cluster.pass_time((GRACE_HEARTBEATS + 1) * cluster.manifest.timing.heartbeat)
     assert len(cluster.logs[C]) == 3
 
 
 def test_strangers_and_wrong_owners_have_no_vote() -> None:
-    cluster = Cluster(3, operators=4)
-    commit = dataclasses.replace(cluster.commit(A), leader=A, members=NAMES[:3])
+    cluster = Cluster(4, operators=5)
+    commit = dataclasses.replace(cluster.commit(A), leader=A, members=NAMES[:4])
     for sender, message in [
-        (NAMES[3], Prepare(round=0, ballot=3)),
+        (E, Prepare(round=0, ballot=4)),
         (B, Accept(round=0, ballot=0, commit=commit)),
         (A, Accept(round=0, ballot=0, commit=dataclasses.replace(commit, parent="another"))),
         (A, Accept(round=0, ballot=0, commit=dataclasses.replace(commit, members=(A,)))),
     ]:
         cluster.do(C, Heard(sender, message))
     assert cluster.votes[C] == []
-    stranger = tiny.record(commit, *tiny.OPERATORS[3:5])
+    stranger = tiny.record(commit, *tiny.OPERATORS[4:7])
     cluster.do(C, Learned(A, stranger))
     assert cluster.logs[C] == []
     forged = Vote(round=0, ballot=0, digest=commit.digest, signature=b"forged")
@@ -537,7 +412,7 @@ def test_strangers_and_wrong_owners_have_no_vote() -> None:
 
 
 def test_who_is_behind_is_helped() -> None:
-    cluster = Cluster(3)
+    cluster = Cluster(4)
     cluster.cut = lambda sender, to, message: to == C
     for time in (1.0, 2.0):
         cluster.propose(A, time)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.archive import Archive
+from bootstrap.latest_job import LatestJob
 from bootstrap.node import BootstrapNode
-from bootstrap.planning import Planning
 from peer.events import Emitter
 from peer.net import directory
 from peer.net.base import Stream, Unreachable
@@ -62,7 +62,9 @@ class Planners:
         self.begun: asyncio.Queue[list[str]] = asyncio.Queue()
         self.go_on = threading.Semaphore(0)
         self.came: asyncio.Queue[Planned] = asyncio.Queue()
-        self.planning = Planning(self.came.put_nowait, self.answer)
+        self.planning = LatestJob[Question, Planned](
+            "planner", lambda asked: Planned(asked, self.answer(asked)), self.came.put_nowait, pause=0.0
+        )
 
     def answer(self, asked: Question) -> Plan | None:
         self.loop.call_soon_threadsafe(self.begun.put_nowait, [c.peer for c in asked.candidates])

@@ -133,7 +133,8 @@ def payloads(swarm: Swarm, round: int) -> set[str]:
 
 
 async def is_right(swarm: Swarm, peer: Volunteer, shards: Iterable[str] = SHARDS) -> None:
-    """The peer holds these shards, and no others, as the log has them."""
+    """The peer applies the whole log, and holds these shards, and no others, as the log has them."""
+    await swarm.until(lambda: peer.rounds.member.applied == swarm.head)
     states = replay.replay(swarm.manifest, swarm.archive.commits, swarm.archive.blobs.get)
     final = list(states)[-1]
     assert peer.rounds.member.applied == final.round

@@ -24,11 +24,11 @@ from protocol.wire.invitation import Joined
 from protocol.wire.session import LogRequest, NotAdmitted
 from tests import networks, tiny
 
-KEYS = tiny.OPERATORS[:3]
+KEYS = tiny.OPERATORS[:4]
 NODES = tuple(key.peer_id for key in KEYS)
 ME = tiny.OPERATORS[4].peer_id
-THREE = tiny.manifest(operators=NODES, quorum=3)
-CLOSED = dataclasses.replace(THREE, admission=AdmissionSpec(mode="listed"))
+FOUR = tiny.manifest(operators=NODES, quorum=4)
+CLOSED = dataclasses.replace(FOUR, admission=AdmissionSpec(mode="listed"))
 NO = NotAdmitted(reason="no")
 
 
@@ -43,7 +43,7 @@ def history(manifest: Manifest, *actions: str | Joined | None, time: float = 0.0
             decree = Decree(
                 run=manifest.run_id, number=number, action=what, subject=subject, reason="noise" if what == BAN else ""
             )
-            signed = {key.peer_id: key.sign(DOMAIN + encoding.encode(decree)) for key in KEYS[:2]}
+            signed = {key.peer_id: key.sign(DOMAIN + encoding.encode(decree)) for key in KEYS[:3]}
             enacted = Enacted(decree=decree, signatures=signed)
         commits.append(
             Commit(
@@ -53,7 +53,7 @@ def history(manifest: Manifest, *actions: str | Joined | None, time: float = 0.0
                 joined=(what,) if isinstance(what, Joined) else (),
             )
         )  # fmt: skip
-    return [encoding.encode_record(tiny.record(commit, *KEYS[:2])) for commit in commits]
+    return [encoding.encode_record(tiny.record(commit, *KEYS[:3])) for commit in commits]
 
 
 def ends(
@@ -102,11 +102,11 @@ def ends(
     return asyncio.run(asyncio.wait_for(work(), 60))
 
 
-ALL = [(0, NO), (1, NO), (2, NO)]
+ALL = [(0, NO), (1, NO), (2, NO), (3, NO)]
 
 
 def test_a_peer_that_is_banned_ends_with_the_reason_its_id_and_a_code_of_its_own() -> None:
-    error = ends(THREE, history(THREE, None, BAN, None), ALL)
+    error = ends(FOUR, history(FOUR, None, BAN, None), ALL)
     assert isinstance(error, BannedError)
     assert error.exit_code == 3
     assert str(error) == (
@@ -131,32 +131,32 @@ def test_a_stranger_in_a_closed_run_ends_with_what_to_send_to_an_operator(log: l
 @pytest.mark.parametrize(
     "words",
     [
-        [(0, NO)],
-        [(0, NO), (0, NO), (0, NO)],
-        [(0, NO), (1, None)],
-        [(0, NO), (1, NotAdmitted(reason="wait", waits=True))],
-        [(0, NO), (1, NotAdmitted(reason="version", version=VERSION + 1))],
+        [(0, NO), (3, NO)],
+        [(0, NO), (3, NO), (0, NO), (3, NO)],
+        [(0, NO), (3, NO), (1, None)],
+        [(0, NO), (3, NO), (1, NotAdmitted(reason="wait", waits=True))],
+        [(0, NO), (3, NO), (1, NotAdmitted(reason="version", version=VERSION + 1))],
     ],
 )
-def test_one_node_ends_nobody_even_if_the_log_says_the_same(words: list[Any]) -> None:
-    assert ends(THREE, history(THREE, BAN), words) is None
+def test_fewer_nodes_than_decide_end_nobody_even_if_the_log_says_the_same(words: list[Any]) -> None:
+    assert ends(FOUR, history(FOUR, BAN), words) is None
 
 
 @pytest.mark.parametrize("actions", [(None,), (BAN, ADMIT), (CLOSE, ADMIT, None)])
 def test_what_all_nodes_say_ends_nobody_whom_the_log_lets_in(actions: tuple[str | None, ...]) -> None:
     """They have not heard yet of what was decreed."""
-    assert ends(THREE, history(THREE, *actions), ALL) is None
+    assert ends(FOUR, history(FOUR, *actions), ALL) is None
 
 
 def test_a_log_that_nobody_decided_is_not_believed() -> None:
-    false = [raw[:-1] + bytes([raw[-1] ^ 1]) for raw in history(THREE, BAN)]
-    assert ends(THREE, history(THREE, None), ALL, liar=false) is None
-    assert isinstance(ends(THREE, history(THREE, BAN), ALL, liar=false), BannedError), "another node is asked"
+    false = [raw[:-1] + bytes([raw[-1] ^ 1]) for raw in history(FOUR, BAN)]
+    assert ends(FOUR, history(FOUR, None), ALL, liar=false) is None
+    assert isinstance(ends(FOUR, history(FOUR, BAN), ALL, liar=false), BannedError), "another node is asked"
 
 
 def test_who_is_refused_again_after_it_was_let_in_ends_then() -> None:
-    words = [(0, NO), (0, None), (1, NO), (1, None), (0, NO), (2, NO)]
-    assert isinstance(ends(THREE, history(THREE, BAN), words), BannedError)
+    words = [(0, NO), (0, None), (1, NO), (1, None), (0, NO), (2, NO), (3, NO)]
+    assert isinstance(ends(FOUR, history(FOUR, BAN), words), BannedError)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_an_invitation_that_does_not_hold_any_more_is_named(expires: int, used: 
 
 def test_another_version_of_the_protocol_ends_it_when_enough_nodes_have_it() -> None:
     word = NotAdmitted(reason="version", version=VERSION + 1)
-    assert ends(THREE, history(THREE), [(0, word)]) is None
-    error = ends(THREE, history(THREE), [(0, word), (1, word)])
+    assert ends(FOUR, history(FOUR), [(0, word), (1, word)]) is None
+    error = ends(FOUR, history(FOUR), [(0, word), (1, word), (2, word)])
     assert isinstance(error, UsageError)
     assert f"speak version {VERSION + 1} of the protocol, this is {VERSION}; install" in str(error)
     assert str(error).endswith("(newer than this)")

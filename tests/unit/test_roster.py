@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from bootstrap.roster import GONE, Heard
 from bootstrap.sessions import ANNOUNCED_AT_ONCE, Session
 from peer.net import roster
-from peer.net.allowance import Allowance
 from peer.net.base import MAX_RECORD, CallHandler, serve_calls
 from peer.net.clock import Clock
 from peer.net.directory import PUBLISH_SECONDS, SAMPLE, TOGETHER, Directory
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.roster import CALL_SECONDS, RosterReader
+from peer.net.token_bucket import TokenBucket
 from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.run.manifest import Manifest
@@ -79,7 +79,7 @@ def test_an_announcement_counts_if_it_is_its_peers_and_newer() -> None:
 
 
 def test_a_peer_is_heard_as_often_as_its_session_and_the_node_allow() -> None:
-    node = Allowance(1.0, 2.0)
+    node = TokenBucket(1.0, 2.0)
     first, second = Session(), Session()
     told = [first.may_announce(node, 0.0) for _ in range(10)]
     assert told == [True, True, True, *[False] * 7], "the first one, and two of the node's allowance"
@@ -87,7 +87,7 @@ def test_a_peer_is_heard_as_often_as_its_session_and_the_node_allow() -> None:
     assert not second.may_announce(node, 0.0)
     assert first.may_announce(node, 100.0)
     alone = Session()
-    assert sum(alone.may_announce(Allowance(1e9, 1e9), 0.0) for _ in range(100)) == ANNOUNCED_AT_ONCE
+    assert sum(alone.may_announce(TokenBucket(1e9, 1e9), 0.0) for _ in range(100)) == ANNOUNCED_AT_ONCE
 
 
 # --- what it tells

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from peer import events
 from peer.log.reader import BadPayload
 from peer.log.replay import verify
+from peer.node.follower import Follower
 from protocol.identity import Identity
 from protocol.ledger import invitations, part_lists, rules, run_state
 from protocol.ledger.rules import RULES
@@ -353,13 +355,23 @@ def audited(manifest: Manifest, commits: Sequence[Commit]) -> list[str]:
     return [x.reason for x in found.problems if x.round == commits[-1].round and "list of parts" not in str(x)[:40]]
 
 
+def reported(commits: Sequence[Commit]) -> list[str]:
+    """Violations that a peer reports of the last of these, which it follows one after the other."""
+    found = list[events.Body]()
+    follower = Follower(RUN, found.append)
+    for end in range(len(commits) + 1):
+        follower.follow(dict(enumerate(commits[:end])))
+    assert follower.state.head == commits[-1], "it goes on"
+    return [x.reason for x in found if isinstance(x, events.Violation) and x.round == commits[-1].round]
+
+
 def lists(reason: str) -> bool:
     """Whether it is about lists that are not there, as nothing is in these logs."""
     return reason.startswith("list of parts")
 
 
 @pytest.mark.parametrize("lie", LIES, ids=NAMES)
-def test_a_lie_breaks_its_rule_for_voters_and_auditors(lie: Lie) -> None:
+def test_a_lie_breaks_its_rule_for_voters_auditors_and_peers(lie: Lie) -> None:
     log = lie.log()
     state = run_state.fold(RUN, log)
     commit = lie.change(lie.honest(state))
@@ -369,6 +381,7 @@ def test_a_lie_breaks_its_rule_for_voters_and_auditors(lie: Lie) -> None:
     assert unfair is not None
     assert unfair.lie
     assert any((lie.before or lie.reason) in reason for reason in audited(RUN, [*log, commit]))
+    assert any(reason in {reason for _, reason in found} for reason in reported([*log, commit]))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=[rule.__name__ for rule in RULES])
@@ -392,6 +405,7 @@ def test_an_honest_log_breaks_no_rule(log: Callable[[], list[Commit]], honest: C
         state = run_state.fold(RUN, commits[:end])
         assert list(rules.check(state, commits[end])) == []
     assert [reason for reason in audited(RUN, commits) if not lists(reason)] == []
+    assert reported(commits) == []
 
 
 def test_a_state_is_the_same_however_the_log_is_folded() -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from protocol.identity import Identity, short_peer
-from protocol.ledger import marks, scoring, standing
+from protocol.ledger import claims, marks, scoring, standing
+from protocol.ledger.claims import Claims
 from protocol.ledger.marks import ENOUGH, KNOWN, MISSES, Book, Scored
 from protocol.ledger.scoring import LATE, LEAST, MOST, SCORERS, Scoring
 from protocol.round import fairness
@@ -20,6 +21,7 @@ from protocol.wire.commit import MAX_SCORES, Commit, Contribution, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from protocol.wire.score import MAX_MARKS, Mark, Score
 from tests import tiny
+from tests.rules import due as open_for
 from tests.rules import of_claims, of_standing
 from tests.unit.test_leader import Driver
 
@@ -135,7 +137,7 @@ def says(now: Scoring, key: Identity, round: int, value: float = 1.0, **changes:
     assert turn is not None
     given = tuple(Mark(replica=n, assigned=value, other=value / 2) for n in turn.by.get(key.peer_id, (0,)))
     said = dataclasses.replace(Score(peer="", round=round, marks=given, signature=b""), **changes)
-    return scoring.signed(key, turn.of, said)
+    return claims.signed(key, turn.of, said)
 
 
 NOW = Scoring(RUN).after(commit(1, *full()))
@@ -163,9 +165,9 @@ def test_what_has_no_place(said: Score, why: str) -> None:
     found = of_claims(NOW, commit(2, *full(), scores=[said]))
     assert len(found) == 1
     assert f"has a score that {NOW.why_not(said)}" in found
-    heard = scoring.Scores()
-    heard.hear(NOW, said)
-    assert heard.next(NOW) == ()
+    heard = Claims()
+    heard.hear(open_for(NOW), said)
+    assert heard.next(open_for(NOW), Score) == ()
 
 
 def test_scores_come_once_and_not_too_late() -> None:
@@ -184,14 +186,14 @@ def test_scores_come_once_and_not_too_late() -> None:
 
 
 def test_a_commit_has_so_many_and_the_rest_follow() -> None:
-    heard = scoring.Scores()
+    heard = Claims()
     for key in KEYS[:8]:
-        heard.hear(NOW, says(NOW, key, 1))
-        heard.hear(NOW, says(NOW, key, 1, 2.0))
-    first = heard.next(NOW)
+        heard.hear(open_for(NOW), says(NOW, key, 1))
+        heard.hear(open_for(NOW), says(NOW, key, 1, 2.0))
+    first = heard.next(open_for(NOW), Score)
     assert len(first) == 8 <= MAX_SCORES
     assert {m.assigned for said in first for m in said.marks} == {1.0}, "who has said something does not take it back"
-    assert heard.next(NOW.after(commit(2, *full(), scores=first[:5]))) == first[5:]
+    assert heard.next(open_for(NOW.after(commit(2, *full(), scores=first[:5]))), Score) == first[5:]
 
 
 def test_the_next_commit_has_the_scores_and_voters_look() -> None:
@@ -251,7 +253,7 @@ def played(
                 given = tuple(
                     Mark(replica=n, assigned=a, other=o) for n, (a, o) in zip(turn.by[key.peer_id], told, strict=True)
                 )
-                scores.append(scoring.signed(key, turn.of, Score(peer="", round=round, marks=given, signature=b"")))
+                scores.append(claims.signed(key, turn.of, Score(peer="", round=round, marks=given, signature=b"")))
         before = tuple(scores)
     return found
 
@@ -353,7 +355,7 @@ def test_whose_work_is_found_bad_loses_its_standing_and_is_not_planned() -> None
             continue
         true = [(-1.0, -0.5) if n == 2 else honest(n, round, rng) for n in range(8)]
         before = tuple(
-            scoring.signed(
+            claims.signed(
                 key,
                 turn.of,
                 Score(

@@ -81,7 +81,7 @@ def test_every_field_of_the_state_has_a_source() -> None:
     for source, body in (
         ("bootstrap", events.Evaluated(round=9, evaluations=(measured,))),
         ("bootstrap", dataclasses.replace(commit, left_out=left, diverged=wrong)),
-        ("bootstrap", events.Forked(round=3, liars=(made.ids[0],))),
+        ("bootstrap", events.Forked(round=3)),
         (made.manifest.operators[0], events.Relayed(circuits=3, bytes=10, bps=5.0, refused=1)),
         ("bootstrap", events.Refused(peer=made.ids[4], address="", reason="says too much", seconds=60.0)),
         ("bootstrap", events.Gone(peer=made.ids[4])),
@@ -167,7 +167,6 @@ def test_texts_of_enemies_are_short_and_harmless() -> None:
         (made.ids[0], events.Announced(phase=HOSTILE, round=3, step=1, loss=None, bytes_sent=0, bytes_received=0, load=None)),
         ("bootstrap", dataclasses.replace(commit, left_out=(LeftOut(replica=1, reason=HOSTILE),))),
         ("bootstrap", events.Warning(text=HOSTILE)),
-        ("bootstrap", events.Forked(round=3, liars=(HOSTILE,))),
         ("bootstrap", events.Ready(peer=HOSTILE, memory_bytes=1, up_bps=1, down_bps=1, speed_flops=1, device=HOSTILE, reachable=HOSTILE, name=HOSTILE)),
     ):  # fmt: skip
         one.feed(Event(BEGAN + 200, source, body))

@@ -115,6 +115,7 @@ BAD = [
     ("half.jsonl", lines({"text": "a"}, {"text": "\ud83d"}), "row 2, line 2: column text has half a surrogate pair"),
     ("cut.jsonl", b'{"text":"a"}\n{"text":"b', "row 2, line 2: not JSON: "),
     ("deep.jsonl", b'{"text":"a"}\n' + b"[" * 200_000 + b"\n", "row 2, line 2: not JSON: too many brackets"),
+    ("many.json", b'[{"text":"a"},\n\n {"text":42\n}]', "row 2, line 3: column text has no text but a number"),
     ("latin.jsonl", b'{"text":"a"}\n{"text":"\xe9"}\n', "row 2, line 2: not UTF-8 at byte 9 of the line"),
     ("fields.csv", b"n,text\n1,a\n2,b,c\n", "row 2, line 3: has 3 fields, the first line names 2 columns"),
 ]  # fmt: skip

@@ -14,7 +14,6 @@ import pytest
 
 from peer.corpus.mirrors import Mirrors
 from peer.corpus.range_fetcher import Patience
-from peer.net.blobs.ranges import LEAVES
 from protocol.errors import RemoteError, UsageError
 from tests import web_server
 from tests.text_swarm import STEP, Noise, Reader, TextSwarm, given, write_noise
@@ -80,7 +79,7 @@ async def wrong_bytes(index: int, data: bytes) -> bytes:
 
 
 async def wrong_digests(index: int, data: bytes) -> bytes:
-    return bytes(len(data)) if index == LEAVES else data
+    return bytes(len(data)) if index < 0 else data
 
 
 async def half(index: int, data: bytes) -> bytes:
@@ -97,7 +96,7 @@ async def silence(index: int, data: bytes) -> bytes:
 
 
 async def too_much(index: int, data: bytes) -> bytes:
-    return data + bytes(100_000)
+    return data + bytes(200_000)
 
 
 async def no_bytes(index: int, data: bytes) -> Any:
@@ -359,10 +358,10 @@ def test_requests_that_make_no_sense_end_the_stream(noise: Noise, tmp_path: Path
     from protocol.wire import endpoints, framing
 
     chunk = noise.index.chunk(0)
-    good = {"blob": chunk.name, "size": chunk.size, "ranges": [0], "insist": False}
-    bad: list[dict[str, Any]] = [
-        {"size": -1}, {"size": 1 << 60}, {"size": "x"}, {"ranges": 7}, {"ranges": [-2]}, {"ranges": ["0"]},
-        {"ranges": [1 << 40]}, {"ranges": list(range(65))}, {"ranges": [None]},
+    good = {"blob": chunk.name, "in": [chunk.name, chunk.size, 0], "insist": False}
+    bad: list[list[Any]] = [
+        [], [chunk.name], [7, chunk.size, 0], ["x", chunk.size, 0], [chunk.name, -1, 0], [chunk.name, 1 << 60, 0],
+        [chunk.name, "x", 0], [chunk.name, chunk.size, -2], [chunk.name, chunk.size, "0"], [chunk.name, chunk.size, 1 << 40],
     ]  # fmt: skip
 
     async def work() -> None:
@@ -372,14 +371,14 @@ def test_requests_that_make_no_sense_end_the_stream(noise: Noise, tmp_path: Path
             for number, (peer, change) in enumerate(itertools.product((swarm.nodes[0], reader), bad)):
                 who = swarm.stranger(1 + number // 5)  # whoever goes on with it is refused
                 stream = await who.open(peer.transport.peer_id, endpoints.BLOB, timeout=5.0)
-                await stream.send(framing.pack_message({**good, **change}))
+                await stream.send(framing.pack_message({**good, "in": change}))
                 with pytest.raises((Closed, Ended)):
                     await stream.recv(timeout=5.0)
                 await stream.close()
-            for change in ({"size": chunk.size - 1}, {"blob": "0" * 64}):
+            for place in ([chunk.name, chunk.size - 1, 0], ["0" * 64, chunk.size, 0]):
                 stream = await swarm.stranger().open(reader.transport.peer_id, endpoints.BLOB, timeout=5.0)
-                await stream.send(framing.pack_message({**good, **change}))
-                assert framing.unpack_message(await stream.recv(timeout=5.0)) == {"data": b"", "ask": []}
+                await stream.send(framing.pack_message({**good, "in": place}))
+                assert framing.unpack_message(await stream.recv(timeout=5.0))["state"] == "absent"
                 await stream.close()
             assert (await reader.text.sequences(range(STEP))).shape[0] == STEP
 

@@ -2,8 +2,8 @@
 
 from peer.net.blobs.fetching import Fetcher
 from peer.net.blobs.named import fetch_named
-from peer.net.blobs.serving import NODE_COPIES, BlobServer
-from peer.net.blobs.store import NO_ROUND, Blob, BlobStore
+from peer.net.blobs.serving import NODE_COPIES, BlobServer, Coming, Text
+from peer.net.blobs.store import NO_ROUND, Blob, BlobStore, Place
 
 __all__ = [
     "NODE_COPIES",
@@ -11,6 +11,9 @@ __all__ = [
     "Blob",
     "BlobServer",
     "BlobStore",
+    "Coming",
     "Fetcher",
+    "Place",
+    "Text",
     "fetch_named",
 ]

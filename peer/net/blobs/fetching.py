@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
 
 from peer.net.base import Closed, Stream, Timeout, Transport, Unreachable, answer
 from peer.net.blobs.gate import Gate
-from peer.net.blobs.holders import Holders, Speed, rank
+from peer.net.blobs.holders import Absent, Corrupt, Holders, Speed, rank
 from peer.net.blobs.idle import IdleStreams
 from peer.net.blobs.jobs import OVERDUE_SECONDS, WAIT_SECONDS, Asked, Job
 from peer.net.blobs.named import answer_of
-from peer.net.blobs.store import BlobStore
+from peer.net.blobs.store import LEAVES, BlobStore, Place
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -37,12 +39,15 @@ PARALLEL_BYTES = 1 << 20
 """One holder more for every so many missing bytes."""
 
 
-class Corrupt(RemoteError):
-    """A holder sent bytes that are not those of the blob."""
+class Source(Protocol):
+    """A holder that is no peer."""
+
+    async def read(self, place: Place) -> bytes:
+        """A range of a blob, or its leaves, unchecked. Raises RemoteError."""
 
 
 class Fetcher:
-    """Fetches into `store`. `reach(peer)` is awaited before a holder is asked, `lost(peer)` called when it is gone; `warn` hears of
+    """Fetches into `store`. `sources`: holders that are no peers, by the names under which they stand among holders. `holders` remembers who served well. `reach(peer)` is awaited before a holder is asked, `lost(peer)` called when it is gone; `warn` hears of
     holders that cannot be trusted. `timeout`: seconds of silence after which a holder counts as gone. `sync`: whether what came survives a loss of
     power; without it, it is fetched again."""
 
@@ -56,6 +61,8 @@ class Fetcher:
         warn: Callable[[str], None] = lambda text: None,
         timeout: float = 20.0,
         sync: bool = False,
+        holders: Holders | None = None,
+        sources: Mapping[str, Source] | None = None,
     ) -> None:
         self._sync = sync
         self._transport = transport
@@ -68,9 +75,10 @@ class Fetcher:
         self._begun: dict[str, Job] = {}
         self._closing: set[asyncio.Task[list[str]]] = set()
         self._idle = IdleStreams()
-        self._holders = Holders(warn)
+        self._holders = holders or Holders(warn)
+        self._sources = sources or {}
 
-    def coming(self, name: str, peer: str, named_by: object) -> tuple[asyncio.Task[None], bool] | None:
+    def coming(self, name: str, peer: str, named_by: str) -> tuple[asyncio.Task[None], bool] | None:
         """The fetch of this blob that is under way, if `peer`, whom the holder `named_by` sends, may wait for it (see the
         module's docstring), and whether it surely leads to somebody who has the blob."""
         job = self._begun.get(name)
@@ -101,14 +109,15 @@ class Fetcher:
         all_asked: asyncio.Event | None = None,
         streams: int = 1,
         owner: str = "",
+        place: Place | None = None,
     ) -> None:
         """Returns when the blob of exactly `size` bytes is in the store, as one of `round`'s; `check` sees it before and may
         refuse it by raising. `all_asked` is set when every range was asked for once: the line will soon be free. `streams`: that one holder is asked over, at most, where
-        there are too few others. `owner`: who offered the blob (default: the first holder; see gate.py). Whoever asks for a blob that is on its way waits for that fetch, which goes on when they are
+        there are too few others. `owner`: who offered the blob (default: the first holder; see gate.py). `place`: where a blob of one range lies in a larger one, for holders that know it by that; the name of leaves is that of their blob and LEAVES. Whoever asks for a blob that is on its way waits for that fetch, which goes on when they are
         cancelled. Raises RemoteError naming the last holder to fail, UsageError where the disk refuses."""
         if self._store.has(name):
             return
-        if not blob_hash.is_name(name):  # it would be a path
+        if not blob_hash.is_name(name.removesuffix(LEAVES) if place is not None else name):  # it would be a path
             raise RemoteError("nobody", "blob: its name is not 64 hexadecimal digits; nothing is fetched")
         if not 0 <= size <= blob_hash.MAX_BLOB:
             raise RemoteError("nobody", f"blob {name[:12]}: {size} bytes; at most {blob_hash.MAX_BLOB} are fetched")
@@ -124,6 +133,7 @@ class Fetcher:
                     all_asked or asyncio.Event(),
                     streams,
                     owner or next(iter(holders), ""),
+                    place,
                 )
             )
             task.add_done_callback(lambda task: self._ended(name, task))
@@ -161,13 +171,14 @@ class Fetcher:
         all_asked: asyncio.Event,
         streams: int,
         owner: str,
+        place: Place | None,
     ) -> None:
         async def turn() -> None:
             job = self._begun.get(name)
             if job is None:
                 part = await asyncio.to_thread(self._store.part, name, size) if size > blob_hash.WHOLE else None
                 missing = sorted(part.missing) if part is not None else [0]
-                self._begun[name] = job = Job(name, size, part, deque(missing), all_asked=all_asked)
+                self._begun[name] = job = Job(name, size, part, deque(missing), place, all_asked=all_asked)
                 if part is not None and part.leaves is not None:
                     job.known.set()
                 if not missing:
@@ -183,7 +194,7 @@ class Fetcher:
             assert job.data is not None
             if check is not None:
                 await asyncio.to_thread(check, job.data)
-            await asyncio.to_thread(self._store.put, job.data, round, sync=self._sync)
+            await asyncio.to_thread(self._store.put, job.data, round, name=name, sync=self._sync)
 
     async def _gather(self, job: Job, holders: Sequence[str], streams: int) -> None:
         """Asks holders, and whomever they name, until nothing is missing."""
@@ -239,16 +250,15 @@ class Fetcher:
                         if last is None or not isinstance(error, Unreachable):
                             last = error
                         more = deque(p for p in more if p != peer)
-                        if isinstance(error, Corrupt):
-                            self._holders.distrust(peer, str(error))
-                        elif isinstance(error, Unreachable | Closed | Timeout):
-                            self._holders.silent(peer)
+                        self._holders.failed(peer, error)
+                        if isinstance(error, Unreachable | Closed | Timeout):
                             self._lost(peer)
                         continue
                     if others:
                         busy.append(peer)
                         told = [p for p in others if p not in asked and not self._holders.breaks_promises(p)]
-                        waiting.extend(self._holders.order(told, job.size))
+                        told = list(self._holders.order(told, job.size))
+                        waiting = deque([*told, *waiting] if job.place is not None else [*waiting, *told])
         finally:
             done.cancel()
             known.cancel()
@@ -258,18 +268,20 @@ class Fetcher:
                 if holder.mine or not job.done.is_set():
                     worker.cancel()
                 self._closing.add(worker)
-                worker.add_done_callback(self._closed)
+                worker.add_done_callback(functools.partial(self._closed, holder.peer))
             await asyncio.gather(done, known, return_exceptions=True)
 
-    def _closed(self, task: asyncio.Task[list[str]]) -> None:
+    def _closed(self, peer: str, task: asyncio.Task[list[str]]) -> None:
         self._closing.discard(task)
-        if not task.cancelled():
-            task.exception()
+        if not task.cancelled() and isinstance(error := task.exception(), RemoteError):
+            self._holders.failed(peer, error)
 
     async def _work(self, job: Job, holder: Asked, insist: bool) -> list[str]:
         """Takes ranges from one holder until none is missing. Returns the peers that it names instead. Raises RemoteError,
         UsageError."""
         peer, mine = holder.peer, holder.mine
+        if peer in self._sources:
+            return await self._read(job, holder)
         what = f"blob {job.name[:12]}: peer {short_peer(peer)}"
         stream: Stream | None = None
         usable = False
@@ -286,6 +298,11 @@ class Fetcher:
                 "insist": insist,
                 "named_by": job.named_by.get(peer, ""),
             }
+            if job.place is not None:
+                request |= {
+                    "blob": job.name.removesuffix(LEAVES),
+                    "in": [job.place.name, job.place.size, job.place.index],
+                }
             stream, reply = await self._begin(peer, framing.pack_message(request))
             holder.answered = True
             self._holders.answered(peer)
@@ -305,7 +322,7 @@ class Fetcher:
                     job.named_by.update(dict.fromkeys(others, peer))
                 return others or [peer]
             if said.get("state") != "here":
-                raise RemoteError(peer, f"{what} does not have it; another is asked")
+                raise Absent(peer, f"{what} does not have it; another is asked")
             job.served = holder.gives = True
             job.streams[stream] = stream.received
             self._holders.gave(peer)
@@ -335,6 +352,16 @@ class Fetcher:
                 await self._idle.keep(stream)
             elif stream is not None:
                 await stream.close()
+
+    async def _read(self, job: Job, holder: Asked) -> list[str]:
+        """Takes a small blob from a source."""
+        assert job.place is not None
+        data = await self._sources[holder.peer].read(job.place)
+        if len(data) != job.size or not await job.keep(0, data):
+            raise Corrupt(holder.peer, f"{holder.peer}: sent wrong bytes of blob {job.name[:12]}")
+        self._holders.gave(holder.peer)
+        job.done.set()
+        return []
 
     async def _begin(self, peer: str, ask: bytes) -> tuple[Stream, bytes]:
         """A stream to a holder, and its first answer."""

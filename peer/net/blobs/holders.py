@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from peer.net.base import Closed, Timeout, Unreachable, now
+from peer.net.cooldown import Cooldown
 from protocol.codec import blob_hash
+from protocol.errors import RemoteError
 
 DEPTH = (2, 64)
 """Least and most ranges that are asked of one holder ahead of time."""
@@ -22,10 +24,18 @@ AVOID_SECONDS = 600.0
 """How long a holder that sent wrong bytes is not asked."""
 REST_SECONDS = 30.0
 """How long a holder that did not answer is asked after all others; until it answers."""
-MOST_BROKEN = 5
-"""Promises in a row that are counted."""
+MOST_REST_SECONDS = 480.0
+"""The same, at most, of one that breaks its promises again and again."""
 MEASURED = 512
 """Holders whose speed is remembered."""
+
+
+class Corrupt(RemoteError):
+    """A holder sent bytes that are not those of the blob."""
+
+
+class Absent(RemoteError):
+    """A holder does not have the blob."""
 
 
 @dataclass(slots=True)
@@ -68,9 +78,9 @@ class Holders:
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._speeds: OrderedDict[str, Speed] = OrderedDict()
-        self._avoid: dict[str, float] = {}
-        self._resting: dict[str, float] = {}
-        self._broken: OrderedDict[str, int] = OrderedDict()
+        self._avoided = Cooldown(AVOID_SECONDS)
+        self._silent = Cooldown(REST_SECONDS)
+        self._broken = Cooldown(REST_SECONDS, MOST_REST_SECONDS, MEASURED)
 
     def order(self, holders: Sequence[str], size: int) -> deque[str]:
         """The likely fastest first; who was not measured yet is taken to be as fast as the middle of the others. Last are those that did
@@ -78,11 +88,9 @@ class Holders:
         known = sorted(s.expected(size) for p in holders if (s := self._speeds.get(p)) is not None)
         middle = known[len(known) // 2] if known else 0.0
 
-        now = asyncio.get_running_loop().time()
-
         def expected(peer: str) -> tuple[bool, float]:
             speed = self._speeds.get(peer)
-            return self._resting.get(peer, now) > now, middle if speed is None else speed.expected(size)
+            return self.is_last(peer), middle if speed is None else speed.expected(size)
 
         return deque(sorted(dict.fromkeys(holders), key=expected))
 
@@ -93,44 +101,43 @@ class Holders:
             self._speeds.popitem(last=False)
         return speed
 
-    def silent(self, peer: str, seconds: float = REST_SECONDS) -> None:
+    def is_last(self, peer: str) -> bool:
+        """Whether it is asked after the others."""
+        return self._silent.is_resting(peer, now()) or self._broken.is_resting(peer, now())
+
+    def silent(self, peer: str) -> None:
         """`peer` does not answer, or is gone."""
-        now = asyncio.get_running_loop().time()
-        self._resting = {p: until for p, until in self._resting.items() if until > now}
-        self._resting[peer] = now + seconds
+        self._silent.begin(peer, now())
 
     def answered(self, peer: str) -> None:
         """`peer` is there."""
-        if peer not in self._broken:
-            self._resting.pop(peer, None)
+        self._silent.end(peer)
 
     def gave(self, peer: str) -> None:
         """`peer` gives what it was asked for."""
-        self._broken.pop(peer, None)
-        self._resting.pop(peer, None)
+        self._broken.end(peer)
+        self._silent.end(peer)
 
     def broke_promise(self, peer: str) -> None:
         """`peer` said that the blob was on its way, and it was not, or not soon. That happens; who does it again and again is asked after
         all others for longer each time, and not at all where others only named it."""
-        times = self._broken[peer] = min(self._broken.pop(peer, 0) + 1, MOST_BROKEN)
-        if len(self._broken) > MEASURED:
-            self._broken.popitem(last=False)
-        self.silent(peer, REST_SECONDS * 2 ** (times - 1))
+        self._broken.begin(peer, now())
 
     def breaks_promises(self, peer: str) -> bool:
         """Whether it does so again and again, and did of late."""
-        return self._broken.get(peer, 0) > 1 and self._resting.get(peer, 0.0) > asyncio.get_running_loop().time()
+        return self._broken.times(peer) > 1 and self._broken.is_resting(peer, now())
 
     def is_avoided(self, peer: str) -> bool:
         """Whether `peer` is not asked for now."""
-        return self._avoid.get(peer, float("-inf")) > asyncio.get_running_loop().time()
+        return self._avoided.is_resting(peer, now())
 
-    def distrust(self, peer: str, why: str) -> None:
-        """`peer` sent what cannot be: it is not asked for a while."""
-        now = asyncio.get_running_loop().time()
-        self._avoid = {p: until for p, until in self._avoid.items() if until > now}
-        self._avoid[peer] = now + AVOID_SECONDS
-        self._warn(f"{why}; it is not asked again for {AVOID_SECONDS / 60:g} minutes")
+    def failed(self, peer: str, error: RemoteError) -> None:
+        """`peer` did not give what it was asked for. One that sent what cannot be is not asked for a while."""
+        if isinstance(error, Unreachable | Closed | Timeout):
+            self.silent(peer)
+        elif isinstance(error, Corrupt) and not self.is_avoided(peer):
+            self._avoided.begin(peer, now())
+            self._warn(f"{error}; it is not asked again for {AVOID_SECONDS / 60:g} minutes")
 
 
 def rank(name: str, peer: str) -> bytes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from peer.net.base import Stream
 from peer.net.blobs.holders import Speed
-from peer.net.blobs.store import Part
+from peer.net.blobs.store import Part, Place
 from protocol.codec import blob_hash
 
 OVERDUE_SECONDS = 2.0
@@ -54,7 +54,7 @@ class Asked:
 class Job:
     """One blob on its way.
 
-    `part`: what is here of a large blob; `data`: a small blob, once it is here. `todo`: ranges that nobody was asked for (of a small blob
+    `place`: where a small blob lies in a larger one. `part`: what is here of a large blob; `data`: a small blob, once it is here. `todo`: ranges that nobody was asked for (of a small blob
     the one piece that it comes in); `asked`: when the others were asked for. `asking`: the holders that were asked and have not
     ended; `served`: one of them has the blob; `named_by`: peers that somebody sure named, and who. `known` is set when the digests of
     all ranges are known, of a small blob never; `all_asked` when every range was asked for once; `streams`: those on which it is given, and how much had come
@@ -66,6 +66,7 @@ class Job:
     size: int
     part: Part | None
     todo: deque[int]
+    place: Place | None = None
     asked: dict[int, float] = field(default_factory=dict)
     data: bytes | None = None
     asking: set[str] = field(default_factory=set)
@@ -135,7 +136,9 @@ class Job:
             return True  # it came from another meanwhile
         if self.part is not None:
             return await asyncio.to_thread(self.part.write, index, data)
-        if blob_hash.name_of(data) == self.name:
-            self.data = data
-            return True
-        return False
+        if self.place is not None and self.place.index < 0:
+            is_right = blob_hash.root(self.place.size, data) == self.place.name
+        else:
+            is_right = blob_hash.name_of(data) == self.name
+        self.data = data if is_right else None
+        return is_right

@@ -9,12 +9,14 @@
        if they get it from a peer that has it
        {"state": "absent"}
 
-After "busy", "absent" or a whole blob the stream is free for the next request. Requests for single ranges: peer/net/blobs/ranges.py. And for what has a name instead of a digest: -> {"named": name} <- {"size": bytes, -1 if it is not here}, frames.
+After "busy", "absent" or a whole blob the stream is free for the next request. A request for text says where in a chunk of the corpus it is
+(store.py), since nodes have whole chunks and peers some ranges: "in": [chunk, its bytes, number of the range, or -1 for the digests of all].
+And for what has a name instead of a digest: -> {"named": name} <- {"size": bytes, -1 if it is not here}, frames.
 
 *Spreading.* A stored blob is sent about `copies` times; whoever asks then is told who got it, and asks there, so that copies
 multiply like the leaves of a tree and a home uplink sends its own payload about twice, however many peers there are. A
 peer that is still getting a blob lets others wait for it (who may wait for whom: fetching.py). Who finds nobody else may
-insist.
+insist. So an operator sends a range of text about twice, however many peers read it.
 
 *Fairness.* However many streams a peer has, a few pieces for it are under way at once. With an upload limit, ranges are sent in turn, one for each requesting peer, as a token bucket allows.
 """
@@ -26,12 +28,12 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from peer.net.base import REQUEST_SECONDS, Closed, Ended, Stream, Timeout, Transport
 from peer.net.blobs.idle import KEPT_SECONDS
-from peer.net.blobs.ranges import Find, RangeServer, nothing
 from peer.net.blobs.spreading import Spreading
-from peer.net.blobs.store import Blob, BlobStore
+from peer.net.blobs.store import Blob, BlobStore, Place
 from peer.net.uplink import Uplink
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError
@@ -50,6 +52,8 @@ PIECES_PER_PEER = 8
 MOST_AHEAD = 8
 """Requests of one stream that were there before the one before was answered. Who asks without listening is not answered for long: what it
 has left behind would have to be read when it is gone."""
+TEXTS, TEXT_SECONDS = 16384, 6 * 3600.0
+"""Ranges of text of which we know who got them, 512 MiB, and for how long after the last request."""
 CACHED_LEAVES = 1024
 """Blobs whose range digests are kept in memory: 1 KiB for each MiB of a blob."""
 
@@ -69,6 +73,20 @@ class Patience:
 PATIENCE = Patience()
 
 
+Coming = tuple["asyncio.Future[None]", bool]
+"""A blob that is on its way here, and whether that surely leads to somebody who has it (fetching.py)."""
+
+
+class Text(Protocol):
+    """Ranges of a corpus, and their digests."""
+
+    def read(self, place: Place) -> bytes:
+        """Those at `place`, right; empty where they are not here. Called in threads."""
+
+    def coming(self, place: Place, peer: str, named_by: str) -> Coming | None:
+        """As `Fetcher.coming`, for what is at `place`."""
+
+
 class BlobServer:
     """Serves a store's blobs, and those that `others` find (which are not spread: their holders are known)."""
 
@@ -77,9 +95,7 @@ class BlobServer:
         store: BlobStore,
         *,
         others: Callable[[str], Blob | None] = lambda name: None,
-        coming: Callable[[str, str, object], tuple[asyncio.Future[None], bool] | None] = lambda name, peer, named_by: (
-            None
-        ),
+        coming: Callable[[str, str, str], Coming | None] = lambda name, peer, named_by: None,
         named: Mapping[str, bytes] | None = None,
         uplink: Uplink | None = None,
         warn: Callable[[str], None] = lambda text: None,
@@ -87,7 +103,6 @@ class BlobServer:
         patience: Patience = PATIENCE,
     ) -> None:
         self.uplink = uplink or Uplink()
-        self._ranges = RangeServer(nothing, self.uplink)
         self._store = store
         self._others = others
         self._coming = coming
@@ -95,6 +110,9 @@ class BlobServer:
         self._warn = warn
         self._patience = patience
         self._spreading = Spreading(copies)
+        self._text: Text | None = None
+        self._texts = Spreading(COPIES, TEXTS, TEXT_SECONDS)
+        self._is_there: Callable[[str], bool] = lambda peer: True
         self._leaves: OrderedDict[str, bytes] = OrderedDict()
         self._damaged: set[str] = set()
         self._streams: dict[str, int] = {}
@@ -105,9 +123,9 @@ class BlobServer:
         """How many streams are being served."""
         return sum(self._streams.values())
 
-    def add_ranges(self, find: Find, is_there: Callable[[str], bool] = lambda peer: True) -> None:
-        """Serves the single ranges that `find` finds, too. `is_there(peer)`: whether it is worth while to send others to it for one."""
-        self._ranges = RangeServer(find, self.uplink, is_there=is_there)
+    def add_text(self, text: Text, is_there: Callable[[str], bool] = lambda peer: True) -> None:
+        """Serves `text`, too. `is_there(peer)`: whether it is worth while to send others to it."""
+        self._text, self._is_there = text, is_there
 
     async def serve(self, transport: Transport) -> None:
         """Lets others ask."""
@@ -126,8 +144,8 @@ class BlobServer:
                     return await self._send_named(stream, self._named.get(request["named"]))
                 if not blob_hash.is_name(request.get("blob")):
                     return
-                if "ranges" in request:
-                    await self._ranges.answer(stream, request["blob"], request)
+                if "in" in request:
+                    await self._answer_text(stream, request)
                 else:
                     await self._answer(stream, request["blob"], request)
                 ahead += stream.pending > 0
@@ -157,8 +175,7 @@ class BlobServer:
         if not isinstance(size, int) or not 0 <= size <= blob_hash.MAX_BLOB:
             raise MessageError(peer, f"blobs for {short_peer(peer)}: asks for an impossible size; it was closed")
         blob = self._store.find(name)
-        named_by = request.get("named_by")
-        coming = self._coming(name, peer, named_by if isinstance(named_by, str) else "") if blob is None else None
+        coming = self._coming(name, peer, _named_by(request)) if blob is None else None
         if coming is not None or (blob is not None and blob.size == size):
             now = asyncio.get_running_loop().time()
             ask = self._spreading.admit(name, size, peer, request.get("insist") is True, now)
@@ -174,6 +191,36 @@ class BlobServer:
                 self._spreading.done(name, size, peer, sent[0])
         else:
             await self._send(stream, name, size, self._others(name), request, [0])
+
+    async def _answer_text(self, stream: Stream, request: Mapping[str, object]) -> None:
+        peer, place = stream.remote, _place(request.get("in"))
+        if place is None:
+            raise MessageError(peer, f"blobs for {short_peer(peer)}: asks for no place; it was closed")
+        if self._text is None:
+            return await _say(stream, "absent")
+        data = await asyncio.to_thread(self._text.read, place)
+        coming = None if data else self._text.coming(place, peer, _named_by(request))
+        if not data and coming is None:
+            return await _say(stream, "absent")
+        key, size, insist = f"{place.name} {place.index}", place.length, request.get("insist") is True
+        now = asyncio.get_running_loop().time()
+        ask = self._texts.admit(key, size, peer, insist, now)
+        if ask is not None:
+            if there := [other for other in ask if self._is_there(other)]:
+                return await _say(stream, "busy", ask=there, sure=coming is None or coming[1])
+            self._texts.admit(key, size, peer, True, now)
+        sent = 0
+        try:
+            if coming is not None and await self._arrives(stream, coming[0]):
+                data = await asyncio.to_thread(self._text.read, place)
+            if not data:
+                return await _say(stream, "absent")
+            await _say(stream, "here")
+            await self.uplink.turn(peer, len(data))
+            await stream.send(data)
+            sent = len(data)
+        finally:
+            self._texts.done(key, size, peer, sent)
 
     async def _arrives(self, stream: Stream, coming: asyncio.Future[None]) -> bool:
         """Waits for a blob that is on its way here, and says so at once and now and then; whether it came."""
@@ -259,6 +306,21 @@ class BlobServer:
         self._damaged.add(name)
         self._store.remove(name)
         self._warn(f"file {blob.path}: its bytes changed on disk; it is not served any more, check the disk")
+
+
+def _named_by(request: Mapping[str, object]) -> str:
+    said = request.get("named_by")
+    return said if isinstance(said, str) else ""
+
+
+def _place(said: object) -> Place | None:
+    """What a request says of where a range is; None where there can be no such place."""
+    match said:
+        case [str(name), int(size), int(index)] if (
+            blob_hash.is_name(name) and 0 <= size <= blob_hash.MAX_BLOB and -1 <= index < blob_hash.count(size)
+        ):
+            return Place(name, size, index)
+    return None
 
 
 async def _say(stream: Stream, state: str, ask: Sequence[str] = (), sure: bool = False) -> None:

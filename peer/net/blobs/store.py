@@ -3,6 +3,7 @@
     FOLDER/<name>             a whole blob; the round that it belongs to is the file's modification time, in seconds
     FOLDER/parts/<name>       ranges of a blob that is being fetched, each at its place
     FOLDER/parts/<name>.leaves   the digests of its ranges
+    FOLDER/<name>.leaves      the same of a blob of which a store has some ranges only (peer/corpus/cache.py)
 
 A blob becomes visible only when it is whole, checked and durable (write, fsync, rename, fsync of the folder). A part file says
 by itself which ranges are there: those whose digest is right. So whatever a kill leaves behind can be gone on with.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -27,6 +29,33 @@ NO_ROUND = 2**31 - 1
 """In place of a round: a blob that belongs to none stays until it is removed, and does not count against the limit."""
 PIECE = 1 << 20
 """Bytes read at once where a whole file is read."""
+LEAVES = ".leaves"
+"""After a blob's name: the digests of its ranges."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Range `index` of the large blob `name`, which has `size` bytes; index -1: the digests of its ranges, its leaves.
+
+    A range is a small blob itself, whose name is its digest.
+    """
+
+    name: str
+    size: int
+    index: int
+
+    @property
+    def leaves(self) -> Place:
+        """Where the digests of the same blob's ranges are."""
+        return dataclasses.replace(self, index=-1)
+
+    @property
+    def length(self) -> int:
+        """Bytes."""
+        if self.index < 0:
+            return blob_hash.LEAF * blob_hash.count(self.size)
+        start, end = blob_hash.span(self.size, self.index)
+        return end - start
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +114,7 @@ class BlobStore:
             for name in self.disk.names(folder):
                 if name.startswith("."):
                     self.disk.remove(folder / name)
-                elif blob_hash.is_name(name):
+                elif self.is_ours(name):
                     size, round = self.disk.stat(folder / name)
                     self.add(name, round, size)
         except OSError as error:
@@ -95,6 +124,11 @@ class BlobStore:
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._known))
+
+    @staticmethod
+    def is_ours(name: str) -> bool:
+        """Whether a file of this name is counted."""
+        return blob_hash.is_name(name)
 
     def has(self, name: str) -> bool:
         return name in self._known
@@ -126,7 +160,7 @@ class BlobStore:
             return None
         try:
             data = self.disk.read(self.folder / name)
-        except FileNotFoundError:
+        except OSError:
             data = b""
         if blob_hash.name_of(data) != name:
             self.remove(name)
@@ -135,9 +169,11 @@ class BlobStore:
 
     # --- what comes and goes
 
-    def put(self, data: bytes, round: int = 0, *, protect: bool = False, sync: bool = True) -> str:
-        """Stores `data` durably (see peer/net/disk.py) as one of `round`'s; its name. Raises UsageError."""
-        name = blob_hash.name_of(data)
+    def put(
+        self, data: bytes, round: int = 0, *, name: str | None = None, protect: bool = False, sync: bool = True
+    ) -> str:
+        """Stores `data` durably (see peer/net/disk.py) as one of `round`'s; its name (default: found out). Raises UsageError."""
+        name = name or blob_hash.name_of(data)
         if protect:
             self.protected.add(name)
         if name not in self._known:
@@ -153,7 +189,8 @@ class BlobStore:
             return True
         with self._lock:
             for round in list(self._rounds) if self.used + size > self.limit else ():
-                for name in sorted(self._of_round[round] - self.protected) if round != NO_ROUND else ():
+                free = self._of_round[round] - self.protected if round != NO_ROUND else set[str]()
+                for name in sorted(free, key=lambda name: (len(name), name)):  # leaves after their ranges
                     if self.used + size <= self.limit:
                         return True
                     self.remove(name)
@@ -195,7 +232,7 @@ class BlobStore:
     def drop_parts(self, keep: Collection[str]) -> None:
         """Removes the begun blobs that are not among `keep`."""
         for name in self.disk.names(self._parts):
-            if name.removesuffix(".leaves") not in keep:
+            if name.removesuffix(LEAVES) not in keep:
                 self.disk.remove(self._parts / name)
 
     def add(self, name: str, round: int, size: int) -> None:
@@ -222,7 +259,7 @@ class Part:
         self._store = store
         self._disk = store.disk
         self._path = store._parts / name
-        self._leaves = store._parts / f"{name}.leaves"
+        self._leaves = store._parts / (name + LEAVES)
         with contextlib.suppress(FileNotFoundError):
             self._learn(self._disk.read(self._leaves))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from peer.net.base import Stream, Timeout, Transport, Unreachable, log
+from peer.net.cooldown import Cooldown
 from peer.net.relay.channel import CHANGED, GONE, LATE, SIGNS, Channel, RelayFault, Signs
 from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
@@ -77,7 +78,7 @@ class Relays:
         self._patience = patience
         self._signs = signs
         self._kept: dict[str, tuple[str, float]] = {}  # the quickest relay to a peer, and until when
-        self._avoided: dict[str, float] = {}  # until when
+        self._avoided = Cooldown(0.0)
         self._choosing: dict[str, asyncio.Lock] = {}
 
     def kept(self, peer: str) -> str | None:
@@ -87,7 +88,7 @@ class Relays:
 
     def is_avoided(self, relay: str) -> bool:
         """Whether it is asked last."""
-        return self._now() < self._avoided.get(relay, 0.0)
+        return self._avoided.is_resting(relay, self._now())
 
     async def reach(self, peer: str) -> None:
         """Finds a way to `peer`. Raises RemoteError."""
@@ -112,7 +113,7 @@ class Relays:
         if self._kept.get(fault.peer, ("", 0.0))[0] == fault.relay:
             del self._kept[fault.peer]
         seconds = {CHANGED: self._patience.changed, GONE: self._patience.gone}.get(fault.what, self._patience.silent)
-        self._avoided[fault.relay] = max(self._avoided.get(fault.relay, 0.0), self._now() + seconds)
+        self._avoided.begin(fault.relay, self._now(), seconds)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -175,27 +175,11 @@ async def same_range(enemy: Attacker) -> None:
     await enemy.over_and_over(one, 2 * AT_ONCE)
 
 
-async def many_ranges(enemy: Attacker) -> None:
-    """ranges of blobs, as many as one request names, of which there are none"""
-    request = framing.pack_message(
-        {"blob": blob_hash.name_of(b"none"), "size": 64 << 20, "ranges": list(range(64)), "insist": True}
-    )
+async def ranges_of_text(enemy: Attacker) -> None:
+    """ranges of text of which there are none"""
+    name = blob_hash.name_of(b"none")
+    request = framing.pack_message({"blob": name, "in": [name, 64 << 20, 5], "insist": True})
     await enemy.on_streams(enemy.node, endpoints.BLOB, lambda number: request)
-
-
-async def too_many_ranges(enemy: Attacker) -> None:
-    """ranges of blobs, ten thousand in one request"""
-    request = framing.pack_message({"blob": blob_hash.name_of(b"none"), "size": 1 << 33, "ranges": [0] * 10_000})
-
-    async def one() -> None:
-        stream = await enemy.open(enemy.node, endpoints.BLOB)
-        try:
-            await stream.send(request)
-            await stream.recv(timeout=1.0)
-        finally:
-            await stream.close()
-
-    await enemy.over_and_over(one, AT_ONCE)
 
 
 async def unread_blobs(enemy: Attacker) -> None:
@@ -306,8 +290,7 @@ ATTACKS = (
     Attack(work=absent),
     Attack(work=whole),
     Attack(work=same_range),
-    Attack(work=many_ranges),
-    Attack(work=too_many_ranges),
+    Attack(work=ranges_of_text),
     Attack(work=unread_blobs),
     Attack(work=stores, told=ASKS),
     Attack(work=made_up_records, told=ASKS),

@@ -1,0 +1,153 @@
+"""A server from which tests fork `potluck` processes: it has imported everything once.
+
+    python -m tests.support.zygote DESCRIPTOR    (a stream socket of the test session)
+
+A request is one byte and four descriptors: a socket of the process that is to be started, and its standard input, output and error. The process reads the
+rest, a line of JSON, from its socket. The server answers there with two lines: the process id, and the wait status of its end. When the session's socket
+is closed, the server kills what it has started and ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import termios
+import threading
+from pathlib import Path
+from typing import Any
+
+import bootstrap
+import peer
+import protocol
+
+for package in (protocol, bootstrap, peer):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+
+
+def serve(session: socket.socket) -> socket.socket:
+    """Forks a process for each request. Returns in a forked process, with its socket."""
+    woken, wakes = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wakes, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes)
+    children: dict[int, socket.socket] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(session, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        while True:
+            ready = {key.fd for key, _ in selector.select()}
+            if woken in ready:
+                os.read(woken, 4096)
+                reap(children)
+            if session.fileno() not in ready:
+                continue
+            byte, received, _, _ = socket.recv_fds(session, 1, 4)
+            if not byte:
+                for pid in children:
+                    os.kill(pid, signal.SIGKILL)
+                os._exit(0)
+            own = socket.socket(fileno=received[0])
+            pid = os.fork()
+            if pid == 0:
+                break
+            for descriptor in received[1:]:
+                os.close(descriptor)
+            children[pid] = own
+            tell(own, pid)
+    signal.set_wakeup_fd(-1)
+    for number in range(3):
+        os.dup2(received[1 + number], number)
+    for descriptor in (woken, wakes, *received[1:]):
+        os.close(descriptor)
+    for other in (session, *children.values()):
+        other.close()
+    return own
+
+
+def reap(children: dict[int, socket.socket]) -> None:
+    """Says which processes have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            with children.pop(ended[0]) as own:
+                tell(own, ended[1])
+
+
+def tell(own: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # nobody waits for it
+        own.sendall(b"%d\n" % number)
+
+
+def become(request: dict[str, Any]) -> None:
+    """Makes this forked process one that was started by a command: the state that `python -m MODULE` begins with."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request["new_session"]:
+        os.setsid()
+        if os.isatty(0):
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    tempfile.tempdir = None
+    sys.modules["numpy"].random.seed()
+    sys.argv = ["potluck", *request["arguments"]]
+    sys.stdin = os.fdopen(0, encoding=sys.stdin.encoding, errors=sys.stdin.errors, closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False)
+
+
+def done(module: str) -> int:
+    """Runs `python -m MODULE` to its end, as the interpreter does: the exit code. What only frees memory is left out, since it touches all that is shared."""
+    code: object = None
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        code = 120
+    return code or 0
+
+
+def main() -> None:
+    tasks = Path("/proc/self/task")
+    assert not tasks.exists() or len(list(tasks.iterdir())) == 1, "a process with threads cannot be forked"
+    gc.freeze()  # so that memory stays shared
+    with serve(socket.socket(fileno=int(sys.argv[1]))) as own, own.makefile("r", encoding="utf-8") as lines:
+        request = json.loads(lines.readline())
+    become(request)
+    os._exit(done(request["module"]))
+
+
+if __name__ == "__main__":
+    main()
