@@ -264,7 +264,6 @@ LIES = [
         LeftOut(replica=n, reason="?") for n in range(6)))(c)),
     Lie("is_lawful", "how long the run is", says(schedule=Schedule(rounds=99, total_steps=10**6))),
     Lie("is_lawful", "counts 3 decrees", says(decrees=3)),
-    Lie("is_lawful", "which operators are out", says(out=(OPERATOR.peer_id,)), before="names other members"),
     Lie("is_lawful", "who operates the run", says(board=Board(operators=(Operator(peer=KEY),), quorum=1)),
         before="names other members"),
     Lie("is_lawful", "too few of its members signed", decreed(ban("f0"))),
