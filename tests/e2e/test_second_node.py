@@ -29,9 +29,9 @@ def test_a_second_node_takes_the_tokenizer_from_the_first(tmp_path: Path) -> Non
     """It waits for it: whoever starts first after a power cut waits for the other. And its folder then says where the run is."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
-    keys = [potluck(tmp_path, "key", "--dir", name).strip() for name in ("second/mine", "third")]
+    keys = [potluck(tmp_path, "key", "--dir", name).strip() for name in ("second/mine", "third", "fourth")]
     (first / "text").symlink_to(demo_corpus().folder)
-    potluck(first, "init", "ours", "--corpus", "text", "--operator", keys[0], "--operator", keys[1])
+    potluck(first, "init", "ours", "--corpus", "text", *(word for key in keys for word in ("--operator", key)))
     ours = first / "ours"
     shutil.copy(ours / MANIFEST, second)
     own = ("--dir", ours / NODE, "--corpus", first / "text")
@@ -56,7 +56,7 @@ def test_a_second_node_takes_the_tokenizer_from_the_first(tmp_path: Path) -> Non
                 assert said["run"] == address.partition("#")[2], "found by the folders"
             (ours / NODE).rename(first / "potluck-bootstrap")  # as it is called where nobody says otherwise; it runs on
             assert json.loads(potluck(first, "monitor", "--once", "--json"))["run"] == address.partition("#")[2]
-            assert "signed by 1 of 2" in first_line(first, "run", "set", "ours/run.toml", "--rounds", "9000")
+            assert "signed by 1 of 3" in first_line(first, "run", "set", "ours/run.toml", "--rounds", "9000")
 
 
 def first_line(at: Path, *words: str) -> str:

@@ -66,7 +66,8 @@ class Mover:
         )  # fmt: skip
         self.outer = Outer(run.model, run.outer.codec, run.outer.beta, run.outer.eta)
         log = Commits()
-        log.update({commit.round: commit for commit in self.commits})
+        for commit in self.commits:
+            log[commit.round] = commit
         recovery = Recovery(run, self.outer, self.storage, self.exchange, log, emit)
         self.warm_up = WarmUp(recovery, lambda: self.applied, self.news.set)
 
