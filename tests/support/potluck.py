@@ -24,7 +24,6 @@ FREE = frozenset(
         "XDG_CACHE_HOME",
         "XDG_CONFIG_HOME",
         "PATH",
-        "TMPDIR",
         "TERM",
         "COLUMNS",
         "LINES",
@@ -49,7 +48,8 @@ class Zygote:
                 [sys.executable, "-m", "tests.support.zygote", str(theirs.fileno())],
                 cwd=ROOT,
                 env=BEGINNING,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # no file, whose position would be remembered
+                stdout=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -58,7 +58,7 @@ class Zygote:
 
     def _close(self) -> None:
         self._socket.close()
-        self._process.wait()
+        self._process.communicate()
 
     def fork(self, request: Mapping[str, Any], files: Sequence[int]) -> socket.socket:
         """Starts a process; the socket on which its id and its wait status come."""
@@ -116,19 +116,21 @@ class Popen(subprocess.Popen[Any]):
             "network": self._network,
         }
         self._socket = zygote().fork(request, [own if file == -1 else file for own, file in enumerate(files)])
-        self.pid = self._read()
+        self.pid = self._read("pid")
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
-    def _read(self) -> int:
-        """The next number that the server tells."""
+    def _read(self, wanted: str) -> int:
+        """The process id (`pid`) or the wait status (`end`), which is told next."""
         assert self._socket is not None
         line = b""
         while not line.endswith(b"\n"):
             byte = self._socket.recv(1)
             assert byte, f"{self.args}: the server that forks it has ended"
             line += byte
-        return int(line)
+        what, number = line.split()
+        assert what.decode() == wanted, f"{self.args}: ended before it was what was asked for"
+        return int(number)
 
     def _internal_poll(self, *given: Any, **keywords: Any) -> int | None:
         if self._socket is None:
@@ -148,7 +150,7 @@ class Popen(subprocess.Popen[Any]):
         if self.returncode is None and select.select([self._socket], [], [], timeout)[0]:
             with self._waitpid_lock:  # type: ignore[attr-defined]
                 if self.returncode is None:
-                    self.returncode = os.waitstatus_to_exitcode(self._read())
+                    self.returncode = os.waitstatus_to_exitcode(self._read("end"))
         return self.returncode
 
 

@@ -3,8 +3,8 @@
     python -m tests.support.zygote DESCRIPTOR    (a stream socket of the test session)
 
 A request is one byte and four descriptors: a socket of the process that is to be started, and its standard input, output and error. The process reads the
-rest, a line of JSON, from its socket. The server answers there with two lines: the process id, and the wait status of its end. When the session's socket
-is closed, the server kills what it has started and ends.
+rest, a line of JSON, from its socket, and answers with its process id as soon as it is what was asked for. The server adds the wait status of its end.
+When the session's socket is closed, the server kills what it has started and ends.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ import selectors
 import signal
 import socket
 import sys
-import tempfile
 import termios
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,44 @@ import bootstrap
 import peer
 import protocol
 
+
+class End:
+    """The end of a process, when all else that the interpreter does then is done. Objects are not freed one by one, which would touch all memory that is
+    shared."""
+
+    def __init__(self) -> None:
+        self.code: object = None
+        atexit.register(self._leave)
+
+    def of(self, module: str) -> None:
+        """Runs `python -m MODULE` to its end."""
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            self.code = end.code
+        except KeyboardInterrupt:
+            self.code = -signal.SIGINT
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            self.code = 1
+
+    def _leave(self) -> None:
+        code = self.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except OSError:
+            code = 120
+        if code == -signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(code & 0xFF)
+
+
+END = End()
 for package in (protocol, bootstrap, peer):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if not module.name.endswith("__main__"):
@@ -69,7 +105,6 @@ def serve(session: socket.socket) -> socket.socket:
             for descriptor in received[1:]:
                 os.close(descriptor)
             children[pid] = own
-            tell(own, pid)
     signal.set_wakeup_fd(-1)
     for number in range(3):
         os.dup2(received[1 + number], number)
@@ -85,12 +120,12 @@ def reap(children: dict[int, socket.socket]) -> None:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             with children.pop(ended[0]) as own:
-                tell(own, ended[1])
+                tell(own, "end", ended[1])
 
 
-def tell(own: socket.socket, number: int) -> None:
+def tell(own: socket.socket, what: str, number: int) -> None:
     with contextlib.suppress(OSError):  # nobody waits for it
-        own.sendall(b"%d\n" % number)
+        own.sendall(f"{what} {number}\n".encode())
 
 
 def become(request: dict[str, Any]) -> None:
@@ -109,11 +144,9 @@ def become(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    tempfile.tempdir = None
     sys.modules["numpy"].random.seed()
-    sys.argv = ["potluck", *request["arguments"]]
-    sys.stdin = os.fdopen(0, encoding=sys.stdin.encoding, errors=sys.stdin.errors, closefd=False)
-    sys.stdout = os.fdopen(1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False)
+    sys.argv[:] = ["potluck", *request["arguments"]]
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
 
 
 def enter(network: str) -> None:
@@ -123,40 +156,15 @@ def enter(network: str) -> None:
             raise OSError(ctypes.get_errno(), f"network namespace {network}")
 
 
-def done(module: str) -> int:
-    """Runs `python -m MODULE` to its end, as the interpreter does: the exit code. What only frees memory is left out, since it touches all that is shared."""
-    code: object = None
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        code = end.code
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError:
-        code = 120
-    return code or 0
-
-
 def main() -> None:
     tasks = Path("/proc/self/task")
     assert not tasks.exists() or len(list(tasks.iterdir())) == 1, "a process with threads cannot be forked"
     gc.freeze()  # so that memory stays shared
     with serve(socket.socket(fileno=int(sys.argv[1]))) as own, own.makefile("r", encoding="utf-8") as lines:
         request = json.loads(lines.readline())
-    become(request)
-    os._exit(done(request["module"]))
+        become(request)
+        tell(own, "pid", os.getpid())
+    END.of(request["module"])
 
 
 if __name__ == "__main__":

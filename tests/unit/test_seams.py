@@ -14,13 +14,6 @@ TESTS = Path(__file__).parents[1]
 REPLACED = {
     # replaces the operating system's clock in a process of its own, since hivemind takes no other
     "faults/wall_clock.py": {"time.time": "time"},
-    # makes a forked process one that was started by a command
-    "support/zygote.py": {
-        "tempfile.tempdir": "tempfile",
-        "sys.argv": "sys",
-        "sys.stdin": "sys",
-        "sys.stdout": "sys",
-    },
     # goes round a defect of hivemind, in a process that runs hivemind alone, which measures it and nothing of ours
     "benchmarks/averaging.py": {"quantization.Quantization.extract": "hivemind"},
 }
@@ -30,8 +23,6 @@ PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
 """Members of a namedtuple: the underscore only keeps them from its fields."""
 PRIVATE_OF_OTHERS = {
     "os._exit",
-    "threading._shutdown",
-    "atexit._run_exitfuncs",
     "torch.Tensor._make_wrapper_subclass",
     "torch.utils._python_dispatch",
     "_ATEN._local_scalar_dense",
