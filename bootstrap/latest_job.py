@@ -1,4 +1,4 @@
-"""Work beside the loop, on a thread of its own: the newest job only, since a newer one makes those before it useless.
+"""Background jobs on a thread of their own, of which only the newest counts: it makes those before it useless.
 
 What takes long in a job is numpy's, and between its steps the interpreter gives way: while a plan for 10,000 peers is made the loop is held
 up for some hundredths of a second at most (docs/results/planner.md).
@@ -34,7 +34,7 @@ def wanted(read: Callable[[str], bytes | None]) -> Callable[[str], bytes]:
 
 
 class LatestJob(Generic[Job, Answer]):
-    """`work` does a job, and `put` takes its answer.
+    """Runs the newest job. `work` does a job, and `put` takes its answer.
 
     `pause`: seconds after a job that failed, which is then done again if there is no newer one.
     `failed`: what is answered instead (default: it is done again).
@@ -57,7 +57,7 @@ class LatestJob(Generic[Job, Answer]):
         self._jobs: asyncio.Queue[Job] = asyncio.Queue()
 
     def ask(self, job: Job) -> None:
-        """Drops the jobs before, but for the one that is being done."""
+        """Queues a job in place of those that wait; the one that runs goes on."""
         while not self._jobs.empty():
             self._jobs.get_nowait()
         self._jobs.put_nowait(job)

@@ -1,7 +1,7 @@
 """Brings ranges of a corpus into the store: what is read now first, then what will be read.
 
 Each range is a small blob for the downloader (peer/net/blobs/fetching.py): it asks one origin after the other (peer/corpus/origins.py),
-another one beside it when that one is slow, and those that a node names.
+a second one when the first is slow, and those that a node names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.errors import RemoteError
 AHEAD = 16
 """Ranges that are fetched at once: 512 KiB, 0.04 s of a line of 100 Mb/s, and all that a kill can cost."""
 URGENT = 8
-"""More of them, for who waits."""
+"""Further ranges at once, while a reader waits."""
 LOOK_SECONDS = 0.25
 
 
@@ -104,7 +104,7 @@ class RangeFetcher:
         await self._fetcher.aclose()
 
     def _pump(self) -> None:
-        """Begins as many fetches as may be under way. Who waits is not held up by what is fetched ahead."""
+        """Begins as many fetches as may be under way. Ranges fetched ahead do not delay a reader that waits."""
         if now() < self._paused_until:
             return
         for place in self._urgent:
@@ -151,7 +151,7 @@ class RangeFetcher:
             self._told = False
 
     def _pause(self) -> None:
-        """Nobody gave a range: tries again a little later."""
+        """No origin gave a range: pauses before the next try."""
         self._paused_until = now() + self._patience.retry
         if not self._told:
             self._told = True

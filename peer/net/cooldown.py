@@ -1,4 +1,4 @@
-"""Cooldowns: who, or what, is left alone for a while, and longer each time that it fails again. `now` is in steady seconds."""
+"""Cooldowns: keys that are not used for a while after a failure, and longer after each further one. `now` is in steady seconds."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Cooldown:
         return len(self._rests)
 
     def is_resting(self, key: str, now: float) -> bool:
-        """Whether `key` is to be left alone."""
+        """Whether `key` rests at `now`."""
         return key in self._rests and self._rests[key].until > now
 
     def times(self, key: str) -> int:
-        """How often `key` began to rest, as far as that is not forgiven."""
+        """The number of rests of `key` that are not forgiven."""
         return self._rests[key].times if key in self._rests else 0
 
     def begin(self, key: str, now: float, seconds: float = 0.0) -> float:
-        """`key` rests from now on, for at least so many seconds; for how many it does."""
+        """Begins a rest of `key` of at least `seconds`. Returns the rest's length in seconds."""
         rest = self._rests.pop(key, None) or _Rest()
         if rest.times:
             rest.times = max(0, rest.times - int(max(0.0, now - rest.until) / self._forgiven))
@@ -53,5 +53,5 @@ class Cooldown:
         return seconds
 
     def end(self, key: str) -> None:
-        """`key` works again: the next rest is as short as the first."""
+        """Forgets the rests of `key`, which works again: its next rest is as short as the first."""
         self._rests.pop(key, None)

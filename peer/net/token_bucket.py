@@ -1,4 +1,4 @@
-"""Token buckets: how often, or how much at a time, something may be done. `now` is in steady seconds."""
+"""Token buckets: limits of a rate and of a burst. `now` is in steady seconds."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ class TokenBucket:
     at: float = 0.0
 
     def take(self, now: float, amount: float = 1.0) -> bool:
-        """Takes `amount` if there is as much; whether there was."""
+        """Takes `amount` if the bucket has it. Returns whether it had."""
         if self.wait(now, amount) > 0:
             return False
         self.left -= amount
         return True
 
     def spend(self, now: float, amount: float = 1.0) -> float:
-        """Takes `amount`, more than there is if need be; seconds until that debt is paid."""
+        """Takes `amount`, also more than the bucket has. Returns the seconds until that debt is paid."""
         self.wait(now)
         self.left -= amount
         return self.wait(now)
 
     def wait(self, now: float, amount: float = 0.0) -> float:
-        """Seconds until there is `amount`."""
+        """Returns the seconds until the bucket has `amount`."""
         self.left = min(self.burst, self.left + max(0.0, now - self.at) * self.per_second)
         self.at = now
         return max(0.0, amount - self.left) / self.per_second
 
 
 class TokenBuckets:
-    """A bucket for each key, of `rate`; those of the `most` keys that were used last are known, and a forgotten one is full."""
+    """A bucket of `rate` for each key. The `most` keys used last are kept; a key that was forgotten has a full bucket again."""
 
     def __init__(self, rate: Rate, most: int) -> None:
         self._rate = rate

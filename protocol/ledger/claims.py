@@ -1,13 +1,14 @@
 """Signed statements of peers that a commit may carry: held-out losses, scores and audits. Pure.
 
-A *claim* is measured by a peer, signed, and sent to the nodes. A node keeps what it hears, and the leader puts into its commit what has a
-place there. One pool serves all kinds; KINDS says how they differ. What a claim means is decided where it is folded: protocol/ledger/
-evaluation.py, scoring.py and audits.py.
+A *claim* is measured by a peer, signed, and sent to the nodes. A node keeps the claims that it hears, and the leader
+puts those with a place into its commit. One pool serves all kinds; KINDS says how they differ. What a claim means is
+decided where it is folded: protocol/ledger/evaluation.py, protocol/ledger/scoring.py and protocol/ledger/audits.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -108,9 +109,9 @@ class Claims:
 
     def next(self, state: RunState, kind: type[C]) -> tuple[C, ...]:
         """The claims of one kind for the commit after `state`, the oldest first."""
-        self.forget(state)
-        heard = self._heard[kind]
-        return tuple(heard[key] for key in sorted(heard)[: KINDS[kind].most])
+        rule, heard = KINDS[kind], self._heard[kind]
+        due = (heard[key] for key in sorted(heard) if rule.is_due(state, heard[key]))
+        return tuple(itertools.islice(due, rule.most))
 
     def forget(self, state: RunState) -> None:
         """Drops the claims whose place is not open any more."""

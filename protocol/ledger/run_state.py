@@ -21,7 +21,7 @@ from protocol.wire.commit import Commit, Contribution
 from protocol.wire.plan import Plan
 
 MEDIANS_KEPT = 8
-"""Median update norms that the state has: those of so many rounds with contributions."""
+"""Rounds with contributions whose median update norms the state has."""
 
 
 @dataclass(frozen=True)
