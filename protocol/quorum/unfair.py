@@ -13,6 +13,9 @@ class Unfair:
     reason: str
     lie: bool
     again: bool = False
+    about: str = ""
+    """The peer that the commit says to have diverged, where a doubt is about its work: it may attest other digests to the leader than to this
+    node. Else empty."""
 
     @property
     def accuses(self) -> bool:

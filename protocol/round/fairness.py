@@ -25,6 +25,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from protocol.identity import short_peer
 from protocol.ledger import board, ranges, rules, schedule
@@ -116,38 +117,48 @@ def unjust_in(
 def doubt_in(sight: Sight, commit: Commit) -> Unfair | None:
     """The first reason to doubt a commit without lies; None where this node could have proposed it, or knows too little to tell. Takes as
     long as a plan of the peers that it names."""
-    return next((Unfair(reason, False) for reason in _doubts(sight, commit)), None) if sight.settled else None
+    found = next(_doubts(sight, commit), None) if sight.settled else None
+    return None if found is None else Unfair(found.reason, False, about=found.about)
 
 
 # --- what this node has seen otherwise
 
 
-def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
+class Doubt(NamedTuple):
+    """A reason to doubt a commit."""
+
+    reason: str
+    """What is odd, as the end of "the commit ..."."""
+    about: str = ""
+    """The peer that the commit says to have diverged, where this is about its work; else empty."""
+
+
+def _doubts(sight: Sight, commit: Commit) -> Iterator[Doubt]:
     if abs(commit.time - sight.wall) > DAY:
-        yield "has a time that is more than a day from this node's"
-    yield from board.doubts(sight.manifest, sight.state.head, commit, sight.living, sight.present)
+        yield Doubt("has a time that is more than a day from this node's")
+    yield from map(Doubt, board.doubts(sight.manifest, sight.state.head, commit, sight.living, sight.present))
     lease = sight.manifest.timing.gone_after
     only_guests = commit.joined and not (commit.contributions or commit.plan or commit.decree)
     if only_guests and sight.state.latest is not None and sight.waited < lease / 2:
-        yield "ends a round for newcomers alone, before anybody could bring work"
+        yield Doubt("ends a round for newcomers alone, before anybody could bring work")
     yield from _left_out(sight, commit)
     for contribution in commit.contributions:
         here = sight.complete.get(contribution.replica)
         if here is not None and here != dataclasses.replace(contribution, scale=here.scale, standing=here.standing):
-            yield f"counts other work of replica {contribution.replica} than was offered here"
+            yield Doubt(f"counts other work of replica {contribution.replica} than was offered here")
     for shard, digest in commit.digests.items():
         if shard in sight.digests and digest not in sight.attested.get(shard, ()):
-            yield f"says of the state of {shard} what nobody attested here"
+            yield Doubt(f"says of the state of {shard} what nobody attested here")
     if commit.plan is not None:
-        yield from _feasible(sight, commit.plan)
-        yield from _worth(sight, commit, commit.plan)
+        yield from map(Doubt, _feasible(sight, commit.plan))
+        yield from map(Doubt, _worth(sight, commit, commit.plan))
         of = {peer: known.range for peer, known in sight.ready.items()}
         part, most = ranges.largest(sight.manifest, commit.plan, of, _range_share(sight, commit))
         if part > RANGES * most:
-            yield f"plans {part:.0%} for one range of addresses"
+            yield Doubt(f"plans {part:.0%} for one range of addresses")
 
 
-def _left_out(sight: Sight, commit: Commit) -> Iterator[str]:
+def _left_out(sight: Sight, commit: Commit) -> Iterator[Doubt]:
     """Work that is complete here is left out only where the round was over before it came."""
     manifest, lease = sight.manifest, sight.manifest.timing.gone_after
     judged = {x.replica: x.judged for x in commit.left_out if x.judged is not None}
@@ -155,18 +166,24 @@ def _left_out(sight: Sight, commit: Commit) -> Iterator[str]:
     named = {x.replica for x in commit.left_out if judged.get(x.replica) is None}
     for number in sorted(judged.keys() & sight.complete.keys()):
         if judged[number] != judging.name_of(sight.complete[number]) or makers[number] != sight.complete[number].peers:
-            yield f"judges other work of replica {number} than was offered here"
+            yield Doubt(f"judges other work of replica {number} than was offered here")
+    wrong = {d.peer for d in commit.diverged}
+    planned = sight.chains.replicas if sight.chains is not None else ()
+    about = {r.number: peer for r in planned for peer in r.peers if peer in wrong}
     taken = {c.replica for c in commit.contributions}
     offered = [(at, sight.complete[n].tokens) for n, at in sight.since.items() if n in sight.complete and n in taken]
     new = newcomers.are_new(sight.state.standing, sight.state.plan)
     for number in sorted(named & sight.complete.keys()):
         spec = sight.chains.find(number) if sight.chains is not None else None
         if sight.waited - sight.since.get(number, sight.waited) >= lease:
-            yield f"leaves out replica {number}, all of whose work has been here for long"
+            yield Doubt(f"leaves out replica {number}, all of whose work has been here for long", about.get(number, ""))
         elif sight.waited + lease / 2 >= manifest.timing.round_deadline or number in new:
             continue
         elif spec is not None and not grace.is_over(manifest, offered, [spec], sight.waited + lease / 2):
-            yield f"leaves out replica {number}, all of whose work is here, before the round was over"
+            yield Doubt(
+                f"leaves out replica {number}, all of whose work is here, before the round was over",
+                about.get(number, ""),
+            )
 
 
 def _feasible(sight: Sight, plan: Plan) -> Iterator[str]:
@@ -287,12 +304,14 @@ class Doubts:
     def weigh(self, leader: str, round: int, found: Unfair | None, members: int) -> Unfair | None:
         """What comes of it when `found` is wrong with a commit of `round` that `leader` proposes to so many members: nothing, where this
         round has been held up for a doubt already, or where it is a doubt about too many leaders to be right; one that accuses, where
-        there were doubts about this leader before."""
+        there were doubts about this leader before. A doubt about a peer never accuses."""
         if found is None or found.lie:
             return found
         if self._is_wrong(leader, round, found, members) or self._doubted == round:
             return None
         self._doubted = round
+        if found.about:
+            return found  # the leader, or that peer, lies: which one cannot be told
         self._weight[leader] = self._weight.get(leader, 0.0) + 1.0
         again = self._weight[leader] >= LIES
         return (

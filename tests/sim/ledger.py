@@ -319,7 +319,7 @@ class Ledger:
             if upto is not None and round > upto:
                 break
             entry = entries.get(round)
-            if entry is not None:
+            if entry is not None and (entry.part or entry.delta is not None):  # else nothing is left of that round
                 for x in left:
                     x *= beta
                 part, codec = entry.part, self.manifest.outer.codec

@@ -16,7 +16,7 @@ from protocol.round.leader_events import Decided, Ready, Received
 from protocol.round.quarrels import LIES as SAYS_LIES
 from protocol.wire import encoding, framing
 from protocol.wire.ballot import Accept
-from protocol.wire.commit import Commit, LeftOut, liars_borne
+from protocol.wire.commit import Commit, Diverged, LeftOut, liars_borne
 from protocol.wire.plan import Plan, StageSpec, Work
 from protocol.wire.session import ChainFailure
 from tests import tiny
@@ -310,6 +310,31 @@ def test_one_doubt_skips_a_leader_once_in_a_round_and_a_leader_that_is_doubted_a
     forgiven = doubts.weigh("a", 7, doubt, 3)
     assert forgiven is not None
     assert not forgiven.accuses
+
+
+def test_a_peer_that_attests_other_digests_to_each_node_has_no_honest_leader_accused() -> None:
+    doubts, doubt = Doubts(), Unfair("leaves out replica 1", False, about="liar")
+    assert [doubts.weigh("a", round, doubt, 4) for round in range(5, 20)] == [doubt] * 15, (
+        "it costs a turn, and no more"
+    )
+    later = doubts.weigh("a", 20, Unfair("has no plan", False), 4)
+    assert later is not None
+    assert not later.accuses
+
+
+def test_work_that_is_left_out_for_another_digest_is_a_doubt_about_its_maker() -> None:
+    round = Round()
+    honest = round.commit()
+    number, peer = honest.contributions[1].replica, honest.contributions[1].peers[0]
+    sight, rest = round.sight(*round.peers), (honest.contributions[0], *honest.contributions[2:])
+    out = LeftOut(replica=number, reason=f"peer {peer}: its state differs from the majority's")
+    diverged = (Diverged(peer=peer, shard="embed"),)
+    left = dataclasses.replace(honest, contributions=rest, left_out=(out,))
+    for commit, about in ((left, ""), (dataclasses.replace(left, diverged=diverged), peer)):
+        doubt = fairness.doubt_in(sight, commit)
+        assert doubt is not None
+        assert doubt.reason.startswith(f"leaves out replica {number}")
+        assert doubt.about == about
 
 
 @pytest.mark.parametrize("members", [3, 4, 5, 7])
