@@ -4,6 +4,7 @@ of a start, or started by the real command where what is asked for has to be the
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import json
 import os
@@ -11,6 +12,7 @@ import select
 import socket
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ FREE = frozenset(
     (
         "HOME",
         "LOGNAME",
+        "TORCHINDUCTOR_CACHE_DIR",  # torch sets it when it compiles first
         "XDG_CACHE_HOME",
         "XDG_CONFIG_HOME",
         "PATH",
@@ -98,6 +101,8 @@ class Popen(subprocess.Popen[Any]):
         elsewhere = len(before) > (4 if self._network else 0)
         self._forks = not elsewhere and module not in FIRST and _starts_alike(keywords)
         self._socket: socket.socket | None = None
+        if not self._forks and keywords.get("start_new_session") and _is_terminal(keywords.get("stdin")):
+            keywords.setdefault("preexec_fn", lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
         super().__init__([*map(str, before), sys.executable, "-m", module, *self._arguments], **keywords)
 
     def _execute_child(self, *given: Any) -> None:
@@ -170,6 +175,10 @@ def run(
     if check:
         done.check_returncode()
     return done
+
+
+def _is_terminal(given: object) -> bool:
+    return isinstance(given, int) and given >= 0 and os.isatty(given)
 
 
 def _starts_alike(keywords: Mapping[str, Any]) -> bool:
