@@ -22,6 +22,7 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
@@ -121,6 +122,10 @@ NOT_THERE = frozenset(
 """What a file system answers to what it has not: hard links, locks, folders that are synced. Others mean that something is wrong."""
 
 
+KILLED_SECONDS = 3.0
+"""Seconds that a lock is waited for: a process that was killed has it until the system has freed its memory."""
+
+
 def flush(descriptor: int, *, folder: bool = False) -> None:
     """Makes what was written survive a loss of power, as far as the file system can; some cannot for the names in a folder. Raises OSError."""
     try:
@@ -186,8 +191,10 @@ class LocalDisk:
             held = _stand_in(folder) if stand_in else file
             if held is None:
                 break
+            until = time.monotonic() + KILLED_SECONDS
             try:
-                mine = try_lock(held)
+                while not (mine := try_lock(held)) and time.monotonic() < until:
+                    time.sleep(0.05)
             except OSError:  # no locks there
                 held.close()
                 continue

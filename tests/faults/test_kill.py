@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 from pathlib import Path
@@ -79,7 +80,11 @@ class Swarm:
         started = self.event(self.name, lambda e: e.kind == "started", "its start").fields
         self.event("bootstrap", lambda e: e.kind == "commit" and e.fields["round"] == 1, "round 1")
         self.event(self.name, lambda e: e.kind == "step" and e.fields["round"] == 2, "a step of round 2")
+        ended = os.pidfd_open(started["pid"])
         os.kill(started["pid"], signal.SIGKILL)
+        gone, _, _ = select.select([ended], [], [], swarms.DEADLINE)
+        os.close(ended)
+        assert gone, "killed, and still there"
         self.victim = started["peer"]
 
     def restart(self) -> None:
