@@ -63,6 +63,7 @@ from protocol.wire.decree import Motion
 from protocol.wire.encoding import Message
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan
+from protocol.wire.schema import extend
 from protocol.wire.score import Score
 from protocol.wire.session import (
     Announced,
@@ -191,7 +192,7 @@ class BootstrapNode:
             named[endpoints.TOKENIZER_NAME] = self.archive.tokenizer
         await self._serve_blobs(named)
         if self.archive.commits:
-            self._emit(events.commit_of(self.archive.commits[-1]))
+            self._emit(extend(events.Commit, self.archive.commits[-1]))
         self._forget(await self._payloads.sweep(self.archive.commits))
         self._payloads.complete(itertools.islice(self.archive.commits, len(self.archive.commits)))
         try:
@@ -361,7 +362,7 @@ class BootstrapNode:
             self._ready[peer] = candidate
             self._events.put(leader_events.Ready(candidate))
             if told.is_news(known, candidate):
-                self._emit(events.ready(announcement))
+                self._emit(extend(events.Ready, announcement))
 
     # --- the machines
 
@@ -458,15 +459,9 @@ class BootstrapNode:
     def _decided(self, record: Record) -> None:
         if record.commit.plan is not None:
             self._directory.planned(record.commit.plan)
-        self._emit(events.commit_of(record.commit))
-        if record.commit.decree is not None:
-            self._emit(events.decreed(record.commit.round, record.commit.decree))
-        for measured in events.measured(record.commit):
-            self._emit(measured)
+        self._emit(extend(events.Commit, record.commit))
         for warning in told.found(self.leader.standing.audits, record.commit):
             self._emit(warning)
-        for joined in record.commit.joined:
-            self._emit(events.invited(record.commit.round, joined))
         self._fairness.decided(record.commit)
         self._stays.begin(self._ready)
         self._sessions.post_all(self.archive.records[record.commit.round])

@@ -88,7 +88,10 @@ class Signing(MadeUp):
         out = {}
         chained = {p for r in self.plan(round).replicas if r.is_chain for p in r.peers}
         for index, (peer, key) in enumerate(self.keys.items()):
-            load = ChainReport(times_ms=(2000, 400 + index, 100, 200, 900, 300), counts=(12_000, 4_500, 7, 3))
+            load = ChainReport(
+                seconds=2.0, busy_s=(400 + index) / 1000, wait_forward_s=0.1, wait_backward_s=0.2, forward_link_s=0.9, backward_link_s=0.3,
+                forward_bytes=12_000, backward_bytes=4_500, depth=7, queued=3,
+            )  # fmt: skip
             about = Announcement(
                 run=self.manifest.run_id,
                 peer=peer,

@@ -25,12 +25,12 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field
 
 from torch import Tensor
 
 from peer.chain import grad_norm, quantize
-from peer.chain.activation_stats import Running, Statistics
+from peer.chain.activation_stats import Statistics
 from peer.chain.frames import ABORT, BACKWARD, FORWARD, NAME_BYTES, Head, NeighbourLost
 from peer.chain.grad_norm import Norms
 from peer.chain.link import GOODBYE_S, HEAD_START_S, LIVENESS, Link, Liveness
@@ -51,6 +51,7 @@ from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import UNBOUNDED, Depths, LinkCost, StageCost
 from protocol.round.quarrels import LIES
 from protocol.run import layout
+from protocol.wire.announcement import Means
 
 __all__ = ["NeighbourLost", "StageSetup", "run_steps"]
 
@@ -171,8 +172,8 @@ class _Run:
         following, previous = self.near.following, self.near.previous
         return following.sent_bytes if following else 0, previous.sent_bytes if previous else 0
 
-    def _seen(self, link: Link | None, kind: int) -> Running | None:
-        return None if link is None else replace(self.near.running(link, kind))
+    def _seen(self, link: Link | None, kind: int) -> Means | None:
+        return None if link is None else Means(**asdict(self.near.running(link, kind)))
 
     # --- micro-batches
 

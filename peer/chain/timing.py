@@ -18,9 +18,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peer import events
-from peer.chain.activation_stats import Running
 from protocol.planning.pipeline_model import Depths, LinkCost, StageCost
+from protocol.wire.announcement import ChainReport
 
 Costs = tuple[list[StageCost], list[LinkCost]]
 """What the stages of a chain, or those from one on, and the boundaries between them take, as the model of a pipeline takes it."""
@@ -29,70 +28,25 @@ CLOCK_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """One complete inner step.
-
-    `loss`: nats per token; `norm`: of the whole replica's gradient, before the clip; `tokens`: trained by the whole replica.
-    `seconds`: how long the step took. This stage computed for `busy_s` of them, waited for activations for `wait_forward_s` and for
-    gradients for `wait_backward_s`; what comes first ends a wait for either. For `wait_text_s` it waited for text, that of the next
-    step too. `forward_link_s`, `backward_link_s`: how long the
-    activations from the previous stage, and the gradients from the next, occupied the link. `forward_bytes`, `backward_bytes`: sent
-    to the next and to the previous stage, with headers. `depth`: micro-batches that were let into the chain at once; `queued`: most
-    frames that waited here for this stage. `activations`, `gradients`: of what came so far from the previous and from the next stage,
-    None where there is no such stage (peer/chain/activation_stats.py). `seconds_per_microbatch`: of forward and backward, without
-    what was computed a second time; `stage_seconds_per_microbatch`: the same of every stage, where this is the first of several. `took`: of this
-    stage and those behind it.
-    """
+class StepReport(ChainReport):
+    """One complete inner step."""
 
     step: int
+    """Counted from the run's beginning."""
     loss: float
+    """Nats per token."""
     norm: float
+    """Of the whole replica's gradient, before the clip."""
     tokens: int
-    seconds: float
-    busy_s: float
-    wait_forward_s: float
-    wait_backward_s: float
+    """Trained by the whole replica."""
     wait_text_s: float
-    forward_link_s: float
-    backward_link_s: float
-    forward_bytes: int
-    backward_bytes: int
-    depth: int
-    queued: int
-    activations: Running | None
-    gradients: Running | None
+    """Seconds of waiting for text, that of the next step too."""
     seconds_per_microbatch: float
+    """Of forward and backward, without what was computed a second time."""
     stage_seconds_per_microbatch: tuple[float, ...] = ()
+    """The same of every stage, where this is the first of several."""
     took: Costs | None = None
-
-
-def chain_event(round: int, report: StepReport) -> events.Chain:
-    """What a member of a chain tells of an inner step."""
-    return events.Chain(
-        round=round,
-        step=report.step,
-        seconds=report.seconds,
-        busy_s=report.busy_s,
-        wait_forward_s=report.wait_forward_s,
-        wait_backward_s=report.wait_backward_s,
-        forward_link_s=report.forward_link_s,
-        backward_link_s=report.backward_link_s,
-        forward_bytes=report.forward_bytes,
-        backward_bytes=report.backward_bytes,
-        depth=report.depth,
-        queued=report.queued,
-        seconds_per_microbatch=report.seconds_per_microbatch,
-        activations=_means(report.activations),
-        gradients=_means(report.gradients),
-    )
-
-
-def _means(seen: Running | None) -> events.BoundaryMeans | None:
-    if seen is None:
-        return None
-    return events.BoundaryMeans(
-        rms=seen.rms, largest=seen.largest, sampled=seen.sampled, frames=seen.frames, refused=seen.refused
-    )
+    """Of this stage and those behind it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,9 @@ from peer.ui.monitor import Monitor
 from peer.ui.monitor_screen import MonitorScreen
 from peer.ui.replay import Replay
 from peer.ui.run_state import SILENT_SECONDS
-from peer.ui.state import State
+from peer.ui.state import to_json
 from protocol.errors import UsageError
 from protocol.run.manifest import Manifest
-from protocol.wire.schema import fields
 
 CHANGE_SECONDS = 1.0
 """How often `--json` looks for changes."""
@@ -98,14 +96,12 @@ async def _opened(options: WatchOptions) -> AsyncIterator[tuple[Manifest, Told]]
 
 
 async def _once(options: WatchOptions, manifest: Manifest, told: Told) -> None:
-    if not options.json:
-        screen = MonitorScreen(manifest)
-        await told.poll(screen.take)
-        screen.console.print(screen.frame(screen.console.size.height - 1))  # the prompt takes a line
-    elif isinstance(told, Monitor):
-        print(await told.snapshot_json())
+    screen = MonitorScreen(manifest, news_age=lambda: told.news_age)
+    await told.poll(screen.take)
+    if options.json:
+        print(to_json(screen.state()))
     else:
-        raise UsageError("--replay: has no snapshot; give --json without --once")
+        screen.console.print(screen.frame(screen.console.size.height - 1))  # the prompt takes a line
 
 
 async def _watch(options: WatchOptions, manifest: Manifest, told: Told, where: dict[str, tuple[str, int]]) -> None:
@@ -171,8 +167,3 @@ async def _print_changes(told: Told, screen: MonitorScreen) -> None:
         work.result()
     finally:
         work.cancel()
-
-
-def to_json(state: State) -> str:
-    """A state on one line."""
-    return json.dumps(state, default=fields, separators=(",", ":"), allow_nan=False)

@@ -127,7 +127,7 @@ def audit(options: DemoOptions, manifest: Manifest, tally: Tally, seconds: float
         "state_digest": layout.state_digest(manifest.model, digests[rounds]),
         "bytes_sent_per_peer_per_round": {n: b[-1] / len(b) for n, b in sorted(tally.sent.items())},
         "payload_bytes_per_replica_per_round": _mean(
-            [c.bytes for commit in tally.commits.values() for c in commit.contributions]
+            [c.size for commit in tally.commits.values() for c in commit.contributions]
         ),
         "dense_fp32_bytes": 4 * layout.total_parameters(manifest.model),
         "boundary_bytes_per_token": _mean([b[0] / b[2] for b in first_stages]),

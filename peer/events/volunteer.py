@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.wire.announcement import Announcement, ChainReport
+from protocol.wire.evaluation import Evaluation
+from protocol.wire.score import Score
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
@@ -122,55 +126,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """Running means over what a stage received at one boundary (peer/chain/activation_stats.py)."""
-
-    rms: float
-    """Root mean square of the values."""
-    largest: float
-    """Largest magnitude."""
-    refused: int
-    """Frames that were refused."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundaryMeans(Means):
-    """As `Means`, with the numbers of frames behind them."""
-
-    sampled: int
-    """Frames whose root mean square was computed."""
-    frames: int
-    """Frames that were accepted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageLoad:
-    """Where the time of one stage's inner step went, and what it sent."""
-
-    seconds: float
-    """The inner step."""
-    busy_s: float
-    """Seconds of computing."""
-    wait_forward_s: float
-    """Seconds of waiting for activations."""
-    wait_backward_s: float
-    """Seconds of waiting for gradients."""
-    forward_link_s: float
-    """Seconds in which activations from the previous stage came through the link."""
-    backward_link_s: float
-    """Seconds in which gradients from the next stage came through the link."""
-    forward_bytes: int
-    """Bytes sent to the next stage, headers included."""
-    backward_bytes: int
-    """Bytes sent to the previous stage, headers included."""
-    depth: int
-    """Micro-batches that the chain had in work at once."""
-    queued: int
-    """The most frames that waited for this stage."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain(StageLoad):
+class Chain(ChainReport):
     """A stage of a chain did an inner step."""
 
     round: int
@@ -179,44 +135,11 @@ class Chain(StageLoad):
     """The inner step, counted from the run's beginning."""
     seconds_per_microbatch: float
     """Seconds of computing that one micro-batch takes, without what was computed a second time."""
-    activations: BoundaryMeans | None
-    """Of the activations that came from the previous stage; null for the first stage."""
-    gradients: BoundaryMeans | None
-    """Of the gradients that came from the next stage; null for the last stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnnouncedLoad(StageLoad):
-    """What an announcement repeats of a `chain` event; times are rounded to milliseconds."""
-
-    activations: Means | None
-    """Of the activations that came from the previous stage; null for the first stage."""
-    gradients: Means | None
-    """Of the gradients that came from the next stage; null for the last stage."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Announced:
-    """What a peer's announcement says that the one before did not. Only `potluck monitor` tells it."""
-
-    phase: str
-    """What the peer does, in its own word."""
-    round: int
-    """Its round."""
-    step: int
-    """Its newest inner step in that round."""
-    loss: float | None
-    """Nats per token of that step."""
-    bytes_sent: int
-    """All bytes that it has sent since it was started, as of its last whole round."""
-    bytes_received: int
-    """All bytes that it has received since it was started, as of its last whole round."""
-    load: AnnouncedLoad | None
-    """Of its newest inner step in a chain, where that is news."""
-    refused: int = 0
-    """How often it has refused somebody who used too much of it, since it was started."""
-    bytes_written: int = 0
-    """All bytes that it has written to disk since it was started, as of its last whole round."""
+class Announced(Announcement):
+    """A peer's newest announcement, where it differs from the one before. Only `potluck monitor` tells it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +225,10 @@ class Round:
     """The most memory that its process has had resident so far; 0 where nobody measures it."""
     bytes_written: int = 0
     """All bytes that it has written to disk since it was started."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """Held-out losses of an earlier state that the commit has, where no later round is decided."""
+    scores: tuple[Score, ...] = ()
+    """Scores of earlier contributions that the commit has, likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

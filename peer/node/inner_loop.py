@@ -24,7 +24,7 @@ from peer.chain.connect import Pipes
 from peer.chain.progress import StageProgress, catch_up
 from peer.chain.screening import Place, Screens
 from peer.chain.stop_sign import StopSign
-from peer.chain.timing import Costs, StepReport, chain_event
+from peer.chain.timing import Costs, StepReport
 from peer.config import JoinConfig
 from peer.corpus.text import Text
 from peer.net.base import Stream
@@ -45,6 +45,7 @@ from protocol.round.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import ReplicaSpec, StageSpec
+from protocol.wire.schema import extend
 
 T = TypeVar("T")
 STUCK_SECONDS = 60.0
@@ -188,7 +189,7 @@ class StageInnerLoop:
             if self._trace is not None:
                 self._trace.flush()
             if spec.is_chain:
-                self._emit(chain_event(plan.round, report))
+                self._emit(extend(events.Chain, report, round=plan.round))
             progress(report.step - first_step + 1, report.loss)
 
         error = None

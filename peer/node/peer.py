@@ -57,9 +57,10 @@ from protocol.round import member_events
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints
-from protocol.wire.announcement import Announcement
+from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.commit import Commit, Record
 from protocol.wire.encoding import Message
+from protocol.wire.schema import extend
 from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TakeSeat, TimeUp
 
 Optimizer = dict[str, NDArray[np.generic]]
@@ -455,7 +456,7 @@ class Peer:
         self._emit(body)
         match body:
             case events.Chain():
-                self._directory.update(chain=events.chain_report(body))
+                self._directory.update(chain=extend(ChainReport, body))
             case events.Role(role="full"):
                 self._directory.update(chain=None)
             case events.Step(round=round, step=step, loss=loss):

@@ -391,7 +391,7 @@ class Rounds:
         return log[last]
 
     def _tell_of_round(self, commit: Commit, boundary_seconds: float) -> None:
-        result = self._training.forget(commit.round)
+        result, is_news = self._training.forget(commit.round), commit.round == self.member.head
         self._seconds |= {"boundary": boundary_seconds, "train": result.seconds, "text": result.text_seconds}
         self._emit(
             events.Round(
@@ -406,10 +406,10 @@ class Rounds:
                 holds=bool(self.outer.theta),
                 own_tokens=commit.tokens_of(self.peer),
                 probation=commit.tried(self.peer),
+                evaluations=commit.evaluations if is_news else (),
+                scores=commit.scores if is_news else (),
             )
         )
-        for told in events.measured(commit) if commit.round == self.member.head else ():  # what is old is no news
-            self._emit(told)
         self._seconds = {}
 
     async def _hold_shards(self, commit: Commit, *, whole: bool = False) -> None:

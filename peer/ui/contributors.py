@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peer.ui.text import called, clean, count, number, readable
+from peer.ui.text import called, cleaned, count, number, readable
 from protocol.ledger.credits import Credits
 from protocol.ledger.standing import Standing
 
@@ -60,7 +60,7 @@ def contributors(credits: Credits, names: Mapping[str, str], standing: Standing 
             Contributor(
                 rank=found[-1].rank if tied else place,
                 peer=credit.peer,
-                name=clean(called(credit.peer, names)),
+                name=called(credit.peer, names),
                 tokens=credit.tokens,
                 share=credit.tokens / credits.tokens if credits.tokens else 0.0,
                 rounds=credit.rounds,
@@ -72,7 +72,7 @@ def contributors(credits: Credits, names: Mapping[str, str], standing: Standing 
                 **(_scores(standing, credit.peer) if standing is not None else {}),
             )
         )
-    return found
+    return [cleaned(contributor) for contributor in found]
 
 
 def _scores(standing: Standing, peer: str) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def table_lines(found: list[Contributor], round: int) -> Iterator[str]:
 def own_lines(found: list[Contributor], peer: str, round: int, rounds: int, names: Mapping[str, str]) -> Iterator[str]:
     """What `peer` has brought, in lines for whoever runs it."""
     own = next((c for c in found if c.peer == peer), None)
-    yield f"round {round:,} of {rounds:,} is decided; {clean(called(peer, names))} is you"
+    yield f"round {round:,} of {rounds:,} is decided; {called(peer, names)} is you"
     if own is None:
         yield "no round has planned you yet; a peer that runs is planned for the next one, or is a spare"
         return

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peer.log.reader import Source
-from peer.ui.logged import LoggedContribution, LoggedLeftOut, LoggedRound, logged
-from peer.ui.text import clean, count, mean_loss, readable, schedule_of, size
+from peer.ui.lines import decreed
+from peer.ui.text import clean, cleaned, count, mean_loss, readable, size
 from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
-from protocol.ledger import schedule, standing, validation
+from protocol.ledger import part_lists, schedule, standing, validation
 from protocol.ledger.audits import LEAST
 from protocol.ledger.credits import Credits
 from protocol.ledger.standing import Standing
@@ -21,7 +21,6 @@ from protocol.planning import partition
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Record
-from protocol.wire.evaluation import LONGEST_SAMPLE
 from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
 
@@ -43,11 +42,9 @@ async def show(manifest: Manifest, source: Source, out: Callable[[str], None], n
 async def show_json(
     manifest: Manifest, source: Source, out: Callable[[dict[str, Any]], None], note: Callable[[str], None]
 ) -> None:
-    """Tells one map per round. Raises like `show`."""
-    plan: Plan | None = None
+    """Tells one map per round: its record, and the commit's digest. Raises like `show`."""
     async for record in believed(manifest, source, note):
-        out(plain(logged(record, plan)))
-        plan = record.commit.plan
+        out({"digest": record.commit.digest, **plain(record)})
 
 
 async def credits_of(
@@ -114,47 +111,42 @@ async def verify(
 
 def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
     """A record of a run of `rounds` rounds in a few lines; `plan` is that of its round."""
-    commit, shown = record.commit, logged(record, plan)
-    lines = [_title(record, shown, plan)]
-    for c in shown.contributions:
-        own = "-" if c.loss is None else f"{c.loss:.3f}"
+    record = cleaned(record)
+    commit, total = record.commit, sum(c.tokens for c in record.commit.contributions)
+    lines = [_title(record, plan)]
+    for c in commit.contributions:
+        own, norm = "-" if c.loss is None else f"{c.loss:.3f}", part_lists.total(share.norm for share in c.shares)
         lines.append(
-            f"  {_name(c):<13} weight {c.weight:.3f}  loss {own:>6}  steps {c.steps:<3} {size(c.bytes):>8}"
-            f"  norm {c.norm:<6.3g}  {_peers(c.peers)}" + (f"  counts as {c.standing:.0%}" if c.standing < 1 else "")
+            f"  {_name(plan, c.replica):<13} weight {c.tokens / total:.3f}  loss {own:>6}  steps {c.steps:<3} {size(c.size):>8}"
+            f"  norm {norm:<6.3g}  {_peers(c.peers)}" + (f"  counts as {c.standing:.0%}" if c.standing < 1 else "")
         )
-    for left in shown.left_out:
+    for left in commit.left_out:
         what = "no weight yet" if left.probation else "left out"
-        lines.append(f"  {_name(left):<13} {what}: {readable(left.reason, {})}  {_peers(left.peers)}")
-    for d in shown.diverged:
-        lines.append(f"  {'diverged':<13} {_peers((d.peer,))} in {clean(d.shard)} after round {commit.round - 1}")
-    for x in shown.evaluations:
+        spec = plan.find(left.replica) if plan is not None else None
+        peers = left.peers or (spec.peers if spec is not None else ())
+        lines.append(f"  {_name(plan, left.replica):<13} {what}: {readable(left.reason, {})}  {_peers(peers)}")
+    for d in commit.diverged:
+        lines.append(f"  {'diverged':<13} {_peers((d.peer,))} in {d.shard} after round {commit.round - 1}")
+    for x in commit.evaluations:
         figures = f"loss {x.loss:.3f}, {x.bits_per_byte:.3f} bits per byte, {count(range(x.sequences), 'sequence')}"
         lines.append(f"  {'held out':<13} {figures}, after round {x.round}  {_peers((x.peer,))}")
         if x.sample:
-            lines.append(f"  {'it writes':<13} {clean(x.sample, LONGEST_SAMPLE)}")
-    for said in shown.scores:
+            lines.append(f"  {'it writes':<13} {x.sample}")
+    for said in commit.scores:
         for mark in said.marks:
             figures = f"{mark.assigned:+.5f} on its own text, {mark.other:+.5f} on other"
             lines.append(
                 f"  {'scored':<13} replica {mark.replica} of round {said.round}: {figures}  {_peers((said.peer,))}"
             )
-    for audit in shown.audits:
+    for audit in commit.audits:
         found = "is what it says" if audit.agreement >= LEAST else "is not what it says"
         what = f"replica {audit.replica} in round {audit.round} {found}: agreement {audit.agreement:.1f}"
         lines.append(f"  {'trained again':<13} {what}  {_peers((audit.peer,))}")
-    if shown.decree is not None:
-        why = f": {readable(shown.decree.reason, {})}" if shown.decree.reason else ""
-        who = f" {_peers((shown.decree.subject,))}" if shown.decree.subject else ""
-        if shown.decree.schedule is not None:
-            who = f" {schedule_of(shown.decree.schedule)}"
-        if shown.decree.operators:
-            who = f" {_peers(tuple(one.peer for one in shown.decree.operators))}"
-        if shown.decree.quorum is not None:
-            who = f" {shown.decree.quorum}"
-        lines.append(f"  {'decree':<13} {clean(shown.decree.action)}{who}{why}")
-    for guest in shown.invited:
-        why = f": {readable(guest.reason, {})}" if guest.reason else ""
-        by = f"by {_peers((guest.operator,))}, invitation {_peers((guest.invitation,))}"
+    if commit.decree is not None:
+        lines.append(f"  {'decree':<13} {decreed(commit.decree.decree, {})}")
+    for guest in commit.joined:
+        why = f": {guest.invitation.reason}" if guest.invitation.reason else ""
+        by = f"by {_peers((guest.operator,))}, invitation {_peers((guest.invitation.key,))}"
         lines.append(f"  {'invited':<13} {_peers((guest.peer,))} {by}{why}")
     if commit.plan is not None and (plan is None or _who(commit.plan) != _who(plan)):
         lines += _plan_lines(commit.plan, plan)
@@ -163,7 +155,7 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
     return lines
 
 
-def _title(record: Record, shown: LoggedRound, plan: Plan | None) -> str:
+def _title(record: Record, plan: Plan | None) -> str:
     commit = record.commit
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(max(commit.time, 0.0), 2.0**32)))
     title = f"round {commit.round}  {when}"
@@ -171,7 +163,7 @@ def _title(record: Record, shown: LoggedRound, plan: Plan | None) -> str:
         loss = mean_loss(commit.contributions)
         title += f"  {len(commit.contributions)} of {count(plan.replicas if plan else (), 'replica')}"
         title += f"  loss {loss:.3f}" if loss is not None else ""
-        title += f"  {size(sum(c.bytes for c in shown.contributions))}"
+        title += f"  {size(sum(c.size for c in commit.contributions))}"
     if len(commit.members) > 1:
         title += f"  {len(record.votes)} votes, led by {short_peer(commit.leader)}"
     return title
@@ -196,9 +188,13 @@ def _who(plan: Plan) -> tuple[object, ...]:
     return places, len(plan.forming), plan.spares
 
 
-def _name(replica: LoggedContribution | LoggedLeftOut) -> str:
-    return f"{replica.replica} {replica.kind}" + (f" rank {replica.rank}" if replica.kind == "chain" else "")
+def _name(plan: Plan | None, number: int) -> str:
+    """A replica with its kind in the round's plan."""
+    spec = plan.find(number) if plan is not None else None
+    if spec is None:
+        return f"{number} unplanned"
+    return f"{number} chain rank {spec.rank}" if spec.is_chain else f"{number} full"
 
 
 def _peers(peers: Sequence[str]) -> str:
-    return " > ".join(short_peer(clean(peer)) for peer in peers)
+    return " > ".join(map(short_peer, peers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ METRICS = (
         "potluck_diverged_peers",
         "gauge",
         "Peers whose state differed when digests were last compared, 5 at most.",
-        lambda s: len({d.peer for d in s.health.diverged}),
+        lambda s: len({d.peer for d in s.health.compared.wrong}) if s.health.compared else 0,
     ),
     _one("potluck_sent_bytes", "gauge", "What all peers sent in their last whole round.", lambda s: s.sent_bytes),
     _one(
@@ -147,7 +148,7 @@ def exposition(state: State) -> str:
     for metric in METRICS:
         lines += [f"# HELP {metric.name} {metric.about}", f"# TYPE {metric.name} {metric.kind}"]
         for value, figure in metric.of(state).items():
-            if figure is not None:
+            if figure is not None and math.isfinite(figure):
                 more = f',{metric.label}="{value}"' if metric.label else ""
                 lines.append(f'{metric.name}{{run="{state.run[:12]}"{more}}} {float(figure):.15g}')
     return "\n".join([*lines, ""])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ from peer.net.base import Transport
 from peer.net.clock import Clock
 from peer.net.contacts import Contacts, announcements
 from peer.net.roster import RosterReader
-from peer.ui.snapshot import Snapshot, snapshot
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.ledger import board, schedule, validation
@@ -33,9 +31,9 @@ from protocol.ledger.validation import BadCommit
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.announcement import Announcement
-from protocol.wire.commit import Commit, Record, is_decided
+from protocol.wire.commit import Record, is_decided
 from protocol.wire.plan import Plan
-from protocol.wire.schema import plain
+from protocol.wire.schema import extend
 
 POLL_SECONDS = 1.0
 LONGEST_PAUSE = 5.0
@@ -48,6 +46,8 @@ COMPARE_POLLS = 10
 """So often another operator's newest commit is compared with ours."""
 COMPARE_SECONDS = 2.0
 """That it has to show it; the log waits for it."""
+NEWS = ("phase", "round", "step", "loss", "bytes_sent", "bytes_written", "refused", "chain")
+"""What is told again of an announcement when it changes."""
 
 
 class BadLog(RemoteError):
@@ -135,18 +135,6 @@ class Monitor:
     def finished(self) -> bool:
         """Whether the last round is committed."""
         return self.head is not None and schedule.is_over(self.manifest, self.head.commit)
-
-    async def snapshot(self) -> Snapshot:
-        """The run as of now, with the whole log, which is read anew. Raises RemoteError, LocalError."""
-        commits: list[Commit] = []
-        self.head = None
-        await self._read(lambda record: commits.append(record.commit))
-        await self._announcements(lambda event: None)
-        return snapshot(self.manifest, commits, self.peers, time.time())
-
-    async def snapshot_json(self) -> str:
-        """`snapshot` as JSON text."""
-        return json.dumps(plain(await self.snapshot()), indent=1)
 
     async def _read(self, take: Callable[[Record], None]) -> None:
         """Takes the records that the log has and we had not, checked, from any bootstrap node. Raises RemoteError where none answers."""
@@ -245,43 +233,15 @@ class Monitor:
                 text = f"{who}; its own events say whom"
                 sink(Event(now, "monitor", events.Warning(text=text)))
             if old is None or old.name != new.name:
-                sink(Event(now, "bootstrap", events.ready(new)))
-            news = _news(old, new)
-            if news is not None:
-                sink(Event(now, peer, news))
-
-
-def _news(old: Announcement | None, new: Announcement) -> events.Announced | None:
-    """What an announcement says that the one before it did not."""
-    load = events.announced_load(new.chain) if new.chain is not None else None
-    if old is not None and old.chain == new.chain:
-        load = None
-    names = ("phase", "round", "step", "loss", "bytes_sent", "bytes_written", "refused")
-    if old is not None and load is None and all(getattr(old, name) == getattr(new, name) for name in names):
-        return None
-    return events.Announced(
-        phase=new.phase,
-        round=new.round,
-        step=new.step,
-        loss=new.loss,
-        bytes_sent=new.bytes_sent,
-        bytes_received=new.bytes_received,
-        bytes_written=new.bytes_written,
-        load=load,
-        refused=new.refused,
-    )
+                sink(Event(now, "bootstrap", extend(events.Ready, new)))
+            if old is None or any(getattr(old, name) != getattr(new, name) for name in NEWS):
+                sink(Event(now, peer, extend(events.Announced, new)))
 
 
 def told(record: Record) -> Iterator[Event]:
     """A decided round, and what its plan has everybody do."""
     commit = record.commit
-    yield Event(commit.time, "bootstrap", events.commit_of(commit, sorted(record.votes)))
-    if commit.decree is not None:
-        yield Event(commit.time, "bootstrap", events.decreed(commit.round, commit.decree))
-    if commit.evaluations:
-        yield Event(commit.time, "bootstrap", events.evaluated(commit))
-    for joined in commit.joined:
-        yield Event(commit.time, "bootstrap", events.invited(commit.round, joined))
+    yield Event(commit.time, "bootstrap", extend(events.Commit, commit, voters=tuple(sorted(record.votes))))
     for peer, role in _roles(commit.plan):
         yield Event(commit.time, peer, role)
 

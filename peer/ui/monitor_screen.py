@@ -18,8 +18,8 @@ from peer.ui.browsing import HELP, VIEWS, Browsing
 from peer.ui.keys import Keys, can_read
 from peer.ui.lines import MARKS, Note
 from peer.ui.screen import Plain, Screen, render
-from peer.ui.state import State
-from peer.ui.watched import Watched, state
+from peer.ui.state import State, state
+from peer.ui.watched import Watched
 from protocol.run.manifest import Manifest
 
 _STDIN = 0

@@ -1,25 +1,29 @@
-"""What a screen shows: the state of a run, as its events tell it. Nothing is drawn or looked up here. Others' texts are cleaned (text.py)."""
+"""The state of a run, as its events tell it, for a screen. Nothing is drawn or looked up here."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
+import statistics
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from peer import events
 from peer.events import Event
-from peer.ui.held_out import HeldOut
 from peer.ui.lines import Note, describe
 from peer.ui.names import Names
-from peer.ui.text import blocks, called, clean, mean_loss, readable
-from peer.ui.utilization import Activity, Bottleneck, activity, bottleneck
+from peer.ui.text import LONGEST, blocks, called, cleaned, mean_loss, readable
+from peer.ui.utilization import Bottleneck, bottleneck
 from protocol.ledger.witnesses import Witnesses
 from protocol.planning import memory
 from protocol.round import attestations
 from protocol.run import layout
 from protocol.run.manifest import Manifest
-from protocol.wire.announcement import NODE_DEVICE
+from protocol.wire.announcement import NODE_DEVICE, Announcement, ChainReport
+from protocol.wire.commit import Diverged
+from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, ReplicaSpec
+from protocol.wire.schema import extend
 
 SILENT_SECONDS = 5.0
 """Without an answer of any node after which a watcher is told so."""
@@ -27,40 +31,46 @@ MESSAGES = 200
 """Notes that are kept for the reader."""
 _MOST_POINTS = _MOST_PEERS = 20_000
 """Steps whose loss is kept for the curve, of more every second one is forgotten; peers, of more those who are gone."""
+_MOST_STATES = 4_000
+"""Whose held-out loss is kept; of more, every second one is forgotten."""
+_MOST_EVALUATIONS = 32
+"""Of one state."""
 
 
 @dataclass(slots=True)
 class PeerView:
-    """One peer, as far as the screen knows it."""
+    """A peer that is there or was."""
 
     peer: str
     """Its peer id."""
     name: str
-    """How it is called on the screen."""
-    device: str = ""
-    """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer."""
-    memory_bytes: int = 0
-    """What Potluck may use there."""
-    up_bps: int = 0
-    """Bits per second that it can send."""
+    """Its name on screens: the one that it announces, with the end of its id, or that end alone."""
     here: bool = True
     """Whether it is not gone."""
     role: str = "waiting"
-    """`full`, `stage`, `joining`, `spare` or `waiting`."""
+    """In the newest plan: `full`, `stage`, `joining` while it fetches what it will train, `spare`, or `waiting` where it is not named."""
     replica: int | None = None
-    """The number of its replica in the plan, if it has one."""
-    first: int = 0
-    """The first block of its stage."""
-    last: int = 0
-    """The block after the end of its stage."""
+    """The number of its replica in that plan."""
     position: int = 0
-    """Its stage."""
+    """Its stage there."""
     stages: int = 1
     """How many stages its replica has."""
+    first: int = 0
+    """The first block that it trains."""
+    last: int = 0
+    """The block after the last one that it trains."""
     rank: int = 0
-    """Values per token at the chain's boundaries; 0: all of them."""
+    """Values per token that cross the chain's boundaries; 0: all of them."""
+    device: str = ""
+    """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer."""
+    memory_bytes: int = 0
+    """Memory for training that Potluck may use there."""
+    up_bps: int = 0
+    """Bits per second that it can send."""
+    reachable: str | None = None
+    """How others reach it: `direct`, `mapped`, `private`; empty while it is not known, null while it has not said anything."""
     phase: str = "joining"
-    """What it does now."""
+    """Its present activity, in its own word; `finished` when the run is over."""
     round: int = 0
     """Its round."""
     step: int = 0
@@ -69,37 +79,58 @@ class PeerView:
     """The most inner steps that its replica may do in a round."""
     loss: float | None = None
     """Nats per token of that step."""
+    busy: float | None = None
+    """The share of its newest inner step in a chain that it computed, 0 to 1; null outside of one."""
     sent_bytes: int | None = None
-    """All that it sent in its last whole round; before there is one, its payload. Of several rounds between two looks at it, their mean."""
+    """Bytes sent in its last whole round; before there is one, its payload. Of several rounds between two looks at it, their mean."""
     dense_bytes: int | None = None
-    """What its pseudo-gradient and its boundary vectors of that round take in fp32."""
-    written_bytes: int | None = None  # to disk, likewise
-    totals: tuple[int, int] = (0, 0)
+    """Bytes of its pseudo-gradient and its boundary vectors of that round in fp32."""
+    written_bytes: int | None = None
+    """Bytes written to disk in that round."""
+    _totals: tuple[int, int] = (0, 0)
     """Bytes that it has sent, and written to disk, since it was started, as of its last round."""
-    counted: int | None = None
+    _counted: int | None = None
     """The round at whose end that was, None where it is not known yet."""
-    measured: tuple[tuple[int, ...], Activity] | None = None
-    """Its newest inner step in a chain, and the place that it had there."""
+    _chain: ChainReport | None = None
+    """Its newest inner step in its present place in a chain, None where that is not known."""
+    _announced: ChainReport | None = None
+    """The one in its newest announcement."""
 
     @property
-    def place(self) -> tuple[int, ...]:
-        """What its measurements are worth nothing without: its blocks, its position, the chain's length and rank."""
-        return self.first, self.last, self.position, self.stages, self.rank
+    def place(self) -> tuple[object, ...]:
+        """Without which its measurements are worth nothing: its role, its blocks, its position, the chain's length and rank."""
+        return self.role, self.first, self.last, self.position, self.stages, self.rank
 
     @property
-    def activity(self) -> Activity | None:
-        """Of its newest inner step in its present place in a chain."""
-        known = self.here and self.role == "stage" and self.measured is not None and self.measured[0] == self.place
-        return self.measured[1] if known and self.measured is not None else None
+    def chain(self) -> ChainReport | None:
+        """Its newest inner step in its present place in a chain, None where that is not known."""
+        return self._chain
+
+    def measured(self, step: ChainReport | None) -> None:
+        """It did this inner step in its present place, or none is known."""
+        self._chain, self.busy = step, None if step is None else step.share(step.busy_s)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Comparison:
-    """The digests after `round`: how many peers compared theirs, and who differs in what."""
+    """The digests of the peers' states after one round."""
 
     round: int
+    """After this round."""
     peers: int | None
-    wrong: list[tuple[str, str]]
+    """How many peers compared theirs; null where only a commit tells of it."""
+    wrong: tuple[Diverged, ...]
+    """Shards that differ from the majority's, and whose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Without:
+    """A replica whose work is not in a round."""
+
+    replica: str
+    """Its name."""
+    reason: str
+    """Why, for a reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +145,65 @@ class ChainView:
     def slowest(self) -> str:
         """What it waits for, for a reader."""
         return self.bottleneck.text([p.name for p in self.members])
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The held-out loss of one state."""
+
+    round: int
+    """The round after which it was measured."""
+    loss: float
+    """Nats per token: the median of all who measured it."""
+    bits_per_byte: float
+    """Bits per UTF-8 byte of text, likewise."""
+    by: tuple[Evaluation, ...]
+    """All measurements."""
+    sample: str = ""
+    """How the model goes on with the held-out text, as most say who measured it; empty where no text is what most say."""
+
+
+class HeldOut:
+    """Belongs to one reader."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Found] = {}
+        """By round, in order."""
+        self._told: dict[int, dict[str, Evaluation]] = {}
+
+    @property
+    def newest(self) -> Found | None:
+        """None before the first."""
+        return next(reversed(self.found.values()), None)
+
+    def add(self, evaluations: Sequence[Evaluation]) -> None:
+        """The evaluations of another commit, all of one state; of one peer the first counts."""
+        if not evaluations:
+            return
+        at = evaluations[0].round
+        told = self._told.setdefault(at, {})
+        for said in evaluations:
+            if len(told) < _MOST_EVALUATIONS:
+                told.setdefault(said.peer, said)
+        late = at < next(reversed(self.found), -1)
+        self.found[at] = Found(
+            round=at,
+            loss=statistics.median(said.loss for said in told.values()),
+            bits_per_byte=statistics.median(said.bits_per_byte for said in told.values()),
+            by=tuple(said for _, said in sorted(told.items())),
+            sample=_most([said.sample for said in told.values()]),
+        )
+        if late:
+            self.found = dict(sorted(self.found.items()))
+        if len(self.found) > _MOST_STATES:
+            for round in list(self.found)[:-1:2]:
+                del self.found[round], self._told[round]
+
+
+def _most(samples: list[str]) -> str:
+    """What more than half of them are: one alone of several can put nothing on a screen."""
+    (sample, count), *_ = Counter(samples).most_common(1)
+    return sample if 2 * count > len(samples) else ""
 
 
 @dataclass(slots=True)
@@ -135,8 +225,8 @@ class View:
     committed: dict[int, float] = field(default_factory=dict)
     """The loss of each committed round."""
     held_out: HeldOut = field(default_factory=HeldOut)
-    left_out: list[tuple[str, str]] = field(default_factory=list)
-    """(replica, reason) of whom the last commit left out."""
+    left_out: tuple[Without, ...] = ()
+    """Those of the last commit."""
     left_out_total: int = 0
     """How many replicas all commits left out."""
     compared: Comparison | None = None
@@ -223,7 +313,7 @@ class View:
         for replica in self.replicas:
             number += replica.is_chain
             members = tuple(self.peers.get(peer) or PeerView(peer, self.name(peer)) for peer in replica.peers)
-            if (found := bottleneck([p.activity for p in members])) is not None:
+            if (found := bottleneck([p.chain for p in members])) is not None:
                 out.append(ChainView(f"chain {number}", members, found))
         return out
 
@@ -252,32 +342,35 @@ class View:
 
     # --- what comes in
 
-    def feed(self, event: Event) -> None:
-        """Takes one event into account."""
+    def feed(self, event: Event) -> Event:
+        """Takes one event into account; returns it with cleaned texts."""
+        event = cleaned(event)
         self.now = max(self.now, event.time)
         self.began = event.time if self.began is None else self.began
         source = event.source
         match event.body:
             case events.Ready() as ready:
                 self.names.learn(ready.peer, ready.name)
-                self._present(ready.peer, ready.device, ready.memory_bytes).up_bps = ready.up_bps
+                p = self._present(ready.peer, ready.device, ready.memory_bytes)
+                p.up_bps, p.reachable = ready.up_bps, ready.reachable
             case events.Started() as started:
                 self._present(started.peer, started.device, started.memory_bytes)
             case events.Gone(peer=peer):
                 gone = self._peer(peer)
-                gone.here, gone.phase = False, "gone"
+                gone.here, gone.phase, gone.reachable = False, "gone", None
+                gone.measured(None)
             case events.Role() as role:
                 self._begins(source, role)
             case events.Step() as step:
                 self._steps_on(source, step.round, step.step, step.loss)
-            case events.Chain() as chain:
-                self._measured(source, chain)
+            case events.Chain() as step:
+                self._peer(source).measured(extend(ChainReport, step))
             case events.Announced() as news:
                 self._announced(source, news)
             case events.Offered(bytes=payload):
                 p = self._peer(source)
                 p.phase = "offered"
-                if p.counted is None:
+                if p._counted is None:
                     p.sent_bytes, p.dense_bytes = payload, self._dense(p, 0)
             case events.Withdrew() | events.Leaving() | events.Restored() | events.Finished():
                 self._peer(source).phase = event.kind
@@ -285,8 +378,6 @@ class View:
                 self._applied(source, done.round, (done.bytes_sent, done.bytes_written), done.boundary_tokens)
             case events.Commit() as commit:
                 self._committed(event.time, commit)
-            case events.Evaluated() as told:
-                self.held_out.add(told)
             case events.Attest() as attest:
                 self._attested(attest)
             case events.RunFinished(state_digest=digest):
@@ -294,8 +385,10 @@ class View:
         if self.finished:  # whatever was announced last, nobody does anything any more
             for p in self.peers.values():
                 if p.here and p.device != NODE_DEVICE:
-                    p.phase, p.measured = "finished", None
-        self.notes.extend(Note(event.time, *said) for said in describe(event, self.names))
+                    p.phase = "finished"
+                    p.measured(None)
+        self.notes.extend(Note(event.time, level, text[:LONGEST]) for level, text in describe(event, self.names))
+        return event
 
     def _peer(self, peer: str) -> PeerView:
         if peer not in self.peers:
@@ -306,17 +399,20 @@ class View:
 
     def _present(self, peer: str, device: str, memory_bytes: int) -> PeerView:
         p = self._peer(peer)
-        p.name, p.device, p.memory_bytes = self.name(peer), clean(device, 12), memory_bytes
+        p.name, p.device, p.memory_bytes = self.name(peer), device[:12], memory_bytes
         p.phase = "ready" if not p.here or p.phase == "joining" else p.phase
         p.here = True
         return p
 
     def _begins(self, peer: str, role: events.Role) -> None:
         p = self._peer(peer)
-        p.role, p.round, p.step = clean(role.role, 10), role.round, 0
+        before = p.place
+        p.role, p.round, p.step = role.role[:10], role.round, 0
         p.phase = "training" if p.here else p.phase  # who left after the plan was made
         p.replica, p.first, p.last, p.rank = role.replica, role.first, role.last, role.rank
         p.position, p.stages, p.steps = role.position, role.stages, max(role.steps, 1)
+        if p.place != before:
+            p.measured(None)
 
     def _steps_on(self, peer: str, round: int, step: int, loss: float | None) -> None:
         p = self._peer(peer)
@@ -330,32 +426,29 @@ class View:
                 for key in sorted(self._steps)[::2]:
                     del self._steps[key]
 
-    def _measured(self, peer: str, load: events.StageLoad) -> None:
+    def _announced(self, peer: str, news: Announcement) -> None:
         p = self._peer(peer)
-        p.measured = p.place, activity(load)
-
-    def _announced(self, peer: str, news: events.Announced) -> None:
-        p = self._peer(peer)
-        if news.phase == "waiting" and news.bytes_sent and news.bytes_sent != p.totals[0]:
+        if news.phase == "waiting" and news.bytes_sent and news.bytes_sent != p._totals[0]:
             replica = -1 if p.replica is None else p.replica
             self._applied(peer, news.round, (news.bytes_sent, news.bytes_written), self._tokens.get(replica, 0))
         if news.phase == "training" and (news.round, news.step) != (p.round, p.step):
             self._steps_on(peer, news.round, news.step, news.loss)
-        p.round, p.step, p.phase = news.round, news.step, clean(news.phase, 10)
-        if news.load is not None:
-            self._measured(peer, news.load)
+        p.round, p.step, p.phase = news.round, news.step, news.phase[:10]
+        if news.chain != p._announced:
+            p._announced = news.chain
+            p.measured(news.chain)
 
     def _applied(self, peer: str, round: int, totals: tuple[int, int], boundary_tokens: int) -> None:
         """`totals`: bytes sent, and written to disk, since it was started; `boundary_tokens`: of its chain's round, if it is in one. Announcements come every few
         seconds, so several rounds may have ended since the last one."""
         p = self._peer(peer)
-        ended = round - (p.counted or 0)
+        ended = round - (p._counted or 0)
         if ended > 0:
-            if p.counted is not None or round == 1:
-                before = p.totals if totals >= p.totals else (0, 0)  # of a process before
+            if p._counted is not None or round == 1:
+                before = p._totals if totals >= p._totals else (0, 0)  # of a process before
                 p.sent_bytes, p.written_bytes = (totals[0] - before[0]) // ended, (totals[1] - before[1]) // ended
                 p.dense_bytes = self._dense(p, ((p.position > 0) + (p.position < p.stages - 1)) * boundary_tokens)
-            p.totals, p.counted = totals, round
+            p._totals, p._counted = totals, round
         p.phase = "waiting"
 
     def _dense(self, p: PeerView, vectors: int) -> int | None:
@@ -370,14 +463,18 @@ class View:
         number, loss = commit.round, mean_loss(commit.contributions)
         if number in self._commit_times:
             return
-        self._commit_times[number], self._decreed, self._idle = when, commit.rounds, commit.idle
+        self._commit_times[number], self._idle = when, commit.idle
+        self._decreed = None if commit.schedule is None else commit.schedule.rounds
+        self.held_out.add(commit.evaluations)
         self._tokens = {c.replica: c.tokens for c in commit.contributions}
         self._witnesses.count({peer: c.tokens for c in commit.contributions for peer in c.peers}, commit.plan)
         if loss is not None:
             self.committed[number] = loss
-        self.left_out = [(self.replica_name(x.replica), readable(x.reason, self.names)) for x in commit.left_out]
+        self.left_out = tuple(
+            Without(self.replica_name(x.replica), readable(x.reason, self.names)) for x in commit.left_out
+        )
         self.left_out_total += len(self.left_out)
-        wrong = [(d.peer, clean(d.shard)) for d in commit.diverged]
+        wrong = commit.diverged
         if wrong or self.compared is None or self.compared.round < number - 1:
             self.compared = Comparison(number - 1, None, wrong)
         self.round = max(self.round, number + 1)
@@ -386,6 +483,7 @@ class View:
 
     def _plan(self, plan: Plan) -> None:
         self.replicas = plan.replicas
+        before = {peer: p.place for peer, p in self.peers.items()}
         for p in self.peers.values():
             p.role, p.replica = "waiting", None
         for spare in plan.spares:
@@ -398,6 +496,9 @@ class View:
                 p.role = "stage" if replica.is_chain else "full"
                 p.replica, p.rank, p.position, p.stages = replica.number, replica.rank, position, len(replica.stages)
                 p.first, p.last, p.steps = stage.first, stage.last, replica.work.steps
+        for peer, p in self.peers.items():
+            if p.place != before.get(peer):
+                p.measured(None)
 
     def _attested(self, attest: events.Attest) -> None:
         self._attests.setdefault(attest.round, {})[attest.peer] = attest.digests
@@ -408,5 +509,5 @@ class View:
             return
         found = self._attests[latest]
         shards, right = layout.shard_names(self.manifest.model), attestations.majority(found, self._witnesses.weights())
-        wrong = [(d.peer, d.shard) for d in attestations.diverged(found, right, ties=True) if d.shard in shards]
+        wrong = tuple(d for d in attestations.diverged(found, right, ties=True) if d.shard in shards)
         self.compared = Comparison(latest, len(found), wrong)

@@ -22,13 +22,12 @@ from rich.text import Text
 
 from peer.events import Event
 from peer.ui import tables
-from peer.ui.held_out import Found
 from peer.ui.lines import MARKS, Lines, ascii, printer
 from peer.ui.names import Names
 from peer.ui.plot import ORANGE, SKY, chart, shows_marks
-from peer.ui.run_state import View
+from peer.ui.run_state import Found, View
 from peer.ui.tables import GREEN, RED
-from peer.ui.text import clean, clock, duration, number, size, times
+from peer.ui.text import clock, duration, number, readable, size, times
 from peer.ui.utilization import LEGEND
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import NODE_DEVICE
@@ -201,7 +200,7 @@ def _facts(view: View, rows: int, width: int) -> Table:
     if measured is not None:
         table.add_row("held out", _held_out(measured))
         if measured.sample and rows > MANY_FACTS:
-            table.add_row("it writes", Text(clean(measured.sample, LONGEST_WRITTEN)))
+            table.add_row("it writes", Text(readable(measured.sample, {}, LONGEST_WRITTEN)))
     table.add_row("digests", _digests(view))
     traffic = view.traffic
     if traffic is None:
@@ -214,8 +213,8 @@ def _facts(view: View, rows: int, width: int) -> Table:
         table.add_row("sent", Text.assemble((size(sent), "bold"), f" in a round{disk}"))
         more = (f"  {times(dense / sent)} as much", f"bold {GREEN}") if dense > sent else ""
         table.add_row("in fp32", Text.assemble(size(dense), more))
-    for who, reason in view.left_out[: max(1, rows // 4)]:
-        table.add_row("left out", Text(f"! {who}: {reason}", style=ORANGE))
+    for x in view.left_out[: max(1, rows // 4)]:
+        table.add_row("left out", Text(f"! {x.replica}: {x.reason}", style=ORANGE))
     if not view.left_out:
         table.add_row(
             "left out", f"nobody now, {view.left_out_total:,} so far" if view.left_out_total else "nobody so far"
@@ -247,9 +246,9 @@ def _digests(view: View) -> Text:
         return Text(f"✓ none differs, round {found.round}", style=GREEN)
     if not found.wrong:
         return Text(f"✓ equal, round {found.round} ({found.peers})", style=GREEN)
-    peer, shard = found.wrong[0]
+    first = found.wrong[0]
     more = f" (+{len(found.wrong) - 1})" if len(found.wrong) > 1 else ""
-    return Text(f"✗ {view.name(peer)} differs in {shard}{more}", style=f"bold {RED}")
+    return Text(f"✗ {view.name(first.peer)} differs in {first.shard}{more}", style=f"bold {RED}")
 
 
 def _notes(view: View, width: int, rows: int) -> Group:

@@ -22,7 +22,7 @@ def peers(view: View, width: int, rows: int) -> Table:
     """Of everybody, at most so many rows below the heading; the last one says how many more there are."""
     wide = width >= 112
     marks = {c.members[c.bottleneck.position].peer: WAITS[c.bottleneck.what] for c in view.chains}
-    busy = any(p.activity for p in view.peers.values())
+    busy = any(p.chain for p in view.peers.values())
     table = Table(
         width=min(width, WIDEST), box=None, padding=(0, 1, 0, 0), header_style="bright_black", show_edge=False
     )
@@ -88,10 +88,10 @@ def chains(view: View, width: int, rows: int) -> Table:
     said = {chain.name: _slowest(chain) for chain, _, _ in shown}
     longest = [max(text.cell_len for text in texts) for texts in zip(*said.values(), strict=True)]
     for chain, position, p in shown:
-        a = p.activity
+        a = p.chain
         cells = ["-"] * len(columns)
         if a is not None:
-            cells = [percent(a.busy), percent(a.wait_forward), percent(a.wait_backward)]
+            cells = [percent(a.share(seconds)) for seconds in (a.busy_s, a.wait_forward_s, a.wait_backward_s)]
             cells += [size(a.forward_bytes), size(a.backward_bytes), str(a.depth), str(a.queued)]
             cells = cells[: len(columns)]
         mark: RenderableType = ""
@@ -127,7 +127,6 @@ def _place(view: View, p: PeerView, words: int) -> Text:
 
 def _share(p: PeerView, mark: str) -> Text:
     """Of the time that a stage computes, marked if its chain waits for that or for what comes to it."""
-    a = p.activity
-    if a is None:
+    if p.busy is None:
         return Text("-")
-    return Text(percent(a.busy) + (mark or " "), style=ORANGE if mark else "")
+    return Text(percent(p.busy) + (mark or " "), style=ORANGE if mark else "")

@@ -1,19 +1,32 @@
-"""Amounts and names as people read them. Texts of other peers come out printable and short."""
+"""Amounts and names as people read them, and texts of other peers, cleaned.
+
+A text of another peer is cleaned once, where it comes in: `cleaned` makes all texts of a value printable and short, such as of an event before a
+screen takes it (peer/ui/run_state.py, peer/ui/lines.py), or of a commit before it is printed.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import os
 import re
 import shlex
 import time
+import typing
 from collections.abc import Iterable, Mapping, Sized
 from pathlib import Path
-from typing import Protocol
+from typing import Any, TypeVar
 
 from protocol.identity import short_peer
 from protocol.wire.bounds import MAX_TIME
+from protocol.wire.commit import Contribution
 from protocol.wire.decree import Schedule
+from protocol.wire.schema import Digest
+
+T = TypeVar("T")
+LONGEST = 400
+"""Characters of another peer's text that are kept."""
 
 _ID = re.compile(r"(?<!\w)(?:peer )?(\w{1,8})(?!\w)")
 """What may be a short form of a peer's id."""
@@ -22,16 +35,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-][A-Za-z0-9_@%+=:,./#-]*")
 """Words that mean themselves to a shell; so does an address with # in it, which `shlex` would quote."""
 
 
-class _Trained(Protocol):
-    """A replica's contribution, on the wire or in an event."""
-
-    @property
-    def loss(self) -> float | None: ...
-    @property
-    def tokens(self) -> int: ...
-
-
-def mean_loss(contributions: Iterable[_Trained]) -> float | None:
+def mean_loss(contributions: Iterable[Contribution]) -> float | None:
     """Nats per token over all committed tokens whose loss is known."""
     known = [(c.loss, c.tokens) for c in contributions if c.loss is not None]
     return sum(loss * n for loss, n in known) / sum(n for _, n in known) if known else None
@@ -39,16 +43,16 @@ def mean_loss(contributions: Iterable[_Trained]) -> float | None:
 
 def called(peer: str, names: Mapping[str, str]) -> str:
     """A peer's given name, or the end of its id."""
-    return names.get(peer) or clean(short_peer(peer))
+    return names.get(peer) or short_peer(peer)
 
 
-def readable(text: object, names: Mapping[str, str], limit: int = 160) -> str:
-    """`clean` text in which the peers have their given names."""
-    shown = str(text)
+def readable(text: str, names: Mapping[str, str], limit: int = 160) -> str:
+    """Cleaned text, shortened, in which the peers have their given names."""
+    shown = text
     if names:
         ends = {short_peer(peer): name for peer, name in names.items()}
         shown = _ID.sub(lambda found: ends.get(found[1], found[0]), shown)  # in one pass: a name may look like an id
-    return clean(shown, limit)
+    return shown[:limit] + ("…" if len(shown) > limit else "")
 
 
 def clean(text: object, limit: int = 160) -> str:
@@ -58,6 +62,43 @@ def clean(text: object, limit: int = 160) -> str:
     if not shown.isprintable():
         shown = "".join(c if c.isprintable() else " " for c in shown)
     return shown + ("…" if len(whole) > limit else "")
+
+
+def cleaned(value: T) -> T:
+    """A text, a tuple, a map or a dataclass of another peer, with all texts in it printable and of at most LONGEST characters. A value in which
+    nothing has to change is returned itself."""
+    return typing.cast(T, _cleaned(value))
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean(value, LONGEST)
+    if isinstance(value, tuple):
+        items = [_cleaned(item) for item in value]
+        return tuple(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    if isinstance(value, dict):
+        return {_cleaned(key): _cleaned(item) for key, item in value.items()}
+    changes = {}
+    for name in _texts(value.__class__):
+        old = getattr(value, name)
+        if (new := _cleaned(old)) is not old:
+            changes[name] = new
+    return dataclasses.replace(value, **changes) if changes else value
+
+
+@functools.cache
+def _texts(hint: Any) -> tuple[str, ...]:
+    """The fields of a dataclass that may have texts; none of any other type."""
+    if not dataclasses.is_dataclass(hint):
+        return ()
+    hints = typing.get_type_hints(hint, include_extras=True)
+    return tuple(f.name for f in dataclasses.fields(hint) if _has_text(hints[f.name]))
+
+
+def _has_text(hint: Any) -> bool:
+    if hint == Digest:
+        return False
+    return hint is str or bool(_texts(hint)) or any(map(_has_text, typing.get_args(hint)))
 
 
 def typed(*words: str | Path) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -15,10 +16,11 @@ from rich.text import Text
 
 from peer.ui.contributors import contributors, own_lines
 from peer.ui.lines import MARKS
+from peer.ui.run_state import PeerView
 from peer.ui.screen import LEVEL_STYLES
-from peer.ui.state import State, StatePeer, StateReplica
-from peer.ui.text import blocks, clock, count, duration, number, rate, size
-from peer.ui.utilization import LEGEND, WAITS, Bottleneck, percent
+from peer.ui.state import State
+from peer.ui.text import blocks, called, clock, count, duration, number, rate, size
+from peer.ui.utilization import LEGEND, WAITS, percent
 from protocol.ledger.credits import Credits
 
 Row = tuple[Text | str, ...]
@@ -154,12 +156,15 @@ def _number(value: float | None, form: str = ".3f") -> str:
 def _chains(state: State) -> Sheet:
     """One row for each peer, under its replica."""
     replicas = {r.replica: r for r in state.replicas}
-    members = {(p.replica, p.position): p.name for p in state.peers}
+    members: dict[int | None, dict[int, str]] = defaultdict(lambda: defaultdict(lambda: "?"))
+    for p in state.peers:
+        members[p.replica][p.position] = p.name
     rows: list[Row] = []
     for p in state.peers:
         replica = replicas.get(p.replica) if p.replica is not None else None
-        waits = _waits(replica, members) if replica is not None and replica.slowest == p.position else None
-        mark = WAITS[replica.what] if replica is not None and waits is not None else ""
+        slowest = replica.bottleneck if replica is not None else None
+        mark = WAITS[slowest.what] if slowest is not None and slowest.position == p.position else ""
+        waits = slowest.brief(members[p.replica]) if slowest is not None and mark else ""
         does = blocks(p.first, p.last) if p.role == "stage" else p.role
         rows.append((
             replica.name if replica is not None and replica.chain else "",
@@ -185,19 +190,13 @@ def _chains(state: State) -> Sheet:
         f"replicas and chains: {full} full, {count(range(state.replicas_total - full), 'chain')}",
         columns,
         rows,
-        LEGEND if any(r.what for r in state.replicas) else "",
+        LEGEND if any(r.bottleneck for r in state.replicas) else "",
     )
 
 
-def _steps(p: StatePeer) -> bool:
+def _steps(p: PeerView) -> bool:
     """Whether it has steps to do."""
     return p.replica is not None and p.phase != "finished"
-
-
-def _waits(replica: StateReplica, members: Mapping[tuple[int | None, int], str]) -> str:
-    """What the chain waits for, in the row of the stage; `members`: names of peers by replica and position."""
-    names = [members.get((replica.replica, place), "?") for place in range(len(members))]
-    return Bottleneck(replica.slowest or 0, replica.what, replica.share or 0.0).brief(names)
 
 
 def _rounds(state: State) -> Sheet:
@@ -211,7 +210,7 @@ def _rounds(state: State) -> Sheet:
             "-" if r.seconds is None else duration(r.seconds),
             str(r.replicas),
             f"{r.tokens:,}",
-            _number(r.tokens / r.seconds if r.seconds else None, ",.0f"),
+            _number(r.tokens_per_second, ",.0f"),
             _number(r.loss),
             _number(r.held_out),
             size(r.bytes),
@@ -275,17 +274,19 @@ def _checks(state: State) -> Iterator[tuple[str, str]]:
         yield "error", fork
     if not health.forks:
         yield "good", "no fork was seen: of no round are two results known"
-    for d in health.diverged:
-        yield "error", f"{d.peer} has other bits in {d.shard} after round {health.compared_round}"
-    if health.compared_round is None:
+    names = {p.peer: p.name for p in state.peers} | {o.peer: o.name for o in health.operators}
+    if (compared := health.compared) is None:
         yield "info", "the peers' copies of the model are not compared yet"
-    elif not health.diverged:
-        yield "good", f"the peers' copies of the model have the same bits after round {health.compared_round}"
+    elif not compared.wrong:
+        yield "good", f"the peers' copies of the model have the same bits after round {compared.round}"
+    else:
+        for d in compared.wrong:
+            yield "error", f"{called(d.peer, names)} has other bits in {d.shard} after round {compared.round}"
     for how, n in health.reachable.items():
         if n:
             yield "info", f"{number(n, 'peer')}: {_REACHED[how]}"
-    for x in health.relays:
-        text = f"{x.node} relays {x.circuits} streams at {x.bps / 1e6:.1f} Mb/s; {size(x.bytes)} since the start"
+    for node, x in health.relays.items():
+        text = f"{called(node, names)} relays {x.circuits} streams at {x.bps / 1e6:.1f} Mb/s; {size(x.bytes)} since the start"
         yield "info", f"{text}, {x.refused} refused"
     yield "info", f"left out in all rounds: {count(range(health.left_out_total), 'replica')}"
     yield (

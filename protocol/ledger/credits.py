@@ -8,36 +8,11 @@ contribution's. A spare that took a member's place has that member's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
-from protocol.wire.commit import LeftOut
+from protocol.wire.commit import Commit, Contribution
 from protocol.wire.plan import Plan
-
-
-class Contributed(Protocol):
-    """What credits read of a contribution, on the wire or in an event."""
-
-    @property
-    def replica(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def peers(self) -> tuple[str, ...]: ...
-
-
-class Decided(Protocol):
-    """What credits read of a commit, on the wire or in an event."""
-
-    @property
-    def round(self) -> int: ...
-    @property
-    def contributions(self) -> Sequence[Contributed]: ...
-    @property
-    def left_out(self) -> Sequence[LeftOut]: ...
-    @property
-    def plan(self) -> Plan | None: ...
 
 
 @dataclass(slots=True)
@@ -66,7 +41,7 @@ class Credits:
         self._plan: Plan | None = None
         self._of: dict[str, Credit] = {}
 
-    def add(self, commit: Decided) -> None:
+    def add(self, commit: Commit) -> None:
         """The next commit of the log."""
         self.round = commit.round
         for contribution in commit.contributions:
@@ -92,7 +67,7 @@ class Credits:
     def _credit(self, peer: str) -> Credit:
         return self._of.setdefault(peer, Credit(peer))
 
-    def _parts(self, contribution: Contributed) -> Iterator[tuple[str, int]]:
+    def _parts(self, contribution: Contribution) -> Iterator[tuple[str, int]]:
         """(member, its tokens)."""
         peers = contribution.peers
         spec = self._plan.taken(contribution.replica, peers, self._layers) if self._plan is not None else None

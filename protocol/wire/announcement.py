@@ -11,17 +11,17 @@ from protocol.wire.bounds import (
     Loss,
     Magnitude,
     Memory,
-    Milliseconds,
     Name,
     Offset,
     PeerId,
     Rate,
     Round,
     RunId,
+    Seconds,
     Size,
     Word,
 )
-from protocol.wire.schema import AtMost, Within
+from protocol.wire.schema import AtMost, Within, row
 
 VERSION = 1
 MAX_SPEED = 10**18
@@ -39,63 +39,110 @@ FARTHEST = 10_000.0
 """Milliseconds along an axis that a place may have: no two points of the Earth are so far apart."""
 
 
+@row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """Running means over what a stage received at one boundary (peer/chain/activation_stats.py)."""
+
+    rms: Magnitude
+    """Root mean square of the values."""
+    largest: Magnitude
+    """Largest magnitude."""
+    sampled: Count
+    """Frames whose root mean square was computed."""
+    frames: Count
+    """Frames that were accepted."""
+    refused: Count
+    """Frames that were refused."""
+
+
+@row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainReport:
-    """A chain member's last inner step. `times_ms`: of the step, computing, waiting for activations, for gradients, and those
-    of receiving activations and gradients over its links; `counts`: bytes sent forward and backward, depth, most frames that
-    waited. `activations`, `gradients`: running means of rms and largest magnitude and the refused frames, of what came
-    from the previous and from the next stage; empty where there is none. What makes them: peer/chain/pipeline.py, peer/chain/activation_stats.py.
-    """
+    """Where the time of a stage's inner step went, and what it sent (peer/chain/pipeline.py)."""
 
-    times_ms: Annotated[tuple[Milliseconds, ...], AtMost(6)]
-    counts: Annotated[tuple[Size, ...], AtMost(4)]
-    activations: Annotated[tuple[Magnitude, ...], AtMost(3)] = ()
-    gradients: Annotated[tuple[Magnitude, ...], AtMost(3)] = ()
+    seconds: Seconds
+    """The inner step."""
+    busy_s: Seconds
+    """Seconds of computing."""
+    wait_forward_s: Seconds
+    """Seconds of waiting for activations."""
+    wait_backward_s: Seconds
+    """Seconds of waiting for gradients."""
+    forward_link_s: Seconds
+    """Seconds in which activations from the previous stage came through the link."""
+    backward_link_s: Seconds
+    """Seconds in which gradients from the next stage came through the link."""
+    forward_bytes: Size
+    """Bytes sent to the next stage, headers included."""
+    backward_bytes: Size
+    """Bytes sent to the previous stage, headers included."""
+    depth: Count
+    """Micro-batches that the chain had in work at once."""
+    queued: Count
+    """The most frames that waited for this stage."""
+    activations: Means | None = None
+    """Of the activations that came from the previous stage; null for the first stage."""
+    gradients: Means | None = None
+    """Of the gradients that came from the next stage; null for the last stage."""
 
-    def __post_init__(self) -> None:
-        if (len(self.times_ms), len(self.counts)) != (6, 4):
-            raise ValueError("times_ms must have 6 entries and counts 4")
-        if not {len(self.activations), len(self.gradients)} <= {0, 3}:
-            raise ValueError("activations and gradients must have 3 entries each, or none")
-        if min(*self.times_ms, *self.counts, *self.activations, *self.gradients) < 0:
-            raise ValueError("no entry may be negative")
+    def share(self, seconds: float) -> float:
+        """Seconds of the step as a share of it, 0 to 1."""
+        return min(1.0, max(0.0, seconds / max(self.seconds, 1e-3)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """What a peer says of itself. `memory_bytes` is what Potluck may use above an idle process, of what trains, `host_bytes` that of
-    the host beside a GPU, 0 where the GPU uses the host's memory, None of a processor; `speed_flops` the
-    floating-point operations a second that its training reached (protocol/planning/speed.py), 0 while that is unknown;
-    `bytes_sent`, `bytes_received`, `bytes_written`: over the network and to disk, since it was started; `chain`: of a
-    member of a chain. `coordinates`: its place (protocol/planning/coordinates.py), empty while that is unknown. `reachable`: one of
-    REACHABLE. `apart`: peers that it could not reach as neighbours in a chain, not even through
-    relays. `refused`: how often it has refused somebody who used too much of it (peer/net/guests.py). `name`: what its owner calls it; it
-    decides nothing, and anybody may take it."""
+    """What a peer says of itself."""
 
     run: RunId
+    """The run's id."""
     peer: PeerId
+    """Its peer id."""
     version: Count = VERSION
+    """The version of Potluck's protocol that it speaks."""
     addresses: Annotated[tuple[Address, ...], AtMost(64)] = ()
+    """The multiaddresses that it listens on."""
     memory_bytes: Memory = 0
+    """Memory for training that Potluck may use there, above an idle process."""
     host_bytes: Memory | None = None
+    """The same of the host beside a GPU; 0 where the GPU uses the host's memory, null of a processor."""
     up_bps: Rate = 0
+    """Bits per second that it can send."""
     down_bps: Rate = 0
+    """Bits per second that it can receive."""
     speed_flops: Annotated[int, Within(0, MAX_SPEED)] = 0
+    """Floating-point operations a second that its training reached (protocol/planning/speed.py); 0 while that is unknown."""
     device: Word = "cpu"
+    """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer; `bootstrap` for a bootstrap node."""
     serial: Count = 0
+    """Grows with each of its announcements: Unix time in milliseconds."""
     phase: Word = "starting"
+    """Its present activity, in its own word."""
     round: Round = 0
+    """Its round."""
     step: Count = 0
+    """Its newest inner step in that round."""
     loss: Loss | None = None
+    """Nats per token of that step."""
     bytes_sent: Size = 0
+    """All bytes that it has sent since it was started, as of its last whole round."""
     bytes_received: Size = 0
+    """All bytes that it has received since it was started, as of its last whole round."""
     bytes_written: Size = 0
+    """All bytes that it has written to disk since it was started, as of its last whole round."""
     chain: ChainReport | None = None
+    """Its newest inner step in a chain; null outside of one."""
     coordinates: Annotated[tuple[Offset, ...], AtMost(AXES)] = ()
+    """Its place (protocol/planning/coordinates.py); empty while that is unknown."""
     reachable: Word = ""
+    """How others reach it: `direct`, `mapped` by its router, `private` if that lets nobody in; empty while it is not known."""
     apart: Annotated[tuple[PeerId, ...], AtMost(MOST_APART)] = ()
+    """Peers that it could not reach as neighbours in a chain, not even through relays."""
     refused: Count = 0
+    """Times that it has refused a peer that used too much of it (peer/net/guests.py)."""
     name: Name = ""
+    """Its owner's name for it; others may have the same name, and nothing is decided by it."""
 
     def __post_init__(self) -> None:
         if not is_place(self.coordinates) and self.coordinates:

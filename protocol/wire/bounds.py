@@ -53,7 +53,6 @@ Rate = Annotated[int, Within(0, 10**13)]
 """Bits a second."""
 Memory = Annotated[int, Within(0, 2**50)]
 """Bytes of a machine's memory."""
-Milliseconds = Annotated[int, Within(0, 2**40)]
 Seconds = Annotated[float, Within(0.0, 2.0**31)]
 Port = Annotated[int, Within(1, 65535)]
 Loss = Annotated[float, Within(0.0, MAX_LOSS)]

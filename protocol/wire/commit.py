@@ -46,41 +46,54 @@ MAX_AUDITS = 8
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One shard's payload: its digest (a blob's name, protocol/codec/blob_hash.py), its bytes, and the L2 norm of what it sends."""
+    """One shard's payload."""
 
     shard: Shard
+    """Of what."""
     digest: Digest
+    """The blob's name (protocol/codec/blob_hash.py)."""
     size: Size
+    """Its bytes."""
     norm: Norm
+    """L2 norm of what it sends."""
 
 
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One stage's parts within a contribution: the name of their list (protocol/ledger/part_lists.py), the bytes of all payloads, the
-    L2 norm of all that they send, and the list's own bytes."""
+    """One stage's parts within a contribution."""
 
     peer: PeerId
+    """The peer that made them."""
     root: Digest
+    """The name of their list (protocol/ledger/part_lists.py)."""
     size: Size
+    """Bytes of all payloads."""
     norm: NormOfAll
+    """L2 norm of all that they send."""
     listed: Size
+    """Bytes of the list itself."""
 
 
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """One replica's committed contribution; its weight in the mean is tokens / sum of tokens, and its update is multiplied by `scale`
-    (protocol/round/judging.py) and by `standing` (protocol/ledger/standing.py). A share may be a spare's of the round's plan, in the
-    place of a member that was lost."""
+    """One replica's committed contribution."""
 
     replica: Count
+    """The replica's number in the round's plan."""
     tokens: Count
+    """Trained tokens; its weight in the mean is its share of all tokens."""
     steps: Count
+    """Inner steps."""
     loss: Loss | None
+    """Nats per token of its first inner step, before the round changed anything; null if it is unknown."""
     shares: Annotated[tuple[Share, ...], AtMost(4096)]
+    """Those of its members, in the order of the stages; a spare's in the place of a member that was lost."""
     scale: Scale = 1.0
+    """A factor of its update, less than 1 where it is longer than others' (protocol/round/judging.py)."""
     standing: Scale = 1.0
+    """A factor of its update, from what the log says of its members (protocol/ledger/standing.py)."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -88,8 +101,13 @@ class Contribution:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Who made it, in the order of the stages."""
+        """Its members, in the order of the stages."""
         return tuple(share.peer for share in self.shares)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its payloads."""
+        return sum(share.size for share in self.shares)
 
 
 @row
@@ -122,34 +140,48 @@ class Diverged:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """What was decided for one round (round 0: the first plan, and who may take part). `parent` is the previous commit's digest, the run
-    id for round 0. `digests`: the majority's shard digests of the state *before* this round, as far as attested. `leader`
-    proposed it; `members` decide the next round. `decrees`: how many the run has had, with the one that comes with this commit, if one does.
-    `joined`: who comes in by an invitation; the next plan may have them. `evaluations`: what was found of an earlier state
-    (protocol/ledger/evaluation.py). `scores`: what contributions of earlier rounds were worth (protocol/ledger/scoring.py); `audits`: whether they are
-    what they say (protocol/ledger/audits.py). `schedule`: how long the run is from here on; None: as the manifest says. `board`: who operates the run from here on; None: as the manifest says. `idle`: how many
-    rounds brought no work so far, with this one, if it brought none (protocol/ledger/schedule.py)."""
+    """A decided round: whose updates enter the mean, and who trains what in the next round."""
 
     run: RunId
+    """The run's id."""
     round: Round
+    """The decided round; 0 decides the first plan, and who may take part."""
     parent: RunId
+    """The digest of the commit before; the run's id in round 0."""
     time: Time
+    """When it was proposed, Unix seconds on its leader's clock."""
     contributions: Annotated[tuple[Contribution, ...], AtMost(MAX_ITEMS)]
+    """The work that enters the mean."""
     left_out: Annotated[tuple[LeftOut, ...], AtMost(MAX_ITEMS)]
+    """Replicas whose work does not, each with its reason."""
     diverged: Annotated[tuple[Diverged, ...], AtMost(MAX_ITEMS)]
+    """Peers whose digest of a shard after the round before differs from the majority's."""
     digests: Annotated[dict[Shard, Digest], AtMost(MAX_SHARDS)]
+    """The majority's SHA-256 by shard, of the state before this round, as far as it was attested."""
     plan: Plan | None
+    """The next round's replicas, stages and spares; null after the last round, or while nobody is there."""
     leader: PeerId = ""
+    """The bootstrap node that proposed it."""
     members: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
+    """The bootstrap nodes that vote on the next round."""
     decrees: Count = 0
+    """Decrees of the run so far, with the one of this commit."""
     decree: Enacted | None = None
+    """A decision of the operators, if one comes with this commit."""
     evaluations: Annotated[tuple[Evaluation, ...], AtMost(MAX_EVALUATIONS)] = ()
+    """Held-out losses of an earlier state (protocol/ledger/evaluation.py)."""
     joined: Annotated[tuple[Joined, ...], AtMost(MAX_JOINED)] = ()
+    """Peers that come in by an invitation; the next plan may have them."""
     schedule: Schedule | None = None
+    """How long the run is from here on; null: as the manifest says."""
     scores: Annotated[tuple[Score, ...], AtMost(MAX_SCORES)] = ()
+    """What contributions of earlier rounds were worth (protocol/ledger/scoring.py)."""
     audits: Annotated[tuple[Audit, ...], AtMost(MAX_AUDITS)] = ()
+    """How far contributions of earlier rounds agree with the same work done again (protocol/ledger/audits.py)."""
     board: Board | None = None
+    """The operators of the run from here on; null: as the manifest says."""
     idle: Count = field(default=0, metadata=LATER)
+    """Rounds that brought no work so far: the run has so many more (protocol/ledger/schedule.py)."""
 
     @functools.cached_property
     def digest(self) -> str:
@@ -186,11 +218,14 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A decided commit with its proof: the signatures of the members that accepted it in `ballot`."""
+    """A decided commit with its proof."""
 
     commit: Commit
+    """The decision."""
     ballot: Ballot
+    """The ballot in which it was decided."""
     votes: Annotated[dict[PeerId, Signature], AtMost(16)]
+    """The signatures of the members that accepted it, by member."""
 
 
 def body_of(commit: Commit, ballot: int) -> bytes:

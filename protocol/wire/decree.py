@@ -52,7 +52,9 @@ class Board:
     """Who operates a run, and how many of them decide its rounds."""
 
     operators: Annotated[tuple[Operator, ...], AtMost(MAX_OPERATORS)]
+    """All of them."""
     quorum: QuorumSize
+    """How many of them decide a round."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -123,7 +125,9 @@ class Enacted:
     """A decree and the signatures that make it one (protocol/wire/sealed.py: over the domain and the decree as a message)."""
 
     decree: Decree
+    """The decision."""
     signatures: Annotated[dict[PeerId, Signature], AtMost(16)]
+    """The operators' signatures, by operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

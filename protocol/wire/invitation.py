@@ -38,6 +38,7 @@ class Joined:
     """One peer that it lets in, with all that shows it to anybody."""
 
     invitation: Invitation
+    """The invitation."""
     operator: PeerId
     """Who has signed the invitation."""
     signature: Signature

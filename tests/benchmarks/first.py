@@ -224,7 +224,9 @@ def first(swarm: Swarm, name: str, prefix: Sequence[str]) -> dict[str, Any]:
         peer = swarm.wait(name, lambda e: e.kind == "started", "its start").fields["peer"]
 
         def has_its_work(event: Event) -> bool:
-            return event.kind == "commit" and any(peer in c["peers"] for c in event.fields["contributions"])
+            return event.kind == "commit" and any(
+                peer in [s["peer"] for s in c["shares"]] for c in event.fields["contributions"]
+            )
 
         commit = swarm.wait(NODE, has_its_work, f"the work of {name}", after=before)
         swarm.wait(name, lambda e: e.kind == "round" and e.fields["own_tokens"] > 0, "the news of that")

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from peer.cli.watch import to_json
 from peer.ui import web
 from peer.ui.monitor_screen import MonitorScreen
+from peer.ui.state import to_json
 from tests import crowd
 from tests.watched import ROUND_SECONDS, MadeUp
 from tests.watching import Taken, watching

@@ -25,7 +25,6 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.terminal_theme import DIMMED_MONOKAI, TerminalTheme
 
-from peer.cli.watch import to_json
 from peer.events import Event
 from peer.node.open_run import Door, manifest_of, parse_run, read_manifest, start_transport
 from peer.ui import web
@@ -34,6 +33,7 @@ from peer.ui.monitor import Monitor
 from peer.ui.monitor_screen import MonitorScreen, draw
 from peer.ui.replay import Replay
 from peer.ui.screen import render
+from peer.ui.state import to_json
 from peer.ui.watched import Watched
 from protocol.run.manifest import Manifest
 from tests import tiny

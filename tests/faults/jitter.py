@@ -27,6 +27,8 @@ from typing import Any
 
 from peer.ui import utilization
 from protocol.run.manifest import Manifest
+from protocol.wire.announcement import ChainReport
+from protocol.wire.schema import build
 from tests import tiny
 from tests.e2e import swarms
 from tests.faults import repair
@@ -95,7 +97,7 @@ class Uneven:
         steps = self.swarm.manifest.train.inner_steps
         for round in range(first, last + 1):
             fields = commits[round].fields
-            done = [c["steps"] for c in fields["contributions"] if set(c["peers"]) == set(self.peers)]
+            done = [c["steps"] for c in fields["contributions"] if {s["peer"] for s in c["shares"]} == set(self.peers)]
             assert done == [steps], (phase, fields["contributions"], fields["left_out"])
         reconfigs = [e.fields for e in self.campaign.tails[NODE].read() if e.kind == "chain_reconfigured"]
         assert not reconfigs, reconfigs
@@ -108,7 +110,10 @@ class Uneven:
             for name in self.chain
         ]
         told = [at for at in events[0] if all(at in of_peer for of_peer in events)]
-        looked = [utilization.bottleneck([utilization.activity(of_peer[at]) for of_peer in events]) for at in told]
+        looked = [
+            utilization.bottleneck([build(ChainReport, of_peer[at], ignore_unknown=True) for of_peer in events])
+            for at in told
+        ]
         found = [b for b in looked if b is not None]
         counts = Counter(
             f"{self.chain[b.position]} computing" if b.what == "computing" else b.text(self.chain).split(" is busy")[0]

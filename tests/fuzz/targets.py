@@ -202,7 +202,7 @@ def example(hint: Any, name: str = "") -> Any:
     if origin is Annotated:
         return "0" * 64 if hint == Digest else example(typing.get_args(hint)[0], name)
     if origin is tuple:
-        many = {"times_ms": 6, "counts": 4, "activations": 3, "gradients": 3, "coordinates": 3}
+        many = {"coordinates": 3}
         return (example(typing.get_args(hint)[0], name),) * many.get(name, 2)
     if origin is dict:
         return {"embed": example(typing.get_args(hint)[1], name), "block.0": example(typing.get_args(hint)[1], name)}

@@ -162,7 +162,7 @@ def test_messages_that_cannot_be_end_their_session_and_nothing_else(tmp_path: Pa
         {"loss": 1e308, "round": 2**64 - 1, "step": 2**64 - 1},
         {"device": "d" * 2000, "phase": "p" * 1000},
         {"serial": 2**64 - 1},
-        {"chain": {"times_ms": [2**64 - 1] * 6, "counts": [2**64 - 1] * 4, "activations": [1e308] * 3}},
+        {"chain": [2.0**32] * 6 + [2**64 - 1] * 4 + [[1e308] * 5]},
         {"addresses": ["/ip4/1.2.3.4/tcp/1/p2p/" + "x" * 600]},
     ],
 )

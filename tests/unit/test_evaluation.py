@@ -18,10 +18,11 @@ from peer import events
 from peer.events import Event
 from peer.node.audit import NoText
 from peer.node.evaluating import SAMPLE_IDS, Evaluator, Tools
-from peer.ui.held_out import HeldOut
 from peer.ui.lines import describe
 from peer.ui.metrics import exposition
-from peer.ui.watched import Watched, state
+from peer.ui.run_state import HeldOut
+from peer.ui.state import state
+from peer.ui.watched import Watched
 from protocol.errors import UsageError
 from protocol.identity import Identity, short_peer
 from protocol.ledger import claims, evaluation
@@ -41,6 +42,7 @@ from tests import tiny
 from tests.rules import due as open_for
 from tests.rules import of_claims
 from tests.unit.test_leader import Driver
+from tests.watched import decided
 
 KEYS = tuple(Identity(bytes([7, i] * 16)) for i in range(8))
 NAMES = tuple(key.peer_id for key in KEYS)
@@ -307,53 +309,55 @@ def test_what_cannot_be_measured_is_told_of_once_and_what_is_no_number_not_at_al
 # --- readers
 
 
-def told(round: int, sample: str = "", **losses: float) -> events.Evaluated:
-    found = tuple(
-        events.Evaluation(peer=peer, sequences=1, loss=loss, bits_per_byte=loss / 2, sample=sample)
+def told(round: int, sample: str = "", **losses: float) -> tuple[Evaluation, ...]:
+    return tuple(
+        Evaluation(peer=peer, round=round, sequences=1, loss=loss, bits_per_byte=loss / 2, signature=b"", sample=sample)
         for peer, loss in losses.items()
     )
-    return events.Evaluated(round=round, evaluations=found)
+
+
+def with_these(evaluations: tuple[Evaluation, ...], round: int = 9) -> Event:
+    return Event(1.0, "bootstrap", decided(round, plan=None, evaluations=evaluations))
 
 
 def test_readers_see_the_text_that_most_tell() -> None:
     held = HeldOut()
-    for event, seen in (
-        (told(2, "once \x1b[2Jupon", a=3.0), "once  [2Jupon"),
+    for evaluations, seen in (
+        (told(2, "once upon", a=3.0), "once upon"),
         (told(2, "buy this", b=3.0), ""),
-        (told(2, "once \x1b[2Jupon", c=3.0), "once  [2Jupon"),
+        (told(2, "once upon", c=3.0), "once upon"),
         (told(4, "a time", a=3.0), "a time"),
     ):
-        held.add(event)
+        held.add(evaluations)
         assert held.newest is not None
         assert held.newest.sample == seen
     watched = Watched(RUN)
-    watched.feed(Event(1.0, "bootstrap", told(2, "once upon", a=3.0)))
+    watched.feed(with_these(told(2, "once \x1b[2Jupon", a=3.0)))
     shown = state(watched, 2.0)
     assert shown.held_out is not None
-    assert shown.held_out.sample == "once upon"
+    assert shown.held_out.sample == "once  [2Jupon"
 
 
 def test_readers_see_the_median_and_who_measured() -> None:
     held = HeldOut()
     assert held.newest is None
-    for event in (told(2, a=3.0, b=1e6), told(2, c=3.5, a=9.0), told(0, a=5.0)):
-        held.add(event)
+    for evaluations in (told(2, a=3.0, b=1e6), told(2, c=3.5, a=9.0), told(0, a=5.0)):
+        held.add(evaluations)
     assert list(held.found) == [0, 2]
     newest = held.newest
     assert newest is not None
     assert (newest.loss, newest.bits_per_byte) == (3.5, 1.75), "one liar of three is not believed"
-    assert newest.by == (("a", 3.0), ("b", 1e6), ("c", 3.5))
+    assert [(said.peer, said.loss) for said in newest.by] == [("a", 3.0), ("b", 1e6), ("c", 3.5)]
     watched = Watched(RUN)
-    for event in (told(0, a=5.0), told(2, **{"\x1b[2J": 3.0})):
-        watched.feed(Event(1.0, "bootstrap", event))
+    watched.feed(with_these(told(0, a=5.0), 8))
+    watched.feed(with_these(told(2, **{"\x1b[2J": 3.0}), 9))
     shown = state(watched, 2.0)
     assert shown.held_out_by_round == ((0, 5.0), (2, 3.0))
     assert shown.held_out is not None
-    assert "\x1b" not in shown.held_out.by[0].name
+    assert "\x1b" not in shown.held_out.by[0].peer
     assert 'potluck_held_out_bits_per_byte{run="' in exposition(shown)
-    assert [text for _, text in describe(Event(1.0, "bootstrap", told(2, a=3.0)), {})] == [
-        "held out: loss 3.000 after round 2, 1.500 bits per byte, as a measured it"
-    ]
+    *_, (_, text) = describe(with_these(told(2, a=3.0)), {})
+    assert text == "held out: loss 3.000 after round 2, 1.500 bits per byte, as a measured it"
 
 
 def test_a_long_run_keeps_a_bounded_number_of_points() -> None:

@@ -12,8 +12,9 @@ from peer import events
 from peer.events import Event
 from peer.ui.lines import Lines
 from peer.ui.names import LONGEST, MOST, Names, harmless_name, meant
+from peer.ui.state import state
 from peer.ui.text import readable
-from peer.ui.watched import Watched, state
+from peer.ui.watched import Watched
 from protocol.errors import UsageError
 from protocol.identity import Identity, short_peer
 from tests.watched import BEGAN, MadeUp, peer_id
@@ -50,7 +51,7 @@ def test_names_of_everybody_are_kept(name: str) -> None:
 
 
 def ready(peer: str, name: str) -> events.Ready:
-    return events.Ready(peer=peer, memory_bytes=10**9, up_bps=1, down_bps=1, speed_flops=1, device="cpu", name=name)
+    return events.Ready(run="run", peer=peer, memory_bytes=10**9, name=name)
 
 
 def test_equal_names_are_told_apart_and_given_ones_stay() -> None:

@@ -22,8 +22,9 @@ from peer.ui.browsing import Browsing
 from peer.ui.monitor import Monitor
 from peer.ui.monitor_screen import MonitorScreen, draw
 from peer.ui.run_state import SILENT_SECONDS
+from peer.ui.state import state
 from peer.ui.text import clock as time_of_day
-from peer.ui.watched import Watched, state
+from peer.ui.watched import Watched
 from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.wire import encoding, endpoints, framing, sealed

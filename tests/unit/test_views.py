@@ -23,11 +23,12 @@ from peer.ui import views
 from peer.ui.browsing import VIEWS, Browsing
 from peer.ui.keys import Keys, can_read
 from peer.ui.monitor_screen import draw
-from peer.ui.watched import Watched, state
+from peer.ui.state import state
+from peer.ui.watched import Watched
 from protocol.run import manifest as manifests
 from tests.support import potluck
 from tests.unit.test_state import EXTREMES, HOSTILE, watched
-from tests.watched import BEGAN, MadeUp
+from tests.watched import BEGAN, MadeUp, says
 
 DEADLINE = 60.0
 
@@ -50,9 +51,7 @@ def hostile() -> Watched:
     one = watched(made, 3)
     for value in EXTREMES:
         for peer in made.ids:
-            said = events.Announced(
-                phase=HOSTILE, round=4, step=2**31, loss=value, bytes_sent=2**63, bytes_received=0, load=None
-            )
+            said = says(HOSTILE, 4, 2**31, value, bytes_sent=2**63)
             one.feed(Event(value, peer, said))
         one.feed(Event(value, "bootstrap", events.Warning(text=HOSTILE)))
     one.feed(made.commit(4, float("inf")))
