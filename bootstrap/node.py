@@ -88,7 +88,7 @@ HEARD_PER_SECOND, HEARD_AT_ONCE = 200.0, 1000.0
 
 class BootstrapNode:
     """See the module's docstring. `initial_peers`: addresses of other bootstrap nodes of the run, as far as known; `answer` makes plans,
-    on a thread."""
+    on a thread; `auditors`: peers that it believes before all others."""
 
     def __init__(
         self,
@@ -100,8 +100,9 @@ class BootstrapNode:
         initial_peers: Sequence[str] = (),
         clock: Clock | None = None,
         answer: Callable[[Question], Plan | None] = Question.answer,
+        auditors: frozenset[str] = frozenset(),
     ) -> None:
-        """Long because it makes all that a node has."""
+        """Long because a node has its place, its files and its user."""
         self.manifest = manifest
         self.archive = archive
         self._identity = identity
@@ -121,7 +122,7 @@ class BootstrapNode:
             self._clock,
             lambda addresses: emit(events.listening(manifest.run_id, addresses)),
         )
-        transport.guests.tell = told.refusing(emit, self._directory)
+        transport.guests.follow(told.refusing(emit, self._directory))
         self._events = Inbox[leader_events.Event | paxos_events.Event](manifest.timing.heartbeat)
         self._operators = Operators(self._directory, transport, archive, initial_peers, lambda: self.quorum, self._told)
         self._links = Links(transport, self._directory, self._vote, self._operators.knocks)
@@ -151,7 +152,7 @@ class BootstrapNode:
         self._finished: Finished | None = None
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
-        self.leader = Leader(manifest, archive.commits, held, now)
+        self.leader = Leader(manifest, archive.commits, held, now, auditors)
         doorman = Doorman(self.leader, self._events.hand_in, self._clock)
         self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport, doorman)
         self.decrees = Decrees(

@@ -36,7 +36,7 @@ from protocol.run.corpus import CorpusIndex
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import DataSpec, Manifest, TrainSpec
 from protocol.wire import endpoints, framing
-from tests import tiny
+from tests import networks, tiny
 
 L, VOCAB = 1023, 4096
 """A sequence has 2,048 bytes, a range sixteen sequences."""
@@ -245,16 +245,12 @@ class TextSwarm:
         folder = folder or self.folder / f"text-{number}"
         told: list[events.Body] = []
         access = Access(
-            transport=transport,
+            network=networks.network(transport, self._reach(transport), emit=told.append, nodes=lambda: self.operating),
             folder=folder,
             limit=limit,
             disk=disk or LocalDisk(),
-            reach=self._reach(transport),
-            lost=lambda peer: None,
-            emit=told.append,
             patience=patience,
             mirrors=mirrors,
-            nodes=lambda: self.operating,
         )
         text = await open_text(self.manifest, access)
         self._stack.push_async_callback(text.aclose)

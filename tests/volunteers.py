@@ -17,7 +17,6 @@ from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
 from peer.chain.stop_sign import StopSign
-from peer.config import JoinConfig
 from peer.corpus.text import Text
 from peer.events import Emitter, Event
 from peer.net import directory
@@ -36,7 +35,7 @@ from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec
 from protocol.wire import endpoints
-from tests import tiny
+from tests import machines, tiny
 
 TOKENIZER = b'{"not": "read"}'
 MODEL = ModelSpec(vocab_size=512, d_model=64, n_layers=4, n_heads=2, d_ff=128, context=8)
@@ -203,17 +202,15 @@ class Swarm:
         transport = self.network.transport(who.peer_id, directory.valid_record(self.manifest.run_id))
         folder = self.folder / name
         storage, events = Storage(folder, limit, self.disk), list[Event]()
-        chosen = JoinConfig(
-            folder=folder,
-            device="cpu",
-            memory_bytes=memory or stage_memory(self.manifest, 0, self.manifest.model.n_layers),
-            up_bps=config.pop("up_bps", 10**8),
-            down_bps=10**8,
-            **config,
+        machine = machines.machine(
+            folder,
+            memory or stage_memory(self.manifest, 0, self.manifest.model.n_layers),
+            nodes=self.boot.addresses,
+            **{"up_bps": 10**8, "down_bps": 10**8, **config},
         )
         emit = Emitter(who.peer_id, self._hear(events))
         made = Factories(text=self.text, inner_loop=self.inner_loop)
-        peer = Peer(self.manifest, who, transport, storage, chosen, self.boot.addresses, emit, made)
+        peer = Peer(self.manifest, who, transport, storage, machine, emit, made)
         task = asyncio.create_task(peer.run())
         task.add_done_callback(lambda _: self._happened.set())
         self.peers[name] = Volunteer(name, who, folder, transport, storage, peer, task, events)

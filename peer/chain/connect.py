@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from peer.chain.apart import Apart
 from peer.chain.frames import NeighbourLost
 from peer.chain.link import LIVENESS, Liveness, keep_alive
-from peer.net.base import REQUEST_SECONDS, Stream, Transport
+from peer.net.base import REQUEST_SECONDS, Stream
+from peer.net.network import Network
 from peer.net.striped_stream import STRIPES, StripedStream
-from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import calls, endpoints
@@ -50,24 +49,19 @@ PATIENCE = Patience()
 
 
 class Pipes:
-    """A peer's pipes, one object per peer. `reach(peer)` connects to a peer; `lost(peer)` forgets how it was reached. Frames take turns
-    in `uplink`. `apart` hears whether neighbours could be dialled."""
+    """A peer's pipes, one object per peer. `apart` hears whether neighbours could be dialled."""
 
     def __init__(
         self,
-        transport: Transport,
-        reach: Callable[[str], Awaitable[None]],
-        lost: Callable[[str], None],
-        uplink: Uplink,
+        network: Network,
         *,
         apart: Apart | None = None,
         patience: Patience = PATIENCE,
         liveness: Liveness = LIVENESS,
     ) -> None:
-        self._transport = transport
-        self._reach = reach
-        self._lost = lost
-        self._uplink = uplink
+        self._transport = network.transport
+        self._directory = network.directory
+        self._uplink = network.uplink
         self._apart = apart
         self._patience = patience
         self._beat_s = liveness.beat_s
@@ -87,7 +81,7 @@ class Pipes:
     def doubt(self, peer: str) -> None:
         """It is silent; it may be elsewhere now, and our connection to it be dead."""
         self._transport.doubt(peer)
-        self._lost(peer)
+        self._directory.lost(peer)
 
     async def neighbours(
         self, plan: Plan, replica: int, generation: int, position: int
@@ -124,7 +118,7 @@ class Pipes:
             async with asyncio.timeout(self._patience.dial):
                 while True:
                     try:
-                        await self._reach(peer)
+                        await self._directory.reach(peer)
                         hello = PipeHello(round=round, generation=generation, replica=replica, stripe=0)
                         pipe = await self._open(peer, hello)
                         living = asyncio.create_task(keep_alive(pipe, complete.is_set, self._beat_s))
@@ -135,7 +129,7 @@ class Pipes:
                         return pipe
                     except RemoteError as error:
                         why = str(error)
-                        self._lost(peer)  # it may have come back elsewhere
+                        self._directory.lost(peer)  # it may have come back elsewhere
                         await asyncio.sleep(0.5)
         except TimeoutError:
             if self._apart is not None:

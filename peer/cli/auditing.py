@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peer import events
-from peer.config import JoinConfig
 from peer.events import Emitter, json_sink
 from peer.net import children, keyfile
 from peer.net.address import host_of, is_loopback
@@ -38,18 +37,21 @@ def auditor(folder: Path) -> str:
 async def audit(line: str, folder: Path) -> None:
     """Follows the log of the run behind `line`, until it is over or whoever started us is gone. Raises PotluckError."""
     from peer.node.audit import NoTraining, held_out_text
+    from peer.node.config import JoinConfig, Machine
     from peer.node.peer import Factories, Peer
     from peer.state.storage import Storage
+    from peer.training.device import Hardware
 
     run, key = parse_run(line), keyfile.load_or_create(folder / KEY)
     storage, transport = Storage(folder), await start_transport(folder, Door(host="127.0.0.1", port=0), run.run_id)
     try:
         await transport.connect(run.bootstrap, timeout=10.0)
         manifest = await manifest_of(run, transport)
-        config = JoinConfig(folder=folder, memory_bytes=0, up_bps=RATE, down_bps=RATE, audit=True)
+        config = JoinConfig(run=run, folder=folder, up_bps=RATE, down_bps=RATE, audit=True)
+        machine = Machine(config, Hardware(("cpu",), 0))
         made = Factories(text=held_out_text, inner_loop=NoTraining)
         emit = Emitter(key.peer_id, json_sink())
-        peer = Peer(manifest, key, transport, storage, config, run.bootstrap, emit, made)
+        peer = Peer(manifest, key, transport, storage, machine, emit, made)
         following, alone = asyncio.create_task(peer.run()), asyncio.create_task(_until_alone())
         try:
             await asyncio.wait({following, alone}, return_when=asyncio.FIRST_COMPLETED)

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from peer.cli import running
-from peer.cli.listing import Commands
+from peer.cli.options import group
 from peer.node.open_run import ASSETS
 from peer.ui.text import clean, size
 from protocol.errors import UsageError
@@ -21,11 +21,7 @@ from protocol.run.corpus import TOKENIZER, CorpusIndex
 
 SAMPLE_CHARACTERS = 160
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    help="Make the text of a run: a corpus of tokenized, shuffled sequences (docs/guides/data.md).",
-)
+app = group()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from peer.cli import running
-from peer.cli.listing import Commands
+from peer.cli.options import group
 from peer.log import reader
 from peer.net import asking, keyfile
 from peer.net.address import parse, peers_of
@@ -58,12 +58,7 @@ ASK_SECONDS = 1.0
 SILENT_SECONDS = 180.0
 """That one's own node may be silent while its operator waits: it may be started again meanwhile."""
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    help="Change who may take part in a run, how long it is, its limits, and who operates it: as an operator, with the key of your bootstrap node. With several operators, enough of them"
-    " type the same.",
-)
+app = group()
 
 _RUN = typer.Argument(
     metavar="RUN",

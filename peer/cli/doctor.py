@@ -20,7 +20,6 @@ from typing import Annotated
 import typer
 
 from peer.cli import running
-from peer.cli.commands import Devices
 from peer.cli.findings import (
     BAD,
     GRACE_SECONDS,
@@ -35,7 +34,7 @@ from peer.cli.findings import (
     Time,
     not_looked_at,
 )
-from peer.cli.options import Host
+from peer.cli.options import Devices, Host
 from peer.net import children
 from peer.node.open_run import here, parse_run
 from protocol.errors import UsageError

@@ -25,14 +25,15 @@ from peer.cli import running
 from peer.cli.dry_run import REACHED, part_lines
 from peer.cli.findings import BAD, GOOD, OUT_OF_TIME, WARNING, Find, Finding, Options, Time
 from peer.cli.plan import known_by
-from peer.config import JoinConfig, why_one_device
 from peer.net import children, descriptors, keyfile
 from peer.net.base import ClockWrong, Transport
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
 from peer.net.relay import RelayedTransport
+from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door, Run, manifest_of, parse_run
 from peer.node.way_in import WayIn
+from peer.training.device import Hardware, free_disk, name_of, parse_devices, parse_size, smallest_budget
 from peer.ui.monitor import Monitor
 from peer.ui.text import clean, rate, size
 from protocol.errors import PotluckError
@@ -102,14 +103,14 @@ async def _examine(look: Look) -> None:
     look.at("open files")
     _files(look.find)
     look.at("memory")
-    config = _memory(look)
+    hardware = _memory(look)
     look.at("port")
     free = _port(look.door, look.find)
     look.at("disk")
-    if _disk(look.folder, look.find) and free and run is not None and config is not None:
+    if _disk(look.folder, look.find) and free and run is not None and hardware is not None:
         look.at("run")
         try:
-            await _swarm(look, run, config)
+            await _swarm(look, run, hardware)
         except ClockWrong as error:
             look.find(Finding("clock", BAD, *_split(str(error).removeprefix("clock: "))))
         except PotluckError as error:
@@ -174,8 +175,6 @@ def _files(find: Find) -> None:
 
 def _disk(folder: Path, find: Find) -> bool:
     """Whether there is a folder to write to, which nobody else uses."""
-    from peer.training.device import free_disk
-
     disk, probe = LocalDisk(), folder / f".{PROBE}{secrets.token_hex(4)}"
     made = not folder.exists()
     try:
@@ -217,46 +216,35 @@ def _port(door: Door, find: Find) -> bool:
     return True
 
 
-def _memory(look: Look) -> JoinConfig | None:
-    from peer.training import device as resources
-
+def _memory(look: Look) -> Hardware | None:
     options, find = look.options, look.find
     try:
-        device, *more = resources.chosen(options.device, options.devices)
-        free = resources.smallest_budget((device, *more))
-        memory = free if options.memory == "auto" else resources.parse_size(options.memory)
+        memory = None if options.memory == "auto" else parse_size(options.memory)
+        found = Hardware.find(parse_devices(options.device, options.devices), memory)
     except PotluckError as error:
         find(Finding("device", BAD, *_split(str(error))))
         return None
-    host = resources.host_budget(device)
-    text = f"{resources.name_of((device, *more))}, {size(memory)} would be offered" + (" of each" if more else "")
+    free, host = smallest_budget(found.devices), found.host_bytes
+    each = " of each" if len(found.devices) > 1 else ""
+    text = f"{name_of(found.devices)}, {size(found.memory_bytes)} would be offered{each}"
     text += f", {size(host)} of the host's beside" if host else ""
-    if memory > free:
+    if memory is not None and memory > free:
         find(
             Finding(
                 "memory", WARNING, f"{text}, {size(free)} are free", "offer less with --memory, or close other programs"
             )
         )
-    elif min(memory, host or memory) < LEAST_MEMORY:
+    elif min(found.memory_bytes, host or found.memory_bytes) < LEAST_MEMORY:
         find(Finding("memory", WARNING, text, "close other programs, or join a run with a small model"))
     else:
         find(Finding("memory", GOOD, text))
-    return JoinConfig(
-        folder=look.folder,
-        device=device,
-        more_devices=tuple(more),
-        memory_bytes=memory,
-        host_bytes=host,
-        up_bps=None,
-        down_bps=None,
-        threads=options.threads,
-    )
+    return found
 
 
 # --- the run
 
 
-async def _swarm(look: Look, run: Run, config: JoinConfig) -> None:
+async def _swarm(look: Look, run: Run, hardware: Hardware) -> None:
     """What joining would meet. Raises PotluckError."""
     find, key = look.find, keyfile.load_or_create(look.folder / KEY)
     way_in = WayIn(run, look.folder, look.door)
@@ -268,17 +256,16 @@ async def _swarm(look: Look, run: Run, config: JoinConfig) -> None:
                 "run", GOOD, f"{clean(manifest.name)} {manifest.run_id[:12]}, {manifest.rounds} rounds by its manifest"
             )
         )
-        alone = why_one_device(manifest, config)
-        if alone is not None:
-            config = dataclasses.replace(config, more_devices=())
-            find(Finding("devices", WARNING, *_split(alone.removeprefix("devices: "))))
+        hardware = hardware.useful(
+            manifest, lambda why: find(Finding("devices", WARNING, *_split(why.removeprefix("devices: "))))
+        )
         look.at("reach")
         transport, reached = await way_in.settle(transport, manifest)
         if reached is not None:
-            config = dataclasses.replace(config, reachable=reached.how, reached_at=reached.whole(key.peer_id))
             _reach(reached.how, find)
         transport = await RelayedTransport.begin(transport, key, manifest.operators)
-        await _role(look, manifest, key, transport, run, config)
+        config = JoinConfig(run=run, folder=look.folder, door=look.door, threads=look.options.threads)
+        await _role(look, manifest, key, transport, Machine(config, hardware, reached))
     finally:
         await transport.aclose()
 
@@ -291,9 +278,7 @@ def _reach(how: str, find: Find) -> None:
         find(Finding("reach", GOOD, REACHED[how]))
 
 
-async def _role(
-    look: Look, manifest: Manifest, key: Identity, transport: Transport, run: Run, config: JoinConfig
-) -> None:
+async def _role(look: Look, manifest: Manifest, key: Identity, transport: Transport, machine: Machine) -> None:
     from peer.node.peer import Peer
     from peer.state.storage import Storage
 
@@ -309,39 +294,45 @@ async def _role(
             find(Finding("line", GOOD, text))
 
     look.at("clock")
-    monitor = Monitor(manifest, transport, bootstrap=run.bootstrap)
+    monitor = Monitor(manifest, transport, bootstrap=machine.config.run.bootstrap)
     known = await known_by(monitor)
     check_nodes([monitor.peers[o] for o in manifest.operators if o in monitor.peers], look.clock, find)
     look.at("line")
-    storage = Storage(config.folder)
+    storage = Storage(look.folder)
     try:
-        peer = Peer(manifest, key, transport, storage, config, run.bootstrap, emit)
+        peer = Peer(manifest, key, transport, storage, machine, emit)
         own = await peer.rehearse()
     finally:
         storage.close()
     for warning in warnings:
         find(Finding("line", WARNING, *_split(warning)))
     look.at("speed")
-    speed = await _speed(look, manifest, config)
+    speed = await _speed(look, manifest, machine.hardware)
     look.at("role")
     for line in part_lines(known, dataclasses.replace(own, speed_flops=speed or 0)):
         find(Finding("role", GOOD, line))
 
 
-async def _speed(look: Look, manifest: Manifest, config: JoinConfig) -> int | None:
+async def _speed(look: Look, manifest: Manifest, hardware: Hardware) -> int | None:
     """In operations a second; None where it cannot be found in time."""
     from peer.training import speed_test
 
     within, began = look.time.left(but=ROLE_SECONDS), time.monotonic()
     speed = await speed_test.together(
-        manifest, config.folder, config.devices, config.threads, config.memory_bytes, SPEED_SECONDS, within
+        manifest,
+        look.folder,
+        hardware.devices,
+        look.options.threads,
+        hardware.memory_bytes,
+        SPEED_SECONDS,
+        within,
     )
     if speed is None:
         text = f"not known after {time.monotonic() - began:.0f} s of trying, others may be much faster"
         remedy = "try again when this machine has less to do, give --device a GPU, or join a run with a smaller model"
         look.find(Finding("speed", WARNING, text, remedy))
     else:
-        added = ", without the time for adding up gradients" if config.more_devices else ""
+        added = ", without the time for adding up gradients" if len(hardware.devices) > 1 else ""
         look.find(Finding("speed", GOOD, f"{speed / 1e12:.3g} TFLOP/s in training{added}"))
     return speed
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peer.cli import running
-from peer.cli.listing import Commands
+from peer.cli.options import Dir, group
 from peer.config import cache_folder
 from peer.log import reader
 from peer.net import keyfile
@@ -35,11 +35,7 @@ if TYPE_CHECKING:
     from peer.log.reader import Source
     from protocol.codec.topk import Empty
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    help="Read the log of a run: from a bootstrap node's folder (only read, whether the node runs or not), or over the network.",
-)
+app = group()
 
 Log = Annotated[
     str | None,
@@ -90,6 +86,12 @@ def credits(
     """Show who has contributed what, as the log says: tokens, share of the run, rounds, and what was left out."""
 
     running.run(_credits(where, json), interrupted=1)
+
+
+def me(where: Log = None, dir: Dir = Path("potluck-peer")) -> None:
+    """See how much of a run is yours: tokens, share, rank, rounds, and what was left out and why."""
+
+    running.run(_me(where, dir))
 
 
 @contextlib.asynccontextmanager
@@ -171,7 +173,7 @@ async def _names(manifest: Manifest, source: Source) -> Names:
     return names
 
 
-async def me(where: str | None, folder: Path) -> None:
+async def _me(where: str | None, folder: Path) -> None:
     """`potluck me`."""
     key = folder / KEY
     if not key.is_file():

@@ -1,16 +1,16 @@
-"""What is typed: options that bootstrap nodes and peers have in common, and a line that was pasted whole."""
+"""What is typed: options and arguments that several commands have, and how a group lists its commands."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
-from peer.ui.text import typed
-from protocol.errors import UsageError
-
+T = TypeVar("T")
 Dir = Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.", show_default=True)]
 Json = Annotated[bool, typer.Option("--json", help="Print events as JSON lines (fields: docs/events.md).")]
 LogFile = Annotated[
@@ -33,15 +33,53 @@ Announce = Annotated[
     ),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,...",
+        help="Train on these GPUs of this machine together, as one peer, such as 0,1,2,3; --memory is then of each.",
+        show_default=False,
+    ),
+]
 
-_GROUPS = ("log", "run", "data", "service")
+
+class Commands(TyperGroup):
+    """A group of commands. The list of what they do is wrapped, where the usual one cuts each line."""
+
+    def helps(self) -> dict[str, str]:
+        """What each command says of itself."""
+        return {name: command.help or "" for name, command in self.commands.items()}
+
+    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _sentence(text)) for name, text in self.helps().items()])
 
 
-def check_pasted(arguments: Sequence[str]) -> None:
-    """Raises UsageError where a whole line, `potluck join ADDRESS`, stands where its last word belongs."""
-    at = next((i for i, word in enumerate(arguments) if "/p2p/" in word and "#" in word), 0)
-    begin = 2 if arguments[:1] and arguments[0] in _GROUPS else 1
-    more = arguments[begin:at]
-    if {"potluck", "join", "join:"}.intersection(more) and not any(word.startswith("-") for word in more):
-        right = typed("potluck", *arguments[:begin], *arguments[at:])
-        raise UsageError(f"RUN: other words are typed beside the address; type: {right}")
+def _sentence(text: str) -> str:
+    """The first one."""
+    words = " ".join(text.split())
+    return words.split(". ")[0].removesuffix(".") + "."
+
+
+def group(cls: type[Commands] = Commands, help: str | None = None) -> typer.Typer:
+    """An empty group of commands, with plain texts and errors."""
+    return typer.Typer(
+        cls=cls,
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        help=help,
+    )
+
+
+def with_options(
+    reads: Callable[..., T], work: Callable[[functools.partial[T], typer.Context], None]
+) -> Callable[..., None]:
+    """A command with the options of `reads`, which does `work` with a call that reads them."""
+
+    @functools.wraps(reads)
+    def command(**given: Any) -> None:
+        work(functools.partial(reads, **given), given["context"])
+
+    return command

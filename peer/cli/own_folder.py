@@ -26,27 +26,27 @@ from protocol.run.manifest import Manifest
 from protocol.wire import logfile
 
 if TYPE_CHECKING:
-    from peer.config import JoinConfig
     from peer.log import replay
+    from peer.node.config import JoinConfig, Machine
 
 _PREFIX = "checkpoint-"
 
 
 async def keep(
-    manifest: Manifest, config: JoinConfig, transport: Transport, blobs: BlobStore, nodes: Sequence[str]
+    manifest: Manifest, machine: Machine, transport: Transport, blobs: BlobStore, nodes: Sequence[str]
 ) -> None:
     """Writes the manifest into the peer's folder, and the tokenizer, if the peer may come to hold the whole model. Where none of the `nodes` gives the
     tokenizer now, it is asked again at the next start. Raises UsageError where the disk refuses."""
-    disk, folder = LocalDisk(), config.folder
+    disk, folder = LocalDisk(), machine.config.folder
     disk.write(folder / logfile.MANIFEST, manifest.to_bytes())
-    if not budget.holds_whole(manifest, config.budget) or _is_the_runs(folder, manifest):
+    if not budget.holds_whole(manifest, machine.hardware.budget) or _is_the_runs(folder, manifest):
         return
     with contextlib.suppress(RemoteError, TransportLost):
-        disk.write(folder / TOKENIZER, await _tokenizer(manifest, config, transport, blobs, nodes))
+        disk.write(folder / TOKENIZER, await _tokenizer(manifest, machine.config, transport, blobs, nodes))
 
 
 async def check_document_end(
-    manifest: Manifest, config: JoinConfig, transport: Transport, blobs: BlobStore, nodes: Sequence[str]
+    manifest: Manifest, machine: Machine, transport: Transport, blobs: BlobStore, nodes: Sequence[str]
 ) -> None:
     """Whether the tokenizer ends documents as the manifest says, which only runs are asked that look for these ends. Where none of the `nodes` gives the
     tokenizer now, nothing is said. Raises UsageError, TransportLost."""
@@ -54,7 +54,7 @@ async def check_document_end(
         from peer.corpus.tokenizer import check_document_end as check
 
         with contextlib.suppress(RemoteError):
-            raw = await _tokenizer(manifest, config, transport, blobs, nodes)
+            raw = await _tokenizer(manifest, machine.config, transport, blobs, nodes)
             await asyncio.to_thread(check, manifest.model, raw)
 
 

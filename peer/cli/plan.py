@@ -9,8 +9,11 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from peer.cli import running
 from peer.node.open_run import Door, here, manifest_of, parse_run, read_manifest, start_transport
 from peer.ui.monitor import Monitor
 from peer.ui.names import meant
@@ -57,7 +60,32 @@ class Known:
     """What the peers of a run call themselves."""
 
 
-async def plan(text: str | None, what_if: Sequence[str], figures: bool, say: Callable[[str], None]) -> None:
+def plan(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN|FILE",
+            help="A run, as for monitor; or a TOML file with a list of peers (docs/guides/plan.md).",
+            show_default=False,
+        ),
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CHANGE",
+            help="Peers that come, +N:MEMORY,UP,DOWN,SPEED, or one that leaves, -PEER; may be repeated.",
+        ),
+    ] = None,
+    figures: Annotated[
+        bool, typer.Option("--figures", help="Print Figures 2 and 3 of the main paper from the same cost model.")
+    ] = False,
+) -> None:
+    """Print the plan that the matchmaker would make, its tokens per second, and why it is so. Changes nothing."""
+
+    running.run(print_plan(run, what_if or (), figures, lambda line: print(line, flush=True)))
+
+
+async def print_plan(text: str | None, what_if: Sequence[str], figures: bool, say: Callable[[str], None]) -> None:
     """`potluck plan`. Raises UsageError, RemoteError."""
     from peer.ui import plan_text
     from protocol.planning.arrange import arrange

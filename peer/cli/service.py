@@ -8,26 +8,22 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from peer.cli import commands, running, units
-from peer.cli.listing import Commands
+from peer.cli import bootstrap, join, running, units
+from peer.cli.options import group, with_options
 from peer.config import home, user_name
 from peer.net.disk import LocalDisk
-from peer.node.open_run import parse_run
+from peer.node.config import JoinConfig
 from peer.ui.text import typed as as_typed
 from protocol.errors import LocalError, UsageError
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    help="Take part for weeks: the system runs a peer or a bootstrap node, and starts it again after crashes and when it starts itself.",
-)
+app = group()
 Dir = Annotated[
     Path, typer.Option("--dir", help="The folder of the peer or node, as it was given to install.", show_default=True)
 ]
@@ -40,7 +36,7 @@ WAIT_SECONDS = 2 * units.STOP_SECONDS
 """That the system may take to stop a peer."""
 
 
-def retyped(context: typer.Context) -> list[str]:
+def _retyped(context: typer.Context) -> list[str]:
     """What was typed behind the command of `context`, as far as it is not the default, such that it can be typed again."""
     words: list[str] = []
     last: list[str] = []
@@ -58,23 +54,30 @@ def retyped(context: typer.Context) -> list[str]:
     return [*words, "--", *last]
 
 
-def install(options: commands.JoinOptions, typed: list[str]) -> None:
-    """`potluck service install`; `typed` is what `join` is to be given."""
+def _install_peer(read: Callable[[], JoinConfig], context: typer.Context) -> None:
     with running.reporting():
-        if options.dry_run:
+        config = read()
+        if config.dry_run:
             raise UsageError("--dry-run: a service trains; type potluck join with it instead")
-        system = _system(options.folder)
-        parse_run(options.run)
-        commands.config_of(options)
-        _install(system, "join", options.folder, options.log, typed)
+        _install(_system(config.folder), "join", config.folder, config.log, _retyped(context))
 
 
-def install_node(options: commands.NodeOptions, typed: list[str]) -> None:
-    """`potluck service install-node`; `typed` is what `bootstrap` is to be given."""
+def _install_node(read: Callable[[], bootstrap.NodeConfig], context: typer.Context) -> None:
     with running.reporting():
-        system = _system(options.folder)
-        commands.node_of(options)
-        _install(system, "bootstrap", options.folder, options.log, typed)
+        config = read()
+        _install(_system(config.folder), "bootstrap", config.folder, config.log, _retyped(context))
+
+
+app.command(
+    "install",
+    help="Join a run for weeks: the system starts `potluck join` with these options now, again after crashes, and when it starts itself.",
+    epilog="Example: potluck service install /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB",
+)(with_options(join.joining, _install_peer))
+app.command(
+    "install-node",
+    help="Run a bootstrap node for weeks: the system starts `potluck bootstrap` with these options, as it does a peer.",
+    epilog="Example: potluck service install-node my-run/run.toml --dir my-run/node --corpus my-run/corpus",
+)(with_options(bootstrap.hosting, _install_node))
 
 
 def _install(system: Service, command: str, folder: Path, given: Path | None, typed: list[str]) -> None:

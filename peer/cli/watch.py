@@ -7,12 +7,15 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
+import typer
+
+from peer.cli import running
 from peer.events import Event, Sink
 from peer.log import reader
 from peer.net import keyfile
-from peer.node.open_run import KEY, Door, manifest_of, parse_run, read_manifest, start_transport
+from peer.node.open_run import KEY, Door, here, manifest_of, parse_run, read_manifest, start_transport
 from peer.ui import metrics, web
 from peer.ui.monitor import Monitor
 from peer.ui.monitor_screen import MonitorScreen
@@ -39,6 +42,49 @@ class WatchOptions:
     dir: Path = Path("potluck-peer")
 
 
+def monitor(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="A manifest file, or the one-line address that a bootstrap node prints (default: the run of the peer or node in this"
+            " folder).",
+            show_default=False,
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and leave.")] = False,
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the state as a line of JSON at every change; with --once, one line."),
+    ] = False,
+    web: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT", help="Serve a page with charts to browsers (default: of this machine only)."
+        ),
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="[HOST:]PORT", help="Serve the main figures to Prometheus, under /metrics.")
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Show a recorded run: a file of events, or a bootstrap node's log; RUN is its manifest.",
+        ),
+    ] = None,
+    dir: Annotated[
+        Path, typer.Option("--dir", help="Your peer's folder, if you have one: for the view of yourself.")
+    ] = Path("potluck-peer"),
+) -> None:
+    """Watch a run: peers, roles, chains, rounds, losses and bytes. Trains nothing. On a terminal, keys switch between views."""
+
+    with running.reporting():
+        text = here(dir) if run is None else run
+    options = WatchOptions(run=text, once=once, json=json, web=web, metrics=metrics, replay=replay, dir=dir)
+    running.run(_monitor(options))
+
+
 class Told(Protocol):
     """A run that tells what happens: a Monitor, or a Replay."""
 
@@ -56,7 +102,7 @@ class Told(Protocol):
         ...
 
 
-async def monitor(options: WatchOptions) -> None:
+async def _monitor(options: WatchOptions) -> None:
     """`potluck monitor`."""
     if options.once and (options.web or options.metrics):
         raise UsageError("--once: leaves at once; give it without --web and --metrics")

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peer import events
 from peer.corpus import text
 from peer.corpus.cache import TextStore
 from peer.corpus.fetched import FetchedText
 from peer.corpus.mirrors import Mirror, Mirrors
 from peer.corpus.origins import Origins
 from peer.corpus.range_fetcher import PATIENCE, Patience
-from peer.net.base import Transport
 from peer.net.blobs import Fetcher, fetch_named
 from peer.net.disk import Disk
+from peer.net.network import Network
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import short_peer
@@ -29,56 +27,50 @@ from protocol.wire import endpoints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What it takes to fetch text. `folder`: for what is kept, at most `limit` bytes of it; `reach(peer)` connects to a peer, `lost(peer)`
-    forgets how it was reached; `mirrors` is the client of the manifest's mirrors, which is closed with the text; `nodes()`: the
-    operators' nodes now, if they may be others than the manifest names."""
+    """What it takes to fetch text."""
 
-    transport: Transport
+    network: Network
     folder: Path
+    """For what is kept."""
     limit: int
+    """Bytes of it, at most."""
     disk: Disk
-    reach: Callable[[str], Awaitable[None]]
-    lost: Callable[[str], None]
-    emit: events.Emit
     patience: Patience = PATIENCE
     mirrors: Mirrors | None = None
-    nodes: Callable[[], Sequence[str]] | None = None
+    """The client of the manifest's mirrors, which is closed with the text; None: the usual one."""
 
-    def operating(self, manifest: Manifest) -> list[str]:
-        """The nodes to ask: without ourselves."""
-        nodes = manifest.operators if self.nodes is None else self.nodes()
-        return [node for node in nodes if node != self.transport.peer_id]
+    @property
+    def nodes(self) -> list[str]:
+        """The operators' nodes now, without ourselves."""
+        return [node for node in self.network.directory.operators if node != self.network.transport.peer_id]
 
 
 async def open_text(manifest: Manifest, access: Access) -> FetchedText:
     """The run's text. Raises RemoteError where nobody has its index, UsageError."""
-
-    def warn(line: str) -> None:
-        access.emit(events.Warning(text=line))
-
+    network, directory = access.network, access.network.directory
     mirrors = access.mirrors or Mirrors()
     try:
         places = mirrors.all(manifest.data.mirrors)
         await asyncio.to_thread(access.disk.make_folder, access.folder)
         index = await _index(manifest, access, places)
         text.check(index, manifest)
-        store = await asyncio.to_thread(TextStore, access.folder, access.limit, access.disk, warn)
+        store = await asyncio.to_thread(TextStore, access.folder, access.limit, access.disk, network.warn)
     except BaseException:
         await mirrors.aclose()
         raise
     sources = {mirror.name: mirror for mirror in places}
-    origins = Origins(lambda: access.operating(manifest), list(sources), warn)
+    origins = Origins(lambda: access.nodes, list(sources), network.warn)
     fetcher = Fetcher(
-        access.transport,
+        network.transport,
         store,
-        reach=access.reach,
-        lost=access.lost,
+        reach=directory.reach,
+        lost=directory.lost,
         timeout=access.patience.silence,
         holders=origins,
         sources=sources,
     )
     closes = (mirrors.aclose,)
-    return FetchedText(index, manifest.seed_bytes, store, fetcher, origins, access.emit, access.patience, closes)
+    return FetchedText(index, manifest.seed_bytes, store, fetcher, origins, network.emit, access.patience, closes)
 
 
 async def _index(manifest: Manifest, access: Access, mirrors: list[Mirror]) -> CorpusIndex:
@@ -89,30 +81,30 @@ async def _index(manifest: Manifest, access: Access, mirrors: list[Mirror]) -> C
     except OSError:
         raw = b""
     if blob_hash.name_of(raw) != digest:
-        raw = await _fetch_index(digest, manifest, access, mirrors)
+        raw = await _fetch_index(digest, access, mirrors)
         with contextlib.suppress(UsageError):  # a full disk shows again where it matters
             await asyncio.to_thread(access.disk.write, path, raw)
     return corpus.from_bytes(raw, f"{digest[:12]}…")
 
 
-async def _fetch_index(digest: str, manifest: Manifest, access: Access, mirrors: list[Mirror]) -> bytes:
+async def _fetch_index(digest: str, access: Access, mirrors: list[Mirror]) -> bytes:
     failures: list[str] = []
-    places: list[str | Mirror] = [*access.operating(manifest), *mirrors]
+    places: list[str | Mirror] = [*access.nodes, *mirrors]
     for place in places:
         name = place.name if isinstance(place, Mirror) else short_peer(place)
         try:
             if isinstance(place, Mirror):
                 raw = await place.whole(corpus.INDEX, corpus.MAX_INDEX)
             else:
-                await access.reach(place)
-                raw = await fetch_named(access.transport, place, endpoints.CORPUS_NAME, limit=corpus.MAX_INDEX)
+                await access.network.directory.reach(place)
+                raw = await fetch_named(access.network.transport, place, endpoints.CORPUS_NAME, limit=corpus.MAX_INDEX)
         except RemoteError as error:
             failures.append(str(error))
             continue
         if blob_hash.name_of(raw) == digest:
             return raw
         failures.append(f"index from {name}: not that of the run's corpus")
-        access.emit(events.Warning(text=f"text: {failures[-1]}; others are asked"))
+        access.network.warn(f"text: {failures[-1]}; others are asked")
     why = failures[-1] if failures else "nobody is asked"
     raise RemoteError(
         "nobody",

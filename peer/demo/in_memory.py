@@ -34,11 +34,11 @@ async def run_in_memory(
 ) -> AsyncGenerator[None, None]:
     """The swarm as tasks of this process over the in-memory transport; yields after every event. `corpus`: the text's folder, which the
     node has, and nobody else. `factories`: what a peer makes its parts with, by the peer's name, where it is not the usual."""
-    from peer.config import JoinConfig
     from peer.net.memory import MemoryNetwork
+    from peer.node.config import JoinConfig, Machine
     from peer.node.peer import Peer
     from peer.state.storage import Storage
-    from peer.training.device import host_budget
+    from peer.training.device import Hardware
 
     queue: asyncio.Queue[Event] = asyncio.Queue()
     network = MemoryNetwork()
@@ -55,18 +55,13 @@ async def run_in_memory(
     for peer in peers:
         storage = Storage(options.out / peer.name)
         storages.append(storage)
-        config = JoinConfig(
-            folder=options.out / peer.name,
-            device=options.device,
-            memory_bytes=peer.memory_bytes,
-            host_bytes=host_budget(options.device),
-            up_bps=peer.up_bps,
-            down_bps=peer.up_bps,
-        )
+        run = open_run.Run(None, manifest.run_id, node_transport.addresses)
+        config = JoinConfig(run=run, folder=options.out / peer.name, up_bps=peer.up_bps, down_bps=peer.up_bps)
+        machine = Machine(config, Hardware.find((options.device,), peer.memory_bytes))
         emit = Emitter(peer.identity.peer_id, queue.put_nowait)
         transport = network.transport(peer.identity.peer_id, directory.valid_record(manifest.run_id))
         made = factories.get(peer.name)
-        member = Peer(manifest, peer.identity, transport, storage, config, node_transport.addresses, emit, made)
+        member = Peer(manifest, peer.identity, transport, storage, machine, emit, made)
         tasks.add(asyncio.create_task(member.run()))
     try:
         while True:

@@ -86,26 +86,30 @@ class ClockWrong(LocalError):
 @dataclass(slots=True)
 class Traffic:
     """Bytes of frames, prefixes included, in total and per protocol name, since the start. `waiting`: how many sends wait until a peer reads,
-    by peer. `heard(peer, sent, received)` is called with all bytes, if somebody wants to know whose they are."""
+    by peer."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
     waiting: Counter[str] = field(default_factory=Counter)
-    heard: Callable[[str, int, int], None] | None = None
+    _heard: Callable[[str, int, int], None] | None = None
+
+    def follow(self, heard: Callable[[str, int, int], None]) -> None:
+        """From now on `heard(peer, sent, received)` is called with all bytes."""
+        self._heard = heard
 
     def count_sent(self, name: str, peer: str, size: int) -> None:
         self.bytes_sent += size
         self.sent[name] += size
-        if self.heard is not None:
-            self.heard(peer, size, 0)
+        if self._heard is not None:
+            self._heard(peer, size, 0)
 
     def count_received(self, name: str, peer: str, size: int) -> None:
         self.bytes_received += size
         self.received[name] += size
-        if self.heard is not None:
-            self.heard(peer, 0, size)
+        if self._heard is not None:
+            self._heard(peer, 0, size)
 
     @contextlib.contextmanager
     def waits(self, peer: str) -> Iterator[None]:

@@ -84,11 +84,11 @@ class _Peer:
 
 
 class Guests:
-    """One per transport. `tell` hears of whoever is refused; `expel(peer)` ends its connections."""
+    """One per transport. `expel(peer)` ends its connections."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.limits = limits
-        self.tell: Callable[[events.Refused], None] = lambda refused: None
+        self._follower: Callable[[events.Refused], None] = lambda refused: None
         self.expel: Callable[[str], None] = lambda peer: None
         self.relays: Callable[[], Collection[str]] = lambda: ()
         """Whom we expect streams of others from."""
@@ -123,6 +123,14 @@ class Guests:
     def carries(self, peer: str, name: str) -> bool:
         """Whether a stream of this name is somebody else's, which `peer` relays."""
         return name in COUNTED_ELSEWHERE and peer in self.relays()
+
+    def follow(self, tell: Callable[[events.Refused], None]) -> None:
+        """From now on `tell` hears of every peer that is refused."""
+        self._follower = tell
+
+    def tell(self, refused: events.Refused) -> None:
+        """A peer was refused."""
+        self._follower(refused)
 
     def enter(self, peer: str, where: str, name: str, stream: Ends, now: float) -> bool:
         """Whether a stream of `peer`, at the multiaddress `where`, may be served under this name; `leave` follows if it may."""

@@ -10,19 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from peer import events
-from peer.config import Downlink
 from peer.net import bandwidth
 from peer.net.address import host_of, is_circuit, is_public
 from peer.net.bandwidth import Busy, Measured
 from peer.net.base import Transport
 from peer.net.clock import Clock
 from peer.net.known_line import UNKNOWN, KnownLine
+from peer.net.network import Network
 from peer.net.transfers import REMEMBERED, Second, Transfers
-from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
 
 START_SECONDS = 20.0
@@ -41,6 +40,19 @@ NODES = 2
 """Are asked about a way that is slower than that: it may be the first one's line."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Downlink:
+    """What a measurement before the start of the peer found (peer/net/bandwidth.py)."""
+
+    bps: int
+    by: str
+    """The node that measured it."""
+    trip: float
+    """Seconds there and back."""
+    bytes: int
+    """What the measurement took."""
+
+
 @dataclass(frozen=True, slots=True)
 class Given:
     """What the user said of the line, in bits a second; None: nothing. `downlink`: what was measured before; `known`: in an earlier life.
@@ -52,19 +64,6 @@ class Given:
     downlink: Downlink | None = None
     known: KnownLine = UNKNOWN
     most: int = bandwidth.WAY_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Around:
-    """What a line is measured with. `reach(peer)` connects to a peer, `lost(peer)` forgets that we did; `addresses(peer)`: where
-    it says it is; `draw` shares peers out among the nodes."""
-
-    transport: Transport
-    clock: Clock
-    reach: Callable[[str], Awaitable[None]]
-    lost: Callable[[str], None]
-    addresses: Callable[[str], Sequence[str]]
-    draw: random.Random
 
 
 async def measured_downlink(
@@ -79,18 +78,20 @@ async def measured_downlink(
 
 
 class Line:
-    """One per peer. `nodes()`: those of the run now; `tell(event)` hears of every change. `up_bps`, `down_bps`: bits a second, 0 before
-    `measure`."""
+    """One per peer. `draw` shares peers out among the nodes; `tell(event)` hears of every change. `up_bps`, `down_bps`: bits a second,
+    0 before `measure`."""
 
     def __init__(
-        self, given: Given, around: Around, nodes: Callable[[], Sequence[str]], tell: Callable[[events.Body], None]
+        self, given: Given, network: Network, draw: random.Random, tell: Callable[[events.Body], None]
     ) -> None:
         self.up_bps = given.up_bps or 0
         self.down_bps = given.down_bps or 0
-        self.uplink = Uplink(given.limit_bps)
+        self.uplink = network.uplink
         self._given = given
-        self._around = around
-        self._nodes = nodes
+        self._transport = network.transport
+        self._directory = network.directory
+        self._clock = network.clock
+        self._draw = draw
         self._tell = tell
         self._missing = [up for up, bps in ((False, given.down_bps), (True, given.up_bps)) if bps is None]
         self._transfers: Transfers | None = None
@@ -124,7 +125,7 @@ class Line:
 
     async def measure(self) -> None:
         """Measures what was not given; takes START_SECONDS at most. What cannot be measured is taken to be USUAL_BPS. Raises TransportLost."""
-        began, why = self._around.clock.steady(), "no node answered in time"
+        began, why = self._clock.steady(), "no node answered in time"
         self._follow()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_SECONDS):
@@ -133,7 +134,7 @@ class Line:
                         await self._measure(fresh=True)
                     except Busy as error:
                         why = str(error)
-                        await asyncio.sleep(RETRY_SECONDS * self._around.draw.uniform(0.5, 1.5))
+                        await asyncio.sleep(RETRY_SECONDS * self._draw.uniform(0.5, 1.5))
                     except RemoteError as error:
                         why = str(error)
                         break
@@ -169,26 +170,26 @@ class Line:
                     round_trip_ms=round(1000 * min(m.trip for _, m in self._found.values()), 1),
                     bytes_sent=sum(sent),
                     bytes_received=sum(received),
-                    seconds=round(self._around.clock.steady() - began, 3),
+                    seconds=round(self._clock.steady() - began, 3),
                 )
             )
         self._found.clear()
 
     async def _ask(self, up: bool, fresh: bool) -> tuple[str, Measured]:
         """The best that one of the nodes finds of one way, and who. Raises Busy, RemoteError, TransportLost."""
-        nodes = [node for node in self._nodes() if node != self._around.transport.peer_id]
-        self._around.draw.shuffle(nodes)
+        nodes = [node for node in self._directory.operators if node != self._transport.peer_id]
+        self._draw.shuffle(nodes)
         best: tuple[str, Measured] | None = None
         last: RemoteError | None = None
         left = self._given.most
         for asked, node in enumerate(nodes):
             try:
                 if fresh and node in self._used:
-                    await self._around.transport.disconnect(node)
-                    self._around.lost(node)
+                    await self._transport.disconnect(node)
+                    self._directory.lost(node)
                 self._used.add(node)
-                await self._around.reach(node)
-                found = await bandwidth.measure(self._around.transport, node, self._around.clock, up=up, most=left)
+                await self._directory.reach(node)
+                found = await bandwidth.measure(self._transport, node, self._clock, up=up, most=left)
             except RemoteError as error:
                 last = last if isinstance(last, Busy) else error
                 continue
@@ -217,14 +218,14 @@ class Line:
 
     async def run(self) -> None:
         """Learns from what passes, and measures later what could not be measured. Never returns. Raises TransportLost."""
-        self._around.transport.traffic.heard = self._hear
+        self._transport.traffic.follow(self._hear)
         self._begin()
-        tried = sampled = self._around.clock.steady()
+        tried = sampled = self._clock.steady()
         while True:
             with contextlib.suppress(TimeoutError):  # where nothing passes, nothing is to be learned
                 await asyncio.wait_for(self._passes.wait(), LATER_SECONDS if self._missing else None)
             await asyncio.sleep(SAMPLE_SECONDS)
-            now = self._around.clock.steady()
+            now = self._clock.steady()
             self._rested(now, int((now - sampled) / SAMPLE_SECONDS) - 1)
             sampled = now
             if self._missing and now - tried > LATER_SECONDS:
@@ -254,7 +255,7 @@ class Line:
 
     def _sample(self, now: float) -> None:
         assert self._transfers is not None
-        waiting = sum(1 for peer in self._around.transport.traffic.waiting if self._is_elsewhere(peer))
+        waiting = sum(1 for peer in self._transport.traffic.waiting if self._is_elsewhere(peer))
         counted = [passed for peer, passed in self._passed.items() if self._is_elsewhere(peer)]
         second = Second(sum(p[0] for p in counted), sum(p[1] for p in counted), waiting, self.uplink.holds)
         self._passed.clear()
@@ -268,7 +269,7 @@ class Line:
 
     def _is_elsewhere(self, peer: str) -> bool:
         """Whether what passes between us and `peer` passes our line, for all we know: by where it was last seen, or else by what it says."""
-        seen = self._around.transport.seen_at(peer)
-        theirs = [seen] if seen else [a for a in self._around.addresses(peer) if not is_circuit(a)]
-        ours = {host_of(address) for address in self._around.transport.addresses if not is_circuit(address)}
+        seen = self._transport.seen_at(peer)
+        theirs = [seen] if seen else [a for a in self._directory.addresses(peer) if not is_circuit(a)]
+        ours = {host_of(address) for address in self._transport.addresses if not is_circuit(address)}
         return any(is_public(host) and host not in ours for host in map(host_of, theirs))

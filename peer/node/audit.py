@@ -18,19 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer.chain.stop_sign import StopSign
-from peer.config import JoinConfig
 from peer.corpus.open_text import Access, open_text
 from peer.corpus.text import Text
+from peer.node.config import JoinConfig
 from peer.node.orders import ChainOrders, Result
 from peer.state.storage import Shards
 from protocol.round.member_events import TrainOrder
 from protocol.run.corpus import CorpusIndex
 from protocol.run.manifest import Manifest
-
-
-async def nobody() -> tuple[str, ...]:
-    """Whom an auditor asks for states."""
-    return ()
 
 
 class NoText:

@@ -25,10 +25,10 @@ from peer.chain.progress import StageProgress, catch_up
 from peer.chain.screening import Place, Screens
 from peer.chain.stop_sign import StopSign
 from peer.chain.timing import Costs, StepReport
-from peer.config import JoinConfig
 from peer.corpus.text import Text
 from peer.net.base import Stream
 from peer.node import round_text
+from peer.node.config import Machine
 from peer.node.orders import ChainOrders, Result
 from peer.state.outer_optimizer import Accumulate
 from peer.state.storage import Shards
@@ -69,7 +69,7 @@ class StageInnerLoop:
         self,
         manifest: Manifest,
         peer: str,
-        config: JoinConfig,
+        machine: Machine,
         text: Text,
         pipes: Pipes,
         announce: Callable[..., None],
@@ -78,17 +78,18 @@ class StageInnerLoop:
     ) -> None:
         self.manifest = manifest
         self._emit = emit
-        self._trace = trace.TraceFile(config.trace, peer) if config.trace is not None else None
+        self._trace = trace.TraceFile(machine.config.trace, peer) if machine.config.trace is not None else None
         self.peer = peer
         self._pipes = pipes
         self._text = text
-        self._config = config
+        self._threads, self._folder = machine.config.threads, machine.config.folder
+        self._hardware = machine.hardware
         self._state = optimizer
         self._inherited: dict[str, bytes] = {}
-        self._worker: ThreadPoolExecutor = trainer.make_worker(config.threads)
+        self._worker: ThreadPoolExecutor = trainer.make_worker(self._threads)
         self._trainer: trainer.StageTrainer | None = None
         self._shape: tuple[object, ...] = ()
-        self._budget = config.budget  # less after a shortage
+        self._budget = machine.hardware.budget  # less after a shortage
         # a chain's stages, the depth of its last inner step, and what that took
         self._last_step: tuple[object, int, Costs | None] = ((), 0, None)
         self._basis: NDArray[np.float32] | None = None
@@ -238,9 +239,9 @@ class StageInnerLoop:
         device.return_memory()
 
     def _pace(self, order: TrainOrder, spec: ReplicaSpec) -> Pace:
-        work, joined, config = spec.work, 1, self._config
+        work, joined = spec.work, 1
         if self._joins and not spec.is_chain:
-            joined = self.joined(self.manifest, work.micro_batches, self._budget, len(config.devices))
+            joined = self.joined(self.manifest, work.micro_batches, self._budget, len(self._hardware.devices))
         before = schedule.steps_before(self.manifest, order.plan.round, order.idle)
         return Pace(before, work.steps, work.micro_batches, order.total_steps, joined)
 
@@ -408,7 +409,7 @@ class StageInnerLoop:
                 await loop.run_in_executor(self._worker, former.close)
             if rank and (self._basis is None or self._basis.shape[1] < rank):
                 seed, d = self.manifest.seed_bytes, self.manifest.model.d_model
-                self._basis = await asyncio.to_thread(subspace.basis, seed, d, rank, self._config.threads)
+                self._basis = await asyncio.to_thread(subspace.basis, seed, d, rank, self._threads)
 
             def tell(text: str) -> None:
                 loop.call_soon_threadsafe(self._emit, events.Warning(text=text))
@@ -428,22 +429,18 @@ class StageInnerLoop:
 
     def _make_trainer(self, shards: tuple[str, ...], rank: int, tell: Callable[[str], None]) -> trainer.StageTrainer:
         """On the worker: on all devices, where these shards are the whole model."""
-        manifest, config = self.manifest, self._config
-        if config.more_devices and shards == layout.shard_names(manifest.model):
-            return SeveralDevicesTrainer(
-                manifest.model, manifest.train, config.devices, config.threads, config.folder, tell
-            )
-        if config.more_devices:
-            tell(
-                f"devices: a stage of a chain trains on one device, {config.device}; the others wait for a whole model"
-            )
+        manifest, devices = self.manifest, self._hardware.devices
+        if len(devices) > 1 and shards == layout.shard_names(manifest.model):
+            return SeveralDevicesTrainer(manifest.model, manifest.train, devices, self._threads, self._folder, tell)
+        if len(devices) > 1:
+            tell(f"devices: a stage of a chain trains on one device, {devices[0]}; the others wait for a whole model")
         return self.trainer_class(
             manifest.model,
             manifest.train,
             shards,
             rank=rank,
             basis=self._basis if rank else None,
-            device=config.device,
+            device=devices[0],
         )
 
     async def _unless(self, stop: asyncio.Event, work: Coroutine[None, None, T]) -> T:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from peer import events
 from peer.net.asking import page
-from peer.net.base import Transport
-from peer.net.clock import Clock
+from peer.net.network import Network
 from protocol.errors import RemoteError
 from protocol.ledger import stretches
 from protocol.ledger.stretches import Stretch, Tip
@@ -28,23 +27,18 @@ PROGRESS_SECONDS = 2.0
 
 
 class LogReader:
-    """One per peer. `nodes()`: whom it asks; `reach(node)` connects to one; `put` hands what came to the machine; `newest()`: the newest round of which it has heard."""
+    """One per peer. `put` hands what came to the machine; `newest()`: the newest round of which it has heard."""
 
     def __init__(
         self,
         manifest: Manifest,
-        transport: Transport,
-        nodes: Callable[[], Sequence[str]],
-        reach: Callable[[str], Awaitable[None]],
-        emit: events.Emit,
-        clock: Clock,
+        network: Network,
     ) -> None:
         self._manifest = manifest
-        self._transport = transport
-        self._nodes = nodes
-        self._reach = reach
-        self._emit = emit
-        self._clock = clock
+        self._transport = network.transport
+        self._directory = network.directory
+        self._emit = network.emit
+        self._clock = network.clock
         self._rates: dict[str, float] = {}
         """Bytes a second of each node's last page; 0 where there was none."""
         self._task: asyncio.Task[None] | None = None
@@ -93,10 +87,10 @@ class LogReader:
         """Some records after this round, and who sent them; None where no node has any. Raises RemoteError where none answers."""
         failure: RemoteError | None = None
         answered = False
-        for node in sorted(self._nodes(), key=lambda node: -self._rates.get(node, math.inf)):
+        for node in sorted(self._directory.operators, key=lambda node: -self._rates.get(node, math.inf)):
             began = self._clock.steady()
             try:
-                await self._reach(node)
+                await self._directory.reach(node)
                 raws = await page(self._transport, node, after, PAGE_SECONDS)
             except RemoteError as error:
                 self._rates[node] = 0.0

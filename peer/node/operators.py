@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 
 from peer.net.address import peers_of
 from peer.net.asking import operating
-from peer.net.base import Transport
-from peer.net.directory import Directory
+from peer.net.network import Network
 from peer.node.sessions import Sessions
 from protocol.errors import RemoteError
 from protocol.ledger import access, board
@@ -31,16 +30,15 @@ class Operators:
     def __init__(
         self,
         manifest: Manifest,
-        transport: Transport,
-        directory: Directory,
+        network: Network,
         sessions: Sessions,
         bootstrap: Sequence[str],
         head: Callable[[], Commit | None],
     ) -> None:
         self.dialled = peers_of(bootstrap)
         self._manifest = manifest
-        self._transport = transport
-        self._directory = directory
+        self._transport = network.transport
+        self._directory = network.directory
         self._sessions = sessions
         self._head = head
         self._hint: Motions | None = None

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from peer import events
 from peer.chain.apart import Apart
 from peer.chain.connect import Pipes
-from peer.config import JoinConfig
 from peer.corpus.fetched import FetchedText
 from peer.corpus.open_text import Access, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
@@ -31,10 +30,12 @@ from peer.net.dial_back import DialBack
 from peer.net.directory import Directory
 from peer.net.disk import LocalDisk
 from peer.net.latency import Latency
-from peer.net.line import EARLIER, Around, Given, Line
+from peer.net.line import EARLIER, Given, Line
+from peer.net.network import Network
 from peer.net.own_addresses import interface_hosts
 from peer.net.reach import Finding, Reach
-from peer.node.audit import nobody
+from peer.net.uplink import Uplink
+from peer.node.config import JoinConfig, Machine
 from peer.node.evaluating import Evaluator, Tools
 from peer.node.examining import Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
@@ -85,7 +86,7 @@ class Factories:
 
 
 class Peer:
-    """Takes part in a run. `bootstrap`: addresses to begin with. The disk's folder is `storage`'s."""
+    """Takes part in a run. The disk's folder is `storage`'s."""
 
     def __init__(
         self,
@@ -93,52 +94,51 @@ class Peer:
         identity: Identity,
         transport: Transport,
         storage: Storage,
-        config: JoinConfig,
-        bootstrap: Sequence[str],
+        machine: Machine,
         emit: events.Emit,
         factories: Factories | None = None,
     ) -> None:
         self.manifest = manifest
         self.identity = identity
-        self.bootstrap = tuple(bootstrap)
+        self.bootstrap = bootstrap = machine.config.run.bootstrap
         """Addresses that it began with."""
         self.rounds: Rounds | None = None
         """The loop at the round boundaries, as soon as it runs."""
         self._factories = factories or Factories()
         self._transport = transport = self._factories.line(transport)
         self._storage = storage
-        self._config = config
+        self._machine = machine
+        self._config = config = machine.config
+        self._hardware = hardware = machine.hardware
         self._emit = emit
         announcement = Announcement(
             run=manifest.run_id,
             peer=identity.peer_id,
             addresses=transport.addresses,
-            reachable=config.reachable or "",
-            memory_bytes=config.memory_bytes,
-            host_bytes=config.host_bytes,
+            reachable="" if machine.reached is None else machine.reached.how,
+            memory_bytes=hardware.memory_bytes,
+            host_bytes=hardware.host_bytes,
             up_bps=config.up_bps or 0,
             down_bps=config.down_bps or 0,
-            device=device.name_of(config.devices),
+            device=device.name_of(hardware.devices),
             name=config.name,
         )
         self._directory = Directory(
             manifest, identity, transport, bootstrap, announcement, self._factories.clock, self._moved
         )
-        self._directory.found(config.reached_at)
+        if machine.reached is not None:
+            self._directory.found(machine.reached.whole(identity.peer_id))
+        uplink = Uplink(config.up_limit_bps)
+        self._network = network = Network(transport, self._directory, self._factories.clock, emit, uplink)
         self._reach = self._make_reach()
-        joining = None if config.ticket is None else config.ticket.joined(identity.peer_id)
-        self._refusals = Refusals(
-            manifest,
-            transport,
-            joining,
-            f"{bootstrap[0]}#{manifest.run_id}" if bootstrap else "RUN",
-            lambda: self._directory.operators,
-            self._factories.clock,
-        )
+        ticket = config.run.ticket
+        joining = None if ticket is None else ticket.joined(identity.peer_id)
+        typed = f"{bootstrap[0]}#{manifest.run_id}" if bootstrap else "RUN"
+        self._refusals = Refusals(manifest, network, joining, typed)
         refusals = None if config.audit else self._refusals  # an auditor belongs to one node, and others may refuse it
-        self._sessions = Sessions(self._directory, transport, emit, joining, refusals)
-        self._operators = Operators(manifest, transport, self._directory, self._sessions, bootstrap, self._head)
-        transport.guests.tell = emit
+        self._sessions = Sessions(network, joining, refusals)
+        self._operators = Operators(manifest, network, self._sessions, bootstrap, self._head)
+        transport.guests.follow(emit)
         self._latency = Latency(
             transport, self._factories.clock, self._directory.placed, random.Random(identity.peer_id)
         )
@@ -154,7 +154,7 @@ class Peer:
         """Checks the memory, opens the text, measures the line. Raises PotluckError."""
         if not self._config.audit:
             self._check_memory()
-        if budget.in_files(self.manifest, self._config.budget):
+        if budget.in_files(self.manifest, self._hardware.budget):
             self._storage.use_files()
         self._storage.free_memory = functools.partial(device.memory_budget, "cpu")
         await self._operators.find()
@@ -170,7 +170,7 @@ class Peer:
 
     def _check_memory(self) -> None:
         """Raises UsageError where there is not enough for any part of the model."""
-        room = self._config.budget
+        room = self._hardware.budget
         smallest = budget.smallest_stage(self.manifest, room.device)
         if room.holds(smallest):
             return
@@ -200,32 +200,22 @@ class Peer:
             await text.aclose()
 
     async def _take_part(self, text: Text) -> None:
-        restored = await asyncio.to_thread(self._storage.load_checkpoint, self._warn)
+        restored = await asyncio.to_thread(self._storage.load_checkpoint, self._network.warn)
         if restored is not None:
             self._emit(events.Restored(round=restored.round))
-        apart = Apart(self._directory.update, self._warn)
-        pipes = Pipes(self._transport, self._directory.reach, self._directory.lost, self._line.uplink, apart=apart)
+        apart = Apart(self._directory.update, self._network.warn)
+        pipes = Pipes(self._network, apart=apart)
         inner_loop = self._factories.inner_loop(
             self.manifest,
             self.identity.peer_id,
-            self._config,
+            self._machine,
             text,
             pipes,
             self._directory.update,
             dict(restored.optimizer) if restored else {},
             self._follow,
         )
-        exchange = Exchange(
-            self.manifest,
-            self._transport,
-            self._storage,
-            self._emit,
-            reach=self._directory.reach,
-            lost=self._directory.lost,
-            peers=nobody if self._config.audit else self._directory.peers,
-            uplink=self._line.uplink,
-            nodes=lambda: self._directory.operators,
-        )
+        exchange = Exchange(self.manifest, self._storage, self._network, fetches_states=not self._config.audit)
         evaluator = self._make_evaluator(text)
         examiner = self._make_examiner(text, inner_loop)
         self.rounds = rounds = self._make_rounds(exchange, inner_loop, evaluator, examiner, restored)
@@ -238,8 +228,8 @@ class Peer:
             events.Started(
                 peer=self.identity.peer_id,
                 pid=os.getpid(),
-                device=device.name_of(self._config.devices),
-                memory_bytes=self._config.memory_bytes,
+                device=device.name_of(self._hardware.devices),
+                memory_bytes=self._hardware.memory_bytes,
                 rss_bytes=device.peak_rss(),
             )
         )
@@ -258,16 +248,8 @@ class Peer:
         self._emit(events.Finished(round=member.head if member.is_late else member.applied, digests=digests))
 
     def _access(self) -> Access:
-        return Access(
-            transport=self._transport,
-            folder=self._storage.folder / "text",
-            limit=self._config.data_bytes,
-            disk=self._storage.disk,
-            reach=self._directory.reach,
-            lost=self._directory.lost,
-            emit=self._emit,
-            nodes=lambda: self._directory.operators,
-        )
+        disk, folder = self._storage.disk, self._storage.folder / "text"
+        return Access(network=self._network, folder=folder, limit=self._config.data_bytes, disk=disk)
 
     def _make_line(self) -> Line:
         config, known = self._config, known_line.UNKNOWN
@@ -275,30 +257,24 @@ class Peer:
             known = known_line.read(self._storage.disk, config.folder, interface_hosts(), self._factories.clock.wall())
         most = bandwidth.worth(4 * layout.total_parameters(self.manifest.model))
         return Line(
-            Given(config.up_bps, config.down_bps, config.up_limit_bps, config.downlink, known, most),
-            Around(
-                transport=self._transport,
-                clock=self._factories.clock,
-                reach=self._directory.reach,
-                lost=self._directory.lost,
-                addresses=self._directory.addresses,
-                draw=random.Random(self.identity.peer_id),
-            ),
-            lambda: self._directory.operators,
+            Given(config.up_bps, config.down_bps, config.up_limit_bps, self._machine.downlink, known, most),
+            self._network,
+            random.Random(self.identity.peer_id),
             self._measured,
         )
 
     def _make_reach(self) -> Reach | None:
-        if self._config.reachable is None:
+        found = self._machine.reached
+        if found is None:
             return None
-        found = Finding(how=self._config.reachable)
-        return Reach(reach.around(self._directory, self._transport, self._config.announce), found, self._reached)
+        around = reach.around(self._directory, self._transport, self._machine.announced)
+        return Reach(around, Finding(how=found.how), self._reached)
 
     def _make_evaluator(self, text: Text) -> Evaluator:
         config = self._config
-        audit, room = config.audit, budget.has_room_to_evaluate(self.manifest, config.budget)
+        audit, room = config.audit, budget.has_room_to_evaluate(self.manifest, self._hardware.budget)
         tell = self._sessions.tell
-        load = functools.partial(inference.Measured, wanted=self._config.device)
+        load = functools.partial(inference.Measured, wanted=self._hardware.device)
         scorer = None if audit else Scorer(self.manifest, self.identity, text, tell, self._storage.blobs.get)
         return Evaluator(
             self.manifest,
@@ -323,8 +299,8 @@ class Peer:
             text,
             self._sessions.tell,
             self._emit,
-            Means(inner_loop.optimizer, config.device, config.threads),
-            has_room=not config.audit and budget.has_room_to_audit(self.manifest, config.budget),
+            Means(inner_loop.optimizer, self._hardware.device, config.threads),
+            has_room=not config.audit and budget.has_room_to_audit(self.manifest, self._hardware.budget),
         )
 
     def _make_rounds(
@@ -335,18 +311,11 @@ class Peer:
         examiner: Examiner,
         restored: Checkpoint | None,
     ) -> Rounds:
-        room = self._config.budget
+        room = self._hardware.budget
         around = Surroundings(
             storage=self._storage,
             exchange=exchange,
-            log=LogReader(
-                self.manifest,
-                self._transport,
-                lambda: self._directory.operators,
-                self._directory.reach,
-                self._emit,
-                self._factories.clock,
-            ),
+            log=LogReader(self.manifest, self._network),
             inner_loop=inner_loop,
             evaluator=evaluator,
             examiner=examiner,
@@ -424,7 +393,9 @@ class Peer:
         self._sessions.tell(Announced(sealed=sealed))
 
     def _moved(self, addresses: Sequence[str]) -> None:
-        self._warn(f"network: this machine's addresses changed; from now on others reach it at {', '.join(addresses)}")
+        self._network.warn(
+            f"network: this machine's addresses changed; from now on others reach it at {', '.join(addresses)}"
+        )
         if self._reach is not None:
             self._reach.changed()
 
@@ -445,9 +416,6 @@ class Peer:
         self._directory.update(up_bps=self._line.up_bps, down_bps=self._line.down_bps)
         if self.rounds is not None:
             self.rounds.set_uplink(self._line.up_bps)
-
-    def _warn(self, text: str) -> None:
-        self._emit(events.Warning(text=text))
 
     def _follow(self, body: events.Body) -> None:
         """Everything that is emitted, and the part of it that the announcement repeats."""

@@ -14,11 +14,9 @@ asked; their votes alone decide.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 
 from peer.net.asking import page
-from peer.net.base import Transport
-from peer.net.clock import Clock
+from peer.net.network import Network
 from protocol.errors import BannedError, ClosedError, RemoteError, UsageError, shown
 from protocol.ledger import access, validation
 from protocol.ledger.board import members_after
@@ -31,24 +29,21 @@ from protocol.wire.session import NotAdmitted
 
 
 class Refusals:
-    """Of one peer. `joining`: the invitation that it shows; `run`: the run's address, as an operator types it; `nodes()`: whom to ask for the
-    log."""
+    """Of one peer. `joining`: the invitation that it shows; `run`: the run's address, as an operator types it."""
 
     def __init__(
         self,
         manifest: Manifest,
-        transport: Transport,
+        network: Network,
         joining: Joined | None,
         run: str,
-        nodes: Callable[[], Sequence[str]],
-        clock: Clock,
     ) -> None:
         self._manifest = manifest
-        self._transport = transport
+        self._transport = network.transport
+        self._directory = network.directory
+        self._clock = network.clock
         self._joining = joining
         self._run = run
-        self._nodes = nodes
-        self._clock = clock
         self._by: dict[str, NotAdmitted] = {}
         self._heard = asyncio.Event()
         self._head: Commit | None = None
@@ -81,7 +76,7 @@ class Refusals:
 
     async def _read(self) -> bool:
         """Reads what is new in the log, from whoever has it. Whether somebody had it to its end."""
-        for node in self._nodes():
+        for node in self._directory.operators:
             try:
                 while raws := await page(self._transport, node, -1 if self._head is None else self._head.round):
                     for raw in raws:

@@ -23,12 +23,10 @@ from peer import events
 from peer.net.base import Traffic
 from peer.net.clock import Clock
 from peer.node.attesting import Attester, digests
-from peer.node.doubts import Doubts
 from peer.node.evaluating import Evaluator
 from peer.node.follower import Follower
 from peer.node.log_reader import LogReader
 from peer.node.moments import MomentsExchange
-from peer.node.newcomer import Newcomer
 from peer.node.orders import Examiner, InnerLoop
 from peer.node.own_work import OwnWork
 from peer.node.round_text import TextAhead
@@ -44,6 +42,7 @@ from peer.state.taking import REQUEST_BYTES, Owner, Taking
 from protocol.ledger import part_lists, retention
 from protocol.round import handover, member_events
 from protocol.round.member import Member
+from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints
 from protocol.wire.commit import Commit, Part
@@ -53,6 +52,10 @@ from protocol.wire.session import Offer, Offered
 
 T = TypeVar("T")
 TICK_SECONDS = 1.0
+DIGESTS_KEPT = 2 * retention.TURNS
+"""Rounds whose digests of our own state are remembered: in each of them another peer may have written a checkpoint."""
+CONFIRMED_ROUNDS = 8
+"""In which a shard that the log has given again is not computed once more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +109,9 @@ class Rounds:
         self._checkpointed = -1 if restored is None else restored.round
         self._replayed_bytes = 0
         self._kept_round = -1  # the newest one of which a node has all that we have offered
+        self._own_digests: dict[int, Mapping[str, str]] = dict(self._storage.states())
+        self._confirmed: dict[str, int] = {}  # shards that the log gave again: the round of each
+        self._told_to_wait = -1  # the newest round after which it was
         self._writes = False  # a checkpoint, after the last attestation that was begun
         if restored is not None:
             self.outer.theta = dict(restored.theta)
@@ -119,7 +125,6 @@ class Rounds:
         newest = max(found.round, *(offer.round for offer in found.since), 0)
         self.member = Member(manifest, peer, self._checkpointed, self.offer, newest, around.up_bps)
         self._follower = Follower(manifest, self._emit)
-        self._newcomer = Newcomer(manifest, self.member, around.whole, self._emit, self._clock)
         self._training = Training(manifest, peer, around.inner_loop, self._emit, self.put, self._clock)
         saved = self._storage.saved_round
         self._feedback = FeedbackWriter(
@@ -136,7 +141,6 @@ class Rounds:
         self._taking = Taking(manifest, self._storage, self.outer, self._feedback, owner)
         self._moments = MomentsExchange(manifest, peer, self._exchange, around.inner_loop)
         self._recovery = Recovery(manifest, self.outer, self._storage, self._exchange, self.member.commits, self._emit)
-        self._doubts = Doubts(manifest, self.outer, self._recovery, self._storage.states(), self._emit)
         self._warm_up = WarmUp(self._recovery, lambda: self.member.applied, lambda: self.put(member_events.Tick()))
 
     def put(self, event: member_events.Event) -> None:
@@ -144,12 +148,15 @@ class Rounds:
         self._events.put_nowait(event)
 
     def _digested(self, event: member_events.Digested) -> None:
-        self._doubts.saw(event.round, event.digests)
+        if event.round % retention.checkpoint_grain(self.manifest) == 0:
+            self._own_digests[event.round] = event.digests
+            for old in sorted(self._own_digests)[:-DIGESTS_KEPT]:
+                del self._own_digests[old]
         self.put(event)
 
     def set_uplink(self, bps: int) -> None:
         """From now on offers are taken to leave with so many bits a second."""
-        self.member.deadline.up_bps = bps
+        self.member.deadline.measured(bps)
 
     def prefetch(self, offered: Offered) -> None:
         """Begins to fetch what was offered for the round under way, as far as it is of shards that we hold, or soon will."""
@@ -174,7 +181,7 @@ class Rounds:
                     await self._giving.step(self.member.commits, self.member.plan)
                     await self._taking.step()
                     self._moments.follow(self.member.plan)
-                    if self._newcomer.lacks(self.outer.theta):
+                    if self._lacks_state():
                         await self._hold_shards(self.member.commits[self.member.applied], whole=True)
                         self._moments.prepare(self.member.plan, tuple(self.outer.theta))
                 effects = self.member.handle(event, self._clock.steady())
@@ -208,6 +215,18 @@ class Rounds:
             finally:
                 self._worker.shutdown(wait=False)
                 self._attester.close()
+
+    def _lacks_state(self) -> bool:
+        """Whether a peer that no plan has named yet, and that can be a full replica, has to fetch the state now: so the first plan that names it
+        has work for it. If the state is here, says when the next plan's round begins."""
+        if not self._around.whole or not self.member.is_new(self._clock.steady()):
+            return False
+        round, holds = self.member.applied, bool(self.outer.theta)
+        if holds and self._told_to_wait != round:
+            self._told_to_wait = round
+            left = retention.seconds_left(self.manifest, self.member.commits[round], self._clock.wall())
+            self._emit(events.Waiting(round=round + 2, seconds=left))
+        return not holds
 
     async def _leave(self) -> None:
         """Whoever is asked to end says so, stays until a node has what it has offered, and gives away what it has learned and not sent, where
@@ -379,10 +398,37 @@ class Rounds:
         found = {shard: payloads.by_shard[shard] for shard in held}
         await self._timed("apply", self._work(lambda: self.outer.apply_all(found, scratch)))
         self._replayed_bytes += sum(share.size for share in commit.shares)
-        await self._doubts.settle(rebuild, commit.round)
+        await self._rebuild(rebuild, commit.round)
         await self._work(lambda: self._exchange.settle(commit, self._needed(commit.round)))
         self._tell_of_round(commit, self._clock.steady() - began)
         return commit.round
+
+    async def _rebuild(self, shards: Sequence[str], round: int) -> None:
+        """Computes shards again of which most peers attest other bits at `round`, from the seed or a state on which we and the log agreed
+        once (`Recovery.again`). If the log gives other bits than ours, ours were wrong, by an error of this machine, and are replaced. If it
+        gives ours, they are kept: what the others have does not follow from the log, however many they are."""
+        rebuilt = []
+        for shard in shards:
+            if (
+                shard not in self.outer.theta
+                or round - self._confirmed.get(shard, -CONFIRMED_ROUNDS) < CONFIRMED_ROUNDS
+            ):
+                continue
+            again = await self._recovery.again(shard, round, self._own_digests)
+            ours = await asyncio.to_thread(layout.shard_digest, self.outer.theta[shard])
+            if again is not None and await asyncio.to_thread(layout.shard_digest, again) != ours:
+                self.outer.theta[shard] = again
+                rebuilt.append(shard)
+                continue
+            self._confirmed[shard] = round
+            result = "gave ours" if again is not None else "would cost too much"
+            text = (
+                f"state of {shard} after round {round}: others say that it has other bits; following the log again {result},"
+                " they are kept. If this goes on, tell the operators of the run"
+            )
+            self._emit(events.Warning(text=text))
+        if rebuilt:
+            self._emit(events.ShardRebuilt(round=round, shards=tuple(rebuilt)))
 
     def _newest_after(self, commit: Commit) -> Commit:
         """The newest commit, or the one that decides about our offer, which is looked at before: those between name nothing that is needed."""

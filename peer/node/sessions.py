@@ -15,9 +15,9 @@ import random
 from collections.abc import Awaitable, Callable
 
 from peer import events
-from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, Transport, answer
-from peer.net.directory import Directory
+from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, answer
 from peer.net.keeping import Keeping
+from peer.net.network import Network
 from peer.node.refusals import Refusals
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -60,25 +60,18 @@ class Sessions:
     """A peer's sessions. `on_message(message)` and `on_open()` are called in the event loop. `joining`: by which invitation it comes in. `refusals`
     hears which nodes refuse this peer."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        transport: Transport,
-        emit: events.Emit,
-        joining: Joined | None = None,
-        refusals: Refusals | None = None,
-    ) -> None:
-        self.directory = directory
-        self.manifest = directory.manifest
-        self._transport = transport
-        self._emit = emit
+    def __init__(self, network: Network, joining: Joined | None = None, refusals: Refusals | None = None) -> None:
+        self.directory = network.directory
+        self.manifest = network.directory.manifest
+        self._transport = network.transport
+        self._emit = network.emit
         self._joining = joining
         self._refusals = refusals
         self._outboxes: dict[str, asyncio.Queue[Message]] = {}
         self._turns = itertools.count()
         self._keeping: Keeping | None = None
         self._leaves = False
-        self._followed = directory.operators
+        self._followed = self.directory.operators
         self._stalled: set[str] = set()
 
     def tell(self, message: Message) -> None:

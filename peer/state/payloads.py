@@ -24,11 +24,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from peer import events
-from peer.net.base import CallHandler, Closed, Timeout, Transport, Unreachable, call, serve_calls
+from peer.net.base import CallHandler, Closed, Timeout, Unreachable, call, serve_calls
 from peer.net.blobs import NO_ROUND, BlobServer, Fetcher, Text
+from peer.net.network import Network
 from peer.net.token_bucket import TokenBucket
-from peer.net.uplink import Uplink
 from peer.state import tensor_file
 from peer.state.part_lists import PartLists
 from peer.state.storage import Storage
@@ -68,35 +67,21 @@ class Committed:
 
 
 class Exchange:
-    """One per daemon. It serves the payloads and checkpoints in `storage`, in turns of `uplink`. `reach(peer)` connects to a peer,
-    `lost(peer)` forgets how it was reached, `peers()` are those who may have states, `nodes()` the operators' nodes."""
+    """One per daemon. It serves the payloads and checkpoints in `storage`. `fetches_states`: whether it asks others for theirs."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        transport: Transport,
-        storage: Storage,
-        emit: events.Emit,
-        *,
-        reach: Callable[[str], Awaitable[None]],
-        lost: Callable[[str], None] = lambda peer: None,
-        peers: Callable[[], Awaitable[Sequence[str]]],
-        uplink: Uplink,
-        nodes: Callable[[], Sequence[str]] | None = None,
-    ) -> None:
-        """Long because it stands between the store, the network and those who know where others are."""
+    def __init__(self, manifest: Manifest, storage: Storage, network: Network, *, fetches_states: bool = True) -> None:
         self.manifest = manifest
-        self._nodes = nodes or (lambda: manifest.operators)
         self.store = store = storage.blobs
-        self._transport = transport
-        self._emit = emit
-        self._fetcher = Fetcher(transport, store, reach=reach, lost=lost, warn=self._complain)
-        self._server = BlobServer(
-            store, others=storage.find, coming=self._fetcher.coming, uplink=uplink, warn=self._warn
+        self._network = network
+        self._transport = network.transport
+        self._directory = directory = network.directory
+        self._fetcher = Fetcher(
+            network.transport, store, reach=directory.reach, lost=directory.lost, warn=self._complain
         )
-        self._reach = reach
-        self._lost = lost
-        self._peers = peers
+        self._server = BlobServer(
+            store, others=storage.find, coming=self._fetcher.coming, uplink=network.uplink, warn=network.warn
+        )
+        self._fetches_states = fetches_states
         self._storage = storage
         self.lists = PartLists(store)
         self._prefetches: dict[asyncio.Task[None], tuple[int, str]] = {}
@@ -224,7 +209,7 @@ class Exchange:
         self, name: str, size: int, sender: str, round: int, check: Callable[[bytes], None] | None = None
     ) -> None:
         """From its sender or an archive: about half of the peers ask the sender first."""
-        holders = [sender, *self._nodes()]
+        holders = [sender, *self._directory.operators]
         if sum((self._transport.peer_id + name).encode()) % 2:
             holders.append(holders.pop(0))
         await self._fetcher.fetch(name, size, holders, round=round, check=check, owner=sender)
@@ -233,11 +218,11 @@ class Exchange:
 
     async def ask(self, peer: str, name: str, request: bytes, limit: int) -> bytes:
         """A call to another peer. Raises RemoteError."""
-        await self._reach(peer)
+        await self._directory.reach(peer)
         try:
             return await call(self._transport, peer, name, request, timeout=ASK_SECONDS, limit=limit)
         except (Unreachable, Closed, Timeout):
-            self._lost(peer)  # it may be elsewhere now
+            self._directory.lost(peer)  # it may be elsewhere now
             raise
 
     async def answer(self, name: str, handler: CallHandler, limit: int) -> None:
@@ -273,15 +258,17 @@ class Exchange:
     async def holders(self) -> dict[tuple[int, str], list[str]]:
         """(round, shard) -> the peers that say they serve it. Who does not answer in time is left out."""
         found: dict[tuple[int, str], list[str]] = {}
+        if not self._fetches_states:
+            return found
         try:
-            peers = [p for p in await self._peers() if p != self._transport.peer_id]
+            peers = [p for p in await self._directory.peers() if p != self._transport.peer_id]
         except RemoteError:
             return found
 
         async def ask(peer: str) -> None:
             with contextlib.suppress(RemoteError, TimeoutError):
                 async with asyncio.timeout(ASK_SECONDS):
-                    await self._reach(peer)
+                    await self._directory.reach(peer)
                     raw = await call(
                         self._transport, peer, endpoints.STATES, b"", timeout=ASK_SECONDS, limit=ANSWER_BYTES
                     )
@@ -348,7 +335,7 @@ class Exchange:
         self._useless |= coming - committed
         fits = self.store.make_space(0)
         if not fits and not self._over_limit:
-            self._warn(
+            self._network.warn(
                 f"directory {self.store.folder}: {self.store.used / 1e6:.1f} MB of payloads are needed since the last"
                 f" checkpoint, the limit is {(self.store.limit or 0) / 1e6:.1f} MB; they are kept, nothing is fetched ahead"
                 " of time until the next one; allow more with --store-limit"
@@ -356,12 +343,9 @@ class Exchange:
         self._over_limit = not fits
 
     def _complain(self, text: str) -> None:
-        """As `_warn`, of what others decide how often it happens."""
+        """As `Network.warn`, of what others decide how often it happens."""
         if self._warnings.take(asyncio.get_running_loop().time()):
-            self._warn(text)
-
-    def _warn(self, text: str) -> None:
-        self._emit(events.Warning(text=text))
+            self._network.warn(text)
 
 
 def _check_list(raw: bytes) -> None:

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import re
 import resource
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
 from protocol.errors import UsageError
+from protocol.planning import budget
+from protocol.planning.budget import Budget
+from protocol.run.manifest import Manifest
 
 
 class Mark(Protocol):
@@ -70,47 +75,93 @@ def parse_rate(text: str) -> int:
     return rate
 
 
-def choose_device(wanted: str = "auto") -> str:
-    """`cuda`, `mps` or `cpu`; `auto` takes the first of them that works here. Raises UsageError."""
-    if wanted.startswith("cuda:"):
-        return choose_devices(wanted.removeprefix("cuda:"))[0]
-    if wanted not in DEVICES:
-        raise UsageError(f'device "{wanted}": not known; choose one of {", ".join(DEVICES)}')
-    if wanted == "cpu":
-        return wanted
-    import torch
-
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if wanted == "auto":
-        return next(name for name in DEVICES[1:] if there[name])
-    if not there[wanted]:
-        raise UsageError(f"device {wanted}: PyTorch finds none on this machine; use --device auto or cpu")
-    return wanted
-
-
-def choose_devices(text: str) -> tuple[str, ...]:
-    """What the devices in `0,1,2,3`, numbers of GPUs, are called; `cpu,cpu` trains in that many processes, for tests. Raises UsageError."""
+def parse_devices(device: str, devices: str | None) -> tuple[str, ...]:
+    """What --device and --devices name, whether it is here or not: `auto`, `mps`, `cuda:0` `cuda:1`. `cpu,cpu` trains in that many processes,
+    for tests. Raises UsageError."""
+    if devices is None and not device.startswith("cuda:"):
+        if device not in DEVICES:
+            raise UsageError(f'device "{device}": not known; choose one of {", ".join(DEVICES)}')
+        return (device,)
+    if devices is not None and device != "auto":
+        raise UsageError("devices: --devices takes the place of --device; give one of them")
+    text = device.removeprefix("cuda:") if devices is None else devices
     words = [word.strip() for word in text[: 8 * MOST_DEVICES].split(",")]
     found = tuple(f"cuda:{int(word)}" if word.isdecimal() else word for word in words)
     if len(found) > MOST_DEVICES or (set(found) != {"cpu"} and not all(word.isdecimal() for word in words)):
         raise UsageError(f'devices "{text[:80]}": not numbers of GPUs; write them like 0,1,2,3')
-    if set(found) == {"cpu"}:
-        return found
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if len(set(found)) < len(found) or any(int(word) >= count for word in words):
-        raise UsageError(f'devices "{text[:80]}": PyTorch finds {count} GPUs here; name each of them once, from 0')
     return found
 
 
-def chosen(device: str, devices: str | None) -> tuple[str, ...]:
-    """What trains, by --device and --devices. Raises UsageError."""
-    if devices is None:
-        return (choose_device(device),)
-    if device != "auto":
-        raise UsageError("devices: --devices takes the place of --device; give one of them")
-    return choose_devices(devices)
+def choose_devices(wanted: Sequence[str]) -> tuple[str, ...]:
+    """The devices that `parse_devices` gave, as far as they work here; `auto` takes the first kind that does. Raises UsageError."""
+    if set(wanted) == {"cpu"}:
+        return tuple(wanted)
+    import torch
+
+    if wanted[0] in DEVICES:
+        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+        if wanted[0] == "auto":
+            return (next(name for name in DEVICES[1:] if there[name]),)
+        if not there[wanted[0]]:
+            raise UsageError(f"device {wanted[0]}: PyTorch finds none on this machine; use --device auto or cpu")
+        return tuple(wanted)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    numbers = [name.removeprefix("cuda:") for name in wanted]
+    if len(set(wanted)) < len(wanted) or any(int(number) >= count for number in numbers):
+        text = ",".join(numbers)[:80]
+        raise UsageError(f'devices "{text}": PyTorch finds {count} GPUs here; name each of them once, from 0')
+    return tuple(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a peer trains with, and offers."""
+
+    devices: tuple[str, ...]
+    """Of one kind. The first one trains stages of chains."""
+    memory_bytes: int
+    """What Potluck may use above an idle process, of the device that has least of it."""
+    host_bytes: int | None = None
+    """Of the host beside GPUs, as a Budget has it."""
+
+    @classmethod
+    def find(cls, wanted: Sequence[str], memory_bytes: int | None) -> Hardware:
+        """Of the devices that `parse_devices` gave; most of the memory that is free where None is wanted. Imports torch. Raises UsageError."""
+        devices = choose_devices(wanted)
+        memory = smallest_budget(devices) if memory_bytes is None else memory_bytes
+        return cls(devices, memory, host_budget(devices[0]))
+
+    @property
+    def device(self) -> str:
+        """The first one."""
+        return self.devices[0]
+
+    @property
+    def budget(self) -> Budget:
+        """What it offers of its memory."""
+        return Budget(self.memory_bytes, self.device, self.host_bytes)
+
+    def why_one_device(self, manifest: Manifest) -> str | None:
+        """Why of several devices only the first one can be of use in a run; None where all can, or there is one."""
+        if len(self.devices) == 1 or budget.holds_whole(manifest, self.budget):
+            return None
+        own, host = budget.needs_of(manifest, 0, manifest.model.n_layers, self.device)
+        needed, offered, of = own, self.memory_bytes, "of each"
+        if self.budget.is_split and own <= offered and self.host_bytes is not None:
+            needed, offered, of = host, self.host_bytes, "of the host's memory"
+        return (
+            f"devices: each of the {len(self.devices)} must hold the whole model to train with the others, which needs"
+            f" {needed / 1e6:.0f} MB {of}, and {offered / 1e6:.0f} MB are offered; only {self.device} trains, give it alone to"
+            " offer all that it has"
+        )
+
+    def useful(self, manifest: Manifest, warn: Callable[[str], None]) -> Hardware:
+        """The part of it that is of use in a run. `warn` hears why the other devices are not."""
+        why = self.why_one_device(manifest)
+        if why is None:
+            return self
+        warn(why)
+        return dataclasses.replace(self, devices=self.devices[:1])
 
 
 def name_of(devices: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 def load(spec: ModelSpec, theta: Theta, wanted: str = "auto") -> Stage:
     """The whole model with these values, on the device that is wanted where that has room for it, else on the CPU. Raises UsageError where nothing has room."""
-    free = {name: device.memory_budget(name) for name in (device.choose_device(wanted), "cpu")}
+    free = {name: device.memory_budget(name) for name in (*device.choose_devices((wanted,)), "cpu")}
     stage = Stage(spec, 0, spec.n_layers, True, True, device=place(spec, free))
     stage.load(theta)
     return stage

@@ -324,6 +324,11 @@ class Lines:
         return [f"{clock(event.time)} {MARKS[level]} {text}" for level, text in said]
 
 
+def sink(json: bool, *, own: bool = False) -> Sink:
+    """Prints events, as lines of JSON or for people. `own`: those of one peer, to its owner."""
+    return events.json_sink() if json else printer(Lines(own=own))
+
+
 def printer(lines: Lines, out: TextIO | None = None) -> Sink:
     """Writes the lines of each event (default: to standard output); in ASCII where the output is not UTF-8."""
 

@@ -22,8 +22,8 @@ MOST = 3
 class Witnesses:
     """By what is in the log so far. `auditors`: peers that this node believes before all others."""
 
-    def __init__(self, commits: Iterable[Commit] = ()) -> None:
-        self.auditors: frozenset[str] = frozenset()
+    def __init__(self, commits: Iterable[Commit] = (), auditors: frozenset[str] = frozenset()) -> None:
+        self.auditors = auditors
         self._rounds: deque[Mapping[str, int]] = deque(maxlen=ROUNDS)
         self._plan: Plan | None = None
         for commit in commits:

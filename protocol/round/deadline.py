@@ -23,6 +23,10 @@ class Deadline:
         self._trained_at = self._lead = 0.0
         self._ends = self._late = 0.0
 
+    def measured(self, up_bps: int) -> None:
+        """Offers leave with so many bits a second from now on."""
+        self.up_bps = up_bps
+
     def left(self, now: float) -> float:
         """Seconds from now on to train in the round that is under way. On a slow line commits come late; by how much shows when we are
         asked to finish."""

@@ -86,7 +86,7 @@ LEFT = "leaves the run"
 
 class Leader:
     """A run as a bootstrap node sees it; `handle` is the only entry. `commits`: the log so far. `held`: names of the payloads and lists
-    of parts that are durable here. `now`: seconds on the clock of `handle`."""
+    of parts that are durable here. `now`: seconds on the clock of `handle`. `auditors`: peers that this node believes before all others."""
 
     def __init__(
         self,
@@ -94,9 +94,10 @@ class Leader:
         commits: Sequence[Commit],
         held: Sequence[str],
         now: float,
+        auditors: frozenset[str] = frozenset(),
     ) -> None:
         self.manifest = manifest
-        self.witnesses = Witnesses()
+        self.witnesses = Witnesses(auditors=auditors)
         self.state = run_state.fold(manifest, self.witnesses.counting(commits))
         self.position = Position(TABLE, self._between())
         self.ready: dict[str, Candidate] = {}

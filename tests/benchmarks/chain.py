@@ -48,7 +48,6 @@ from peer.chain.link import LIVENESS, Liveness
 from peer.chain.pipeline import StageSetup, run_steps
 from peer.net import p2p
 from peer.net.base import Stream
-from peer.net.uplink import Uplink
 from peer.training.trainer import make_worker
 from protocol.codec import boundary_formats
 from protocol.planning import pipeline_model
@@ -59,6 +58,7 @@ from protocol.run.manifest import TrainSpec
 from protocol.wire import endpoints
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.schema import plain
+from tests import networks
 from tests.lab import lab
 
 STAGES = 4
@@ -192,7 +192,7 @@ async def joined(
         await transport.connect([addresses[peer]], timeout=60)
 
     patience = Patience(dial=PATIENCE.dial * clock)
-    ours = Pipes(transport, reach, lambda peer: None, Uplink(limit), patience=patience, liveness=slowed(clock))
+    ours = Pipes(networks.network(transport, reach, limit=limit), patience=patience, liveness=slowed(clock))
     await transport.serve(endpoints.PIPE, lambda stream: ours.serve(stream, 0))
     say(address=transport.addresses[0], peer=transport.peer_id)
     peers = await heard()

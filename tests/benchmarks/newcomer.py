@@ -34,11 +34,9 @@ import numpy as np
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
-from peer.config import JoinConfig
 from peer.events import Emitter, Event
 from peer.net import directory, keyfile, p2p
 from peer.net.base import Handler, Stream, Transport
-from peer.net.uplink import Uplink
 from peer.node.audit import held_out_text
 from peer.node.peer import Factories, Peer
 from peer.state.outer_optimizer import Outer
@@ -56,7 +54,7 @@ from protocol.wire import endpoints, sealed
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Contribution, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from tests import tiny
+from tests import machines, networks, tiny
 from tests.volunteers import TOKENIZER, Noise
 
 MODEL = ModelSpec(vocab_size=16384, d_model=512, n_layers=10, n_heads=8, d_ff=1408, context=1024)
@@ -189,15 +187,9 @@ class Holder:
         self.transport = transport
         self.storage = Storage(folder)
 
-        async def nobody() -> list[str]:
-            return []
-
-        async def reach(peer: str) -> None: ...
-
         self.exchange = Exchange(
-            manifest(), transport, self.storage, Emitter("holder", lambda event: None), reach=reach, peers=nobody,
-            uplink=Uplink(limit),
-        )  # fmt: skip
+            manifest(), self.storage, networks.network(transport, nodes=manifest().operators, limit=limit)
+        )
 
     def announce(self, who: Identity, node: BootstrapNode) -> None:
         """As in a session with the node, which the holder has not."""
@@ -275,10 +267,10 @@ async def join(name: str, folder: Path, address: str) -> None:
         bootstrap=[address],
         validate=directory.valid_record(manifest().run_id),
     )
-    config = JoinConfig(folder=path, device="cpu", memory_bytes=1 << 40, up_bps=10**9, down_bps=10**9)
+    machine = machines.machine(path, 1 << 40, nodes=[address], up_bps=10**9, down_bps=10**9)
     emit = Emitter(name, hear)
     made = Factories(text=held_out_text, inner_loop=inner_loop)
-    peer = Peer(run, identity(name), transport, storage, config, [address], emit, made)
+    peer = Peer(run, identity(name), transport, storage, machine, emit, made)
     work = asyncio.create_task(peer.run())
     done = asyncio.create_task(ready.wait())
     await asyncio.wait({work, done}, return_when=asyncio.FIRST_COMPLETED)

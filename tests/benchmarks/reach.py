@@ -51,7 +51,7 @@ from peer.node.way_in import WayIn
 from protocol.errors import RemoteError
 from protocol.wire import endpoints
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from tests import tiny
+from tests import networks, tiny
 from tests.benchmarks.chain import Processes, heard, say
 from tests.lab import beside, lab
 
@@ -101,7 +101,7 @@ class Home:
         self.direct = direct
         self.store = BlobStore(folder / "blobs")
         self.addresses: dict[str, list[str]] = {}
-        self.pipes = Pipes(transport, self.reach, lambda peer: None, Uplink(limit))
+        self.pipes = Pipes(networks.network(transport, self.reach, limit=limit))
         self.blob = os.urandom(BLOB)
         self.uplink = Uplink(limit)
         self.held: list[asyncio.Task[None]] = []

@@ -20,6 +20,7 @@ from protocol.run import data_order
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints
+from tests import networks
 from tests.support import potluck
 from tests.text_swarm import STEP, manifest, write_noise
 
@@ -42,13 +43,10 @@ async def fetch(folder: Path, run: Manifest, address: str) -> None:
         await transport.connect([address], timeout=60.0)
 
     access = Access(
-        transport=transport,
+        network=networks.network(transport, reach, emit=lambda body: print(body, flush=True), nodes=run.operators),
         folder=folder / "text",
         limit=1 << 30,
         disk=LocalDisk(),
-        reach=reach,
-        lost=lambda peer: None,
-        emit=lambda body: print(body, flush=True),
     )
     text = await open_text(run, access)
     slots = data_order.slots(0, 0, SEQUENCES)

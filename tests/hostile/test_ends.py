@@ -248,7 +248,7 @@ def test_whoever_goes_on_provoking_a_handler_is_refused() -> None:
         network = MemoryNetwork()
         victim, enemy, other = (network.transport(name) for name in ("victim", "enemy", "other"))
         told: list[Any] = []
-        victim.guests.tell = told.append
+        victim.guests.follow(told.append)
 
         async def answers(remote: str, request: bytes) -> bytes:
             return bytes(10 // len(request))

@@ -23,7 +23,6 @@ from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from peer import events
 from peer.chain.stop_sign import StopSign
-from peer.config import JoinConfig
 from peer.events import Event
 from peer.node.audit import NoTraining, held_out_text
 from peer.node.orders import ChainOrders, Result
@@ -34,7 +33,7 @@ from protocol.planning import speed
 from protocol.round.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec
-from tests import tiny
+from tests import machines, tiny
 from tests.sim.disk import SimDisk
 from tests.sim.world import Process, Weather, World
 
@@ -216,12 +215,10 @@ class PacedSwarm:
 
             storage = Storage(process.folder, None, SimDisk(process.files, process.points(), process.rng))
             made = Factories(clock=self.world.clock(), text=held_out_text, inner_loop=inner_loop)
-            config = JoinConfig(
-                folder=Path("/"), memory_bytes=memory, up_bps=round(machine.up), down_bps=round(machine.down)
-            )
-            bootstrap = (f"/memory/p2p/{self.node.name}",)
+            line = {"up_bps": round(machine.up), "down_bps": round(machine.down)}
+            own = machines.machine(Path("/"), memory, nodes=[f"/memory/p2p/{self.node.name}"], **line)
             emit = process.emitter(lambda event: None)
-            await Peer(self.manifest, process.identity, process.transport, storage, config, bootstrap, emit, made).run()
+            await Peer(self.manifest, process.identity, process.transport, storage, own, emit, made).run()
 
         return live
 

@@ -15,9 +15,9 @@ from typing import Any
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from peer import events
-from peer.config import JoinConfig
 from peer.events import Event
 from peer.node.audit import held_out_text
+from peer.node.config import Machine
 from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
 from protocol.codec import blob_hash
@@ -27,7 +27,7 @@ from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec, Manifest, OuterSpec
 from protocol.wire import logfile
 from protocol.wire.commit import liars_borne
-from tests import tiny
+from tests import machines, tiny
 from tests.liars import Liar
 from tests.lying_nodes import LyingNode
 from tests.sim.board import BoardChanges, newcomers
@@ -119,11 +119,10 @@ class Swarm:
         for i in range(count):
             some = (third, whole - 1, whole - 1, whole - 1) if quarrels else (third, third, third, whole - 1)
             memory = whole if i < full else third if kind == "crowd" else rng.choice(some)
-            config = JoinConfig(
-                folder=Path("/"), memory_bytes=memory, up_bps=rng.choice((10**6, 10**7)), down_bps=10**7
-            )
+            up_bps = rng.choice((10**6, 10**7))
+            machine = machines.machine(Path("/"), memory, nodes=addresses, up_bps=up_bps, down_bps=10**7)
             identity = Identity(rng.randbytes(32))
-            self.peers.append(Process(world, identity, self._peer_life(config, addresses), "peers"))
+            self.peers.append(Process(world, identity, self._peer_life(machine), "peers"))
             self._ended[identity.peer_id] = world.loop.create_future()
         self.liars = [Process(world, Identity(rng.randbytes(32)), self._lie, "liars") for _ in range(liars)]
         self._lying = {liar.name for liar in self.liars}
@@ -151,7 +150,7 @@ class Swarm:
         finally:
             self.world.stats["lies"] += liar.told.total()
 
-    def _peer_life(self, config: JoinConfig, addresses: tuple[str, ...]) -> Any:
+    def _peer_life(self, machine: Machine) -> Any:
         async def live(process: Process) -> None:
             trainer: list[DrawnTrainer] = []
 
@@ -166,7 +165,7 @@ class Swarm:
             storage = Storage(process.folder, None, self._disk(process))
             made = Factories(clock=self.world.clock(), text=held_out_text, inner_loop=inner_loop)
             emit = process.emitter(lambda event: self._hear_peer(process, event))
-            peer = Peer(self.manifest, process.identity, process.transport, storage, config, addresses, emit, made)
+            peer = Peer(self.manifest, process.identity, process.transport, storage, machine, emit, made)
             process.running = peer
             try:
                 await peer.run()

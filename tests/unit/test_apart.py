@@ -16,7 +16,6 @@ from peer.chain.apart import APART_SECONDS, REMEMBERED, Apart
 from peer.chain.connect import Patience, Pipes
 from peer.chain.frames import NeighbourLost
 from peer.net.memory import MemoryNetwork
-from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
 from protocol.planning import memory
 from protocol.planning.arrange import arrange
@@ -24,7 +23,7 @@ from protocol.planning.objective import DETOUR, PUNCHED, Swarm, padded
 from protocol.planning.partition import Candidate, candidate
 from protocol.wire.announcement import MOST_APART, Announcement
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from tests import plans
+from tests import networks, plans
 
 PLAN = Plan(
     round=4,
@@ -120,7 +119,7 @@ def test_a_neighbour_that_cannot_be_dialled_is_announced() -> None:
             raise RemoteError(peer, "no relay leads to it")
 
         patience = Patience(dial=0.01)
-        pipes = Pipes(transport, reach, lambda peer: None, Uplink(), patience=patience, apart=told.apart)
+        pipes = Pipes(networks.network(transport, reach), patience=patience, apart=told.apart)
         for round in (4, 5):
             with pytest.raises(NeighbourLost):
                 await pipes.neighbours(dataclasses.replace(PLAN, round=round), 0, 0, 0)

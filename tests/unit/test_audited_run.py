@@ -55,8 +55,8 @@ def test_a_replica_that_trains_on_other_text_is_found_and_no_other(tmp_path: Pat
             swarm.text = text
             liar = ""
 
-            def inner_loop(manifest: Any, peer: str, config: Any, given: Any, *rest: Any) -> InnerLoop:
-                return StageInnerLoop(manifest, peer, config, Other() if peer == liar else given, *rest)
+            def inner_loop(manifest: Any, peer: str, machine: Any, given: Any, *rest: Any) -> InnerLoop:
+                return StageInnerLoop(manifest, peer, machine, Other() if peer == liar else given, *rest)
 
             swarm.inner_loop = inner_loop
             room = memory.stage_memory(RUN, 0, MODEL.n_layers) * 10

@@ -18,11 +18,12 @@ from peer.net.arrivals import Arrivals
 from peer.net.bandwidth import BOUNDS_BPS, HEAD, PATIENCE, PIECE, WAY_BYTES, Busy, measure
 from peer.net.base import Closed, Ended, Handler, Stream
 from peer.net.clock import Clock
-from peer.net.line import LATER_SECONDS, Around, Given, Line, measured_downlink
+from peer.net.line import LATER_SECONDS, Given, Line, measured_downlink
 from peer.net.memory import IN_FLIGHT, MemoryNetwork, MemoryTransport, Pipe
 from peer.net.stream import FrameStream
 from protocol.errors import RemoteError
 from protocol.wire import endpoints
+from tests import networks
 from tests.sim.loop import VirtualLoop
 
 MBPS = 1e6
@@ -126,9 +127,6 @@ class Heard:
         return [body.text for body in self.told if isinstance(body, events.Warning)]
 
 
-async def reached(peer: str) -> None: ...
-
-
 def a_line(
     home: MemoryTransport,
     heard: Heard,
@@ -138,10 +136,8 @@ def a_line(
     **given: int,
 ) -> Line:
     said = said or Given(up_bps=given.get("up"), down_bps=given.get("down"), limit_bps=given.get("limit"))
-    around = Around(
-        transport=home, clock=clock(), reach=reached, lost=lambda peer: None, addresses=addresses, draw=random.Random(1)
-    )
-    return Line(said, around, lambda: nodes, heard.told.append)
+    ours = networks.network(home, clock=clock(), addresses=addresses, nodes=nodes, limit=said.limit_bps)
+    return Line(said, ours, random.Random(1), heard.told.append)
 
 
 # --- good nodes
@@ -173,15 +169,8 @@ def test_a_downlink_that_was_measured_before_is_not_measured_again() -> None:
         known = await measured_downlink(home, ("node",), clock())
         assert known is not None
         came = network.down.bytes
-        around = Around(
-            transport=home,
-            clock=clock(),
-            reach=reached,
-            lost=lambda peer: None,
-            addresses=lambda peer: [],
-            draw=random.Random(1),
-        )
-        line = Line(Given(None, None, None, known), around, lambda: ["node"], heard.told.append)
+        ours = networks.network(home, clock=clock(), nodes=["node"])
+        line = Line(Given(None, None, None, known), ours, random.Random(1), heard.told.append)
         await line.measure()
         (told,) = heard.measured
         assert line.down_bps == told.down_bps == known.bps == pytest.approx(100 * MBPS, rel=0.15)

@@ -14,9 +14,9 @@ from peer.chain.link import Liveness
 from peer.net.base import Closed, Stream
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.striped_stream import SLICE, STRIPES, StripedStream
-from peer.net.uplink import Uplink
 from protocol.wire import endpoints, framing
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from tests import networks
 
 NAMES = ("a", "b", "c")
 PLAN = Plan(
@@ -42,7 +42,7 @@ def run(
                 await here.connect([f"/memory/p2p/{peer}"], timeout=1.0)
 
             mine = Pipes(
-                transport, reach, lambda peer: None, Uplink(limit), patience=patience, liveness=Liveness(beat_s=0.02)
+                networks.network(transport, reach, limit=limit), patience=patience, liveness=Liveness(beat_s=0.02)
             )
             await transport.serve(endpoints.PIPE, lambda stream, mine=mine: mine.serve(stream, 3))
             made[name] = mine
@@ -216,9 +216,7 @@ def test_a_silent_neighbour_is_doubted_and_looked_for_anew() -> None:
     async def main() -> None:
         transport = Doubting(MemoryNetwork(), "a", lambda key, subkey, value: True)
 
-        async def reach(peer: str) -> None: ...
-
-        Pipes(transport, reach, lost.append, Uplink(None)).doubt("b")
+        Pipes(networks.network(transport, lost=lost.append)).doubt("b")
         await transport.aclose()
 
     asyncio.run(main())

@@ -34,7 +34,7 @@ REASON = "Long because"
 PLANTED = [
     ("peer", "peer/ui/text.py", "import peer.node.peer"),
     ("peer", "peer/net/base.py", "import peer.state.storage"),
-    ("peer", "peer/demo/recipe.py", "import peer.cli.commands"),
+    ("peer", "peer/demo/recipe.py", "import peer.cli.join"),
     ("protocol", "protocol/run/manifest.py", "import protocol.planning.planner"),
     ("protocol", "protocol/wire/framing.py", "import protocol.codec.rice"),
     ("core", "protocol/errors.py", "import peer.events"),

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer.config import JoinConfig
 from peer.node.audit import NoText
 from peer.node.examining import Case, Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
@@ -32,7 +31,7 @@ from protocol.wire.bounds import MAX_AGREEMENT
 from protocol.wire.commit import Commit, Contribution, Share
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
-from tests import tiny
+from tests import machines, tiny
 
 SEQUENCES, LENGTH, VOCABULARY = 40_000, 16, 2048
 MODEL = dataclasses.replace(
@@ -89,9 +88,9 @@ def plan(round: int) -> Plan:
 
 
 def inner_loop(folder: Path, place: int, run: Manifest = RUN) -> StageInnerLoop:
-    config = JoinConfig(folder=folder, memory_bytes=10**9, up_bps=1, down_bps=1)
+    machine = machines.machine(folder, 10**9)
     pipes: Any = NoPipes()
-    return StageInnerLoop(run, NAMES[place], config, Text(), pipes, lambda **_: None, {}, lambda _: None)
+    return StageInnerLoop(run, NAMES[place], machine, Text(), pipes, lambda **_: None, {}, lambda _: None)
 
 
 async def trained(loop: StageInnerLoop, place: int, round: int, theta: Shards) -> int:

@@ -19,10 +19,10 @@ from peer.chain.connect import Pipes
 from peer.chain.frames import FORWARD, Head, NeighbourLost
 from peer.net.base import Timeout, Transport
 from peer.net.striped_stream import STRIPES
-from peer.net.uplink import Uplink
 from peer.training.trainer import make_worker
 from protocol.wire import endpoints
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from tests import networks
 from tests.chains import SPEC, TRAIN, make_chain, steps_of
 from tests.unit.test_net import SOON, run, sockets, start, swarm
 
@@ -44,10 +44,7 @@ IN_DAEMON = 48 << 20
 async def _pipes(transport: Transport) -> Pipes:
     """A peer's pipes; whom it dials it knows from the DHT's connections."""
 
-    async def reach(peer: str) -> None:
-        return
-
-    pipes = Pipes(transport, reach, lambda peer: None, Uplink())
+    pipes = Pipes(networks.network(transport))
     await transport.serve(endpoints.PIPE, lambda stream: pipes.serve(stream, 0))
     return pipes
 

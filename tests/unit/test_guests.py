@@ -33,7 +33,8 @@ class House:
         self.guests = Guests(Limits(**{"of_a_peer": 4, "of_an_address": 8, "together": 10, **limits}))
         self.told: list[Refused] = []
         self.expelled: list[str] = []
-        self.guests.tell, self.guests.expel = self.told.append, self.expelled.append
+        self.guests.follow(self.told.append)
+        self.guests.expel = self.expelled.append
 
     def enter(self, peer: str, where: str = "", name: str = "x", now: float = 0.0) -> Line | None:
         line = Line()

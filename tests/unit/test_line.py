@@ -12,7 +12,7 @@ from peer import events
 from peer.net.bandwidth import GOODPUT
 from peer.net.base import Stream
 from peer.net.clock import Clock
-from peer.net.line import Around, Given, Line
+from peer.net.line import Given, Line
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.transfers import (
     FAST_SECONDS,
@@ -26,6 +26,7 @@ from peer.net.transfers import (
     Transfers,
 )
 from peer.net.uplink import Uplink
+from tests import networks
 from tests.sim.loop import VirtualLoop
 
 UP, DOWN = 20_000_000, 100_000_000
@@ -149,18 +150,13 @@ async def sender(home: MemoryTransport, peer: str, uplink: Uplink | None, bps: f
 
 
 def a_line(home: MemoryTransport, told: list[events.Body], where: str) -> Line:
-    async def reach(peer: str) -> None: ...
-
     loop = asyncio.get_running_loop()
-    around = Around(
-        transport=home,
+    ours = networks.network(
+        home,
         clock=Clock(steady=loop.time, wall=loop.time),
-        reach=reach,
-        lost=lambda peer: None,
         addresses=lambda peer: [f"/ip4/{where}/tcp/1/p2p/{peer}"] if where else [],
-        draw=random.Random(0),
     )
-    return Line(Given(up_bps=None, down_bps=None, limit_bps=None), around, list, told.append)
+    return Line(Given(up_bps=None, down_bps=None, limit_bps=None), ours, random.Random(0), told.append)
 
 
 @pytest.mark.parametrize(("where", "counts"), [("203.0.113.9", True), ("192.168.1.9", False), ("", False)])

@@ -17,8 +17,10 @@ from peer.net.clock import Clock
 from peer.net.directory import CIRCUITS, PUBLISH_SECONDS, Directory
 from peer.net.flow import LONGEST_SECONDS, SLOW_BYTES_PER_SECOND, Flow
 from peer.net.memory import MemoryNetwork, MemoryTransport, Pipe
+from peer.net.network import Network
 from peer.net.own_addresses import OwnAddresses, interface_hosts
 from peer.net.stream import FrameStream
+from peer.net.uplink import Uplink
 from peer.node.sessions import Sessions
 from protocol.identity import Identity
 from protocol.wire import encoding, endpoints, sealed
@@ -173,7 +175,7 @@ class Member:
         self.transport = internet.join(who)
         self.moved: list[str] = []
         self.directory = directory(who, self.transport, node.transport.addresses, self.moved.extend)
-        self.sessions = Sessions(self.directory, self.transport, lambda body: None)
+        self.sessions = Sessions(Network(self.transport, self.directory, Clock(), lambda body: None, Uplink()))
 
     async def start(self) -> list[asyncio.Task[None]]:
         async def echo(stream: Stream) -> None:

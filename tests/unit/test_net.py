@@ -294,7 +294,7 @@ def test_whoever_says_what_has_no_place_again_and_again_is_refused(said: bytes) 
         network, told = MemoryNetwork(), list[events.Refused]()
         a, b = (network.transport(Identity(bytes([i]) * 32).peer_id) for i in range(2))
         assert isinstance(b, Endpoint)
-        b.guests.tell = told.append
+        b.guests.follow(told.append)
 
         async def listen(stream: Stream) -> None:
             calls.read(PipeHello, await stream.recv(256), stream.remote, "pipe")

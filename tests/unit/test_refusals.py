@@ -22,7 +22,7 @@ from protocol.wire.commit import DOMAIN, Commit
 from protocol.wire.decree import ADMIT, BAN, CLOSE, OPEN, Decree, Enacted
 from protocol.wire.invitation import Joined
 from protocol.wire.session import LogRequest, NotAdmitted
-from tests import tiny
+from tests import networks, tiny
 
 KEYS = tiny.OPERATORS[:4]
 NODES = tuple(key.peer_id for key in KEYS)
@@ -80,7 +80,9 @@ def ends(
             await serve_calls(node, endpoints.LOG, page)
         clock = Clock(steady=lambda: 0.0, wall=lambda: 0.0)
         me = network.transport(ME)
-        refusals = Refusals(manifest, me, joining, "/ip4/1.2.3.4/tcp/1/p2p/x#r", lambda: NODES, clock)
+        refusals = Refusals(
+            manifest, networks.network(me, clock=clock, nodes=NODES), joining, "/ip4/1.2.3.4/tcp/1/p2p/x#r"
+        )
         running = asyncio.create_task(refusals.run())
         for node_index, word in words:
             refusals.taken(NODES[node_index]) if word is None else refusals.refused(NODES[node_index], word)

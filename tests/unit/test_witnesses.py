@@ -61,7 +61,7 @@ def test_a_leader_that_is_started_again_counts_what_the_log_has() -> None:
 
 
 def test_an_auditor_counts_more_than_all_others() -> None:
-    witnesses = Witnesses([commit(contribution(8, "a"), contribution(8, "b"), contribution(8, "c"))])
-    witnesses.auditors = frozenset({"auditor"})
+    log = [commit(contribution(8, "a"), contribution(8, "b"), contribution(8, "c"))]
+    witnesses = Witnesses(log, frozenset({"auditor"}))
     weights = witnesses.weights()
     assert weights["auditor"] > sum(weight for peer, weight in weights.items() if peer != "auditor")

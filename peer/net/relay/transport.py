@@ -64,7 +64,7 @@ class RelayedTransport:
         self.guests = direct.guests
         self.guests.relays = relays
         self._inside = Endpoint(Limits(of_a_peer=MOST_OF_A_PEER))
-        self._inside.guests.tell = lambda refused: self.guests.tell(refused)
+        self._inside.guests.follow(self.guests.tell)
         self._inside.traffic = Inside(direct.traffic)
         self._channels: set[Channel] = set()
         self._accepted = 0

@@ -1,0 +1,254 @@
+"""`potluck bootstrap` runs a bootstrap node, and `potluck key` names it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from peer import events
+from peer.cli import running
+from peer.cli.auditing import audit_beside, auditor
+from peer.cli.options import Announce, Dir, Host, Json, LogFile, Port, with_options
+from peer.events import Emitter
+from peer.log import reader
+from peer.net import descriptors, keyfile
+from peer.net.address import parse, peers_of
+from peer.net.base import Transport
+from peer.net.disk import LocalDisk
+from peer.node.open_run import (
+    FIRST_PAUSE,
+    KEY,
+    LONGEST_PAUSE,
+    REACH_SECONDS,
+    Door,
+    Run,
+    read_announced,
+    read_manifest,
+    remember,
+    start_transport,
+    tokenizer_bytes,
+)
+from peer.training.device import parse_rate
+from peer.ui.lines import sink
+from protocol.errors import RemoteError, UsageError
+from protocol.identity import Identity
+from protocol.ledger import schedule
+from protocol.run.manifest import Manifest
+
+if TYPE_CHECKING:
+    from bootstrap.archive import Archive
+    from peer.corpus.reader import CorpusReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """The options of `potluck bootstrap`, read once."""
+
+    manifest: Manifest
+    beside: Path
+    """The folder of the manifest's file."""
+    folder: Path
+    """Key, log and archive."""
+    key: Identity
+    door: Door
+    """Where the node listens."""
+    others: tuple[str, ...]
+    """Addresses of the run's other nodes."""
+    relay_bps: int
+    """The most that is passed on between peers; 0: nothing."""
+    corpus: Path | None
+    """A folder with the run's text."""
+    text: CorpusReader | None
+    """What is in it."""
+    audit: bool
+    """Follow the log beside the node."""
+    log: Path | None
+    """A file that keeps what is printed."""
+    json: bool
+    """Print events as JSON."""
+
+
+def _whole_corpus(folder: Path, manifest: Manifest) -> CorpusReader:
+    """The run's corpus in `folder`. Raises UsageError where it is another one, or not all there."""
+    from peer.corpus.text import open_corpus
+
+    found = open_corpus(folder, LocalDisk(), manifest)
+    found.require_whole(f"--corpus {folder}")
+    return found
+
+
+def hosting(
+    context: typer.Context,
+    manifest: Annotated[
+        Path, typer.Argument(metavar="MANIFEST", help="The run's manifest, a TOML file (docs/guides/manifest.md).")
+    ],
+    dir: Dir = Path("potluck-bootstrap"),
+    host: Host = "0.0.0.0",
+    port: Port = 31337,
+    announce: Announce = None,
+    initial_peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS", help="Address of another bootstrap node of this run, as it prints it; may be repeated."
+        ),
+    ] = None,
+    relay_limit: Annotated[
+        str,
+        typer.Option(help="Most that is passed on between peers who cannot reach each other, in all; 0: nothing."),
+    ] = "100Mbps",
+    corpus: Annotated[
+        Path | None, typer.Option(help="Folder with the run's corpus (potluck data build), to serve it.")
+    ] = None,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Follow the log beside the node; believe nobody else.")
+    ] = False,
+    log_file: LogFile = None,
+    json: Json = False,
+) -> NodeConfig:
+    """Reads what is typed behind `potluck bootstrap` and `potluck service install-node`; makes the key if there is none. Raises UsageError.
+
+    Long because typer reads a command's options from its function's parameters.
+    """
+    given = read_manifest(manifest)
+    relay_bps = 0 if relay_limit.strip() == "0" else parse_rate(relay_limit)
+    others = (*(address.partition("#")[0] for address in initial_peer or ()), *given.hints.bootstrap)
+    for address in others:
+        parse(address)
+    text = None if corpus is None else _whole_corpus(corpus, given)
+    identity = keyfile.load_or_create(dir / KEY)
+    if identity.peer_id not in given.operators and not others:
+        raise UsageError(
+            f"manifest {manifest}: {identity.peer_id}, the key in {dir}, is no operator of it; add it there before the run"
+            " begins, or give --initial-peer ADDRESS of one of its nodes, and have the operators appoint this one"
+        )
+    return NodeConfig(
+        manifest=given,
+        beside=manifest.parent,
+        folder=dir,
+        key=identity,
+        door=Door(host=host, port=port, announce=read_announced(announce or (), port, identity.peer_id)),
+        others=others,
+        relay_bps=relay_bps,
+        corpus=corpus,
+        text=text,
+        audit=audit,
+        log=log_file,
+        json=json,
+    )
+
+
+def key(dir: Dir = Path("potluck-bootstrap")) -> None:
+    """Print the name of the node or peer in a folder, such as the first operator needs it; makes its key if there is none."""
+
+    async def work() -> None:
+        print(keyfile.load_or_create(dir / KEY).peer_id, flush=True)
+
+    running.run(work())
+
+
+def _remembering(emit: events.Emit, folder: Path, manifest: Manifest) -> events.Emit:
+    """As `emit`; the node's folder knows where it listens, so that its operator need not type that."""
+
+    def tell(body: events.Body) -> None:
+        if isinstance(body, events.Listening) and body.addresses:
+            with contextlib.suppress(UsageError):  # a full disk shows again where it matters
+                remember(folder, Run(manifest, manifest.run_id, body.addresses))
+        emit(body)
+
+    return tell
+
+
+async def serve(read: Callable[[], NodeConfig]) -> None:
+    """`potluck bootstrap`."""
+    from bootstrap.archive import Archive
+    from bootstrap.node import BootstrapNode
+    from bootstrap.service import serve_bootstrap
+    from peer.corpus.tokenizer import check_document_end
+    from protocol.round.questions import Question
+
+    config = read()
+    manifest, folder, identity = config.manifest, config.folder, config.key
+    tokenizer = tokenizer_bytes(manifest, config.beside, config.corpus)
+    archive = Archive(folder, manifest)
+    try:
+        if config.text is not None:
+            archive.serve_corpus(config.text.folder, config.text.raw)
+        raw = tokenizer if tokenizer is not None else archive.tokenizer
+        is_here = raw is not None and _has_digest(raw, manifest)
+        if raw is not None and is_here:
+            check_document_end(manifest.model, raw)
+            archive.save_tokenizer(raw)
+        if not is_here and not set(peers_of(config.others)) - {identity.peer_id}:
+            raise UsageError(
+                f"tokenizer {manifest.tokenizer.file or manifest.tokenizer.digest[:12]}: not found; give --corpus with the folder of the run's"
+                " corpus, which has it; or --initial-peer with the address of a node that has it"
+            )
+        emit = _remembering(Emitter("bootstrap", sink(config.json)), folder, manifest)
+        if (too_low := descriptors.raise_limit()) is not None:
+            emit(events.Warning(text=too_low))
+        if not archive.records and (odd := schedule.misfit(manifest)) is not None:
+            emit(events.Warning(text=odd))
+        transport = await start_transport(folder, config.door, manifest.run_id)
+        try:
+            if not is_here:
+                await _fetch_tokenizer(config, transport, archive, emit)
+            together = config.relay_bps * len(manifest.operators)  # others are taken to allow as much
+            auditors = frozenset({auditor(folder)} if config.audit else ())
+            answer = functools.partial(Question.answer, relay_bps=together)
+            node = BootstrapNode(
+                manifest, identity, transport, archive, emit, config.others, answer=answer, auditors=auditors
+            )
+            async with running.shown_alive(folder), asyncio.TaskGroup() as group:
+                auditing = config.audit and group.create_task(
+                    audit_beside(folder, manifest.run_id, transport.addresses, emit)
+                )
+                await serve_bootstrap(node, transport, emit, config.relay_bps)  # until the operators dismiss it
+                if auditing:
+                    auditing.cancel()
+        finally:
+            await transport.aclose()
+    finally:
+        archive.close()
+
+
+def _has_digest(tokenizer: bytes, manifest: Manifest) -> bool:
+    return hashlib.sha256(tokenizer).hexdigest() == manifest.tokenizer.digest
+
+
+async def _fetch_tokenizer(node: NodeConfig, transport: Transport, archive: Archive, emit: events.Emit) -> None:
+    """The run's tokenizer from one of its other nodes; waits until one gives it. Raises UsageError, TransportLost."""
+    from peer.corpus.tokenizer import check_document_end
+
+    manifest, pause = node.manifest, FIRST_PAUSE
+    nodes = [peer for peer in dict.fromkeys((*peers_of(node.others), *manifest.operators)) if peer != node.key.peer_id]
+    log = reader.Remote(transport, nodes, archive.blobs)
+    try:
+        while True:
+            try:
+                await transport.connect(node.others, timeout=REACH_SECONDS)
+                raw = await log.tokenizer(manifest)
+                break
+            except (RemoteError, UsageError) as error:
+                if pause == FIRST_PAUSE:
+                    text = f"tokenizer: none of the run's other nodes gives it ({error}); this node asks again until one does"
+                    emit(events.Warning(text=text))
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+    finally:
+        await log.aclose()
+    check_document_end(manifest.model, raw)
+    archive.save_tokenizer(raw)
+    if node.text is None and not manifest.data.mirrors:
+        text = "text: peers fetch it from the run's other nodes; to serve it here, too, copy the corpus of one, and add --corpus FOLDER"
+        emit(events.Warning(text=text))
+
+
+command = with_options(hosting, lambda read, context: running.run(serve(read), log=read.keywords["log_file"]))
