@@ -45,9 +45,9 @@ from protocol.round.member import Member
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints
+from protocol.wire.calls import Handover
 from protocol.wire.commit import Commit, Part
 from protocol.wire.encoding import Message
-from protocol.wire.handover import Handover
 from protocol.wire.session import Offer, Offered
 
 T = TypeVar("T")

@@ -30,9 +30,9 @@ from protocol.ledger.scoring import Scoring, Turn
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds
+from protocol.wire.claims import Mark, Score
 from protocol.wire.commit import Commit, Contribution
 from protocol.wire.encoding import Message
-from protocol.wire.score import Mark, Score
 
 STEP = 0.125
 SECONDS = 60.0
@@ -86,7 +86,7 @@ class Scorer:
     async def score(self, turn: Turn, log: Mapping[int, Commit], measure: Movable, aside: Aside) -> None:
         """Measures what is due, and tells it. Raises PotluckError."""
         commit, marks = log[turn.round], list[Mark]()
-        pool = await self._text.held_out(scoring.POOL)
+        pool = await self._text.held_out(scoring.HELD_OUT_POOL)
         other = pool[scoring.held_out(self._manifest, commit, len(pool))]
         plain = await aside(self._loss, measure, other)
         for contribution in commit.contributions:

@@ -14,14 +14,14 @@ from peer.ui.lines import Note, describe
 from peer.ui.names import Names
 from peer.ui.text import LONGEST, blocks, called, cleaned, mean_loss, readable
 from peer.ui.utilization import Bottleneck, bottleneck
-from protocol.ledger.witnesses import Witnesses
 from protocol.planning import memory
 from protocol.round import attestations
+from protocol.round.attestations import Witnesses
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import NODE_DEVICE, Announcement, ChainReport
+from protocol.wire.claims import Evaluation
 from protocol.wire.commit import Diverged
-from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import extend
 

@@ -2,22 +2,46 @@
 
 Entries. Of every tile of n elements the k' largest are kept (protocol/codec/topk.py).
 
-Values: `sym2`, `ref2` or `fp32` (protocol/codec/two_bit.py).
+Values: `sym2`, `ref2` or `fp32` (protocol/codec/sparse.py).
 
 Indices within the tile, tile by tile and ascending within one.
-- `rice`: the gaps' low bits and unary quotients (protocol/codec/rice.py); docs/adr/0006-rice-coded-indices.md says why.
+- `rice`: the gaps' low bits and unary quotients (protocol/codec/sparse.py); docs/adr/0006-rice-coded-indices.md says
+  why.
 - `fixed`: ceil(log2 n) bits each: 14 bits per entry for tiles of 4096, and a length that is known beforehand.
 
-Payload, little-endian: header `PSp`, version (u8), value format (u8: 0 fp32, 1 sym2, 2 ref2), index format (u8: 0 fixed,
-1 rice), k (u16); for `rice` each segment's bytes of quotients (u32 each). Then for each tensor its centroids (sym2: lo, hi;
-ref2: four; fp32: none) as fp32, and its segments. A segment is as many whole bands of tiles as have at most 2^16 n / k' elements, or
-one; it has the indices, or the gaps' low bits, as planes; the codes, four to a byte (or fp32 values); the quotients. Each
-field ends at a whole byte. An update has one payload only, and `decode` refuses every other, so equal updates have equal
-digests.
+Payload, little-endian: header `PSp`, version (u8), value format (u8: 0 fp32, 1 sym2, 2 ref2), index format (u8: 0
+fixed, 1 rice), k (u16); for `rice` each segment's bytes of quotients (u32 each). Then for each tensor its centroids
+(sym2: lo, hi; ref2: four; fp32: none) as fp32, and its segments. A segment is as many whole bands of tiles as have at
+most 2^16 n / k' elements, or one; it has the indices, or the gaps' low bits, as planes; the codes, four to a byte (or
+fp32 values); the quotients. Each field ends at a whole byte. An update has one payload only, and `decode` refuses every
+other, so equal updates have equal digests.
 
-Work goes block by block, over as many threads as `run` has. Beside its result `apply` needs for each thread some MB and 6
-bytes per contribution for the entries of a segment, `decode` 20 bytes for each of them; `encode` needs 14 bytes for each entry
-of a tensor (`ref2`: 46) and some MB, for each thread. What a payload says changes none of that.
+Work goes block by block, over as many threads as `run` has. Beside its result `apply` needs for each thread some MB and
+6 bytes per contribution for the entries of a segment, `decode` 20 bytes for each of them; `encode` needs 14 bytes for
+each entry of a tensor (`ref2`: 46) and some MB, for each thread. What a payload says changes none of that.
+
+How the kept values of a tensor become codes of two bits: the formats `sym2` and `ref2` of protocol/codec/sparse.py, and
+`fp32` without.
+
+All means are float64; every centroid is rounded once to fp32.
+- `sym2`: code = sign bit + 2 * magnitude bit. With m = |v| over all kept entries of the tensor, summed in ascending
+  order: t = mean(m); then eight times: lo = mean(m <= t), hi = mean(m > t), t = (lo + hi) / 2; an empty class takes the
+  other's mean. The magnitude bit is m > t; the value is +-lo or +-hi. Zero counts as positive.
+- `ref2`, the reference code's quantizer: c = v - mean(v), s = 6 std(v) / 4 (std with n - 1; s = 1 where that is 0),
+  code = clip(rint(c / s + 2), 0, 3); the value is mean(v) + the mean of c within the bin (0 for an empty bin).
+- `fp32`: the value itself.
+
+Streams of bits: numbers of a fixed width as planes, and the gaps of index sets in Rice codes.
+
+Planes: numbers of b bits are stored as the lowest bit of all of them, then the next bit of all of them, and so on. Bits
+fill a byte from the lowest; what is left of the last byte is zero.
+
+Rice codes (Rice, 1979), for sets of k of n indices: the gap g between neighbours, g = i - (index before it in the set,
+or -1) - 1 >= 0, as its r low bits, in planes, and in another stream its quotient g >> r in unary: so many 0 and a 1. r
+is the least that minimizes the longest set, k (1 + r) + ((n - k) >> r) bits.
+
+Whoever reads trusts nothing: what the writers here cannot have made raises Malformed, and memory is reserved only for
+what the caller's counts and the bytes at hand stand for.
 """
 
 from __future__ import annotations
@@ -32,11 +56,93 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codec import rice, topk, two_bit
-from protocol.codec.rice import Bytes
-from protocol.codec.settings import INDICES, VALUES, Codec
+from protocol.codec import topk
+from protocol.codec.formats import INDICES, VALUES, Codec
 from protocol.codec.topk import Array, Empty, Kept, Map, Positions, Tiled, Tiling
 from protocol.errors import PotluckError
+
+_STEP = 1 << 14  # gaps in the cache at a time
+
+Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+
+
+class Malformed(ValueError):
+    """The bytes are not what the writer makes."""
+
+
+def packed_size(count: int, bits: int) -> int:
+    """Bytes of `count` numbers of `bits` bits."""
+    return -(-count * bits // 8)
+
+
+def pack_planes(numbers: Numbers, bits: int) -> bytes:
+    """`bits` planes: the lowest bit of each number, then the next bit of each, without gaps."""
+    planes = np.empty((bits, numbers.size), dtype=bool)
+    for bit, plane in enumerate(planes):
+        np.not_equal(numbers & numbers.dtype.type(1 << bit), 0, out=plane)
+    return np.packbits(planes, bitorder="little").tobytes()
+
+
+def unpack_planes(raw: Bytes, bits: int, count: int) -> Numbers:
+    """The inverse of `pack`, as the narrowest type. Raises Malformed if the padding is not zero."""
+    flat = np.unpackbits(raw, bitorder="little")
+    if flat[count * bits :].any():
+        raise Malformed("padding is not zero")
+    numbers: Numbers = np.zeros(count, dtype=np.uint8) if bits <= 8 else np.zeros(count, dtype=np.uint16)
+    for plane in flat[: count * bits].reshape(bits, count)[::-1]:
+        numbers += numbers  # a shift, but faster
+        numbers |= plane
+    return numbers
+
+
+@functools.lru_cache(maxsize=256)
+def rice_parameter(n: int, k: int) -> int:
+    """r for sets of k of n indices."""
+    return min(range(n.bit_length()), key=lambda r: k * (1 + r) + ((n - k) >> r))
+
+
+def quotients_size(n: int, k: int, sets: int) -> tuple[int, int]:
+    """The least and the most bytes of the unary quotients of so many sets."""
+    most = k + ((n - k) >> rice_parameter(n, k))
+    return -(-sets * k // 8), -(-sets * most // 8)
+
+
+def rice(index_SK: npt.NDArray[np.uint16], n: int) -> tuple[bytes, bytes]:
+    """Low bits and quotients of sets [sets, k] of indices below n, ascending within a set."""
+    gap_SK = index_SK.copy()
+    gap_SK[:, 1:] -= index_SK[:, :-1] + np.uint16(1)
+    gap, r = gap_SK.reshape(-1), rice_parameter(n, index_SK.shape[1])
+    ends = np.cumsum((gap >> np.uint16(r)) + np.uint16(1), dtype=np.int64)
+    unary = np.zeros(int(ends[-1]), dtype=bool)
+    unary[ends - 1] = True
+    return pack_planes(gap & np.uint16((1 << r) - 1), r), np.packbits(unary, bitorder="little").tobytes()
+
+
+def unrice(low: Bytes, quotients: Bytes, n: int, k: int, sets: int) -> npt.NDArray[np.uint16]:
+    """The inverse of `rice`: [sets, k], ascending and below n. Raises Malformed."""
+    r = rice_parameter(n, k)
+    low_SK = unpack_planes(low, r, sets * k).reshape(sets, k)
+    ends = np.flatnonzero(np.unpackbits(quotients, bitorder="little").view(bool))
+    if ends.size != sets * k or quotients[-1] == 0:
+        raise Malformed("quotients are not one for each entry")
+    # i = (the quotients of its set so far, 2^r times) + (their low bits, l) + j for the j-th of a set, from 0. The quotients add
+    # up to the number of 0 since the set began: end - start - j. And l + j - 2^r j = 2^r - 1 - (the sum of 2^r - 1 - low).
+    ends_SK = ends.reshape(sets, k)
+    starts = np.concatenate([[0], ends_SK[:-1, -1] + 1]) << r
+    starts -= (1 << r) - 1
+    low_SK ^= low_SK.dtype.type((1 << r) - 1)
+    index_SK = np.empty((sets, k), dtype=np.uint16)
+    step = max(1, _STEP // k)
+    for at in range(0, sets, step):
+        i_SK = ends_SK[at : at + step] << r
+        i_SK -= starts[at : at + step, None]
+        i_SK -= np.cumsum(low_SK[at : at + step], axis=1, dtype=np.int32)
+        if i_SK[:, -1].max() >= n:
+            raise Malformed("indices are out of range")
+        index_SK[at : at + step] = i_SK
+    return index_SK
+
 
 _HEADER = struct.Struct("<3sBBBH")
 _MAGIC, _VERSION = b"PSp", 2
@@ -104,20 +210,20 @@ def _cut(tiling: Tiling, elements: int) -> tuple[Tiling, ...]:
 
 def _index_bits(codec: Codec, tiling: Tiling) -> int:
     """Width of the planes: whole indices, or the gaps' low bits."""
-    return rice.rice_parameter(tiling.n, tiling.keep) if codec.indices == "rice" else (tiling.n - 1).bit_length()
+    return rice_parameter(tiling.n, tiling.keep) if codec.indices == "rice" else (tiling.n - 1).bit_length()
 
 
 @functools.lru_cache(maxsize=4096)
 def _fields(codec: Codec, part: Tiling) -> tuple[int, int]:
     """Bytes of a segment's index planes and values."""
-    values = 4 * part.entries if codec.values == "fp32" else rice.packed_size(part.entries, 2)
-    return rice.packed_size(part.entries, _index_bits(codec, part)), values
+    values = 4 * part.entries if codec.values == "fp32" else packed_size(part.entries, 2)
+    return packed_size(part.entries, _index_bits(codec, part)), values
 
 
 @functools.lru_cache(maxsize=4096)
 def _quotients(part: Tiling) -> tuple[int, int]:
     """The least and the most bytes of a segment's quotients."""
-    return rice.quotients_size(part.n, part.keep, part.tiles)
+    return quotients_size(part.n, part.keep, part.tiles)
 
 
 def _header(codec: Codec) -> bytes:
@@ -138,7 +244,8 @@ def encode(codec: Codec, arrays: Sequence[npt.NDArray[np.floating]], run: Map = 
 
 
 def pack(codec: Codec, tensors: Iterable[Kept], run: Map = map) -> bytes:
-    """The payload of what is kept of each tensor, wherever it was selected. Raises PayloadError if a value is not finite."""
+    """The payload of what is kept of each tensor, wherever it was selected. Raises PayloadError if a value is not
+    finite."""
     lengths, pieces = [], []
     for centroids, segments in run(functools.partial(_tensor, codec), tensors):
         pieces.append(centroids)
@@ -153,7 +260,7 @@ def _tensor(codec: Codec, kept: Kept) -> tuple[bytes, list[list[bytes]]]:
     """Centroids of one tensor, and the fields of its segments."""
     if not np.isfinite(kept.values).all():  # what is not finite is always among the largest
         raise PayloadError("update: has values that are not finite; nothing can be sent of it")
-    centroids, codes = two_bit.quantize(codec.values, kept.values)
+    centroids, codes = quantize(codec.values, kept.values)
     segments = [_written(codec, kept, codes, part) for part in _segments(kept.tiling)]
     return centroids.astype("<f4").tobytes(), segments
 
@@ -162,10 +269,10 @@ def _written(codec: Codec, kept: Kept, codes: Bytes, part: Tiling) -> list[bytes
     """The fields of one segment; with `rice` the quotients are the last."""
     index_SK = kept.index_TK[part.first : part.first + part.tiles]
     here = slice(part.first * part.keep, (part.first + part.tiles) * part.keep)
-    field = kept.values[here].astype("<f4").tobytes() if codec.values == "fp32" else two_bit.fours(codes[here])
+    field = kept.values[here].astype("<f4").tobytes() if codec.values == "fp32" else fours(codes[here])
     if codec.indices == "fixed":
-        return [rice.pack(index_SK.reshape(-1), _index_bits(codec, part)), field]
-    low, quotients = rice.rice(index_SK, part.n)
+        return [pack_planes(index_SK.reshape(-1), _index_bits(codec, part)), field]
+    low, quotients = rice(index_SK, part.n)
     return [low, field, quotients]
 
 
@@ -201,7 +308,8 @@ def decode(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memor
 
 
 def decode_tiles(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memoryview) -> list[Tiled]:
-    """What `decode` finds, in the form in which it takes least time and memory. Raises PayloadError where `decode` does."""
+    """What `decode` finds, in the form in which it takes least time and memory. Raises PayloadError where `decode`
+    does."""
     result = []
     for number, (shape, tensor) in enumerate(zip(shapes, _open(codec, shapes, payload), strict=True)):
         tiling = topk.tiling(tuple(shape), codec.topk)
@@ -242,8 +350,9 @@ def apply(
     run: Map = map,
     empty: Empty = topk.in_memory,
 ) -> list[Array]:
-    """New arrays x - eta * total, total = 0 + w_1 sent_1 + w_2 sent_2 + ... over (weight, payload) in the given order. `empty`
-    makes them. A thread of `run` takes a segment at a time: to wait for each other costs many threads more than they share.
+    """New arrays x - eta * total, total = 0 + w_1 sent_1 + w_2 sent_2 + ... over (weight, payload) in the given order.
+    `empty` makes them. A thread of `run` takes a segment at a time: to wait for each other costs many threads more than
+    they share.
 
     Every operation is rounded to fp32 on its own, multiply and add apart. Raises PayloadError.
     """
@@ -332,7 +441,8 @@ def _table(codec: Codec, number: int, raw: Bytes) -> Array:
 def _read(
     codec: Codec, part: Tiling, number: int, table: Array, raw: Bytes, weight: np.float32
 ) -> tuple[npt.NDArray[np.uint16], Array]:
-    """Indices within their tile and weight * values, [tiles, k'] each, of a segment of tensor `number`. Raises PayloadError."""
+    """Indices within their tile and weight * values, [tiles, k'] each, of a segment of tensor `number`. Raises
+    PayloadError."""
     low, rest = _fields(codec, part)
     planes, field, quotients = raw[:low], raw[low : low + rest], raw[low + rest :]
     shape = part.tiles, part.keep
@@ -340,17 +450,73 @@ def _read(
         if codec.values == "fp32":
             values = field.view("<f4").astype(np.float32)
             if not np.isfinite(values).all():
-                raise rice.Malformed("values are not finite")
+                raise Malformed("values are not finite")
             values *= weight
         else:
             if _CODES[field[-1], part.entries % 4 or 4 :].any():
-                raise rice.Malformed("padding is not zero")
+                raise Malformed("padding is not zero")
             values = (weight * table)[_CODES].take(field, axis=0).reshape(-1)[: part.entries]
         if codec.indices == "rice":
-            return rice.unrice(planes, quotients, part.n, part.keep, part.tiles), values.reshape(shape)
-        index_SK = rice.unpack(planes, _index_bits(codec, part), part.entries).astype(np.uint16).reshape(shape)
+            return unrice(planes, quotients, part.n, part.keep, part.tiles), values.reshape(shape)
+        index_SK = unpack_planes(planes, _index_bits(codec, part), part.entries).astype(np.uint16).reshape(shape)
         if index_SK[:, -1].max() >= part.n or (index_SK[:, 1:] <= index_SK[:, :-1]).any():
-            raise rice.Malformed("indices are out of range or not ascending")
+            raise Malformed("indices are out of range or not ascending")
         return index_SK, values.reshape(shape)
-    except rice.Malformed as error:
+    except Malformed as error:
         raise PayloadError(f"payload: tensor {number}: {error}; refused") from None
+
+
+_CHUNK = 1 << 12  # values summed up at a time: of so many the sum is made anew for each of eight thresholds
+
+
+def quantize(kind: str, v: Array) -> tuple[npt.NDArray[np.float64], Bytes]:
+    """Centroids and codes [entries] of the kept values `v` of one tensor (see the module's docstring)."""
+    if kind == "fp32":
+        return np.zeros(0), np.zeros(0, dtype=np.uint8)
+    if kind == "sym2":
+        lo, hi, t = _two_means(v)
+        return np.array([lo, hi]), (v < 0).view(np.uint8) | (np.abs(v) > t).view(np.uint8) << np.uint8(1)
+    v64 = v.astype(np.float64)
+    shift = v64.mean()
+    c = v64 - shift
+    std = math.sqrt(np.square(c).sum() / (c.size - 1)) if c.size > 1 else 0.0
+    codes = np.clip(np.rint(c / (6 * std / 4 or 1.0) + 2), 0, 3).astype(np.int64)
+    counts = np.bincount(codes, minlength=4)
+    sums = np.bincount(codes, weights=c, minlength=4)
+    return shift + sums / np.maximum(counts, 1), codes.astype(np.uint8)
+
+
+def fours(codes: Bytes) -> bytes:
+    """Four codes to a byte, the first in its lowest bits; zeros at the end."""
+    whole = np.zeros((-(-codes.size // 4), 4), dtype=np.uint8)
+    whole.reshape(-1)[: codes.size] = codes
+    whole <<= np.arange(0, 8, 2, dtype=np.uint8)
+    return np.bitwise_or.reduce(whole, axis=1).tobytes()
+
+
+def _two_means(v: Array) -> tuple[float, float, np.float32]:
+    """lo, hi and the largest fp32 that is at most t: fp32 values are above it if, and only if, they are above t."""
+    m = np.abs(v)
+    m.sort()
+    sums = [0.0]  # of the first 0, _CHUNK, 2 _CHUNK, ... values
+    for start in range(0, m.size, _CHUNK):
+        sums.append(_add_up(sums[-1], m[start : start + _CHUNK]))
+    t = sums[-1] / m.size
+    lo = hi = t
+    for _ in range(8):
+        low = int(np.searchsorted(m, _at_most(t), side="right"))
+        below = _add_up(sums[low // _CHUNK], m[low // _CHUNK * _CHUNK : low])
+        hi = (sums[-1] - below) / (m.size - low) if low < m.size else below / low
+        lo = below / low if low else hi
+        t = (lo + hi) / 2
+    return lo, hi, _at_most(t)
+
+
+def _add_up(start: float, values: Array) -> float:
+    """start + values[0] + values[1] + ..., one after the other."""
+    return float(np.cumsum(np.concatenate([[start], values]))[-1])
+
+
+def _at_most(t: float) -> np.float32:
+    rounded = np.float32(t)
+    return rounded if float(rounded) <= t else np.nextafter(rounded, np.float32(-np.inf))

@@ -1,14 +1,14 @@
-"""How much a commit may say, so that everybody can read it: a record that was appended and cannot be read loses the run.
+"""Bounds on the size of a commit, so that every reader can read its record. Pure.
 
-A reader bounds a message (protocol/wire/framing.py: bytes and values; protocol/wire/schema.py: entries of one list). What a leader
-proposes stays below that by construction, whatever the peers do: a plan is cut (`bounded`) so that both
+A reader bounds a message in bytes and values (protocol/wire/framing.py) and entries of a list (protocol/wire/schema.py).
+A plan is cut (`bounded`) so that both
 
     this commit    what it says of the round + the plan                                            <=  budget
     the next one   the most that it can say of the plan's replicas + a plan that is no longer      <=  budget
 
-where the budget is what a reader takes, less envelope, fixed fields, digests, MAX_DIVERGED, MAX_SPARES and REASONS. What is said is
-encoded to be counted; of the next commit the longest contributions that there can be are. Divergences and reasons beyond
-their bounds are not told (`foremost`, `shortened`); who was not told of its divergence is told in a later round.
+The budget is the reader's limit less the longest commit without replicas: envelope, digests, claims, decree,
+MAX_DIVERGED, MAX_SPARES and REASONS_BYTES. Divergences and reasons beyond their bounds are left out (`foremost`,
+`shortened`), and divergences are reported in a later round.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
-from protocol.wire.audit import Audit
 from protocol.wire.bounds import LONGEST_PLACE
+from protocol.wire.claims import LONGEST_SAMPLE, MAX_MARKS, Audit, Evaluation, Mark, Score
 from protocol.wire.commit import (
     MAX_AUDITS,
     MAX_EVALUATIONS,
@@ -36,32 +36,33 @@ from protocol.wire.commit import (
 )
 from protocol.wire.decree import (
     ACTIONS,
+    LONGEST_NOTE,
     LONGEST_REASON,
     MAX_APPOINTED,
+    MAX_JOINED,
     MAX_OPERATORS,
     MAX_PLACES,
     Board,
     Decree,
     Enacted,
+    Invitation,
+    Joined,
     Limits,
     Operator,
     Schedule,
 )
-from protocol.wire.evaluation import LONGEST_SAMPLE, Evaluation
-from protocol.wire.invitation import LONGEST_NOTE, MAX_JOINED, Invitation, Joined
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import packed
-from protocol.wire.score import MAX_MARKS, Mark, Score
 
 MAX_DIVERGED = 4096
 """Entries of one commit."""
-STRANGERS = 64
+MAX_STRANGERS_DIVERGED = 64
 """Of them, those of peers that the plan does not name."""
 MAX_SPARES = 4096
 """Of one plan; who is neither in a replica nor a spare waits for a later plan."""
-REASONS = 256 * 1024
+REASONS_BYTES = 256 * 1024
 """Bytes that the reasons of all left-out replicas of a commit take together."""
-SHORTEST = 24
+SHORTEST_REASON_BYTES = 24
 """Bytes that a reason may always have."""
 _PEER, _DIGEST, _INTEGER, _NUMBER = "P" * 64, "d" * 64, 2**63, 1 / 3
 """The longest that there are of each kind, as they are encoded (protocol/identity.py takes no longer peer id)."""
@@ -138,7 +139,7 @@ def budget(manifest: Manifest) -> Cost:
         longest_joined().times(MAX_JOINED),
         cost(Diverged(peer=_PEER, shard=longest)).times(MAX_DIVERGED),
         cost(_PEER).times(MAX_SPARES),
-        Cost(REASONS + 64, 0),  # and what the heads of seven long lists and maps take
+        Cost(REASONS_BYTES + 64, 0),  # and what the heads of seven long lists and maps take
     ]
     return functools.reduce(Cost.__sub__, reserved, Cost(framing.MAX_MESSAGE, framing.MAX_VALUES))
 
@@ -153,7 +154,8 @@ def _envelope() -> Cost:
 
 
 def can_be_read(commit: Commit) -> bool:
-    """Whether its record can be read, whoever votes for it. A commit that came as another message may be too long for that."""
+    """Whether its record can be read, whoever votes for it. A commit that came as another message may be too long for
+    that."""
     try:
         return (cost(commit) + _envelope()).is_within(Cost(framing.MAX_MESSAGE, framing.MAX_VALUES))
     except framing.FrameError:
@@ -233,16 +235,18 @@ def _longest_contribution(stages: int) -> Cost:
 
 @functools.lru_cache(maxsize=64)
 def _left_out(peers: int) -> Cost:
-    """What a commit says of a replica that is left out and of so many peers who made its work, beside the REASONS."""
-    out = LeftOut(replica=_INTEGER, reason="r" * SHORTEST, judged=_PEER, peers=(_PEER,) * peers, probation=True)
+    """What a commit says of a replica that is left out and of so many peers who made its work, beside the REASONS_BYTES."""
+    out = LeftOut(
+        replica=_INTEGER, reason="r" * SHORTEST_REASON_BYTES, judged=_PEER, peers=(_PEER,) * peers, probation=True
+    )
     return cost(out)
 
 
 def bounded(
     manifest: Manifest, plan: Plan, contributions: tuple[Contribution, ...] = (), left_out: Sequence[LeftOut] = ()
 ) -> Plan:
-    """`plan` with as many of its replicas, the first ones, as there is space for in a commit with these contributions and these
-    `left_out`, and in the next one for what it says of them; the members of the others are spares."""
+    """`plan` with as many of its replicas, the first ones, as there is space for in a commit with these contributions
+    and these `left_out`, and in the next one for what it says of them; the members of the others are spares."""
     whole = budget(manifest)
     said = functools.reduce(Cost.__add__, (_left_out(len(x.peers)) for x in left_out), cost(contributions))
     decided, planned = _longest_contribution(1).times(len(plan.seats)), cost(plan.seats)
@@ -265,19 +269,19 @@ def bounded(
 
 
 def foremost(diverged: Sequence[Diverged], plan: Plan | None) -> tuple[Diverged, ...]:
-    """At most MAX_DIVERGED of `diverged`; those of the members of `plan`, whose work waits for it, before all others, of whom at most
-    STRANGERS: anybody may attest anything, and the log is for ever."""
+    """At most MAX_DIVERGED of `diverged`; those of the members of `plan`, whose work waits for it, before all others,
+    of whom at most MAX_STRANGERS_DIVERGED: anybody may attest anything, and the log is for ever."""
     planned = {peer for replica in (plan.replicas if plan else ()) for peer in replica.peers}
     named = {peer for replica in (plan.forming if plan else ()) for peer in replica.peers}
     named.update(plan.spares if plan else ())
-    strangers = [d for d in diverged if d.peer not in planned and d.peer not in named][:STRANGERS]
+    strangers = [d for d in diverged if d.peer not in planned and d.peer not in named][:MAX_STRANGERS_DIVERGED]
     first = [d for d in diverged if d.peer in planned]
     return (*first, *(d for d in diverged if d.peer in named and d.peer not in planned), *strangers)[:MAX_DIVERGED]
 
 
 def shortened(left_out: Sequence[LeftOut]) -> tuple[LeftOut, ...]:
-    """The same, with reasons that take at most REASONS bytes together."""
-    most = max(SHORTEST, REASONS // max(len(left_out), 1))
+    """The same, with reasons that take at most REASONS_BYTES bytes together."""
+    most = max(SHORTEST_REASON_BYTES, REASONS_BYTES // max(len(left_out), 1))
     return tuple(
         x if len(x.reason.encode()) <= most else dataclasses.replace(x, reason=_cut(x.reason, most)) for x in left_out
     )

@@ -1,12 +1,15 @@
-"""What a machine offers of its memory, and whether that is enough: for a stage, for a spare, for what is computed beside training. Pure.
+"""What a machine offers of its memory, and whether that is enough: for a stage, for a spare, for what is computed
+beside training. Pure.
 
-A stage needs `own` bytes of what trains, and `host` bytes of the host beside that (protocol/planning/memory.py: stage_memory, host_memory).
+A stage needs `own` bytes of what trains, and `host` bytes of the host beside that (protocol/planning/memory.py:
+stage_memory, host_memory).
 
     a processor, or a GPU that computes as one (`mps`)    one budget; all that a stage needs is its own
     a GPU with memory of its own                          two budgets, each of which must be enough
     a GPU that uses the host's memory (integrated)        one budget, for both together
 
-A peer measures what it has. Of the host beside a GPU it may not be known, in a plan of machines that there might be: then it is taken to be enough.
+A peer measures what it has. Of the host beside a GPU it may not be known, in a plan of machines that there might be:
+then it is taken to be enough.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ Bytes = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What Potluck may use above an idle process. `memory_bytes`: of what trains; `device`: what that is; `host_bytes`: of the host
-    beside a GPU, 0 where the GPU uses the host's memory, None where it is not known. A processor has no `host_bytes`."""
+    """What Potluck may use above an idle process. `memory_bytes`: of what trains; `device`: what that is; `host_bytes`:
+    of the host beside a GPU, 0 where the GPU uses the host's memory, None where it is not known. A processor has no
+    `host_bytes`."""
 
     memory_bytes: int
     device: str = CPU
@@ -98,8 +102,8 @@ def most_blocks(manifest: Manifest, budget: Budget) -> int:
 
 
 def smallest_stage(manifest: Manifest, device: str = CPU) -> Bytes:
-    """What the least demanding stage of one block needs, or the whole model where it is for full replicas only: a peer with less of either
-    cannot take part."""
+    """What the least demanding stage of one block needs, or the whole model where it is for full replicas only: a peer
+    with less of either cannot take part."""
     layers, needs = manifest.model.n_layers, needs_by_range(manifest, device)
     some = [needs[a, b] for a, b in [(0, layers), *((i, i + 1) for i in range(layers))]]
     some = [need for need in some if need[0] < NEVER]
@@ -149,8 +153,8 @@ def _copy_bytes(manifest: Manifest) -> int:
 
 
 def has_room_to_audit(manifest: Manifest, budget: Budget) -> bool:
-    """Whether there is room for a second trainer of the whole model and what a third one has learned, for the states at which they begin, and for the moments
-    with which they do, beside whatever it is given to train."""
+    """Whether there is room for a second trainer of the whole model and what a third one has learned, for the states at
+    which they begin, and for the moments with which they do, beside whatever it is given to train."""
     gpu, layers, model = on_gpu(budget.device), manifest.model.n_layers, manifest.model
     one = needs_of(manifest, 0, layers, budget.device)
     joined = needs_of(manifest, 0, layers, budget.device, _most_joined(manifest, budget))
@@ -167,8 +171,9 @@ def has_room_to_audit(manifest: Manifest, budget: Budget) -> bool:
 
 
 def joined(manifest: Manifest, micro_batches: int, budget: Budget, devices: int = 1) -> int:
-    """How many of an inner step's micro-batches a full replica computes as one, which is the same mathematics: a GPU needs many tokens at once to be busy.
-    A number that divides them, no more than there is memory for, and so few that each of `devices` has one."""
+    """How many of an inner step's micro-batches a full replica computes as one, which is the same mathematics: a GPU
+    needs many tokens at once to be busy. A number that divides them, no more than there is memory for, and so few that
+    each of `devices` has one."""
     most = min(_most_joined(manifest, budget), micro_batches // devices)
     return next((count for count in range(most, 1, -1) if micro_batches % count == 0), 1)
 
@@ -185,10 +190,12 @@ def _most_joined(manifest: Manifest, budget: Budget) -> int:
 
 
 def depths(manifest: Manifest, first: int, last: int, budget: Budget) -> Depths:
-    """For how many micro-batches under way there is memory. The host beside a GPU has room for the frames of all of a step's.
+    """For how many micro-batches under way there is memory. The host beside a GPU has room for the frames of all of a
+    step's.
 
-    Whoever computes activations anew keeps those of one micro-batch, and so does the last stage, which goes backward right after forward. A
-    stage that has room for the activations of less than a window lets none wait: it computes anew.
+    Whoever computes activations anew keeps those of one micro-batch, and so does the last stage, which goes backward
+    right after forward. A stage that has room for the activations of less than a window lets none wait: it computes
+    anew.
     """
     device = budget.device
     one, frame = memory.activation_bytes(manifest, first, last, device), memory.frame_bytes(manifest, first, last)

@@ -1,7 +1,8 @@
-"""Network coordinates: a place for each peer, so that the distance of two of them is about the one-way latency between them. Pure.
+"""Network coordinates: a place for each peer, so that the distance of two of them is about the one-way latency between
+them. Pure.
 
-Vivaldi (Dabek et al., SIGCOMM 2004, section 2.5). After every measured latency d, in ms, to a peer that says it is at x_j and that its
-distances are off by the share e_j, ours move towards where they would be right:
+Vivaldi (Dabek et al., SIGCOMM 2004, section 2.5). After every measured latency d, in ms, to a peer that says it is at
+x_j and that its distances are off by the share e_j, ours move towards where they would be right:
 
     w    = e / (e + e_j)                      the less sure of the two moves more
     e   += FACTOR w (| |x - x_j| - d | / d - e)
@@ -28,8 +29,8 @@ LEAST_LATENCY = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a peer takes itself to be. `at`: AXES coordinates in ms; `error`: by which share its distances are off, about, 1 for a
-    peer that knows nothing."""
+    """Where a peer takes itself to be. `at`: AXES coordinates in ms; `error`: by which share its distances are off,
+    about, 1 for a peer that knows nothing."""
 
     at: tuple[float, ...] = (0.0,) * AXES
     error: float = 1.0
@@ -47,8 +48,8 @@ def distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
 
 
 def moved(place: Place, other: Place, latency: float) -> Place:
-    """Ours after a latency of so many ms, one way, was measured to `other`. Nobody is pushed away from the very same place: who begins,
-    begins at a place by chance, or all would stay on one line."""
+    """Ours after a latency of so many ms, one way, was measured to `other`. Nobody is pushed away from the very same
+    place: who begins, begins at a place by chance, or all would stay on one line."""
     latency = min(max(latency, LEAST_LATENCY), FARTHEST)
     away = distance(place.at, other.at)
     error, theirs = max(place.error, LEAST_ERROR), max(other.error, LEAST_ERROR)

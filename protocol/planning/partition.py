@@ -1,15 +1,16 @@
 """Which blocks each member of a chain has, and when they move.
 
-Blocks of a
-chain move between its members, whose order stays, only when it pays. With t, t' the slowest stage's seconds before and after,
+Blocks of a chain move between its members, whose order stays, only when it pays. With t, t' the slowest stage's seconds
+before and after,
 
     all speeds are known                a guess moves nothing
-    t' <= 0.8 t                         speeds that wobble by 10 % either way differ by 1.1 / 0.9 < 1 / 0.8: nothing moves for them
+    t' <= 0.8 t                         speeds that wobble by 10 % either way differ by 1.1 / 0.9 < 1 / 0.8: nothing
+                                        moves for them
     8 bytes moved / slowest link <= 10 rounds x min(inner steps x micro-batches x t, round's deadline) x (1 - t' / t)
 
-that is, the moved shards' fp32 state, over the slowest uplink or downlink that a member announced, takes no longer than what is saved
-in 10 rounds: so long we trust members to stay as they are, and it is the default distance of checkpoints. A round never lasts longer than its
-deadline. That a chain may have to wait for its links is left out.
+that is, the moved shards' fp32 state, over the slowest uplink or downlink that a member announced, takes no longer than
+what is saved in 10 rounds: so long we trust members to stay as they are, and it is the default distance of checkpoints.
+A round never lasts longer than its deadline. That a chain may have to wait for its links is left out.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-GAIN = 0.8
+MOVE_GAIN = 0.8
 HORIZON_ROUNDS = 10
 """When a chain's blocks move; see the module's docstring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A peer that is announced, connected and ready. The first fields are those of its announcement, 0 where it does not
-    know. `coordinates`: its place, in milliseconds, so that the one-way latency between two peers is about their distance
-    (Dabek et al., Vivaldi, SIGCOMM 2004); empty: unknown. `presence`: in which share of the recent rounds it was there.
-    `reachable`: as announced; two who are `private` may need a relay between them. `apart`: peers whom it cannot reach, not
-    even through relays, or with whom it has a quarrel; `alone`: whether it may be a full replica only, as far as others can tell
-    (protocol/round/quarrels.py). `range`: the range of addresses that it comes from, as this node sees it (protocol/ledger/ranges.py);
-    empty where that limits nothing. `device`: what trains, whose memory `memory_bytes` is; `host_bytes`: of the host beside it, as a
-    Budget has it."""
+    """A peer that is announced, connected and ready. The first fields are those of its announcement, 0 where it does
+    not know. `coordinates`: its place, in milliseconds, so that the one-way latency between two peers is about their
+    distance (Dabek et al., Vivaldi, SIGCOMM 2004); empty: unknown. `presence`: in which share of the recent rounds it
+    was there. `reachable`: as announced; two who are `private` may need a relay between them. `apart`: peers whom it
+    cannot reach, not even through relays, or with whom it has a quarrel; `alone`: whether it may be a full replica
+    only, as far as others can tell (protocol/round/quarrels.py). `range`: the range of addresses that it comes from, as
+    this node sees it (protocol/ledger/ranges.py); empty where that limits nothing. `device`: what trains, whose memory
+    `memory_bytes` is; `host_bytes`: of the host beside it, as a Budget has it."""
 
     peer: str
     memory_bytes: int
@@ -78,8 +79,8 @@ def candidate(announcement: Announcement) -> Candidate:
 
 
 def pairs_apart(candidates: Sequence[Candidate]) -> NDArray[np.int64]:
-    """Those pairs of n of which one says that it cannot reach the other, both ways round, ascending: the one's number times n, plus the
-    other's."""
+    """Those pairs of n of which one says that it cannot reach the other, both ways round, ascending: the one's number
+    times n, plus the other's."""
     import numpy as np
 
     number = {c.peer: i for i, c in enumerate(candidates)}
@@ -126,8 +127,8 @@ def split(manifest: Manifest, rooms: Sequence[Budget], speeds: Sequence[int] = (
 
 
 def strongest(manifest: Manifest, candidates: Iterable[Candidate]) -> list[Budget]:
-    """The memory of those of the candidates that have most of it, one a block at most, the most first: by what part of it the smallest
-    stage takes."""
+    """The memory of those of the candidates that have most of it, one a block at most, the most first: by what part of
+    it the smallest stage takes."""
     smallest = {device: budget.smallest_stage(manifest, device) for device in (CPU, GPU)}
     rooms = [c.budget for c in candidates]
     order = [(room.share(smallest[GPU if on_gpu(room.device) else CPU]), i) for i, room in enumerate(rooms)]
@@ -135,8 +136,8 @@ def strongest(manifest: Manifest, candidates: Iterable[Candidate]) -> list[Budge
 
 
 def _least(layers: int, members: int, cost: Callable[[int, int, int], float]) -> Ranges | None:
-    """The cuts with the smallest of the largest costs (member, first, last); None where all are infinite. Among equals, the
-    first members have the fewest blocks."""
+    """The cuts with the smallest of the largest costs (member, first, last); None where all are infinite. Among equals,
+    the first members have the fewest blocks."""
     rest = [math.inf] * layers + [0.0]  # of the members that follow, from this block on
     cuts: list[list[int]] = []
     for member in reversed(range(members)):
@@ -172,7 +173,7 @@ def balanced(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, Candi
         return replica
     members = [there[p] for p in replica.peers]
     speeds, slowest = [c.speed_flops for c in members], max(seconds)
-    if speed.work(manifest)[0, manifest.model.n_layers] / sum(speeds) > GAIN * slowest:
+    if speed.work(manifest)[0, manifest.model.n_layers] / sum(speeds) > MOVE_GAIN * slowest:
         return replica
     ranges = split(manifest, [c.budget for c in members], speeds)
     assert ranges is not None, "its members can hold it as it is"
@@ -183,7 +184,7 @@ def balanced(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, Candi
     round_seconds = min(train.inner_steps * train.micro_batches * slowest, manifest.timing.round_deadline)
     saved = HORIZON_ROUNDS * round_seconds * (1 - then / slowest)
     pays = 8 * _moved_bytes(manifest, replica, moved) <= saved * min(links, default=0)
-    return moved if then <= GAIN * slowest and pays else replica
+    return moved if then <= MOVE_GAIN * slowest and pays else replica
 
 
 def _moved_bytes(manifest: Manifest, before: ReplicaSpec, after: ReplicaSpec) -> int:

@@ -1,15 +1,17 @@
-"""How fast a peer trains: operations of its stage's forward and backward, and what its inner steps say about the machine. Pure.
+"""How fast a peer trains: operations of its stage's forward and backward, and what its inner steps say about the
+machine. Pure.
 
-Floating-point operations a token, a multiplication and an addition counted as two; d width, c width of the keys (d, or less where
-heads share them), F feed-forward width, V vocabulary, L tokens of a sequence:
+Floating-point operations a token, a multiplication and an addition counted as two; d width, c width of the keys (d, or
+less where heads share them), F feed-forward width, V vocabulary, L tokens of a sequence:
 
     block   6 (2 d^2 + 2 d c + 3 d F) + 12 L d     72 d^2 + 12 L d where c = d and F = 8 d / 3
     head    6 V d
     embed   d                              a lookup is none, its gradient is added
 
-Forward takes 2 a matrix parameter, backward twice that (Kaplan et al. 2020, arXiv:2001.08361, section 2.1); attention's two products
-take 4 L d forward, counted without the causal mask's half (Chowdhery et al. 2022, arXiv:2204.02311, appendix B). Norms, the
-softmax, the optimizer and the boundary's projection are not counted: they are part of what a machine's speed is.
+Forward takes 2 a matrix parameter, backward twice that (Kaplan et al. 2020, arXiv:2001.08361, section 2.1); attention's
+two products take 4 L d forward, counted without the causal mask's half (Chowdhery et al. 2022, arXiv:2204.02311,
+appendix B). Norms, the softmax, the optimizer and the boundary's projection are not counted: they are part of what a
+machine's speed is.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from collections import deque
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import MAX_SPEED
 
-RECENT = 16
-LEAST = 4
-"""A speed is the median over the last inner steps: as many as a round has, within these bounds. It is unknown before LEAST."""
-STEADY = 0.05
+RECENT_STEPS = 16
+LEAST_STEPS = 4
+"""A speed is the median over the last inner steps: as many as a round has, within these bounds. It is unknown before
+LEAST_STEPS."""
+STEADY_SHARE = 0.05
 """A speed is said anew when it changed by more than this share."""
 
 
@@ -52,17 +55,17 @@ class Speedometer:
 
     def __init__(self, manifest: Manifest) -> None:
         self._work = work(manifest)
-        self._recent: deque[float] = deque(maxlen=min(max(manifest.train.inner_steps, LEAST), RECENT))
+        self._recent: deque[float] = deque(maxlen=min(max(manifest.train.inner_steps, LEAST_STEPS), RECENT_STEPS))
         self._said = 0
 
     def add(self, first: int, last: int, seconds: float) -> int:
-        """After an inner step whose micro-batches took the stage `seconds` each: the speed that is to be said, 0 for unknown.
-        Raises KeyError for a range that the model has not."""
+        """After an inner step whose micro-batches took the stage `seconds` each: the speed that is to be said, 0 for
+        unknown. Raises KeyError for a range that the model has not."""
         work = self._work[first, last]
         if seconds > 0:
             self._recent.append(min(work / seconds, MAX_SPEED))
-        if len(self._recent) >= LEAST:
+        if len(self._recent) >= LEAST_STEPS:
             median = statistics.median(self._recent)
-            if abs(median - self._said) > STEADY * self._said:
+            if abs(median - self._said) > STEADY_SHARE * self._said:
                 self._said = max(int(median), 1)
         return self._said

@@ -1,14 +1,13 @@
-"""Who leads among the bootstrap nodes, and who gives signs of life.
+"""Leader election among the bootstrap nodes, and their signs of life.
 
-Who leads decides nothing but who proposes (protocol/quorum/paxos.py): two nodes that both believe to lead do no harm.
-The members lead in *turns*: in turn 0 of a round the leader of the round before, then the others in order. A node goes on to the next turn
-when the leader lies or lets a round wait that this node would have decided, when the leader gave no sign of life for a lease (`gone_after`), or
-when the leader says that it is in a later turn itself; it tells its turn with its own signs of life. It follows f + 1 others, one of whom is
-honest, and is never more than one turn ahead of them: so a liar cannot let honest members disturb each other for ever. A node that was started
-again begins in turn 0.
+The leader only proposes (protocol/quorum/paxos.py): two nodes that both believe to lead do no harm. Members lead in
+*turns*: turn 0 of a round belongs to the leader of the round before, then the others follow in order. A node goes on to
+the next turn when the leader lies, lets a round wait that this node would have decided, gave no sign of life for a
+lease (`gone_after`), or says that it is in a later turn. A node follows f + 1 others, one of which is honest, and is
+never more than one turn ahead of them, so a liar cannot make honest members disturb each other for ever. After a
+restart a node is in turn 0.
 
-An operator's node that is not a member takes the place of a member that was silent for REPLACE_LEASES leases; the next commit's `members` say
-so.
+A spare operator's node replaces a member that was silent for REPLACE_LEASES; the next commit's `members` say so.
 """
 
 from __future__ import annotations

@@ -6,10 +6,28 @@ from dataclasses import dataclass
 from enum import Enum
 
 from protocol.quorum.table import Table, Transition
-from protocol.quorum.unfair import Unfair
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Part, Record, Share
 from protocol.wire.session import Heartbeat, LogRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """What is wrong with a commit, for a reader. `lie`: nobody honest writes this, else it is a doubt. `again`: the
+    leader gave this node reason to doubt it before, so it is treated as one that lies; its commit may be an honest one
+    all the same."""
+
+    reason: str
+    lie: bool
+    again: bool = False
+    about: str = ""
+    """The peer that the commit says to have diverged, where a doubt is about its work: it may attest other digests to
+    the leader than to this node. Else empty."""
+
+    @property
+    def accuses(self) -> bool:
+        """Whether the leader is named to the operator."""
+        return self.lie or self.again
 
 
 class Phase(Enum):
@@ -74,10 +92,11 @@ class Appended:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Event: the answer to a `Judge`; `unfair`: what is wrong with the commit that has this digest, None where nothing is."""
+    """Event: the answer to a `Judge`; `unfair`: what is wrong with the commit that has this digest, None where nothing
+    is."""
 
     digest: str
-    unfair: Unfair | None
+    unfair: Objection | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +147,8 @@ class FetchList:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Effect: find out whether this commit, of which all is here and for which `peer` asks for votes, is one that this node could have
-    proposed; the answer is `Judged`."""
+    """Effect: find out whether this commit, of which all is here and for which `peer` asks for votes, is one that this
+    node could have proposed; the answer is `Judged`."""
 
     peer: str
     commit: Commit
@@ -137,11 +156,12 @@ class Judge:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Effect: tell the operator that `peer` asked for votes for a commit that gets none here, and why. Where it led, another leads."""
+    """Effect: tell the operator that `peer` asked for votes for a commit that gets none here, and why. Where it led,
+    another leads."""
 
     peer: str
     round: int
-    unfair: Unfair
+    unfair: Objection
 
 
 @dataclass(frozen=True, slots=True)

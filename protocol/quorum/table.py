@@ -1,9 +1,8 @@
-"""Transition tables: what a state machine may do, as data that its code is checked against at every step.
+"""Transition tables: the steps of a state machine as data, against which its code is checked at every step.
 
-A machine's phases are an Enum. A row of its table says which event leads from which phase to which, with which effects.
-The machine's own code finds out which row is next and fills in the values; `Position.step` refuses a step that no row
-allows, so a table and its code cannot drift apart. (The idea is h11's `_state.py`.) docs/state-machines.md shows the
-tables and is made from them (tests/docs/state_machines.py).
+A machine's phases are an Enum. A row says which event leads from which phase to which, with which effects. The machine's
+code finds the next row; `Position.step` refuses a step without a row (the idea is h11's `_state.py`).
+docs/state-machines.md is made from the tables (tests/docs/state_machines.py).
 """
 
 from __future__ import annotations

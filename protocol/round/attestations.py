@@ -1,25 +1,75 @@
-"""Who attested which state: every peer that holds shards says their digests after each round, and they are compared.
+"""State attestations: every peer that holds shards sends their digests after each round, and they are compared. Pure.
 
-All who hold a shard after a round must hold the same bits of it. What the witnesses among them have, by their weight
-(protocol/ledger/witnesses.py), is taken for right. A peer that has something else has *diverged*, and its work of the next round does
-not count.
+All holders of a shard must have the same bits. The majority is by the weight of *witnesses*: peers that contributed to
+the last WITNESS_ROUNDS commits, by the tokens of their replicas, none with more than one part in WITNESS_MOST of all.
+Before the first contribution the members of the plan are witnesses with equal weights. A node's *auditors*, which
+follow the log for its operator (peer/node/audit.py), outweigh all others. A peer with other bits than the majority has
+*diverged*, and its work of the next round does not count.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from protocol.wire.commit import Diverged
+from protocol.wire.commit import Commit, Diverged
+from protocol.wire.plan import Plan
 from protocol.wire.session import Attest
+
+WITNESS_ROUNDS = 8
+WITNESS_MOST = 3
+"""Nobody has more than this part of the weight: two who agree are more than the greatest one."""
+
+
+class Witnesses:
+    """By what is in the log so far. `auditors`: peers that this node believes before all others."""
+
+    def __init__(self, commits: Iterable[Commit] = (), auditors: frozenset[str] = frozenset()) -> None:
+        self.auditors = auditors
+        self._rounds: deque[Mapping[str, int]] = deque(maxlen=WITNESS_ROUNDS)
+        self._plan: Plan | None = None
+        for commit in commits:
+            self.add(commit)
+
+    def counting(self, commits: Iterable[Commit]) -> Iterator[Commit]:
+        """The same commits, each added as it is read: a log may be long, and on disk."""
+        for commit in commits:
+            self.add(commit)
+            yield commit
+
+    def add(self, commit: Commit) -> None:
+        """The next commit of the log."""
+        self.count({share.peer: c.tokens for c in commit.contributions for share in c.shares}, commit.plan)
+
+    def count(self, tokens: Mapping[str, int], plan: Plan | None) -> None:
+        """The same: `tokens` of the replica of each peer that contributed, and the next plan."""
+        self._plan = plan or self._plan
+        if tokens:
+            self._rounds.append(tokens)
+
+    def weights(self) -> Mapping[str, int]:
+        """Of each witness: its tokens, or less; of each auditor, more than of all others."""
+        found = self._earned()
+        return found | dict.fromkeys(self.auditors, sum(found.values()) + 1)
+
+    def _earned(self) -> dict[str, int]:
+        tokens: Counter[str] = Counter()
+        for found in self._rounds:
+            tokens.update(found)
+        if tokens:
+            most = max(1, tokens.total() // WITNESS_MOST)
+            return {peer: max(1, min(count, most)) for peer, count in tokens.items()}
+        return {peer: 1 for replica in (self._plan.replicas if self._plan else ()) for peer in replica.peers}
+
 
 Weights = Mapping[str, int]
 """Of the witnesses, above zero; nobody else counts."""
 
 
 def majority(attested: Mapping[str, Mapping[str, str]], weights: Weights) -> dict[str, str]:
-    """The digest of each shard that has most of the weight, none where there is a tie or no witness. `attested`: {peer: {shard: digest}}."""
+    """The digest of each shard that has most of the weight, none where there is a tie or no witness. `attested`: {peer:
+    {shard: digest}}."""
     counts: dict[str, Counter[str]] = {}
     for peer, digests in attested.items():
         if peer in weights:
@@ -56,7 +106,8 @@ def _holds(known: Mapping[str, str], right: Mapping[str, str], shards: Iterable[
 
 @dataclass(frozen=True, slots=True)
 class Attested:
-    """What was attested of one round up to now, {peer: {shard: digest}}, and what is right; what comes later does not change it."""
+    """What was attested of one round up to now, {peer: {shard: digest}}, and what is right; what comes later does not
+    change it."""
 
     known: Mapping[str, Mapping[str, str]]
     majority: Mapping[str, str]
@@ -67,8 +118,8 @@ class Attested:
 
 
 class _Shard:
-    """What was attested of one shard after one round, counted as it comes. `digests`: who has which; `_weight`: of the witnesses that have a
-    digest, of as few digests as there are opinions among them."""
+    """What was attested of one shard after one round, counted as it comes. `digests`: who has which; `_weight`: of the
+    witnesses that have a digest, of as few digests as there are opinions among them."""
 
     def __init__(self) -> None:
         self.digests: dict[str, dict[str, None]] = {}
@@ -103,7 +154,8 @@ class _Shard:
                 del self._weight[digest]
 
     def wrong(self, ties: bool) -> list[str]:
-        """Who has something else than what is right; with `ties`, everybody where nothing is. As many steps as that are peers."""
+        """Who has something else than what is right; with `ties`, everybody where nothing is. As many steps as that are
+        peers."""
         right = self.right
         if right is None and not ties:
             return []
@@ -111,8 +163,8 @@ class _Shard:
 
 
 class _Round:
-    """What was attested of one round. `majority`: by shard, without those that have a tie; `split`: the shards of which not all have the
-    same; `reported`: who was told to have diverged."""
+    """What was attested of one round. `majority`: by shard, without those that have a tie; `split`: the shards of which
+    not all have the same; `reported`: who was told to have diverged."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -163,8 +215,8 @@ class _Round:
 
 
 class Attestations:
-    """What was attested of the last rounds. An attestation costs as many steps as it has shards, and as peers have diverged. `weights()`
-    are those of who counts, for a round of which nothing was attested yet."""
+    """What was attested of the last rounds. An attestation costs as many steps as it has shards, and as peers have
+    diverged. `weights()` are those of who counts, for a round of which nothing was attested yet."""
 
     def __init__(self, weights: Callable[[], Weights]) -> None:
         self._weights = weights
@@ -208,7 +260,8 @@ class Attestations:
         return dict(self._rounds[round].majority) if round in self._rounds else {}
 
     def sure(self, round: int) -> dict[str, str]:
-        """The digest of each shard after `round` that more than half of all weight has: whoever is still silent cannot change it."""
+        """The digest of each shard after `round` that more than half of all weight has: whoever is still silent cannot
+        change it."""
         return self._rounds[round].sure() if round in self._rounds else {}
 
     def diverged(self, round: int, ties: bool = False) -> list[Diverged]:
@@ -222,5 +275,6 @@ class Attestations:
         )
 
     def snapshot(self, round: int) -> Attested:
-        """What was attested after `round`. As many steps as that are peers, and no copy of what they attested: that is never changed."""
+        """What was attested after `round`. As many steps as that are peers, and no copy of what they attested: that is
+        never changed."""
         return Attested(dict(self.of(round)), self.majority(round))

@@ -9,17 +9,14 @@ from enum import Enum
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
 from protocol.quorum.table import Table, Transition
-from protocol.round.judging import Case, Judged
-from protocol.round.quarrels import Quarrel
+from protocol.round.judging import JudgingJob, Verdict
+from protocol.round.quarrels import Accusation
 from protocol.round.questions import Question
 from protocol.run.manifest import Manifest
-from protocol.wire.audit import Audit
+from protocol.wire.claims import Audit, Evaluation, Score
 from protocol.wire.commit import Commit, Part, Share
-from protocol.wire.decree import Decree
-from protocol.wire.evaluation import Evaluation
-from protocol.wire.invitation import Joined
+from protocol.wire.decree import Decree, Joined
 from protocol.wire.plan import Plan, ReplicaSpec
-from protocol.wire.score import Score
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TakeSeat, TimeUp, Withdraw
 
 
@@ -94,7 +91,7 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Petition:
+class DecreeSigned:
     """Event: an operator has signed this decree, and the signature is right."""
 
     operator: str
@@ -103,8 +100,8 @@ class Petition:
 
 
 @dataclass(frozen=True, slots=True)
-class Knock:
-    """Event: somebody asks to be let in by an invitation, which is valid in itself (protocol/ledger/invitations.py)."""
+class JoinRequest:
+    """Event: somebody asks to be let in by an invitation, which is valid in itself (protocol/ledger/access.py)."""
 
     joined: Joined
 
@@ -118,17 +115,18 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class JudgingDone:
     """Event: the answer to `Judge`, however late: of each of its contributions, in their order."""
 
-    case: Case
-    judged: tuple[Judged, ...]
+    case: JudgingJob
+    verdicts: tuple[Verdict, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Event: time passed. `absent`: ready peers whose session ended and was not opened again in time (protocol/round/presence.py says who
-    that is); `living`: the operators that give signs of life, None where that is not known."""
+    """Event: time passed. `absent`: ready peers whose session ended and was not opened again in time
+    (protocol/round/presence.py says who that is); `living`: the operators that give signs of life, None where that is
+    not known."""
 
     absent: frozenset[str] = frozenset()
     living: frozenset[str] | None = None
@@ -143,15 +141,16 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class StoreList:
     """Effect: make the list of these parts durable; the answer is `Held` with its name."""
 
     parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Effect: all of this share, which was offered to `round`, is durable here: tell everybody that it may be fetched."""
+class AnnounceShare:
+    """Effect: all of this share, which was offered to `round`, is durable here: tell everybody that it may be
+    fetched."""
 
     round: int
     share: Share
@@ -159,18 +158,18 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class MakePlan:
-    """Effect: find the answer to this question, which takes seconds where there are many peers, while events are handled as ever;
-    the answer is `Planned`. Who asks anew does not wait for the last answer any more."""
+    """Effect: find the answer to this question, which takes seconds where there are many peers, while events are
+    handled as ever; the answer is `Planned`. Who asks anew does not wait for the last answer any more."""
 
     question: Question
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Effect: judge these contributions, whose payloads are all held; it takes as long as to decode them, while events are handled as
-    ever; the answer is `Verdict`. Who asks anew does not wait for the last answer any more."""
+    """Effect: judge these contributions, whose payloads are all held; it takes as long as to decode them, while events
+    are handled as ever; the answer is `JudgingDone`. Who asks anew does not wait for the last answer any more."""
 
-    case: Case
+    case: JudgingJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +211,7 @@ class Moved:
 @dataclass(frozen=True, slots=True)
 class Resting:
     """Effect: show that `peer`, which was planned and brought nothing that counts, is in no plan up to `round`.
-    `scored`: that is what its scores say (protocol/ledger/marks.py)."""
+    `scored`: that is what its scores say (protocol/ledger/scoring.py)."""
 
     peer: str
     round: int
@@ -233,8 +232,10 @@ def moves(manifest: Manifest, before: Plan | None, after: Plan | None, ready: Ma
     return [Moved(round, n, old, new, partition.why_moved(manifest, old, new, ready)) for n, old, new in found]
 
 
-Event = Ready | Gone | Received | Held | Lead | Decided | Petition | Knock | Planned | Verdict | Tick
-Effect = Fetch | Keep | Tell | MakePlan | Judge | Propose | Send | Report | Moved | Resting | Quarrel | Done
+Event = Ready | Gone | Received | Held | Lead | Decided | DecreeSigned | JoinRequest | Planned | JudgingDone | Tick
+Effect = (
+    Fetch | StoreList | AnnounceShare | MakePlan | Judge | Propose | Send | Report | Moved | Resting | Accusation | Done
+)
 
 
 _ROWS: tuple[Transition[Phase], ...] = (
@@ -248,10 +249,16 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.OPEN, None, Phase.JUDGING, (Judge,), "we lead and no pending replica is worth waiting for"),
     Transition(Phase.OPEN, None, Phase.PLANNING, (MakePlan,), "the same, and what counts is known"),
     Transition(Phase.OPEN, None, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),
-    Transition(Phase.JUDGING, Verdict, Phase.PLANNING, (MakePlan,), "what counts is known"),
-    Transition(Phase.JUDGING, Verdict, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),
+    Transition(Phase.JUDGING, JudgingDone, Phase.PLANNING, (MakePlan,), "what counts is known"),
     Transition(
-        Phase.JUDGING, Verdict, Phase.OPEN, (), "nothing of it counts, and it is too early for a commit without work"
+        Phase.JUDGING, JudgingDone, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"
+    ),
+    Transition(
+        Phase.JUDGING,
+        JudgingDone,
+        Phase.OPEN,
+        (),
+        "nothing of it counts, and it is too early for a commit without work",
     ),
     Transition(Phase.JUDGING, Lead, Phase.OPEN, (), "who leads has changed"),
     Transition(Phase.JUDGING, Decided, Phase.OPEN, (), "another node led"),
@@ -275,13 +282,15 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.CLOSING, None, Phase.OVER, (Done,), "all members attested the final state, or it is too late"),
     Transition(Phase.CLOSING, Decided, Phase.CLOSING, (), "a commit too many, which no honest quorum decides"),
     Transition(Phase.OVER, Decided, Phase.OVER, (), "a commit too many, which no honest quorum decides"),
-    Transition(None, Offer, None, (Keep, Fetch), "it is admitted: its list is kept, and what is not held is fetched"),
+    Transition(
+        None, Offer, None, (StoreList, Fetch), "it is admitted: its list is kept, and what is not held is fetched"
+    ),
     Transition(None, Offer, None, (Fetch,), "the same, its list is held already"),
-    Transition(None, Offer, None, (Keep,), "the same, all its payloads are held already"),
-    Transition(None, Held, None, (Tell,), "nothing of a share is lacking any more"),
+    Transition(None, Offer, None, (StoreList,), "the same, all its payloads are held already"),
+    Transition(None, Held, None, (AnnounceShare,), "nothing of a share is lacking any more"),
     Transition(None, Offer, None, (ChainReconfig,), "its reconfigured chain does not know yet that the steps are done"),
     Transition(None, ChainFailure, None, (ChainReconfig,), "a chain lost a member, or a report is out of date"),
-    Transition(None, ChainFailure, None, (Quarrel,), "a member says for the first time that this neighbour lies"),
+    Transition(None, ChainFailure, None, (Accusation,), "a member says for the first time that this neighbour lies"),
     Transition(None, Withdraw, None, (ChainReconfig,), "a member of a chain gives up"),
     Transition(None, Gone, None, (ChainReconfig,), "a member of a chain is gone and a spare is ready, or it leaves"),
     Transition(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from protocol.ledger.stretches import Stretch, Tip
+from protocol.ledger.history import Stretch, Tip
 from protocol.quorum.table import Table, Transition
 from protocol.wire.commit import Commit, Record
 from protocol.wire.encoding import Message
@@ -58,7 +58,8 @@ class LogRead:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Event: all inner steps of `round` are done, or its time is over. `loss`: nats per token, None where this stage does not know it."""
+    """Event: all inner steps of `round` are done, or its time is over. `loss`: nats per token, None where this stage
+    does not know it."""
 
     round: int
     steps: int
@@ -75,7 +76,8 @@ class TimeUp:
 
 @dataclass(frozen=True, slots=True)
 class Seated:
-    """Event: the leading node gives us the seat with the number `replica`; `seconds` of the time to train `round` are left."""
+    """Event: the leading node gives us the seat with the number `replica`; `seconds` of the time to train `round` are
+    left."""
 
     round: int
     replica: int
@@ -155,10 +157,10 @@ class Tick:
 class TrainOrder:
     """Effect: do the inner steps of `plan.round` as a member of replica `replica`; the answer is Trained or Failed.
 
-    `generation` is the number of times that the replica's chain was reconfigured in this round. `steps` > 0: the
-    others have done this many inner steps and no more are needed. `resume`: the training is under way, and goes on
-    with the members that `plan` names now. `total_steps`: of the schedule of the learning rate, where the operators have decreed it.
-    `idle`: rounds before this one that brought no work (protocol/ledger/schedule.py).
+    `generation` is the number of times that the replica's chain was reconfigured in this round. `steps` > 0: the others
+    have done this many inner steps and no more are needed. `resume`: the training is under way, and goes on with the
+    members that `plan` names now. `total_steps`: of the schedule of the learning rate, where the operators have decreed
+    it. `idle`: rounds before this one that brought no work (protocol/ledger/schedule.py).
     """
 
     plan: Plan
@@ -203,7 +205,8 @@ class KeepInFeedback:
 
 @dataclass(frozen=True, slots=True)
 class EndIn:
-    """Effect: end the training of `round` when so many seconds have passed, with the last inner step that ends before that moment.
+    """Effect: end the training of `round` when so many seconds have passed, with the last inner step that ends before
+    that moment.
 
     At least one step is done. It has no answer of its own: Trained comes then.
     """

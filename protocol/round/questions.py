@@ -1,9 +1,8 @@
-"""The question which plan comes next, with all that the answer depends on, as it was when it was asked. Pure.
+"""The question which plan comes next, with all that the answer depends on. Pure, and immutable.
 
-A fresh plan of 300 peers takes seconds, one of 10,000 takes ten (docs/results/planner.md), and a bootstrap node has to answer its
-peers meanwhile. So the leader's machine does not make plans: it asks (leader_events.py: MakePlan), somebody finds the answer in
-his own time (bootstrap/latest_job.py), and the answer comes back as an event (Planned). Nothing of a question ever changes. So it can be
-answered on another thread, and an answer that comes too late is known by its question.
+A plan of 300 peers takes seconds, one of 10,000 takes ten (docs/results/planner.md). So the leader's machine asks
+(MakePlan), another thread answers (bootstrap/latest_job.py), and the answer returns as an event (Planned), with the
+question to recognize a late one by.
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ from protocol.wire.plan import Plan, StageSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """`round`: the plan's. `resting`: who is planned only where the `candidates` make not even one replica (protocol/round/promises.py), and `fallen`
-    who only where those do not either (protocol/ledger/standing.py). `previous`: the last plan, with its chains as they were repaired. `contributions`, `left_out`: what the commit
-    that brings the plan says of the round before. `attested`: of the state
-    before that round; None: everybody has what the first plan needs. `range_share`: what strangers of one range of addresses may have of it."""
+    """`round`: the plan's. `resting`: who is planned only where the `candidates` make not even one replica
+    (protocol/round/presence.py), and `fallen` who only where those do not either (protocol/ledger/standing.py).
+    `previous`: the last plan, with its chains as they were repaired. `contributions`, `left_out`: what the commit that
+    brings the plan says of the round before. `attested`: of the state before that round; None: everybody has what the
+    first plan needs. `range_share`: what strangers of one range of addresses may have of it."""
 
     manifest: Manifest
     candidates: tuple[Candidate, ...]
@@ -39,8 +39,8 @@ class Question:
     range_share: float = 1.0
 
     def answer(self, relay_bps: float = math.inf) -> Plan | None:
-        """The plan, no longer than a commit can say; None where the candidates make not even one replica. `relay_bps`: what all relays
-        together pass on, in bits a second."""
+        """The plan, no longer than a commit can say; None where the candidates make not even one replica. `relay_bps`:
+        what all relays together pass on, in bits a second."""
         plan = self._plan(self.candidates, relay_bps)
         if plan is None and self.resting:
             plan = self._plan((*self.candidates, *self.resting), relay_bps)

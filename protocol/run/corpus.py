@@ -1,17 +1,29 @@
 """A corpus: text as sequences of token ids, in chunks that are named by their digests.
 
-A sequence of L tokens is L + 1 ids: its inputs are all but the last, its targets all but the first. So it stands by itself,
-and nothing else has to be read to train on it. Ids are little-endian, 2 bytes each where the vocabulary has at most 65,536
-tokens, else 4. A *chunk* is as many sequences, one after the other, as fit into CHUNK_BYTES; the last one has fewer. Every
-chunk is a blob (protocol/codec/blob_hash.py): whoever knows its name can check each of its ranges by itself.
+A sequence of L tokens is L + 1 ids: its inputs are all but the last, its targets all but the first. So it stands by
+itself, and nothing else has to be read to train on it. Ids are little-endian, 2 bytes each where the vocabulary has at
+most 65,536 tokens, else 4. A *chunk* is as many sequences, one after the other, as fit into CHUNK_BYTES; the last one
+has fewer. Every chunk is a blob (protocol/codec/blob_hash.py): whoever knows its name can check each of its ranges by
+itself.
 
-The *index* names the chunks in order, and the one chunk of the held-out part. It is one canonical msgpack value. Its own name
-as a blob is the corpus's digest. Sequences are in a pseudo-random order when the corpus is built (peer/corpus/), so that what
-lies side by side can be read side by side: protocol/run/data_order.py says who reads which.
+The *index* names the chunks in order, and the one chunk of the held-out part. It is one canonical msgpack value. Its
+own name as a blob is the corpus's digest. Sequences are in a pseudo-random order when the corpus is built
+(peer/corpus/), so that what lies side by side can be read side by side: protocol/run/corpus.py says who reads which.
+
+Which sequences of the corpus each inner step reads: deterministic in (run, round, replica, step).
+
+A run walks through the sequences of its corpus (protocol/run/corpus.py), epoch after epoch; a *slot* is a position on
+that walk. A plan gives each replica a range of slots (protocol/planning/allotment.py), and an inner step takes
+
+    slot + step rows + row,      0 <= step < steps, 0 <= row < rows,
+
+so no two replicas, steps or rounds share a slot, however many replicas there are and whatever their paces. What a
+replica has no time for is skipped.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,14 +36,15 @@ FORMAT = 1
 INDEX = "index"
 CHUNKS = "chunks"
 LEAVES = ".leaves"
-"""What is in a corpus's folder, and on its mirrors: the index, the chunks under their names, and beside each the digests of its ranges."""
+"""What is in a corpus's folder, and on its mirrors: the index, the chunks under their names, and beside each the
+digests of its ranges."""
 TOKENIZER = "tokenizer.json"
 """Beside them in the folder in which a corpus was built."""
 MAX_INDEX = 64 << 20
 """Bytes."""
 CHUNK_BYTES = 16 << 20
-"""Bytes. Large enough that the index of a million million tokens fits into a message; small enough that the digests of a chunk's
-ranges (16 KiB) are little beside what is read of it."""
+"""Bytes. Large enough that the index of a million million tokens fits into a message; small enough that the digests of
+a chunk's ranges (16 KiB) are little beside what is read of it."""
 MAX_SEQUENCE = 1 << 20
 """Tokens."""
 MAX_VOCABULARY = 1 << 31
@@ -49,17 +62,18 @@ class Extent:
     @property
     def ranges(self) -> range:
         """The blob's ranges in which these bytes lie: what has to be fetched to read them."""
-        return range(self.start // blob_hash.RANGE, -(-self.end // blob_hash.RANGE))
+        return range(self.start // blob_hash.RANGE_BYTES, -(-self.end // blob_hash.RANGE_BYTES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusIndex:
     """What a corpus is made of.
 
-    `tokenizer`: sha256 of the tokenizer's JSON file. `vocab_size`: ids are smaller than this. `seed`: of the order. `sequence`: L.
-    `sequences` and `held_out_sequences`: how many there are to train on, and in the held-out part. `chunks`: the chunks' names, 32
-    bytes each. `held_out`: the name of the held-out part's chunk. `documents`, `tokens` and `text_bytes` (UTF-8) count the
-    whole source; `held_out_tokens` and `held_out_bytes` the documents that are held out.
+    `tokenizer`: sha256 of the tokenizer's JSON file. `vocab_size`: ids are smaller than this. `seed`: of the order.
+    `sequence`: L. `sequences` and `held_out_sequences`: how many there are to train on, and in the held-out part.
+    `chunks`: the chunks' names, 32 bytes each. `held_out`: the name of the held-out part's chunk. `documents`, `tokens`
+    and `text_bytes` (UTF-8) count the whole source; `held_out_tokens` and `held_out_bytes` the documents that are held
+    out.
     """
 
     tokenizer: Digest
@@ -84,7 +98,9 @@ class CorpusIndex:
             raise ValueError(f"sequence must be in 1..{MAX_SEQUENCE} and vocab_size in 1..{MAX_VOCABULARY}")
         if not 1 <= self.held_out_sequences <= self.sequences_per_chunk:
             raise ValueError("the held-out part must have one chunk")
-        if self.sequences < 1 or len(self.chunks) != blob_hash.LEAF * -(-self.sequences // self.sequences_per_chunk):
+        if self.sequences < 1 or len(self.chunks) != blob_hash.LEAF_BYTES * -(
+            -self.sequences // self.sequences_per_chunk
+        ):
             raise ValueError("the number of chunks must be that of the sequences")
         if min(self.seed, self.documents, self.tokens, self.text_bytes) < 0:
             raise ValueError("nothing can be negative")
@@ -109,7 +125,7 @@ class CorpusIndex:
     @property
     def n_chunks(self) -> int:
         """Without the held-out part's."""
-        return len(self.chunks) // blob_hash.LEAF
+        return len(self.chunks) // blob_hash.LEAF_BYTES
 
     @property
     def bytes_per_token(self) -> float:
@@ -128,7 +144,7 @@ class CorpusIndex:
     def chunk(self, number: int) -> Extent:
         """The whole chunk `number`, from 0."""
         count = min(self.sequences_per_chunk, self.sequences - number * self.sequences_per_chunk)
-        name = self.chunks[number * blob_hash.LEAF : (number + 1) * blob_hash.LEAF].hex()
+        name = self.chunks[number * blob_hash.LEAF_BYTES : (number + 1) * blob_hash.LEAF_BYTES].hex()
         return Extent(name, count * self.stride, 0, count * self.stride)
 
     def held_out_chunk(self) -> Extent:
@@ -137,8 +153,8 @@ class CorpusIndex:
         return Extent(self.held_out, size, 0, size)
 
     def extents(self, at: range) -> Iterator[Extent]:
-        """Where the sequences `at`, numbers in [0, sequences) one after the other, lie, in order; one extent for each chunk. Raises
-        IndexError for a number that is outside."""
+        """Where the sequences `at`, numbers in [0, sequences) one after the other, lie, in order; one extent for each
+        chunk. Raises IndexError for a number that is outside."""
         if at and not 0 <= at.start < at.stop <= self.sequences:
             raise IndexError(f"sequence outside 0..{self.sequences - 1}")
         each, first = self.sequences_per_chunk, at.start
@@ -166,3 +182,35 @@ def from_bytes(raw: bytes, source: str) -> CorpusIndex:
         return build(CorpusIndex, framing.unpack_message(raw))
     except (framing.FrameError, SchemaError) as error:
         raise UsageError(f"corpus {source}: its index: {shown(error)}; build it again, or get it again") from None
+
+
+def slots(first: int, step: int, rows: int) -> range:
+    """The slots of one inner step (`step` counts from 0) of a replica whose first slot is `first`."""
+    start = first + step * rows
+    return range(start, start + rows)
+
+
+def sequences(seed: bytes, count: int, at: range) -> list[range]:
+    """The sequences of a corpus of `count` sequences (protocol/run/corpus.py) that the slots `at` read, in order, as
+    ranges of numbers in [0, count).
+
+    They were put in a pseudo-random order when the corpus was built. So every epoch walks through them as they lie,
+    from a place that follows from (seed, epoch): what one replica reads in a round lies together, and little more than
+    that has to be fetched (docs/adr/0021-a-corpus-is-shuffled-sequences.md). Micro-batch m of step s of a replica reads
+    `slots(first, s * micro_batches + m, rows)`.
+    """
+    if count < 1:
+        raise ValueError("the corpus has no sequence")
+    found: list[range] = []
+    slot = at.start
+    while slot < at.stop:
+        epoch, position = divmod(slot, count)
+        key = hashlib.sha256(seed + b"/sequences/" + str(epoch).encode()).digest()
+        first = (position + int.from_bytes(key[:8], "little")) % count
+        end = min(count, first + min(at.stop - slot, count - position))
+        if found and found[-1].stop == first:
+            found[-1] = range(found[-1].start, end)
+        else:
+            found.append(range(first, end))
+        slot += end - first
+    return found

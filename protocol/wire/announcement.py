@@ -1,7 +1,11 @@
-"""What a peer says of itself: to its bootstrap nodes, and some peers in the DHT."""
+"""Announcements of peers, queries for them, and the reachability check (docs/adr/0023-dial-back.md).
+
+Every announcement is sealed by its peer, so a node that passes it on can withhold it, but cannot change it.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -14,14 +18,17 @@ from protocol.wire.bounds import (
     Name,
     Offset,
     PeerId,
+    Port,
     Rate,
     Round,
     RunId,
+    Sealed,
     Seconds,
+    Since,
     Size,
     Word,
 )
-from protocol.wire.schema import AtMost, Within, row
+from protocol.wire.schema import MAX_ITEMS, AtMost, Within, row
 
 VERSION = 1
 MAX_SPEED = 10**18
@@ -31,8 +38,8 @@ AXES = 3
 NODE_DEVICE = "bootstrap"
 """What a bootstrap node gives for its device."""
 REACHABLE = ("", "direct", "mapped", "private")
-"""How others reach a peer: it is not known; at an address of its own; at one of a router in front of it; they cannot connect to it,
-unless it connects to them or a hole can be made in its router."""
+"""How others reach a peer: it is not known; at an address of its own; at one of a router in front of it; they cannot
+connect to it, unless it connects to them or a hole can be made in its router."""
 MOST_APART = 16
 """Peers of whom one says that it cannot reach them."""
 FARTHEST = 10_000.0
@@ -112,7 +119,8 @@ class Announcement:
     down_bps: Rate = 0
     """Bits per second that it can receive."""
     speed_flops: Annotated[int, Within(0, MAX_SPEED)] = 0
-    """Floating-point operations a second that its training reached (protocol/planning/speed.py); 0 while that is unknown."""
+    """Floating-point operations a second that its training reached (protocol/planning/speed.py); 0 while that is
+    unknown."""
     device: Word = "cpu"
     """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer; `bootstrap` for a bootstrap node."""
     serial: Count = 0
@@ -136,7 +144,8 @@ class Announcement:
     coordinates: Annotated[tuple[Offset, ...], AtMost(AXES)] = ()
     """Its place (protocol/planning/coordinates.py); empty while that is unknown."""
     reachable: Word = ""
-    """How others reach it: `direct`, `mapped` by its router, `private` if that lets nobody in; empty while it is not known."""
+    """How others reach it: `direct`, `mapped` by its router, `private` if that lets nobody in; empty while it is not
+    known."""
     apart: Annotated[tuple[PeerId, ...], AtMost(MOST_APART)] = ()
     """Peers that it could not reach as neighbours in a chain, not even through relays."""
     refused: Count = 0
@@ -158,3 +167,71 @@ class Announcement:
 def is_place(coordinates: tuple[float, ...]) -> bool:
     """Whether these are coordinates that a peer can have, in ms."""
     return len(coordinates) == AXES and all(abs(x) <= FARTHEST for x in coordinates)
+
+
+MOST_PORTS = 4
+"""That one request names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialMe:
+    """Please try at which of these TCP ports of the host that I come from a libp2p host answers."""
+
+    ports: Annotated[tuple[Port, ...], AtMost(MOST_PORTS)]
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.ports) <= MOST_PORTS:
+            raise ValueError(f"ports must have 1 to {MOST_PORTS} entries")
+        _check(self.ports)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialled:
+    """The answer. `host`: the IP address that you come from, empty where that is not known; `ports`: those at which one
+    answered, which may be another than you named: that of your connection to us."""
+
+    host: Word
+    ports: Annotated[tuple[Port, ...], AtMost(MOST_PORTS + 1)] = ()
+
+    def __post_init__(self) -> None:
+        if self.host:
+            ipaddress.ip_address(self.host[:64])
+        if len(self.ports) > MOST_PORTS + 1:
+            raise ValueError(f"ports must have at most {MOST_PORTS + 1} entries")
+        _check(self.ports)
+
+
+def _check(ports: tuple[int, ...]) -> None:
+    if not all(0 < port < 65536 for port in ports):
+        raise ValueError("ports must be in 1..65535")
+
+
+MOST_LOOKED_UP = 64
+"""Announcements of one answer to a Lookup."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """Please send the announcements of `peers`, and of `sample` others by chance, as far as you know them."""
+
+    peers: Annotated[tuple[PeerId, ...], AtMost(MAX_ITEMS)] = ()
+    sample: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RosterRequest:
+    """Please send what is new after `position`, which an earlier answer gave; -1: everything."""
+
+    position: Since
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """The answer to both. To a RosterRequest: `announcements`, and peers that are `gone`, since then, up to `position`;
+    `more`: there is more, ask again from there; `anew`: what was known before does not count any more."""
+
+    announcements: Annotated[tuple[Sealed, ...], AtMost(MAX_ITEMS)]
+    gone: Annotated[tuple[PeerId, ...], AtMost(MAX_ITEMS)] = ()
+    position: Since = -1
+    more: bool = False
+    anew: bool = False

@@ -1,8 +1,9 @@
-"""What a field of a message may hold: names for types with bounds. Decoding checks them (protocol/wire/schema.py), in one place.
+"""What a field of a message may hold: names for types with bounds. Decoding checks them (protocol/wire/schema.py), in
+one place.
 
-Every field of what travels has one of these, or is a digest or true or false (tests/fuzz/messages.py makes messages at and beyond all of
-them). So whatever a machine gets can be counted with, stored, shown and sent on: no sum of what is in a message is infinite, and no
-text of somebody else is long.
+Every field of what travels has one of these, or is a digest or true or false (tests/fuzz/messages.py makes messages at
+and beyond all of them). So whatever a machine gets can be counted with, stored, shown and sent on: no sum of what is in
+a message is infinite, and no text of somebody else is long.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Annotated
 from protocol.wire.schema import AtMost, Cut, Within
 
 MAX_LOSS = 1e6
-"""Nats per token. A model that guesses has the logarithm of its vocabulary's size, 17 at most; who diverges says this."""
+"""Nats per token. A model that guesses has the logarithm of its vocabulary's size, 17 at most; who diverges says
+this."""
 MAX_BITS_PER_BYTE = 2e6
 """Of held-out text: a token has a byte, more or less."""
 MAX_GAIN = 1e3
-"""Nats per token: by how much an update can be said to make the loss less or more. Whatever is beyond is told as this."""
+"""Nats per token: by how much an update can be said to make the loss less or more. Whatever is beyond is told as
+this."""
 MAX_AGREEMENT = 1000.0
 MAX_NORM = 1e50
 """Of an update; all values of fp32, squared and added up, have less."""

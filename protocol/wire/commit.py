@@ -1,6 +1,7 @@
 """What was decided for a round, and the proof of it.
 
-A commit travels as a *record*, `{"c": body, "n": ballot, "v": {peer: signature of the vote}}` (protocol/wire/encoding.py).
+A commit travels as a *record*, `{"c": body, "n": ballot, "v": {peer: signature of the vote}}`
+(protocol/wire/encoding.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from protocol.wire import framing
-from protocol.wire.audit import Audit
 from protocol.wire.bounds import (
     MAX_SHARDS,
     Ballot,
@@ -29,12 +29,10 @@ from protocol.wire.bounds import (
     Size,
     Time,
 )
-from protocol.wire.decree import Board, Enacted, Schedule
-from protocol.wire.evaluation import Evaluation
-from protocol.wire.invitation import MAX_JOINED, Joined
+from protocol.wire.claims import Audit, Evaluation, Score
+from protocol.wire.decree import MAX_JOINED, Board, Enacted, Joined, Schedule
 from protocol.wire.plan import Plan
 from protocol.wire.schema import LATER, MAX_ITEMS, AtMost, Digest, packed, row
-from protocol.wire.score import Score
 
 DOMAIN = b"potluck/1/"
 """The first bytes of every signed text of the protocol."""
@@ -124,7 +122,8 @@ class LeftOut:
     peers: Annotated[tuple[PeerId, ...], AtMost(4096)] = ()
     """Who made it, in the order of the stages, where it was judged."""
     probation: bool = False
-    """Whether nothing is wrong with it, and it has no weight since its makers are on probation (protocol/ledger/standing.py)."""
+    """Whether nothing is wrong with it, and it has no weight since its makers are on probation
+    (protocol/ledger/standing.py)."""
 
 
 @row
@@ -169,7 +168,7 @@ class Commit:
     decree: Enacted | None = None
     """A decision of the operators, if one comes with this commit."""
     evaluations: Annotated[tuple[Evaluation, ...], AtMost(MAX_EVALUATIONS)] = ()
-    """Held-out losses of an earlier state (protocol/ledger/evaluation.py)."""
+    """Held-out losses of an earlier state (protocol/ledger/run_state.py)."""
     joined: Annotated[tuple[Joined, ...], AtMost(MAX_JOINED)] = ()
     """Peers that come in by an invitation; the next plan may have them."""
     schedule: Schedule | None = None
@@ -197,7 +196,8 @@ class Commit:
         return sum(c.tokens for c in self.contributions if any(share.peer == peer for share in c.shares))
 
     def tried(self, peer: str) -> str:
-        """Why the work in which `peer` has a share has no weight, where that is its probation, for a reader; else nothing."""
+        """Why the work in which `peer` has a share has no weight, where that is its probation, for a reader; else
+        nothing."""
         return next((x.reason for x in self.left_out if x.probation and peer in x.peers), "")
 
     def includes(self, peer: str, root: str) -> bool:
@@ -205,7 +205,8 @@ class Commit:
         return any(s.peer == peer and s.root == root for s in self.shares)
 
     def payloads(self, shard: str, lists: Mapping[str, tuple[Part, ...]]) -> tuple[tuple[float, Part, str], ...]:
-        """(weight times scale and standing, part, sender) of every committed payload of `shard`, in commit order. `lists`: root -> parts of every share."""
+        """(weight times scale and standing, part, sender) of every committed payload of `shard`, in commit order.
+        `lists`: root -> parts of every share."""
         total = sum(c.tokens for c in self.contributions)
         return tuple(
             (c.tokens / total * (c.scale * c.standing), part, share.peer)
@@ -249,7 +250,8 @@ def liars_borne(members: int) -> int:
 
 
 def votes_needed(members: int) -> int:
-    """The votes that decide: n - f. Two such sets share f + 1 members, one of whom is honest, and f silent members stop nothing."""
+    """The votes that decide: n - f. Two such sets share f + 1 members, one of whom is honest, and f silent members stop
+    nothing."""
     return members - liars_borne(members)
 
 

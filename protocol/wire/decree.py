@@ -1,7 +1,7 @@
-"""What the operators of a run decide together while it goes on: who may take part, how long it is, and who they are themselves.
+"""Decisions of a run's operators: who may take part, how long the run is, and who operates it; and invitations.
 
-A decree is in the commit that it came with, signed by as many members of the quorum as a commit needs votes. So everybody who reads
-the log knows it, and no single operator of several can make one.
+A decree is in the commit that enacts it, signed by as many members of the quorum as a commit needs votes. So every
+reader of the log can check it, and no single operator of several can make one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from protocol.wire.bounds import (
     Signature,
     Word,
 )
-from protocol.wire.schema import AtMost, row
+from protocol.wire.schema import AtMost, Within, row
 
 BAN, ADMIT, OPEN, CLOSE, SET = "ban", "admit", "open", "close", "set"
 APPOINT, DISMISS, QUORUM = "appoint", "dismiss", "quorum"
 ACTIONS = (BAN, ADMIT, OPEN, CLOSE, SET, APPOINT, DISMISS, QUORUM)
-"""`ban` keeps a peer out, `admit` lets it in again, or into a run that is closed; `open` lets everybody in who is not banned, and `close` only
-who is admitted; `set` gives the run another schedule, or other limits.
-`appoint` makes somebody an operator, `dismiss` ends that, `quorum` says how many of them decide (protocol/ledger/board.py)."""
+"""`ban` keeps a peer out, `admit` lets it in again, or into a run that is closed; `open` lets everybody in who is not
+banned, and `close` only who is admitted; `set` gives the run another schedule, or other limits. `appoint` makes
+somebody an operator, `dismiss` ends that, `quorum` says how many of them decide (protocol/ledger/board.py)."""
 OF_PEERS = (BAN, ADMIT, DISMISS)
 LONGEST_REASON = 200
 MAX_OPERATORS, MAX_APPOINTED, MAX_PLACES = 16, 7, 2
@@ -64,7 +64,8 @@ class Board:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What strangers may have, as in the manifest's `admission` (protocol/ledger/standing.py, protocol/ledger/ranges.py)."""
+    """What strangers may have, as in the manifest's `admission` (protocol/ledger/standing.py,
+    protocol/ledger/ranges.py)."""
 
     probation: Probation
     """The work of a newcomer has no weight for so many rounds."""
@@ -111,7 +112,8 @@ class Decree:
 
     @property
     def is_sound(self) -> bool:
-        """Whether it says something: one of ACTIONS, and whom or what it is about, if that is about anybody or anything."""
+        """Whether it says something: one of ACTIONS, and whom or what it is about, if that is about anybody or
+        anything."""
         return self.action in ACTIONS and (
             (self.action in OF_PEERS) == bool(self.subject)
             and (self.action == SET) == (self.schedule is not None)
@@ -122,7 +124,8 @@ class Decree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enacted:
-    """A decree and the signatures that make it one (protocol/wire/sealed.py: over the domain and the decree as a message)."""
+    """A decree and the signatures that make it one (protocol/wire/encoding.py: over the domain and the decree as a
+    message)."""
 
     decree: Decree
     """The decision."""
@@ -139,8 +142,8 @@ class Motion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Motions:
-    """A node's answer: the `number` that the next decree has, the `newest` one, how many signatures the next one needs (`wanted`), who has
-    signed what was sent, the run's `schedule` now, and its `board`."""
+    """A node's answer: the `number` that the next decree has, the `newest` one, how many signatures the next one needs
+    (`wanted`), who has signed what was sent, the run's `schedule` now, and its `board`."""
 
     number: Count
     wanted: Count
@@ -148,3 +151,44 @@ class Motions:
     board: Board
     signed: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
     newest: Decree | None = None
+
+
+MOST_GUESTS = 1000
+"""Of one invitation."""
+LONGEST_NOTE = 64
+MAX_JOINED = 16
+"""Of one commit; the others come with the next."""
+
+
+@row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """What an operator signs: the first `count` peers who show that they hold its key may take part."""
+
+    run: RunId
+    """The run's id."""
+    key: PeerId
+    """Its public key, which is what it is called by, too."""
+    expires: Count
+    """Unix seconds; it holds up to then."""
+    count: Annotated[int, Within(1, MOST_GUESTS)]
+    """How many peers it lets in."""
+    reason: Annotated[str, AtMost(LONGEST_NOTE)] = ""
+    """For whom or what, for a reader."""
+
+
+@row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """One peer that it lets in, with all that shows it to anybody."""
+
+    invitation: Invitation
+    """The invitation."""
+    operator: PeerId
+    """Who has signed the invitation."""
+    signature: Signature
+    """The operator's."""
+    peer: PeerId
+    """Who comes in."""
+    proof: Signature
+    """The invitation's key's, for this peer and nobody else."""

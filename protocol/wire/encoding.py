@@ -1,26 +1,27 @@
-"""Messages as bytes: a msgpack map `{"t": type, ...fields}`.
+"""Messages and records as bytes, and signed envelopes.
+
+    message    msgpack map {"t": type, ...fields}
+    record     msgpack map {"c": commit, "n": ballot, "v": {peer: signature of its vote}}
+    envelope   msgpack map {"p": peer, "b": message, "s": Ed25519 signature of DOMAIN and the message}
 
 Unknown fields are ignored. A missing or ill-typed field is refused (`MessageError`).
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, shown
-from protocol.identity import short_peer
+from protocol.identity import Identity, short_peer
 from protocol.wire import framing
-from protocol.wire.announcement import Announcement
-from protocol.wire.audit import Audit
+from protocol.wire.announcement import Announcement, Dialled, DialMe, Lookup, Roster, RosterRequest
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Commit, Record, body_of
+from protocol.wire.claims import Audit, Evaluation, Score
+from protocol.wire.commit import DOMAIN, Commit, Record, body_of
 from protocol.wire.decree import Decree, Motion, Motions
-from protocol.wire.dial_back import Dialled, DialMe
-from protocol.wire.evaluation import Evaluation
-from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import SchemaError, build, packed
-from protocol.wire.score import Score
 from protocol.wire.session import (
     Announced,
     Attest,
@@ -117,8 +118,9 @@ def expect(cls: type[T], message: Any, peer: str) -> T:
 
 
 def encode_record(record: Record) -> bytes:
-    """A record as it is stored and sent: one that `decode_record` reads. Raises LocalError for any other, which nobody could get over
-    if it were appended: a bug of this node, since nobody votes for such a commit (protocol/round/fairness.py)."""
+    """A record as it is stored and sent: one that `decode_record` reads. Raises LocalError for any other, which nobody
+    could get over if it were appended: a bug of this node, since nobody votes for such a commit
+    (protocol/round/fairness.py)."""
     try:
         raw = framing.pack_message({"c": packed(record.commit), "n": record.ballot, "v": record.votes})
         _record(raw)
@@ -166,3 +168,42 @@ def decode_any(raw: bytes, peer: str) -> Message | Record:
     except framing.FrameError as error:
         raise MessageError(peer, f"message from {short_peer(peer)}: {shown(error)}; it was dropped") from None
     return decode(raw, peer) if isinstance(data, dict) and "t" in data else decode_record(raw, peer)
+
+
+def seal(who: Identity, message: Message) -> bytes:
+    """A signed envelope."""
+    body = encode(message)
+    return framing.pack_message({"p": who.peer_id, "b": body, "s": who.sign(DOMAIN + body)})
+
+
+def unseal(raw: bytes | memoryview) -> tuple[str, Message]:
+    """(signer, message) of an envelope whose signature is right. Raises MessageError."""
+    return unseal_signed(raw)[:2]
+
+
+def unseal_signed(raw: bytes | memoryview) -> tuple[str, Message, bytes]:
+    """The same, and the signature."""
+    try:
+        data = framing.unpack_message(bytes(raw))
+    except framing.FrameError as error:
+        raise MessageError("unknown", f"envelope: {error}; it was dropped") from None
+    if not isinstance(data, dict):
+        raise MessageError("unknown", "envelope: not a map; it was dropped")
+    peer, body, signature = data.get("p"), data.get("b"), data.get("s")
+    if not (isinstance(peer, str) and isinstance(body, bytes) and isinstance(signature, bytes)):
+        raise MessageError("unknown", "envelope: fields are missing; it was dropped")
+    if not identity.verify(peer, DOMAIN + body, signature):
+        raise MessageError(peer, f"envelope of {shown(short_peer(peer))}: the signature is wrong; it was dropped")
+    return peer, decode(body, peer), signature
+
+
+@functools.lru_cache(maxsize=2048)
+def unseal_announcement(raw: bytes, subkey: str, run: str) -> Announcement | None:
+    """The announcement in a DHT record, or None where it is not one of `run` signed by `subkey`."""
+    try:
+        signer, message = unseal(raw)
+    except MessageError:
+        return None
+    if not isinstance(message, Announcement) or not signer == message.peer == subkey or message.run != run:
+        return None
+    return message

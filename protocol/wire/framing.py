@@ -4,8 +4,8 @@
     end      ff ff ff ff                                               nothing follows on this side of the stream
 
 The end is explicit because a dead peer's stream ends just as quietly as a finished one. A message is one msgpack value
-made of nil, bool, int, float, text, bytes, lists and maps with text keys. What arrives is measured *before* it is decoded or
-kept: bytes, nesting, number of values, no extension types.
+made of nil, bool, int, float, text, bytes, lists and maps with text keys. What arrives is measured *before* it is
+decoded or kept: bytes, nesting, number of values, no extension types.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Ended(Exception):
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames. Feed it only after `next` returned None, and it never holds more than one
-    fed piece above the frame in progress."""
+    """Cuts a stream of bytes into frames. Feed it only after `next` returned None, and it never holds more than one fed
+    piece above the frame in progress."""
 
     __slots__ = ("_buffer", "_ended")
 
@@ -99,7 +99,8 @@ def pack_message(value: Any) -> bytes:
 
 
 def repack(value: dict[str, Any]) -> bytes:
-    """As `pack_message`, of a map whose values `unpack_message` gave from what `pack_message` had made: their maps are in order."""
+    """As `pack_message`, of a map whose values `unpack_message` gave from what `pack_message` had made: their maps are
+    in order."""
     raw: bytes = msgpack.packb({key: value[key] for key in sorted(value)}, use_bin_type=True)
     return raw
 
@@ -150,8 +151,8 @@ _FOLLOW = tuple(map(_follow, range(256)))
 
 
 def _measure(data: bytes, max_depth: int) -> None:
-    """Walks over msgpack without decoding or recursion; refuses depth, number of values, extension types, keys that are not
-    text, and what is cut short or followed by more."""
+    """Walks over msgpack without decoding or recursion; refuses depth, number of values, extension types, keys that are
+    not text, and what is cut short or followed by more."""
     position, values, size = 0, 1, len(data)
     left, in_map = 1, False  # how many values the innermost open container still lacks, and whether it is a map: then
     # every other value is a key; at first it is the message itself

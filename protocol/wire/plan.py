@@ -29,7 +29,7 @@ class Work:
     """The text and the inner steps that a replica is given for one round (protocol/planning/allotment.py)."""
 
     slot: Slot = 0
-    """The first slot of text of its first inner step (protocol/run/data_order.py)."""
+    """The first slot of text of its first inner step (protocol/run/corpus.py)."""
     steps: Count = 1
     """The most inner steps that it may do: more than it is expected to have time for."""
     micro_batches: Count = 1
@@ -82,8 +82,8 @@ class ReplicaSpec:
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """A full replica of a round that nobody is planned for: who holds the whole state before the round's time is over may take it
-    (protocol/round/seats.py)."""
+    """A full replica of a round that nobody is planned for: who holds the whole state before the round's time is over
+    may take it (protocol/round/stragglers.py)."""
 
     number: Number
     """The replica's number."""
@@ -100,8 +100,8 @@ class Plan:
     replicas: Annotated[tuple[ReplicaSpec, ...], AtMost(MAX_ITEMS)]
     """The replicas, in the order in which a commit adds their work."""
     forming: Annotated[tuple[ReplicaSpec, ...], AtMost(MAX_ITEMS)] = ()
-    """Replicas of a later round: their members fetch the shards that they will train, and nobody waits for them. Whoever trains in
-    another replica meanwhile goes on there (protocol/planning/changes.py)."""
+    """Replicas of a later round: their members fetch the shards that they will train, and nobody waits for them.
+    Whoever trains in another replica meanwhile goes on there (protocol/planning/planner.py)."""
     forming_since: Annotated[tuple[Round, ...], AtMost(MAX_ITEMS)] = ()
     """The round of the first plan that named each of them."""
     seats: Annotated[tuple[Seat, ...], AtMost(MAX_ITEMS)] = ()
@@ -129,8 +129,8 @@ class Plan:
         return next((r for r in self.replicas if r.number == number), None)
 
     def taken(self, number: int, peers: tuple[str, ...], layers: int) -> ReplicaSpec | None:
-        """The replica with this number, or the seat with it as `peers` have it, who must be one peer that the plan has in no replica;
-        None where it is neither. `layers`: blocks of the model."""
+        """The replica with this number, or the seat with it as `peers` have it, who must be one peer that the plan has
+        in no replica; None where it is neither. `layers`: blocks of the model."""
         seat = next((seat for seat in self.seats if seat.number == number), None)
         if seat is None or len(peers) != 1 or self.replica_of(peers[0]) is not None:
             return self.find(number)
@@ -148,7 +148,8 @@ class Plan:
         )
 
     def allows(self, spec: ReplicaSpec, peers: tuple[str, ...]) -> bool:
-        """Whether a round may end with `peers` as the members of `spec`: each is the planned one or a spare, and none is named twice."""
+        """Whether a round may end with `peers` as the members of `spec`: each is the planned one or a spare, and none
+        is named twice."""
         return len(set(peers)) == len(peers) == len(spec.stages) and all(
             peer == stage.peer or peer in self.spares for stage, peer in zip(spec.stages, peers, strict=True)
         )

@@ -20,7 +20,7 @@ from protocol.wire.bounds import (
     Word,
 )
 from protocol.wire.commit import Part, Share
-from protocol.wire.invitation import Joined
+from protocol.wire.decree import Joined
 from protocol.wire.schema import AtMost, Digest
 
 MAX_TOLD = 4096
@@ -41,8 +41,8 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """A node has all payloads of these offers to `round`, and their lists (protocol/ledger/part_lists.py), and they are valid: others may
-    fetch them at once."""
+    """A node has all payloads of these offers to `round`, and their lists (protocol/ledger/part_lists.py), and they are
+    valid: others may fetch them at once."""
 
     round: Round
     shares: Annotated[tuple[Share, ...], AtMost(MAX_TOLD)]
@@ -58,8 +58,8 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """The sender leaves the run: it is waited for no more, and planned again when it has opened another session. What it has offered still
-    counts."""
+    """The sender leaves the run: it is waited for no more, and planned again when it has opened another session. What
+    it has offered still counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +101,8 @@ class TimeUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeSeat:
-    """The receiver, whom the plan of `round` has in no replica, trains the seat with the number `replica`; `seconds` of the time to
-    train are left."""
+    """The receiver, whom the plan of `round` has in no replica, trains the seat with the number `replica`; `seconds` of
+    the time to train are left."""
 
     round: Round
     replica: Count
@@ -119,7 +119,8 @@ class Attest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A sign of life. `turn`: which member leads the round, as a node of the quorum sees it (protocol/quorum/leadership.py)."""
+    """A sign of life. `turn`: which member leads the round, as a node of the quorum sees it
+    (protocol/quorum/leadership.py)."""
 
     phase: Word
     round: Round
@@ -139,15 +140,15 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announced:
-    """The sender's newest announcement, sealed (protocol/wire/sealed.py), so that others believe it too."""
+    """The sender's newest announcement, sealed (protocol/wire/encoding.py), so that others believe it too."""
 
     sealed: Sealed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotAdmitted:
-    """The node's last word in a session: the peer may not take part in the run; not yet, where it `waits` for the commit that lets it in.
-    `version`: that of the protocol which the node speaks, where the peer speaks another one."""
+    """The node's last word in a session: the peer may not take part in the run; not yet, where it `waits` for the
+    commit that lets it in. `version`: that of the protocol which the node speaks, where the peer speaks another one."""
 
     reason: Reason
     waits: bool = False

@@ -30,10 +30,11 @@ from peer.demo import recipe
 from peer.demo.text import demo_corpus
 from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer
-from protocol.codec import rice, sparse, topk
-from protocol.codec.settings import TILE, Codec
+from protocol.codec import sparse, topk
+from protocol.codec.formats import TILE, Codec
 from protocol.codec.topk import Array
-from protocol.run import data_order, init, layout
+from protocol.run import init, layout
+from protocol.run.corpus import slots
 from protocol.run.layout import ModelSpec
 from tests.e2e.swarms import options
 
@@ -67,7 +68,7 @@ def feedbacks(k: int, rounds: int) -> Iterator[list[Array]]:
         for m, (outer, trainer) in enumerate(zip(outers, trainers, strict=True)):
             trainer.begin_round(outer.theta)
             for step in range(train.inner_steps):
-                at = data_order.slots(slot, step, train.step_rows)
+                at = slots(slot, step, train.step_rows)
                 step_ids = torch.tensor(corpus.slots(manifest.seed_bytes, at))
                 for micro, ids in enumerate(step_ids.chunk(train.micro_batches)):
                     trainer.forward(micro, ids)
@@ -96,7 +97,7 @@ def index_codes(index_TK: npt.NDArray[np.uint16], n: int) -> dict[str, float]:
     golomb = [int((2 * np.floor(np.log2((gap_TK >> r) + 1)) + 1 + r).sum()) for r in rs]
     return {
         "entropy": T * math.log2(math.comb(n, K)),
-        "Rice": rice_rT[rice.rice_parameter(n, K)].sum(),
+        "Rice": rice_rT[sparse.rice_parameter(n, K)].sum(),
         "Rice, best r per tensor": rice_rT.sum(axis=1).min(),
         "Rice, best r per tile": rice_rT.min(axis=0).sum() + 4 * T,
         "Elias-Fano": T * min(K * (1 + r) + ((n - 1) >> r) for r in rs),

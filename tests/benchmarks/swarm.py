@@ -20,7 +20,7 @@ from peer.chain import frames
 from peer.cli import main as cli
 from peer.demo import recipe
 from peer.demo.text import demo_corpus
-from protocol.codec import boundary_formats, sparse
+from protocol.codec import formats, sparse
 from protocol.planning import memory
 from protocol.run import layout
 from tests.e2e.swarms import options
@@ -65,7 +65,7 @@ def main() -> int:
     for way, name in (("", manifest.chains.forward), ("backward_", manifest.chains.backward)):
         measured, formula = (
             result[f"boundary_{way}bytes_per_token"],
-            boundary_formats.bytes_per_token(name, k or spec.d_model),
+            formats.bytes_per_token(name, k or spec.d_model),
         )
         wrong += report(f"boundary {way or 'forward_'}bytes a token", measured, formula, framing)
     print(f"largest stage: {max(memory.stage_memory(manifest, i, i + 1) for i in range(spec.n_layers)) / 1e6:.1f} MB")

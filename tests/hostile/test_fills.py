@@ -28,7 +28,7 @@ from protocol.ledger import part_lists
 from protocol.planning import memory
 from protocol.round import comparing
 from protocol.run import layout
-from protocol.wire import endpoints, framing, sealed
+from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Part
 from protocol.wire.session import Attest, Offer
@@ -145,7 +145,7 @@ def test_what_was_offered_and_not_committed_goes_with_its_round(tmp_path: Path) 
 
 
 def announced(who: Identity, run_id: str, serial: int, **said: Any) -> bytes:
-    return sealed.seal(who, Announcement(run=run_id, peer=who.peer_id, serial=serial, **said))
+    return encoding.seal(who, Announcement(run=run_id, peer=who.peer_id, serial=serial, **said))
 
 
 async def store(enemy: Enemy, victim: p2p.P2PTransport, records: list[tuple[str, bytes, float]]) -> list[bool]:

@@ -12,7 +12,7 @@ import torch
 from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse, subspace
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.round import judging
 from protocol.round.comparing import Update
 from protocol.run import init, layout
@@ -102,7 +102,7 @@ def scales(payloads: list[dict[str, bytes]], codec: Codec, spec: ModelSpec) -> l
         return Update(lambda shard: sparse.decode(codec, layout.shapes(spec, shard), sent[shard]))
 
     names = [str(i) for i in range(len(payloads))]
-    verdicts = judging.judge(manifest, "parent", names, [update(p) for p in payloads], judging.Before())
+    verdicts = judging.judge(manifest, "parent", names, [update(p) for p in payloads], judging.PreviousRound())
     assert all(verdict.reason is None for verdict in verdicts)
     return [verdict.scale for verdict in verdicts]
 

@@ -131,7 +131,7 @@ BUGS: dict[str, Bug] = {
     "whoever decides next is taken for whoever decided": Bug(
         (
             (
-                "protocol/ledger/validation.py",
+                "protocol/ledger/history.py",
                 "    members = board.members_after(manifest, head)\n",
                 "    members = commit.members\n",
             ),

@@ -32,7 +32,7 @@ from safetensors.numpy import load
 from peer.state import giving, storage, taking
 from peer.state.outer_optimizer import Outer
 from protocol.codec import blob_hash, sparse
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.ledger import part_lists, rules, run_state
 from protocol.ledger.run_state import RunState
 from protocol.round import handover
@@ -40,8 +40,8 @@ from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.ballot import Accept, Promise
+from protocol.wire.calls import Handover
 from protocol.wire.commit import Commit, Part, votes_needed
-from protocol.wire.handover import Handover
 from protocol.wire.schema import build
 from protocol.wire.session import Offer
 from tests.sim.disk import MEMORY

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.codec import sparse, topk
-from protocol.codec.settings import TILE
+from protocol.codec.formats import TILE
 from protocol.codec.sparse import PayloadError, Sparse
 from protocol.round import comparing
 from protocol.round.comparing import UNIT, Examined, Floats, Measured, Update
@@ -29,8 +29,8 @@ SHARDS = layout.shard_names(MODEL)
 def plain_square(values: np.ndarray) -> float:
     """The sum of squares as the protocol states it, of one row."""
     sums = []
-    for start in range(0, values.size, comparing.SUMMED):
-        part = values[start : start + comparing.SUMMED].astype(np.float64) ** 2
+    for start in range(0, values.size, comparing.SUMMED_AT_ONCE):
+        part = values[start : start + comparing.SUMMED_AT_ONCE].astype(np.float64) ** 2
         while part.size > 1:
             half = (part.size + 1) // 2
             part[: part.size - half] += part[half:]

@@ -206,7 +206,9 @@ def test_a_manifest_of_70b_is_taken() -> None:
     manifest = tiny.manifest(model=SEVENTY_B, train=train, chains=ChainSpec(rank=(1024, 128)))
     assert from_bytes(manifest.to_bytes(), "b") == manifest
     assert layout.shard_bytes(SEVENTY_B, "head") > 1 << 32
-    assert max(layout.shard_bytes(SEVENTY_B, shard) for shard in layout.shard_names(SEVENTY_B)) <= blob_hash.MAX_BLOB
+    assert (
+        max(layout.shard_bytes(SEVENTY_B, shard) for shard in layout.shard_names(SEVENTY_B)) <= blob_hash.MAX_BLOB_BYTES
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from protocol.ledger import stretches
-from protocol.ledger.history import ForkError
+from protocol.ledger import history
+from protocol.ledger.history import ForkError, Tip
 from protocol.ledger.part_lists import share_of
-from protocol.ledger.stretches import Tip
-from protocol.round.deadline import COPIES, FORGIVEN
-from protocol.round.member import LEARN_SECONDS, RESEND_SECONDS, SETTLED_SECONDS, Member
+from protocol.round.member import COPIES, FORGIVEN, LEARN_SECONDS, RESEND_SECONDS, SETTLED_SECONDS, Ahead, Member
 from protocol.round.member_events import (
     Applied,
     Apply,
@@ -42,7 +40,6 @@ from protocol.round.member_events import (
     TrainOrder,
     UpdateEncoded,
 )
-from protocol.round.overlap import Ahead
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire import encoding
 from protocol.wire.commit import Commit, Contribution, Diverged, Part
@@ -498,7 +495,7 @@ def came(*commits: Commit) -> LogCame:
     *before, last = commits
     raws = [encoding.encode_record(tiny.record(one)) for one in commits]
     parent = M.run_id if last.round == len(before) else log(commits[0].round - 1)[-1].digest
-    return LogCame(tuple(stretches.read(M, Tip(commits[0].round - 1, parent, M.first_members), raws, "node")))
+    return LogCame(tuple(history.read(M, Tip(commits[0].round - 1, parent, M.first_members), raws, "node")))
 
 
 def test_while_the_log_is_read_no_state_is_fetched_and_live_commits_do_not_begin_it_again() -> None:
@@ -536,7 +533,7 @@ def test_pages_that_follow_another_commit_are_asked_for_by_the_session() -> None
     for one in commits[3:]:
         other.append(dataclasses.replace(one, parent=other[-1].digest))
     raws = [encoding.encode_record(tiny.record(one)) for one in other]
-    page = LogCame(tuple(stretches.read(M, Tip(1, "0" * 64, M.first_members), raws, "node")))
+    page = LogCame(tuple(history.read(M, Tip(1, "0" * 64, M.first_members), raws, "node")))
     assert driver.do(page) == [Send(LogRequest(after=1))]
     assert driver.member.head == 1
 

@@ -15,8 +15,7 @@ from peer.net.memory import MemoryNetwork
 from protocol.codec import sparse
 from protocol.ledger import part_lists
 from protocol.round import comparing
-from protocol.round.comparing import OVERHEAD, Examined
-from protocol.round.notes import OF_ONE, Notes
+from protocol.round.comparing import NOTES_PER_PEER, OVERHEAD_BYTES, Examined, Notes
 from protocol.run import layout
 from protocol.wire.commit import Commit, Contribution, Part, Share
 from tests import tiny
@@ -26,7 +25,7 @@ SIZE = 1000
 
 
 def found(number: int = 0) -> Examined:
-    marked = np.full((SIZE - OVERHEAD) // 2, number, np.uint16)
+    marked = np.full((SIZE - OVERHEAD_BYTES) // 2, number, np.uint16)
     return Examined(
         size=9, square=1.0, counts=(marked.size,), marked=marked, values=np.zeros(0, np.float32), coded=False
     )
@@ -79,7 +78,7 @@ def test_whoever_offers_again_and_again_fills_nothing_and_drops_only_his_own() -
     notes.keep("honest", part(1), found())
     for number in range(100, 200):
         notes.keep("enemy", part(number), found(number))
-        assert notes.used <= (1 + OF_ONE) * SIZE
+        assert notes.used <= (1 + NOTES_PER_PEER) * SIZE
     assert is_noted(notes, part(1))
     assert is_noted(notes, part(199))
     assert not is_noted(notes, part(100))

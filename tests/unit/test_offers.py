@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from protocol.ledger.part_lists import root_of, share_of
-from protocol.round.offers import MOST, Offers
+from protocol.round.offers import MAX_OFFERS_PER_PEER, Offers
 from protocol.wire.commit import Part
 from protocol.wire.plan import ReplicaSpec, StageSpec
 from protocol.wire.session import Offer
@@ -51,11 +51,13 @@ def test_a_share_is_whole_once_its_list_and_its_parts_are_held() -> None:
 
 def test_who_changes_its_offer_again_and_again_is_not_listened_to() -> None:
     offers = Offers(())
-    for steps in range(1, MOST + 1):
+    for steps in range(1, MAX_OFFERS_PER_PEER + 1):
         assert offers.take("a", offer("a", steps=steps)) == (True, list(offer("a").parts))
-    assert offers.take("a", offer("a", steps=MOST + 1)) == (False, [])
-    assert offers.of(1, "a") == offer("a", steps=MOST)
-    assert offers.take("a", offer("a", steps=MOST)) == (True, list(offer("a").parts)), "the last one may be sent again"
+    assert offers.take("a", offer("a", steps=MAX_OFFERS_PER_PEER + 1)) == (False, [])
+    assert offers.of(1, "a") == offer("a", steps=MAX_OFFERS_PER_PEER)
+    assert offers.take("a", offer("a", steps=MAX_OFFERS_PER_PEER)) == (True, list(offer("a").parts)), (
+        "the last one may be sent again"
+    )
 
 
 def test_a_replica_is_complete_when_all_offered_all_is_held_and_all_attested_the_state_before() -> None:

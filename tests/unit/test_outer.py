@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from peer.state.outer_optimizer import Outer
 from protocol.codec import sparse
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.codec.sparse import PayloadError
 from protocol.errors import LocalError
 from protocol.run import init, layout

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from protocol.planning import budget, memory, partition, speed
 from protocol.planning.allotment import NEW
 from protocol.planning.budget import Budget
-from protocol.planning.changes import FORMING_ROUNDS
 from protocol.planning.memory import stage_memory
 from protocol.planning.partition import Candidate
-from protocol.planning.planner import make_plan
+from protocol.planning.planner import FORMING_ROUNDS, make_plan
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, Manifest, TimingSpec, TrainSpec

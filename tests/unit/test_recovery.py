@@ -19,7 +19,7 @@ from peer.net.base import Handler, Stream
 from peer.net.blobs import Blob, BlobServer
 from peer.state.storage import KEPT, Storage
 from peer.state.taking import TAKEN
-from protocol.codec.blob_hash import RANGE
+from protocol.codec.blob_hash import RANGE_BYTES
 from protocol.ledger import part_lists
 from protocol.planning import memory
 from protocol.run import layout
@@ -281,7 +281,7 @@ def test_a_newcomer_that_is_restarted_goes_on(tmp_path: Path) -> None:
             assert set(again.bases.values()) == {10}
             log = swarm.archive.commits
             size = sum(s.size + s.listed for r in (11, 12) for s in log[r].shares)
-            assert taken + again.received < 1.02 * (CHECKPOINT + size) - 3 * RANGE
+            assert taken + again.received < 1.02 * (CHECKPOINT + size) - 3 * RANGE_BYTES
             assert list((again.storage.blobs.folder / "parts").iterdir()) == []
 
     run(work())

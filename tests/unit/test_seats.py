@@ -1,4 +1,4 @@
-"""Seats: who comes within a round trains in it, counts by its tokens, and holds nobody up (protocol/round/seats.py)."""
+"""Seats: who comes within a round trains in it, counts by its tokens, and holds nobody up (protocol/round/stragglers.py)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from protocol.ledger.part_lists import share_of
-from protocol.planning.allotment import A_SEAT_FOR, MOST_SEATS, NEW, allot
-from protocol.round.grace import OVERRUN
+from protocol.planning.allotment import MOST_SEATS, NEW, REPLICAS_PER_SEAT, allot
 from protocol.round.leader_events import Effect, Gone, Lead, Propose, Received, Send
 from protocol.round.member_events import EndIn, Reconfigured, Seated, TrainOrder
-from protocol.round.seats import LEAST, PATIENCE
+from protocol.round.stragglers import OVERRUN, SEAT_LEAST_SHARE, SEAT_PATIENCE_SECONDS
 from protocol.run.manifest import OuterSpec
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
@@ -69,7 +68,12 @@ def committed(driver: Driver, effects: list[Effect]) -> Commit:
 
 def test_a_plan_has_a_seat_and_one_more_for_every_so_many_replicas_under_numbers_and_text_of_their_own() -> None:
     run = tiny.manifest(timing=TIMING)
-    for count, seats in ((1, 1), (A_SEAT_FOR - 1, 1), (A_SEAT_FOR, 2), (MOST_SEATS * A_SEAT_FOR, MOST_SEATS)):
+    for count, seats in (
+        (1, 1),
+        (REPLICAS_PER_SEAT - 1, 1),
+        (REPLICAS_PER_SEAT, 2),
+        (MOST_SEATS * REPLICAS_PER_SEAT, MOST_SEATS),
+    ):
         stages = [(StageSpec(peer=f"p{i}", first=0, last=4),) for i in range(count)]
         plan = allot(run, 1, [ReplicaSpec(number=NEW, stages=s) for s in stages], (), {})
         assert len(plan.seats) == seats
@@ -135,7 +139,12 @@ def test_a_newcomer_that_was_forming_takes_a_seat_and_forms_no_more() -> None:
 
 @pytest.mark.parametrize(
     ("memory", "shards", "at"),
-    [(FULL, SHARDS[:-1], AT), (FULL, (), AT), (FULL - 1, SHARDS, AT), (FULL, SHARDS, SECONDS * (1 - LEAST) + 0.1)],
+    [
+        (FULL, SHARDS[:-1], AT),
+        (FULL, (), AT),
+        (FULL - 1, SHARDS, AT),
+        (FULL, SHARDS, SECONDS * (1 - SEAT_LEAST_SHARE) + 0.1),
+    ],
     ids=["a shard is lacking", "it holds nothing", "it has too little memory", "it comes too late"],
 )
 def test_who_gets_no_seat(memory: int, shards: tuple[str, ...], at: float) -> None:
@@ -168,9 +177,9 @@ def test_a_round_waits_a_moment_for_a_seat_and_no_longer() -> None:
     driver = seated()
     driver.at(SECONDS)
     assert driver.offered("a", "b") == []
-    asked = [e for e in driver.at(SECONDS + PATIENCE - 0.1) if isinstance(e, Send)]
+    asked = [e for e in driver.at(SECONDS + SEAT_PATIENCE_SECONDS - 0.1) if isinstance(e, Send)]
     assert asked == [Send(("new",), TimeUp(round=1), False)]
-    commit = committed(driver, driver.at(SECONDS + PATIENCE))
+    commit = committed(driver, driver.at(SECONDS + SEAT_PATIENCE_SECONDS))
     assert [c.replica for c in commit.contributions] == [0, 1]
     assert leading.left_out(commit) == [(2, "no offer after 40 s")]
     assert commit.plan is not None

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import rice, sparse, topk
-from protocol.codec.settings import Codec
+from protocol.codec import sparse, topk
+from protocol.codec.formats import Codec
 from protocol.codec.sparse import PayloadError, apply, decode, encode, entropy_size, max_payload_size
 
 VALUES = ("sym2", "ref2", "fp32")
@@ -353,7 +353,7 @@ def test_whole_indices_are_checked() -> None:
         decode(codec, shapes, bytes(bad))
     two = Codec(17, "fp32", "fixed")  # two entries of the same tile
     bad = bytearray(encode(two, arrays_of(shapes, 2)))
-    bad[8:11] = rice.pack(np.array([7, 7], dtype=np.uint16), 9)
+    bad[8:11] = sparse.pack_planes(np.array([7, 7], dtype=np.uint16), 9)
     with pytest.raises(PayloadError, match="ascending"):
         decode(two, shapes, bytes(bad))
     bad = bytearray(encode(two, arrays_of(shapes, 2)))
@@ -368,7 +368,7 @@ def test_gaps_are_checked() -> None:
     header = encode(codec, arrays_of(shapes, 2))[:8]
 
     def indices(low: list[int], quotients: bytes) -> list[int]:
-        planes = rice.pack(np.array(low, dtype=np.uint8), 7)
+        planes = sparse.pack_planes(np.array(low, dtype=np.uint8), 7)
         values = np.ones(2, dtype="<f4").tobytes()
         payload = header + len(quotients).to_bytes(4, "little") + planes + values + quotients
         return decode(codec, shapes, payload)[0].index.tolist()
@@ -458,7 +458,7 @@ def test_rice_is_near_the_entropy_of_sets_without_structure(k: int) -> None:
 def test_the_longest_payload_has_the_stated_size() -> None:
     """One entry at the end of the tile and the others so that no quotient is rounded down."""
     for k in (1, 32, 64, 128, 2000, 4096):
-        r = rice.rice_parameter(4096, k)
+        r = sparse.rice_parameter(4096, k)
         steps = (4096 - k) >> r  # all quotients of a tile add up to this
         gaps = np.zeros(k, dtype=np.int64)
         gaps[0] = steps << r

@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-from protocol.ledger import part_lists, schedule, stretches
+from protocol.ledger import history, part_lists, schedule
 from protocol.ledger.part_lists import share_of
 from protocol.planning import memory
 from protocol.planning.allotment import allot
 from protocol.planning.partition import Candidate
 from protocol.quorum import leadership, paxos_events
 from protocol.quorum.acceptor import TABLE as ACCEPTOR
+from protocol.quorum.paxos_events import Objection
 from protocol.quorum.table import Position, Table, TableError, Transition
-from protocol.quorum.unfair import Unfair
 from protocol.round import leader_events as leading
+from protocol.round import member
 from protocol.round import member_events as events
-from protocol.round import overlap
 from protocol.round.chain_repair import SLOW
-from protocol.round.judging import Case, Judged
+from protocol.round.judging import JudgingJob, Verdict
 from protocol.round.leader import Leader
 from protocol.round.member import Member
 from protocol.round.quarrels import LIES
@@ -232,7 +232,7 @@ class Life:
                     self.answers.append(events.Applied(commit.round))
                 case events.ReadLog(tip):
                     raws = [encoding.encode_record(tiny.record(commit)) for commit in self.commits[tip.round + 1 :]]
-                    found = tuple(stretches.read(self.manifest, tip, raws, ME))
+                    found = tuple(history.read(self.manifest, tip, raws, ME))
                     self.answers += [events.LogCame(found), events.LogRead()]
                 case events.HoldShards(commit):
                     self.answers += [events.ShardsHeld(commit.round), events.Digested(commit.round, {"embed": "x"})]
@@ -245,7 +245,7 @@ def test_random_lives_of_a_volunteer_take_every_row_and_apply_every_commit_once(
         life.live(400)
         assert life.applied == list(range(len(life.applied)))
         taken |= taken_by(life.member.position, life.member.overlap.position)
-    assert rows(events.TABLE, overlap.TABLE) - taken == set()
+    assert rows(events.TABLE, member.OVERLAP_TABLE) - taken == set()
 
 
 # --- the round, as a bootstrap node sees it
@@ -275,7 +275,7 @@ class Twins:
         self.now = 0.0
         self.commit: Commit | None = None
         self.sent: list[ChainReconfig] = []
-        self.questions: list[tuple[Leader, Question | Case]] = []
+        self.questions: list[tuple[Leader, Question | JudgingJob]] = []
         self.lead(0)
 
     def lead(self, index: int) -> None:
@@ -307,11 +307,11 @@ class Twins:
             for node in self.nodes:
                 self.tell(node, event)
 
-    def answer(self, question: Question | Case) -> leading.Event:
+    def answer(self, question: Question | JudgingJob) -> leading.Event:
         if isinstance(question, Question):
             return leading.Planned(question, question.answer())
         reason = self.rng.choice((None, None, None, "it is a copy"))
-        return leading.Verdict(question, (Judged(1.0, reason),) * len(question.contributions))
+        return leading.JudgingDone(question, (Verdict(1.0, reason),) * len(question.contributions))
 
     def happens(self) -> leading.Event:
         rng, peer = self.rng, self.rng.choice(list(self.memory))
@@ -543,7 +543,7 @@ def more_liars_than_are_borne() -> Cluster:
 def leader_that_lies() -> Cluster:
     """A proposes what is not fair, and what does not follow."""
     cluster = Cluster(4)
-    cluster.unfair = lambda name, commit: Unfair("is not fair", True)
+    cluster.unfair = lambda name, commit: Objection("is not fair", True)
     cluster.propose(A, 1.0)
     wrong = dataclasses.replace(cluster.commit(C), leader=B, members=cluster.manifest.operators, time=666.0, run="?")
     cluster.do(C, paxos_events.Heard(B, Accept(round=0, ballot=1, commit=wrong)))

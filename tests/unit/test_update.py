@@ -18,7 +18,7 @@ from peer.state.outer_optimizer import Outer
 from peer.training import update
 from peer.training.update import DeviceUpdate, Moved
 from protocol.codec import sparse, topk
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.codec.sparse import PayloadError
 from protocol.errors import LocalError
 from protocol.run import layout
