@@ -342,10 +342,8 @@ class Peer:
                     rounds.put(member_events.Committed(message))
                 case Offered():
                     rounds.prefetch(message)
-                case TimeUp():
-                    rounds.put(member_events.TimeUp(message.round))
-                case TakeSeat():
-                    rounds.put(member_events.Seated(message.round, message.replica, message.seconds))
+                case TimeUp() | TakeSeat():
+                    rounds.put(message)
                 case ChainReconfig():
                     rounds.put(member_events.Reconfigured(message))
                 case Finished():

@@ -15,8 +15,7 @@ from peer.ui.names import Names
 from peer.ui.text import LONGEST, blocks, called, cleaned, mean_loss, readable
 from peer.ui.utilization import Bottleneck, bottleneck
 from protocol.planning import memory
-from protocol.round import attestations
-from protocol.round.attestations import Witnesses
+from protocol.round.attestations import RoundAttestations, Witnesses
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import NODE_DEVICE, Announcement, ChainReport
@@ -508,6 +507,6 @@ class View:
         if latest is None:
             return
         found = self._attests[latest]
-        shards, right = layout.shard_names(self.manifest.model), attestations.majority(found, self._witnesses.weights())
-        wrong = tuple(d for d in attestations.diverged(found, right, ties=True) if d.shard in shards)
+        shards, of_round = layout.shard_names(self.manifest.model), RoundAttestations(self._witnesses.weights(), found)
+        wrong = tuple(d for d in of_round.diverged(ties=True) if d.shard in shards)
         self.compared = Comparison(latest, len(found), wrong)

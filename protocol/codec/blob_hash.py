@@ -1,15 +1,14 @@
-"""How a blob is named, and how a part of it is checked before the rest is there.
+"""Blob names, and range checks before the whole blob is there.
 
-A blob is cut into ranges of RANGE_BYTES bytes, the last one shorter. Its name (64 hexadecimal digits) is
+A blob is cut into ranges of RANGE_BYTES, the last one shorter. Its name (64 hexadecimal digits) is
 
     one range     sha256(bytes)
     more          BLAKE2b-256, personalized `potluck/ranges/1`, of the size (u64, little-endian) and every range's
                   sha256
 
-so a blob of one range needs nothing beside its bytes, whoever knows name and size can check the list of a larger blob's
-range digests (its *leaves*, 32 bytes each, 0.1 % of the blob) and then every range by itself, and no bytes can be read
-as both kinds. A shard's digest is the name of its tensors' bytes (fp32, little-endian, in canonical order): a commit
-that names a state names blobs.
+So name and size suffice to check the list of range digests (*leaves*, 32 bytes each, 0.1 % of the blob), and then every
+range by itself; no bytes can be read as both kinds. A shard's digest is the name of its tensors' bytes (fp32,
+little-endian, in canonical order): a commit that names a state names blobs.
 """
 
 from __future__ import annotations
@@ -75,5 +74,4 @@ def leaves_of(pieces: Iterable[Bytes]) -> tuple[int, bytes]:
 
 
 def name_of(*pieces: Bytes) -> str:
-    """The name of the blob that these pieces make."""
     return root(*leaves_of(pieces))

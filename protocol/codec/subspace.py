@@ -1,14 +1,14 @@
-"""The basis U of the subspace that compressed stage boundaries send (Heterogeneous Low-Bandwidth Pre-Training, sec. 3).
+"""Basis U of the subspace in which compressed stage boundaries send (Heterogeneous Low-Bandwidth Pre-Training, sec. 3).
 
-A fixed random orthonormal U [d, k_max], the same bits on every machine: QR differs between libraries and devices, so it
-is modified Gram-Schmidt, done twice, in float64, where every reduction is a fixed tree of elementwise additions and no
-BLAS is called. Columns are nested: the first k of them are the basis for every k.
+A fixed random orthonormal U [d, k_max], the same bits on every machine. QR differs between libraries and devices, so it
+is modified Gram-Schmidt, done twice, in float64, where every reduction is a fixed tree of elementwise additions without
+BLAS. Columns are nested: the first k of them are the basis for every k.
 
-From each row the shares of the rows before it are taken one after the other, in their order. That is all that the bits
-depend on, so the work goes in panels: the rows of a panel are finished, then their shares are taken from all later
-rows, some rows at a time, which stay in the processor's cache, and on as many threads as there are.
+From each row the projections on the rows before it are subtracted in their order. The bits depend on nothing else, so
+work goes in panels: the rows of a panel are finished, then subtracted from all later rows, some cached rows at a time,
+on several threads.
 
-Shape letters: K columns of U, D model width, P rows of a panel, R rows that stay in the cache.
+Shape letters: K columns of U, D model width, P rows of a panel, R rows in the cache.
 """
 
 from __future__ import annotations

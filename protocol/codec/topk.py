@@ -118,7 +118,6 @@ class Tiled:
 
     @property
     def sent(self) -> Array:
-        """The value of each entry."""
         return self.values.take(self.marked >> np.uint16(MARK)) if self.coded else self.values
 
 

@@ -73,7 +73,6 @@ class Ticket:
     seed: bytes = field(repr=False)
 
     def joined(self, peer: str) -> Joined:
-        """What `peer` shows."""
         proof = Identity(self.seed).sign(proof_body(self.invitation, peer))
         return Joined(
             invitation=self.invitation, operator=self.operator, signature=self.signature, peer=peer, proof=proof
@@ -173,7 +172,6 @@ class Access:
         return f"its invitation is used up, by {used} of {count}" if used >= count else None
 
     def is_banned(self, peer: str) -> bool:
-        """Whether the newest decree about `peer` keeps it out."""
         return self._ban_of(peer) is not None
 
     def _ban_of(self, peer: str) -> str | None:
@@ -185,7 +183,6 @@ class Access:
 
 
 def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Access:
-    """After these commits, which are the log's first."""
     found = Access(manifest.admission.is_open, frozenset(manifest.admission.keys), {})
     for commit in commits:
         found = found.after(commit.decree, commit.joined)
@@ -207,7 +204,6 @@ def why_kept_out(
 
 
 def decrees_after(head: Commit | None) -> int:
-    """How many there were."""
     return 0 if head is None else head.decrees
 
 
@@ -275,7 +271,6 @@ class SignedDecrees:
         self._signed[operator] = decree, signature
 
     def signers(self, decree: Decree) -> tuple[str, ...]:
-        """Who has signed this."""
         return tuple(sorted(who for who, (known, _) in self._signed.items() if known == decree))
 
     def enacted(self, manifest: Manifest, head: Commit | None, living: Collection[str] | None = None) -> Enacted | None:

@@ -9,9 +9,10 @@ Audits and examiners follow from the digest of the commit that counts the contri
 work is done. The chance is such that all full replicas together give `judging.audit_share` of their time; faster ones
 examine more often. Only contributions of full replicas are audited.
 
-One examiner is named first, and EXAMINERS - 1 more for an agreement below LEAST_AGREEMENT. Two of one opinion decide: against the
-maker if both found less than LEAST_AGREEMENT, and against an examiner that was alone with the opposite opinion. A single result
-has no consequence. A commit carries at most MAX_AUDITS audits, an audit at most KEPT_ROUNDS late.
+One examiner is named first, and EXAMINERS - 1 more for an agreement below LEAST_AGREEMENT. Two of one opinion decide:
+against the maker if both found less than LEAST_AGREEMENT, and against an examiner that was alone with the opposite
+opinion. A single result has no consequence. A commit carries at most MAX_AUDITS audits, an audit at most KEPT_ROUNDS
+late.
 """
 
 from __future__ import annotations
@@ -70,7 +71,6 @@ class Turn:
         return None if max(good, bad) < 2 else good > bad
 
     def add(self, said: Audit) -> Turn:
-        """With what one more examiner has found."""
         return dataclasses.replace(self, said=(*self.said, (said.peer, said.agreement)))
 
 
@@ -92,11 +92,9 @@ class Audits:
     turns: tuple[Turn, ...] = ()
 
     def turn(self, round: int, replica: int) -> Turn | None:
-        """Of that contribution, None where it is not to be audited."""
         return next((t for t in self.turns if (t.round, t.replica) == (round, replica)), None)
 
     def is_due(self, said: Audit) -> bool:
-        """Whether this examiner's audit has a place in the next commit."""
         turn = self.turn(said.round, said.replica)
         return turn is not None and said.peer in turn.wanted
 
@@ -112,12 +110,10 @@ class Audits:
         return None
 
     def found(self, commit: Commit) -> tuple[Found, ...]:
-        """What the audits in the next commit decide."""
         turns = self._told(commit)
         return tuple(found for turn in turns for found in _decided(turn))
 
     def after(self, commit: Commit) -> Audits:
-        """With the next commit of the log."""
         if not (self.turns or commit.contributions):
             return self
         kept = [t for t in self._told(commit) if t.verdict is None and commit.round - t.round < KEPT_ROUNDS]

@@ -31,12 +31,10 @@ def _first(manifest: Manifest) -> Board:
 
 
 def of(manifest: Manifest, head: Commit | None) -> Board:
-    """After `head`, None: at the beginning."""
     return _first(manifest) if head is None or head.board is None else head.board
 
 
 def operators(manifest: Manifest, head: Commit | None) -> tuple[str, ...]:
-    """The operators of the run after `head`."""
     return of(manifest, head).names
 
 
@@ -62,7 +60,6 @@ def completed(board: Board, members: Sequence[str], living: Collection[str]) -> 
 
 
 def is_change(enacted: Enacted | None) -> bool:
-    """Whether this decree makes another board."""
     return enacted is not None and enacted.decree.action in CHANGES
 
 
@@ -123,7 +120,8 @@ def why_too_few(manifest: Manifest, head: Commit | None, decree: Decree, living:
     here, needed = sum(m in living for m in members), votes_needed(len(members))
     if set(members) == set(now) or here >= needed:
         return None
-    return f"{here} of the {len(members)} who would decide give signs of life, and a round would need {needed}; start their nodes first"
+    there = f"{here} of the {len(members)} who would decide give signs of life"
+    return f"{there}, and a round would need {needed}; start their nodes first"
 
 
 def member_doubts(

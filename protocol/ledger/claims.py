@@ -15,10 +15,9 @@ from typing import Any, Generic, TypeVar
 
 from protocol.identity import Identity, short_peer
 from protocol.ledger.run_state import RunState
-from protocol.wire.claims import Audit, Evaluation, Score, audit_body, evaluation_body, score_body
+from protocol.wire.claims import Audit, Claim, Evaluation, Score, audit_body, evaluation_body, score_body
 from protocol.wire.commit import DOMAIN, MAX_AUDITS, MAX_EVALUATIONS, MAX_SCORES, Commit
 
-Claim = Evaluation | Score | Audit
 C = TypeVar("C", Evaluation, Score, Audit)
 Key = tuple[int, int, str]
 

@@ -64,13 +64,11 @@ def why_not_next(manifest: Manifest, head: Commit | None, record: Record) -> str
 
 
 def _works(plan: Plan) -> Iterator[Work]:
-    """What a plan gives anybody, in its round and in the one after."""
     yield from (seat.work for seat in plan.seats)
     yield from (work for r in plan.replicas for work in (r.work, r.following) if work is not None)
 
 
 def _allows(manifest: Manifest, work: Work) -> bool:
-    """Whether this is no more than the manifest says."""
     steps, micro_batches = manifest.train.inner_steps, manifest.train.micro_batches
     return work.steps <= steps and work.micro_batches <= micro_batches and work.slot <= MAX_SLOT
 
@@ -216,7 +214,6 @@ class Kept(Sequence[T]):
         self._count = 0
 
     def append(self, item: T) -> None:
-        """The next one."""
         self._newest[self._count] = item
         self._newest.pop(self._count - self._most, None)
         self._count += 1
@@ -302,7 +299,6 @@ class Commits(Mapping[int, Commit]):
 
 
 def unpacked(raw: bytes) -> Commit:
-    """A commit that was packed here."""
     return build(Commit, framing.unpack_message(raw))
 
 

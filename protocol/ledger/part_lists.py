@@ -36,7 +36,6 @@ class BadList(PotluckError):
 
 
 def pack(parts: Parts) -> bytes:
-    """The list as it is stored and sent."""
     return framing.pack_message(packed(parts))
 
 
@@ -58,7 +57,6 @@ class _List:
 
 
 def root_of(parts: Parts) -> str:
-    """The name of the list of these parts."""
     return blob_hash.name_of(pack(parts))
 
 

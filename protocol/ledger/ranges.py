@@ -1,4 +1,5 @@
-"""Limits for strangers from one range of addresses (a /24 of IPv4, a /48 of IPv6), since one customer may have many names.
+"""Limits for strangers from one range of addresses (a /24 of IPv4, a /48 of IPv6), since one customer may have many
+names.
 
 A range is limited in sessions and in the share of a plan (`range_sessions`, `range_share` of schedule.limits). Homes,
 offices and lecture halls share ranges, so peers for which an operator has vouched are exempt. Private addresses have no

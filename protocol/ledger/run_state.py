@@ -112,16 +112,13 @@ class RunState:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the open round, None where it has none."""
         return self.standing.plan
 
     @property
     def last(self) -> tuple[Contribution, ...]:
-        """The contributions of the newest commit."""
         return () if self.head is None else self.head.contributions
 
     def apply(self, commit: Commit) -> RunState:
-        """The state after the next commit."""
         return self._apply(commit, None)
 
     def _apply(self, commit: Commit, known: dict[str, Reputation] | None) -> RunState:
@@ -137,7 +134,6 @@ class RunState:
 
 
 def begin(manifest: Manifest) -> RunState:
-    """The state before the first commit."""
     return RunState(manifest, standing.of(manifest), Due(manifest))
 
 

@@ -13,7 +13,6 @@ from protocol.wire.decree import Enacted, Limits, Schedule
 
 
 def of(manifest: Manifest, head: Commit | None) -> Schedule:
-    """After `head`, None: at the beginning."""
     if head is None or head.schedule is None:
         return Schedule(rounds=manifest.rounds, total_steps=manifest.train.total_steps)
     return head.schedule
@@ -35,7 +34,6 @@ def last_round(manifest: Manifest, head: Commit | None) -> int:
 
 
 def is_over(manifest: Manifest, head: Commit | None) -> bool:
-    """Whether no round comes after `head`."""
     return head is not None and head.round >= last_round(manifest, head)
 
 
@@ -85,6 +83,6 @@ def misfit(manifest: Manifest) -> str | None:
     if asked > there:
         how = f"the run ends when the learning rate has gone {there / asked:.2%} of its way"
     return (
-        f"train.total_steps: is {asked:,}, and {manifest.rounds:,} rounds of {inner:,} inner steps are {there:,}, so {how}; write"
-        f" {there} before the run begins, unless that is meant"
+        f"train.total_steps: is {asked:,}, and {manifest.rounds:,} rounds of {inner:,} inner steps are {there:,}, so {how};"
+        f" write {there} before the run begins, unless that is meant"
     )

@@ -25,13 +25,13 @@ from m, LEAST_SPREAD m at least). Evidence accumulates by the likelihood ratio o
     evidence = max(0, evidence + min(MOST_EVIDENCE_STEP, max(-MOST_EVIDENCE_STEP, f m (f m / 2 - value) / s^2)))
     f = tokens / the median tokens of the round's contributions, 1 at most
 
-More evidence than ENOUGH_EVIDENCE against gain or edge costs the maker its standing (protocol/ledger/standing.py) and starts
-again at 0. In a chain each member has its part. The value is the median of three marks, or the better one of two, so a
-single liar cannot accuse; one mark alone says nothing.
+More evidence than ENOUGH_EVIDENCE against gain or edge costs the maker its standing (protocol/ledger/standing.py) and
+starts again at 0. In a chain each member has its part. The value is the median of three marks, or the better one of
+two, so a single liar cannot accuse; one mark alone says nothing.
 
-*Scorers.* A mark is *far* where it differs from the median of three by more than FAR_MARK m. A scorer whose far or missing
-marks outweigh the others by MISSES is not asked for MUTE_ROUNDS rounds, and has no other disadvantage, since two liars may be
-the median. docs/results/scores.md has the figures behind the constants.
+*Scorers.* A mark is *far* where it differs from the median of three by more than FAR_MARK m. A scorer whose far or
+missing marks outweigh the others by MISSES is not asked for MUTE_ROUNDS rounds, and has no other disadvantage, since
+two liars may be the median. docs/results/scores.md has the figures behind the constants.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ class ScoreBook:
     of: Mapping[str, PeerScores] = field(default_factory=dict)
 
     def entry(self, peer: str) -> PeerScores:
-        """What is known of a peer."""
         return self.of.get(peer, NOTHING)
 
     def newest(self, peers: Sequence[str]) -> int:
@@ -114,7 +113,6 @@ class ScoreBook:
         return min((self.entry(peer).newest for peer in peers), default=-1)
 
     def is_heard(self, peer: str, round: int) -> bool:
-        """Whether it is asked to score the work of `round`."""
         return round > self.entry(peer).mute
 
     def after(self, round: int, scored: Sequence[Scored], now: int) -> tuple[ScoreBook, list[str]]:
@@ -335,8 +333,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What may be told now, and what the log says so far. `turns`: of the last LATE_ROUNDS rounds that were to be scored;
-    `book`: of those before; `found`: whose work the newest commit shows to be bad."""
+    """What may be told now, and what the log says so far. `turns`: of the last LATE_ROUNDS rounds that were to be
+    scored; `book`: of those before; `found`: whose work the newest commit shows to be bad."""
 
     manifest: Manifest
     turns: tuple[Turn, ...] = ()

@@ -1,8 +1,8 @@
 """Standing of peers in the log: probation, reputation, and the limit of one peer's weight. Pure.
 
     probation     The work of a newcomer has weight 0 for the run's `probation` rounds (schedule.limits). It is judged
-                  as all work is (protocol/round/judging.py), named in the commit (LeftOut.probation), and goes back into
-                  its maker's error feedback.
+                  as all work is (protocol/round/judging.py), named in the commit (LeftOut.probation), and goes back
+                  into its maker's error feedback.
     reputation    A factor of a peer's weight, 0 to 1. A finding against the peer takes LOSS of it, a round of work that
                   counts gives GAIN back. A failed audit (protocol/ledger/audits.py) or bad scores in round after round
                   (protocol/ledger/scoring.py) take all of it. Below FLOOR the peer *rests* for REST_ROUNDS, and returns
@@ -12,8 +12,8 @@
 A round of probation is *served* by faultless work in a round in which faults could be seen: enough established replicas
 counted to compare it with (LEAST_COMPARED), or the plan had too few of them. A finding restarts the probation. Exempt
 are members of the first plan, and peers that the manifest lists, an invitation let in, or the operators admitted.
-Without any established replica no replica is on probation. A replica is a newcomer's where peers on probation train most
-of its blocks. A chain's weight and reputation are shared by its members' blocks.
+Without any established replica no replica is on probation. A replica is a newcomer's where peers on probation train
+most of its blocks. A chain's weight and reputation are shared by its members' blocks.
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ class Standing:
     # --- what is known of a peer
 
     def of(self, peer: str) -> Reputation:
-        """What the log says of `peer`."""
         return self.known.get(peer, UNKNOWN_PEER)
 
     def is_exempt(self, peer: str) -> bool:
@@ -114,7 +113,6 @@ class Standing:
         return admitted or peer in self.founders or peer in self.access.listed or peer in self.access.invited
 
     def left(self, peer: str) -> int:
-        """Rounds of probation that `peer` still has to serve."""
         return 0 if self.is_exempt(peer) else max(0, self.limits.probation - self.of(peer).served)
 
     def rests(self, peer: str) -> bool:
@@ -251,14 +249,12 @@ class Standing:
         )
 
     def after_all(self, commits: Iterable[Commit]) -> Standing:
-        """With the next commits of the log."""
         found, known = self, dict(self.known)
         for commit in commits:
             found = found.after(commit, known)
         return found
 
     def _served(self, commit: Commit) -> Iterator[str]:
-        """Who has served this round."""
         yield from (share.peer for share in commit.shares)
         if self.compares(len(commit.contributions)):
             yield from (peer for x in commit.left_out if x.probation for peer in x.peers)
@@ -276,7 +272,6 @@ class Standing:
 
 
 def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Standing:
-    """After these commits, which are the log's first."""
     found = Standing(
         manifest, schedule.limits(manifest, None), access.of(manifest), Scoring(manifest), Audits(manifest)
     )

@@ -1,19 +1,15 @@
-"""What each replica of a plan is given to do: a number that stays its own, text, inner steps, and micro-batches of a
-step.
+"""Work of each replica of a plan: its number, text, inner steps, and micro-batches of a step.
 
-All replicas train for the same time, `round_seconds`, each at its own pace. So the plan gives a replica as many inner
-steps as it is expected to have time for, and some more. A round ends with the last whole step that fits into it. So
-where fewer than FEWEST_STEPS whole steps would fit, the replica gets fewer micro-batches a step. What is expected, in this
-order:
+All replicas train for `round_seconds`, each at its own pace, so the plan gives each the steps that it is expected to
+have time for, and some more. Where fewer than FEWEST_STEPS whole steps would fit, a step gets fewer micro-batches.
+Expected are
 
-    the steps that it did in the last round      seen by everybody, in the commit; a replica that did all that it was
-                                                 given may be faster than thought, and is given FULL_SPEEDUP times as many
-    its members' announced speeds                the stages' seconds (protocol/planning/partition.py)
-    nothing                                      it is given the most steps, `inner_steps`
+    the steps of the last round          FULL_SPEEDUP times as many if the replica did all that it was given
+    else its members' announced speeds   the stages' seconds (protocol/planning/partition.py)
+    else the most                        `inner_steps`
 
-The text of a replica is a range of slots that nobody else is given (protocol/run/corpus.py). With `overlap` a plan also
-names what each replica is given for the round after. The next plan repeats that for every replica that stays as it is,
-whoever else comes or goes: so nothing that was trained ahead is in vain but that of replicas that changed.
+The text is a range of slots of its own (protocol/run/corpus.py). With `overlap` a plan also names the work of the round
+after, and the next plan repeats it for every replica that stays as it is: so what was trained ahead counts.
 """
 
 from __future__ import annotations

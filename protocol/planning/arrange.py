@@ -1,17 +1,14 @@
-"""Who forms which replica: as many committed tokens per second as can be had, and nobody moves for nothing. A pure
-function.
+"""Which peers form which replica: as many committed tokens per second as possible, without moves that do not pay. Pure.
 
 1. Replicas of the last plan whose members are all there are kept.
-2. Of the others, whoever can hold the whole model is a full replica; the rest forms chains of neighbours by uplink,
-   each as short as the model's memory allows.
-3. Pools of a few replicas and free peers are arranged anew where that brings more (protocol/planning/search.py): so
-   strong peers become stages where that gives more in sum, chains grow, shrink, split and exchange members.
-4. Members of chains exchange places where that brings more.
+2. Of the others, peers that can hold the whole model are full replicas; the rest forms chains of neighbours by uplink,
+   as short as memory allows.
+3. Pools and moves improve that (protocol/planning/search.py) by the rate of protocol/planning/objective.py.
 
-What is counted is protocol/planning/objective.py's. A kept replica is given up only when all of it pays:
+A kept replica is given up only when all of it pays:
 
     all its members' speeds are known         a guess moves nothing
-    the new rates >= the old ones / GAIN       as for blocks (protocol/planning/partition.py)
+    the new rates >= the old ones / GAIN      as for blocks (protocol/planning/partition.py)
     tokens lost while states travel <= tokens gained in HORIZON_ROUNDS rounds
 """
 

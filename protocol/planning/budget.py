@@ -1,15 +1,12 @@
-"""What a machine offers of its memory, and whether that is enough: for a stage, for a spare, for what is computed
-beside training. Pure.
+"""Memory that a machine offers, and whether it is enough for a stage, a spare, or work beside training. Pure.
 
-A stage needs `own` bytes of what trains, and `host` bytes of the host beside that (protocol/planning/memory.py:
-stage_memory, host_memory).
+A stage needs `own` bytes of the device that trains and `host` bytes beside it (protocol/planning/memory.py).
 
-    a processor, or a GPU that computes as one (`mps`)    one budget; all that a stage needs is its own
-    a GPU with memory of its own                          two budgets, each of which must be enough
-    a GPU that uses the host's memory (integrated)        one budget, for both together
+    a processor, or `mps`                 one budget; all that a stage needs is its own
+    a GPU with memory of its own          two budgets, each of which must be enough
+    a GPU that uses the host's memory     one budget, for both together
 
-A peer measures what it has. Of the host beside a GPU it may not be known, in a plan of machines that there might be:
-then it is taken to be enough.
+Of the host beside a GPU nothing may be known, in a plan for machines that do not exist: then it is enough.
 """
 
 from __future__ import annotations
@@ -46,7 +43,6 @@ class Budget:
         return on_gpu(self.device) and self.host_bytes != 0
 
     def holds(self, need: Bytes) -> bool:
-        """Whether there is so much."""
         own, host = need
         if not self.is_split:
             return own + host <= self.memory_bytes
@@ -90,12 +86,10 @@ def fits(manifest: Manifest, budget: Budget, first: int, last: int) -> bool:
 
 
 def holds_whole(manifest: Manifest, budget: Budget) -> bool:
-    """Whether this is enough for a full replica."""
     return fits(manifest, budget, 0, manifest.model.n_layers)
 
 
 def most_blocks(manifest: Manifest, budget: Budget) -> int:
-    """The most blocks of a stage for which this is enough."""
     return max(
         (b - a for (a, b), need in needs_by_range(manifest, budget.device).items() if budget.holds(need)), default=0
     )

@@ -1,14 +1,12 @@
-"""Network coordinates: a place for each peer, so that the distance of two of them is about the one-way latency between
-them. Pure.
+"""Network coordinates: distances approximate the one-way latency between peers. Pure.
 
-Vivaldi (Dabek et al., SIGCOMM 2004, section 2.5). After every measured latency d, in ms, to a peer that says it is at
-x_j and that its distances are off by the share e_j, ours move towards where they would be right:
+Vivaldi (Dabek et al., SIGCOMM 2004, section 2.5). After a latency d, in ms, to a peer at x_j with relative error e_j:
 
-    w    = e / (e + e_j)                      the less sure of the two moves more
+    w    = e / (e + e_j)                      the less certain peer moves more
     e   += FACTOR w (| |x - x_j| - d | / d - e)
     x   += FACTOR w (d - |x - x_j|) u         u: the unit vector from x_j to x
 
-What the other one says may be a lie: it moves us by MOST_STEP at most, and those who tell the truth pull us back.
+A lie moves us by MOST_STEP at most, and honest peers pull us back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what limits each replica, and why each peer has its role. Pure."""
+"""Reasons for a plan: what limits each replica, and why each peer has its role. Pure."""
 
 from __future__ import annotations
 

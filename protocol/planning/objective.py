@@ -1,45 +1,32 @@
-"""How many tokens per second a replica brings into commits: what the planner makes as large as it can. Pure.
+"""The planner's objective: tokens per second that a replica brings into commits. Pure.
 
-Rounds have no barrier: every replica trains for the same time, does as many inner steps as fit, and weighs as many
-tokens as it trained. So a swarm's rate is the sum of its replicas' rates, and that of a replica is
+Every replica trains for the same time and weighs by its tokens, so a swarm's rate is the sum of its replicas':
 
     rate = M n / step x round / (round + payload / uplink + between) x presence         M micro-batches of n tokens
     step = trip + max over stages of (M - W) trip / W + (W - 1) tau, with trip and W from this stage on
     trip = sum of t + sum of (f + b + 2 l)         one micro-batch through the chain and back
     tau  = largest t, f or b                       what sets the pace
 
-with t the seconds of a stage per micro-batch, forward and backward (its operations over its member's speed), f and b
-those that a boundary carries a frame forward and backward, l the boundary's latency, and W the window: as many
-micro-batches as are under way (the least that any member's memory allows), or as this stage has room to keep the
-activations of, are between their forward and their backward there, and each of the others waits until one is through. A
-stage that keeps what came in alone computes its forward twice (t x 4 / 3) and lets all past; that is done where it
-pays. The step is the closed form of protocol/planning/pipeline_model.py's simulation. A full replica is a chain of one
-stage.
+t: seconds of a stage per micro-batch; f, b: seconds of a frame at a boundary, forward and backward; l: its latency; W:
+the window, how many micro-batches can be between their forward and backward at this stage (by the depth, which the
+least memory of any member allows, or by its own memory). A stage that keeps only its input computes its forward twice
+(t x 4 / 3) and has no window; that is done where it pays. `step` is the closed form of the simulation in
+protocol/planning/pipeline_model.py. A full replica is a chain of one stage.
 
-An inner stage has two neighbours, and its uplink and downlink carry both: each of its boundaries is as fast as if
-frames came in turns. A link is taken to carry USED_LINK_SHARE of its rate (docs/results/chain.md). With `overlap` the payload
-travels while training goes on, and counts only where it takes longer than the round; without, nobody trains while it
-travels, nor between rounds: a chain's members tell each other of the end, offer, fetch and open their streams anew,
-which takes as long as ROUND_TRIPS_BETWEEN ways over the longest boundary. The presence of a replica is the product of its members':
-it takes all of them.
+An inner stage's links carry two boundaries in turns, at USED_LINK_SHARE of their rate (docs/results/chain.md). With
+`overlap` a payload counts only where it takes longer than the round; without, nobody trains while it travels, nor
+between rounds, which takes ROUND_TRIPS_BETWEEN ways over the longest boundary. A replica's presence is the product of
+its members'.
 
-Two neighbours behind routers that let nobody in talk through a bootstrap node: the way is taken to be RELAY_DETOUR times as
-long, and what the relays pass on is shared between as many such pairs as there can be. Where nobody relays they can
-talk in PUNCH_SUCCESS of the cases. Who found a peer that it could not reach at all (`Candidate.apart`) is never its
-neighbour.
+Two neighbours behind routers talk through a bootstrap node: the way is RELAY_DETOUR times as long, and all such pairs
+share what the relays carry. Without relays they can talk in PUNCH_SUCCESS of the cases. A peer is never placed next to
+one that it could not reach (`Candidate.apart`). Unknown values are taken as usual: the median of the known speeds or
+links, USUAL_FLOPS, USUAL_BPS, USUAL_LATENCY; a downlink is as the uplink. All values come from announcements and are
+bounded.
 
-What is not known is taken to be usual: a speed is the median of those that are known, or USUAL_FLOPS; likewise for
-links; a downlink is as the uplink; a latency is USUAL_LATENCY. Everything comes from announcements, so all is brought
-within bounds.
-
-Arrays: N replicas, S places of members, in the order of stages; -1 where a replica has fewer.
-
-How long an inner step of many chains takes, as arrays: the closed form of the simulation in
-protocol/planning/pipeline_model.py. Pure.
-
-`compute` [N, S]: seconds of each stage per micro-batch; `links`: those of each boundary there and back [N, S - 1], and
-of the slowest one in one direction [N]; `windows` [N, S]: how many micro-batches each stage has between their forward
-and their backward.
+Arrays: N replicas, S places of members in the order of stages, -1 where a replica has fewer. `compute` [N, S]: seconds
+of each stage per micro-batch; `links`: each boundary there and back [N, S - 1], and the slowest in one direction [N];
+`windows` [N, S].
 """
 
 from __future__ import annotations
@@ -427,7 +414,6 @@ def _places(candidates: Sequence[Candidate]) -> Floats:
 
 
 def padded(groups: Sequence[Sequence[int]]) -> Ints:
-    """Groups of members as rows."""
     rows = np.full((len(groups), max(map(len, groups), default=1)), -1, dtype=np.int64)
     for row, group in zip(rows, groups, strict=True):
         row[: len(group)] = group

@@ -1,16 +1,14 @@
-"""Which blocks each member of a chain has, and when they move.
+"""Blocks of each member of a chain, and when they move.
 
-Blocks of a chain move between its members, whose order stays, only when it pays. With t, t' the slowest stage's seconds
-before and after,
+The members keep their order, and blocks move only when it pays. With t, t' the slowest stage's seconds before and
+after:
 
     all speeds are known                a guess moves nothing
-    t' <= 0.8 t                         speeds that wobble by 10 % either way differ by 1.1 / 0.9 < 1 / 0.8: nothing
-                                        moves for them
+    t' <= 0.8 t                         speeds that vary by 10 % either way differ by 1.1 / 0.9 < 1 / 0.8
     8 bytes moved / slowest link <= 10 rounds x min(inner steps x micro-batches x t, round's deadline) x (1 - t' / t)
 
-that is, the moved shards' fp32 state, over the slowest uplink or downlink that a member announced, takes no longer than
-what is saved in 10 rounds: so long we trust members to stay as they are, and it is the default distance of checkpoints.
-A round never lasts longer than its deadline. That a chain may have to wait for its links is left out.
+The last: the moved shards' fp32 state travels over the slowest link in no more time than is saved in 10 rounds, for
+which members are trusted to stay. Waiting for links is left out.
 """
 
 from __future__ import annotations
@@ -68,12 +66,10 @@ class Candidate:
 
     @property
     def budget(self) -> Budget:
-        """What it offers of its memory."""
         return Budget(self.memory_bytes, self.device, self.host_bytes)
 
 
 def candidate(announcement: Announcement) -> Candidate:
-    """What a peer announces, as far as plans go by it."""
     said = {name: getattr(announcement, name) for name in Candidate.__slots__ if hasattr(announcement, name)}
     return Candidate(**said)
 
@@ -216,6 +212,6 @@ def why_moved(manifest: Manifest, before: ReplicaSpec, after: ReplicaSpec, there
     others = max(s for i, s in enumerate(seconds) if i != slowest)
     away = before.blocks[slowest] - after.blocks[slowest]
     return (
-        f"{short_peer(before.peers[slowest])} is the slowest stage ({seconds[slowest]:.2g} s a micro-batch, the others at most"
-        f" {others:.2g} s): {away} block{'' if away == 1 else 's'} moved away from it"
+        f"{short_peer(before.peers[slowest])} is the slowest stage ({seconds[slowest]:.2g} s a micro-batch, the"
+        f" others at most {others:.2g} s): {away} block{'' if away == 1 else 's'} moved away from it"
     )

@@ -1,13 +1,11 @@
-"""What one inner step of a chain costs, and how many micro-batches have to be under way for that. Pure.
+"""Cost of an inner step of a chain, and the number of micro-batches under way that it needs. Pure.
 
-The schedule that is simulated is the one of peer/chain/pipeline.py: a stage that is free goes forward and backward in
-turn, where both can be done; the first stage lets at most `depth` micro-batches into the chain at once, and a stage
-goes forward with no more of them than it has memory for (`Depths.window`); the last goes backward right after forward.
-A boundary carries one frame at a time in each direction, first in, first out.
+Simulates the schedule of peer/chain/pipeline.py: a free stage goes forward and backward in turn; the first stage lets
+at most `depth` micro-batches in, and a stage goes forward with no more than it has memory for (`Depths.window`); the
+last goes backward right after forward. A boundary carries one frame at a time in each direction, first in, first out.
 
-With F, B the forward and backward of the slowest stage, c a frame's transfer and l the latency, a step of M
-micro-batches through S equal stages takes M (F + B) + (S - 1) (F + B + 2 c + 2 l) if nothing but the fill is waited
-for. That needs as many micro-batches under way as begin while one goes through the chain and back (Little's law):
+With F, B of the slowest stage, c a frame's transfer and l the latency, a step of M micro-batches through S equal stages
+takes M (F + B) + (S - 1) (F + B + 2 c + 2 l) if only the fill is waited for. By Little's law that needs
 
     depth >= (sum of F + B over stages + sum of 2 c + 2 l over boundaries) / max(F + B, c)
 
@@ -184,8 +182,8 @@ def pick_depth(
 
 
 SLOW_FACTOR, SLOW_RELATIVE, WASTED_SECONDS, SLOW_KNOWN_STEPS = 4.0, 2.0, 2.0, 4
-"""A stage has become slow when in two steps it took SLOW_FACTOR times as long as its median before (of SLOW_KNOWN_STEPS steps or more),
-the others hardly changed in comparison (SLOW_RELATIVE), and that costs the step so much."""
+"""A stage has become slow when in two steps it took SLOW_FACTOR times as long as its median before (of SLOW_KNOWN_STEPS
+steps or more), the others hardly changed in comparison (SLOW_RELATIVE), and that costs the step so much."""
 
 
 def slow_stage(seconds: Sequence[Sequence[float]], micro_batches: int) -> int | None:

@@ -8,7 +8,8 @@ most committed tokens per second, and which kept replicas are worth giving up fo
 *change* is the set of old and new replicas that common members link. When all members of its new replicas have attested
 their shards, one plan puts the new replicas in the place of the old ones, so nobody waits for a newcomer or a mover. A
 change is given up when a member of a new replica has left or lacks memory, when it would bring fewer tokens per second
-than what is there, or when it has not begun after FORMING_ROUNDS; members that kept it from beginning rest for one plan.
+than what is there, or when it has not begun after FORMING_ROUNDS; members that kept it from beginning rest for one
+plan.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ class Change:
 
     @property
     def peers(self) -> frozenset[str]:
-        """Everybody whom it concerns."""
         return frozenset(peer for replica in (*self.before, *self.after) for peer in replica.peers)
 
     def lacking(self, holds: Holds | None) -> set[str]:

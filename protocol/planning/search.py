@@ -198,11 +198,9 @@ class Arrangement:
 
     @property
     def total(self) -> float:
-        """Tokens per second."""
         return sum(self.rates)
 
     def value(self, group: Group, rate: float) -> float:
-        """What a replica counts."""
         return rate * self.bonus if group in self.kept else rate
 
 
@@ -315,7 +313,6 @@ def make_pools(swarm: Swarm, now: Arrangement, turn: int, only_new: bool) -> lis
 
 
 def _worth(now: Arrangement, pool: Pool, only_new: bool) -> bool:
-    """Whether something in it may change."""
     chains = any(len(now.groups[number]) > 1 for number in pool.replicas)
     free = len(pool.units) > sum(mask.bit_count() for mask in pool.replicas.values())
     new = free or any(now.groups[number] not in now.kept for number in pool.replicas)

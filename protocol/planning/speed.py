@@ -1,8 +1,7 @@
-"""How fast a peer trains: operations of its stage's forward and backward, and what its inner steps say about the
-machine. Pure.
+"""Training speed of a peer: operations of its stage, and what its inner steps say about the machine. Pure.
 
-Floating-point operations a token, a multiplication and an addition counted as two; d width, c width of the keys (d, or
-less where heads share them), F feed-forward width, V vocabulary, L tokens of a sequence:
+Floating-point operations a token, a multiplication and an addition counted as two; d width, c width of the keys, F
+feed-forward width, V vocabulary, L tokens of a sequence:
 
     block   6 (2 d^2 + 2 d c + 3 d F) + 12 L d     72 d^2 + 12 L d where c = d and F = 8 d / 3
     head    6 V d
@@ -10,8 +9,7 @@ less where heads share them), F feed-forward width, V vocabulary, L tokens of a 
 
 Forward takes 2 a matrix parameter, backward twice that (Kaplan et al. 2020, arXiv:2001.08361, section 2.1); attention's
 two products take 4 L d forward, counted without the causal mask's half (Chowdhery et al. 2022, arXiv:2204.02311,
-appendix B). Norms, the softmax, the optimizer and the boundary's projection are not counted: they are part of what a
-machine's speed is.
+appendix B). The rest (norms, softmax, optimizer, projections) is part of a machine's speed.
 """
 
 from __future__ import annotations

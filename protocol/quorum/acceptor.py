@@ -31,7 +31,7 @@ from protocol.quorum.paxos_events import (
     Save,
     Send,
 )
-from protocol.quorum.table import Position, Table, Transition
+from protocol.quorum.table import Position, Row, Table, anywhere
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Part, Record, Share, body_of, pledge_body, votes_needed
@@ -58,53 +58,33 @@ TABLE = Table(
     "acceptor",
     Ballots,
     (
-        Transition(Ballots.FREE, Prepare, Ballots.PROMISED, (Save, Promise)),
-        Transition(Ballots.PROMISED, Prepare, Ballots.PROMISED, (Save, Promise), "its ballot is higher"),
-        Transition(Ballots.ACCEPTED, Prepare, Ballots.ACCEPTED, (Save, Promise), "its ballot is higher"),
-        Transition(None, Prepare, None, (Promise,), "its ballot is the promised one: the same answer again"),
-        Transition(None, Prepare, None, (Reject,), "its ballot is lower than the promised one"),
-        Transition(
-            Ballots.FREE,
-            Accept,
-            Ballots.PROMISED,
-            (Save, Pledge),
-            "all its payloads are held, and it was not certified",
-        ),
-        Transition(Ballots.PROMISED, Accept, Ballots.PROMISED, (Save, Pledge), "the same"),
-        Transition(
-            Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Pledge), "the same, it was certified in an earlier ballot"
-        ),
-        Transition(Ballots.PROMISED, Accept, Ballots.ACCEPTED, (Save, Pledge), "the same"),
-        Transition(
-            Ballots.ACCEPTED,
-            Accept,
-            Ballots.ACCEPTED,
-            (Save, Pledge),
-            "the same, and it is not another one than was accepted before, or certified later",
-        ),
-        Transition(Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Vote), "it is certified in this ballot"),
-        Transition(Ballots.PROMISED, Accept, Ballots.ACCEPTED, (Save, Vote), "the same"),
-        Transition(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Vote), "the same"),
-        Transition(
-            Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Vote,), "it is accepted already: the same answer again"
-        ),
-        Transition(None, Accept, None, (Pledge,), "it is pledged already: the same answer again"),
-        Transition(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Promise), "another one was accepted before"),
-        Transition(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Promise,), "the same again"),
-        Transition(None, Accept, None, (Reject,), "its ballot is lower than the promised one"),
-        Transition(
-            None, Accept, None, (FetchList,), "lists of parts are not known; it is looked at again when they are"
-        ),
-        Transition(None, Accept, None, (Fetch,), "the same of payloads that the lists name"),
-        Transition(None, Listed, None, (Fetch,), "all lists that were waited for are known, and payloads are not held"),
-        Transition(
-            None, Accept, None, (Judge,), "all is held: it is looked at again when it is known whether it is fair"
-        ),
-        Transition(None, Accept, None, (Refused,), "nobody honest proposes this"),
-        Transition(None, Judged, None, (Refused,), "it is not fair: it gets no vote"),
-        Transition(Ballots.FREE, Appended, Ballots.FREE, (), "the next round begins"),
-        Transition(Ballots.PROMISED, Appended, Ballots.FREE, (), "the next round begins"),
-        Transition(Ballots.ACCEPTED, Appended, Ballots.FREE, (), "the next round begins"),
+        Row(Ballots.FREE, Prepare, Ballots.PROMISED, (Save, Promise)),
+        Row(Ballots.PROMISED, Prepare, Ballots.PROMISED, (Save, Promise), "its ballot is higher"),
+        Row(Ballots.ACCEPTED, Prepare, Ballots.ACCEPTED, (Save, Promise), "its ballot is higher"),
+        anywhere(Prepare, (Promise,), "its ballot is the promised one: the same answer again"),
+        anywhere(Prepare, (Reject,), "its ballot is lower than the promised one"),
+        Row(Ballots.FREE, Accept, Ballots.PROMISED, (Save, Pledge), "all is held, it was not certified"),
+        Row(Ballots.PROMISED, Accept, Ballots.PROMISED, (Save, Pledge), "the same"),
+        Row(Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Pledge), "the same, it was certified in an earlier ballot"),
+        Row(Ballots.PROMISED, Accept, Ballots.ACCEPTED, (Save, Pledge), "the same"),
+        Row(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Pledge), "it was accepted before, or certified later"),
+        Row(Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Vote), "it is certified in this ballot"),
+        Row(Ballots.PROMISED, Accept, Ballots.ACCEPTED, (Save, Vote), "the same"),
+        Row(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Vote), "the same"),
+        Row(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Vote,), "it is accepted already: the same answer again"),
+        anywhere(Accept, (Pledge,), "it is pledged already: the same answer again"),
+        Row(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Promise), "another one was accepted before"),
+        Row(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Promise,), "the same again"),
+        anywhere(Accept, (Reject,), "its ballot is lower than the promised one"),
+        anywhere(Accept, (FetchList,), "lists of parts are not known; it is looked at again when they are"),
+        anywhere(Accept, (Fetch,), "the same of payloads that the lists name"),
+        anywhere(Listed, (Fetch,), "all lists that were waited for are known, and payloads are not held"),
+        anywhere(Accept, (Judge,), "all is held: it is looked at again when it is known whether it is fair"),
+        anywhere(Accept, (Refused,), "nobody honest proposes this"),
+        anywhere(Judged, (Refused,), "it is not fair: it gets no vote"),
+        Row(Ballots.FREE, Appended, Ballots.FREE, (), "the next round begins"),
+        Row(Ballots.PROMISED, Appended, Ballots.FREE, (), "the next round begins"),
+        Row(Ballots.ACCEPTED, Appended, Ballots.FREE, (), "the next round begins"),
     ),
 )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from enum import Enum
 
 from protocol.quorum.paxos_events import Leads, Stalled
-from protocol.quorum.table import Position, Table, Transition
+from protocol.quorum.table import Position, Row, Table
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import liars_borne, votes_needed
 
@@ -35,8 +35,8 @@ TABLE = Table(
     "role",
     Role,
     (
-        Transition(Role.FOLLOWING, None, Role.LEADING, (Leads,), "the rule names this node"),
-        Transition(Role.LEADING, None, Role.FOLLOWING, (Leads,), "the rule names another node"),
+        Row(Role.FOLLOWING, None, Role.LEADING, (Leads,), "the rule names this node"),
+        Row(Role.LEADING, None, Role.FOLLOWING, (Leads,), "the rule names another node"),
     ),
 )
 
@@ -85,11 +85,9 @@ class Leadership:
         self._alive |= {self.peer} & set(operators)
 
     def begin(self, round: int) -> None:
-        """`round` is to be decided from now on."""
         self._round, self.turn, self._turns = round, 0, {}
 
     def turned(self, peer: str, round: int, turn: int) -> None:
-        """`peer` says which turn it is in."""
         if round == self._round and peer in self._heard:
             self._turns[peer] = turn
 
@@ -99,7 +97,6 @@ class Leadership:
         return told[liars_borne(len(members))] if told else 0
 
     def next_turn(self, members: tuple[str, ...]) -> None:
-        """The leader of this turn is skipped."""
         self.turn = min(self.turn, self._told(members)) + 1
 
     def leader(self, members: tuple[str, ...], before: str) -> str:
@@ -129,11 +126,9 @@ class Leadership:
 
     @property
     def has_stalled(self) -> bool:
-        """Whether too few members give signs of life."""
         return bool(self._missing)
 
     def living(self, members: tuple[str, ...]) -> frozenset[str]:
-        """Those of the members that give signs of life."""
         return frozenset(m for m in members if m in self._alive)
 
     def next_members(self, members: tuple[str, ...]) -> tuple[str, ...]:

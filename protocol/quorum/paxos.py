@@ -81,32 +81,26 @@ class Quorum:
 
     @property
     def phase(self) -> Phase:
-        """What this node does about the round's commit, as a proposer."""
         return self.position.phase
 
     @property
     def leads(self) -> bool:
-        """Whether this node leads as far as it knows."""
         return self.leadership.leads
 
     @property
     def leader(self) -> str:
-        """The leader of the round, as far as this node knows."""
         return self.leadership.leader(self.members, self._before)
 
     @property
     def round(self) -> int:
-        """The round that is to be decided."""
         return 0 if self.head is None else self.head.round + 1
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The nodes that decide it."""
         return board.members_after(self.manifest, self.head)
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """The operators of the run now."""
         return board.operators(self.manifest, self.head)
 
     @property
@@ -121,7 +115,6 @@ class Quorum:
 
     @property
     def living(self) -> frozenset[str]:
-        """The members that give signs of life."""
         return self.leadership.living(self.members)
 
     @property
@@ -251,7 +244,6 @@ class Quorum:
         self._route(self.acceptor.accept(peer, accept, self.head, self.members, event), out)
 
     def _look_again(self, event: type, out: list[Effect]) -> None:
-        """What a vote waited for is here."""
         if self.acceptor.waiting is not None:
             peer, accept = self.acceptor.waiting
             self._on_accept(peer, accept, out, event)
@@ -279,7 +271,6 @@ class Quorum:
     # --- the proposer
 
     def _rest(self) -> None:
-        """Nothing is proposed."""
         self.mine, self._value, self.ballot = None, None, -1
         self._forget_answers()
         self._retry_at = float("-inf")

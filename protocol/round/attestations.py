@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from protocol.wire.commit import Commit, Diverged
 from protocol.wire.plan import Plan
@@ -39,7 +40,6 @@ class Witnesses:
             yield commit
 
     def add(self, commit: Commit) -> None:
-        """The next commit of the log."""
         self.count({share.peer: c.tokens for c in commit.contributions for share in c.shares}, commit.plan)
 
     def count(self, tokens: Mapping[str, int], plan: Plan | None) -> None:
@@ -67,39 +67,6 @@ Weights = Mapping[str, int]
 """Of the witnesses, above zero; nobody else counts."""
 
 
-def majority(attested: Mapping[str, Mapping[str, str]], weights: Weights) -> dict[str, str]:
-    """The digest of each shard that has most of the weight, none where there is a tie or no witness. `attested`: {peer:
-    {shard: digest}}."""
-    counts: dict[str, Counter[str]] = {}
-    for peer, digests in attested.items():
-        if peer in weights:
-            for shard, digest in digests.items():
-                counts.setdefault(shard, Counter())[digest] += weights[peer]
-    found = {}
-    for shard, counted in counts.items():
-        ranked = counted.most_common(2)
-        if len(ranked) == 1 or ranked[0][1] > ranked[1][1]:
-            found[shard] = ranked[0][0]
-    return found
-
-
-def diverged(attested: Mapping[str, Mapping[str, str]], right: Mapping[str, str], ties: bool = False) -> list[Diverged]:
-    """Who of `attested`, {peer: {shard: digest}}, has other bits than the majority, which is `right`.
-
-    With `ties`, nobody is right about a shard of which some say one thing and some another, and that has no majority.
-    """
-    known: dict[str, set[str]] = {}
-    for digests in attested.values():
-        for shard, digest in digests.items():
-            known.setdefault(shard, set()).add(digest)
-    return [
-        Diverged(peer=peer, shard=shard)
-        for peer, digests in sorted(attested.items())
-        for shard, digest in sorted(digests.items())
-        if (right[shard] != digest if shard in right else ties and len(known[shard]) > 1)
-    ]
-
-
 def _holds(known: Mapping[str, str], right: Mapping[str, str], shards: Iterable[str]) -> bool:
     return all(shard in known and known[shard] == right.get(shard, known[shard]) for shard in shards)
 
@@ -113,7 +80,6 @@ class Attested:
     majority: Mapping[str, str]
 
     def holds(self, peer: str, shards: Iterable[str]) -> bool:
-        """As `Attestations.holds`."""
         return _holds(self.known.get(peer, {}), self.majority, shards)
 
 
@@ -137,7 +103,6 @@ class _Shard:
         return ranked[0][0] if ranked and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]) else None
 
     def add(self, peer: str, digest: str, weight: int) -> None:
-        """`peer`, of whom nothing was known, has this."""
         self.digests.setdefault(digest, {})[peer] = None
         if weight:
             self._weight[digest] += weight
@@ -162,17 +127,19 @@ class _Shard:
         return [peer for digest, have in self.digests.items() if digest != right for peer in have]
 
 
-class _Round:
+class RoundAttestations:
     """What was attested of one round. `majority`: by shard, without those that have a tie; `split`: the shards of which
     not all have the same; `reported`: who was told to have diverged."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, attested: Mapping[str, Mapping[str, str]] = MappingProxyType({})) -> None:
         self._weights = weights
         self.known: dict[str, dict[str, str]] = {}
         self.majority: dict[str, str] = {}
         self.split: dict[str, None] = {}
         self.reported: set[tuple[str, str]] = set()
         self._shards: dict[str, _Shard] = {}
+        for peer, digests in attested.items():
+            self.take(peer, digests)
 
     def take(self, peer: str, digests: Mapping[str, str]) -> None:
         """`peer` has these, whatever it said before."""
@@ -220,12 +187,11 @@ class Attestations:
 
     def __init__(self, weights: Callable[[], Weights]) -> None:
         self._weights = weights
-        self._rounds: dict[int, _Round] = {}
+        self._rounds: dict[int, RoundAttestations] = {}
         self._newest: dict[str, int] = {}
 
     @property
     def rounds(self) -> tuple[int, ...]:
-        """The rounds of which anything is known."""
         return tuple(self._rounds)
 
     def of(self, round: int) -> Mapping[str, Mapping[str, str]]:
@@ -240,7 +206,7 @@ class Attestations:
         """Takes what `peer` attested; returns who has diverged, as far as known, and was not named for it before."""
         round = self._rounds.get(attest.round)
         if round is None:
-            round = self._rounds[attest.round] = _Round(self._weights())
+            round = self._rounds[attest.round] = RoundAttestations(self._weights())
         if round.known.get(peer) == attest.digests:
             return []
         self._newest[peer] = max(self.newest(peer), attest.round)
@@ -250,7 +216,6 @@ class Attestations:
         return fresh
 
     def forget(self, before: int) -> None:
-        """Forgets what was attested of the rounds before `before`."""
         for round in [r for r in self._rounds if r < before]:
             del self._rounds[round]
         self._newest = {peer: round for peer, round in self._newest.items() if round >= before}

@@ -9,8 +9,8 @@ The plan in the log stays as it is; the commit's contribution names the members.
     else, once per member and round   the same members go on: the lost one may be back
     else                              the chain's round is over; members keep their work in the error feedback
 
-Four exceptions. An accused member (protocol/round/quarrels.py) is replaced, or the chain's round is over. An absent member
-(protocol/round/presence.py) that no neighbour reports is replaced once a spare is ready. A slow stage
+Four exceptions. An accused member (protocol/round/quarrels.py) is replaced, or the chain's round is over. An absent
+member (protocol/round/presence.py) that no neighbour reports is replaced once a spare is ready. A slow stage
 (protocol/planning/pipeline_model.py) is replaced if a spare is ready, else nothing happens. After MAX_GENERATIONS the
 chain's round is over.
 
@@ -66,7 +66,6 @@ class ChainRoster:
         self._seats: dict[str, int] = {}
 
     def find(self, replica: int) -> ReplicaSpec | None:
-        """The replica with this number, as it is now."""
         return self._indexed()[0].get(replica)
 
     def versions(self, replica: int) -> tuple[ReplicaSpec | None, ReplicaSpec | None]:
@@ -74,7 +73,6 @@ class ChainRoster:
         return self._logged.find(replica) if self._logged is not None else None, self.find(replica)
 
     def replica_of(self, peer: str) -> int | None:
-        """The number of the replica that `peer` is a member of now."""
         return self._indexed()[1].get(peer)
 
     def offered_by(self, peer: str, number: int) -> ReplicaSpec | None:
@@ -94,12 +92,10 @@ class ChainRoster:
         return self._index[1:]
 
     def seat_of(self, peer: str) -> int | None:
-        """The number of the seat that `peer` has taken, if it has."""
         return self._seats.get(peer)
 
     @property
     def seats(self) -> set[int]:
-        """The numbers of the seats that are taken."""
         return set(self._seats.values())
 
     def take_seat(self, peer: str, layers: int, number: int | None = None) -> ReplicaSpec | None:
@@ -115,12 +111,10 @@ class ChainRoster:
         return found
 
     def ended(self, replica: int) -> str | None:
-        """Why this chain's round is over, if it is."""
         reconfig = self.reconfigs.get(replica)
         return reconfig.reason if reconfig is not None and not reconfig.peers else None
 
     def generation(self, replica: int) -> int:
-        """How often this chain was reconfigured."""
         return self.reconfigs[replica].generation if replica in self.reconfigs else 0
 
     def follows(self, peer: str, reconfig: ChainReconfig) -> None:

@@ -72,12 +72,10 @@ class Examined:
 
     @property
     def norm(self) -> float:
-        """The L2 norm of what is sent of the shard."""
         return math.sqrt(self.square)
 
     @property
     def bytes(self) -> int:
-        """That it takes in memory."""
         return self.marked.nbytes + self.values.nbytes + OVERHEAD_BYTES
 
 
@@ -151,12 +149,10 @@ def _squares(values_PN: npt.NDArray[np.float32]) -> list[float]:
 
 
 def norm(tensors: Sequence[Sparse]) -> float:
-    """The L2 norm of what is sent of a shard."""
     return math.sqrt(math.fsum(squares(tensor.values) for tensor in tensors))
 
 
 def is_true(said: float, norm: float) -> bool:
-    """Whether a norm is what is said of it."""
     return math.isclose(said, norm, rel_tol=NORM_TOLERANCE)
 
 
@@ -323,7 +319,6 @@ def products(place_PE: Places, value_PE: Floats, places: int, few: int = DENSE_A
 
 
 def chosen_tiles(seed: bytes, name: str, tiles: int, one_of: int) -> Places:
-    """Which tiles of a tensor are compared."""
     if one_of == 1:
         return np.arange(tiles)
     return np.sort(np.argsort(philox.bits(seed, name, tiles), kind="stable")[: -(-tiles // one_of)])

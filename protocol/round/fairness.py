@@ -7,10 +7,10 @@ The leading node may lie, so each member compares a proposal with its own view (
     a doubt  this node has seen something else: complete work is left out, a peer lacks the memory for its stage, the
              plan trains far less than this node's own plan. Honest nodes may differ for a while.
 
-A commit with either gets no vote, and its leader is skipped (protocol/quorum/leadership.py): for many rounds after a lie,
-for this round after a doubt. One doubt accuses nobody, and a second one in the same round is ignored, so that lost
-messages cannot block honest nodes. A leader that gives reason for doubts again and again is accused (`DoubtRecord`). A node
-that has just started doubts nothing, and unknown facts are no reason.
+A commit with either gets no vote, and its leader is skipped (protocol/quorum/leadership.py): for many rounds after a
+lie, for this round after a doubt. One doubt accuses nobody, and a second one in the same round is ignored, so that lost
+messages cannot block honest nodes. A leader that gives reason for doubts again and again is accused (`DoubtRecord`). A
+node that has just started doubts nothing, and unknown facts are no reason.
 
 A doubt may rest on what this node missed, such as a quarrel that was reported while it was away. So where more leaders
 than may lie give reason for the same doubt, it is dropped for REMEMBERED_ROUNDS.
@@ -87,7 +87,6 @@ class NodeView:
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest of the run."""
         return self.state.manifest
 
 

@@ -1,6 +1,6 @@
-"""Who gets the error feedback of a shard that a peer does not train any more, and what its heir accepts. Pure.
+"""Hand-over of error feedback to the next trainer of a shard. Pure.
 
-The hand-over of a part x of the feedback e, from a giver to its heir (docs/adr/0019-feedback-moves.md):
+A part x of the feedback e moves from a giver to its heir (docs/adr/0019-feedback-moves.md):
 
     giver   e -= x            durable: e without x, and x as a blob     offered    may be taken back: e += x
     heir                      has fetched x and checked it              ready
@@ -8,11 +8,9 @@ The hand-over of a part x of the feedback e, from a giver to its heir (docs/adr/
     heir    e += x            durable: e with x, and x's number         taken
     giver                     removes x                                 dropped
 
-Each side repeats its step after a crash and finds by what is durable whether it was done. So x is in one place at any
-moment, and is never added twice. It is lost only with the disk of who has it.
-
-x is one payload of the run's codec with more entries: 2 bits and an index for each. What x does not hold stays with the
-giver, and goes in later hand-overs until little is left.
+Each side repeats its step after a crash and sees from its disk whether it was done. So x is in one place at any moment,
+is never added twice, and is lost only with a disk. x is one payload of the run's codec with more entries; what it does
+not hold goes in later hand-overs until little is left.
 """
 
 from __future__ import annotations

@@ -1,31 +1,21 @@
-"""Which contributions of a round count, and how much: judged by what their payloads hold, not by what is said of them.
-Pure.
+"""Contribution screening: which contributions count, and how much, by the content of their payloads. Pure.
 
-    clip        an update that is longer than the round's limit counts as one of that length: its scale is limit / norm
-    agreement   the cosine of an update with the sum of the others', each clipped: who has far less than most works
-                against them, or for nothing, and so does who has a negative one in a single shard; who has far more is
-                made of theirs
-    copies      of two updates with almost the same entries and values, the one that came later; and what repeats the
-                round before
+    clip        an update longer than the round's limit counts as one of that length: its scale is limit / norm
+    agreement   the cosine of an update with the sum of the others', each clipped. Far less than most, or negative in a
+                single shard: it works against them, or for nothing. Far more: it is made of their updates.
+    copies      of two updates with almost the same entries and values the later one; and repeats of the round before
 
-Honest updates, trained on different text, agree a little: they have cosines of 0.05 to 0.3 with the sum of the others',
-noise has none, and what undoes the others' work has a negative one. Whoever agrees least is left out first, and the
-others are compared anew without it, until nobody is far off. So the verdict about those that are left is the same
-whether the others are known or not, and whoever reads a log can check it. Where even most agree no more than chance has
-it, nobody is left out for it.
+Honest updates from different text have cosines of 0.05 to 0.3 with the sum of the others', noise has none. The update
+that agrees least is left out first, and the others are compared again, until none is far off; so the verdict on the
+rest does not depend on what was left out, and a reader of the log can check it. Where most agree no more than by
+chance, nothing is left out for it.
 
-The limit is a multiple of the median of the norms, which counts as no more than twice, and no less than half, of what
-the last rounds of the log had. Among fewer than LEAST_COMPARED contributions only norms count. More than PANEL are
-compared in panels. Which tiles of a large model are compared, and who with whom, follows from all offers of the round:
-whoever makes one cannot know it.
+The limit is a multiple of the median norm, which is taken as at most MEDIAN_SWING times, and at least one part in that,
+of the last rounds'. Among fewer than LEAST_COMPARED contributions only norms count. More than PANEL are compared in
+panels. The compared tiles and panels follow from all offers, so they are unknown to a maker.
 
-Those on probation (protocol/ledger/standing.py) say nothing about anybody: the others are judged as if they were not
-there, and each of them is then compared with those that count, and is no copy of another one of them. So whoever has
-many names has no say by them.
-
-protocol/round/comparing.py says why every machine comes to the same verdict.
-
-Long because the rule and what checks it belong together.
+Contributions on probation (protocol/ledger/standing.py) have no influence: each is compared with those that count, and
+is no copy of another one on probation. protocol/round/comparing.py measures the same on every machine.
 """
 
 from __future__ import annotations

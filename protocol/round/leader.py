@@ -1,8 +1,9 @@
 """A bootstrap node's view of a round: a state machine without I/O. Every node runs it, and the leading one proposes.
 
 Events come in, effects go out (protocol/round/leader_events.py); bootstrap/node.py carries the effects out. Plans and
-verdicts take time, so they are effects too: MakePlan (protocol/round/questions.py) and Judge (protocol/round/judging.py),
-answered by an event. The quorum may decide the proposed commit or another one (protocol/quorum/paxos.py).
+verdicts take time, so they are effects too: MakePlan (protocol/round/questions.py) and Judge
+(protocol/round/judging.py), answered by an event. The quorum may decide the proposed commit or another one
+(protocol/quorum/paxos.py).
 
 A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and
 all its payloads and lists of parts are held here. It has *failed* when a member withdrew, diverged, is gone or leaves
@@ -130,17 +131,14 @@ class Leader:
         self._outcome = Outcome()
         self._job: JudgingJob | None = None
         self._answered: tuple[JudgingJob, Sequence[Verdict]] | None = None
-        self._final: presence.FinalWait | None = None
         self._leads, self._began = False, now
 
     @property
     def phase(self) -> Phase:
-        """Where the run is."""
         return self.position.phase
 
     @property
     def head(self) -> Commit | None:
-        """The newest commit."""
         return self.state.head
 
     @property
@@ -150,7 +148,6 @@ class Leader:
 
     @property
     def plan(self) -> Plan | None:
-        """The open round's plan."""
         return self.state.plan
 
     @property
@@ -160,12 +157,10 @@ class Leader:
 
     @property
     def standing(self) -> Standing:
-        """What the log says of each peer."""
         return self.state.standing
 
     @property
     def access(self) -> Access:
-        """Who may take part."""
         return self.standing.access
 
     def _between(self) -> Phase:
@@ -257,7 +252,6 @@ class Leader:
     # --- chains
 
     def _reconfigure(self, event: type, reconfig: ChainReconfig | None) -> list[Effect]:
-        """Tells everybody whom it concerns."""
         if reconfig is None:
             return []
         return self.position.stay(event, [ev.Send(self.roster.audience(reconfig.replica), reconfig, True)])
@@ -434,7 +428,6 @@ class Leader:
         return decree is not None or bool(joined) or enough
 
     def _changes(self, now: float) -> tuple[Enacted | None, tuple[Joined, ...]]:
-        """What the next commit changes in who may take part."""
         decree = self.petitions.enacted(self.manifest, self.head, self._living)
         operators = board.operators(self.manifest, self.head)
         joined = self.guests.next(self.access.after(decree), now)
@@ -570,7 +563,8 @@ class Leader:
     def _close(self, now: float) -> list[Effect]:
         """After the last round: the members get time to attest the final state."""
         assert self.head is not None
-        self._final = self._final or presence.FinalWait(self.state.latest, self.manifest.timing)
-        settled = {**dict.fromkeys(self._left), **self.attestations.of(self.head.round)}
-        waits = self._final.waits(settled, self.ready, now - self._began)
-        return [] if waits else self.position.step(None, Phase.OVER, [ev.Done(self.head.round)])
+        settled = self._left.union(self.attestations.of(self.head.round))
+        waited, timing = now - self._began, self.manifest.timing
+        if presence.waits_for_final_state(self.state.latest, timing, settled, self.ready, waited):
+            return []
+        return self.position.step(None, Phase.OVER, [ev.Done(self.head.round)])

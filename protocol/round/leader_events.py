@@ -8,7 +8,7 @@ from enum import Enum
 
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
-from protocol.quorum.table import Table, Transition
+from protocol.quorum.table import Row, Table, anywhere
 from protocol.round.judging import JudgingJob, Verdict
 from protocol.round.quarrels import Accusation
 from protocol.round.questions import Question
@@ -238,72 +238,48 @@ Effect = (
 )
 
 
-_ROWS: tuple[Transition[Phase], ...] = (
-    Transition(
-        Phase.GATHERING,
-        None,
-        Phase.PLANNING,
-        (MakePlan,),
-        "we lead, and `start_peers` are ready or who may take part changes",
-    ),
-    Transition(Phase.OPEN, None, Phase.JUDGING, (Judge,), "we lead and no pending replica is worth waiting for"),
-    Transition(Phase.OPEN, None, Phase.PLANNING, (MakePlan,), "the same, and what counts is known"),
-    Transition(Phase.OPEN, None, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),
-    Transition(Phase.JUDGING, JudgingDone, Phase.PLANNING, (MakePlan,), "what counts is known"),
-    Transition(
-        Phase.JUDGING, JudgingDone, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"
-    ),
-    Transition(
-        Phase.JUDGING,
-        JudgingDone,
-        Phase.OPEN,
-        (),
-        "nothing of it counts, and it is too early for a commit without work",
-    ),
-    Transition(Phase.JUDGING, Lead, Phase.OPEN, (), "who leads has changed"),
-    Transition(Phase.JUDGING, Decided, Phase.OPEN, (), "another node led"),
-    Transition(Phase.JUDGING, Decided, Phase.CLOSING, (), "another node led, it was the last round"),
-    Transition(Phase.PLANNING, Planned, Phase.DECIDING, (Propose,), "the plan, or what was trained, is worth a commit"),
-    Transition(Phase.PLANNING, Planned, Phase.OPEN, (), "nothing was trained, and who is ready makes no replica"),
-    Transition(Phase.PLANNING, Planned, Phase.GATHERING, (), "who is ready makes no replica"),
-    Transition(
-        Phase.PLANNING, Planned, Phase.PLANNING, (MakePlan,), "the same, because of quarrels: these are forgotten"
-    ),
-    Transition(Phase.PLANNING, Lead, Phase.OPEN, (), "who leads has changed"),
-    Transition(Phase.PLANNING, Lead, Phase.GATHERING, (), "who leads has changed, no round is decided yet"),
-    Transition(Phase.PLANNING, Decided, Phase.OPEN, (), "another node led"),
-    Transition(Phase.DECIDING, Decided, Phase.OPEN, (), "the next round begins"),
-    Transition(Phase.DECIDING, Decided, Phase.CLOSING, (), "it was the last round"),
-    Transition(Phase.DECIDING, Lead, Phase.OPEN, (), "who leads has changed"),
-    Transition(Phase.DECIDING, Lead, Phase.GATHERING, (), "who leads has changed, no round is decided yet"),
-    Transition(Phase.GATHERING, Decided, Phase.OPEN, (), "another node led"),
-    Transition(Phase.OPEN, Decided, Phase.OPEN, (), "another node led"),
-    Transition(Phase.OPEN, Decided, Phase.CLOSING, (), "another node led, it was the last round"),
-    Transition(Phase.CLOSING, None, Phase.OVER, (Done,), "all members attested the final state, or it is too late"),
-    Transition(Phase.CLOSING, Decided, Phase.CLOSING, (), "a commit too many, which no honest quorum decides"),
-    Transition(Phase.OVER, Decided, Phase.OVER, (), "a commit too many, which no honest quorum decides"),
-    Transition(
-        None, Offer, None, (StoreList, Fetch), "it is admitted: its list is kept, and what is not held is fetched"
-    ),
-    Transition(None, Offer, None, (Fetch,), "the same, its list is held already"),
-    Transition(None, Offer, None, (StoreList,), "the same, all its payloads are held already"),
-    Transition(None, Held, None, (AnnounceShare,), "nothing of a share is lacking any more"),
-    Transition(None, Offer, None, (ChainReconfig,), "its reconfigured chain does not know yet that the steps are done"),
-    Transition(None, ChainFailure, None, (ChainReconfig,), "a chain lost a member, or a report is out of date"),
-    Transition(None, ChainFailure, None, (Accusation,), "a member says for the first time that this neighbour lies"),
-    Transition(None, Withdraw, None, (ChainReconfig,), "a member of a chain gives up"),
-    Transition(None, Gone, None, (ChainReconfig,), "a member of a chain is gone and a spare is ready, or it leaves"),
-    Transition(
-        None, Tick, None, (ChainReconfig,), "a member is absent and a spare is ready, or somebody does not follow"
-    ),
-    Transition(
-        Phase.OPEN, Tick, Phase.OPEN, (TimeUp,), "the time to train is over, some have offered and others have not"
-    ),
-    Transition(
-        Phase.OPEN, Attest, Phase.OPEN, (TakeSeat,), "it came after the plan, and holds the state: it takes a seat"
-    ),
-    Transition(None, Attest, None, (Report,), "a peer has other bits than the majority"),
-    Transition(None, Decided, None, (Moved,), "the next plan moves blocks between the stages of a chain"),
-    Transition(None, Decided, None, (Resting,), "a peer was planned again and again and brings nothing"),
+_ROWS: tuple[Row[Phase], ...] = (
+    Row(Phase.GATHERING, None, Phase.PLANNING, (MakePlan,), "we lead, and enough peers are ready or access changes"),
+    Row(Phase.OPEN, None, Phase.JUDGING, (Judge,), "we lead and no pending replica is worth waiting for"),
+    Row(Phase.OPEN, None, Phase.PLANNING, (MakePlan,), "the same, and what counts is known"),
+    Row(Phase.OPEN, None, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),
+    Row(Phase.JUDGING, JudgingDone, Phase.PLANNING, (MakePlan,), "what counts is known"),
+    Row(Phase.JUDGING, JudgingDone, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),
+    Row(Phase.JUDGING, JudgingDone, Phase.OPEN, (), "nothing counts, and it is too early for an empty commit"),
+    Row(Phase.JUDGING, Lead, Phase.OPEN, (), "who leads has changed"),
+    Row(Phase.JUDGING, Decided, Phase.OPEN, (), "another node led"),
+    Row(Phase.JUDGING, Decided, Phase.CLOSING, (), "another node led, it was the last round"),
+    Row(Phase.PLANNING, Planned, Phase.DECIDING, (Propose,), "the plan, or what was trained, is worth a commit"),
+    Row(Phase.PLANNING, Planned, Phase.OPEN, (), "nothing was trained, and who is ready makes no replica"),
+    Row(Phase.PLANNING, Planned, Phase.GATHERING, (), "who is ready makes no replica"),
+    Row(Phase.PLANNING, Planned, Phase.PLANNING, (MakePlan,), "the same, because of quarrels: these are forgotten"),
+    Row(Phase.PLANNING, Lead, Phase.OPEN, (), "who leads has changed"),
+    Row(Phase.PLANNING, Lead, Phase.GATHERING, (), "who leads has changed, no round is decided yet"),
+    Row(Phase.PLANNING, Decided, Phase.OPEN, (), "another node led"),
+    Row(Phase.DECIDING, Decided, Phase.OPEN, (), "the next round begins"),
+    Row(Phase.DECIDING, Decided, Phase.CLOSING, (), "it was the last round"),
+    Row(Phase.DECIDING, Lead, Phase.OPEN, (), "who leads has changed"),
+    Row(Phase.DECIDING, Lead, Phase.GATHERING, (), "who leads has changed, no round is decided yet"),
+    Row(Phase.GATHERING, Decided, Phase.OPEN, (), "another node led"),
+    Row(Phase.OPEN, Decided, Phase.OPEN, (), "another node led"),
+    Row(Phase.OPEN, Decided, Phase.CLOSING, (), "another node led, it was the last round"),
+    Row(Phase.CLOSING, None, Phase.OVER, (Done,), "all members attested the final state, or it is too late"),
+    Row(Phase.CLOSING, Decided, Phase.CLOSING, (), "a commit too many, which no honest quorum decides"),
+    Row(Phase.OVER, Decided, Phase.OVER, (), "a commit too many, which no honest quorum decides"),
+    anywhere(Offer, (StoreList, Fetch), "it is admitted: its list is kept, and what is not held is fetched"),
+    anywhere(Offer, (Fetch,), "the same, its list is held already"),
+    anywhere(Offer, (StoreList,), "the same, all its payloads are held already"),
+    anywhere(Held, (AnnounceShare,), "nothing of a share is lacking any more"),
+    anywhere(Offer, (ChainReconfig,), "its reconfigured chain does not know yet that the steps are done"),
+    anywhere(ChainFailure, (ChainReconfig,), "a chain lost a member, or a report is out of date"),
+    anywhere(ChainFailure, (Accusation,), "a member says for the first time that this neighbour lies"),
+    anywhere(Withdraw, (ChainReconfig,), "a member of a chain gives up"),
+    anywhere(Gone, (ChainReconfig,), "a member of a chain is gone and a spare is ready, or it leaves"),
+    anywhere(Tick, (ChainReconfig,), "a member is absent and a spare is ready, or somebody does not follow"),
+    Row(Phase.OPEN, Tick, Phase.OPEN, (TimeUp,), "the time to train is over, some have offered and others have not"),
+    Row(Phase.OPEN, Attest, Phase.OPEN, (TakeSeat,), "it came after the plan, and holds the state: it takes a seat"),
+    anywhere(Attest, (Report,), "a peer has other bits than the majority"),
+    anywhere(Decided, (Moved,), "the next plan moves blocks between the stages of a chain"),
+    anywhere(Decided, (Resting,), "a peer was planned again and again and brings nothing"),
 )
 TABLE = Table("leader", Phase, _ROWS)

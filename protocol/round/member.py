@@ -9,8 +9,8 @@ answers most of them with an event. Four rules carry the promises of docs/failur
   fetches the newest state. Commits that are decided meanwhile do not begin the reading again.
 - An offer leaves only after it and its payloads are durable; the error feedback without them follows soon after. What
   was not committed goes back into the feedback before anything else is added to it (P3).
-- After a crash the machine starts with the newest durable state and offer. Both are compared with the log once more,
-  so every step may be repeated.
+- After a crash the machine starts with the newest durable state and offer. Both are compared with the log once more, so
+  every step may be repeated.
 
 Messages that may be lost are sent again with every session and every RESEND_SECONDS: the request for newer commits
 (unless the log is being read), the newest attestation, and the open round's offer, withdrawal, failure report and
@@ -26,7 +26,7 @@ from enum import Enum
 from protocol.ledger import schedule
 from protocol.ledger.history import History
 from protocol.ledger.part_lists import root_of
-from protocol.quorum.table import Position, Table, Transition
+from protocol.quorum.table import Position, Row, Table
 from protocol.round import member_events as ev
 from protocol.round import stragglers
 from protocol.round.chain_repair import SLOW, reconfigured
@@ -34,7 +34,7 @@ from protocol.round.member_events import Effect, Event, Phase
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, Withdraw
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, TakeSeat, TimeUp, Withdraw
 
 
 class Ahead(Enum):
@@ -64,18 +64,16 @@ OVERLAP_TABLE = Table(
     "overlap",
     Ahead,
     (
-        Transition(
-            Ahead.NONE, ev.UpdateEncoded, Ahead.RUNNING, (ev.TrainOrder,), "our offer is durable, the run goes on"
-        ),
-        Transition(Ahead.RUNNING, ev.Trained, Ahead.READY),
-        Transition(Ahead.RUNNING, ev.Failed, Ahead.NONE, (), "it is trained again once the plan is known"),
-        Transition(Ahead.RUNNING, ev.ChainFailed, Ahead.RUNNING, (ChainFailure,)),
-        Transition(Ahead.RUNNING, PlanAgrees, Ahead.NONE, (), "the member goes on with it as the round's training"),
-        Transition(Ahead.READY, PlanAgrees, Ahead.NONE, (), "the member encodes it as the round's work"),
-        Transition(Ahead.RUNNING, PlanDiffers, Ahead.DROPPED, (ev.Stop,)),
-        Transition(Ahead.READY, PlanDiffers, Ahead.NONE, (), "what was done is forgotten"),
-        Transition(Ahead.DROPPED, ev.Trained, Ahead.NONE),
-        Transition(Ahead.DROPPED, ev.Failed, Ahead.NONE),
+        Row(Ahead.NONE, ev.UpdateEncoded, Ahead.RUNNING, (ev.TrainOrder,), "our offer is durable, the run goes on"),
+        Row(Ahead.RUNNING, ev.Trained, Ahead.READY),
+        Row(Ahead.RUNNING, ev.Failed, Ahead.NONE, (), "it is trained again once the plan is known"),
+        Row(Ahead.RUNNING, ev.ChainFailed, Ahead.RUNNING, (ChainFailure,)),
+        Row(Ahead.RUNNING, PlanAgrees, Ahead.NONE, (), "the member goes on with it as the round's training"),
+        Row(Ahead.READY, PlanAgrees, Ahead.NONE, (), "the member encodes it as the round's work"),
+        Row(Ahead.RUNNING, PlanDiffers, Ahead.DROPPED, (ev.Stop,)),
+        Row(Ahead.READY, PlanDiffers, Ahead.NONE, (), "what was done is forgotten"),
+        Row(Ahead.DROPPED, ev.Trained, Ahead.NONE),
+        Row(Ahead.DROPPED, ev.Failed, Ahead.NONE),
     ),
 )
 
@@ -125,7 +123,6 @@ class Overlap:
             self._forget(type(event))
 
     def chain_failed(self, failure: ChainFailure) -> list[ev.Send]:
-        """The chain that trains ahead lost a member: the leader is told."""
         return self.position.stay(ev.ChainFailed, [ev.Send(failure)])
 
     def take(self) -> ev.Trained | None:
@@ -183,7 +180,6 @@ class Deadline:
         self._ends = self._late = 0.0
 
     def measured(self, up_bps: int) -> None:
-        """Offers leave with so many bits a second from now on."""
         self.up_bps = up_bps
 
     def left(self, now: float) -> float:
@@ -202,16 +198,13 @@ class Deadline:
         return max(0.0, self.left(now) - stragglers.OVERRUN * self._seconds)
 
     def asked(self, now: float) -> None:
-        """We are asked to finish now."""
         self._late += max(0.0, self._ends - now)
         self._ends = now
 
     def trained(self, now: float) -> None:
-        """The last inner step is done."""
         self._trained_at = now
 
     def encoded(self, now: float, offer: Offer) -> None:
-        """The offer is ready to leave."""
         self._lead = now - self._trained_at + self._upload_seconds(sum(part.size for part in offer.parts))
 
     def _upload_seconds(self, size: int) -> float:
@@ -266,7 +259,6 @@ class Member:
 
     @property
     def phase(self) -> Phase:
-        """What this volunteer is doing."""
         return self.position.phase
 
     @property
@@ -322,11 +314,11 @@ class Member:
                 return self.position.stay(ev.LogRead, [ev.Send(LogRequest(after=self.head))])
             case ev.Trained() | ev.Failed():
                 return self._finished(event, now)
-            case ev.TimeUp(round):
+            case TimeUp(round=round):
                 if self.phase is Phase.TRAINING and self._order is not None and self._order.plan.round == round:
                     self.deadline.asked(now)
-                    return self.position.stay(ev.TimeUp, [ev.EndIn(round, 0.0)])
-            case ev.Seated():
+                    return self.position.stay(TimeUp, [ev.EndIn(round, 0.0)])
+            case TakeSeat():
                 return self._seated(event, now)
             case ev.ChainFailed():
                 return self._chain_failed(event)
@@ -401,7 +393,7 @@ class Member:
         sent = self.position.step(ev.UpdateEncoded, Phase.WAITING, [ev.Send(offer)])
         return [*sent, *self.overlap.begin(offer, self._order, decided, last)]
 
-    def _seated(self, seat: ev.Seated, now: float) -> list[Effect]:
+    def _seated(self, seat: TakeSeat, now: float) -> list[Effect]:
         """The plan names us nowhere, and the leader has given us one of its seats."""
         plan, idle = self.plan, self.phase is Phase.WAITING and self.overlap.state is Ahead.NONE
         ready = idle and self._held_round == self.applied and self._attempted <= self.applied == self.head
@@ -411,7 +403,7 @@ class Member:
         self._order, self._attempted = self._order_of(plan.seated(replica), replica.number), plan.round
         sizes = [sum(share.size for share in c.shares) for c in self.commits[self.applied].contributions]
         left = self.deadline.left_of(now, seat.seconds, max(sizes, default=0))
-        return self.position.step(ev.Seated, Phase.TRAINING, [self._order, ev.EndIn(plan.round, left)])
+        return self.position.step(TakeSeat, Phase.TRAINING, [self._order, ev.EndIn(plan.round, left)])
 
     # --- a chain that lost a member
 
@@ -529,7 +521,6 @@ class Member:
         return self.position.step(None, Phase.TRAINING, [self._order, self._end(now)])
 
     def _order_of(self, plan: Plan, replica: int, generation: int = 0, steps: int = 0) -> ev.TrainOrder:
-        """To train the round after `applied`."""
         return ev.TrainOrder(plan, replica, generation, steps, idle=self.commits[self.applied].idle)
 
     def _begin_with(self, result: ev.Trained | None, order: ev.TrainOrder, now: float) -> list[Effect]:

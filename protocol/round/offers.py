@@ -39,7 +39,6 @@ class Offers:
         self._waiting: dict[str, set[str]] = {}
 
     def begin(self) -> None:
-        """The next round begins: nothing is offered yet."""
         self._offers, self._shares, self._failures = {}, {}, {}
         self._lacking, self._waiting, self._changed = {}, {}, Counter()
 
@@ -87,7 +86,6 @@ class Offers:
         return offer if offer is not None and offer.replica == number else None
 
     def missing(self, replicas: Iterable[ReplicaSpec]) -> tuple[str, ...]:
-        """The members of these replicas that have not offered."""
         return tuple(p for r in replicas for p in r.peers if self.of(r.number, p) is None)
 
     def steps(self, replica: ReplicaSpec) -> int:
@@ -95,55 +93,31 @@ class Offers:
         offers = [self.of(replica.number, peer) for peer in replica.peers]
         return max((offer.steps for offer in offers if offer is not None), default=0)
 
-    def failure(self, replica: ReplicaSpec, diverged: Collection[str]) -> str | None:
-        """Why the replica's work cannot count any more: a member failed, or its state is one of the `diverged`."""
+    def verdict(
+        self, replica: ReplicaSpec, diverged: Collection[str], based: Collection[str], there: Collection[str]
+    ) -> Contribution | str | None:
+        """What a replica contributes, why it has failed, or None while it is pending.
+
+        diverged: peers whose state differs from the majority's based: peers that attested the state before the round
+        there: peers that are not taken for gone
+        """
         for peer in replica.peers:
             if peer in self._failures:
                 return f"peer {short_peer(peer)}: {self._failures[peer]}"
             if peer in diverged:
                 return f"peer {short_peer(peer)}: its state differs from the majority's"
-        return None
-
-    def gone(self, replica: ReplicaSpec, ready: Collection[str]) -> str | None:
-        """Which member is not among the `ready` ones and has left no offer of which all is here, in words."""
         for peer in replica.peers:
-            offer = self._offers.get(peer)
-            if peer not in ready and (offer is None or self._lacking[peer]):
+            if peer not in there and (peer not in self._offers or self._lacking[peer]):
                 return f"peer {short_peer(peer)}: gone"
-        return None
-
-    def is_complete(self, replica: ReplicaSpec, based: Collection[str]) -> bool:
-        """Whether every member has offered, all of it is held, and every member is among `based`.
-
-        `based` are the peers that attested the state before the round.
-        """
-        return all(
-            self.of(replica.number, peer) is not None and peer in based and not self._lacking[peer]
-            for peer in replica.peers
-        )
-
-    def verdict(
-        self,
-        replica: ReplicaSpec,
-        diverged: Collection[str],
-        based: Collection[str],
-        there: Collection[str],
-    ) -> Contribution | str | None:
-        """What a replica contributes, why it has failed, or None while it is pending. `there`: the peers that are not
-        taken for gone."""
-        reason = self.failure(replica, diverged) or self.gone(replica, there)
-        if reason is not None or not self.is_complete(replica, based):
-            return reason
-        return self.contribution(replica)
-
-    def contribution(self, replica: ReplicaSpec) -> Contribution:
-        """What a commit says of a complete replica: the steps of its slowest member, the loss of its last stage."""
-        offers = [self._offers[peer] for peer in replica.peers]
-        losses = [offer.loss for offer in offers if offer.loss is not None]
+        offers = [self.of(replica.number, peer) for peer in replica.peers if peer in based]
+        made = [offer for offer in offers if offer is not None]
+        if len(made) < len(replica.peers) or any(self._lacking[peer] for peer in replica.peers):
+            return None
+        losses = [offer.loss for offer in made if offer.loss is not None]
         return Contribution(
             replica=replica.number,
-            tokens=min(offer.tokens for offer in offers),
-            steps=min(offer.steps for offer in offers),
+            tokens=min(offer.tokens for offer in made),
+            steps=min(offer.steps for offer in made),
             loss=losses[-1] if losses else None,
             shares=tuple(self._shares[peer] for peer in replica.peers),
         )
@@ -177,7 +151,6 @@ class ReplicaStates:
         self._touched: set[str] = set()
 
     def touch(self, peers: Iterable[str]) -> None:
-        """Something happened to these peers."""
         self._touched.update(peers)
 
     def renew(self, seen: Examined, judge: Judge, waited: float) -> bool:

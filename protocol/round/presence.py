@@ -1,13 +1,13 @@
 """Presence and reliability of peers as one node sees them. Pure: `now` is in seconds on a steady clock.
 
-A peer is *ready* while it is announced and gives signs of life, *absent* when its session ended and was not reopened for
-some heartbeats (a spare may take its place in a chain), and *gone* after a lease (`gone_after`) without a sign of life.
-Its *presence* is the share of its rounds in which it stayed to the end.
+A peer is *ready* while it is announced and gives signs of life, *absent* when its session ended and was not reopened
+for some heartbeats (a spare may take its place in a chain), and *gone* after a lease (`gone_after`) without a sign of
+life. Its *presence* is the share of its rounds in which it stayed to the end.
 
 *Promises.* A plan is a promise: others wait for a replica that brings nothing. A planned peer that has not offered, or
 has withdrawn, gets a strike; each round in which it delivers takes half a strike away. With two strikes and more it
-rests for 1, 3, 7, … rounds, at most MOST_PAUSE_ROUNDS. In a failed chain the lost members get the strike; where they are
-unknown, each member gets half of one. Work that was judged and left out (protocol/round/judging.py) counts as not
+rests for 1, 3, 7, … rounds, at most MOST_PAUSE_ROUNDS. In a failed chain the lost members get the strike; where they
+are unknown, each member gets half of one. Work that was judged and left out (protocol/round/judging.py) counts as not
 delivered, except for work on probation (protocol/ledger/standing.py).
 
 *Newcomers.* Identities cost nothing, so all newcomers share one account: a round that waited for some in vain is a
@@ -49,20 +49,15 @@ def gone(ready: Iterable[str], heard: Mapping[str, float], timing: TimingSpec, n
     return [p for p in ready if now - heard.get(p, now) > timing.gone_after]
 
 
-class FinalWait:
-    """Who is waited for at the end of the run: the members of its last plan."""
-
-    def __init__(self, plan: Plan | None, timing: TimingSpec) -> None:
-        self._members = frozenset(p for r in (plan.replicas if plan else ()) for p in r.peers)
-        self._timing = timing
-
-    def waits(self, attested: Mapping[str, object], ready: Collection[str], waited: float) -> bool:
-        """Whether somebody who has not attested the final state is waited for, so many seconds after it was decided:
-        those that are gone not for long, and nobody for ever."""
-        late = self._members - attested.keys()
-        if waited >= self._timing.gone_after:
-            late &= set(ready)
-        return bool(late) and waited < self._timing.round_deadline
+def waits_for_final_state(
+    plan: Plan | None, timing: TimingSpec, attested: Collection[str], ready: Collection[str], waited: float
+) -> bool:
+    """Whether a member of the run's last plan that has not attested the final state is still waited for, `waited`
+    seconds after that was decided: one that is gone for a lease, the others until the deadline."""
+    late = {p for r in (plan.replicas if plan else ()) for p in r.peers}.difference(attested)
+    if waited >= timing.gone_after:
+        late &= set(ready)
+    return bool(late) and waited < timing.round_deadline
 
 
 class PresenceRecord:
@@ -73,7 +68,6 @@ class PresenceRecord:
         self._there: set[str] = set()
 
     def begin(self, there: Iterable[str]) -> None:
-        """A round begins with these peers; the one before has ended."""
         for peer in self._there:
             self._count(peer, 1.0)
         self._there = set(there)
@@ -85,7 +79,6 @@ class PresenceRecord:
             self._count(peer, 0.0)
 
     def of(self, peer: str) -> float:
-        """The presence of `peer`, in 0..1."""
         stayed, rounds = self._known.get(peer, (0.0, 0.0))
         return (stayed + TRUSTED_ROUNDS) / (rounds + TRUSTED_ROUNDS)
 
@@ -194,13 +187,11 @@ class Newcomers:
         self._round = 0
 
     def begin(self, standing: Standing, plan: Plan | None) -> None:
-        """A round is open."""
         self._round = standing.round + 1
         self.numbers = are_new(standing, plan)
 
     @property
     def are_waited_for(self) -> bool:
-        """Whether the open round waits for them."""
         return self._round > self._until
 
     def settle(self, brought: Collection[int]) -> None:

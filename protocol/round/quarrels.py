@@ -93,13 +93,11 @@ class Accusations:
         return accuser if len(self._with.get(accuser, ())) > len(self._with.get(accused, ())) else accused
 
     def may_take(self, spare: str, place: str, chain: ReplicaSpec) -> bool:
-        """Whether a spare may take the place of this member of a chain."""
         at = chain.peers.index(place)
         beside = chain.peers[max(at - 1, 0) : at] + chain.peers[at + 1 : at + 2]
         return spare not in self.out and self._with.get(spare, set()).isdisjoint(beside)
 
     def marked(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The candidates, as the planner is to see them."""
         return [self._mark(candidate) if candidate.peer in self._with else candidate for candidate in candidates]
 
     def _mark(self, candidate: Candidate) -> Candidate:

@@ -62,6 +62,5 @@ class Question:
         )
 
     def _holds(self, stage: StageSpec) -> bool:
-        """Whether a peer attested all shards that a stage needs."""
         wanted = memory.held_shards(self.manifest, stage.first, stage.last)
         return self.attested is not None and self.attested.holds(stage.peer, wanted)

@@ -1,24 +1,17 @@
-"""A corpus: text as sequences of token ids, in chunks that are named by their digests.
+"""A corpus: sequences of token ids in chunks that are named by their digests, and the order in which a run reads them.
 
-A sequence of L tokens is L + 1 ids: its inputs are all but the last, its targets all but the first. So it stands by
-itself, and nothing else has to be read to train on it. Ids are little-endian, 2 bytes each where the vocabulary has at
-most 65,536 tokens, else 4. A *chunk* is as many sequences, one after the other, as fit into CHUNK_BYTES; the last one
-has fewer. Every chunk is a blob (protocol/codec/blob_hash.py): whoever knows its name can check each of its ranges by
-itself.
+A sequence of L tokens is L + 1 ids: its inputs are all but the last, its targets all but the first. Ids are
+little-endian, 2 bytes each for a vocabulary of at most 65,536 tokens, else 4. A *chunk* has as many sequences as fit
+into CHUNK_BYTES; it is a blob (protocol/codec/blob_hash.py). The *index* names the chunks in order, and the held-out
+part's one chunk; it is a canonical msgpack value, and its blob name is the corpus's digest. Sequences are in
+pseudo-random order when a corpus is built (peer/corpus/), so neighbours can be read together.
 
-The *index* names the chunks in order, and the one chunk of the held-out part. It is one canonical msgpack value. Its
-own name as a blob is the corpus's digest. Sequences are in a pseudo-random order when the corpus is built
-(peer/corpus/), so that what lies side by side can be read side by side: protocol/run/corpus.py says who reads which.
-
-Which sequences of the corpus each inner step reads: deterministic in (run, round, replica, step).
-
-A run walks through the sequences of its corpus (protocol/run/corpus.py), epoch after epoch; a *slot* is a position on
-that walk. A plan gives each replica a range of slots (protocol/planning/allotment.py), and an inner step takes
+*Order.* A run walks through the sequences epoch after epoch; a *slot* is a position on that walk. A plan gives each
+replica a range of slots (protocol/planning/allotment.py), and an inner step takes
 
     slot + step rows + row,      0 <= step < steps, 0 <= row < rows,
 
-so no two replicas, steps or rounds share a slot, however many replicas there are and whatever their paces. What a
-replica has no time for is skipped.
+so no two replicas, steps or rounds share a slot. What a replica has no time for is skipped.
 """
 
 from __future__ import annotations
@@ -109,12 +102,10 @@ class CorpusIndex:
 
     @property
     def id_bytes(self) -> int:
-        """Bytes of an id."""
         return id_bytes(self.vocab_size)
 
     @property
     def stride(self) -> int:
-        """Bytes of a sequence."""
         return (self.sequence + 1) * self.id_bytes
 
     @property
@@ -134,7 +125,6 @@ class CorpusIndex:
 
     @property
     def digest(self) -> str:
-        """The corpus's name."""
         return blob_hash.name_of(self.to_bytes())
 
     def to_bytes(self) -> bytes:
@@ -148,7 +138,6 @@ class CorpusIndex:
         return Extent(name, count * self.stride, 0, count * self.stride)
 
     def held_out_chunk(self) -> Extent:
-        """The whole held-out part."""
         size = self.held_out_sequences * self.stride
         return Extent(self.held_out, size, 0, size)
 
@@ -167,7 +156,6 @@ class CorpusIndex:
 
 
 def id_bytes(vocab_size: int) -> int:
-    """Bytes of an id of a vocabulary of this size."""
     return 2 if vocab_size <= 1 << 16 else 4
 
 

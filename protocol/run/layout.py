@@ -1,9 +1,8 @@
-"""What a model is made of: its shards, the tensors of each shard, and the digest of a whole state.
+"""Shards of a model, the tensors of each, and the digest of a whole state.
 
-Tensor names are those of Hugging Face's LlamaForCausalLM, or Qwen3ForCausalLM where `use_qk_norm`, one to one. With
-tied embeddings the matrix belongs to `embed`, and `head` is the last norm only. A shard's host value is a list of
-C-contiguous fp32 arrays in the order that `tensors` gives. Shape letters: V vocabulary, d model width, F feed-forward
-width.
+Tensor names are those of Hugging Face's LlamaForCausalLM, or Qwen3ForCausalLM with `use_qk_norm`. Tied embeddings
+belong to `embed`, and `head` is then the last norm only. A shard's host value is a list of C-contiguous fp32 arrays in
+the order of `tensors`. Shape letters: V vocabulary, d model width, F feed-forward width.
 """
 
 from __future__ import annotations
@@ -98,19 +97,15 @@ class ModelSpec:
             ("embed", "vocab_size or d_model"),
         ):
             if shard_bytes(self, shard) > blob_hash.MAX_BLOB_BYTES:
-                raise ValueError(
-                    f"{shard} has {shard_bytes(self, shard) / 1e9:.1f} GB, a shard may have {blob_hash.MAX_BLOB_BYTES / 1e9:.1f} GB;"
-                    f" choose a smaller {sizes}"
-                )
+                size, most = (f"{count / 1e9:.1f} GB" for count in (shard_bytes(self, shard), blob_hash.MAX_BLOB_BYTES))
+                raise ValueError(f"{shard} has {size}, a shard may have {most}; choose a smaller {sizes}")
 
     @property
     def head_dim(self) -> int:
-        """Width of an attention head."""
         return self.d_model // self.n_heads
 
     @property
     def key_value_heads(self) -> int:
-        """Heads of keys and values."""
         return self.num_key_value_heads or self.n_heads
 
     @property
@@ -163,22 +158,18 @@ def block_index(shard: str) -> int:
 
 
 def shapes(spec: ModelSpec, shard: str) -> tuple[tuple[int, ...], ...]:
-    """Shapes of one shard's tensors in canonical order."""
     return tuple(shape for _, shape in tensors(spec, shard))
 
 
 def parameters(spec: ModelSpec, shard: str) -> int:
-    """How many parameters (elements) a shard has."""
     return sum(math.prod(shape) for shape in shapes(spec, shard))
 
 
 def total_parameters(spec: ModelSpec) -> int:
-    """How many parameters (elements) the model has."""
     return sum(parameters(spec, shard) for shard in shard_names(spec))
 
 
 def shard_bytes(spec: ModelSpec, shard: str) -> int:
-    """How many bytes a shard's tensors have in fp32."""
     return 4 * parameters(spec, shard)
 
 

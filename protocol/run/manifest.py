@@ -1,10 +1,8 @@
 """The manifest: the immutable description of a run. Its digest is the run id.
 
-Written as TOML, read strictly: an unknown, missing or ill-typed field is refused by name. Everything that changes the
-mathematics or the rules lives here; the command line only sets what is local to a machine. `[hints]` (addresses) may
-change during a run and is the one table that the digest leaves out.
-
-Long because all that a run is described by is here, with its checks.
+Written as TOML and read strictly: an unknown, missing or ill-typed field is refused by name. All that changes the
+mathematics or the rules is here; the command line sets what is local to a machine. `[hints]` (addresses) may change
+during a run and is not in the digest.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Any
 
 from protocol import identity
 from protocol.codec import formats
-from protocol.codec.formats import Codec
+from protocol.codec.formats import INDICES, VALUES, Codec
 from protocol.errors import UsageError, shown
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
@@ -136,11 +134,9 @@ class TrainSpec:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens in one whole inner step of one replica."""
         return self.step_rows * self.sequence
 
     def tokens(self, steps: int, micro_batches: int) -> int:
-        """Tokens in so many inner steps of so many micro-batches."""
         return steps * micro_batches * self.rows * self.sequence
 
 
@@ -151,8 +147,8 @@ class OuterSpec:
     applied (peer/node/rounds.py); 0 waits."""
 
     topk: int = 32
-    values: str = "sym2"
-    indices: str = "rice"
+    values: str = VALUES
+    indices: str = INDICES
     beta: float = 0.95
     eta: float = 1.0
     overlap: int = 0
@@ -160,14 +156,16 @@ class OuterSpec:
     def __post_init__(self) -> None:
         if self.overlap not in (0, 1):
             raise ValueError("overlap must be 0 or 1")
-        Codec(topk=self.topk, values=self.values, indices=self.indices)  # raises where there is no such codec
+        Codec(topk=self.topk)  # raises where there is no such codec
+        for name, value, known in (("values", self.values, VALUES), ("indices", self.indices, INDICES)):
+            if value != known:
+                raise ValueError(f'{name} must be {known}, not "{value}"')
         if not (0 <= self.beta <= 1 and self.eta > 0):
             raise ValueError("beta must be in [0, 1] and eta positive")
 
     @property
     def codec(self) -> Codec:
-        """Of the run's payloads."""
-        return Codec(topk=self.topk, values=self.values, indices=self.indices)
+        return Codec(topk=self.topk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,8 +213,8 @@ class ChainSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingSpec:
     """Seconds. In every round each replica trains for `round_seconds`, at its own pace, and does at most
-    `train.inner_steps` inner steps; 0: for TRAINING_SHARE of the deadline. A round is decided `round_deadline` after it began
-    at the latest."""
+    `train.inner_steps` inner steps; 0: for TRAINING_SHARE of the deadline. A round is decided `round_deadline` after it
+    began at the latest."""
 
     round_deadline: float = 600.0
     round_seconds: float = 0.0
@@ -264,7 +262,6 @@ class AdmissionSpec:
 
     @property
     def is_open(self) -> bool:
-        """Whether everybody may take part."""
         return self.mode == "open"
 
 
@@ -348,7 +345,8 @@ class Manifest:
             for name in (self.chains.forward, self.chains.backward):
                 if not formats.fits(name, rank or self.model.d_model):
                     raise ValueError(
-                        f"chains.rank = {rank} has no {name}: int4 needs an even number of values per token, tah4 a multiple of 16"
+                        f"chains.rank = {rank} has no {name}: int4 needs an even number of values per token, tah4 a"
+                        " multiple of 16"
                     )
                 tokens, width = self.train.rows * self.train.sequence, rank or self.model.d_model
                 if tokens * formats.bytes_per_token(name, width) > framing.MAX_FRAME - FRAME_HEAD_BYTES:
@@ -359,7 +357,6 @@ class Manifest:
 
     @property
     def first_members(self) -> tuple[str, ...]:
-        """Who decides round 0."""
         return self.operators[: self.quorum]
 
     @functools.cached_property
@@ -401,7 +398,8 @@ def _build(data: Any, source: str) -> Manifest:
         return build(Manifest, data)
     except SchemaError as error:
         raise UsageError(
-            f"manifest {source}: {shown(error.field)}: {shown(error.reason)}; see docs/guides/manifest.md for the fields"
+            f"manifest {source}: {shown(error.field)}: {shown(error.reason)};"
+            " see docs/guides/manifest.md for the fields"
         ) from None
 
 
@@ -432,7 +430,6 @@ def from_bytes(raw: bytes, source: str) -> Manifest:
 
 
 def to_toml(manifest: Manifest) -> str:
-    """A manifest file with this content."""
     return "\n".join(_toml_lines("", brief(manifest))) + "\n"
 
 
@@ -449,5 +446,4 @@ def _toml_lines(path: str, data: dict[str, Any]) -> Iterator[str]:
 
 
 def parameters(manifest: Manifest) -> int:
-    """How many parameters (elements) the run's model has."""
     return layout.total_parameters(manifest.model)

@@ -70,8 +70,8 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(
-        d_model=256, n_layers=6, n_heads=4, d_ff=688, sequence=256, vocab_size=4096, rows=4, micro_batches=4, inner_steps=20,
-        lr=2e-3, ranks=(128, 32), round_seconds=30.0, rounds=200,
+        d_model=256, n_layers=6, n_heads=4, d_ff=688, sequence=256, vocab_size=4096, rows=4, micro_batches=4,
+        inner_steps=20, lr=2e-3, ranks=(128, 32), round_seconds=30.0, rounds=200,
     ),
     "178m": Preset(
         d_model=1024, n_layers=9, n_heads=8, d_ff=2688, sequence=2048, vocab_size=32_000, rows=4, micro_batches=16,

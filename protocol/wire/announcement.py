@@ -9,25 +9,7 @@ import ipaddress
 from dataclasses import dataclass
 from typing import Annotated
 
-from protocol.wire.bounds import (
-    Address,
-    Count,
-    Loss,
-    Magnitude,
-    Memory,
-    Name,
-    Offset,
-    PeerId,
-    Port,
-    Rate,
-    Round,
-    RunId,
-    Sealed,
-    Seconds,
-    Since,
-    Size,
-    Word,
-)
+from protocol.wire import bounds
 from protocol.wire.schema import MAX_ITEMS, AtMost, Within, row
 
 VERSION = 1
@@ -51,15 +33,15 @@ FARTHEST = 10_000.0
 class Means:
     """Running means over what a stage received at one boundary (peer/chain/activation_stats.py)."""
 
-    rms: Magnitude
+    rms: bounds.Magnitude
     """Root mean square of the values."""
-    largest: Magnitude
+    largest: bounds.Magnitude
     """Largest magnitude."""
-    sampled: Count
+    sampled: bounds.Count
     """Frames whose root mean square was computed."""
-    frames: Count
+    frames: bounds.Count
     """Frames that were accepted."""
-    refused: Count
+    refused: bounds.Count
     """Frames that were refused."""
 
 
@@ -68,25 +50,25 @@ class Means:
 class ChainReport:
     """Where the time of a stage's inner step went, and what it sent (peer/chain/pipeline.py)."""
 
-    seconds: Seconds
+    seconds: bounds.Seconds
     """The inner step."""
-    busy_s: Seconds
+    busy_s: bounds.Seconds
     """Seconds of computing."""
-    wait_forward_s: Seconds
+    wait_forward_s: bounds.Seconds
     """Seconds of waiting for activations."""
-    wait_backward_s: Seconds
+    wait_backward_s: bounds.Seconds
     """Seconds of waiting for gradients."""
-    forward_link_s: Seconds
+    forward_link_s: bounds.Seconds
     """Seconds in which activations from the previous stage came through the link."""
-    backward_link_s: Seconds
+    backward_link_s: bounds.Seconds
     """Seconds in which gradients from the next stage came through the link."""
-    forward_bytes: Size
+    forward_bytes: bounds.Size
     """Bytes sent to the next stage, headers included."""
-    backward_bytes: Size
+    backward_bytes: bounds.Size
     """Bytes sent to the previous stage, headers included."""
-    depth: Count
+    depth: bounds.Count
     """Micro-batches that the chain had in work at once."""
-    queued: Count
+    queued: bounds.Count
     """The most frames that waited for this stage."""
     activations: Means | None = None
     """Of the activations that came from the previous stage; null for the first stage."""
@@ -102,55 +84,55 @@ class ChainReport:
 class Announcement:
     """What a peer says of itself."""
 
-    run: RunId
+    run: bounds.RunId
     """The run's id."""
-    peer: PeerId
+    peer: bounds.PeerId
     """Its peer id."""
-    version: Count = VERSION
+    version: bounds.Count = VERSION
     """The version of Potluck's protocol that it speaks."""
-    addresses: Annotated[tuple[Address, ...], AtMost(64)] = ()
+    addresses: Annotated[tuple[bounds.Address, ...], AtMost(64)] = ()
     """The multiaddresses that it listens on."""
-    memory_bytes: Memory = 0
+    memory_bytes: bounds.Memory = 0
     """Memory for training that Potluck may use there, above an idle process."""
-    host_bytes: Memory | None = None
+    host_bytes: bounds.Memory | None = None
     """The same of the host beside a GPU; 0 where the GPU uses the host's memory, null of a processor."""
-    up_bps: Rate = 0
+    up_bps: bounds.Rate = 0
     """Bits per second that it can send."""
-    down_bps: Rate = 0
+    down_bps: bounds.Rate = 0
     """Bits per second that it can receive."""
     speed_flops: Annotated[int, Within(0, MAX_SPEED)] = 0
     """Floating-point operations a second that its training reached (protocol/planning/speed.py); 0 while that is
     unknown."""
-    device: Word = "cpu"
+    device: bounds.Word = "cpu"
     """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer; `bootstrap` for a bootstrap node."""
-    serial: Count = 0
+    serial: bounds.Count = 0
     """Grows with each of its announcements: Unix time in milliseconds."""
-    phase: Word = "starting"
+    phase: bounds.Word = "starting"
     """Its present activity, in its own word."""
-    round: Round = 0
+    round: bounds.Round = 0
     """Its round."""
-    step: Count = 0
+    step: bounds.Count = 0
     """Its newest inner step in that round."""
-    loss: Loss | None = None
+    loss: bounds.Loss | None = None
     """Nats per token of that step."""
-    bytes_sent: Size = 0
+    bytes_sent: bounds.Size = 0
     """All bytes that it has sent since it was started, as of its last whole round."""
-    bytes_received: Size = 0
+    bytes_received: bounds.Size = 0
     """All bytes that it has received since it was started, as of its last whole round."""
-    bytes_written: Size = 0
+    bytes_written: bounds.Size = 0
     """All bytes that it has written to disk since it was started, as of its last whole round."""
     chain: ChainReport | None = None
     """Its newest inner step in a chain; null outside of one."""
-    coordinates: Annotated[tuple[Offset, ...], AtMost(AXES)] = ()
+    coordinates: Annotated[tuple[bounds.Offset, ...], AtMost(AXES)] = ()
     """Its place (protocol/planning/coordinates.py); empty while that is unknown."""
-    reachable: Word = ""
+    reachable: bounds.Word = ""
     """How others reach it: `direct`, `mapped` by its router, `private` if that lets nobody in; empty while it is not
     known."""
-    apart: Annotated[tuple[PeerId, ...], AtMost(MOST_APART)] = ()
+    apart: Annotated[tuple[bounds.PeerId, ...], AtMost(MOST_APART)] = ()
     """Peers that it could not reach as neighbours in a chain, not even through relays."""
-    refused: Count = 0
+    refused: bounds.Count = 0
     """Times that it has refused a peer that used too much of it (peer/net/guests.py)."""
-    name: Name = ""
+    name: bounds.Name = ""
     """Its owner's name for it; others may have the same name, and nothing is decided by it."""
 
     def __post_init__(self) -> None:
@@ -177,7 +159,7 @@ MOST_PORTS = 4
 class DialMe:
     """Please try at which of these TCP ports of the host that I come from a libp2p host answers."""
 
-    ports: Annotated[tuple[Port, ...], AtMost(MOST_PORTS)]
+    ports: Annotated[tuple[bounds.Port, ...], AtMost(MOST_PORTS)]
 
     def __post_init__(self) -> None:
         if not 0 < len(self.ports) <= MOST_PORTS:
@@ -190,8 +172,8 @@ class Dialled:
     """The answer. `host`: the IP address that you come from, empty where that is not known; `ports`: those at which one
     answered, which may be another than you named: that of your connection to us."""
 
-    host: Word
-    ports: Annotated[tuple[Port, ...], AtMost(MOST_PORTS + 1)] = ()
+    host: bounds.Word
+    ports: Annotated[tuple[bounds.Port, ...], AtMost(MOST_PORTS + 1)] = ()
 
     def __post_init__(self) -> None:
         if self.host:
@@ -214,15 +196,15 @@ MOST_LOOKED_UP = 64
 class Lookup:
     """Please send the announcements of `peers`, and of `sample` others by chance, as far as you know them."""
 
-    peers: Annotated[tuple[PeerId, ...], AtMost(MAX_ITEMS)] = ()
-    sample: Count = 0
+    peers: Annotated[tuple[bounds.PeerId, ...], AtMost(MAX_ITEMS)] = ()
+    sample: bounds.Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RosterRequest:
     """Please send what is new after `position`, which an earlier answer gave; -1: everything."""
 
-    position: Since
+    position: bounds.Since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +212,11 @@ class Roster:
     """The answer to both. To a RosterRequest: `announcements`, and peers that are `gone`, since then, up to `position`;
     `more`: there is more, ask again from there; `anew`: what was known before does not count any more."""
 
-    announcements: Annotated[tuple[Sealed, ...], AtMost(MAX_ITEMS)]
-    gone: Annotated[tuple[PeerId, ...], AtMost(MAX_ITEMS)] = ()
-    position: Since = -1
+    announcements: Annotated[tuple[bounds.Sealed, ...], AtMost(MAX_ITEMS)]
+    gone: Annotated[tuple[bounds.PeerId, ...], AtMost(MAX_ITEMS)] = ()
+    position: bounds.Since = -1
     more: bool = False
     anew: bool = False
+
+
+DirectoryMessage = Announcement | Lookup | RosterRequest | Roster | DialMe | Dialled

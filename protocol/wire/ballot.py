@@ -75,3 +75,6 @@ class Reject:
     round: Round
     ballot: Ballot
     promised: Ballot
+
+
+QuorumMessage = Prepare | Promise | Accept | Pledge | Vote | Reject

@@ -1,9 +1,7 @@
-"""What a field of a message may hold: names for types with bounds. Decoding checks them (protocol/wire/schema.py), in
-one place.
+"""Field types of messages with their bounds, which decoding checks (protocol/wire/schema.py).
 
-Every field of what travels has one of these, or is a digest or true or false (tests/fuzz/messages.py makes messages at
-and beyond all of them). So whatever a machine gets can be counted with, stored, shown and sent on: no sum of what is in
-a message is infinite, and no text of somebody else is long.
+Every field of a message has one of these, or is a digest or bool (tests/fuzz/messages.py makes messages at and beyond
+all of them). So no sum over a message is infinite, and no foreign text is long.
 """
 
 from __future__ import annotations

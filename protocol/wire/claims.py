@@ -105,3 +105,6 @@ def audit_body(domain: bytes, of: str, said: Audit) -> bytes:
     """What the signature is over. `of`: the digest of the commit of that round, which names the contribution and the
     run."""
     return domain + framing.pack_message(["audit", of, said.round, said.replica, said.agreement])
+
+
+Claim = Evaluation | Score | Audit

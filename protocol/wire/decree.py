@@ -9,19 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from protocol.wire.bounds import (
-    Count,
-    PartOfAll,
-    PeerId,
-    Place,
-    Probation,
-    QuorumSize,
-    Round,
-    RunId,
-    Sessions,
-    Signature,
-    Word,
-)
+from protocol.wire import bounds
 from protocol.wire.schema import AtMost, Within, row
 
 BAN, ADMIT, OPEN, CLOSE, SET = "ban", "admit", "open", "close", "set"
@@ -41,9 +29,9 @@ MAX_OPERATORS, MAX_APPOINTED, MAX_PLACES = 16, 7, 2
 class Operator:
     """One of a run's operators."""
 
-    peer: PeerId
+    peer: bounds.PeerId
     """The key of its node."""
-    places: Annotated[tuple[Place, ...], AtMost(MAX_PLACES)] = ()
+    places: Annotated[tuple[bounds.Place, ...], AtMost(MAX_PLACES)] = ()
     """Where that is found, without the key; those of the manifest have no addresses here."""
 
 
@@ -53,12 +41,11 @@ class Board:
 
     operators: Annotated[tuple[Operator, ...], AtMost(MAX_OPERATORS)]
     """All of them."""
-    quorum: QuorumSize
+    quorum: bounds.QuorumSize
     """How many of them decide a round."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Their keys."""
         return tuple(operator.peer for operator in self.operators)
 
 
@@ -67,13 +54,13 @@ class Limits:
     """What strangers may have, as in the manifest's `admission` (protocol/ledger/standing.py,
     protocol/ledger/ranges.py)."""
 
-    probation: Probation
+    probation: bounds.Probation
     """The work of a newcomer has no weight for so many rounds."""
-    share: PartOfAll
+    share: bounds.PartOfAll
     """Of a round's weight, for one peer."""
-    range_sessions: Sessions
+    range_sessions: bounds.Sessions
     """With a node, for strangers from one range of addresses."""
-    range_share: PartOfAll
+    range_share: bounds.PartOfAll
     """Of what is planned, for them."""
 
 
@@ -81,9 +68,9 @@ class Limits:
 class Schedule:
     """How long a run is, and what strangers may have in it (protocol/ledger/schedule.py)."""
 
-    rounds: Round
+    rounds: bounds.Round
     """It is over after so many."""
-    total_steps: Count
+    total_steps: bounds.Count
     """The inner steps of the learning rate's schedule, as in the manifest's `train`."""
     limits: Limits | None = None
     """What strangers may have; None: what the manifest says."""
@@ -93,13 +80,13 @@ class Schedule:
 class Decree:
     """What is decreed; what is signed is this as a message."""
 
-    run: RunId
+    run: bounds.RunId
     """The run's id."""
-    number: Count
+    number: bounds.Count
     """How many decrees the run has had before, so that none can be used twice."""
-    action: Word
+    action: bounds.Word
     """One of ACTIONS."""
-    subject: PeerId = ""
+    subject: bounds.PeerId = ""
     """The peer, where it is about one; else empty."""
     reason: Annotated[str, AtMost(LONGEST_REASON)] = ""
     """Why, for a reader."""
@@ -107,7 +94,7 @@ class Decree:
     """From the round after on, where it sets one."""
     operators: Annotated[tuple[Operator, ...], AtMost(MAX_APPOINTED)] = ()
     """Who is appointed; one who was before has other addresses from now on."""
-    quorum: QuorumSize | None = None
+    quorum: bounds.QuorumSize | None = None
     """How many operators decide from now on, where it says that."""
 
     @property
@@ -129,7 +116,7 @@ class Enacted:
 
     decree: Decree
     """The decision."""
-    signatures: Annotated[dict[PeerId, Signature], AtMost(16)]
+    signatures: Annotated[dict[bounds.PeerId, bounds.Signature], AtMost(16)]
     """The operators' signatures, by operator."""
 
 
@@ -145,11 +132,11 @@ class Motions:
     """A node's answer: the `number` that the next decree has, the `newest` one, how many signatures the next one needs
     (`wanted`), who has signed what was sent, the run's `schedule` now, and its `board`."""
 
-    number: Count
-    wanted: Count
+    number: bounds.Count
+    wanted: bounds.Count
     schedule: Schedule
     board: Board
-    signed: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
+    signed: Annotated[tuple[bounds.PeerId, ...], AtMost(16)] = ()
     newest: Decree | None = None
 
 
@@ -165,11 +152,11 @@ MAX_JOINED = 16
 class Invitation:
     """What an operator signs: the first `count` peers who show that they hold its key may take part."""
 
-    run: RunId
+    run: bounds.RunId
     """The run's id."""
-    key: PeerId
+    key: bounds.PeerId
     """Its public key, which is what it is called by, too."""
-    expires: Count
+    expires: bounds.Count
     """Unix seconds; it holds up to then."""
     count: Annotated[int, Within(1, MOST_GUESTS)]
     """How many peers it lets in."""
@@ -184,11 +171,14 @@ class Joined:
 
     invitation: Invitation
     """The invitation."""
-    operator: PeerId
+    operator: bounds.PeerId
     """Who has signed the invitation."""
-    signature: Signature
+    signature: bounds.Signature
     """The operator's."""
-    peer: PeerId
+    peer: bounds.PeerId
     """Who comes in."""
-    proof: Signature
+    proof: bounds.Signature
     """The invitation's key's, for this peer and nobody else."""
+
+
+DecreeMessage = Decree | Motion | Motions

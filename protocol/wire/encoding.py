@@ -10,35 +10,20 @@ Unknown fields are ignored. A missing or ill-typed field is refused (`MessageErr
 from __future__ import annotations
 
 import functools
+import typing
 from typing import Any, TypeVar
 
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, shown
 from protocol.identity import Identity, short_peer
 from protocol.wire import framing
-from protocol.wire.announcement import Announcement, Dialled, DialMe, Lookup, Roster, RosterRequest
-from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
-from protocol.wire.claims import Audit, Evaluation, Score
+from protocol.wire.announcement import Announcement, DirectoryMessage
+from protocol.wire.ballot import QuorumMessage
+from protocol.wire.claims import Claim
 from protocol.wire.commit import DOMAIN, Commit, Record, body_of
-from protocol.wire.decree import Decree, Motion, Motions
+from protocol.wire.decree import DecreeMessage
 from protocol.wire.schema import SchemaError, build, packed
-from protocol.wire.session import (
-    Announced,
-    Attest,
-    ChainFailure,
-    ChainReconfig,
-    Finished,
-    Heartbeat,
-    Hello,
-    Leave,
-    LogRequest,
-    NotAdmitted,
-    Offer,
-    Offered,
-    TakeSeat,
-    TimeUp,
-    Withdraw,
-)
+from protocol.wire.session import NodeMessage, PeerMessage
 
 MAX_VOTES = 16
 T = TypeVar("T")
@@ -48,44 +33,8 @@ class MessageError(RemoteError):
     """A peer sent what is not a message, or one with a wrong signature."""
 
 
-Message = (
-    Offer
-    | Offered
-    | Withdraw
-    | Leave
-    | ChainFailure
-    | ChainReconfig
-    | TimeUp
-    | TakeSeat
-    | Attest
-    | Heartbeat
-    | Hello
-    | LogRequest
-    | Finished
-    | Announcement
-    | Announced
-    | Lookup
-    | RosterRequest
-    | Roster
-    | DialMe
-    | Dialled
-    | Prepare
-    | Promise
-    | Accept
-    | Pledge
-    | Vote
-    | Reject
-    | Decree
-    | Motion
-    | Motions
-    | NotAdmitted
-    | Evaluation
-    | Score
-    | Audit
-)
-
-
-TYPES: dict[str, type] = {cls.__name__.lower(): cls for cls in Message.__args__}
+Message = PeerMessage | NodeMessage | DirectoryMessage | QuorumMessage | DecreeMessage | Claim
+TYPES: dict[str, type] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
@@ -126,7 +75,8 @@ def encode_record(record: Record) -> bytes:
         _record(raw)
     except (SchemaError, framing.FrameError) as error:
         raise LocalError(
-            f"commit of round {record.commit.round}: nobody could read its record ({error}); it was not written, tell the operator"
+            f"commit of round {record.commit.round}: nobody could read its record ({error});"
+            " it was not written, tell the operator"
         ) from None
     return raw
 
@@ -171,7 +121,6 @@ def decode_any(raw: bytes, peer: str) -> Message | Record:
 
 
 def seal(who: Identity, message: Message) -> bytes:
-    """A signed envelope."""
     body = encode(message)
     return framing.pack_message({"p": who.peer_id, "b": body, "s": who.sign(DOMAIN + body)})
 

@@ -60,7 +60,6 @@ class FrameReader:
         return len(self._buffer)
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Takes what arrived."""
         self._buffer += data
 
     def next(self, limit: int = MAX_FRAME) -> bytes | None:

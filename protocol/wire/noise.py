@@ -83,12 +83,10 @@ class Handshake:
 
     @property
     def own_static(self) -> bytes:
-        """Our static public key."""
         return self._public("s")
 
     @property
     def their_static(self) -> bytes:
-        """The other side's, once it came."""
         return self._theirs["s"]
 
     def write(self, payload: bytes) -> bytes:

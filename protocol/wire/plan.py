@@ -67,7 +67,6 @@ class ReplicaSpec:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """How many blocks each stage has."""
         return tuple(stage.last - stage.first for stage in self.stages)
 
     def is_like(self, other: ReplicaSpec) -> bool:
@@ -156,20 +155,16 @@ class Plan:
 
     @property
     def count(self) -> int:
-        """How many peers it names."""
         return len({p for replica in (*self.replicas, *self.forming) for p in replica.peers}) + len(self.spares)
 
     @property
     def peers(self) -> frozenset[str]:
-        """Everybody whom it names."""
         return frozenset((*self.spares, *(p for r in (*self.replicas, *self.forming) for p in r.peers)))
 
     def names(self, peer: str) -> bool:
-        """Whether `peer` is in it."""
         return peer in self.spares or any(peer in replica.peers for replica in (*self.replicas, *self.forming))
 
     def replica_of(self, peer: str) -> int | None:
-        """The number of the replica that `peer` is a member of."""
         return next((r.number for r in self.replicas if peer in r.peers), None)
 
     def stage_of(self, peer: str) -> StageSpec | None:

@@ -1,14 +1,11 @@
-"""One strict decoder from plain data (TOML tables, msgpack maps) to frozen dataclasses.
+"""Strict decoder and encoder between plain data (TOML tables, msgpack maps) and frozen dataclasses.
 
-Used at both edges: manifests refuse unknown fields, network messages ignore them (design, section 4). Supported field
-types: bool, int, float, str, bytes, Digest, nested dataclasses, `tuple[T, ...]`, `dict[str, T]` and `T | None`; and
-each of them with bounds, `Annotated[int, Within(0, 9)]`, which are checked here and nowhere else
-(protocol/wire/bounds.py).
+Manifests refuse unknown fields, network messages ignore them. Field types: bool, int, float, str, bytes, Digest, nested
+dataclasses, `tuple[T, ...]`, `dict[str, T]`, `T | None`, and each with bounds, `Annotated[int, Within(0, 9)]`, which
+are checked here and nowhere else (protocol/wire/bounds.py).
 
-There are two plain forms. `plain` makes maps of names, for files and screens that people read; bytes are hexadecimal
-digits there. `packed` makes what travels: the same, but that a dataclass marked as a `row`, of which a message has
-many, is the list of its fields in their order, without those at the end that have their default values, and that a
-digest is 32 bytes. `build` reads both.
+`plain` makes maps for files and screens, with bytes as hexadecimal digits. `packed` makes what travels: a dataclass
+marked as a `row` is the list of its fields without defaults at the end, and a digest is 32 bytes. `build` reads both.
 """
 
 from __future__ import annotations
@@ -264,7 +261,8 @@ def plain(value: Any) -> Any:
 def extend(cls: type[T], value: Any, **more: Any) -> T:
     """A `cls` with the fields that `value` has too, and with `more`: of a class that extends the class of `value`, or
     is extended by it."""
-    return cls(**{name: getattr(value, name) for name in _fields(cls) if hasattr(value, name)} | more)  # type: ignore[arg-type]
+    names = _fields(cls)  # type: ignore[arg-type]
+    return cls(**{name: getattr(value, name) for name in names if hasattr(value, name)} | more)
 
 
 def brief(value: Any) -> Any:

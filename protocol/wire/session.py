@@ -5,20 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from protocol.wire.bounds import (
-    MAX_SHARDS,
-    Count,
-    Loss,
-    PeerId,
-    Reason,
-    Round,
-    RunId,
-    Sealed,
-    Seconds,
-    Shard,
-    Since,
-    Word,
-)
+from protocol.wire import bounds
 from protocol.wire.commit import Part, Share
 from protocol.wire.decree import Joined
 from protocol.wire.schema import AtMost, Digest
@@ -31,12 +18,12 @@ MAX_TOLD = 4096
 class Offer:
     """A stage's share of its replica's contribution to `round`."""
 
-    round: Round
-    replica: Count
-    parts: Annotated[tuple[Part, ...], AtMost(MAX_SHARDS)]
-    tokens: Count
-    steps: Count
-    loss: Loss | None
+    round: bounds.Round
+    replica: bounds.Count
+    parts: Annotated[tuple[Part, ...], AtMost(bounds.MAX_SHARDS)]
+    tokens: bounds.Count
+    steps: bounds.Count
+    loss: bounds.Loss | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +31,7 @@ class Offered:
     """A node has all payloads of these offers to `round`, and their lists (protocol/ledger/part_lists.py), and they are
     valid: others may fetch them at once."""
 
-    round: Round
+    round: bounds.Round
     shares: Annotated[tuple[Share, ...], AtMost(MAX_TOLD)]
 
 
@@ -52,8 +39,8 @@ class Offered:
 class Withdraw:
     """The sender cannot finish `round`; its replica sits out."""
 
-    round: Round
-    reason: Reason
+    round: bounds.Round
+    reason: bounds.Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +56,11 @@ class ChainFailure:
     `generation` is the number of times that the chain of this replica was reconfigured in the round.
     """
 
-    round: Round
-    replica: Count
-    generation: Count
-    peer: PeerId
-    reason: Reason
+    round: bounds.Round
+    replica: bounds.Count
+    generation: bounds.Count
+    peer: bounds.PeerId
+    reason: bounds.Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,19 +71,19 @@ class ChainReconfig:
     members offer them. A member sends the message back when it follows it.
     """
 
-    round: Round
-    replica: Count
-    generation: Count
-    peers: Annotated[tuple[PeerId, ...], AtMost(4096)]
-    steps: Count
-    reason: Reason
+    round: bounds.Round
+    replica: bounds.Count
+    generation: bounds.Count
+    peers: Annotated[tuple[bounds.PeerId, ...], AtMost(4096)]
+    steps: bounds.Count
+    reason: bounds.Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeUp:
     """The time to train `round` is over and others have offered: the receiver offers what it has done."""
 
-    round: Round
+    round: bounds.Round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,17 +91,17 @@ class TakeSeat:
     """The receiver, whom the plan of `round` has in no replica, trains the seat with the number `replica`; `seconds` of
     the time to train are left."""
 
-    round: Round
-    replica: Count
-    seconds: Seconds
+    round: bounds.Round
+    replica: bounds.Count
+    seconds: bounds.Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attest:
     """The digests of the sender's shards after `round` was applied."""
 
-    round: Round
-    digests: Annotated[dict[Shard, Digest], AtMost(MAX_SHARDS)]
+    round: bounds.Round
+    digests: Annotated[dict[bounds.Shard, Digest], AtMost(bounds.MAX_SHARDS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,19 +109,19 @@ class Heartbeat:
     """A sign of life. `turn`: which member leads the round, as a node of the quorum sees it
     (protocol/quorum/leadership.py)."""
 
-    phase: Word
-    round: Round
-    step: Count = 0
-    loss: Loss | None = None
-    turn: Count = 0
+    phase: bounds.Word
+    round: bounds.Round
+    step: bounds.Count = 0
+    loss: bounds.Loss | None = None
+    turn: bounds.Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     """Opens a session with a bootstrap node. `joining`: by which invitation the sender comes in, if by one."""
 
-    run: RunId
-    version: Count
+    run: bounds.RunId
+    version: bounds.Count
     joining: Joined | None = None
 
 
@@ -142,7 +129,7 @@ class Hello:
 class Announced:
     """The sender's newest announcement, sealed (protocol/wire/encoding.py), so that others believe it too."""
 
-    sealed: Sealed
+    sealed: bounds.Sealed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,20 +137,26 @@ class NotAdmitted:
     """The node's last word in a session: the peer may not take part in the run; not yet, where it `waits` for the
     commit that lets it in. `version`: that of the protocol which the node speaks, where the peer speaks another one."""
 
-    reason: Reason
+    reason: bounds.Reason
     waits: bool = False
-    version: Count = 0
+    version: bounds.Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRequest:
     """Please send the commits after round `after`."""
 
-    after: Since
+    after: bounds.Since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """The run is over and everybody's state was compared."""
 
-    round: Round
+    round: bounds.Round
+
+
+PeerMessage = Hello | Announced | Heartbeat | Leave | LogRequest | Offer | Withdraw | Attest | ChainFailure
+"""Messages of a peer. A Heartbeat and a LogRequest also travel between nodes; a peer sends a ChainReconfig back."""
+NodeMessage = NotAdmitted | Finished | Offered | TimeUp | TakeSeat | ChainReconfig
+"""Messages of a bootstrap node."""

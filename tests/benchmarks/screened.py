@@ -87,7 +87,7 @@ class Chain:
             lr=setup.lr, warmup_steps=setup.warmup_steps, total_steps=setup.rounds * setup.inner_steps,
             optimizer=setup.optimizer,
         )  # fmt: skip
-        self.outer = Outer(self.spec, Codec(topk=setup.topk, indices="fixed"), 0.95, 1.0)
+        self.outer = Outer(self.spec, Codec(topk=setup.topk), 0.95, 1.0)
         for shard in layout.shard_names(self.spec):
             self.outer.theta[shard] = list(init.initial_shard(self.spec, self.key, shard))
         self.basis = subspace.basis(self.key, setup.width, setup.rank) if setup.rank else None

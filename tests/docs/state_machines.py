@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from protocol.quorum import acceptor, leadership, paxos, paxos_events
-from protocol.quorum.table import Table, Transition
+from protocol.quorum.table import Row, Table
 from protocol.round import leader, leader_events, member, member_events
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ MACHINES = (
 # --- one row
 
 
-def cells(row: Transition[Any]) -> tuple[str, str, str, str, str]:
+def cells(row: Row[Any]) -> tuple[str, str, str, str, str]:
     """phase, event, next, effects, condition"""
     return (
         row.phase.name if row.phase else "any",
@@ -130,7 +130,7 @@ def diagram(table: Table[Any]) -> str:
     return "\n".join([*lines, *(f"    {phase.name} --> [*]" for phase in last)])
 
 
-def _label(row: Transition[Any]) -> str:
+def _label(row: Row[Any]) -> str:
     return row.event.__name__ if row.event else re.sub(r"[`;]", "", row.when.split(":")[0])
 
 

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import itertools
 import math
 import shutil
 import struct
@@ -236,17 +235,7 @@ def change_sealed(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
 SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (((10, 50),), ((64, 128), (7,)), ((5,), (3, 4)))
 
 
-def _formats(default: str) -> list[str]:
-    """The names of all formats among which `default` is."""
-    return next(list(names) for names in vars(sparse).values() if isinstance(names, dict) and default in names)
-
-
-FORMATS = {f.name: _formats(f.default) for f in dataclasses.fields(Codec) if isinstance(f.default, str)}
-CODECS = [
-    Codec(k, **dict(zip(FORMATS, chosen, strict=True)))
-    for chosen in itertools.product(*FORMATS.values())
-    for k in (1, 32, 4096)
-]
+CODECS = [Codec(k) for k in (1, 32, 4096)]
 
 
 def payload(raw: bytes) -> object:

@@ -154,7 +154,7 @@ def test_the_longest_decree_has_its_place_in_every_commit() -> None:
     names = [f"{i:064}" for i in range(16)]
     enacted = Enacted(decree=longest, signatures=dict.fromkeys(names, bytes(64)))
     with_it, without = (len(framing.pack_message({"c": packed(first(ONE, e))})) for e in (enacted, None))
-    reserved = capacity.reserved_for_a_decree()
+    reserved = capacity.cost(capacity.longest(Enacted))
     assert with_it - without <= reserved.size
 
 

@@ -207,7 +207,7 @@ def test_the_longest_have_their_place_in_every_commit_and_hello() -> None:
         operator="o" * 64, signature=bytes(64), peer="p" * 64, proof=bytes(64),
     )  # fmt: skip
     with_them, without = (len(framing.pack_message(packed(commit_of(*many)))) for many in ((longest,) * MAX_JOINED, ()))
-    assert with_them - without <= capacity.longest_joined().times(MAX_JOINED).size
+    assert with_them - without <= capacity.cost(capacity.longest(Joined)).times(MAX_JOINED).size
     hello = encoding.encode(Hello(run="f" * 64, version=2**53, joining=longest))
     assert len(hello) <= 2048
     with pytest.raises(LocalError, match="nobody could read"):

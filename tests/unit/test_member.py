@@ -35,7 +35,6 @@ from protocol.round.member_events import (
     ShardsHeld,
     Stop,
     Tick,
-    TimeUp,
     Trained,
     TrainOrder,
     UpdateEncoded,
@@ -45,7 +44,7 @@ from protocol.wire import encoding
 from protocol.wire.commit import Commit, Contribution, Diverged, Part
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
-from protocol.wire.session import Attest, LogRequest, Offer, Withdraw
+from protocol.wire.session import Attest, LogRequest, Offer, TimeUp, Withdraw
 from tests import tiny
 
 ME = "me"
@@ -437,17 +436,17 @@ def test_what_is_trained_ahead_has_no_end_before_its_round_begins() -> None:
 
 def test_who_is_asked_for_its_work_ends_at_once() -> None:
     driver, _ = training(1)
-    assert driver.do(TimeUp(1)) == [EndIn(1, 0.0)]
+    assert driver.do(TimeUp(round=1)) == [EndIn(1, 0.0)]
     assert driver.member.phase is Phase.TRAINING
-    assert driver.do(TimeUp(1)) == [EndIn(1, 0.0)]
-    assert driver.do(TimeUp(0), TimeUp(2)) == []
+    assert driver.do(TimeUp(round=1)) == [EndIn(1, 0.0)]
+    assert driver.do(TimeUp(round=0), TimeUp(round=2)) == []
 
 
 def test_who_had_to_be_asked_ends_its_next_rounds_earlier() -> None:
     """Its commits come late: by its own clock it would have ended 4 seconds after the others."""
     driver, _ = training(1)
     driver.now = SECONDS - 4.0
-    driver.do(TimeUp(1), TimeUp(1), Trained(1, 4, TOKENS, 2.0), UpdateEncoded(1, offer(1)))
+    driver.do(TimeUp(round=1), TimeUp(round=1), Trained(1, 4, TOKENS, 2.0), UpdateEncoded(1, offer(1)))
     ends = []
     for commit in log(3)[1:3]:
         round = commit.round
@@ -457,12 +456,12 @@ def test_who_had_to_be_asked_ends_its_next_rounds_earlier() -> None:
 
 
 def test_who_does_not_train_the_round_is_asked_in_vain() -> None:
-    assert Driver().do(TimeUp(1)) == []
-    assert waiting_with_offer().do(TimeUp(1)) == []
+    assert Driver().do(TimeUp(round=1)) == []
+    assert waiting_with_offer().do(TimeUp(round=1)) == []
     driver, _ = training(1)
     driver.do(Trained(1, 4, TOKENS, 2.0))
-    assert driver.do(TimeUp(1)) == []
-    assert ahead().do(TimeUp(1), TimeUp(2)) == []
+    assert driver.do(TimeUp(round=1)) == []
+    assert ahead().do(TimeUp(round=1), TimeUp(round=2)) == []
 
 
 # --- what is lost is sent again

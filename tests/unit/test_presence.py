@@ -28,13 +28,17 @@ def test_gone_is_who_was_silent_for_a_lease() -> None:
 
 def test_the_end_waits_for_who_is_there_and_not_long_for_who_is_gone() -> None:
     stages = (StageSpec(peer="a", first=0, last=2), StageSpec(peer="b", first=2, last=4))
-    final = presence.FinalWait(Plan(round=3, replicas=(ReplicaSpec(stages=stages),)), TIMING)
-    assert final.waits({"b": {}}, set(), 11.9), "it may be back"
-    assert not final.waits({"b": {}}, {"b"}, 12.0)
-    assert final.waits({"b": {}}, {"a"}, 59.9), "it still applies the last round"
-    assert not final.waits({"b": {}}, {"a"}, 60.0)
-    assert not final.waits({"a": {}, "b": {}}, {"a"}, 0.0)
-    assert not presence.FinalWait(None, TIMING).waits({}, {"a"}, 0.0)
+    plan = Plan(round=3, replicas=(ReplicaSpec(stages=stages),))
+
+    def waits(attested: set[str], ready: set[str], waited: float, plan: Plan | None = plan) -> bool:
+        return presence.waits_for_final_state(plan, TIMING, attested, ready, waited)
+
+    assert waits({"b"}, set(), 11.9), "it may be back"
+    assert not waits({"b"}, {"b"}, 12.0)
+    assert waits({"b"}, {"a"}, 59.9), "it still applies the last round"
+    assert not waits({"b"}, {"a"}, 60.0)
+    assert not waits({"a", "b"}, {"a"}, 0.0)
+    assert not waits(set(), {"a"}, 0.0, None)
 
 
 def test_presence_is_the_share_of_rounds_in_which_a_peer_stayed() -> None:

@@ -10,7 +10,7 @@ import pytest
 from protocol.ledger.part_lists import share_of
 from protocol.planning.allotment import MOST_SEATS, NEW, REPLICAS_PER_SEAT, allot
 from protocol.round.leader_events import Effect, Gone, Lead, Propose, Received, Send
-from protocol.round.member_events import EndIn, Reconfigured, Seated, TrainOrder
+from protocol.round.member_events import EndIn, Reconfigured, TrainOrder
 from protocol.round.stragglers import OVERRUN, SEAT_LEAST_SHARE, SEAT_PATIENCE_SECONDS
 from protocol.run.manifest import OuterSpec
 from protocol.wire.commit import Commit
@@ -272,16 +272,26 @@ def newcomer() -> tuple[MemberDriver, Plan]:
 def test_a_newcomer_trains_its_seat_for_the_rest_of_the_round() -> None:
     driver, plan = newcomer()
     driver.now = 7.0
-    order, end = driver.do(Seated(1, plan.seats[0].number, 12.0))
+    order, end = driver.do(TakeSeat(round=1, replica=plan.seats[0].number, seconds=12.0))
     assert isinstance(order, TrainOrder)
     assert order.plan.replica(order.replica).peers == (ME,)
     assert order.plan.replica(order.replica).work == plan.seats[0].work
     assert end == EndIn(1, 12.0 - OVERRUN * TIMING.training_seconds)
-    assert driver.do(Seated(1, plan.seats[0].number, 11.0)) == [], "it is told again, and trains already"
+    assert driver.do(TakeSeat(round=1, replica=plan.seats[0].number, seconds=11.0)) == [], (
+        "it is told again, and trains already"
+    )
 
 
-@pytest.mark.parametrize("seat", [Seated(2, 1, 9.0), Seated(0, 1, 9.0), Seated(1, 0, 9.0), Seated(1, 7, 9.0)])
-def test_what_is_no_seat_of_the_plan_is_not_taken(seat: Seated) -> None:
+@pytest.mark.parametrize(
+    "seat",
+    [
+        TakeSeat(round=2, replica=1, seconds=9.0),
+        TakeSeat(round=0, replica=1, seconds=9.0),
+        TakeSeat(round=1, replica=0, seconds=9.0),
+        TakeSeat(round=1, replica=7, seconds=9.0),
+    ],
+)
+def test_what_is_no_seat_of_the_plan_is_not_taken(seat: TakeSeat) -> None:
     driver, plan = newcomer()
     assert plan.seats[0].number == 1
     assert driver.do(seat) == []
@@ -293,7 +303,7 @@ def test_who_has_work_in_the_round_takes_no_seat() -> None:
     plan = allot(run, 1, [mine], (), {})
     driver = MemberDriver(manifest=run)
     driver.settle(driver.learn(dataclasses.replace(commits[0], plan=plan)))
-    assert driver.do(Seated(1, plan.seats[0].number, 9.0)) == []
+    assert driver.do(TakeSeat(round=1, replica=plan.seats[0].number, seconds=9.0)) == []
 
 
 def test_a_seat_makes_no_chain() -> None:

@@ -20,7 +20,7 @@ from protocol.planning.partition import Candidate
 from protocol.quorum import leadership, paxos_events
 from protocol.quorum.acceptor import TABLE as ACCEPTOR
 from protocol.quorum.paxos_events import Objection
-from protocol.quorum.table import Position, Table, TableError, Transition
+from protocol.quorum.table import Position, Row, Table, TableError
 from protocol.round import leader_events as leading
 from protocol.round import member
 from protocol.round import member_events as events
@@ -36,7 +36,7 @@ from protocol.wire import encoding
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Contribution, Part, pledge_body
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Heartbeat, Offer, Withdraw
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Heartbeat, Offer, TakeSeat, TimeUp, Withdraw
 from tests import tiny
 from tests.docs import state_machines
 from tests.unit.test_history import gap_in_the_log
@@ -55,11 +55,11 @@ from tests.unit.test_paxos import (
 from tests.unit.test_pledges import learned_while_asking, pledges, rejected, shown_another
 
 
-def taken_by(*positions: Position[Any]) -> set[tuple[str, Transition[Any]]]:
+def taken_by(*positions: Position[Any]) -> set[tuple[str, Row[Any]]]:
     return {(position.table.name, row) for position in positions for row in position.taken}
 
 
-def rows(*tables: Table[Any]) -> set[tuple[str, Transition[Any]]]:
+def rows(*tables: Table[Any]) -> set[tuple[str, Row[Any]]]:
     return {(table.name, row) for table in tables for row in table.rows}
 
 
@@ -91,9 +91,9 @@ CROSSING = Table(
     "light",
     Light,
     (
-        Transition(Light.RED, Go, Light.GREEN, (Beep,)),
-        Transition(Light.GREEN, None, Light.RED),
-        Transition(None, Go, None),
+        Row(Light.RED, Go, Light.GREEN, (Beep,)),
+        Row(Light.GREEN, None, Light.RED),
+        Row(None, Go, None),
     ),
 )
 
@@ -114,7 +114,7 @@ def test_a_step_that_no_row_allows_is_an_error_and_changes_nothing() -> None:
 
 def test_a_table_has_no_row_twice() -> None:
     with pytest.raises(TableError, match="two rows say GREEN → GREEN upon Go"):
-        Table("light", Light, (*CROSSING.rows, Transition(Light.GREEN, Go, Light.GREEN)))
+        Table("light", Light, (*CROSSING.rows, Row(Light.GREEN, Go, Light.GREEN)))
 
 
 # --- the volunteer, and training ahead
@@ -193,9 +193,11 @@ class Life:
             case 8 | 9:
                 return events.Reconfigured(self.reconfig())
             case 10:
-                return rng.choice((events.Connected(), events.RunOver(), events.TimeUp(self.member.applied + 1)))
+                return rng.choice((events.Connected(), events.RunOver(), TimeUp(round=self.member.applied + 1)))
             case 11 if (plan := self.member.plan) is not None:
-                return events.Seated(plan.round - rng.randrange(2), plan.seats[0].number - rng.randrange(2), 9.0)
+                return TakeSeat(
+                    round=plan.round - rng.randrange(2), replica=plan.seats[0].number - rng.randrange(2), seconds=9.0
+                )
         self.now += rng.choice((1.0, 6.0))
         return events.Tick()
 
@@ -393,7 +395,7 @@ def test_random_lives_of_two_bootstrap_nodes_take_every_row() -> None:
 # --- the quorum
 
 
-def taken_by_quorum(cluster: Cluster) -> set[tuple[str, Transition[Any]]]:
+def taken_by_quorum(cluster: Cluster) -> set[tuple[str, Row[Any]]]:
     return set().union(
         *(taken_by(n.position, n.leadership.position, n.acceptor.position) for n in cluster.nodes.values())
     )
@@ -405,7 +407,7 @@ class Council(Cluster):
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.late: list[tuple[str, str, Any]] = []
-        self.taken: set[tuple[str, Transition[Any]]] = set()
+        self.taken: set[tuple[str, Row[Any]]] = set()
         self.loss = self.rng.choice((0.0, 0.1, 0.4))
         self.apart: frozenset[str] = frozenset()
         super().__init__(*self.rng.choice(((1, 1), (1, 2), (4, 4), (4, 5))))
