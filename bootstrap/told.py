@@ -12,8 +12,8 @@ from protocol.identity import short_peer
 from protocol.ledger.audits import Audits
 from protocol.planning.partition import Candidate
 from protocol.quorum.paxos_events import Refused, Skipped
+from protocol.round.accusations import Accusation
 from protocol.round.leader_events import Moved, Report, Resting
-from protocol.round.quarrels import Accusation
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.wire.commit import Commit

@@ -26,7 +26,7 @@ from peer.chain.screening import Sample, Screen, log_rms
 from peer.net.base import Stream
 from protocol.codec import formats
 from protocol.errors import LocalError, UsageError
-from protocol.round.quarrels import LIES
+from protocol.round.accusations import LIES
 from protocol.wire.framing import MAX_FRAME
 
 

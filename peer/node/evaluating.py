@@ -182,7 +182,7 @@ class Evaluator:
 
     def _found(self, commit: Commit, sequences: int, loss: float, sample: str) -> None:
         """Signs and tells it; a model that has diverged so far that its loss is no number has none."""
-        told = bounds.told(loss)
+        told = bounds.reportable_loss(loss)
         if told is None:
             return
         said = Evaluation(

@@ -426,7 +426,7 @@ class Peer:
             case events.Role(role="full"):
                 self._directory.update(chain=None)
             case events.Step(round=round, step=step, loss=loss):
-                self._directory.update(phase="training", round=round, step=step, loss=bounds.told(loss))
+                self._directory.update(phase="training", round=round, step=step, loss=bounds.reportable_loss(loss))
             case events.Offered(round=round):
                 self._directory.update(phase="offered", round=round)
             case events.Withdrew(round=round):

@@ -340,7 +340,7 @@ class Rounds:
             parts=tuple(parts),
             tokens=effect.tokens,
             steps=effect.steps,
-            loss=bounds.told(effect.loss),
+            loss=bounds.reportable_loss(effect.loss),
         )
         self._storage.save_offer(offer, self._feedback.given_back)
         return offer

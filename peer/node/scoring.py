@@ -97,7 +97,7 @@ class Scorer:
                 found = await aside(self.gains, measure, contribution, assigned, other, plain)
             except (PotluckError, TimeoutError, KeyError):
                 continue
-            gain, elsewhere = map(bounds.told_gain, found)
+            gain, elsewhere = map(bounds.reportable_gain, found)
             if gain is not None and elsewhere is not None:
                 marks.append(Mark(replica=contribution.replica, assigned=gain, other=elsewhere))
         if marks:

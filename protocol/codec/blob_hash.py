@@ -22,8 +22,7 @@ RANGE_BYTES = 32 * 1024
 WHOLE_BYTES = 4 * RANGE_BYTES
 """Bytes; up to here a blob comes in one piece."""
 MAX_BLOB_BYTES = 8 << 30
-"""Bytes; nothing larger is asked for, taken or served, and no run has a larger shard (protocol/run/layout.py). Its
-leaves are 8 MiB, which fit in a frame."""
+"""Most bytes of a blob, and of a shard (protocol/run/layout.py); its leaves (8 MiB) fit in a frame."""
 LEAF_BYTES = 32
 _PERSON = b"potluck/ranges/1"
 

@@ -104,8 +104,8 @@ def unrice(low: Bytes, quotients: Bytes, n: int, k: int, sets: int) -> npt.NDArr
     if ends.size != sets * k or quotients[-1] == 0:
         raise Malformed("quotients are not one for each entry")
     # i = (the quotients of its set so far, 2^r times) + (their low bits, l) + j for the j-th of a set, from 0. The
-    # quotients add up to the number of 0 since the set began: end - start - j. And l + j - 2^r j = 2^r - 1 - (the sum of
-    # 2^r - 1 - low).
+    # quotients add up to the number of 0 since the set began: end - start - j.
+    # And l + j - 2^r j = 2^r - 1 - (the sum of 2^r - 1 - low).
     ends_SK = ends.reshape(sets, k)
     starts = np.concatenate([[0], ends_SK[:-1, -1] + 1]) << r
     starts -= (1 << r) - 1
@@ -206,8 +206,7 @@ def encode(codec: Codec, arrays: Sequence[npt.NDArray[np.floating]], run: Map = 
 
 
 def pack(codec: Codec, tensors: Iterable[Kept], run: Map = map) -> bytes:
-    """The payload of what is kept of each tensor, wherever it was selected. Raises PayloadError if a value is not
-    finite."""
+    """The payload of selected entries. Raises PayloadError if a value is not finite."""
     lengths, pieces = [], []
     for centroids, segments in run(_tensor, tensors):
         pieces.append(centroids)
@@ -265,8 +264,7 @@ def decode(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memor
 
 
 def decode_tiles(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memoryview) -> list[Tiled]:
-    """What `decode` finds, in the form in which it takes least time and memory. Raises PayloadError where `decode`
-    does."""
+    """As `decode`, in a form that takes less time and memory. Raises PayloadError."""
     result = []
     for number, (shape, tensor) in enumerate(zip(shapes, _open(codec, shapes, payload), strict=True)):
         tiling = topk.tiling(tuple(shape), codec.topk)
@@ -388,8 +386,7 @@ def _table(number: int, raw: Bytes) -> Array:
 def _read(
     part: Tiling, number: int, table: Array, raw: Bytes, weight: np.float32
 ) -> tuple[npt.NDArray[np.uint16], Array]:
-    """Indices within their tile and weight * values, [tiles, k'] each, of a segment of tensor `number`. Raises
-    PayloadError."""
+    """Indices within their tile and weight * values of a segment, [tiles, k'] each. Raises PayloadError."""
     low, rest = _fields(part)
     planes, field, quotients = raw[:low], raw[low : low + rest], raw[low + rest :]
     shape = part.tiles, part.keep

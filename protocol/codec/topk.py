@@ -48,8 +48,7 @@ def in_memory(shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a tensor, or some of its bands from `band` on, is cut: seen as [rows, cols], tiles [tr, tc], `keep` entries
-    of each."""
+    """Tiles of a tensor, or of its bands from `band` on: seen as [rows, cols], tiles [tr, tc], `keep` entries each."""
 
     rows: int
     cols: int
@@ -123,8 +122,7 @@ class Tiled:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The largest magnitudes of every tile of one tensor: indices within their tile [tiles, keep], ascending, and
-    values [entries]."""
+    """The selected entries of a tensor: indices within their tile [tiles, keep], ascending, and values [entries]."""
 
     tiling: Tiling
     index_TK: npt.NDArray[np.uint16]
@@ -137,8 +135,7 @@ def _divisor(n: int, limit: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def tiling(shape: tuple[int, ...], k: int) -> Tiling:
-    """How a tensor of this shape is cut, `k` of every 4096 elements being kept. Raises ValueError for a shape that is
-    neither a vector's nor a matrix's."""
+    """The tiles of a shape, `k` of every 4096 elements being kept. Raises ValueError if it is no vector or matrix."""
     if len(shape) not in (1, 2) or min(shape) < 1:
         raise ValueError(f"only non-empty vectors and matrices can be sparse, not shape {tuple(shape)}")
     if len(shape) == 1:
@@ -196,8 +193,7 @@ def _candidates(x: Array, tiling: Tiling, groups: int, size: npt.NDArray[np.uint
 
 
 def _largest(kept: Array, tile: Positions, keep: int) -> npt.NDArray[np.bool_]:
-    """Which of the candidates `kept` of the ascending tiles `tile` are their tile's `keep` largest; of equal ones the
-    first."""
+    """A mask of the candidates `kept` of the ascending tiles `tile`: their tile's `keep` largest, ties to the first."""
     counts = np.bincount(tile)
     place = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)
     size_TN = np.zeros((len(counts), counts.max()), dtype=np.uint32)

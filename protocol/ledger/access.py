@@ -47,8 +47,7 @@ def proof_body(invitation: Invitation, peer: str) -> bytes:
 
 
 def why_invalid(manifest: Manifest, joined: Joined, time: float, operators: Collection[str]) -> str | None:
-    """Why this lets nobody into the run, which these operate, at this time (Unix seconds), whatever else the log says;
-    None if it may."""
+    """Why the invitation is invalid at `time` (Unix seconds), without the log; None if it may be valid."""
     invitation = joined.invitation
     if invitation.run != manifest.run_id:
         return "its invitation is of another run"
@@ -118,8 +117,11 @@ ASKED_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Access:
-    """Of a run at one time. `decided`: the newest decree about each peer; `newest`: of all. `invited`: the key of the
-    invitation by which each peer has come in; `uses`: how many by each."""
+    """Access at one time.
+
+    decided: the newest decree about each peer; newest: of all
+    invited: the key of the invitation that admitted each peer; uses: number of peers by key
+    """
 
     is_open: bool
     listed: frozenset[str]
@@ -157,8 +159,7 @@ class Access:
         return "the run is closed, and it is not admitted"
 
     def why_not_join(self, joined: Joined) -> str | None:
-        """Why a peer may not come in by an invitation, which is valid in itself (`invitations.why_invalid`); None if it
-        may."""
+        """Why `joined`, which is valid in itself (`why_invalid`), admits nobody; None if it does."""
         ban = self._ban_of(joined.peer)
         if ban is not None:
             return f"it is banned{ban}"
@@ -192,8 +193,7 @@ def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Access:
 def why_kept_out(
     manifest: Manifest, now: Access, head: Commit | None, peer: str, joining: Joined | None, time: float
 ) -> str | None:
-    """Why `peer`, which shows this invitation, if any, may not take part after `head` and does not come in by it; None
-    if it may or does. `time`: in Unix seconds."""
+    """Why `peer` with this invitation, if any, is not admitted after `head` at `time` (Unix seconds); None if it is."""
     why = now.why_not(peer)
     if why is None or joining is None:
         return why
@@ -213,8 +213,7 @@ def is_signed(operator: str, decree: Decree, signature: bytes) -> bool:
 
 
 def why_unlawful(manifest: Manifest, head: Commit | None, commit: Commit) -> str | None:
-    """Why what `commit` decrees after `head` is not decreed, or lets in who shows no invitation; None where nothing is
-    wrong with either. Checks their signatures. How often an invitation was used is for `intruders`."""
+    """Why the decree or an invitation of `commit` is invalid, signatures included; None if all are valid."""
     operators = board.operators(manifest, head)
     for joined in commit.joined:
         invalid = why_invalid(manifest, joined, commit.time, operators)
@@ -254,8 +253,7 @@ def why_not_decreed(manifest: Manifest, head: Commit | None, enacted: Enacted) -
 
 
 def dated(commit: Commit, time: float) -> Commit:
-    """`commit` as it is proposed at this time, in Unix seconds: without those whose invitation has expired while they
-    waited."""
+    """`commit` as proposed at `time` (Unix seconds), without invitations that have expired."""
     there = tuple(joined for joined in commit.joined if time <= joined.invitation.expires)
     return dataclasses.replace(commit, time=time, joined=there)
 
@@ -274,8 +272,7 @@ class SignedDecrees:
         return tuple(sorted(who for who, (known, _) in self._signed.items() if known == decree))
 
     def enacted(self, manifest: Manifest, head: Commit | None, living: Collection[str] | None = None) -> Enacted | None:
-        """What enough of the members have signed, for the commit after `head`. `living`: the operators that give signs
-        of life; None: it is not looked at."""
+        """The decree that enough members signed, for the commit after `head`. living: operators alive, None: all."""
         members, number = members_after(manifest, head), decrees_after(head)
         there = {who: signed for who, signed in self._signed.items() if who in members and signed[0].number == number}
         for decree, count in Counter(decree for decree, _ in there.values()).most_common(1):
@@ -290,9 +287,7 @@ class SignedDecrees:
 
 
 class PendingInvitations:
-    """Who has asked a node lately to be let in by an invitation, first come first: part of its machine. They may show
-    anything that is valid in itself; whether it lets them in is looked at when they ask (bootstrap/doorman.py), and for
-    the commit."""
+    """Peers that asked a node to be let in, first come first. Uses and bans are checked for each commit."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[Joined, float]] = {}

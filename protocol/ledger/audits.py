@@ -42,9 +42,12 @@ KEPT_ROUNDS = 16
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The contribution of `replica`, made by `maker`, to `round`, whose commit has the digest `of`, is to be trained
-    again by the first of `examiners`, and by the others if that finds too little. `said`: who has said what it
-    found."""
+    """An audit of the contribution of `replica`, made by `maker`, to `round`.
+
+    of: digest of the round's commit
+    examiners: the first one trains it again, the others if that finds too little
+    said: (examiner, agreement) so far
+    """
 
     round: int
     of: str
@@ -76,8 +79,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the log's audits say against `peer`: that its contribution to `round` is not what it claims to be, or, where
-    `examined`, that what it found of another's was wrong."""
+    """A finding of audits against `peer`: its work in `round` is not what it claims, or it `examined` wrongly."""
 
     peer: str
     round: int

@@ -50,8 +50,7 @@ def is_complete(board: Board, members: Sequence[str]) -> bool:
 
 
 def completed(board: Board, members: Sequence[str], living: Collection[str]) -> tuple[str, ...]:
-    """The members of the next round: those of this one that are operators still, and others in the place of the rest.
-    Those that give signs of life (`living`) come before others."""
+    """The members of the next round: the present ones that are still operators, then others; `living` ones first."""
     stay = [m for m in members if m in board.names]
     if len(stay) > board.quorum:
         stay = sorted(sorted(stay, key=lambda m: m not in living)[: board.quorum], key=members.index)
@@ -113,8 +112,7 @@ def why_not(manifest: Manifest, head: Commit | None, decree: Decree) -> str | No
 
 
 def why_too_few(manifest: Manifest, head: Commit | None, decree: Decree, living: Collection[str]) -> str | None:
-    """Why those who would decide after this change could not, with these giving signs of life; None if they could, or
-    are who decide now."""
+    """Why the members after this change could not decide, given the `living` operators; None if they could."""
     then, now = changed(manifest, head, decree), members_after(manifest, head)
     members = completed(then, now, living)
     here, needed = sum(m in living for m in members), votes_needed(len(members))
@@ -127,9 +125,7 @@ def why_too_few(manifest: Manifest, head: Commit | None, decree: Decree, living:
 def member_doubts(
     manifest: Manifest, head: Commit | None, commit: Commit, living: Set[str], present: Set[str]
 ) -> Iterator[str]:
-    """What a voter has against those who decide after `commit`: who gives signs of life goes on, unless it was decreed
-    otherwise, and who decides next can. `living`: the members that give signs of life, `present`: the operators that
-    do, as far as the voter knows."""
+    """A voter's objections to the members after `commit`: a living member is replaced, or too few can decide."""
     change, now = is_change(commit.decree), members_after(manifest, head)
     stay = living & set(operators(manifest, commit)) if change else living
     if change and len(commit.members) < len(now):

@@ -78,8 +78,7 @@ def _values(data: Any) -> int:
 
 
 def longest(hint: Any, **given: Any) -> Any:
-    """The longest value of a message's type (protocol/wire/bounds.py). `given`: fields of a dataclass, instead of
-    those."""
+    """The longest value of a message type (protocol/wire/bounds.py); `given` replaces fields of a dataclass."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         base, count = args[0], args[1].count if isinstance(args[1], AtMost) else len(_ID)
@@ -153,8 +152,7 @@ def _left_out(peers: int) -> Cost:
 def bounded(
     manifest: Manifest, plan: Plan, contributions: tuple[Contribution, ...] = (), left_out: Sequence[LeftOut] = ()
 ) -> Plan:
-    """`plan` with as many of its replicas, the first ones, as there is space for in a commit with these contributions
-    and these `left_out`, and in the next one for what it says of them; the members of the others are spares."""
+    """`plan` with as many of its first replicas as fit into this commit and the next; the other members are spares."""
     whole = budget(manifest)
     said = functools.reduce(Cost.__add__, (_left_out(len(x.peers)) for x in left_out), cost(contributions))
     decided, planned = _longest_contribution(1).times(len(plan.seats)), cost(plan.seats)
@@ -177,8 +175,7 @@ def bounded(
 
 
 def foremost(diverged: Sequence[Diverged], plan: Plan | None) -> tuple[Diverged, ...]:
-    """At most MAX_DIVERGED of `diverged`; those of the members of `plan`, whose work waits for it, before all others,
-    of whom at most MAX_STRANGERS_DIVERGED: anybody may attest anything, and the log is for ever."""
+    """At most MAX_DIVERGED entries: members of `plan` first, then spares, then MAX_STRANGERS_DIVERGED others."""
     planned = {peer for replica in (plan.replicas if plan else ()) for peer in replica.peers}
     named = {peer for replica in (plan.forming if plan else ()) for peer in replica.peers}
     named.update(plan.spares if plan else ())

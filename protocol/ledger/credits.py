@@ -17,10 +17,11 @@ from protocol.wire.plan import Plan
 
 @dataclass(slots=True)
 class Credit:
-    """Of one peer. `tokens`: trained and committed; `rounds`: in so many commits; `streak`: so many rounds without a
-    gap, up to `last`, the newest; `left_out`: rounds in which it was planned and its replica's work was not taken,
-    `reason` of the newest of these; `probation`: rounds whose work was good, and had no weight since it was on
-    probation."""
+    """Credit of one peer.
+
+    tokens: committed; rounds: commits with its work; streak: rounds without a gap up to `last`
+    left_out: rounds whose work was not taken, with the last reason; probation: rounds without weight
+    """
 
     peer: str
     tokens: int = 0
@@ -33,8 +34,7 @@ class Credit:
 
 
 class Credits:
-    """The credits of a run with models of `layers` blocks, after the commits that were added, in their order. `tokens`:
-    of all."""
+    """Credits after the commits that were added, for models of `layers` blocks. tokens: of all peers."""
 
     def __init__(self, layers: int) -> None:
         self.tokens = 0

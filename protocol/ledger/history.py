@@ -159,8 +159,7 @@ class _Link:
 
 
 def _link(manifest: Manifest, tip: Tip, raw: bytes, before: _Link | None) -> _Link | None:
-    """The commit in a record, if it comes right after `before`, or `tip`, decides no decree and lets nobody in. Only
-    what its successor proves is looked at here. None for any other, and for what is no record."""
+    """The commit in a record that follows `before` or `tip` and changes no access; else None. Unverified otherwise."""
     round, parent = (tip.round, tip.digest) if before is None else (before.packed.round, before.digest)
     try:
         body = framing.unpack_message(raw)["c"]
@@ -204,8 +203,7 @@ class Packed:
 
 
 class Kept(Sequence[T]):
-    """Items of which the newest are in memory; `older(index)` gives one that is not, whenever it is asked for. `most`:
-    of those in memory."""
+    """A sequence with its `most` newest items in memory; `older(index)` gives the others."""
 
     def __init__(self, older: Callable[[int], T], most: int = NEWEST) -> None:
         self._older = older
@@ -251,8 +249,7 @@ class Kept(Sequence[T]):
 
 
 class Commits(Mapping[int, Commit]):
-    """A peer's, by round, from round 0 on without a gap; `most`: that are kept as they are. Not safe to use from
-    several threads."""
+    """Commits by round, from round 0 on; `most` are kept as objects. Not thread-safe."""
 
     def __init__(self, most: int = NEWEST) -> None:
         self._packed: list[bytes] = []
@@ -326,8 +323,7 @@ class History:
         return Tip(self.head, self.manifest.run_id if newest is None else newest.digest, members)
 
     def learn_stretch(self, stretch: Stretch) -> bool:
-        """As `learn`, of a stretch of the log: what is new here of the commits that its last record proves, and that
-        record."""
+        """As `learn`, for a stretch: its commits that are new, and its last record."""
         tip = self.tip
         new = [commit for commit in stretch.before if commit.round > tip.round]
         if new:

@@ -68,8 +68,7 @@ def share_of(peer: str, parts: Parts) -> Share:
 
 
 def total(norms: Iterator[float] | Sequence[float]) -> float:
-    """The L2 norm of what has these L2 norms, the same number on every machine; infinite where it is too large for
-    one."""
+    """The L2 norm of parts with these L2 norms, the same on every machine; infinite where it is too large."""
     try:
         return math.sqrt(math.fsum(norm * norm for norm in norms))
     except OverflowError:
@@ -101,8 +100,7 @@ def why_not_of(share: Share, parts: Parts) -> str | None:
 
 
 def why_refused(manifest: Manifest, plan: Plan | None, commit: Commit, lists: Lists) -> str | None:
-    """Why nobody who holds the `lists` of all shares of `commit` votes for it; None if they are in order. `plan`: the
-    one of its round."""
+    """Why the `lists` of a commit's shares are invalid for the round's `plan`; None if they are valid."""
     planned = {r.number: r for r in plan.replicas} if plan is not None else {}
     for contribution in commit.contributions:
         spec = planned.get(contribution.replica)

@@ -40,9 +40,7 @@ def range_of(where: str) -> str:
 
 
 def limited(manifest: Manifest, plan: Plan, of: Mapping[str, str], share: float) -> Plan:
-    """`plan`, in which no range has more than its share: of each that has, replicas are cut, the youngest first, and
-    their members are spares. Every range keeps one. `of`: the range of each peer, empty or lacking where none is
-    limited; `share`: what a range may have."""
+    """`plan` without the youngest replicas of ranges over their `share`; each keeps one. of: the range of each peer."""
     if share >= 1:
         return plan
     planned = (*plan.replicas, *plan.forming)
@@ -88,8 +86,7 @@ def _weights(manifest: Manifest, plan: Plan, of: Mapping[str, str]) -> Counter[s
 
 
 def _parts(manifest: Manifest, plan: Plan, replica: ReplicaSpec, of: Mapping[str, str]) -> Counter[str]:
-    """What a replica has of the planned weight, by its members' ranges: tokens times blocks. What is forming has no
-    work yet: it counts as the others do on average."""
+    """Planned weight of a replica by its members' ranges: tokens times blocks; the mean for a forming replica."""
     work = replica.work
     tokens = (
         manifest.train.tokens(work.steps, work.micro_batches) if replica in plan.replicas else _mean(manifest, plan)

@@ -32,8 +32,10 @@ EVALUATORS = 3
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What is to be measured now: the state after `round`, -1 for none, whose commit has the digest `of`; `by` whom,
-    besides the `operators`; and who is in the log with it already."""
+    """The evaluation that is due: of the state after `round` (-1: none), whose commit has the digest `of`.
+
+    by: evaluators besides the operators; known: peers whose result is in the log
+    """
 
     manifest: Manifest
     round: int = -1
@@ -67,15 +69,13 @@ class Due:
 
 
 def evaluation_is_due(manifest: Manifest, commit: Commit) -> bool:
-    """Whether the state after `commit` is to be measured: a plan follows, so that a later commit can say what was
-    found."""
+    """Whether the state after `commit` is to be measured; a later commit must be able to carry the result."""
     every = manifest.evaluation.every
     return every > 0 and commit.round % every == 0 and commit.plan is not None
 
 
 def evaluators(manifest: Manifest, commit: Commit) -> tuple[str, ...]:
-    """Who of the replicas measures the state after `commit`: the next ones in the order of their numbers, EVALUATORS of
-    them at most."""
+    """The replicas that measure the state after `commit`: EVALUATORS at most, in turn by their numbers."""
     whole = sorted((r for r in commit.plan.replicas if not r.is_chain), key=lambda r: r.number) if commit.plan else []
     if not whole:
         return ()

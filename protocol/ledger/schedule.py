@@ -38,8 +38,7 @@ def is_over(manifest: Manifest, head: Commit | None) -> bool:
 
 
 def idle_after(manifest: Manifest, head: Commit | None, *, has_work: bool) -> int:
-    """What the commit after `head` carries, which brings work or not. What comes after the last round makes the run no
-    longer."""
+    """The idle rounds that the commit after `head` carries. Commits after the last round add none."""
     if head is None:
         return 0
     return head.idle + (not has_work and not is_over(manifest, head))
@@ -58,8 +57,7 @@ def after(head: Commit | None, decree: Enacted | None) -> Schedule | None:
 
 
 def why_not(manifest: Manifest, head: Commit | None, wanted: Schedule) -> str | None:
-    """Why the commit after `head` cannot set this; None if it can. The last round's commit sets nothing: nobody would
-    plan what follows."""
+    """Why the commit after `head` cannot set this schedule; None if it can. The last commit sets none."""
     round, idle, last = (
         (0, 0, of(manifest, head).rounds) if head is None else (head.round + 1, head.idle, last_round(manifest, head))
     )
@@ -73,8 +71,7 @@ def why_not(manifest: Manifest, head: Commit | None, wanted: Schedule) -> str | 
 
 
 def misfit(manifest: Manifest) -> str | None:
-    """What is odd about the schedule of a manifest, as a line for its operator; None where the learning rate's cosine
-    ends with the run."""
+    """A warning where the learning rate's cosine does not end with the run, for the operator; else None."""
     asked, inner = manifest.train.total_steps, manifest.train.inner_steps
     there = manifest.rounds * inner
     if asked == there:
@@ -83,6 +80,6 @@ def misfit(manifest: Manifest) -> str | None:
     if asked > there:
         how = f"the run ends when the learning rate has gone {there / asked:.2%} of its way"
     return (
-        f"train.total_steps: is {asked:,}, and {manifest.rounds:,} rounds of {inner:,} inner steps are {there:,}, so {how};"
-        f" write {there} before the run begins, unless that is meant"
+        f"train.total_steps: is {asked:,}, and {manifest.rounds:,} rounds of {inner:,} inner steps are"
+        f" {there:,}, so {how}; write {there} before the run begins, unless that is meant"
     )

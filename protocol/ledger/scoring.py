@@ -69,8 +69,7 @@ SLOWEST_COMPARED = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A contribution that was to be scored. `part`: f, as above; `due`: by whom; `told`: the marks that the log has, by
-    scorer."""
+    """A contribution with its marks. part: f, as above; due: its scorers; told: marks in the log, by scorer."""
 
     peers: tuple[str, ...]
     part: float
@@ -80,9 +79,11 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerScores:
-    """What the book has of a peer. `newest`: the last round in which its work was scored, with its `gain` and `edge`;
-    `idle`, `edgeless`: the evidence against the one and the other; `misses`: against its own marks, and `mute` up to
-    which round it is not asked for any."""
+    """Scores of a peer.
+
+    newest: last round in which its work was scored, with gain and edge; idle, edgeless: evidence against them
+    misses: evidence against its own marks; mute: last round in which it is not asked
+    """
 
     newest: int = -1
     gain: float = 0.0
@@ -98,8 +99,7 @@ NOTHING = PeerScores()
 
 @dataclass(frozen=True, slots=True)
 class ScoreBook:
-    """After all rounds up to `round` that can be scored no more. `pool`: (gain, edge) of the last contributions; `of`:
-    by peer."""
+    """Scores of all closed rounds up to `round`. pool: (gain, edge) of the last contributions; of: by peer."""
 
     round: int = -1
     pool: tuple[tuple[float, float], ...] = ()
@@ -116,8 +116,7 @@ class ScoreBook:
         return round > self.entry(peer).mute
 
     def after(self, round: int, scored: Sequence[Scored], now: int) -> tuple[ScoreBook, list[str]]:
-        """With what came of the scoring of `round`, which the commit of round `now` ends; and whose work was found
-        bad."""
+        """The book with the scoring of `round`, which the commit of round `now` closes, and the peers found bad."""
         values = {x.peers: value for x in scored if (value := valued(x)) is not None}
         fresh = [
             (gain / x.part, edge / x.part)
@@ -199,8 +198,7 @@ SCORERS = 3
 LEAST_SEQUENCES, MOST_SEQUENCES = 4, 32
 """Sequences of each kind of text that a contribution is scored on."""
 PASSES, TRAINED = 4, 3
-"""Forward passes of the sequences of a mark: two kinds of text, with and without the update; what a trained sequence
-costs in such passes."""
+"""Forward passes of a mark's sequences (two texts, with and without the update), and of a trained sequence."""
 SLOWEST_SCORER = 0.5
 """Who has trained on less than this part of what the fastest full replica did does not score."""
 LATE_ROUNDS = 3
@@ -210,8 +208,7 @@ HELD_OUT_POOL = 256
 
 
 def sequences(manifest: Manifest) -> int:
-    """Of each kind of text: as many as let a replica that does all its steps mark SCORERS contributions in each round,
-    within bounds."""
+    """Sequences of each kind of text, so that a replica with all its steps can mark SCORERS contributions a round."""
     affordable = manifest.judging.score_share * TRAINED * manifest.train.inner_steps * manifest.train.step_rows
     return max(LEAST_SEQUENCES, min(MOST_SEQUENCES, int(affordable / (PASSES * SCORERS))))
 
@@ -241,9 +238,10 @@ def assigned(
     lately: Mapping[str, int] = MappingProxyType({}),
     may: Callable[[str], bool] = lambda peer: True,
 ) -> dict[str, tuple[int, ...]]:
-    """scorer -> the numbers of the replicas whose contributions to `commit` it marks. `book`: of the log before;
-    `lately`: the last round in which a peer's work was to be scored, of those that are not in the book yet; `may`:
-    whether a peer may score."""
+    """scorer -> replicas whose contributions to `commit` it marks.
+
+    lately: last round with scoring of a peer that is not in the book yet; may: whether a peer may score
+    """
 
     def since(contribution: Contribution) -> int:
         return max(book.newest(contribution.peers), min(lately.get(peer, -1) for peer in contribution.peers))
@@ -273,8 +271,7 @@ def assigned(
 
 
 def slots(manifest: Manifest, commit: Commit, contribution: Contribution, work: Work) -> range:
-    """The slots of assigned text that the contribution is scored on: some that it trained on, one after the other.
-    `work`: what the plan of its round gave its replica."""
+    """The slots of assigned text for scoring, consecutive ones of those trained. work: its replica's in the plan."""
     count = contribution.steps * work.micro_batches * manifest.train.rows
     wanted = min(sequences(manifest), count)
     first = work.slot + _drawn(commit, "slots", contribution.replica) % (count - wanted + 1)
@@ -290,9 +287,10 @@ def held_out(manifest: Manifest, commit: Commit, there: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """The scoring of the contributions to one round, whose commit has the digest `of`. `by`: as `assigned`; `members`:
-    of the replicas, and `parts`: f of each (protocol/ledger/scoring.py); `told`: the marks that the log has, by
-    scorer."""
+    """The scoring of one round, whose commit has the digest `of`.
+
+    by: as `assigned`; members, parts: peers and f of the replicas; told: marks in the log, by scorer
+    """
 
     round: int
     of: str
@@ -333,8 +331,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What may be told now, and what the log says so far. `turns`: of the last LATE_ROUNDS rounds that were to be
-    scored; `book`: of those before; `found`: whose work the newest commit shows to be bad."""
+    """Open scorings (`turns`, of the last LATE_ROUNDS), the book of closed ones, and peers just `found` bad."""
 
     manifest: Manifest
     turns: tuple[Turn, ...] = ()
@@ -356,8 +353,7 @@ class Scoring:
         return f"scores round {said.round}, which is not due" if turn is None else turn.why_not(said)
 
     def after(self, commit: Commit, may: Callable[[str], bool] = lambda peer: True) -> Scoring:
-        """The same when `commit` is the newest. `may`: whether a peer is no newcomer any more, whose marks would count
-        for nothing."""
+        """The scoring after `commit`. may: whether a peer has served its probation, so that its marks count."""
         if not self.manifest.judging.score_share:
             return self
         turns = tuple(_with(turn, commit) for turn in self.turns)

@@ -36,8 +36,7 @@ from protocol.wire.decree import ADMIT, Limits
 from protocol.wire.plan import Plan, ReplicaSpec
 
 REMEMBERED_PEERS = 20_000
-"""Peers. Of more, those are forgotten of whom the log has said nothing for the longest time: they are newcomers
-again."""
+"""Most peers with a record; those without news for the longest time become newcomers again."""
 LOSS = 1 / 2
 """Of a reputation, that a finding against the peer takes."""
 GAIN = 1 / 16
@@ -49,9 +48,7 @@ RETURNING = 1 / 2
 
 
 class Finding(NamedTuple):
-    """`good`: whether what was found speaks for `peer`. `part`: how much of it is this peer's doing, from 0 to 1: of
-    what is found of a chain, each member has the part of its blocks. `grave`: it was found in many rounds, or is a lie
-    that is seldom looked for, and takes the whole reputation."""
+    """A finding for or against `peer`. part: its share of a chain's blocks; grave: it takes the whole reputation."""
 
     peer: str
     good: bool
@@ -61,9 +58,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reputation:
-    """What the log says of a peer. `served`: rounds of work with which nothing was wrong, counted or on probation,
-    since it came or since it began anew; `until`: the last round in which it rests, -1 for none; `fell`: whether it has
-    lost its reputation once."""
+    """The record of a peer. served: faultless rounds since its (re)start; until: last round of its rest, or -1."""
 
     served: int = 0
     reputation: float = 1.0
@@ -85,9 +80,10 @@ UNKNOWN_PEER = Reputation()
 
 @dataclass(frozen=True)
 class Standing:
-    """Of all peers, after the commits so far. `plan`: of the open round; `founders`: who had work in the first plan;
-    `known`: those of whom the log says something, the one with the oldest news first; `limits`: what strangers may
-    have; `scoring`: what is to be scored, and what scores have come to; `audits`: what is to be trained again."""
+    """Standing of all peers after a commit.
+
+    plan: of the open round; founders: members of the first plan; known: records, the oldest news first
+    """
 
     manifest: Manifest
     limits: Limits
@@ -210,8 +206,7 @@ class Standing:
     # --- what comes next
 
     def after(self, commit: Commit, known: dict[str, Reputation] | None = None) -> Standing:
-        """With the next commit of the log. `known`: a mapping equal to `self.known`, which is changed in place and
-        becomes the new one's, so that a long log is folded without copies; None: a copy is made."""
+        """The standing after the next commit. known: a mapping equal to `self.known`, changed in place; None: copied."""
         known = dict(self.known) if known is None else known
 
         def put(peer: str, now: Reputation) -> None:
@@ -260,8 +255,7 @@ class Standing:
             yield from (peer for x in commit.left_out if x.probation for peer in x.peers)
 
     def _findings(self, commit: Commit) -> Iterator[Finding]:
-        """What a commit says for and against peers. Further kinds of findings, each a function of the manifest and the
-        commit, go here."""
+        """Findings of a commit for and against peers. Further kinds go here."""
         yield from (Finding(share.peer, True) for share in commit.shares)
         for left in commit.left_out:
             if left.judged is not None and not left.probation:

@@ -45,10 +45,9 @@ def allot(
     previous: Plan | None = None,
     done: Mapping[int, int] | None = None,
 ) -> Plan:
-    """The plan of `round` with these replicas: the kept ones under the numbers that they have, the others with NEW.
+    """The plan of `round` with these replicas; new ones have the number NEW.
 
-    `previous`: the plan of the round before, with its chains as they were repaired. `done`: the inner steps of that
-    round, by the replica's number, of those whose work was committed. `there`: the peers by their ids.
+    previous: the last plan with repaired chains; done: committed inner steps by replica; there: peers by id
     """
     number, slot = (previous.next_number, previous.next_slot) if previous is not None else (0, 0)
     planned: list[ReplicaSpec] = []
@@ -98,8 +97,7 @@ def share(
     before: ReplicaSpec | None,
     done: int | None,
 ) -> tuple[int, int]:
-    """(inner steps, micro-batches of each) that a replica is given. `before`: the same replica in the last plan, and
-    `done` the steps that it did of it, None where nothing of it was committed."""
+    """(inner steps, micro-batches). before: the replica in the last plan; done: its committed steps, or None."""
     train, most = manifest.train, manifest.train.inner_steps
     seconds, fits = step_seconds(manifest, replica, there), train.micro_batches
     if seconds is not None and FEWEST_STEPS * seconds > manifest.timing.training_seconds:
@@ -117,8 +115,6 @@ def share(
 
 
 def step_seconds(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, Candidate]) -> float | None:
-    """Seconds of a whole inner step: the way of its first micro-batch, and the slowest stage's time for each of the
-    others; None where a speed is unknown. Links, and memory for fewer micro-batches than stages, show only in what is
-    done."""
+    """Seconds of an inner step by the stages' speeds, None if one is unknown. Links and short memory are left out."""
     stages = stage_seconds(manifest, replica, there)
     return None if stages is None else sum(stages) + (manifest.train.micro_batches - 1) * max(stages)

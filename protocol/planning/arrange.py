@@ -54,9 +54,7 @@ class Arranged:
 def arrange(
     manifest: Manifest, candidates: Sequence[Candidate], kept: Sequence[Arranged] = (), relay_bps: float = math.inf
 ) -> tuple[tuple[Arranged, ...], tuple[str, ...]]:
-    """The replicas, kept ones first in their order, and the spares. `kept`: replicas of the last plan, as they are to
-    be if they stay; all their members are candidates and can hold their blocks. `relay_bps`: what all relays together
-    pass on."""
+    """The replicas, kept ones first, and the spares. kept: replicas of the last plan as they would stay."""
     everybody = sorted(candidates, key=lambda c: c.peer)
     swarm = Swarm(manifest, everybody, relay_bps)
     number = {c.peer: i for i, c in enumerate(everybody)}
@@ -107,8 +105,7 @@ def rates(
 
 
 def _as_is(swarm: Swarm, groups: Sequence[Group], replicas: Sequence[Arranged]) -> tuple[Floats, Floats, Ints]:
-    """[N] each: the rates of replicas with these members, as they are and at the best of the allowed ranks; and which
-    that is."""
+    """[N] each: rates of replicas as they are, rates at the best allowed rank, and the index of that rank."""
     rows = padded(groups)
     blocks = np.zeros_like(rows)
     for row, replica in zip(blocks, replicas, strict=True):
@@ -137,8 +134,7 @@ def _as_they_are(swarm: Swarm, old: dict[Group, Arranged]) -> dict[Group, Arrang
 
 
 def _found(swarm: Swarm, now: Arrangement) -> None:
-    """Founds replicas of the free peers: full ones, and chains of neighbours by what makes the best chains of several
-    measures."""
+    """Makes replicas of the free peers: full ones, and chains, sorted by the measure that gives the best ones."""
     full = [i for i in sorted(now.free) if swarm.caps[WHOLE, i]]
     weak = np.array(sorted(now.free.difference(full)), dtype=np.int64)
     best: list[tuple[Group, float]] = []
@@ -181,8 +177,7 @@ def _chains(swarm: Swarm, weak: Sequence[int]) -> list[Group]:
 
 
 def _holds(layers: int, blocks: int, first: Ints, last: Ints) -> bool:
-    """Whether peers hold the model whose inner stages could have so many blocks, and an end so many more or fewer
-    [members]."""
+    """Whether the model fits: `blocks` in inner stages, `first` and `last` [members] more or fewer at an end."""
     starts, ends = np.argsort(-first, kind="stable")[:2], np.argsort(-last, kind="stable")[:2]
     return any(a != b and blocks + int(first[a] + last[b]) >= layers for a in starts for b in ends)
 

@@ -27,8 +27,7 @@ LEAST_LATENCY = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a peer takes itself to be. `at`: AXES coordinates in ms; `error`: by which share its distances are off,
-    about, 1 for a peer that knows nothing."""
+    """A peer's estimate. at: AXES coordinates in ms; error: relative error of distances, 1 if nothing is known."""
 
     at: tuple[float, ...] = (0.0,) * AXES
     error: float = 1.0
@@ -46,8 +45,7 @@ def distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
 
 
 def moved(place: Place, other: Place, latency: float) -> Place:
-    """Ours after a latency of so many ms, one way, was measured to `other`. Nobody is pushed away from the very same
-    place: who begins, begins at a place by chance, or all would stay on one line."""
+    """Our place after a one-way latency in ms to `other`. Equal places do not repel: peers begin at random ones."""
     latency = min(max(latency, LEAST_LATENCY), FARTHEST)
     away = distance(place.at, other.at)
     error, theirs = max(place.error, LEAST_ERROR), max(other.error, LEAST_ERROR)

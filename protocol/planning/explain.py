@@ -34,8 +34,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """A replica. `rate`: predicted tokens per second; `ideal`: those of its members' computing alone; `limit`: what
-    sets its pace, in words."""
+    """A replica. rate: predicted tokens per second; ideal: of its computing alone; limit: what sets its pace."""
 
     rank: int
     rate: float

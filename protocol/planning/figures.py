@@ -68,8 +68,7 @@ RATIOS = (1.0, 1 / 8)
 
 
 def figure_2() -> list[tuple[float, float, tuple[float, ...]]]:
-    """(operations a second, k/d, utilization at each of FIGURE_2_BPS) for a model of 70 billion parameters, d =
-    8192."""
+    """(operations a second, k/d, utilization at each of FIGURE_2_BPS) for 70 billion parameters, d = 8192."""
     return [
         (
             flops,

@@ -74,8 +74,7 @@ WAITING = 2
 CPU, GPU = "cpu", "cuda"
 """Devices, as they are announced (peer/training/device.py: name_of). What is no CUDA device counts as a processor."""
 ABREAST = 3
-"""Shards whose next state a peer with a GPU makes at a time, where its state is in memory; others one after the other,
-which takes less of it."""
+"""Shards whose next state is made at a time on a GPU with its state in memory; elsewhere one."""
 LANES, PART = 4, 1 << 23
 """What a GPU's update goes through on the host (peer/training/update.py): lanes, and elements of a part of a tensor."""
 COPY = 1.25
@@ -105,20 +104,17 @@ def held_shards(manifest: Manifest, first: int, last: int) -> tuple[str, ...]:
 
 
 def in_flight(manifest: Manifest, first: int, last: int) -> int:
-    """The activations of how many micro-batches a stage keeps at once, at the least. One of the last stage, which goes
-    backward right after forward, and one of a single block, whose others are computed anew where memory is short."""
+    """Micro-batches whose activations a stage keeps at least: 1 for the last stage or a single block."""
     return 1 if last == manifest.model.n_layers or last - first == 1 else window(manifest)
 
 
 def window(manifest: Manifest) -> int:
-    """The activations of how many micro-batches a stage of several blocks can always keep; more where its memory allows
-    (`depths`)."""
+    """Micro-batches whose activations a stage of several blocks can always keep; more by `depths`."""
     return min(manifest.train.micro_batches, 4)
 
 
 def under_way(manifest: Manifest) -> int:
-    """How many micro-batches every chain can always have under way; more where its members' memory allows
-    (`depths`)."""
+    """Micro-batches that every chain can always have under way; more by `depths`."""
     return min(manifest.train.micro_batches, WAITING * window(manifest))
 
 
@@ -165,8 +161,7 @@ def _came(manifest: Manifest, first: int, last: int, value_bytes: int) -> int:
 
 
 def stage_memory(manifest: Manifest, first: int, last: int, device: str = CPU, joined: int = 1) -> int:
-    """Bytes that the stage of blocks first <= i < last needs above an idle process (the formula above); NEVER where it
-    cannot be. `joined`: how many micro-batches are computed as one, by a full replica."""
+    """Bytes of the stage of blocks first <= i < last; NEVER if it cannot be. joined: micro-batches computed as one."""
     if manifest.model.tie_word_embeddings and last - first < manifest.model.n_layers:
         return NEVER
     plain, most = in_flight(manifest, first, last), under_way(manifest)
@@ -192,8 +187,7 @@ def memory_at(
 
 
 def resting_bytes(manifest: Manifest, first: int, last: int, *, in_files: bool, device: str = CPU) -> int:
-    """What a stage needs before any micro-batch is in flight: what stays from step to step, and the gradients within a
-    block."""
+    """Bytes of a stage with no micro-batch in flight, the gradients within a block included."""
     return _kept(manifest, first, last, in_files, device) + _backward(manifest, first, last, device, 1)
 
 
@@ -204,8 +198,7 @@ def later_bytes(manifest: Manifest, first: int, last: int) -> int:
 
 
 def host_memory(manifest: Manifest, first: int, last: int, device: str, *, in_files: bool = True) -> int:
-    """Bytes of the host's memory that the stage needs beside a GPU that has its own; 0 of a processor, whose are in
-    `stage_memory`."""
+    """Bytes of the host's memory beside a GPU that has its own; 0 for a processor."""
     if not on_gpu(device):
         return 0
     spec, train, chains = manifest.model, manifest.train, manifest.chains
@@ -277,8 +270,7 @@ def _loss(manifest: Manifest, device: str, tokens: int) -> int:
 
 
 def _moved(manifest: Manifest, first: int, last: int) -> int:
-    """Bytes of what the embedding of a compressed chain moved, where it is trained, less the gradients that are gone by
-    then; or of both gradients of a tied one."""
+    """Bytes that a compressed chain's trained embedding moved, less freed gradients; or a tied one's gradients."""
     spec = manifest.model
     embed, narrowest = spec.vocab_size * spec.d_model, min((k for k in manifest.chains.rank if k), default=0)
     if spec.tie_word_embeddings:

@@ -46,8 +46,7 @@ from protocol.run.manifest import Manifest
 
 Links = tuple[Floats, Floats]
 WINDOW_WAITS = 1.02
-"""A chain that takes so many times as long as at the pace of its slowest part gains from more micro-batches under
-way."""
+"""A step this many times as long as its slowest part's pace gains from more micro-batches under way."""
 
 
 def step(micro_batches: int, compute: Floats, links: Links, windows: Floats) -> tuple[Floats, Flags]:
@@ -60,8 +59,7 @@ def step(micro_batches: int, compute: Floats, links: Links, windows: Floats) -> 
 
 
 def gains(micro_batches: int, compute: Floats, links: Links, windows: Floats, depth: Floats) -> Flags:
-    """[N, S]: who holds the chain up less if it computes activations twice and lets all that are under way past,
-    `depth` [N, 1], than with its window: the rule of `computes_twice` in protocol/planning/pipeline_model.py."""
+    """[N, S]: whether recomputing with `depth` [N, 1] beats the window; the rule of `computes_twice`."""
     if not (windows < depth).any():
         return np.zeros(windows.shape, dtype=bool)
     trips, more = _trips(compute, links), compute / 3
@@ -94,11 +92,9 @@ USED_LINK_SHARE = 0.9
 PUNCH_SUCCESS = 0.7
 """How often a hole can be punched between two home routers: 4.4 million attempts (arXiv:2510.27500)."""
 RELAY_DETOUR = 2.0
-"""How much longer than the straight way the one through a relay is taken to be: nobody knows yet which relay it will
-be."""
+"""Assumed length of a relayed way, in direct ways; the relay is not known when a plan is made."""
 ROUND_TRIPS_BETWEEN = 20
-"""Ways between two neighbours that a chain's members wait for from the last inner step of a round to the first of the
-next, one after the other (docs/results/reach.md)."""
+"""Ways between neighbours from the last inner step of a round to the first of the next (docs/results/reach.md)."""
 USUAL_FLOPS = 1e12
 USUAL_BPS = 20e6
 """A home's uplink."""
@@ -125,8 +121,7 @@ class Rated:
 
 
 class Swarm:
-    """The candidates as arrays, in the order in which they were given: [n] each. `relay_bps`: what all relays together
-    pass on, in bits a second; 0: there are none."""
+    """The candidates as arrays [n], in their order. relay_bps: bits a second of all relays together, 0: no relays."""
 
     def __init__(self, manifest: Manifest, candidates: Sequence[Candidate], relay_bps: float = math.inf) -> None:
         self.shapes = table = shapes(manifest)
@@ -145,8 +140,7 @@ class Swarm:
         self._holding = Holding(manifest, candidates)
         alone = np.array([c.alone for c in candidates], dtype=bool)
         self.caps = caps = self._holding.caps()
-        """[K, n]: the most blocks that a member can hold as a stage of this kind; none of a chain, who is to be
-        alone."""
+        """[K, n]: the most blocks that a member can hold in each kind of stage; 0 in chains for a peer that is out."""
         caps[:WHOLE, alone] = 0
         self._kinds: tuple[Ints, Ints] | None = None  # of the rows that were asked for last
         depths = [table.window * times for times in DEEPER if table.window * times <= table.micro_batches]
@@ -177,8 +171,7 @@ class Swarm:
         return enough & few & (np.where(there, cap, 1) >= 1).all(axis=1)
 
     def share_out(self, rows: Ints, caps: Ints) -> Ints:
-        """[N, S]: how many blocks each member gets, at most `caps` [K, n], for rows that fit so: the slowest stage is
-        as quick as can be, then the slowest members have as few as can be, and of equal ones each about as many."""
+        """[N, S]: blocks of each member, at most `caps` [K, n]: the slowest stage is as quick as possible."""
         table, there, kind = self.shapes, rows >= 0, self.kinds(rows)
         cap = np.where(there, caps[kind, rows], 0)
         extra = np.where(there, table.extra_ops[kind], 0.0)
@@ -212,8 +205,7 @@ class Swarm:
     # --- stages to seconds
 
     def boundaries(self, rows: Ints, kind: Ints, bits: Floats) -> tuple[Floats, Floats]:
-        """[N, S - 1] each: seconds that the boundary after each place carries a frame forward and backward; 0 where
-        there is none. `bits` [2]: of such frames."""
+        """[N, S - 1] each: seconds of a frame of `bits` [2] forward and backward at each boundary, 0 for none."""
         forward, backward = bits
         sends = np.array([forward, forward + backward, backward, 0.0])[kind] / self.up[rows]
         gets = np.array([backward, forward + backward, forward, 0.0])[kind] / self.down[rows]
@@ -261,9 +253,7 @@ class Swarm:
     def manners(
         self, compute: Floats, room: tuple[Floats, Floats, Floats], links: Links
     ) -> list[tuple[Floats, Floats]]:
-        """Ways to do an inner step, `compute` and windows [N, S] as `step` takes them: at the most micro-batches under
-        way at which nobody has to compute twice, and at the most that there is memory for. Who gains by computing twice
-        does it at either."""
+        """(compute, windows) [N, S] of two ways: without recomputation, and with the most micro-batches under way."""
         (plain, held, most), count, found = room, self.shapes.micro_batches, []
         for most_of in (held, most):
             depth = np.minimum(most_of.min(axis=1, keepdims=True), count)
@@ -273,8 +263,7 @@ class Swarm:
         return found
 
     def step_seconds(self, rows: Ints, blocks: Ints) -> tuple[Floats, Flags]:
-        """[ranks, N]: of an inner step, in the best of its `manners`. [N]: whether somebody waits for windows or
-        computes twice in the first of them, at any rank."""
+        """[ranks, N]: seconds of an inner step; [N]: whether it waits for windows or recomputes."""
         seconds, waits = np.empty((len(self.shapes.ranks), len(rows))), np.zeros(len(rows), dtype=bool)
         compute, room = self.compute(rows, blocks), self.room(rows, blocks)
         for rank in range(len(seconds)):
@@ -306,8 +295,7 @@ class Swarm:
         return rate * np.where(there, self.presence[rows], 1.0).prod(axis=1) * self._reached(rows), rank, waits
 
     def at_least(self, rows: Ints) -> Floats:
-        """[N]: about the seconds of an inner step if blocks could be shared out at will; infinite where the members
-        cannot hold the model in this order. Orders of the same members are compared by it."""
+        """[N]: lower bound of an inner step's seconds, to compare orders; infinite where the model does not fit."""
         table, kind = self.shapes, self.kinds(rows)
         speed = np.where(rows >= 0, self.speed[rows], 0.0).sum(axis=1)
         pace = (table.layers * table.block_ops + table.extra_ops[WHOLE]) / speed
@@ -352,8 +340,7 @@ class Swarm:
         return Rated(blocks=blocks, rate=rate, rank=rank)
 
     def refined(self, rows: Ints, rated: Rated) -> Rated:
-        """What `rated` gave, with blocks shared out with more care where an inner step waits for windows: members give
-        one to another as long as that makes a replica quicker, in a few passes. It takes much longer than `rated`."""
+        """`rated`, with blocks shifted between members where that makes a waiting replica quicker. Slow."""
         found = rated.blocks.copy(), rated.rate.copy(), rated.rank.copy()
         some = np.flatnonzero(rated.rate > 0)
         if len(some):
@@ -363,8 +350,7 @@ class Swarm:
         return Rated(blocks=found[0], rate=found[1], rank=found[2])
 
     def _deepen(self, rows: Ints, which: Ints, found: tuple[Ints, Floats, Ints]) -> None:
-        """Shares the blocks of some rows out so that members can have more micro-batches in flight, where that is
-        better."""
+        """Shares blocks out so that members can have more micro-batches in flight, where that is better."""
         for caps in self.deeper_caps:
             which = which[self._fits(rows[which], self.kinds(rows[which]), caps)]
             if not len(which):

@@ -46,7 +46,7 @@ class Candidate:
     distance (Dabek et al., Vivaldi, SIGCOMM 2004); empty: unknown. `presence`: in which share of the recent rounds it
     was there. `reachable`: as announced; two who are `private` may need a relay between them. `apart`: peers whom it
     cannot reach, not even through relays, or with whom it has a quarrel; `alone`: whether it may be a full replica
-    only, as far as others can tell (protocol/round/quarrels.py). `range`: the range of addresses that it comes from, as
+    only, as far as others can tell (protocol/round/accusations.py). `range`: the range of addresses that it comes from, as
     this node sees it (protocol/ledger/ranges.py); empty where that limits nothing. `device`: what trains, whose memory
     `memory_bytes` is; `host_bytes`: of the host beside it, as a Budget has it."""
 
@@ -75,8 +75,7 @@ def candidate(announcement: Announcement) -> Candidate:
 
 
 def pairs_apart(candidates: Sequence[Candidate]) -> NDArray[np.int64]:
-    """Those pairs of n of which one says that it cannot reach the other, both ways round, ascending: the one's number
-    times n, plus the other's."""
+    """Pairs of n candidates that cannot be neighbours, as i * n + j both ways, ascending."""
     import numpy as np
 
     number = {c.peer: i for i, c in enumerate(candidates)}
@@ -96,8 +95,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def split(manifest: Manifest, rooms: Sequence[Budget], speeds: Sequence[int] = ()) -> Ranges | None:
-    """Block ranges for chain members with this memory in this order, or None if the model does not fit. `speeds`:
-    theirs, in operations a second, 0 where it is unknown."""
+    """Block ranges for members with this memory, None if the model does not fit. speeds: operations a second, or 0."""
     layers, work = manifest.model.n_layers, speed.work(manifest)
     needs = [budget.needs_by_range(manifest, room.device) for room in rooms]
     known = [s for s in speeds if s]
@@ -123,8 +121,7 @@ def split(manifest: Manifest, rooms: Sequence[Budget], speeds: Sequence[int] = (
 
 
 def strongest(manifest: Manifest, candidates: Iterable[Candidate]) -> list[Budget]:
-    """The memory of those of the candidates that have most of it, one a block at most, the most first: by what part of
-    it the smallest stage takes."""
+    """The largest memories of the candidates, by the share that the smallest stage takes; at most one a block."""
     smallest = {device: budget.smallest_stage(manifest, device) for device in (CPU, GPU)}
     rooms = [c.budget for c in candidates]
     order = [(room.share(smallest[GPU if on_gpu(room.device) else CPU]), i) for i, room in enumerate(rooms)]
@@ -132,8 +129,7 @@ def strongest(manifest: Manifest, candidates: Iterable[Candidate]) -> list[Budge
 
 
 def _least(layers: int, members: int, cost: Callable[[int, int, int], float]) -> Ranges | None:
-    """The cuts with the smallest of the largest costs (member, first, last); None where all are infinite. Among equals,
-    the first members have the fewest blocks."""
+    """The cuts with the smallest maximal cost (member, first, last), None if infinite; ties: few blocks first."""
     rest = [math.inf] * layers + [0.0]  # of the members that follow, from this block on
     cuts: list[list[int]] = []
     for member in reversed(range(members)):

@@ -32,17 +32,17 @@ _SLACK = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Depths:
-    """For how many micro-batches under way in its chain a stage has memory. `plain`: with all activations of each;
-    `held`: with those of `plain`, while the others that came in wait; `most`: if it keeps what came in, and computes
-    activations anew before it goes backward (`computes_twice`). plain <= held <= most."""
+    """Micro-batches under way for which a stage has memory, plain <= held <= most.
+
+    plain: with all activations; held: with those of `plain`, others waiting; most: with recomputation
+    """
 
     plain: int
     held: int
     most: int
 
     def window(self, depth: int, again: bool) -> int:
-        """How many of `depth` the stage has between their forward and their backward, at most; `again`: if it computes
-        activations anew."""
+        """Micro-batches of `depth` between forward and backward at this stage; all if it recomputes (`again`)."""
         return depth if again else min(depth, self.plain)
 
 
@@ -80,11 +80,7 @@ def step_seconds(
     *,
     twice: Twice | None = None,
 ) -> float:
-    """Seconds from the first forward to the last backward of an inner step, by event simulation. `twice`: who computes
-    activations twice (default: `computes_twice`).
-
-    Raises ValueError if the numbers of stages and links do not fit.
-    """
+    """Seconds of an inner step by event simulation. twice: who recomputes. Raises ValueError for a bad chain."""
     if not stages or len(links) != len(stages) - 1 or micro_batches < 1 or depth < 1:
         raise ValueError("a chain needs a link between any two stages, a micro-batch and a depth of at least 1")
     last = len(stages) - 1
@@ -135,10 +131,7 @@ def step_seconds(
 
 
 def computes_twice(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int, depth: int) -> bool:
-    """Whether the first of these stages, which are a chain's from that one on, keeps only what came in where `depth`
-    are under way, and computes activations anew before it goes backward: because it has no room to let so many wait, or
-    because their waiting would cost the step more. A stage knows no more of its chain than those behind it. The last
-    one never does."""
+    """Whether the first of these stages recomputes: no room to let `depth` wait, or waiting would cost more."""
     first = stages[0]
     window = min(depth, first.depths.plain)
     if len(stages) == 1 or window >= min(depth, micro_batches):
@@ -166,8 +159,7 @@ def least_depth(stages: Sequence[StageCost], links: Sequence[LinkCost]) -> float
 def pick_depth(
     stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int, *, twice: Twice | None = None
 ) -> int:
-    """The smallest depth of those tried, from Little's to four times that and all, whose step is hardly longer than the
-    best, and a margin, as far as that costs no recomputation and does no harm. `twice`: as for `step_seconds`."""
+    """The smallest depth with hardly a longer step than the best, and a margin that costs no recomputation."""
     most = min([micro_batches, *(s.depths.most for s in stages)])
     least = least_depth(stages, links)
     tried = {most} | {max(1, min(most, math.ceil(least * slack))) for slack in _SLACK}
@@ -182,13 +174,11 @@ def pick_depth(
 
 
 SLOW_FACTOR, SLOW_RELATIVE, WASTED_SECONDS, SLOW_KNOWN_STEPS = 4.0, 2.0, 2.0, 4
-"""A stage has become slow when in two steps it took SLOW_FACTOR times as long as its median before (of SLOW_KNOWN_STEPS
-steps or more), the others hardly changed in comparison (SLOW_RELATIVE), and that costs the step so much."""
+"""Slow: two steps SLOW_FACTOR times the median, the others SLOW_RELATIVE less, at this cost in seconds."""
 
 
 def slow_stage(seconds: Sequence[Sequence[float]], micro_batches: int) -> int | None:
-    """Which stage has become slow, if one has; `seconds`: of each step of a chain the stages' seconds of computing per
-    micro-batch."""
+    """The stage that has become slow, if any. seconds: for each step the stages' seconds per micro-batch."""
     if len(seconds) < SLOW_KNOWN_STEPS + 2:
         return None
     usual = [statistics.median(times) for times in zip(*seconds[:-2], strict=True)]

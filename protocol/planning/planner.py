@@ -57,8 +57,7 @@ class Change:
 
 
 def linked(before: Iterable[ReplicaSpec], after: Sequence[ReplicaSpec], since: Sequence[int]) -> list[Change]:
-    """The changes that put `after`, planned since these rounds, in the place of `before`, apart as far as they have no
-    member in common. One of `before` that has none with any of `after` is a change by itself."""
+    """The changes from `before` to `after`, split where no member is common. since: first plan of each new one."""
     old = tuple(before)
     replicas = (*old, *after)
     root = list(range(len(replicas)))
@@ -99,10 +98,10 @@ def make_plan(
     holds: Holds | None = None,
     relay_bps: float = math.inf,
 ) -> Plan | None:
-    """The plan of `round`; None where the candidates make not even one replica. `previous` and `done` are those of
-    protocol/planning/allotment.py. `holds` says whether a stage's peer has its shards already (None: everybody has): a
-    new replica one of whose members has not is forming, and nobody waits for it, unless there is no other. `relay_bps`:
-    what all relays together pass on, in bits a second."""
+    """The plan of `round`, None if there is no replica.
+
+    holds: whether a stage's peer has its shards (None: all have); relay_bps: bits a second of all relays
+    """
     candidates = sorted(candidates, key=lambda c: c.peer)
     there = {c.peer: c for c in candidates}
     kept = still_fit(manifest, previous.replicas if previous else (), there)
@@ -174,8 +173,7 @@ def _arranged(
 def _worth(
     manifest: Manifest, candidates: Sequence[Candidate], changes: Sequence[Change], relay_bps: float
 ) -> tuple[list[Change], list[Change]]:
-    """The changes that bring at least the tokens per second of what they replace, and those that do not. One that
-    replaces nothing, or only ends something, is worth it."""
+    """The changes that bring at least the rate of what they replace, and the others."""
     replicas = [arranged(r) for c in changes if c.before and c.after for r in (*c.before, *c.after)]
     rates = iter(arrange.rates(manifest, candidates, replicas, relay_bps) if replicas else ())
     worth: list[Change] = []

@@ -69,8 +69,7 @@ def few_orders(swarm: Swarm, rows: Ints) -> Iterator[Ints]:
 
 
 def all_orders(swarm: Swarm, rows: Ints) -> tuple[Ints, Ints]:
-    """The rows in all orders, those of more than ALL members with every pair of them at the ends; one row each, and the
-    numbers of the rows that they are."""
+    """The rows in all orders, or with all pairs at the ends above ALL members; and the row of each."""
     size = (rows >= 0).sum(axis=1)
     found: list[Ints] = []
     which: list[Ints] = []
@@ -141,8 +140,7 @@ def best_orders(swarm: Swarm, rows: Ints, thorough: bool) -> tuple[Ints, Rated]:
 
 
 def polished(swarm: Swarm, rows: Ints, rate: Floats, turns: int) -> tuple[Ints, Floats]:
-    """The rows after at most so many turns of the exchange of two members, neighbours or an end and another, that gains
-    most."""
+    """The rows after at most `turns` exchanges of two members, each the one that gains most."""
     rows, rate = rows.copy(), rate.copy()
     todo = np.flatnonzero((rows >= 0).sum(axis=1) > 1)
     for _ in range(turns):
@@ -187,8 +185,7 @@ Group = tuple[int, ...]
 
 @dataclass(slots=True)
 class Arrangement:
-    """Replicas and their rates; `kept` are those of the last plan, `value` is what a replica counts in the search (a
-    kept one more than its rate: what moves must pay)."""
+    """Replicas and their rates. kept: those of the last plan, which count `bonus` times: a move must pay."""
 
     groups: list[Group]
     rates: list[float]
@@ -206,8 +203,7 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """What is arranged anew together. `units`: runs of members and free peers; `replicas`: which units each of the
-    replicas has, by its number in the arrangement, as bits."""
+    """Units to arrange. replicas: the units of each replica, as bits, by its number in the arrangement."""
 
     units: tuple[Group, ...]
     replicas: dict[int, int]
@@ -218,8 +214,7 @@ Allowed = Callable[[Sequence[Group], Sequence[Group]], bool]
 
 
 def improve_pools(swarm: Swarm, now: Arrangement, *, rows: int, allowed: Allowed | None = None) -> int:
-    """Changes the arrangement for the better until nothing helps or about `rows` rows of UNITS places are rated; how
-    many were."""
+    """Improves the arrangement until nothing helps or about `rows` rows are rated; the number of rows."""
     used, quiet, turn = 0, 0, 0
     patience = 2 * KEYS
     only_new = bool(now.kept)
@@ -238,8 +233,7 @@ def improve_pools(swarm: Swarm, now: Arrangement, *, rows: int, allowed: Allowed
 
 
 def solve_all(swarm: Swarm, now: Arrangement, allowed: Allowed | None = None) -> None:
-    """Arranges a swarm of at most SMALL peers as well as can be, at once; every pair of ends of every chain is
-    tried."""
+    """Arranges a swarm of at most SMALL peers at once; every pair of ends of every chain is tried."""
     units: list[Group] = []
     replicas: dict[int, int] = {}
     for number, group in enumerate([*now.groups, *((peer,) for peer in sorted(now.free))]):
@@ -251,8 +245,7 @@ def solve_all(swarm: Swarm, now: Arrangement, allowed: Allowed | None = None) ->
 
 
 def split_chains(swarm: Swarm, now: Arrangement, allowed: Allowed | None = None) -> None:
-    """Arranges anew each chain by itself that has a member who could hold the whole model: its memory may have grown
-    since."""
+    """Arranges each chain anew that has a member able to hold the whole model: its memory may have grown."""
     some = [n for n, g in enumerate(now.groups) if 1 < len(g) <= UNITS and swarm.caps[WHOLE, list(g)].any()]
     units = {n: tuple((peer,) for peer in now.groups[n]) for n in some}
     _solve(swarm, now, [Pool(units=units[n], replicas={n: (1 << len(units[n])) - 1}) for n in some], True, allowed)
@@ -270,8 +263,7 @@ def tidy(now: Arrangement) -> None:
 
 
 def near(swarm: Swarm, now: Arrangement, turn: int) -> tuple[list[Group], list[int]]:
-    """All items, replicas first and then free peers one by one, and their numbers in an order in which neighbours are
-    near each other: by uplinks, by an axis of their coordinates, by speed, or in no order."""
+    """All items, and an order in which neighbours are near: by uplink, an axis, speed, or pseudo-random."""
     axes = [np.nan_to_num(axis) for axis in swarm.place.T if not np.isnan(axis).all()] or [swarm.down]
     axis = axes[turn // KEYS % len(axes)]
     key = (swarm.up, axis, _mixed(np.arange(len(axis)), turn), swarm.speed, _mixed(np.arange(len(axis)), -turn))[
@@ -291,8 +283,7 @@ def _mixed(numbers: Ints, turn: int) -> Floats:
 
 
 def make_pools(swarm: Swarm, now: Arrangement, turn: int, only_new: bool) -> list[Pool]:
-    """Everybody, in pools of neighbours by the key of this turn; with `only_new` those pools in which something is not
-    kept."""
+    """All items, in pools of neighbours by this turn's key; only pools with something new if `only_new`."""
     most = CUTS[turn // KEYS % len(CUTS)]
     items, order = near(swarm, now, turn)
     room = UNITS - turn % 3
@@ -337,8 +328,7 @@ def _cut(group: Group, most: int, turn: int) -> list[Group]:
 
 @functools.lru_cache(maxsize=16)
 def _subsets(count: int) -> tuple[tuple[int, Ints], ...]:
-    """For every set A of units, smaller A first: A, and all its subsets B that have A's first unit, the largest
-    first."""
+    """For every set A of units, smaller ones first: A, and its subsets B with A's first unit, the largest first."""
     found = []
     for whole in range(1, 1 << count):
         rest, parts = whole & (whole - 1), list[int]()
@@ -378,8 +368,7 @@ def _solve(swarm: Swarm, now: Arrangement, pools: Sequence[Pool], thorough: bool
 
 
 def _rate(swarm: Swarm, pools: Sequence[Pool], count: int, thorough: bool) -> tuple[Floats, Ints, Ints, Floats]:
-    """[pools, 2^units] the rate of every subset and the row in which it stands; the rows, in their best order; and
-    their rates."""
+    """[pools, 2^units] the rate of every subset, and the row of each; the rows in their best order; their rates."""
     width = max(len(unit) for pool in pools for unit in pool.units)
     units = np.full((len(pools), count, width), -1, dtype=np.int64)
     for p, pool in enumerate(pools):
@@ -455,8 +444,7 @@ MOVE_BATCH = 30_000
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What becomes of the replicas of these numbers: their new members, in no order; and the free peers then, as those
-    that join them and that leave them."""
+    """New members of the replicas `numbers`, and free peers that join or leave them."""
 
     numbers: tuple[int, ...]
     groups: tuple[Group, ...]
@@ -480,8 +468,7 @@ def improve_moves(swarm: Swarm, now: Arrangement, *, rows: int, allowed: Allowed
 
 
 def _moves(swarm: Swarm, now: Arrangement, turn: int) -> Iterator[Move]:
-    """All moves of every replica with its neighbours by the key of this turn; kept replicas do not move among
-    themselves."""
+    """All moves of replicas with their neighbours by this turn's key; none between two kept replicas."""
     items, order = near(swarm, now, turn)
     replicas = [n for n in order if n < len(now.groups)]
     free = [(at, items[n][0]) for at, n in enumerate(order) if n >= len(now.groups)]

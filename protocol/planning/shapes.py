@@ -30,8 +30,7 @@ from protocol.run.manifest import Manifest
 FIRST, MIDDLE, LAST, WHOLE = range(4)
 """Kinds of a stage."""
 IN_MEMORY, IN_FILES, CARD, SHARED = range(4)
-"""Kinds of a machine's memory: of a processor that keeps all in memory, or its state in files; a GPU's own, with the
-host's beside it; and the host's, which a GPU uses, too."""
+"""Kinds of memory: a processor's, with its state in files, a GPU's own, the host's used by a GPU."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -40,8 +39,10 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shapes:
-    """Tables of one manifest; R: kinds of memory (4), K: kinds of a stage (4), n: blocks of the stage, 0..layers; bytes
-    and operations are those of one micro-batch. What is the host's beside a GPU's own memory is in `host` alone."""
+    """Tables of a manifest, of one micro-batch.
+
+    R: kinds of memory (4), K: kinds of a stage (4), n: blocks of the stage, 0..layers
+    """
 
     layers: int
     tokens: int
@@ -184,9 +185,7 @@ class Holding:
         return caps
 
     def caps_at(self, caps: Ints, depth: int) -> Ints:
-        """[K, n]: the most blocks with which a member has all activations of so many micro-batches in flight, at most
-        `caps`; one block, if it can hold that at all, where there are none: it holds the others up as little as it
-        can."""
+        """[K, n]: the most blocks with `depth` micro-batches in flight, at most `caps`; one block where none fit."""
         table, found = self._table, caps.copy()
         for kind in (FIRST, MIDDLE):
             flight = depth * (table.flight[:, kind] + WAITING * table.frame[kind])
@@ -201,9 +200,7 @@ class Holding:
         return within
 
     def room(self, rows: Ints, kind: Ints, blocks: Ints) -> tuple[Floats, Floats, Floats]:
-        """[N, S] each: for how many micro-batches under way each stage has memory, with all activations of each, while
-        others wait, and if it keeps what came in alone (`depths` of protocol/planning/budget.py); infinite where there
-        is no such limit."""
+        """[N, S] each: micro-batches with all activations, with others waiting, and with recomputation; or infinite."""
         table, there, which = self._table, rows >= 0, 4 * self._form[rows] + kind
         one, frame = self._flight[which, blocks], np.maximum(table.frame[kind], 1.0)
         free = self._memory[rows] - self._resting[which, blocks]

@@ -23,8 +23,7 @@ from protocol.wire.announcement import MAX_SPEED
 
 RECENT_STEPS = 16
 LEAST_STEPS = 4
-"""A speed is the median over the last inner steps: as many as a round has, within these bounds. It is unknown before
-LEAST_STEPS."""
+"""A speed is the median of the last inner steps, a round's within these bounds; unknown before LEAST_STEPS."""
 STEADY_SHARE = 0.05
 """A speed is said anew when it changed by more than this share."""
 
@@ -57,8 +56,7 @@ class Speedometer:
         self._said = 0
 
     def add(self, first: int, last: int, seconds: float) -> int:
-        """After an inner step whose micro-batches took the stage `seconds` each: the speed that is to be said, 0 for
-        unknown. Raises KeyError for a range that the model has not."""
+        """Adds an inner step's seconds per micro-batch; the speed to announce, 0 if unknown. Raises KeyError."""
         work = self._work[first, last]
         if seconds > 0:
             self._recent.append(min(work / seconds, MAX_SPEED))

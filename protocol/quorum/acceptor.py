@@ -90,10 +90,9 @@ TABLE = Table(
 
 
 class Acceptor:
-    """`vote`: the durable vote of the round to be decided, or of a later round, which is kept until its time.
+    """The acceptor of one node. Answers to the node itself are effects, too.
 
-    `held`: names of the payloads that are durable here; `lists`: the lists of parts of the round, which are, too.
-    `sign` signs with the node's identity. Answers to the node itself are effects as those to others are.
+    vote: durable, of this round or a later one; held, lists: durable payloads and lists of parts
     """
 
     def __init__(
@@ -168,11 +167,7 @@ class Acceptor:
     def accept(
         self, peer: str, accept: Accept, head: Commit | None, members: tuple[str, ...], event: type = Accept
     ) -> list[Answer]:
-        """`peer` asks for a vote; `head` is the log's last commit, `members` decide the round after it.
-
-        `event`: why it is looked at; what is lacking after an `Accept` or a `Listed` is fetched, else it is being
-        fetched already.
-        """
+        """`peer` asks for a vote. event: why it is examined; missing parts are fetched after Accept and Listed."""
         if accept.ballot < self.vote.ballot:
             self.waiting = None
             return self.position.stay(Accept, [Send(peer, self._reject(accept))])

@@ -35,11 +35,9 @@ BALLOTS_PER_SECOND, AHEAD_SECONDS = 16, 60.0
 
 
 class Quorum:
-    """One node of the quorum; `handle` is the only entry, and `now` is in seconds on any steady clock. `mine`: what
-    this node would propose; `ballot`: that in which it proposes, negative for none.
+    """One node of the quorum; `handle` is the only entry, `now` is in seconds on a steady clock.
 
-    `commits`: the log. `vote`: the durable vote. `held`: names of the payloads that are durable. `sign` and `verify`
-    (peer, body, signature) are those of the node's and of others' identities.
+    vote: the durable vote; held: durable payloads; mine: this node's proposal; ballot: its ballot or -1
     """
 
     def __init__(
@@ -105,8 +103,7 @@ class Quorum:
 
     @property
     def reached(self) -> tuple[str, ...]:
-        """Who is told what happens: the operators, and who was one until the log's last commit, so that it hears of
-        that."""
+        """Nodes that are told what happens: operators, and those that the last commit dismissed."""
         return (*self.operators, *self.former)
 
     def _former(self, before: Commit | None) -> tuple[str, ...]:
@@ -155,9 +152,7 @@ class Quorum:
         return out
 
     def of_ours(self, commit: Commit) -> Commit:
-        """`commit` as this node proposes it: with its leader, and the members of the next round. The same object if it
-        is so already, so that a digest that was computed beforehand counts: of 10,000 replicas it takes a tenth of a
-        second."""
+        """`commit` with this node as leader and the next members; the same object if it has them already."""
         then, living = board.of(self.manifest, commit), self.leadership.present
         members = board.completed(then, self.leadership.next_members(self.members), living)
         same = (commit.leader, commit.members) == (self.peer, members)
@@ -232,8 +227,7 @@ class Quorum:
         return here and heard and in_reach and self._owner(message.ballot) == peer
 
     def _highest_yet(self) -> int:
-        """The highest ballot that honest members can have come to in this round: who asks for more wants to use them
-        up."""
+        """The highest ballot that honest members can have reached; a bound against using ballots up."""
         grown = int(BALLOTS_PER_SECOND * len(self.members) * (self._now - self._began + AHEAD_SECONDS))
         return min(MAX_BALLOT, max(self.acceptor.vote.ballot, 0) + grown)
 

@@ -13,16 +13,13 @@ from protocol.wire.session import Heartbeat, LogRequest
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """What is wrong with a commit, for a reader. `lie`: nobody honest writes this, else it is a doubt. `again`: the
-    leader gave this node reason to doubt it before, so it is treated as one that lies; its commit may be an honest one
-    all the same."""
+    """What is wrong with a commit. lie: it breaks a rule, else a doubt; again: a repeated doubt, treated as a lie."""
 
     reason: str
     lie: bool
     again: bool = False
     about: str = ""
-    """The peer that the commit says to have diverged, where a doubt is about its work: it may attest other digests to
-    the leader than to this node. Else empty."""
+    """The diverged peer that a doubt is about, which may attest other digests to the leader; else empty."""
 
     @property
     def accuses(self) -> bool:
@@ -92,8 +89,7 @@ class Appended:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Event: the answer to a `Judge`; `unfair`: what is wrong with the commit that has this digest, None where nothing
-    is."""
+    """Event: the answer to `Judge`. unfair: the objection to the commit with this digest, None if there is none."""
 
     digest: str
     unfair: Objection | None
@@ -147,8 +143,7 @@ class FetchList:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Effect: find out whether this commit, of which all is here and for which `peer` asks for votes, is one that this
-    node could have proposed; the answer is `Judged`."""
+    """Effect: examine a commit that `peer` proposes, of which all is held; the answer is `Judged`."""
 
     peer: str
     commit: Commit
@@ -156,8 +151,7 @@ class Judge:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Effect: tell the operator that `peer` asked for votes for a commit that gets none here, and why. Where it led,
-    another leads."""
+    """Effect: tell the operator why a commit of `peer` gets no vote here; another node leads then."""
 
     peer: str
     round: int

@@ -23,11 +23,10 @@ class TableError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[P]):
-    """One row: in `phase`, upon `event`, if `when` holds, the machine goes to `next` and has `effects` carried out.
+    """In `phase`, upon `event`, if `when` holds: to `next`, with `effects`.
 
-    `event` None: no event is needed, the row is taken as soon as `when` holds. `phase` and `next` None: in every phase,
-    which stays as it is. `effects` are the kinds of the effects in their order, one that may be repeated once; of an
-    effect that sends a message, the kind is the message's.
+    event None: no event is needed. phase and next None: every phase, unchanged. effects: kinds, in order;
+    a repeated kind once, a sent message by its own kind.
     """
 
     phase: P | None

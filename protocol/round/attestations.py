@@ -73,8 +73,7 @@ def _holds(known: Mapping[str, str], right: Mapping[str, str], shards: Iterable[
 
 @dataclass(frozen=True, slots=True)
 class Attested:
-    """What was attested of one round up to now, {peer: {shard: digest}}, and what is right; what comes later does not
-    change it."""
+    """A snapshot of one round: {peer: {shard: digest}}, and the majority's digests."""
 
     known: Mapping[str, Mapping[str, str]]
     majority: Mapping[str, str]
@@ -84,8 +83,7 @@ class Attested:
 
 
 class _Shard:
-    """What was attested of one shard after one round, counted as it comes. `digests`: who has which; `_weight`: of the
-    witnesses that have a digest, of as few digests as there are opinions among them."""
+    """Attested digests of one shard after one round. digests: peers by digest; _weight: of witnesses by digest."""
 
     def __init__(self) -> None:
         self.digests: dict[str, dict[str, None]] = {}
@@ -119,8 +117,7 @@ class _Shard:
                 del self._weight[digest]
 
     def wrong(self, ties: bool) -> list[str]:
-        """Who has something else than what is right; with `ties`, everybody where nothing is. As many steps as that are
-        peers."""
+        """Peers with another digest than the majority's; all peers if there is none and `ties`."""
         right = self.right
         if right is None and not ties:
             return []
@@ -128,8 +125,7 @@ class _Shard:
 
 
 class RoundAttestations:
-    """What was attested of one round. `majority`: by shard, without those that have a tie; `split`: the shards of which
-    not all have the same; `reported`: who was told to have diverged."""
+    """Attestations of one round. majority: by shard, without ties; split: shards with several digests."""
 
     def __init__(self, weights: Weights, attested: Mapping[str, Mapping[str, str]] = MappingProxyType({})) -> None:
         self._weights = weights
@@ -182,8 +178,7 @@ class RoundAttestations:
 
 
 class Attestations:
-    """What was attested of the last rounds. An attestation costs as many steps as it has shards, and as peers have
-    diverged. `weights()` are those of who counts, for a round of which nothing was attested yet."""
+    """Attestations of the last rounds. weights: of the witnesses, when a round's first attestation comes."""
 
     def __init__(self, weights: Callable[[], Weights]) -> None:
         self._weights = weights
@@ -225,8 +220,7 @@ class Attestations:
         return dict(self._rounds[round].majority) if round in self._rounds else {}
 
     def sure(self, round: int) -> dict[str, str]:
-        """The digest of each shard after `round` that more than half of all weight has: whoever is still silent cannot
-        change it."""
+        """Digests that more than half of all weight has, which silent witnesses cannot change."""
         return self._rounds[round].sure() if round in self._rounds else {}
 
     def diverged(self, round: int, ties: bool = False) -> list[Diverged]:
@@ -240,6 +234,5 @@ class Attestations:
         )
 
     def snapshot(self, round: int) -> Attested:
-        """What was attested after `round`. As many steps as that are peers, and no copy of what they attested: that is
-        never changed."""
+        """The attestations after `round`; later ones do not change it."""
         return Attested(dict(self.of(round)), self.majority(round))

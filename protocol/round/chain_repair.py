@@ -9,7 +9,7 @@ The plan in the log stays as it is; the commit's contribution names the members.
     else, once per member and round   the same members go on: the lost one may be back
     else                              the chain's round is over; members keep their work in the error feedback
 
-Four exceptions. An accused member (protocol/round/quarrels.py) is replaced, or the chain's round is over. An absent
+Four exceptions. An accused member (protocol/round/accusations.py) is replaced, or the chain's round is over. An absent
 member (protocol/round/presence.py) that no neighbour reports is replaced once a spare is ready. A slow stage
 (protocol/planning/pipeline_model.py) is replaced if a spare is ready, else nothing happens. After MAX_GENERATIONS the
 chain's round is over.
@@ -26,8 +26,8 @@ import dataclasses
 from collections.abc import Callable
 
 from protocol.identity import short_peer
+from protocol.round.accusations import LIES
 from protocol.round.offers import Offers
-from protocol.round.quarrels import LIES
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import ChainFailure, ChainReconfig
 
@@ -47,11 +47,9 @@ def reconfigured(plan: Plan, reconfig: ChainReconfig) -> Plan | None:
 
 
 class ChainRoster:
-    """The chains of one round, by the number of their replica.
+    """Chains of one round by replica number.
 
-    `plan` has the members of now; the roster begins with the plan that the log has, None where it has none. `reconfigs`
-    has the newest reconfiguration of each chain that had one. `away` are the peers that were lost and not heard since.
-    `changes`: how many reconfigurations there were.
+    plan: with the present members; reconfigs: the newest of each chain; away: lost peers
     """
 
     def __init__(self, plan: Plan | None) -> None:
@@ -76,8 +74,7 @@ class ChainRoster:
         return self._indexed()[1].get(peer)
 
     def offered_by(self, peer: str, number: int) -> ReplicaSpec | None:
-        """What an offer of `peer` to the replica with this number is of: that one, if it is a member; a spare may have
-        been named twice, by two leaders. Else the replica that has it."""
+        """The replica of an offer: the named one if `peer` is a member (leaders may disagree), else its own."""
         named, own = self.find(number), self.replica_of(peer)
         if named is not None and peer in named.peers:
             return named
@@ -99,8 +96,7 @@ class ChainRoster:
         return set(self._seats.values())
 
     def take_seat(self, peer: str, layers: int, number: int | None = None) -> ReplicaSpec | None:
-        """`peer` takes a seat, the one with this number or the first free one; None where there is none. `layers`: of
-        the model."""
+        """Gives `peer` the seat `number`, or the first free one; None if there is none. layers: of the model."""
         assert self.plan is not None
         taken = self.seats
         free = [s.number for s in self.plan.seats if s.number not in taken and number in (None, s.number)]
@@ -128,8 +124,7 @@ class ChainRoster:
             self._followers.add((reconfig.replica, reconfig.generation, peer))
 
     def reported(self, peer: str, failure: ChainFailure) -> ChainReconfig | ReplicaSpec | None:
-        """What `peer` is to hear of its report: the newest reconfiguration, which it does not know; or its chain, which
-        has to change; or nothing."""
+        """The answer to a report: a newer reconfiguration, the chain that has to change, or None."""
         spec, known = self.find(failure.replica), self.reconfigs.get(failure.replica)
         if spec is None or failure.generation > self.generation(failure.replica):
             return None
@@ -156,10 +151,7 @@ class ChainRoster:
     def lost(
         self, peer: str, reason: str, must_go_on: bool, offers: Offers, suits: Callable[[str, StageSpec], bool]
     ) -> ChainReconfig | None:
-        """How the chain of `peer`, if it is in one, goes on. None: it is waited for.
-
-        `must_go_on`: without a spare, the chain does not wait. `suits`: as for `replace`.
-        """
+        """How the chain of `peer` goes on, None: it waits. must_go_on: it does not wait without a spare."""
         replica = self.replica_of(peer)
         if replica is None or self.plan is None:
             return None
@@ -182,10 +174,7 @@ class ChainRoster:
         steps: int,
         suits: Callable[[str, StageSpec], bool],
     ) -> ChainReconfig | None:
-        """Puts a spare in the place of the member `lost`; None where no spare is ready.
-
-        `suits` says whether a spare is ready for a stage. `steps` > 0: that many inner steps are done by all.
-        """
+        """Replaces the member `lost` by a spare that `suits`, None if there is none. steps > 0: done by all."""
         assert self.plan is not None
         spec = self.plan.replica(replica)
         stage = spec.stage_of(lost)

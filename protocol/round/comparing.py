@@ -51,8 +51,7 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a contribution sends. `decode`: shard -> its tensors, or what was found in them; `norms`: the L2 norms that
-    are said of the shards."""
+    """An update. decode: shard -> tensors, or what was found in them; norms: the claimed L2 norms by shard."""
 
     decode: Callable[[str], Sequence[Sparse] | Examined]
     norms: Mapping[str, float] = field(default_factory=dict)
@@ -60,8 +59,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Examined:
-    """All that judging needs of a shard's payload of `size` bytes. `square`: of its norm; `counts` [T]: entries of each
-    tensor; `marked` [E], `values` and `coded` as in Tiled, of all tensors, one after the other."""
+    """Content of a shard's payload. square: of its norm; counts [T]: entries by tensor; the rest as in Tiled."""
 
     size: int
     square: float
@@ -102,8 +100,7 @@ def update_of(
     read: Callable[[Part], bytes],
     known: Callable[[Part, Callable[[], Examined]], Examined] = lambda part, find: find(),
 ) -> Update:
-    """The update in the payloads of these parts, which are of all shards. `known`: what is in a part; it may call what
-    finds that out. `decode` raises PayloadError, and what these raise."""
+    """The update in these parts, one of each shard. known: a cache of contents. `decode` raises PayloadError."""
     of = {part.shard: part for part in parts}
 
     def decode(shard: str) -> Examined:
@@ -126,8 +123,7 @@ def update_of(
 
 
 def squares(values: npt.NDArray[np.float32]) -> float:
-    """The sum of the squares of finite `values`, the same number on every machine: halves are added until one number is
-    left."""
+    """The sum of the squares of finite `values` in pairwise order, the same on every machine."""
     return _squares(values[None])[0]
 
 
@@ -148,19 +144,13 @@ def _squares(values_PN: npt.NDArray[np.float32]) -> list[float]:
     return [math.fsum(row) for row in zip(*sums, strict=True)]
 
 
-def norm(tensors: Sequence[Sparse]) -> float:
-    return math.sqrt(math.fsum(squares(tensor.values) for tensor in tensors))
-
-
 def is_true(said: float, norm: float) -> bool:
     return math.isclose(said, norm, rel_tol=NORM_TOLERANCE)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of M updates: `norms` [M], `shards` [M][S], and why some are `broken`: they cannot be decoded. `panels`: who is
-    compared with whom, and for each shard their cosines [P, P]; `elements` [S]: how many parameters of each shard are
-    compared."""
+    """Norms of M updates [M], by shard [M][S], unreadable ones, cosines by panel and shard, compared elements [S]."""
 
     norms: list[float]
     shards: list[list[float]]
@@ -176,8 +166,7 @@ def measure(
     panels: Sequence[Sequence[int]],
     tiles: int = TILES,
 ) -> Measured:
-    """Decodes every shard of every update once, one after the other. `seed`: decides which tiles are compared;
-    `panels`: each update is in one of them; `tiles`: about so many are compared, or all."""
+    """Decodes every shard of every update once. panels: a partition of the updates; tiles: how many are compared."""
     squared: list[list[float]] = [[] for _ in updates]
     broken: dict[int, str] = {}
     one_of = max(1, layout.total_parameters(model) // (tiles * TILE))
@@ -234,8 +223,7 @@ class _Cut:
 
 
 class _Chosen:
-    """The entries of a shard's chosen tiles, one after the other: the same for every update, but for where within its
-    tile each is."""
+    """The entries of a shard's chosen tiles, at the same positions in every update."""
 
     def __init__(self, tilings: Sequence[Tiling], chosen: Sequence[Places], counts: Sequence[int]) -> None:
         self.tensors: list[slice] = []
@@ -288,9 +276,7 @@ class _Chosen:
 
 
 def products(place_PE: Places, value_PE: Floats, places: int, few: int = DENSE_ABOVE) -> Floats:
-    """[P, P]: for each two rows the sum of the products of their values at the same places, of which a row has each
-    once at most; what is on the diagonal says nothing. An entry that one row alone has adds to none. Where up to `few`
-    rows have one, they are multiplied pair by pair, else whole columns are."""
+    """[P, P]: sums of products of two rows at common places. Few rows at a place: by pairs, else by columns."""
     total = np.zeros((len(value_PE), len(value_PE)))
     width, place, value = value_PE.shape[1], place_PE.ravel(), value_PE.ravel()
     rows_at = np.bincount(place, minlength=places)

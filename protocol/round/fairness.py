@@ -45,8 +45,7 @@ CLOCK_TOLERANCE_SECONDS = 86400.0
 LEAST_PLAN_RATE = 0.6
 """A plan brings at least this share of the tokens per second of a member's own plan of the same peers."""
 RANGE_SLACK = 2.0
-"""So many times the share of a range of addresses may be planned for one: each node sees by itself where peers come
-from."""
+"""Factor of a range's share that a plan may have: nodes see different addresses of a peer."""
 ACCUSE_WEIGHT = 2.0
 """So many doubts about one leader are as bad as a lie."""
 FORGIVEN_PER_ROUND = 0.25
@@ -98,9 +97,7 @@ def lie_in(sight: NodeView, commit: Commit) -> Objection | None:
 def wrong_verdict_in(
     sight: NodeView, commit: Commit, read: Callable[[str], bytes], known: judging.Lookup = judging.no_lookup
 ) -> Objection | None:
-    """A verdict on a contribution that is not the rule's, which is a lie; None where there is none. `read`: payloads
-    and lists of parts by their names; `known`: what was found in payloads. Raises what these raise. Takes as long as
-    decoding what is not known."""
+    """A verdict that is not the rule's, or None. read: by name; known: contents. Raises what these raise."""
     here = [sight.complete[x.replica] for x in commit.left_out if x.judged is not None and x.replica in sight.complete]
     out = [c for c in here if any(x.judged == judging.name_of(c) for x in commit.left_out)]
     updates = {c.replica: judging.held(sight.manifest, c, read, known) for c in (*commit.contributions, *out)}
@@ -115,8 +112,7 @@ def wrong_verdict_in(
 
 
 def doubt_in(sight: NodeView, commit: Commit) -> Objection | None:
-    """The first reason to doubt a commit without lies; None where this node could have proposed it, or knows too little
-    to tell. Takes as long as a plan of the peers that it names."""
+    """The first doubt about a commit without lies, None if there is none. Takes as long as a plan of its peers."""
     found = next(_doubts(sight, commit), None) if sight.settled else None
     return None if found is None else Objection(found.reason, False, about=found.about)
 
@@ -250,8 +246,7 @@ def view_of(
     living: Set[str] = frozenset(),
     present: Set[str] = frozenset(),
 ) -> NodeView:
-    """What the node whose machine this is knows now; nothing of it changes later. `settled`: whether it has run for a
-    lease."""
+    """A snapshot of what this node knows. settled: whether it has run for a lease."""
     verdicts, waited = leader.seen(now)
     known = leader.attestations.of(leader.round - 1)
     attested: dict[str, set[str]] = {}
@@ -303,10 +298,7 @@ class DoubtRecord:
         ] = {}  # by what is doubted: which leaders gave reason, and in which round last
 
     def weigh(self, leader: str, round: int, found: Objection | None, members: int) -> Objection | None:
-        """What comes of it when `found` is wrong with a commit of `round` that `leader` proposes to so many members:
-        nothing, where this round has been held up for a doubt already, or where it is a doubt about too many leaders to
-        be right; one that accuses, where there were doubts about this leader before. A doubt about a peer never
-        accuses."""
+        """The objection that remains: none for a second doubt in a round, an accusation for repeated ones."""
         if found is None or found.lie:
             return found
         if self._is_wrong(leader, round, found, members) or self._doubted == round:
@@ -321,8 +313,7 @@ class DoubtRecord:
         )
 
     def _is_wrong(self, leader: str, round: int, found: Objection, members: int) -> bool:
-        """Whether more leaders than may lie give reason for this doubt, whatever its figures; then none of them is held
-        to anything."""
+        """Whether more leaders than may lie give reason for this doubt; then none of them is blamed for it."""
         self._raised = {
             what: recent
             for what, since in self._raised.items()

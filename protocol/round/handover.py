@@ -33,8 +33,7 @@ TOPK = (1024, 256, 64)
 LEFT_SHARE = 0.25
 """A hand-over is followed by another one while more than this share of the feedback's norm is left."""
 MOST_NORM = 64.0
-"""What an heir adds has at most so many times the norm of its own newest payload of the shard: a feedback that was
-never sent has 1 / (1 - beta) = 20 times that of what is learned in a round, and a payload less than that."""
+"""An heir adds at most this times its own newest payload's norm; unsent feedback has 1 / (1 - beta) = 20 times."""
 MEMORY_ROUNDS = 256
 """Only who trained the shard in one of the last so many rounds has something to hand over."""
 LEAVE_SECONDS = 20.0
@@ -69,9 +68,7 @@ def kept_shards(manifest: Manifest, plan: Plan, peer: str) -> tuple[str, ...]:
 
 
 def heir(manifest: Manifest, before: Plan | None, plan: Plan, peer: str, shard: str) -> str | None:
-    """Who gets the feedback of `shard` from `peer`, who does not train it in `plan`: somebody who trains it, or will in
-    a replica that is forming, and did not in the plan `before`, one for each who stopped; where there is nobody new,
-    one of those who train it. None: nobody does. A peer that leaves knows of nobody new: `before` is None."""
+    """The peer that gets the feedback of `shard`: a new trainer for each that stopped, else a trainer, else None."""
     training = [p for p in trainers(manifest, plan.replicas, shard) if p != peer]
     if before is not None:
         begun = {p for replica in before.replicas for p in replica.peers}
@@ -87,8 +84,7 @@ def heir(manifest: Manifest, before: Plan | None, plan: Plan, peer: str, shard: 
 def why_refused(
     manifest: Manifest, log: Mapping[int, Commit], plan: Plan | None, peer: str, giver: str, handover: Handover
 ) -> str | None:
-    """Why `peer`, whose newest plan is `plan`, does not take this from `giver`; None where nothing speaks against it so
-    far."""
+    """Why `peer`, whose newest plan is `plan`, does not take this from `giver`; None if it may."""
     if handover.heir != peer:
         return "it is for somebody else"
     if handover.shard not in layout.shard_names(manifest.model):
@@ -115,8 +111,7 @@ def is_too_large(norm: float, own: float) -> bool:
 
 
 def leaving_topk(manifest: Manifest, shards: Sequence[str], up_bps: int, seconds: float) -> int:
-    """The most entries with which the feedback of these shards leaves over `up_bps` bits a second (0: unknown) in half
-    the time."""
+    """The most entries with which these shards' feedback leaves at `up_bps` (0: unknown) in half of `seconds`."""
     for topk in TOPK[:-1]:
         sizes = (sparse.max_payload_size(codec(manifest, topk), layout.shapes(manifest.model, s)) for s in shards)
         if 8 * sum(sizes) <= up_bps * seconds / 2:

@@ -45,15 +45,13 @@ MEDIAN_SWING = 2.0
 TOO_MUCH = 2.5
 """Who agrees with the others so many times as much as most is made of their updates."""
 SURE_DEVIATIONS, CHANCE_DEVIATIONS = 3.0, 8.0
-"""How much most have to agree, and somebody to differ from that, in standard deviations of the agreement of unrelated
-updates."""
+"""Least agreement of most updates, and of a deviation from it, in standard deviations of unrelated ones."""
 PANEL = 32
 """Contributions that are compared with each other, about."""
 
 
 Lookup = Callable[[str, Part, Callable[[], Examined]], Examined]
-"""(who sent a part, the part, what finds out) -> what is in it, if need be since that found it out; raises what that
-raises."""
+"""(sender, part, decode) -> the content of a part, from a cache or by `decode`; raises what that raises."""
 
 
 def no_lookup(sender: str, part: Part, find: Callable[[], Examined]) -> Examined:
@@ -63,8 +61,7 @@ def no_lookup(sender: str, part: Part, find: Callable[[], Examined]) -> Examined
 
 @dataclass(frozen=True, slots=True)
 class PreviousRound:
-    """What the log says of the rounds before: the medians of the clipped norms, and the updates that the last one
-    committed."""
+    """Medians of the clipped norms of the rounds before, and the updates that the last one committed."""
 
     medians: tuple[float, ...] = ()
     updates: tuple[Update, ...] = ()
@@ -80,9 +77,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgingJob:
-    """All that a verdict depends on, beside the payloads. `contributions`: in the order in which they came; `last`:
-    those of the round before. `parent`: the digest of the commit before. `trial`: the replicas whose makers are on
-    probation."""
+    """All that verdicts depend on, without payloads. contributions: by arrival; last: the round before's."""
 
     manifest: Manifest
     round: int
@@ -93,8 +88,7 @@ class JudgingJob:
     trial: frozenset[int] = frozenset()
 
     def answer(self, read: Callable[[str], bytes], known: Lookup = no_lookup) -> tuple[Verdict, ...]:
-        """The verdicts. `read`: lists of parts and payloads by their names; `known`: what was found in payloads. Raises
-        BadList, and what these raise."""
+        """The verdicts. read: lists and payloads by name; known: contents of payloads. Raises BadList, and theirs."""
         enough = len(self.contributions) >= LEAST_COMPARED or self.trial
         last = tuple(held(self.manifest, c, read, known) for c in self.last if enough)
         before = PreviousRound(self.medians, last)
@@ -110,8 +104,7 @@ class JudgingJob:
 def held(
     manifest: Manifest, contribution: Contribution, read: Callable[[str], bytes], known: Lookup = no_lookup
 ) -> Update:
-    """The update of a contribution whose lists can be read by their names, and its payloads, where what is in them is
-    not known."""
+    """The update of a contribution: its lists by name, and its payloads where their content is not known."""
     lists = [(share.peer, part_lists.unpack(read(share.root))) for share in contribution.shares]
     parts: list[Part] = [part for _, of_share in lists for part in of_share]
     sender = {part.shard: peer for peer, of_share in lists for part in of_share}
@@ -126,8 +119,7 @@ def name_of(contribution: Contribution) -> str:
 
 
 def typical(norms: Sequence[float], before: Sequence[float]) -> float:
-    """What the median of a round with these norms counts as; 0 where nothing says it. `before`: the medians of the
-    rounds before."""
+    """The median that limits norms are relative to; 0 if unknown. before: the medians of the rounds before."""
     known = statistics.median(before) if len(before) == run_state.MEDIANS_KEPT else 0.0
     if len(norms) < MEDIAN_NEEDS:
         return MEDIAN_SWING * known
@@ -143,8 +135,7 @@ def judge(
     before: PreviousRound,
     gone: Sequence[str] = (),
 ) -> list[Verdict]:
-    """The verdict on each of a round's contributions, in the order in which they came. `names`: by `name_of`; `gone`:
-    those of further ones that were judged with them and are left out. Raises what `updates` raise."""
+    """Verdicts in order of arrival. names: by `name_of`; gone: of others that were left out. Raises as `updates`."""
     total = len(names) + len(gone)
     seed = hashlib.sha256(" ".join(["potluck judging", parent, *sorted([*names, *gone])]).encode()).digest()
     earlier = before.updates if total >= LEAST_COMPARED else ()
@@ -171,9 +162,7 @@ def judge_newcomers(
     newcomers: Sequence[tuple[str, Update]],
     before: PreviousRound,
 ) -> list[Verdict]:
-    """The verdict on each of those on probation, in the order in which they came: what it would be if this one were
-    alone with those that are `counted`; but copies of each other, and what is nothing, are found among however few.
-    Each with its name. Raises what updates raise."""
+    """Verdicts on contributions on probation, each as if alone with the `counted` ones; copies among all."""
     named = sorted(name for name, _ in (*counted, *newcomers))
     seed = hashlib.sha256(" ".join(["potluck probation", parent, *named]).encode()).digest()
     groups, panels = -(-len(newcomers) // PANEL), max(1, -(-len(counted) // PANEL))
@@ -200,9 +189,7 @@ def why_unjust(
     before: PreviousRound,
     trial: Set[int] = frozenset(),
 ) -> str | None:
-    """Why the verdict of a commit is not the rule's; None if it is. `updates`: by the replicas' numbers, of all
-    contributions; where those that were judged and left out are among them too, that is checked as well. `trial`: those
-    of them whose makers are on probation. Raises what `updates` raise, KeyError for a lacking one."""
+    """Why the commit's verdict is not the rule's, None if it is. updates: by replica; trial: on probation."""
     gone = [x for x in commit.left_out if x.judged is not None and x.replica not in trial]
     known = gone if all(x.replica in updates for x in gone) else []
     names = [*(name_of(c) for c in commit.contributions), *(x.judged or "" for x in known)]
@@ -234,8 +221,7 @@ def why_unjust(
 
 
 class _Round:
-    """The contributions of a round that are `left`, and what is wrong with them. `together`: there are enough to be
-    compared."""
+    """Contributions of a round that are `left`, and their faults. together: enough of them to compare."""
 
     def __init__(
         self,
@@ -308,8 +294,7 @@ class _Round:
         return None
 
     def _too_long(self) -> float:
-        """Norms over this are left out. Where all have become longer than they were, as when fast machines join slow
-        ones, or where too few are there to tell, they are clipped: only what no clip makes harmless is left out."""
+        """The limit norm. Where all norms have grown or too few are known, only what a clip cannot bound is over."""
         if len(self.left) < MEDIAN_NEEDS:
             return self.typical * self._spec.clip / LEAST_SCALE
         middle = statistics.median(self._measured.norms[i] for i in self.left)
@@ -372,8 +357,7 @@ class _Round:
 
 
 def _shares(products: Floats, elements: int) -> list[tuple[float, int, str]]:
-    """The agreement of some updates as a share of what most have, and in words: of those that differ from it by more
-    than chance, where most agree by more than chance. `elements`: how many parameters were compared."""
+    """(agreement / the median, index, text) of updates that differ by more than chance, where most agree."""
     found, deviation = agreements(products), 1 / math.sqrt(elements)
     middle = statistics.median(found)
     if middle < SURE_DEVIATIONS * deviation:
@@ -383,8 +367,7 @@ def _shares(products: Floats, elements: int) -> list[tuple[float, int, str]]:
 
 
 def agreements(products: Floats) -> list[float]:
-    """The cosine of each of some updates with the sum of the others, given their products [P, P]; 0 where either is
-    nothing."""
+    """The cosine of each update with the sum of the others, from their products [P, P]; 0 where either is 0."""
     rows = [math.fsum(row) for row in products.tolist()]
     whole, own = math.fsum(rows), products.diagonal().tolist()
     found = []

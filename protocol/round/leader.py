@@ -31,13 +31,13 @@ from protocol.planning.partition import Candidate
 from protocol.quorum.table import Position
 from protocol.round import judging, offers, presence, stragglers
 from protocol.round import leader_events as ev
+from protocol.round.accusations import LIES, Accusations
 from protocol.round.attestations import Attestations, Witnesses
 from protocol.round.chain_repair import SLOW, ChainRoster
 from protocol.round.judging import JudgingJob, Verdict
 from protocol.round.leader_events import Effect, Event, Phase
 from protocol.round.offers import Examined, Offers, ReplicaStates
 from protocol.round.presence import Newcomers, Promises
-from protocol.round.quarrels import LIES, Accusations
 from protocol.round.questions import Question
 from protocol.run.manifest import Manifest
 from protocol.wire.claims import Audit, Evaluation, Score
@@ -56,8 +56,7 @@ class Outcome:
     diverged: Sequence[Diverged] = ()
 
     def judged(self, standing: Standing, job: JudgingJob, verdicts: Sequence[Verdict]) -> Outcome:
-        """The outcome without the contributions that are left out by the answer to `job`. `standing`: before the
-        round."""
+        """The outcome after the verdicts on `job`. standing: before the round."""
         found = dict(zip((c.replica for c in job.contributions), verdicts, strict=True))
         sound = [c for c in self.contributions if found[c.replica].reason is None]
         kept = [c for c in sound if c.replica not in job.trial]
@@ -96,9 +95,10 @@ LEAVES_REASON = "leaves the run"
 
 
 class Leader:
-    """A run as a bootstrap node sees it; `handle` is the only entry. `commits`: the log so far. `held`: names of the
-    payloads and lists of parts that are durable here. `now`: seconds on the clock of `handle`. `auditors`: peers that
-    this node believes before all others."""
+    """A run as a bootstrap node sees it; `handle` is the only entry.
+
+    held: durable payloads and lists; now: seconds on the clock of `handle`; auditors: of this node
+    """
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Leader:
         self.attestations = Attestations(self.witnesses.weights)
         self.promises = Promises()
         self.newcomers = Newcomers()
-        self.quarrels = Accusations()
+        self.accusations = Accusations()
         self.newcomers.begin(self.standing, self.plan)
         self.petitions = access.SignedDecrees()
         self._claims = Claims()
@@ -259,10 +259,10 @@ class Leader:
     def _chain_failure(self, peer: str, failure: ChainFailure) -> list[Effect]:
         if failure.round != self.round:
             return []
-        told = self.quarrels.hear(peer, failure, self.roster.versions(failure.replica))
+        told = self.accusations.hear(peer, failure, self.roster.versions(failure.replica))
         effects: list[Effect] = self.position.stay(ChainFailure, told) if told else []
         found = self.roster.reported(peer, failure) if self._leads else None
-        lost = self.quarrels.loser(peer, failure.peer) if failure.reason.startswith(LIES) else failure.peer
+        lost = self.accusations.loser(peer, failure.peer) if failure.reason.startswith(LIES) else failure.peer
         if told and isinstance(found, ChainReconfig):  # a liar may have been quicker to name its neighbour
             news = self._lost(lost, failure.reason, must_go_on=True)
             if news is not None:
@@ -278,10 +278,7 @@ class Leader:
         return effects + self._reconfigure(ChainFailure, news)
 
     def _lost(self, peer: str, reason: str, must_go_on: bool = False) -> ChainReconfig | None:
-        """How the chain of `peer`, if it is in one, goes on: with a spare in its place. None: it is waited for.
-
-        `must_go_on`: without a spare, the chain does not wait.
-        """
+        """How the chain of `peer` goes on, None: it waits. must_go_on: it does not wait without a spare."""
         if not self._leads or self.phase in ev.SETTLED:
             return None
         return self.roster.lost(peer, reason, must_go_on, self.offers, self._suits)
@@ -292,7 +289,7 @@ class Leader:
         if known is None or spare in self._absent or not self.attestations.holds(spare, self.round - 1, wanted):
             return False
         chain = self.roster.find(self.roster.replica_of(stage.peer) or 0)
-        if chain is not None and not self.quarrels.may_take(spare, stage.peer, chain):
+        if chain is not None and not self.accusations.may_take(spare, stage.peer, chain):
             return False
         return partition.can_take(self.manifest, known, stage)
 
@@ -373,7 +370,7 @@ class Leader:
         self.roster.away = away
         self._began = now
         self.attestations.forget(commit.round - 1)
-        self.quarrels.begin(commit.round + 1)
+        self.accusations.begin(commit.round + 1)
         self.newcomers.begin(self.standing, commit.plan)
         rest |= self.standing.fallen()
         self._claims.forget(self.state)
@@ -408,9 +405,8 @@ class Leader:
         return [c for c in self.marked(there) if then.why_not(c.peer) is None]
 
     def marked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """The candidates with all that this node knows against them: as it plans itself, and as it judges others'
-        plans."""
-        return self.standing.marked(self.quarrels.marked(tuple(candidates)))
+        """The candidates with this node's accusations and limits, for its own plans and for judging others'."""
+        return self.standing.marked(self.accusations.marked(tuple(candidates)))
 
     def _advance(self, now: float, event: Event) -> list[Effect]:
         if self.phase is Phase.CLOSING:
@@ -420,8 +416,7 @@ class Leader:
         return self._decide(now, event) if self.phase is Phase.OPEN and self._leads else []
 
     def _may_begin(self, now: float) -> bool:
-        """Whether enough are there for the first plan, or there is something else to say before it: else nobody could
-        ever come."""
+        """Whether enough peers are there for the first plan, or access changes before it."""
         decree, joined = self._changes(now)
         wanted = self.manifest.start_peers
         enough = len(self.ready) >= wanted and len(self.candidates()) >= wanted
@@ -553,7 +548,7 @@ class Leader:
         if self.phase is not Phase.PLANNING or self._asked is None or event.question != self._asked[0]:
             return []
         commit = dataclasses.replace(self._asked[1], plan=event.plan)
-        if commit.plan is None and self.quarrels.forget():
+        if commit.plan is None and self.accusations.forget():
             self._asked = None
             return self._ask(commit, ev.Planned)
         if commit.plan is None and not (commit.contributions or commit.decree or commit.joined):

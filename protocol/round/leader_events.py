@@ -9,8 +9,8 @@ from enum import Enum
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
 from protocol.quorum.table import Row, Table, anywhere
+from protocol.round.accusations import Accusation
 from protocol.round.judging import JudgingJob, Verdict
-from protocol.round.quarrels import Accusation
 from protocol.round.questions import Question
 from protocol.run.manifest import Manifest
 from protocol.wire.claims import Audit, Evaluation, Score
@@ -60,10 +60,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Event: a peer sent this. A `ChainReconfig` from a peer says that the peer follows it.
-
-    The table (TABLE) names these events by the kind of the message.
-    """
+    """Event: a peer sent this; a ChainReconfig means that it follows. TABLE names it by the message."""
 
     peer: str
     message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig | Evaluation | Score | Audit
@@ -124,9 +121,7 @@ class JudgingDone:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Event: time passed. `absent`: ready peers whose session ended and was not opened again in time
-    (protocol/round/presence.py says who that is); `living`: the operators that give signs of life, None where that is
-    not known."""
+    """Event: time passed. absent: see protocol/round/presence.py; living: operators alive, None: unknown."""
 
     absent: frozenset[str] = frozenset()
     living: frozenset[str] | None = None
@@ -149,8 +144,7 @@ class StoreList:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceShare:
-    """Effect: all of this share, which was offered to `round`, is durable here: tell everybody that it may be
-    fetched."""
+    """Effect: tell all sessions that this share, offered to `round`, may be fetched; all of it is durable here."""
 
     round: int
     share: Share
@@ -158,16 +152,14 @@ class AnnounceShare:
 
 @dataclass(frozen=True, slots=True)
 class MakePlan:
-    """Effect: find the answer to this question, which takes seconds where there are many peers, while events are
-    handled as ever; the answer is `Planned`. Who asks anew does not wait for the last answer any more."""
+    """Effect: answer this question on another thread; the answer is `Planned`. A newer question replaces it."""
 
     question: Question
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Effect: judge these contributions, whose payloads are all held; it takes as long as to decode them, while events
-    are handled as ever; the answer is `JudgingDone`. Who asks anew does not wait for the last answer any more."""
+    """Effect: judge these contributions on another thread; the answer is `JudgingDone`. A newer job replaces it."""
 
     case: JudgingJob
 
@@ -210,8 +202,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Effect: show that `peer`, which was planned and brought nothing that counts, is in no plan up to `round`.
-    `scored`: that is what its scores say (protocol/ledger/scoring.py)."""
+    """Effect: show that `peer` is in no plan up to `round`, for broken promises, or bad scores if `scored`."""
 
     peer: str
     round: int
@@ -252,7 +243,7 @@ _ROWS: tuple[Row[Phase], ...] = (
     Row(Phase.PLANNING, Planned, Phase.DECIDING, (Propose,), "the plan, or what was trained, is worth a commit"),
     Row(Phase.PLANNING, Planned, Phase.OPEN, (), "nothing was trained, and who is ready makes no replica"),
     Row(Phase.PLANNING, Planned, Phase.GATHERING, (), "who is ready makes no replica"),
-    Row(Phase.PLANNING, Planned, Phase.PLANNING, (MakePlan,), "the same, because of quarrels: these are forgotten"),
+    Row(Phase.PLANNING, Planned, Phase.PLANNING, (MakePlan,), "the same, because of accusations: these are forgotten"),
     Row(Phase.PLANNING, Lead, Phase.OPEN, (), "who leads has changed"),
     Row(Phase.PLANNING, Lead, Phase.GATHERING, (), "who leads has changed, no round is decided yet"),
     Row(Phase.PLANNING, Decided, Phase.OPEN, (), "another node led"),

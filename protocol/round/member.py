@@ -97,11 +97,7 @@ class Overlap:
         return self.order if self.state is Ahead.RUNNING else None
 
     def begin(self, offer: Offer, trained: ev.TrainOrder, decided: Commit | None, rounds: int) -> list[ev.TrainOrder]:
-        """After `offer` is durable: begins with the round after it, unless that is known to be planned otherwise.
-
-        `trained` is what was trained in the end, with what was reconfigured. `decided` is the commit of the offer's
-        round, where it is known already; else it is taken to bring work. `rounds`: how many the run has.
-        """
+        """Begins the next round after `offer` is durable, unless it is planned otherwise or the run is over."""
         if not self.manifest.outer.overlap or not offer.round < rounds:
             return []
         replica = trained.plan.replica(offer.replica)
@@ -146,8 +142,7 @@ class Overlap:
 
 
 def is_same_work(order: ev.TrainOrder, before: Commit) -> bool:
-    """Whether the plan of `before` gives the replica of `order` just the work that `order` gives it, at the same place
-    of the schedule."""
+    """Whether the plan of `before` gives the replica the same work as `order`, at the same place of the schedule."""
     plan = before.plan
     expected, found = order.plan.replica(order.replica), plan.find(order.replica) if plan is not None else None
     return (
@@ -161,15 +156,13 @@ def is_same_work(order: ev.TrainOrder, before: Commit) -> bool:
 
 
 FORGIVEN = 0.75
-"""Of the seconds by which a peer was asked to finish earlier than it would have, those that the next round ends earlier
-by."""
+"""Share of the seconds by which a peer was asked to finish early that the next round ends earlier."""
 COPIES = 2
 """A payload leaves its sender so many times (docs/protocol.md, Blobs)."""
 
 
 class Deadline:
-    """All times are seconds on the clock of who asks. `up_bps`: bits a second that offers leave with, 0 where that is
-    unknown."""
+    """End of a volunteer's training, early enough for its offer, in seconds. up_bps: bits a second, 0 if unknown."""
 
     def __init__(self, manifest: Manifest, up_bps: int) -> None:
         self.up_bps = up_bps
@@ -183,16 +176,13 @@ class Deadline:
         self.up_bps = up_bps
 
     def left(self, now: float) -> float:
-        """Seconds from now on to train in the round that is under way. On a slow line commits come late; by how much
-        shows when we are asked to finish."""
+        """Seconds left to train. On a slow line commits come late, which shows when we are asked to finish."""
         self._late *= FORGIVEN
         self._ends = max(now, self.began + self._seconds - min(self._lead + self._late, self._seconds / 2))
         return self._ends - now
 
     def left_of(self, now: float, seconds: float, size: int) -> float:
-        """The same for who came within the round, of whose time so many `seconds` are left. It has sent nothing yet;
-        others' offers have `size` bytes. A seat is hardly waited for (protocol/round/stragglers.py): its last inner
-        step ends before the time is over."""
+        """As `left`, for a seat with `seconds` of the round's time; others' offers have `size` bytes."""
         self.began = now - max(0.0, self._seconds - seconds)
         self._lead = max(self._lead, self._upload_seconds(size))
         return max(0.0, self.left(now) - stragglers.OVERRUN * self._seconds)
@@ -214,18 +204,16 @@ class Deadline:
 
 RESEND_SECONDS = 5.0
 LEARN_SECONDS = 30.0
-"""That a newcomer whom a node tells that the run is over only reads the log, before it goes on as if nobody had said
-so."""
+"""A newcomer that is told that the run is over only reads the log for this long, then goes on."""
 SETTLED_SECONDS = 1.0
 """Without a commit, after which a newcomer takes the newest that it knows for the run's."""
 
 
 class Member:
-    """A volunteer in a run; `handle` is the only entry. `commits`: those that count, by round.
+    """A volunteer in a run; `handle` is the only entry.
 
-    `applied`: the round of the durable state, -1 for none. `offer`: the newest durable offer, unless the durable
-    feedback says that it is resolved. `feedback_round`: the newest round whose feedback is durable; it is not trained
-    again, even where the state is older. `up_bps`: bits a second that offers leave with, 0 where that is unknown.
+    applied: round of the durable state, -1 for none; offer: the newest durable one, unless resolved
+    feedback_round: newest round with durable feedback, which is not trained again; up_bps: 0 if unknown
     """
 
     def __init__(
@@ -280,8 +268,7 @@ class Member:
 
     @property
     def newest(self) -> int:
-        """The newest round of which anything was heard, -1 for none: a node's word, as long as the log is not read so
-        far."""
+        """The newest round heard of, -1 for none; a node's word until the log is read that far."""
         return max(self._heard, self.head)
 
     def is_new(self, now: float) -> bool:
@@ -532,8 +519,7 @@ class Member:
         return self.position.step(None, Phase.ENCODING, [_encode(order, result)])
 
     def _leave(self, now: float) -> list[Effect]:
-        """After the last round: when the others' states are compared, or no node has said so for as long as one waits
-        for anybody."""
+        """After the last round: ends when states were compared, or after the round's deadline."""
         attested = self._attest is not None and self._attest.round == self.applied
         late = now - self.deadline.began >= self.manifest.timing.round_deadline
         is_done = attested and (self._run_over or late)

@@ -58,8 +58,7 @@ class LogRead:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Event: all inner steps of `round` are done, or its time is over. `loss`: nats per token, None where this stage
-    does not know it."""
+    """Event: the inner steps of `round` are done, or its time is over. loss: nats per token, None if unknown here."""
 
     round: int
     steps: int
@@ -78,10 +77,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class ChainFailed:
-    """Event: our chain for `round`, in its generation `generation`, has lost `peer`. Our work is kept.
-
-    With the reason `chain_repair.SLOW` the member is there and only slow.
-    """
+    """Event: our chain lost `peer`, our work is kept. With the reason SLOW the member is only slow."""
 
     round: int
     generation: int
@@ -138,12 +134,10 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class TrainOrder:
-    """Effect: do the inner steps of `plan.round` as a member of replica `replica`; the answer is Trained or Failed.
+    """Effect: do the inner steps of `plan.round` in `replica`; the answer is Trained or Failed.
 
-    `generation` is the number of times that the replica's chain was reconfigured in this round. `steps` > 0: the others
-    have done this many inner steps and no more are needed. `resume`: the training is under way, and goes on with the
-    members that `plan` names now. `total_steps`: of the schedule of the learning rate, where the operators have decreed
-    it. `idle`: rounds before this one that brought no work (protocol/ledger/schedule.py).
+    steps > 0: the others have done this many; resume: training goes on with new members
+    total_steps: of a decreed schedule; idle: rounds before without work
     """
 
     plan: Plan
@@ -164,10 +158,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class EncodeUpdate:
-    """Effect: add the round's work δ to the error feedback, e = β e + δ, and take the payloads out of it, e -= sent.
-
-    The payloads and then the offer are made durable; the answer is UpdateEncoded(offer).
-    """
+    """Effect: e = β e + δ, e -= sent; payloads, then the offer durable; the answer is UpdateEncoded(offer)."""
 
     plan: Plan
     replica: int
@@ -178,21 +169,14 @@ class EncodeUpdate:
 
 @dataclass(frozen=True, slots=True)
 class KeepInFeedback:
-    """Effect: add the work δ of a round that sends nothing to the error feedback, e = β e + δ, and make it durable.
-
-    The answer is UpdateEncoded(None).
-    """
+    """Effect: e = β e + δ for a round that sends nothing, durable; the answer is UpdateEncoded(None)."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class EndIn:
-    """Effect: end the training of `round` when so many seconds have passed, with the last inner step that ends before
-    that moment.
-
-    At least one step is done. It has no answer of its own: Trained comes then.
-    """
+    """Effect: end the training of `round` with the last inner step within `seconds`, at least one; then Trained."""
 
     round: int
     seconds: float
@@ -207,10 +191,7 @@ class RestoreFeedback:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Effect: add the commit's payloads to the shards that are held; those in `rebuild` are built from the log instead.
-
-    The answer is Applied.
-    """
+    """Effect: add the commit's payloads to held shards, build those in `rebuild` from the log; then Applied comes."""
 
     commit: Commit
     rebuild: tuple[str, ...]
@@ -218,10 +199,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class HoldShards:
-    """Effect: hold the shards that the commit's plan wants held, in the state after the commit.
-
-    The answer is ShardsHeld, and sooner or later Digested.
-    """
+    """Effect: hold the shards of the commit's plan, after the commit; the answers are ShardsHeld, later Digested."""
 
     commit: Commit
 

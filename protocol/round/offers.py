@@ -26,8 +26,7 @@ MAX_OFFERS_PER_PEER = 16
 
 
 class Offers:
-    """The newest offer of each peer, and who failed, in one round. `held`: names of the payloads and lists of parts
-    that are durable."""
+    """Newest offers and failures in one round. held: names of durable payloads and lists."""
 
     def __init__(self, held: Iterable[str]) -> None:
         self.held = set(held)
@@ -43,8 +42,7 @@ class Offers:
         self._lacking, self._waiting, self._changed = {}, {}, Counter()
 
     def take(self, peer: str, offer: Offer) -> tuple[bool, list[Part]]:
-        """Takes an offer that was admitted, unless its sender changed it too often. Whether its list of parts is not
-        held yet, and the parts that are not."""
+        """Takes an admitted offer, unless changed too often: whether its list is missing, and missing parts."""
         if self._offers.get(peer) != offer:
             self._changed[peer] += 1
             if self._changed[peer] > MAX_OFFERS_PER_PEER:
@@ -60,8 +58,7 @@ class Offers:
         return root not in self.held, lacking
 
     def hold(self, name: str) -> tuple[set[str], list[Share]]:
-        """A payload or a list is durable now: the peers whose offers have it, and the shares of which nothing is
-        lacking any more."""
+        """A payload or list is durable: the peers whose offers have it, and the shares that are whole now."""
         self.held.add(name)
         peers = self._waiting.pop(name, set())
         for peer in peers:
@@ -96,11 +93,7 @@ class Offers:
     def verdict(
         self, replica: ReplicaSpec, diverged: Collection[str], based: Collection[str], there: Collection[str]
     ) -> Contribution | str | None:
-        """What a replica contributes, why it has failed, or None while it is pending.
-
-        diverged: peers whose state differs from the majority's based: peers that attested the state before the round
-        there: peers that are not taken for gone
-        """
+        """What a replica contributes, why it failed, or None if pending. based: peers that attested the state."""
         for peer in replica.peers:
             if peer in self._failures:
                 return f"peer {short_peer(peer)}: {self._failures[peer]}"
@@ -129,8 +122,7 @@ Judge = Callable[[ReplicaSpec], Contribution | str | None]
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What judging goes by beside what happened to single peers. `wrong`: peers that diverged; whenever `all_anew` is
-    another one, every replica is judged again."""
+    """What verdicts depend on besides single peers. wrong: diverged peers; all_anew: another value resets all."""
 
     plan: Plan | None
     wrong: Set[str] = frozenset()
@@ -138,8 +130,7 @@ class Examined:
 
 
 class ReplicaStates:
-    """By the replicas' numbers: what the `complete` ones contribute, why others have `failed`, and the `pending` ones;
-    and `since` when each that was ever complete was so."""
+    """By number: what `complete` replicas contribute and `since` when, why others `failed`, `pending` ones."""
 
     def __init__(self) -> None:
         self.complete: dict[int, Contribution] = {}
@@ -154,9 +145,7 @@ class ReplicaStates:
         self._touched.update(peers)
 
     def renew(self, seen: Examined, judge: Judge, waited: float) -> bool:
-        """Judges the replicas of the plan, `waited` seconds after the round began: those to whose members something
-        happened, or all of them where the plan is another one than the last time, or all are to be judged anew. Whether
-        any verdict is another one now."""
+        """Examines touched replicas, or all of a new plan, `waited` seconds into the round; whether any changed."""
         plan, before, self._seen = seen.plan, self._seen, seen
         todo: Iterable[ReplicaSpec]
         if plan is not before.plan or seen.all_anew != before.all_anew:
@@ -222,10 +211,7 @@ def _shards(model: layout.ModelSpec) -> frozenset[str]:
 
 
 def why_refused(manifest: Manifest, spec: ReplicaSpec, peer: str, offer: Offer) -> str | None:
-    """Why `offer` is not admitted as `peer`'s share of the replica `spec`; None if it is.
-
-    Raises ValueError where `peer` is not a member of `spec`.
-    """
+    """Why `offer` is not admitted as `peer`'s share of `spec`, None if it is. Raises ValueError for no member."""
     stage, train = spec.stage_of(peer), manifest.train
     wanted = memory.stage_shards(manifest, stage.first, stage.last)
     if offer.replica != spec.number:

@@ -52,8 +52,7 @@ def gone(ready: Iterable[str], heard: Mapping[str, float], timing: TimingSpec, n
 def waits_for_final_state(
     plan: Plan | None, timing: TimingSpec, attested: Collection[str], ready: Collection[str], waited: float
 ) -> bool:
-    """Whether a member of the run's last plan that has not attested the final state is still waited for, `waited`
-    seconds after that was decided: one that is gone for a lease, the others until the deadline."""
+    """Whether members of the last plan are waited for: gone ones for a lease, others until the deadline."""
     late = {p for r in (plan.replicas if plan else ()) for p in r.peers}.difference(attested)
     if waited >= timing.gone_after:
         late &= set(ready)
@@ -102,8 +101,7 @@ class Promises:
         self._until: dict[str, int] = {}
 
     def settle(self, commit: Commit, broken: Mapping[str, float]) -> dict[str, int]:
-        """A round is decided, and who broke its promise gets so many strikes. Who rests from now on, until which
-        round."""
+        """Counts the strikes of a decided round; the peers that rest from now on, and until which round."""
         round = commit.round
         tried = (peer for x in commit.left_out if x.probation for peer in x.peers)
         for peer in (*(share.peer for share in commit.shares), *tried):
@@ -141,8 +139,7 @@ def pause(strikes: float) -> int:
 
 
 def broken(plan: Plan | None, commit: Commit, offered: Collection[str], lost: Collection[str]) -> dict[str, float]:
-    """The strikes that a round with this plan and commit brings. `offered`: who has offered all of its work; `lost`:
-    known to be."""
+    """Strikes of a round. offered: peers that have offered all of their work; lost: peers known to be lost."""
     brought = {share.peer for share in commit.shares}.union(offered)
     judged = {x.replica for x in commit.left_out if x.judged is not None and not x.probation}
     found: dict[str, float] = {}
@@ -156,16 +153,14 @@ def broken(plan: Plan | None, commit: Commit, offered: Collection[str], lost: Co
 def candidates(
     ready: Mapping[str, Candidate], away: Collection[str], newest: Callable[[str], int], plan: Plan | None, round: int
 ) -> list[Candidate]:
-    """Ready peers that attested the state before `round`, which is open, and those of replicas that are forming.
-    `newest`: the newest round that each attested."""
+    """Ready peers that attested the state before the open `round` (newest: per peer), or that form a replica."""
     forming = {p for r in (plan.forming if plan else ()) for p in r.peers}
     there = (peer for peer in sorted(ready) if peer not in away)
     return [ready[peer] for peer in there if peer in forming or newest(peer) >= round - 1]
 
 
 def are_new(standing: Standing, plan: Plan | None) -> frozenset[int]:
-    """The numbers of the newcomers' replicas in the plan of the open round. `standing`: after the commit that has the
-    plan."""
+    """Numbers of the newcomers' replicas in the open round's plan. standing: after the commit with the plan."""
     replicas = plan.replicas if plan is not None else ()
     new = frozenset(replica.number for replica in replicas if _is_new(standing, replica))
     return new if len(new) < len(replicas) else frozenset()

@@ -21,11 +21,11 @@ from protocol.wire.plan import Plan, StageSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """`round`: the plan's. `resting`: who is planned only where the `candidates` make not even one replica
-    (protocol/round/presence.py), and `fallen` who only where those do not either (protocol/ledger/standing.py).
-    `previous`: the last plan, with its chains as they were repaired. `contributions`, `left_out`: what the commit that
-    brings the plan says of the round before. `attested`: of the state before that round; None: everybody has what the
-    first plan needs. `range_share`: what strangers of one range of addresses may have of it."""
+    """All that the next plan depends on.
+
+    resting: planned only without a replica of candidates; fallen: only without one of those
+    previous: the last plan with repaired chains; attested: before the round, None: all have the shards
+    """
 
     manifest: Manifest
     candidates: tuple[Candidate, ...]
@@ -39,8 +39,7 @@ class Question:
     range_share: float = 1.0
 
     def answer(self, relay_bps: float = math.inf) -> Plan | None:
-        """The plan, no longer than a commit can say; None where the candidates make not even one replica. `relay_bps`:
-        what all relays together pass on, in bits a second."""
+        """The plan, within a commit's bounds; None if there is no replica. relay_bps: bits a second of all relays."""
         plan = self._plan(self.candidates, relay_bps)
         if plan is None and self.resting:
             plan = self._plan((*self.candidates, *self.resting), relay_bps)

@@ -39,16 +39,14 @@ OVERRUN = 0.03
 
 
 def absent_timed_out(since: Collection[float], waited: float) -> bool:
-    """Whether a round has waited long enough for peers without a session. `since`: after how many seconds each of the
-    others was complete."""
+    """Whether peers without a session are given up. since: seconds at which the others were complete."""
     return bool(since) and waited >= ABSENT * max(since)
 
 
 def timed_out(
     manifest: Manifest, offered: Iterable[tuple[float, int]], late: Iterable[ReplicaSpec], waited: float
 ) -> bool:
-    """Whether a round has waited long enough for the replicas that are `late`. `waited`: seconds since it began;
-    `offered`: when each of the others was complete, in those seconds, and its tokens."""
+    """Whether `late` replicas are given up, `waited` seconds into the round. offered: (seconds, tokens) of others."""
     seconds = manifest.timing.training_seconds
     if waited < (1 + GRACE_SHARE) * seconds:
         return False
@@ -68,8 +66,7 @@ SEAT_PATIENCE_SECONDS = 0.5
 def give_seat(
     manifest: Manifest, roster: ChainRoster, attestations: Attestations, peer: Candidate | None, waited: float
 ) -> TakeSeat | None:
-    """The seat that a peer is given now, so many seconds after the round began, or has been given; None: it gets
-    none."""
+    """The seat that a peer has or gets, `waited` seconds after the round began; None: it gets none."""
     seconds = manifest.timing.training_seconds
     if peer is None or roster.plan is None:
         return None
@@ -88,8 +85,7 @@ def claim_seat(
     peer: Candidate | None,
     number: int | None = None,
 ) -> ReplicaSpec | None:
-    """A peer takes the free seat with this number, or the first one: as a replica. None where there is none, where the
-    plan has work for it, and where it does not hold the whole state before the round."""
+    """Takes the free seat `number`, or the first, for a peer that holds the whole state and has no other work."""
     plan, layers = roster.plan, manifest.model.n_layers
     if peer is None or plan is None or not plan.seats or not budget.holds_whole(manifest, peer.budget):
         return None
@@ -112,9 +108,7 @@ def waits(
     *,
     patient: bool = True,
 ) -> bool:
-    """Whether a round still waits for what is pending, so many seconds after it began: for planned replicas as
-    protocol/round/stragglers.py says, for nothing but seats until PATIENCE after the last of the others was complete.
-    `newcomers`: the numbers of their replicas; `patient`: whether they are waited for (protocol/round/presence.py)."""
+    """Whether a round waits for pending replicas: planned ones by `timed_out`, seats by SEAT_PATIENCE_SECONDS."""
     seconds = manifest.timing.training_seconds
     seats = roster.seats & verdicts.pending.keys()
     late = [replica for number, replica in verdicts.pending.items() if number not in seats]

@@ -29,15 +29,13 @@ FORMAT = 1
 INDEX = "index"
 CHUNKS = "chunks"
 LEAVES = ".leaves"
-"""What is in a corpus's folder, and on its mirrors: the index, the chunks under their names, and beside each the
-digests of its ranges."""
+"""Contents of a corpus's folder and mirrors: index, chunks by name, and the range digests of each chunk."""
 TOKENIZER = "tokenizer.json"
 """Beside them in the folder in which a corpus was built."""
 MAX_INDEX = 64 << 20
 """Bytes."""
 CHUNK_BYTES = 16 << 20
-"""Bytes. Large enough that the index of a million million tokens fits into a message; small enough that the digests of
-a chunk's ranges (16 KiB) are little beside what is read of it."""
+"""A chunk: large, so that the index of 10^12 tokens fits a message; its range digests have 16 KiB."""
 MAX_SEQUENCE = 1 << 20
 """Tokens."""
 MAX_VOCABULARY = 1 << 31
@@ -142,8 +140,7 @@ class CorpusIndex:
         return Extent(self.held_out, size, 0, size)
 
     def extents(self, at: range) -> Iterator[Extent]:
-        """Where the sequences `at`, numbers in [0, sequences) one after the other, lie, in order; one extent for each
-        chunk. Raises IndexError for a number that is outside."""
+        """Extents of the sequences `at`, in order, one for each chunk. Raises IndexError for one outside."""
         if at and not 0 <= at.start < at.stop <= self.sequences:
             raise IndexError(f"sequence outside 0..{self.sequences - 1}")
         each, first = self.sequences_per_chunk, at.start
@@ -179,13 +176,10 @@ def slots(first: int, step: int, rows: int) -> range:
 
 
 def sequences(seed: bytes, count: int, at: range) -> list[range]:
-    """The sequences of a corpus of `count` sequences (protocol/run/corpus.py) that the slots `at` read, in order, as
-    ranges of numbers in [0, count).
+    """The corpus's sequences at these slots, as ranges in [0, count).
 
-    They were put in a pseudo-random order when the corpus was built. So every epoch walks through them as they lie,
-    from a place that follows from (seed, epoch): what one replica reads in a round lies together, and little more than
-    that has to be fetched (docs/adr/0021-a-corpus-is-shuffled-sequences.md). Micro-batch m of step s of a replica reads
-    `slots(first, s * micro_batches + m, rows)`.
+    An epoch walks through them in order from a start that follows from (seed, epoch), so that a replica reads
+    neighbours (docs/adr/0021-a-corpus-is-shuffled-sequences.md).
     """
     if count < 1:
         raise ValueError("the corpus has no sequence")

@@ -174,8 +174,7 @@ def shard_bytes(spec: ModelSpec, shard: str) -> int:
 
 
 def shard_digest(tensors: Sequence[NDArray[np.float32]]) -> str:
-    """The digest of a shard: the blob name (protocol/codec/blob_hash.py) of its tensors as little-endian fp32 in
-    canonical order."""
+    """The blob name (protocol/codec/blob_hash.py) of a shard's tensors as little-endian fp32 in canonical order."""
     import numpy as np
 
     return blob_hash.name_of(*(np.ascontiguousarray(tensor, dtype="<f4").reshape(-1).data for tensor in tensors))

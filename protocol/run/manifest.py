@@ -36,8 +36,7 @@ OPTIMIZERS = ("adamw", "muon")
 MAX_KEYS = 500
 MAX_EVALUATED = 1 << 20
 EVALUATED_SHARE = 0.06
-"""Of the sequences that a replica trains on until it measures again, so many are measured at most: without gradients,
-each costs about a third of one that is trained on."""
+"""Most sequences measured, as a share of those trained between two evaluations; a third of the cost each."""
 MAX_MIRRORS = 8
 MAX_MIRROR = 512
 """Characters."""
@@ -123,8 +122,7 @@ class TrainSpec:
             raise ValueError("momentum must be in [0, 1)")
 
     def has_one_moment(self, shard: str, shape: Sequence[int]) -> bool:
-        """Whether Muon trains this tensor of a shard, which keeps one running mean where AdamW keeps two: a matrix
-        inside a block."""
+        """Whether Muon trains this tensor, with one moment instead of two: a matrix inside a block."""
         return self.optimizer == "muon" and len(shape) == 2 and shard.startswith("block.")
 
     @property
@@ -361,15 +359,12 @@ class Manifest:
 
     @functools.cached_property
     def run_id(self) -> str:
-        """sha256 (hex) of the canonical form without `[hints]`. Fields that were added later (protocol/wire/schema.py)
-        are in it where they do not have their defaults, so that a run of before keeps its name. Strangers ask for it
-        with whatever they send."""
+        """sha256 (hex) of the canonical form without `[hints]`. Later fields count only without their defaults."""
         return hashlib.sha256(self._canonical()).hexdigest()
 
     @property
     def evaluated_sequences(self) -> int:
-        """On how many held-out sequences the loss is measured, if there are so many: those that the manifest names, or
-        as many as cost a replica about 2 % of its time."""
+        """Held-out sequences measured: those of the manifest, or as many as cost about 2 % of a replica's time."""
         trained = self.evaluation.every * self.train.inner_steps * self.train.step_rows
         return max(1, min(self.evaluation.sequences, int(EVALUATED_SHARE * trained)))
 

@@ -18,14 +18,12 @@ from protocol.run.layout import ModelSpec
 TOKENS_PER_PARAMETER = 20
 """Of a training that spends its computing well (Hoffmann et al., 2022)."""
 HOMES, HOME_FLOPS = 8, 20e12
-"""What a run is laid out for where nobody says who takes part: so many GPUs, and the operations a second that training
-gets out of one."""
+"""Assumed swarm of a new run: GPUs, and operations a second that training gets out of one."""
 
 CHECKPOINT_ROUNDS = 320
 """A checkpoint has 12 bytes a parameter: so seldom, a peer's disk takes less than 0.04 of them a round."""
 PROBATION, RANGE_SESSIONS = 8, 16
-"""Of an open run: rounds in which a newcomer's work has no weight, in a run that is ten times as long at least; and
-strangers who may come from one range of addresses at a time."""
+"""Defaults of an open run: probation in rounds (if ten times as long), and sessions of a range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

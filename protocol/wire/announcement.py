@@ -20,8 +20,7 @@ AXES = 3
 NODE_DEVICE = "bootstrap"
 """What a bootstrap node gives for its device."""
 REACHABLE = ("", "direct", "mapped", "private")
-"""How others reach a peer: it is not known; at an address of its own; at one of a router in front of it; they cannot
-connect to it, unless it connects to them or a hole can be made in its router."""
+"""Reachability: unknown, at an own address, at a router's port, or only outbound and by hole punching."""
 MOST_APART = 16
 """Peers of whom one says that it cannot reach them."""
 FARTHEST = 10_000.0
@@ -169,8 +168,7 @@ class DialMe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialled:
-    """The answer. `host`: the IP address that you come from, empty where that is not known; `ports`: those at which one
-    answered, which may be another than you named: that of your connection to us."""
+    """The answer. host: the IP address that you come from, or empty; ports: those that answered, yours included."""
 
     host: bounds.Word
     ports: Annotated[tuple[bounds.Port, ...], AtMost(MOST_PORTS + 1)] = ()
@@ -209,8 +207,7 @@ class RosterRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """The answer to both. To a RosterRequest: `announcements`, and peers that are `gone`, since then, up to `position`;
-    `more`: there is more, ask again from there; `anew`: what was known before does not count any more."""
+    """The answer to both. gone: since `position`; more: ask again; anew: earlier answers are void."""
 
     announcements: Annotated[tuple[bounds.Sealed, ...], AtMost(MAX_ITEMS)]
     gone: Annotated[tuple[bounds.PeerId, ...], AtMost(MAX_ITEMS)] = ()

@@ -80,8 +80,7 @@ def write(value: object) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """A part of the giver's error feedback of `shard`, for `heir`. The giver keeps it as a blob, and in no other
-    place."""
+    """A part of the giver's error feedback of `shard` for `heir`, which the giver keeps as a blob only."""
 
     serial: Count
     """Its number; the giver's later ones have larger numbers."""

@@ -40,8 +40,7 @@ class Evaluation:
 
 
 def evaluation_body(domain: bytes, of: str, said: Evaluation) -> bytes:
-    """What the signature is over. `of`: the digest of the commit of that round, from which the state and the run
-    follow."""
+    """The signed bytes. of: the digest of that round's commit, from which state and run follow."""
     figures = [said.round, said.sequences, said.loss, said.bits_per_byte]
     return domain + framing.pack_message(["evaluation", of, *figures, said.sample])
 
@@ -79,15 +78,13 @@ class Score:
 
 
 def score_body(domain: bytes, of: str, said: Score) -> bytes:
-    """What the signature is over. `of`: the digest of the commit of that round, from which the run, the state and the
-    updates follow."""
+    """The signed bytes. of: the digest of that round's commit, from which run, state and updates follow."""
     return domain + framing.pack_message(["score", of, said.round, packed(said.marks)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """How far the contribution of `replica` to `round` agrees with what `peer` learned from the same text. It is a
-    claim (docs/trust.md)."""
+    """How far the contribution of `replica` agrees with what `peer` learned from the same text. A claim."""
 
     peer: PeerId
     """Who says so."""
@@ -102,8 +99,7 @@ class Audit:
 
 
 def audit_body(domain: bytes, of: str, said: Audit) -> bytes:
-    """What the signature is over. `of`: the digest of the commit of that round, which names the contribution and the
-    run."""
+    """The signed bytes. of: the digest of that round's commit, which names contribution and run."""
     return domain + framing.pack_message(["audit", of, said.round, said.replica, said.agreement])
 
 

@@ -178,8 +178,7 @@ class Commit:
         return sum(c.tokens for c in self.contributions if any(share.peer == peer for share in c.shares))
 
     def tried(self, peer: str) -> str:
-        """Why the work in which `peer` has a share has no weight, where that is its probation, for a reader; else
-        nothing."""
+        """Why the work of `peer` has no weight because of its probation, for a reader; else empty."""
         return next((x.reason for x in self.left_out if x.probation and peer in x.peers), "")
 
     def includes(self, peer: str, root: str) -> bool:
@@ -232,8 +231,7 @@ def liars_borne(members: int) -> int:
 
 
 def votes_needed(members: int) -> int:
-    """The votes that decide: n - f. Two such sets share f + 1 members, one of whom is honest, and f silent members stop
-    nothing."""
+    """n - f votes decide: two such sets share an honest member, and f silent members stop nothing."""
     return members - liars_borne(members)
 
 

@@ -51,8 +51,7 @@ class Board:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What strangers may have, as in the manifest's `admission` (protocol/ledger/standing.py,
-    protocol/ledger/ranges.py)."""
+    """Limits for strangers, as in the manifest's `admission`."""
 
     probation: bounds.Probation
     """The work of a newcomer has no weight for so many rounds."""
@@ -99,8 +98,7 @@ class Decree:
 
     @property
     def is_sound(self) -> bool:
-        """Whether it says something: one of ACTIONS, and whom or what it is about, if that is about anybody or
-        anything."""
+        """Whether the action is one of ACTIONS and has the fields that it needs, and no others."""
         return self.action in ACTIONS and (
             (self.action in OF_PEERS) == bool(self.subject)
             and (self.action == SET) == (self.schedule is not None)
@@ -111,8 +109,7 @@ class Decree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enacted:
-    """A decree and the signatures that make it one (protocol/wire/encoding.py: over the domain and the decree as a
-    message)."""
+    """A decree with enough signatures (protocol/wire/encoding.py: of the domain and the decree as a message)."""
 
     decree: Decree
     """The decision."""

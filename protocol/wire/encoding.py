@@ -67,9 +67,7 @@ def expect(cls: type[T], message: Any, peer: str) -> T:
 
 
 def encode_record(record: Record) -> bytes:
-    """A record as it is stored and sent: one that `decode_record` reads. Raises LocalError for any other, which nobody
-    could get over if it were appended: a bug of this node, since nobody votes for such a commit
-    (protocol/round/fairness.py)."""
+    """A record for disk and network. Raises LocalError if nobody could read it, which is a bug of this node."""
     try:
         raw = framing.pack_message({"c": packed(record.commit), "n": record.ballot, "v": record.votes})
         _record(raw)
@@ -99,8 +97,7 @@ def _record(raw: bytes | memoryview) -> Record:
 
 
 def decode_record(raw: bytes | memoryview, peer: str) -> Record:
-    """The record in `raw`, which `peer` sent; every signature in it is right. Whether its voters are enough of the
-    round's members is for whoever knows the commit before. Raises MessageError."""
+    """A record of `peer` with right signatures; enough voters are not checked. Raises MessageError."""
     try:
         record = _record(raw)
     except (SchemaError, framing.FrameError) as error:

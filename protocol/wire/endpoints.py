@@ -21,8 +21,7 @@ HANDOVER = "potluck/handover/1"
 """Call between peers: Handover -> HandoverAnswer (protocol/wire/calls.py)."""
 
 MOMENTS = "potluck/moments/1"
-"""Call between peers: MomentsRequest -> MomentsAnswer (protocol/wire/calls.py), the blob being
-peer/training/moments.py's."""
+"""Call between peers: MomentsRequest -> MomentsAnswer; the blob is that of peer/training/moments.py."""
 
 PIPE = "potluck/pipe/1"
 """Stream between neighbouring stages of a chain, forward and backward."""
@@ -59,6 +58,5 @@ MAX_TOKENIZER = 64 * 1024 * 1024
 
 
 def announcements_key(run: str) -> str:
-    """The DHT key of the announcements of a run's bootstrap nodes and of some of its peers; one subkey per peer id,
-    each a sealed Announcement."""
+    """The DHT key of a run's announcements; subkeys are peer ids, values sealed Announcements."""
     return f"potluck/1/{run}/peers"

@@ -53,11 +53,7 @@ def end_of(at: int, record: bytes) -> int:
 
 
 def records(file: BinaryIO, path: object) -> Iterator[tuple[int, bytes]]:
-    """(position, record) of every whole record of the log in `file`, which `path` names in errors.
-
-    Ends before a record that a crash, or a write under way, left half-written at the end of what is there when the
-    reading begins. Raises Damaged for any other that is not whole.
-    """
+    """(position, record) of every whole record; a half-written one at the end is skipped. Raises Damaged."""
     size = file.seek(0, _END)
     at = 0
     while at + _HEAD.size <= size:

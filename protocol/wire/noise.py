@@ -65,9 +65,7 @@ class Cipher:
 
 
 class Handshake:
-    """One side of a handshake. `static`, `fresh`: its secret keys, 32 bytes each; `fresh` is used once. `prologue`:
-    what both sides must know alike. Messages are written and read in turn; after the third, `ciphers` are those for
-    sending and for receiving."""
+    """One side of a handshake. static, fresh: 32-byte secret keys, `fresh` used once; prologue: shared context."""
 
     def __init__(self, *, initiator: bool, static: bytes, fresh: bytes, prologue: bytes) -> None:
         self._initiator = initiator

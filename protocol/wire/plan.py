@@ -81,8 +81,7 @@ class ReplicaSpec:
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """A full replica of a round that nobody is planned for: who holds the whole state before the round's time is over
-    may take it (protocol/round/stragglers.py)."""
+    """A full replica that is not planned for a peer: a late one may take it (protocol/round/stragglers.py)."""
 
     number: Number
     """The replica's number."""
@@ -147,8 +146,7 @@ class Plan:
         )
 
     def allows(self, spec: ReplicaSpec, peers: tuple[str, ...]) -> bool:
-        """Whether a round may end with `peers` as the members of `spec`: each is the planned one or a spare, and none
-        is named twice."""
+        """Whether `peers` may be the members of `spec`: each the planned one or a spare, none twice."""
         return len(set(peers)) == len(peers) == len(spec.stages) and all(
             peer == stage.peer or peer in self.spares for stage, peer in zip(spec.stages, peers, strict=True)
         )

@@ -74,8 +74,7 @@ def answer_of(raw: bytes) -> str:
 
 
 def prologue(relay: str) -> bytes:
-    """What both ends know alike: through whom they talk. A relay that passes a stream on to another is found out by
-    it."""
+    """The relay that both ends use; so a relay that forwards to another relay is detected."""
     return b"potluck/relayed/1 " + relay.encode()
 
 

@@ -29,8 +29,7 @@ Digest = Annotated[str, _HEX]
 """64 hexadecimal digits; 32 bytes where it travels. No other text is read in its place."""
 _rows: set[type] = set()
 LATER = {"later": True}
-"""The metadata of a field that was added to a dataclass later, and that `brief` leaves out where it has its default:
-what was written before there was the field keeps its form, and its digest."""
+"""Metadata of a later field: `brief` and messages omit it at its default, so that old digests stay."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,8 +68,7 @@ class SchemaError(PotluckError):
 
 
 def row(cls: C) -> C:
-    """Marks a dataclass of which messages have many: it travels without its fields' names. New fields come last, with
-    defaults."""
+    """Marks a dataclass that is encoded without its fields' names. New fields come last, with defaults."""
     _rows.add(cls)
     return cls
 
@@ -93,10 +91,7 @@ def _fields(cls: type) -> dict[str, tuple[Convert, bool]]:
 
 
 def build(cls: type[T], data: Any, *, where: str = "", ignore_unknown: bool = False) -> T:
-    """An instance of dataclass `cls` from the map `data`.
-
-    Raises SchemaError naming the dotted field. ValueErrors of a `__post_init__` become SchemaErrors of `where`.
-    """
+    """A `cls` from the map `data`. Raises SchemaError with the dotted field; `__post_init__` errors name `where`."""
     fields = _fields(cls)  # type: ignore[arg-type]
     if isinstance(data, list | tuple) and cls in _rows:
         if len(data) > len(fields) and not ignore_unknown:
@@ -123,8 +118,7 @@ def build(cls: type[T], data: Any, *, where: str = "", ignore_unknown: bool = Fa
 
 @functools.cache
 def _converter(hint: Any) -> Convert:
-    """For fields of this type: a dataclass, a tuple or a table of one type, an optional one, a digest, or a plain
-    type."""
+    """The converter of a field type: dataclass, tuple, table, optional, digest or plain type."""
     origin = typing.get_origin(hint)
     if origin is Annotated:
         base, *marks = typing.get_args(hint)
@@ -246,8 +240,7 @@ def _names(cls: Any) -> tuple[str, ...] | None:
 
 
 def plain(value: Any) -> Any:
-    """The inverse of `build`: dataclasses become maps of their public fields, tuples lists, and bytes hexadecimal
-    digits."""
+    """The inverse of `build`: maps of public fields, lists, and hexadecimal digits for bytes."""
     if isinstance(value, tuple | list):
         return [plain(v) for v in value]
     if isinstance(value, dict):
@@ -259,8 +252,7 @@ def plain(value: Any) -> Any:
 
 
 def extend(cls: type[T], value: Any, **more: Any) -> T:
-    """A `cls` with the fields that `value` has too, and with `more`: of a class that extends the class of `value`, or
-    is extended by it."""
+    """A `cls` from the fields that `value` has too, and `more`; one class extends the other."""
     names = _fields(cls)  # type: ignore[arg-type]
     return cls(**{name: getattr(value, name) for name in names if hasattr(value, name)} | more)
 

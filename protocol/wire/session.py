@@ -28,8 +28,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """A node has all payloads of these offers to `round`, and their lists (protocol/ledger/part_lists.py), and they are
-    valid: others may fetch them at once."""
+    """A node has all payloads and lists of these offers to `round`, and they are valid: fetch them at once."""
 
     round: bounds.Round
     shares: Annotated[tuple[Share, ...], AtMost(MAX_TOLD)]
@@ -45,16 +44,12 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """The sender leaves the run: it is waited for no more, and planned again when it has opened another session. What
-    it has offered still counts."""
+    """The sender leaves the run. It is planned again when it opens another session; its offers still count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainFailure:
-    """The sender's chain for `round` has lost `peer`. The sender keeps its work and waits for a ChainReconfig.
-
-    `generation` is the number of times that the chain of this replica was reconfigured in the round.
-    """
+    """The sender's chain lost `peer`; it keeps its work and waits. generation: reconfigurations so far."""
 
     round: bounds.Round
     replica: bounds.Count
@@ -65,10 +60,9 @@ class ChainFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainReconfig:
-    """The members of a replica's chain from now on, under a new generation (protocol/round/chain_repair.py).
+    """New members of a replica's chain (protocol/round/chain_repair.py); a member that follows sends it back.
 
-    Without `peers` the chain's round is over. `steps` > 0: this many inner steps are done and no more are needed; the
-    members offer them. A member sends the message back when it follows it.
+    Without `peers` the chain's round is over. steps > 0: this many are done, and members offer them.
     """
 
     round: bounds.Round
@@ -88,8 +82,7 @@ class TimeUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeSeat:
-    """The receiver, whom the plan of `round` has in no replica, trains the seat with the number `replica`; `seconds` of
-    the time to train are left."""
+    """The receiver, in no replica of the plan, trains the seat `replica`; `seconds` of the training time are left."""
 
     round: bounds.Round
     replica: bounds.Count
@@ -106,8 +99,7 @@ class Attest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A sign of life. `turn`: which member leads the round, as a node of the quorum sees it
-    (protocol/quorum/leadership.py)."""
+    """A sign of life. turn: the leadership turn that the node is in (protocol/quorum/leadership.py)."""
 
     phase: bounds.Word
     round: bounds.Round
@@ -134,8 +126,7 @@ class Announced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotAdmitted:
-    """The node's last word in a session: the peer may not take part in the run; not yet, where it `waits` for the
-    commit that lets it in. `version`: that of the protocol which the node speaks, where the peer speaks another one."""
+    """Last word of a session: not admitted, or not yet (`waits` for a commit). version: of the node, if another."""
 
     reason: bounds.Reason
     waits: bool = False

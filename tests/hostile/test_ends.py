@@ -291,6 +291,6 @@ def test_a_planner_that_cannot_bear_what_is_announced_ends_no_node() -> None:
 
 def test_what_may_be_told_of_a_loss_is_always_a_loss() -> None:
     for loss in (float("nan"), float("inf"), float("-inf"), 1e308, -1e308, -1.0, 0.0, 3.5, None):
-        told = bounds.told(loss)
+        told = bounds.reportable_loss(loss)
         assert told is None or 0.0 <= told <= bounds.MAX_LOSS
     assert layout.MAX_LAYERS + 2 == bounds.MAX_SHARDS

@@ -26,13 +26,13 @@ from protocol.codec import blob_hash, sparse
 from protocol.identity import Identity
 from protocol.ledger import part_lists
 from protocol.planning import memory
-from protocol.round import comparing
 from protocol.run import layout
 from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Part
 from protocol.wire.session import Attest, Offer
 from tests.hostile.ground import SOON, Enemy, Ground, identity, run
+from tests.plain_codec import norm_of
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ class Waster:
     def norm(self, shard: str, payload: bytes) -> float:
         """As it is: what is said otherwise is refused."""
         made = self.ground.manifest
-        return comparing.norm(sparse.decode(made.outer.codec, layout.shapes(made.model, shard), payload))
+        return norm_of(sparse.decode(made.outer.codec, layout.shapes(made.model, shard), payload))
 
     async def go_on(self, session: Stream) -> None:
         made = self.ground.manifest

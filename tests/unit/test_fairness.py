@@ -11,9 +11,9 @@ from protocol.errors import LocalError
 from protocol.planning.partition import Candidate
 from protocol.quorum.paxos_events import Objection
 from protocol.round import fairness, judging
+from protocol.round.accusations import LIES as SAYS_LIES
 from protocol.round.fairness import FORGIVEN_PER_ROUND, REMEMBERED_ROUNDS, DoubtRecord, NodeView
 from protocol.round.leader_events import Decided, Ready, Received
-from protocol.round.quarrels import LIES as SAYS_LIES
 from protocol.wire import encoding, framing
 from protocol.wire.ballot import Accept
 from protocol.wire.commit import Commit, Diverged, LeftOut, liars_borne

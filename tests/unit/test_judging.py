@@ -23,6 +23,7 @@ from protocol.run.layout import ModelSpec
 from protocol.run.manifest import JudgingSpec, Manifest, OuterSpec
 from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
 from tests import tiny
+from tests.plain_codec import norm_of
 
 MODEL = ModelSpec(vocab_size=256, d_model=64, n_layers=2, n_heads=2, d_ff=128, context=8)
 M = tiny.manifest(model=MODEL, outer=OuterSpec(topk=64))
@@ -196,8 +197,7 @@ def test_a_payload_of_another_shard_is_found_among_any_number() -> None:
         s: sparse.encode(M.outer.codec, [np.ones(x, np.float32) for x in layout.shapes(MODEL, s)]) for s in SHARDS
     }
     parts = {
-        s: Part(shard=s, digest=tiny.digest(s), size=len(p), norm=comparing.norm(decoded(s, p)))
-        for s, p in payloads.items()
+        s: Part(shard=s, digest=tiny.digest(s), size=len(p), norm=norm_of(decoded(s, p))) for s, p in payloads.items()
     }
     by_name = {parts[s].digest: payloads[s] for s in SHARDS}
 
@@ -370,7 +370,7 @@ def test_a_member_checks_the_verdict_from_the_payloads_that_it_holds() -> None:
             raw = sparse.encode(codec, [_dense(sent, shard, i).reshape(shape) for i, shape in enumerate(shapes)])
             name = blob_hash.name_of(raw)
             store[name] = raw
-            norm = comparing.norm(sparse.decode(codec, shapes, raw))
+            norm = norm_of(sparse.decode(codec, shapes, raw))
             parts.append(Part(shard=shard, digest=name, size=len(raw), norm=norm))
         root = part_lists.root_of(tuple(parts))
         store[root] = part_lists.pack(tuple(parts))

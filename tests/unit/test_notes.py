@@ -14,11 +14,11 @@ from peer.net.blobs import BlobServer, BlobStore
 from peer.net.memory import MemoryNetwork
 from protocol.codec import sparse
 from protocol.ledger import part_lists
-from protocol.round import comparing
 from protocol.round.comparing import NOTES_PER_PEER, OVERHEAD_BYTES, Examined, Notes
 from protocol.run import layout
 from protocol.wire.commit import Commit, Contribution, Part, Share
 from tests import tiny
+from tests.plain_codec import norm_of
 
 SIZE = 1000
 """Bytes that a payload takes here."""
@@ -128,7 +128,7 @@ def test_a_node_notes_what_comes_and_forgets_what_is_not_committed(tmp_path: Pat
     theirs, parts = BlobStore(tmp_path / "theirs"), []
     for number in (1, 2):
         data = sparse.encode(codec, [np.full(shape, number, np.float32) for shape in shapes])
-        norm = comparing.norm(sparse.decode(codec, shapes, data))
+        norm = norm_of(sparse.decode(codec, shapes, data))
         parts.append(Part(shard="head", digest=theirs.put(data), size=len(data), norm=norm))
 
     def unknown() -> Examined:

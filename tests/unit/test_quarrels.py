@@ -1,4 +1,4 @@
-"""Who is in no chain any more after reports that stages lie, and what false reports cost (protocol/round/quarrels.py)."""
+"""Who is in no chain any more after reports that stages lie, and what false reports cost (protocol/round/accusations.py)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from protocol.planning import planner
 from protocol.planning.partition import Candidate
+from protocol.round.accusations import FIRST_ROUNDS, LIES, MOST_ROUNDS, REMEMBERED_PAIRS, Accusation, Accusations
 from protocol.round.leader_events import Gone, Lead, Propose, Received, Send
-from protocol.round.quarrels import FIRST_ROUNDS, LIES, MOST_ROUNDS, REMEMBERED_PAIRS, Accusation, Accusations
 from protocol.wire.plan import ReplicaSpec, StageSpec
 from protocol.wire.session import ChainFailure, ChainReconfig
 from tests.unit import test_leader as leading
@@ -179,13 +179,13 @@ def test_a_node_that_does_not_lead_knows_it_when_it_does() -> None:
     assert accused(driver, "e", "d") == [Accusation("e", "d", SAW, ())]
     driver.do(Lead(True))
     assert isinstance(accused(driver, "e", "d")[0].message, ChainReconfig), "the report is repeated"
-    assert driver.leader.quarrels.loser("d", "x") == "d"
+    assert driver.leader.accusations.loser("d", "x") == "d"
 
 
 def test_a_report_of_another_round_says_nothing() -> None:
     driver = Driver("f")
     assert driver.failure("e", "d", round=7, reason=SAW) == []
-    assert driver.leader.quarrels.out == frozenset()
+    assert driver.leader.accusations.out == frozenset()
 
 
 def test_who_is_out_is_in_no_chain_of_the_next_plan() -> None:
@@ -218,7 +218,7 @@ def test_a_run_that_cannot_go_on_with_its_quarrels_forgets_them() -> None:
     commit = driver.decide(asked_for(driver.at(leading.GONE)))
     assert commit.plan is not None
     assert [len(r.peers) for r in commit.plan.replicas] == [3]
-    assert driver.leader.quarrels.out == frozenset()
+    assert driver.leader.accusations.out == frozenset()
 
 
 def test_quarrels_are_forgotten_in_vain_where_others_are_lacking() -> None:

@@ -24,11 +24,11 @@ from protocol.quorum.table import Position, Row, Table, TableError
 from protocol.round import leader_events as leading
 from protocol.round import member
 from protocol.round import member_events as events
+from protocol.round.accusations import LIES
 from protocol.round.chain_repair import SLOW
 from protocol.round.judging import JudgingJob, Verdict
 from protocol.round.leader import Leader
 from protocol.round.member import Member
-from protocol.round.quarrels import LIES
 from protocol.round.questions import Question
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
