@@ -264,7 +264,7 @@ class SignedDecrees:
     def __init__(self) -> None:
         self._signed: dict[str, tuple[Decree, bytes]] = {}
 
-    def hear(self, operator: str, decree: Decree, signature: bytes) -> None:
+    def add(self, operator: str, decree: Decree, signature: bytes) -> None:
         """An operator's newest wish, which it has signed (`is_signed`)."""
         self._signed[operator] = decree, signature
 
@@ -300,7 +300,7 @@ class PendingInvitations:
         same = sum(other.invitation.key == joined.invitation.key for other, _ in self._waiting.values())
         return len(self._waiting) < MAX_WAITING and same < joined.invitation.count
 
-    def hear(self, joined: Joined, now: float) -> None:
+    def add(self, joined: Joined, now: float) -> None:
         """This peer asks, at `now` in steady seconds; it keeps its turn if it has asked before."""
         if self.has_place(joined, now):
             self._waiting[joined.peer] = joined, now

@@ -97,7 +97,7 @@ class Claims:
     def __init__(self) -> None:
         self._heard: dict[type, dict[Key, Any]] = {kind: {} for kind in KINDS}
 
-    def hear(self, state: RunState, claim: Claim) -> None:
+    def add(self, state: RunState, claim: Claim) -> None:
         """Keeps a claim that can be in the commit after `state`; the first one for its place stays."""
         kind, heard = KINDS[type(claim)], self._heard[type(claim)]
         key = kind.key(claim)

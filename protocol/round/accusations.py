@@ -55,7 +55,7 @@ class Accusations:
         self._with: dict[str, set[str]] = {}
         self._named = Counter[str]()
 
-    def hear(self, peer: str, failure: ChainFailure, chains: Iterable[ReplicaSpec | None]) -> list[Accusation]:
+    def report(self, peer: str, failure: ChainFailure, chains: Iterable[ReplicaSpec | None]) -> list[Accusation]:
         """A member's report about its chain (`chains`: as planned and as it is now); an Accusation if it is new."""
         key = peer, failure.peer
         if not failure.reason.startswith(LIES) or key in self._until:

@@ -198,9 +198,9 @@ class Leader:
                 if self.phase in ev.SETTLED:
                     return self.position.step(ev.Lead, self._between())
             case ev.DecreeSigned(operator, decree, signature):
-                self.petitions.hear(operator, decree, signature)
+                self.petitions.add(operator, decree, signature)
             case ev.JoinRequest(joined):
-                self.guests.hear(joined, now)
+                self.guests.add(joined, now)
             case ev.Planned():
                 return self._planned(event)
             case ev.JudgingDone(case, judged):
@@ -234,7 +234,7 @@ class Leader:
                 self.roster.follows(peer, reconfig)
             case Evaluation() | Score() | Audit() as claim:
                 if claim.peer == peer:
-                    self._claims.hear(self.state, claim)
+                    self._claims.add(self.state, claim)
         return []
 
     def _gone(self, peer: str, leaves: bool) -> list[Effect]:
@@ -259,7 +259,7 @@ class Leader:
     def _chain_failure(self, peer: str, failure: ChainFailure) -> list[Effect]:
         if failure.round != self.round:
             return []
-        told = self.accusations.hear(peer, failure, self.roster.versions(failure.replica))
+        told = self.accusations.report(peer, failure, self.roster.versions(failure.replica))
         effects: list[Effect] = self.position.stay(ChainFailure, told) if told else []
         found = self.roster.reported(peer, failure) if self._leads else None
         lost = self.accusations.loser(peer, failure.peer) if failure.reason.startswith(LIES) else failure.peer

@@ -174,7 +174,7 @@ def test_the_members_have_to_wish_the_same_and_the_newest_wish_counts() -> None:
     other = dataclasses.replace(wish, subject="b")
 
     def sign(key: Any, what: Decree) -> None:
-        petitions.hear(key.peer_id, what, signed(what, key).signatures[key.peer_id])
+        petitions.add(key.peer_id, what, signed(what, key).signatures[key.peer_id])
 
     for key in KEYS[:2]:
         sign(key, wish)

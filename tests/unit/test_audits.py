@@ -141,7 +141,7 @@ def test_what_has_no_place() -> None:
         assert found.startswith(why)
         assert (of_claims(known, commit(turn.round + 1, said))) == [f"has an audit that {found}"]
         heard = Claims()
-        heard.hear(open_for(known), said)
+        heard.add(open_for(known), said)
         assert heard.next(open_for(known), Audit) == ()
     twice = of_claims(known, commit(turn.round + 1, right, right))
     assert twice == [f"has an audit that is told by {short_peer(first)} for the second time"]
@@ -161,8 +161,8 @@ def test_a_commit_has_few_and_the_rest_follow() -> None:
     known = functools.reduce(Audits.after, (commit(r, work=EVERYBODY) for r in range(KEPT_ROUNDS - 1)), Audits(ALL))
     heard = Claims()
     for turn in known.turns:
-        heard.hear(open_for(known), says(turn, turn.examiners[0], WELL))
-        heard.hear(open_for(known), says(turn, turn.examiners[0], BADLY))
+        heard.add(open_for(known), says(turn, turn.examiners[0], WELL))
+        heard.add(open_for(known), says(turn, turn.examiners[0], BADLY))
     first = heard.next(open_for(known), Audit)
     assert len(first) == MAX_AUDITS < len(known.turns)
     assert {x.agreement for x in first} == {WELL}, "who has said something does not take it back"

@@ -130,7 +130,7 @@ def test_what_no_commit_can_bring_whoever_signed_it(wish: Decree, said: str) -> 
     assert said in (access.why_unlawful(FOUR, None, first(FOUR, enacted)) or "")
     petitions = access.SignedDecrees()
     for name in (A, B, C, D):
-        petitions.hear(name, wish, enacted.signatures[name])
+        petitions.add(name, wish, enacted.signatures[name])
     assert petitions.enacted(FOUR, None) is None, "nor does a leader propose it"
 
 
@@ -255,7 +255,7 @@ def test_no_typing_error_can_stop_a_run() -> None:
     assert board.why_too_few(ONE, head, gone, {A, C}) is None
     petitions = access.SignedDecrees()
     enacted = signed(four, A)
-    petitions.hear(A, four, enacted.signatures[A])
+    petitions.add(A, four, enacted.signatures[A])
     assert petitions.enacted(ONE, head, frozenset({A})) is None, "it is looked at again when it is proposed"
     assert petitions.enacted(ONE, head, frozenset({A, C, D})) == enacted
 

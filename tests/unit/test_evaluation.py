@@ -114,7 +114,7 @@ def test_what_has_no_place(said: Evaluation, why: str) -> None:
     assert DUE.why_not(said) == why
     assert (of_claims(DUE, commit(1, None, said))) == [f"has an evaluation that {why}"]
     heard = Claims()
-    heard.hear(open_for(DUE), said)
+    heard.add(open_for(DUE), said)
     assert heard.next(open_for(DUE), Evaluation) == ()
 
 
@@ -136,8 +136,8 @@ def test_a_commit_has_few_and_the_rest_follow() -> None:
     run = dataclasses.replace(RUN, operators=tuple(k.peer_id for k in tiny.OPERATORS[:3]))
     due, heard = Due(run).after(planned(0)), Claims()
     for key in keys:
-        heard.hear(open_for(due), says(key, due))
-        heard.hear(open_for(due), says(key, due, loss=9.0))
+        heard.add(open_for(due), says(key, due))
+        heard.add(open_for(due), says(key, due, loss=9.0))
     first = heard.next(open_for(due), Evaluation)
     assert len(first) == MAX_EVALUATIONS < len(keys)
     assert {x.loss for x in first} == {2.0}, "who has said something does not take it back"

@@ -221,7 +221,7 @@ def test_those_who_wait_come_in_turn_and_nobody_fills_the_queue() -> None:
     guests, known = PendingInvitations(), access.of(CLOSED)
     made = ticket(count=2)
     for peer in FRIENDS[:3]:
-        guests.hear(made.joined(peer), 0.0)
+        guests.add(made.joined(peer), 0.0)
     assert [joined.peer for joined in guests.next(known, 0.0)] == FRIENDS[:2], "no more of one than it lets in"
     assert guests.has_place(made.joined(FRIENDS[0]), 1.0)
     assert not guests.has_place(made.joined(FRIENDS[3]), 1.0)
@@ -235,7 +235,7 @@ def test_a_commit_lets_in_so_many_and_so_many_wait_at_most() -> None:
     guests, known, made = PendingInvitations(), access.of(CLOSED), ticket(count=1000).joined("")
     crowd = [dataclasses.replace(made, peer=f"p{i}") for i in range(MAX_WAITING + 5)]
     for joined in crowd:
-        guests.hear(joined, 0.0)
+        guests.add(joined, 0.0)
     taken: list[str] = []
     while news := guests.next(known, 0.0):
         assert len(news) <= MAX_JOINED

@@ -25,7 +25,7 @@ def hear(
 ) -> list[Accusation]:
     """The report of `accuser`, who is beside `accused` unless `chains` says who is beside whom."""
     failure = ChainFailure(round=round, replica=0, generation=0, peer=accused, reason=reason)
-    return known.hear(accuser, failure, of.get("chains", [chain(accuser, accused)]))
+    return known.report(accuser, failure, of.get("chains", [chain(accuser, accused)]))
 
 
 def heard(*pairs: tuple[str, str]) -> Accusations:

@@ -178,7 +178,7 @@ def test_what_has_no_place(said: Score, why: str) -> None:
     assert len(found) == 1
     assert f"has a score that {NOW.why_not(said)}" in found
     heard = Claims()
-    heard.hear(open_for(NOW), said)
+    heard.add(open_for(NOW), said)
     assert heard.next(open_for(NOW), Score) == ()
 
 
@@ -200,8 +200,8 @@ def test_scores_come_once_and_not_too_late() -> None:
 def test_a_commit_has_so_many_and_the_rest_follow() -> None:
     heard = Claims()
     for key in KEYS[:8]:
-        heard.hear(open_for(NOW), says(NOW, key, 1))
-        heard.hear(open_for(NOW), says(NOW, key, 1, 2.0))
+        heard.add(open_for(NOW), says(NOW, key, 1))
+        heard.add(open_for(NOW), says(NOW, key, 1, 2.0))
     first = heard.next(open_for(NOW), Score)
     assert len(first) == 8 <= MAX_SCORES
     assert {m.assigned for said in first for m in said.marks} == {1.0}, "who has said something does not take it back"
