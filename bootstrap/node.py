@@ -52,7 +52,7 @@ from protocol.quorum.paxos import Quorum
 from protocol.round import fairness, leader_events, offers, presence
 from protocol.round.judging import JudgingJob
 from protocol.round.leader import Leader
-from protocol.round.questions import Question
+from protocol.round.leader_events import Question
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import NODE_DEVICE, Announcement

@@ -107,9 +107,11 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Tiled:
-    """What is kept of a tensor, tile by tile: `marked` [entries] has an entry's index within its tile in its MARK
-    lowest bits. Where they are `coded`, the two above are its code, and `values` [4] is what the codes stand for; else
-    `values` [entries]."""
+    """Selected entries of a tensor, tile by tile.
+
+    marked [entries]: index within the tile in the MARK lowest bits, if `coded` the code above them
+    values: [4] of the codes, or [entries]
+    """
 
     marked: npt.NDArray[np.uint16]
     values: Array

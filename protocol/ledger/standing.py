@@ -206,7 +206,7 @@ class Standing:
     # --- what comes next
 
     def after(self, commit: Commit, known: dict[str, Reputation] | None = None) -> Standing:
-        """The standing after the next commit. known: a mapping equal to `self.known`, changed in place; None: copied."""
+        """The standing after the next commit. known: equal to `self.known`, changed in place; None: a copy of it."""
         known = dict(self.known) if known is None else known
 
         def put(peer: str, now: Reputation) -> None:

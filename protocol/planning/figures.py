@@ -25,8 +25,7 @@ PAYLOAD_BITS = 14 * 32 / 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One point. `parameters`: of the model; `width`: d; `ratio`: k/d; `flops`: operations a second of a stage; `bps`:
-    of a link between two stages, each way."""
+    """One point. parameters: of the model; width: d; ratio: k/d; flops: of a stage; bps: of a link, each way."""
 
     parameters: float
     width: int

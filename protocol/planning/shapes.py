@@ -3,7 +3,7 @@ for.
 
 A stage is the first of a chain (with the embedding), a middle one, the last (with the head), or the whole model. Within
 a kind all depends on the number of blocks alone. Sources: protocol/planning/memory.py (bytes),
-protocol/planning/speed.py (operations), protocol/codec/formats.py (bytes at a boundary), protocol/codec/sparse.py
+protocol/planning/partition.py (operations), protocol/codec/formats.py (bytes at a boundary), protocol/codec/sparse.py
 (bytes of a payload).
 
 R, K, n: see `Shapes`. Arrays of members are [n], rows of members [N, S].
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import formats, sparse
-from protocol.planning import budget, memory, speed
+from protocol.planning import budget, memory, partition
 from protocol.planning.budget import Budget
 from protocol.planning.memory import NEVER, WAITING
 from protocol.planning.partition import Candidate
@@ -85,7 +85,7 @@ def shapes(manifest: Manifest) -> Shapes:
     """The tables of a manifest. Raises nothing: every manifest has them."""
     layers, train = manifest.model.n_layers, manifest.train
     tokens = train.rows * train.sequence
-    embed, block, head = speed.parts(manifest)
+    embed, block, head = partition.part_operations(manifest)
     needs, host = np.full((4, 4, layers + 1), math.inf), np.full((4, layers + 1), math.inf)
     flight, resting = np.zeros((4, 4, layers + 1)), np.zeros((4, 4, layers + 1))
     least, frame = np.zeros((4, layers + 1)), np.zeros(4)

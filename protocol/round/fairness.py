@@ -33,8 +33,7 @@ from protocol.planning.planner import arranged
 from protocol.quorum.paxos_events import Objection
 from protocol.round import judging, presence, stragglers
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Phase
-from protocol.round.questions import Question
+from protocol.round.leader_events import Phase, Question
 from protocol.run.manifest import Manifest
 from protocol.wire.bounds import LEAST_COMPARED
 from protocol.wire.commit import Commit, Contribution, liars_borne

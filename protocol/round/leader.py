@@ -1,7 +1,7 @@
 """A bootstrap node's view of a round: a state machine without I/O. Every node runs it, and the leading one proposes.
 
 Events come in, effects go out (protocol/round/leader_events.py); bootstrap/node.py carries the effects out. Plans and
-verdicts take time, so they are effects too: MakePlan (protocol/round/questions.py) and Judge
+verdicts take time, so they are effects too: MakePlan (protocol/round/leader_events.py) and Judge
 (protocol/round/judging.py), answered by an event. The quorum may decide the proposed commit or another one
 (protocol/quorum/paxos.py).
 
@@ -35,10 +35,9 @@ from protocol.round.accusations import LIES, Accusations
 from protocol.round.attestations import Attestations, Witnesses
 from protocol.round.chain_repair import SLOW, ChainRoster
 from protocol.round.judging import JudgingJob, Verdict
-from protocol.round.leader_events import Effect, Event, Phase
+from protocol.round.leader_events import Effect, Event, Phase, Question
 from protocol.round.offers import Examined, Offers, ReplicaStates
 from protocol.round.presence import Newcomers, Promises
-from protocol.round.questions import Question
 from protocol.run.manifest import Manifest
 from protocol.wire.claims import Audit, Evaluation, Score
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut

@@ -58,13 +58,10 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusIndex:
-    """What a corpus is made of.
+    """Contents of a corpus.
 
-    `tokenizer`: sha256 of the tokenizer's JSON file. `vocab_size`: ids are smaller than this. `seed`: of the order.
-    `sequence`: L. `sequences` and `held_out_sequences`: how many there are to train on, and in the held-out part.
-    `chunks`: the chunks' names, 32 bytes each. `held_out`: the name of the held-out part's chunk. `documents`, `tokens`
-    and `text_bytes` (UTF-8) count the whole source; `held_out_tokens` and `held_out_bytes` the documents that are held
-    out.
+    tokenizer: sha256 of its JSON file; seed: of the order; sequence: L; chunks: names, 32 bytes each
+    documents, tokens, text_bytes: of the whole source; held_out_tokens, held_out_bytes: of its held-out documents
     """
 
     tokenizer: Digest

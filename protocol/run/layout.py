@@ -29,11 +29,12 @@ ROPE_TYPES = ("linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How the angles of RoPE are changed, for longer contexts than those of `original_max_position_embeddings` tokens.
-    Names and meaning are those of Hugging Face's `rope_parameters`: "linear" divides all by `factor`; "llama3" the slow
-    ones, with a passage between wavelengths of original / `low_freq_factor` and original / `high_freq_factor`; "yarn"
-    (Peng et al., 2023, arXiv:2309.00071) the slow ones, with a passage between `beta_slow` and `beta_fast` turns in the
-    original context, and scales attention by (0.1 ln factor + 1)^2."""
+    """Scaling of RoPE for contexts beyond `original_max_position_embeddings`, as Hugging Face's `rope_parameters`.
+
+    linear: all angles by `factor`; llama3: slow ones, between wavelengths of original / `low_freq_factor` and
+    original / `high_freq_factor`; yarn (Peng et al., 2023, arXiv:2309.00071): slow ones, between `beta_slow` and
+    `beta_fast` turns in the original context, and attention by (0.1 ln factor + 1)^2
+    """
 
     rope_type: str
     factor: float
@@ -57,11 +58,11 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder like LLaMA: RoPE, SwiGLU, RMSNorm. What was added later has the names of Hugging Face's configurations,
-    and means what it means there: `num_key_value_heads` heads of keys and values, each shared by as many query heads
-    (0: one for each); one matrix for embedding and head where `tie_word_embeddings`; queries and keys normalized in
-    each head, as Qwen3 does, where `use_qk_norm`; `rope_scaling`. `document_end_id`: the id that ends a document:
-    attention does not look beyond it; -1: it sees the whole sequence."""
+    """A decoder like LLaMA (RoPE, SwiGLU, RMSNorm); later fields are named as in Hugging Face's configurations.
+
+    num_key_value_heads: each shared by several query heads, 0: one for each; use_qk_norm: as Qwen3
+    document_end_id: attention does not look beyond this id, -1: it sees the whole sequence
+    """
 
     vocab_size: int
     d_model: int

@@ -46,8 +46,7 @@ FRAME_HEAD_BYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSpec:
-    """`digest`: sha256 (hex) of the tokenizer's JSON file; `file`: its name beside the manifest or among those that the
-    package ships. Who has no such file fetches it by its digest from a bootstrap node."""
+    """The tokenizer. digest: sha256 (hex) of its JSON file; file: its name beside the manifest or in the package."""
 
     digest: str
     file: str = ""
@@ -60,8 +59,7 @@ class TokenizerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """`corpus`: the digest of the index of the run's text (protocol/run/corpus.py). `mirrors`: places outside the run
-    that have it, too: an HTTPS folder, `https://…`, or a data set repository of the hub, `hf://datasets/…`."""
+    """The text. corpus: digest of its index (protocol/run/corpus.py); mirrors: `https://…`, `hf://datasets/…`."""
 
     corpus: str
     mirrors: tuple[str, ...] = ()
@@ -80,15 +78,12 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec:
-    """The inner optimizer: AdamW, or Muon for the matrices inside blocks and AdamW for all else; global-norm clip,
-    linear warm-up, cosine to a tenth.
+    """The inner optimizer, with global-norm clip, linear warm-up and a cosine to a tenth.
 
-    A replica does at most `inner_steps` inner steps a round. One inner step has `micro_batches` x `rows` sequences of
-    `sequence` tokens; slow replicas may have fewer micro-batches. The learning rate follows the run's rounds: each
-    counts as `inner_steps`, however many a replica does. `scale_embedding_lr`: the embedding of a compressed chain, of
-    which k coordinates a token are trained in place of d values, learns at sqrt(d / k) times the rate, with the same
-    weight decay (docs/adr/0042-the-architecture.md). `optimizer`: one of OPTIMIZERS, `momentum`: of Muon
-    (peer/training/muon.py).
+    inner_steps: most of a round; the learning rate counts as many for each round, however many a replica does
+    micro_batches x rows: sequences of an inner step, each of `sequence` tokens; slow replicas have fewer
+    scale_embedding_lr: a compressed chain's embedding learns at sqrt(d / k) times the rate (docs/adr/0042)
+    optimizer: adamw, or muon for the matrices inside blocks; momentum: of Muon (peer/training/muon.py)
     """
 
     inner_steps: int
@@ -140,9 +135,10 @@ class TrainSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterSpec:
-    """The outer step of SparseLoCo (algorithms, section 1): `topk` entries of every 4096 in the value format `values`,
-    their indices in the format `indices`. `overlap`: 1 lets replicas train the next round while this one is decided and
-    applied (peer/node/rounds.py); 0 waits."""
+    """The outer step of SparseLoCo. topk: entries of every 4096.
+
+    overlap: 1: replicas train the next round while this one is decided and applied (peer/node/rounds.py)
+    """
 
     topk: int = 32
     values: str = VALUES
@@ -168,11 +164,12 @@ class OuterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgingSpec:
-    """How contributions are judged (protocol/round/judging.py). `clip`: an update counts as no longer than so many
-    medians; 0: no limit. `agreement`: whoever agrees with the others less than this part of what most do is left out;
-    0: nobody is. `copies`: updates whose cosine is at least this are one. `score_share`: of a full replica's time, for
-    measuring what others' updates are worth (protocol/ledger/scoring.py), 0: nobody does. `audit_share`: the part of
-    their time that full replicas give to train others' contributions again (protocol/ledger/audits.py); 0: none is."""
+    """Contribution screening (protocol/round/judging.py).
+
+    clip: most norm, in medians, 0: no limit; agreement: least, as a share of the median's, 0: none
+    copies: least cosine of copies; score_share: of a replica's time for scoring (protocol/ledger/scoring.py)
+    audit_share: of their time that full replicas give to audits (protocol/ledger/audits.py)
+    """
 
     clip: float = 1.0
     agreement: float = 0.2
@@ -193,8 +190,7 @@ class JudgingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainSpec:
-    """Stage boundaries: the allowed ranks (values per token; 0 = no compression) and the number formats
-    (protocol/codec/formats.py) of activations on their way `forward` and of gradients on their way `backward`."""
+    """Stage boundaries. rank: allowed values per token, 0: all; forward, backward: number formats."""
 
     rank: tuple[int, ...] = (0,)
     forward: str = "int4"
@@ -210,9 +206,7 @@ class ChainSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingSpec:
-    """Seconds. In every round each replica trains for `round_seconds`, at its own pace, and does at most
-    `train.inner_steps` inner steps; 0: for TRAINING_SHARE of the deadline. A round is decided `round_deadline` after it
-    began at the latest."""
+    """Seconds. round_seconds: training time of a round, 0: TRAINING_SHARE of the deadline, by which it is decided."""
 
     round_deadline: float = 600.0
     round_seconds: float = 0.0
@@ -233,11 +227,11 @@ class TimingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionSpec:
-    """`mode`: who may take part until the operators decree otherwise (protocol/ledger/access.py): "open": all, or
-    "listed": those whose ids are `keys`. `probation`: a newcomer's work has weight zero for so many rounds; `share`: no
-    peer has more than this part of a round's weight (protocol/ledger/standing.py). Of the strangers from one range of
-    addresses (protocol/ledger/ranges.py) at most `range_sessions` have a session, 0: all, and together at most the part
-    `range_share` of what is planned."""
+    """Admission until the operators decree otherwise. mode: "open", or "listed": `keys` only.
+
+    probation: rounds without weight; share: most of a round's weight (protocol/ledger/standing.py)
+    range_sessions, range_share: most of a range of addresses, 0 and 1: all (protocol/ledger/ranges.py)
+    """
 
     mode: str = "open"
     keys: tuple[str, ...] = ()
@@ -265,8 +259,7 @@ class AdmissionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSpec:
-    """The held-out loss (protocol/ledger/run_state.py) is measured after `every` so many rounds, 0: never; on at most
-    so many `sequences` of the held-out part of the corpus."""
+    """The held-out loss: after `every` so many rounds (0: never), on at most `sequences` sequences."""
 
     every: int = 10
     sequences: int = 64
@@ -297,9 +290,11 @@ def why_no_quorum(nodes: int) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A whole run. `operators`: the peer ids of the bootstrap nodes; the first `quorum` of them decide the first
-    commits, the others are spares; `start_peers`: the first plan is made when so many peers are ready; `rounds`: the
-    run is over after so many; `checkpoint_rounds`: peers keep and serve the state of every so many rounds."""
+    """A whole run.
+
+    operators: ids of the bootstrap nodes; the first `quorum` decide first, the others are spares
+    start_peers: ready peers for the first plan; checkpoint_rounds: rounds between checkpoints of a peer
+    """
 
     name: str
     seed: int

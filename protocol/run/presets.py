@@ -28,8 +28,7 @@ PROBATION, RANGE_SESSIONS = 8, 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """Widths and depth of a model for sequences of `sequence` tokens, and its training; `vocab_size` of a tokenizer
-    that is made for it. `round_seconds`: replicas train for so long in a round."""
+    """A model, its training, and `round_seconds` of training a round. vocab_size: of a tokenizer made for it."""
 
     d_model: int
     n_layers: int

@@ -100,7 +100,7 @@ class Announcement:
     down_bps: bounds.Rate = 0
     """Bits per second that it can receive."""
     speed_flops: Annotated[int, Within(0, MAX_SPEED)] = 0
-    """Floating-point operations a second that its training reached (protocol/planning/speed.py); 0 while that is
+    """Floating-point operations a second that its training reached (protocol/planning/partition.py); 0 while that is
     unknown."""
     device: bounds.Word = "cpu"
     """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer; `bootstrap` for a bootstrap node."""

@@ -126,8 +126,7 @@ class Motion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Motions:
-    """A node's answer: the `number` that the next decree has, the `newest` one, how many signatures the next one needs
-    (`wanted`), who has signed what was sent, the run's `schedule` now, and its `board`."""
+    """A node's answer. number: of the next decree; wanted: signatures that it needs; signed: of what was sent."""
 
     number: bounds.Count
     wanted: bounds.Count

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.planning import speed
+from protocol.planning import partition
 from protocol.planning.allotment import FEWEST_STEPS, FULL_SPEEDUP, HEADROOM, NEW, allot, share, step_seconds
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import make_plan
@@ -36,7 +36,7 @@ def did(steps: int, micro_batches: int = TRAIN.micro_batches) -> ReplicaSpec:
 
 def announced(peer: str, seconds: float | None = None) -> Candidate:
     """A full peer that takes so many seconds for a whole inner step; None: it does not know."""
-    work = TRAIN.micro_batches * speed.work(M)[0, tiny.LAYERS]
+    work = TRAIN.micro_batches * partition.stage_operations(M)[0, tiny.LAYERS]
     reached = 0 if seconds is None else round(work / seconds)
     return Candidate(peer=peer, memory_bytes=FULL, up_bps=10**7, speed_flops=reached)
 

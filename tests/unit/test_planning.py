@@ -19,8 +19,19 @@ from protocol.identity import Identity
 from protocol.planning.partition import Candidate
 from protocol.round.attestations import Attestations
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Decided, Effect, Event, Lead, MakePlan, Phase, Planned, Propose, Ready, Tick
-from protocol.round.questions import Question
+from protocol.round.leader_events import (
+    Decided,
+    Effect,
+    Event,
+    Lead,
+    MakePlan,
+    Phase,
+    Planned,
+    Propose,
+    Question,
+    Ready,
+    Tick,
+)
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION, Announcement

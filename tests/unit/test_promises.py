@@ -7,9 +7,8 @@ from typing import Any
 
 from protocol.planning.partition import Candidate
 from protocol.round import presence
-from protocol.round.leader_events import Decided, Effect, Propose, Resting
+from protocol.round.leader_events import Decided, Effect, Propose, Question, Resting
 from protocol.round.presence import MOST_PAUSE_ROUNDS, Promises
-from protocol.round.questions import Question
 from protocol.wire.commit import Commit, Contribution, LeftOut, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from peer.training.model import Stage
 from peer.training.trainer import StageTrainer
-from protocol.planning import memory, speed
-from protocol.planning.speed import LEAST_STEPS, RECENT_STEPS, Speedometer
+from protocol.planning import memory, partition
+from protocol.planning.partition import LEAST_STEPS, RECENT_STEPS, Speedometer
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TrainSpec
 from protocol.wire import encoding
@@ -54,7 +54,7 @@ def _carried_out(manifest: Manifest, first: int, last: int) -> int:
 def test_the_operations_that_are_counted_are_those_that_are_carried_out(first: int, last: int, name: str) -> None:
     manifest = tiny.manifest(model=dataclasses.replace(SPEC, **OPTIONS[name]), train=TRAIN)
     lookups = TRAIN.rows * TRAIN.sequence * SPEC.d_model if first == 0 else 0
-    assert speed.work(manifest)[first, last] == _carried_out(manifest, first, last) + lookups
+    assert partition.stage_operations(manifest)[first, last] == _carried_out(manifest, first, last) + lookups
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -86,7 +86,7 @@ def test_what_a_micro_batch_keeps_is_what_the_formula_counts(name: str, blocks: 
 
 
 def _steps(meter: Speedometer, *speeds: float) -> list[int]:
-    work = speed.work(M)[1, 2]
+    work = partition.stage_operations(M)[1, 2]
     return [meter.add(1, 2, work / s) for s in speeds]
 
 

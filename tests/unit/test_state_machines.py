@@ -28,8 +28,8 @@ from protocol.round.accusations import LIES
 from protocol.round.chain_repair import SLOW
 from protocol.round.judging import JudgingJob, Verdict
 from protocol.round.leader import Leader
+from protocol.round.leader_events import Question
 from protocol.round.member import Member
-from protocol.round.questions import Question
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire import encoding
