@@ -35,7 +35,7 @@ EXAMINERS = 3
 TRAININGS = 2
 """Of each audit: on the assigned text, and on other text."""
 LEAST = 2.0
-"""The agreement of an honest contribution is more than this (docs/results/audits.md)."""
+"""The agreement of an honest contribution is more than this (docs/results/judging.md)."""
 COMPARED = 3
 """Other contributions, at least: they say what chance does."""
 KEPT = 16

@@ -17,7 +17,7 @@ each member has its part of the evidence only. The value is the median of three 
 
 A mark is *far* where it differs from the median of three by more than FAR m, m that of the gains; honest ones differ by rounding.
 Whoever is far, or silent, MISSES times more often than half as often as it is not, is not asked for MUTE rounds, and nothing else: two liars may be
-the median. docs/results/scores.md has the figures that the constants were chosen by.
+the median. docs/results/judging.md has the figures that the constants were chosen by.
 """
 
 from __future__ import annotations
