@@ -33,7 +33,7 @@ EXAMINERS = 3
 TRAININGS = 2
 """Of each audit: on the assigned text, and on other text."""
 LEAST_AGREEMENT = 2.0
-"""The agreement of an honest contribution is more than this (docs/results/audits.md)."""
+"""The agreement of an honest contribution is more than this (docs/results/judging.md)."""
 LEAST_COMPARED_WITH = 3
 """Other contributions, at least: they say what chance does."""
 KEPT_ROUNDS = 16

@@ -31,7 +31,7 @@ two, so a single liar cannot accuse; one mark alone says nothing.
 
 *Scorers.* A mark is *far* where it differs from the median of three by more than FAR_MARK m. A scorer whose far or
 missing marks outweigh the others by MISSES is not asked for MUTE_ROUNDS rounds, and has no other disadvantage, since
-two liars may be the median. docs/results/scores.md has the figures behind the constants.
+two liars may be the median. docs/results/judging.md has the figures behind the constants.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training again: how well can somebody else tell from a contribution whether its maker trained? Prints the table of docs/results/audits.md.
+"""Training again: how well can somebody else tell from a contribution whether its maker trained? Prints the table of docs/results/judging.md.
 
     python -m tests.benchmarks.audits ROWS.jsonl [--seeds 0] [--steps 5]     runs what ROWS.jsonl lacks
     python -m tests.benchmarks.audits ROWS.jsonl --table                     prints it
@@ -46,7 +46,7 @@ HOW = ("own", "exact", "packed", "fresh", "bf16", "math", "split")
 SELDOM = (6, 15)
 """Rounds in which all of these are looked at, elsewhere only the first."""
 LIES = ("text", "half", "fifth", "made up", "copy", "stale", "noise", "flip", "drift", "ahead")
-"""As in docs/results/teachers.md; *half* and *fifth* do that part of the steps that they claim, *made up* is the sum of what others sent a
+"""As in docs/results/judging.md; *half* and *fifth* do that part of the steps that they claim, *made up* is the sum of what others sent a
 round ago. *ahead* is honest, and began before the last commit was applied, as replicas do with `overlap = 1`."""
 OTHER = 500
 """Rounds ahead lies the text that liars train on."""

@@ -1,4 +1,4 @@
-"""Scores: who of eight replicas is found by what others measure of its updates, after how many rounds, and who wrongly. Prints the tables of docs/results/scores.md.
+"""Scores: who of eight replicas is found by what others measure of its updates, after how many rounds, and who wrongly. Prints the tables of docs/results/judging.md.
 
     python -m tests.benchmarks.scores ROWS.jsonl [--cells honest:0 text:2 ...] [--seeds 0] [--alone]     trains what ROWS.jsonl lacks
     python -m tests.benchmarks.scores ROWS.jsonl --table                                               prints them

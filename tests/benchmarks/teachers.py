@@ -1,4 +1,4 @@
-"""Bad teachers: what it costs when some of eight replicas train badly on purpose. Prints the table of docs/results/teachers.md.
+"""Bad teachers: what it costs when some of eight replicas train badly on purpose. Prints the table of docs/results/judging.md.
 
     python -m tests.benchmarks.teachers ROWS.jsonl [--cells honest:0 flip:1 ...] [--seeds 0]     trains what ROWS.jsonl lacks
     python -m tests.benchmarks.teachers ROWS.jsonl --table                                     prints it

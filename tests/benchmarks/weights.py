@@ -1,4 +1,4 @@
-"""Which weights serve replicas of unequal pace, and what is late work worth? Prints the table of docs/results/weights.md.
+"""Which weights serve replicas of unequal pace, and what is late work worth? Prints the table of docs/results/uneven.md.
 
     python -m tests.benchmarks.weights                              # every arm, three seeds
     python -m tests.benchmarks.weights --arms tokens root --seeds 1 --rounds 2
