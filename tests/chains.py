@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from peer.chain import quantize
+from peer.chain.grad_norm import StageProgress
 from peer.chain.pipeline import StageSetup, run_steps
-from peer.chain.progress import StageProgress
 from peer.chain.reading import Read
 from peer.chain.timing import StepReport
 from peer.net.base import Stream

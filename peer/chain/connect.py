@@ -10,19 +10,85 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from peer.chain.apart import Apart
 from peer.chain.frames import NeighbourLost
 from peer.chain.link import LIVENESS, Liveness, keep_alive
 from peer.net.base import REQUEST_SECONDS, Stream
+from peer.net.cooldown import Cooldown
 from peer.net.network import Network
 from peer.net.striped_stream import STRIPES, StripedStream
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import calls, endpoints
+from protocol.wire.announcement import MOST_APART
 from protocol.wire.calls import PipeHello
 from protocol.wire.plan import Plan
+
+APART_SECONDS = 600.0
+"""How long a peer counts as apart the first time,"""
+MOST_SECONDS = 6 * 3600.0
+"""and at most."""
+REMEMBERED = 4 * MOST_APART
+"""Peers whose failures are remembered."""
+
+
+class Apart:
+    """`announce(apart=peers)` changes what we say of ourselves, `warn` hears of each peer once, with the reason."""
+
+    def __init__(self, announce: Callable[..., None], warn: Callable[[str], None]) -> None:
+        self._announce = announce
+        self._warn = warn
+        self._failed: OrderedDict[str, None] = OrderedDict()  # those whose last dial failed
+        self._cooldown = Cooldown(APART_SECONDS, MOST_SECONDS, REMEMBERED)
+        self._apart: dict[str, asyncio.TimerHandle] = {}
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Those whom no plan should put beside us."""
+        return tuple(self._apart)
+
+    def reached(self, peer: str) -> None:
+        """A dial of `peer` succeeded."""
+        self._failed.pop(peer, None)
+        self._cooldown.end(peer)
+        if peer in self._apart:
+            self._join(peer)
+
+    def failed(self, peer: str, why: str) -> None:
+        """A dial of `peer` failed as long as it could."""
+        known = peer in self._failed
+        self._failed[peer] = None
+        self._failed.move_to_end(peer)
+        if len(self._failed) > REMEMBERED:
+            self._failed.popitem(last=False)
+        if not known or peer in self._apart:
+            return
+        if len(self._apart) == MOST_APART:
+            self._apart.pop(self.peers[0]).cancel()
+        loop = asyncio.get_running_loop()
+        seconds = self._cooldown.begin(peer, loop.time())
+        self._apart[peer] = loop.call_later(seconds, self._join, peer)
+        self._announce(apart=self.peers)
+        if self._cooldown.times(peer) == 1:
+            self._warn(
+                f"chain: peer {short_peer(peer)} cannot be reached: {why}; plans put it elsewhere for a while, forward this machine's"
+                " port in its router, or let a bootstrap node relay"
+            )
+
+    def close(self) -> None:
+        """Waits for nothing any more."""
+        for timer in self._apart.values():
+            timer.cancel()
+        self._apart.clear()
+
+    def _join(self, peer: str) -> None:
+        """It may be a neighbour again; the next failure counts at once."""
+        self._apart.pop(peer).cancel()
+        self._announce(apart=self.peers)
+
 
 MAX_PIPES = 64
 PIPES_OF_A_PEER = 4

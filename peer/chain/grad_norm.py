@@ -8,19 +8,22 @@ not depend on where the cuts are. Both frames carry the wish to stop: all stages
 
 After the last step DONE travels from the last stage to the first; a stage that hears it may leave, because nobody behind it
 needs its TOTAL any more. In a repaired chain RESUME travels from the last stage to the first with the most steps that anybody
-behind has done, and back with the most of all. The chain goes on there (peer/chain/progress.py).
+behind has done, and back with the most of all. The chain goes on there (peer/chain/grad_norm.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import struct
-from dataclasses import astuple, dataclass
+from concurrent.futures import Executor
+from dataclasses import astuple, dataclass, field
 
 from peer.chain.frames import DONE, NORM, RESUME, TOTAL, Head
 from peer.chain.link import Link
 from peer.chain.neighbours import Neighbours
 from peer.chain.timing import StageTiming, finite
+from peer.training.trainer import StageTrainer
 from protocol.wire.bounds import MAX_LOSS
 
 MAX_STAGES = 64
@@ -162,3 +165,32 @@ async def finish(near: Neighbours) -> None:
         await near.receive(near.following, Head(DONE), 0)
     if near.previous is not None:
         near.previous.send(Head(DONE), b"", 0)
+
+
+@dataclass(slots=True)
+class StageProgress:
+    """Where a stage stands in its round, whoever the other members are. `skipped`: steps that the chain did without it; `summed`:
+    whether the gradients of the step after its last are complete."""
+
+    total: Total = field(default_factory=Total)
+    skipped: int = 0
+    summed: bool = False
+
+
+async def catch_up(
+    trainer: StageTrainer, worker: Executor, progress: StageProgress, best: Total, first_step: int
+) -> None:
+    """Brings a stage to the place where its replica stands. If the others took the step whose gradients it has, it takes that step
+    too; it forgets what was begun after it."""
+
+    def work() -> None:  # after whatever an earlier chain left on the worker
+        done = progress.skipped + trainer.steps
+        if best.steps == done + 1 and progress.summed:
+            trainer.step(first_step + done, best.norm)
+            done += 1
+        progress.summed = False
+        progress.skipped += best.steps - done
+        trainer.reset()
+
+    progress.total = best
+    await asyncio.get_running_loop().run_in_executor(worker, work)

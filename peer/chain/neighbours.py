@@ -8,18 +8,19 @@ What came in is screened before it is computed with (peer/chain/screening.py).
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from peer.chain import activation_stats, quantize
-from peer.chain.activation_stats import Measure, Running, Statistics
+from peer.chain import quantize
 from peer.chain.frames import BACKWARD, FORWARD, HEAD_BYTES, Frame, Head, Refused
 from peer.chain.link import Link, Liveness
 from peer.chain.screening import Sample, Screen, log_rms
@@ -28,6 +29,60 @@ from protocol.codec import boundary_formats
 from protocol.errors import LocalError, UsageError
 from protocol.round.quarrels import LIES
 from protocol.wire.framing import MAX_FRAME
+
+EVERY = 8
+MEMORY = 64
+"""Values, about, that a mean remembers."""
+MOST = 16
+"""Boundaries that are remembered; the one that began first is forgotten first."""
+
+
+class Measure(NamedTuple):
+    """Of one frame's values. `rms` is None where it was not computed."""
+
+    largest: float
+    rms: float | None
+
+
+def measure(x: Tensor, largest: float, nth: int) -> Measure:
+    """Of the `nth` frame, from 0; `x` is not empty and its largest magnitude known (quantize.decode_measured)."""
+    if nth % EVERY:
+        return Measure(largest, None)
+    flat = x.flatten().float()
+    return Measure(largest, math.sqrt(torch.dot(flat, flat).item() / flat.numel()))
+
+
+@dataclass(slots=True)
+class Running:
+    """Means of `rms`, over `sampled` frames, and of `largest`, over `frames`: all that were accepted; how many were `refused`."""
+
+    rms: float = 0.0
+    largest: float = 0.0
+    sampled: int = 0
+    frames: int = 0
+    refused: int = 0
+
+    def add(self, seen: Measure) -> None:
+        """Takes an accepted frame into account."""
+        self.frames += 1
+        self.largest += (seen.largest - self.largest) / min(self.frames, MEMORY)
+        if seen.rms is not None:
+            self.sampled += 1
+            self.rms += (seen.rms - self.rms) / min(self.sampled, MEMORY)
+
+
+class Statistics:
+    """Of all boundaries of a peer."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[str, int, int], Running] = {}
+
+    def of(self, neighbour: str, kind: int, width: int) -> Running:
+        """What came from `neighbour` in frames of this kind (peer/chain/frames.py) with `width` values per token."""
+        key = (neighbour, kind, width)
+        if key not in self._running and len(self._running) >= MOST:
+            del self._running[next(iter(self._running))]
+        return self._running.setdefault(key, Running())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +251,7 @@ class Neighbours:
                 with self._stream():
                     x, largest = quantize.decode_measured(body, *what)
                     sample = screen.sample(x) if screen is not None else None
-                    measured = activation_stats.measure(x, largest, nth)
+                    measured = measure(x, largest, nth)
             except quantize.BadTensor as error:
                 return error
             if self._beside is not None:

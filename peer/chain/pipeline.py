@@ -6,7 +6,7 @@ Streams are bidirectional, one per boundary (peer/chain/link.py). An inner step,
     gather          NORM, TOTAL: one gradient norm for all (peer/chain/grad_norm.py); every stage steps, the first one at once
     the end         DONE, after the last step; in a repaired chain RESUME comes before the first
 
-A stage that is free goes forward and backward in turn, where both can be done (peer/chain/scheduler.py). Both directions are
+A stage that is free goes forward and backward in turn, where both can be done (peer/chain/worker.py). Both directions are
 first in, first out, so gradients add up in micro-batch order whatever arrives when: the bits do not depend on timing. The first
 stage limits how many micro-batches are under way in the chain. After each step it picks this depth from what all stages measured
 (peer/chain/timing.py), within what their memory holds. A stage whose memory is too small for the activations of so many goes
@@ -15,7 +15,7 @@ only what came in, and computes the rest a second time before it goes backward.
 
 A full replica runs the same code without neighbours. The model's work runs on one worker thread (peer/chain/worker.py); frames are
 encoded and decoded on other threads (peer/chain/neighbours.py). What a stage keeps when its chain breaks is its `StageProgress`
-(peer/chain/progress.py).
+(peer/chain/grad_norm.py).
 """
 
 from __future__ import annotations
@@ -30,22 +30,18 @@ from dataclasses import asdict, astuple, dataclass, field
 from torch import Tensor
 
 from peer.chain import grad_norm, quantize
-from peer.chain.activation_stats import Statistics
 from peer.chain.frames import ABORT, BACKWARD, FORWARD, NAME_BYTES, Head, NeighbourLost
-from peer.chain.grad_norm import Norms
+from peer.chain.grad_norm import Norms, StageProgress, catch_up
 from peer.chain.link import GOODBYE_S, HEAD_START_S, LIVENESS, Link, Liveness
-from peer.chain.neighbours import Crossing, Neighbours
-from peer.chain.progress import StageProgress, catch_up
-from peer.chain.reading import Read, Reading
-from peer.chain.scheduler import AlternatingScheduler
+from peer.chain.neighbours import Crossing, Neighbours, Statistics
+from peer.chain.reading import Read, Reading, StopSign
 from peer.chain.screening import Place
 from peer.chain.step_text import Text, ready
-from peer.chain.stop_sign import StopSign
 from peer.chain.timing import Costs, StageTiming, StepReport, costs
 from peer.chain.trace import Trace
-from peer.chain.worker import OTHER, TimedWorker
+from peer.chain.worker import OTHER, AlternatingScheduler, TimedWorker
 from peer.net.base import Stream
-from peer.training.trainer import StageTrainer, cores, mean_loss
+from peer.training.trainer import StageTrainer, mean_loss, set_thread_cores
 from protocol.errors import LocalError, PotluckError
 from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import UNBOUNDED, Depths, LinkCost, StageCost
@@ -262,7 +258,7 @@ class _Run:
         """On the worker: one backward. Returns what is to be sent."""
         inward = self.trainer.backward(micro, gradient)
         if micro + 1 == self.train.micro_batches:
-            self.trainer.expect_sumsq()
+            self.trainer.launch_norms()
         return inward
 
     # --- the end of a step
@@ -324,7 +320,7 @@ async def run_steps(
     progress = progress or StageProgress()
     streams = [stream for stream in (previous, following) if stream is not None]
     reports: list[StepReport] = []
-    codec = ThreadPoolExecutor(len(streams) or 1, "boundary", initializer=cores, initargs=(1,))
+    codec = ThreadPoolExecutor(len(streams) or 1, "boundary", initializer=set_thread_cores, initargs=(1,))
     waiter = ThreadPoolExecutor(1, "device")
     run = _Run(setup, codec, waiter, depths, range(first_step, first_step + steps))
     near = run.near

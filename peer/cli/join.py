@@ -23,9 +23,9 @@ from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
 from peer.net.line import Downlink, measured_downlink
 from peer.net.own_addresses import interface_hosts
-from peer.node import hours as daily
 from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door, manifest_again, manifest_of, parse_run, read_announced
+from peer.node.pausing import Hours
 from peer.node.way_in import WayIn
 from peer.training import device as devices_here
 from peer.training.device import Hardware, parse_rate, parse_size
@@ -130,7 +130,7 @@ def joining(
         trace=trace,
         corpus=corpus,
         data_bytes=parse_size(data_limit),
-        hours=None if hours is None else daily.parse(hours),
+        hours=None if hours is None else Hours.parse(hours),
         pause_when_busy=pause_when_busy,
         name=name,
         dry_run=dry_run,

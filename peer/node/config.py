@@ -7,8 +7,8 @@ from pathlib import Path
 
 from peer.net.line import Downlink
 from peer.net.reach import Finding
-from peer.node.hours import Hours
 from peer.node.open_run import Door, Run
+from peer.node.pausing import Hours
 from peer.training.device import Hardware
 
 

@@ -18,23 +18,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
-from peer.chain import pipeline, trace
-from peer.chain.activation_stats import Statistics
+from peer.chain import pipeline, reading, trace
 from peer.chain.connect import Pipes
-from peer.chain.progress import StageProgress, catch_up
+from peer.chain.grad_norm import StageProgress, catch_up
+from peer.chain.neighbours import Statistics
+from peer.chain.reading import StopSign
 from peer.chain.screening import Place, Screens
-from peer.chain.stop_sign import StopSign
 from peer.chain.timing import Costs, StepReport
 from peer.corpus.text import Text
 from peer.net.base import Stream
-from peer.node import round_text
 from peer.node.config import Machine
-from peer.node.orders import ChainOrders, Result
+from peer.node.training import ChainOrders, InnerLoop, Result
 from peer.state.outer_optimizer import Accumulate
 from peer.state.storage import Shards
 from peer.training import device, subspace, trainer
 from peer.training import moments as small_moments
-from peer.training.schedule import Pace
+from peer.training.optimizer import Pace
 from peer.training.several_devices import SeveralDevicesTrainer
 from protocol.errors import LocalError, PotluckError
 from protocol.ledger import schedule
@@ -56,7 +55,7 @@ PACES = 32
 """Inner steps that are compared to find a stage that has become slow."""
 
 
-class StageInnerLoop:
+class StageInnerLoop(InnerLoop):
     """Trains what the plan says on `text`; remembers the optimizer's state from round to round. `pipes` lead to the neighbours in a chain,
     `announce(field=value)` changes what the peer says of itself, `optimizer` is the optimizer's state by parameter name."""
 
@@ -235,7 +234,7 @@ class StageInnerLoop:
 
     def _rest(self) -> None:
         if self._trainer is not None:
-            self._trainer.rest()
+            self._trainer.end_round()
         device.return_memory()
 
     def _pace(self, order: TrainOrder, spec: ReplicaSpec) -> Pace:
@@ -262,9 +261,9 @@ class StageInnerLoop:
         return None
 
     def _tell_of_pieces(self, told: list[int]) -> None:
-        """Says once in a round that memory ran out within an inner step, which was done all the same (peer/training/pieces.py)."""
+        """Says once in a round that memory ran out within an inner step, which was done all the same (peer/training/micro_batch.py)."""
         assert self._trainer is not None
-        pieces = self._trainer.pieces
+        pieces = self._trainer.piece_rows
         if pieces and not told:
             told.append(pieces)
             self._joins = False
@@ -363,7 +362,7 @@ class StageInnerLoop:
                 worker=self._worker,
                 wires=(self.manifest.chains.forward, self.manifest.chains.backward),
                 timeout=STUCK_SECONDS,
-                read=round_text.reader(self.manifest, self._text, work, first_step, self._emit),
+                read=reading.reader(self.manifest, self._text, work, first_step, self._emit),
                 depth=depth,
                 took=took,
                 depths=budget.depths(self.manifest, stage.first, stage.last, self._budget),

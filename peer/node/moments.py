@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from peer.node.orders import InnerLoop
+from peer.node.training import InnerLoop
 from peer.state.payloads import Exchange
 from peer.training import moments
 from protocol.codec.sparse import PayloadError

@@ -17,7 +17,7 @@ AT_A_TIME = 4
 
 
 class Trained(Protocol):
-    """Who knows what was learned; the methods are those of peer/node/orders.py."""
+    """Who knows what was learned; the methods are those of peer/node/training.py."""
 
     def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32] | None]]: ...
 

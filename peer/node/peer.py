@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
-from peer.chain.apart import Apart
-from peer.chain.connect import Pipes
+from peer.chain.connect import Apart, Pipes
 from peer.corpus.fetched import FetchedText
 from peer.corpus.open_text import Access, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
@@ -36,16 +35,13 @@ from peer.net.own_addresses import interface_hosts
 from peer.net.reach import Finding, Reach
 from peer.net.uplink import Uplink
 from peer.node.config import JoinConfig, Machine
-from peer.node.evaluating import Evaluator, Tools
+from peer.node.evaluating import Evaluator, Scorer, Tools
 from peer.node.examining import Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.log_reader import LogReader
-from peer.node.operators import Operators
-from peer.node.orders import InnerLoop
-from peer.node.refusals import Refusals
 from peer.node.rounds import Rounds, Surroundings
-from peer.node.scoring import Scorer
-from peer.node.sessions import Sessions
+from peer.node.sessions import Operators, Refusals, Sessions
+from peer.node.training import InnerLoop
 from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
 from peer.training import device, inference

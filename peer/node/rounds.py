@@ -20,25 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
+from peer.chain.reading import TextAhead
 from peer.net.base import Traffic
 from peer.net.clock import Clock
-from peer.node.attesting import Attester, digests
+from peer.node.background import Attester, digests
 from peer.node.evaluating import Evaluator
-from peer.node.follower import Follower
-from peer.node.log_reader import LogReader
+from peer.node.log_reader import Follower, LogReader
 from peer.node.moments import MomentsExchange
-from peer.node.orders import Examiner, InnerLoop
 from peer.node.own_work import OwnWork
-from peer.node.round_text import TextAhead
-from peer.node.training import Training
-from peer.node.warm_up import WarmUp
+from peer.node.training import Examiner, InnerLoop, Training
 from peer.state.feedback_writer import FeedbackWriter
-from peer.state.giving import Giving
+from peer.state.handover import REQUEST_BYTES, Giving, Owner, Taking
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
-from peer.state.recovery import Recovery
+from peer.state.recovery import Recovery, WarmUp
 from peer.state.storage import Checkpoint, Feedback, Shards, Storage
-from peer.state.taking import REQUEST_BYTES, Owner, Taking
 from protocol.ledger import part_lists, retention
 from protocol.round import handover, member_events
 from protocol.round.member import Member

@@ -12,18 +12,24 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from peer import events
+from peer.net.address import peers_of
+from peer.net.asking import operating, page
 from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, answer
 from peer.net.keeping import Keeping
 from peer.net.network import Network
-from peer.node.refusals import Refusals
-from protocol.errors import RemoteError
+from protocol.errors import BannedError, ClosedError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
+from protocol.ledger import access, board, validation
+from protocol.ledger.board import members_after
+from protocol.ledger.validation import BadCommit
+from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
-from protocol.wire.commit import Record
+from protocol.wire.commit import Commit, Record, votes_needed
+from protocol.wire.decree import Board, Motions
 from protocol.wire.encoding import Message
 from protocol.wire.invitation import Joined
 from protocol.wire.session import (
@@ -39,6 +45,93 @@ from protocol.wire.session import (
     TakeSeat,
     TimeUp,
 )
+
+
+class Refusals:
+    """Of one peer. `joining`: the invitation that it shows; `run`: the run's address, as an operator types it."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        network: Network,
+        joining: Joined | None,
+        run: str,
+    ) -> None:
+        self._manifest = manifest
+        self._transport = network.transport
+        self._directory = network.directory
+        self._clock = network.clock
+        self._joining = joining
+        self._run = run
+        self._by: dict[str, NotAdmitted] = {}
+        self._heard = asyncio.Event()
+        self._head: Commit | None = None
+        self._access = access.of(manifest)
+
+    def refused(self, node: str, word: NotAdmitted) -> None:
+        """`node` opens no session with this peer, and says why."""
+        self._by[node] = word
+        self._heard.set()
+
+    def taken(self, node: str) -> None:
+        """`node` has a session with this peer."""
+        self._by.pop(node, None)
+
+    async def run(self) -> None:
+        """Looks after every refusal whether it is final. Never returns. Raises BannedError, ClosedError, UsageError."""
+        while True:
+            await self._heard.wait()
+            self._heard.clear()
+            if self._are_enough(True):
+                self._check_version()
+            if self._are_enough(False) and await self._read() and self._are_enough(False):
+                self._check()
+
+    def _are_enough(self, version: bool) -> bool:
+        """Whether so many nodes refuse this peer as decide a round: for its `version`, or since it is not admitted."""
+        members = members_after(self._manifest, self._head)
+        final = [n for n, word in self._by.items() if not word.waits and bool(word.version) == version]
+        return len(set(final) & set(members)) >= votes_needed(len(members))
+
+    async def _read(self) -> bool:
+        """Reads what is new in the log, from whoever has it. Whether somebody had it to its end."""
+        for node in self._directory.operators:
+            try:
+                while raws := await page(self._transport, node, -1 if self._head is None else self._head.round):
+                    for raw in raws:
+                        self._head = commit = validation.follow(self._manifest, self._head, raw).commit
+                        self._access = self._access.after(commit.decree, commit.joined)
+                return True
+            except (RemoteError, BadCommit):
+                continue
+        return False
+
+    def _check(self) -> None:
+        """Raises BannedError, ClosedError."""
+        peer = self._transport.peer_id
+        if self._access.why_not(peer) is None:
+            return  # those who refuse it have not heard yet what was decreed
+        time = self._clock.wall() if self._head is None else max(self._clock.wall(), self._head.time)
+        why = access.why_kept_out(self._manifest, self._access, self._head, peer, self._joining, time)
+        thing, typed = f"run {shown(self._manifest.name)}", f"potluck run admit {self._run} {peer}"
+        if self._access.is_banned(peer):
+            raise BannedError(f"{thing}: peer {peer}: {why}; ask an operator, who lets it in again with: {typed}")
+        why = why or next(iter(self._by.values())).reason
+        raise ClosedError(
+            f"{thing}: peer {peer}: {shown(why)}; send this id to an operator, who types: {typed}, and join again; or ask for an"
+            " invitation (potluck invite) and join with its line"
+        )
+
+    def _check_version(self) -> None:
+        """Raises UsageError."""
+        other = next(word.version for word in self._by.values() if word.version)
+        if other != VERSION:
+            way = "older" if other < VERSION else "newer"
+            raise UsageError(
+                f"run {shown(self._manifest.name)}: its nodes speak version {other} of the protocol, this is {VERSION}; install the version of"
+                f" Potluck that the run has ({way} than this)"
+            )
+
 
 RETRY_SECONDS = (0.5, 10.0)
 LAST_WORD_SECONDS = 1.0
@@ -232,3 +325,64 @@ class Sessions:
             self._stalled.add(node)
             text = f"bootstrap node {short_peer(node)} hears too few of the others to decide round {beat.round}; the run waits"
             self._emit(events.Warning(text=text))
+
+
+FIND_SECONDS = 5.0
+"""That nodes may take to say who operates the run; one that we began with may be gone for good."""
+LOST_SECONDS = 10.0
+"""After which a peer without a session asks again."""
+
+
+class Operators:
+    """Of one peer. `dialled`: the nodes that it began with. `head()`: the newest commit that counts, None before the first."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        network: Network,
+        sessions: Sessions,
+        bootstrap: Sequence[str],
+        head: Callable[[], Commit | None],
+    ) -> None:
+        self.dialled = peers_of(bootstrap)
+        self._manifest = manifest
+        self._transport = network.transport
+        self._directory = network.directory
+        self._sessions = sessions
+        self._head = head
+        self._hint: Motions | None = None
+        self._followed: tuple[Commit | None, Motions | None] | None = None
+
+    async def find(self) -> None:
+        """Asks those that we began with, and those that we know."""
+        known = dict.fromkeys((*self.dialled, *self._directory.operators))
+        await asyncio.gather(*(self._ask(node) for node in known if node != self._transport.peer_id))
+        self.follow(self._head())
+
+    async def _ask(self, node: str) -> None:
+        with contextlib.suppress(RemoteError, TimeoutError):
+            async with asyncio.timeout(FIND_SECONDS):
+                await self._directory.reach(node)
+                found = await operating(self._transport, node)
+            if self._hint is None or found.number > self._hint.number:
+                self._hint = found
+
+    def follow(self, head: Commit | None) -> None:
+        """This commit is the newest one that counts. It is told with each event of a round."""
+        if self._followed is not None and self._followed[0] is head and self._followed[1] is self._hint:
+            return
+        self._followed = head, self._hint
+        known, hint = board.of(self._manifest, head), self._hint
+        others: tuple[str, ...] = ()
+        if hint is not None and access.decrees_after(head) < hint.number:
+            others = (*self.dialled, *hint.board.names)
+            known = Board(operators=(*known.operators, *hint.board.operators), quorum=known.quorum)
+        self._directory.follow(known, others)
+        self._sessions.follow()
+
+    async def look(self) -> None:
+        """Asks again where all sessions are lost. Never returns."""
+        while True:
+            await asyncio.sleep(LOST_SECONDS)
+            if not self._sessions.is_open:
+                await self.find()

@@ -17,7 +17,9 @@ import asyncio
 import contextlib
 import functools
 import random
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,11 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer.net.base import CallHandler, Closed, Timeout, Unreachable, call, serve_calls
-from peer.net.blobs import NO_ROUND, BlobServer, Fetcher, Text
+from peer.net.blobs import NO_ROUND, BlobServer, BlobStore, Fetcher, Text
 from peer.net.network import Network
 from peer.net.token_bucket import TokenBucket
 from peer.state import tensor_file
-from peer.state.part_lists import PartLists
 from peer.state.storage import Storage
 from protocol.errors import PotluckError, RemoteError
 from protocol.ledger import part_lists, retention
@@ -39,6 +40,48 @@ from protocol.run.manifest import Manifest
 from protocol.wire import calls, endpoints
 from protocol.wire.calls import HeldState
 from protocol.wire.commit import Commit, Part, Share
+
+MOST_PARTS = 1 << 17
+"""Parts in memory, about 30 MB of them; the lists that were not used for longest are read again when they are wanted."""
+
+
+class PartLists(Mapping[str, Parts]):
+    """Root -> parts. Only what the store has: a list that was evicted there, or is damaged, is not here either. Safe to use from several
+    threads."""
+
+    def __init__(self, store: BlobStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._recent: OrderedDict[str, Parts] = OrderedDict()
+        self._parts = 0
+
+    def __getitem__(self, root: str) -> Parts:
+        with self._lock:
+            if not self._store.has(root):
+                raise KeyError(root)
+            if root in self._recent:
+                self._recent.move_to_end(root)
+                return self._recent[root]
+            raw = self._store.get(root)
+            try:
+                found = part_lists.unpack(raw) if raw is not None else None
+            except part_lists.BadList:
+                found = None
+            if found is None:
+                raise KeyError(root)
+            self._recent[root] = found
+            self._parts += len(found)
+            while self._parts > MOST_PARTS and len(self._recent) > 1:
+                _, old = self._recent.popitem(last=False)
+                self._parts -= len(old)
+            return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._recent))
+
+    def __len__(self) -> int:
+        return len(self._recent)
+
 
 RETRY_SECONDS = 1.0
 WARNINGS = (1.0, 50.0)

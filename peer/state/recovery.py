@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from peer import events
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
-from peer.state.storage import Storage
+from peer.state.storage import Shards, Storage
 from protocol.errors import RemoteError
 from protocol.ledger.kept import NEWEST, Commits
 from protocol.run import init, layout
@@ -274,3 +274,63 @@ class Recovery:
         """The shard of θ(0)."""
         spec, seed = self.manifest.model, self.manifest.seed_bytes
         return init.initial_shard(spec, seed, shard, empty=self.outer.empty, run=self.outer.run)
+
+
+class WarmUp:
+    """One per peer. `applied()`: the round of its state; `ready` is called when there may be something to `take`."""
+
+    def __init__(self, recovery: Recovery, applied: Callable[[], int], ready: Callable[[], None]) -> None:
+        self.shards: tuple[str, ...] = ()
+        """What is being built; nothing as soon as it was taken."""
+        self._recovery = recovery
+        self._applied = applied
+        self._ready = ready
+        self._round = -1
+        self._built: Shards | None = None
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def want(self, shards: Sequence[str]) -> None:
+        """Builds just these from now on; what was begun for others is given up, but what came of it is on disk."""
+        if set(shards) != set(self.shards):
+            await self.aclose()
+            self.shards = tuple(shards)
+            if shards:
+                self._task = asyncio.create_task(self._work(self.shards))
+
+    def take(self) -> Shards | None:
+        """The shards, once, if they stand at the peer's state. Raises what ended the work."""
+        if self._task is not None and self._task.done():
+            self._task.result()
+        if self._built is None:
+            return None
+        if self._round < self._applied():
+            self._news.set()  # it follows first
+            return None
+        built, self._built, self.shards = self._built, None, ()
+        self._news.set()  # it ends
+        return built
+
+    async def aclose(self) -> None:
+        """Ends the work."""
+        task, self._task, self._built, self.shards = self._task, None, None, ()
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _work(self, shards: tuple[str, ...]) -> None:
+        """Raises LocalError."""
+        try:
+            self._round = self._applied()
+            beside = await self._recovery.beside(shards, self._round)
+            while self.shards:
+                while self._round < self._applied():
+                    self._built = None
+                    await self._recovery.advance(beside, shards, self._round + 1)
+                    self._round += 1
+                self._built = beside.theta
+                self._news.clear()
+                self._ready()
+                await self._news.wait()
+        finally:
+            self._ready()

@@ -6,7 +6,7 @@
     DIR/offer-<round>.json            what was offered in the round, and whether the offer before was given back
     DIR/feedback-<round>.safetensors  error feedback after the round was packed; metadata `given_back`: the newest round whose offer
                                       went back into it; `copy`: the name of its copies in memory, `number`: of this file, for which
-                                      they count; and what is noted of hand-overs (peer/state/giving.py, taking.py)
+                                      they count; and what is noted of hand-overs (peer/state/handover.py, taking.py)
     MEMORY/<copy>.safetensors         the same after a later `round`, in memory (peer/net/disk.py): a killed process leaves it
     DIR/handover-<serial>.json        a part of the feedback that goes to another peer, and its .payload, which is served as a blob
     DIR/checkpoint-<round>/           <shard>.safetensors, optimizer.safetensors, meta.json with the digest of each shard

@@ -30,13 +30,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from peer.training.layers import sent
 from protocol.codec import subspace
 
 ROWS = 1 << 12
 """Of the embedding that are worked on at a time."""
 _SHARE = 0.05
 """Of a device's free memory that the embedding may take where only its rows are needed."""
+
+
+def to_device(ids: Tensor, device: torch.device) -> Tensor:
+    """Token ids, wherever they are, on the device. Nothing waits for it: what is not pinned, and in one piece, a GPU fetches only when it has done all
+    else."""
+    if device.type == "cuda" and ids.device.type == "cpu":
+        ids = ids.contiguous().pin_memory()
+    return ids.to(device, non_blocking=True)
 
 
 def basis(seed: bytes, d: int, k: int, threads: int) -> np.ndarray:
@@ -128,7 +135,7 @@ class Boundary:
         written. `into`: where X^ goes, without a gradient, or new memory."""
         with torch.autocast(self.u_DK.device.type, enabled=False):  # TE is not to lose bits
             if self._t_perp_VD is not None:
-                table_ND, which_BL, u_DK = self._t_perp_VD, sent(ids_BL, self.u_DK.device), self._products_DK
+                table_ND, which_BL, u_DK = self._t_perp_VD, to_device(ids_BL, self.u_DK.device), self._products_DK
             else:
                 (table_ND, which_BL), u_DK = self._rows(ids_BL), self.u_DK
                 z_BLK = z_BLK - functional.embedding(which_BL, table_ND @ u_DK)

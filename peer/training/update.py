@@ -2,7 +2,7 @@
 peer/state/outer_optimizer.py and `topk.select` do it on the host; and the way of the next round's parameters to the device.
 
 Feedback e and the global state θ are at home on the host. Each is sent to the device part by part, some whole bands of tiles of one
-tensor at a time, from where it is, if it could be pinned (peer/training/pinned.py), or through pinned buffers. δ = θ - θ_local is made
+tensor at a time, from where it is, if it could be pinned (peer/training/update.py), or through pinned buffers. δ = θ - θ_local is made
 there; e comes back, and of what is kept only the indices, packed (`pack`), since the host takes the values from e. Several parts are
 under way at a time, one to a lane, so that copies in both directions and the device's work overlap.
 
@@ -18,7 +18,10 @@ Shape letters: T tiles, N elements of a tile, K entries of a tile, E entries in 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,15 +30,57 @@ from queue import SimpleQueue
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from peer.training.device import is_shortage
-from peer.training.pinned import pinned
 from protocol.codec import topk
 from protocol.codec.settings import TILE
 from protocol.codec.topk import MARK, Array, Kept, Map, Tiling
 from protocol.errors import LocalError
 from protocol.planning.memory import LANES, PART
+
+SMALLEST = 1 << 20
+"""Bytes of an array that is worth it."""
+SIGHTS = 3
+
+_lock = threading.RLock()  # what frees an array may run anywhere, here too
+_seen: dict[int, int] = {}
+"""How often each array that is alive was seen, by its id; from SIGHTS on it was tried to pin it."""
+_pinned: set[int] = set()
+"""Of the process, as what is pinned is."""
+
+
+def pinned(array: NDArray[np.float32], device: torch.device) -> bool:
+    """Whether `device` can read and write the contiguous array where it is."""
+    if device.type != "cuda" or array.nbytes < SMALLEST or not (array.flags.owndata and array.flags.writeable):
+        return False
+    key = id(array)
+    with _lock:
+        if key not in _seen:
+            weakref.finalize(array, _forget, key, array.ctypes.data).atexit = False
+        _seen[key] = _seen.get(key, 0) + 1
+        if _seen[key] == SIGHTS and _pin(array, device):
+            _pinned.add(key)
+        return key in _pinned
+
+
+def _pin(array: NDArray[np.float32], device: torch.device) -> bool:
+    library = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(library.cudaHostRegister(array.ctypes.data, array.nbytes, 0)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):  # else the next call to the device would be told of this error
+        torch.zeros(1, device=device)
+    return False
+
+
+def _forget(key: int, address: int) -> None:
+    with _lock:
+        del _seen[key]
+        if key in _pinned:
+            _pinned.remove(key)
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
 
 """PART: elements of a part, where one band has no more. A lane holds about 2 * 4 bytes for each on the host, and 40 on the device."""
 _MAGNITUDE = 0x7FFFFFFF

@@ -3,7 +3,7 @@
 An *audit*: another full replica, an *examiner*, trains a contribution again. It begins at the state before the round, with moments of its own,
 and takes as many steps as the contribution claims; once on the text that this one was assigned, and once on other text. The *agreement* is
 how much better the contribution fits the one than the other, in standard deviations of what the round's other contributions do
-(peer/training/again.py). So whoever trained on other text, or not at all, has about 0, whatever else he sends.
+(peer/node/examining.py). So whoever trained on other text, or not at all, has about 0, whatever else he sends.
 
 Who is audited, and by whom, follows from the digest of the commit that counts the contribution, so nobody knows it while the work is
 done. A contribution's chance is such that all full replicas together give the manifest's `judging.audit_share` of their time; and each is

@@ -89,7 +89,7 @@ class TrainSpec:
     `sequence` tokens; slow replicas may have fewer micro-batches. The learning rate follows the run's rounds: each counts as
     `inner_steps`, however many a replica does. `scale_embedding_lr`: the embedding of a compressed chain, of which k coordinates a token are trained in
     place of d values, learns at sqrt(d / k) times the rate, with the same weight decay (docs/adr/0042-the-architecture.md). `optimizer`: one of
-    OPTIMIZERS, `momentum`: of Muon (peer/training/muon.py).
+    OPTIMIZERS, `momentum`: of Muon (peer/training/optimizer.py).
     """
 
     inner_steps: int

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load
 
-from peer.state import giving, storage, taking
+from peer.state import giving, storage
 from peer.state.outer_optimizer import Outer
 from protocol.codec import blob_hash, sparse
 from protocol.codec.settings import Codec
@@ -161,7 +161,7 @@ class Ledger:
         back = notes.get(giving.BACK, "")
         if back and back != before.get(giving.BACK, ""):
             self._add(who, who, Move(round, 1, self._handovers[who, int(back)]))
-        known, now = (json.loads(n.get(taking.TAKEN, "{}")) for n in (before, notes))
+        known, now = (json.loads(n.get(giving.TAKEN, "{}")) for n in (before, notes))
         for key, serial in now.items():
             if known.get(key) != serial:
                 giver = key.rpartition("/")[0]

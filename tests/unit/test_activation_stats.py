@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from peer.chain import frames, quantize
-from peer.chain.activation_stats import EVERY, MEMORY, MOST, Measure, Running, Statistics, measure
+from peer.chain.neighbours import EVERY, MEMORY, MOST, Measure, Running, Statistics, measure
 from protocol.codec import boundary_formats
 from tests.chains import SPEC, TRAIN, Recording, make_chain, run_chain
 

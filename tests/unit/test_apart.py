@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer.chain.apart import APART_SECONDS, REMEMBERED, Apart
-from peer.chain.connect import Patience, Pipes
+from peer.chain.connect import APART_SECONDS, REMEMBERED, Apart, Patience, Pipes
 from peer.chain.frames import NeighbourLost
 from peer.net.memory import MemoryNetwork
 from protocol.errors import RemoteError

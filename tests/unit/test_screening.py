@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from peer.chain import quantize, screening
-from peer.chain.activation_stats import Statistics
 from peer.chain.frames import BACKWARD, FORWARD, NeighbourLost
 from peer.chain.link import HEAD_START_S, LIVENESS
-from peer.chain.neighbours import Crossing, Neighbours
+from peer.chain.neighbours import Crossing, Neighbours, Statistics
 from peer.chain.screening import LEAST_TOKENS, LEAST_WIDTH, MOST, NEW_FRAMES, NEW_ROUNDS, Place, Screen, Screens
 from peer.training.trainer import StageTrainer
 from protocol.errors import LocalError

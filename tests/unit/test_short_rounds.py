@@ -14,7 +14,6 @@ from peer.chain.connect import Pipes
 from peer.events import Emitter, Warning
 from peer.net.clock import Clock
 from peer.net.memory import MemoryNetwork
-from peer.node.audit import NoText
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.training import Training
 from peer.training.trainer import StageTrainer
@@ -25,6 +24,7 @@ from protocol.run.manifest import TrainSpec
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import machines, networks, tiny
+from tests.texts import NoText
 
 TRAIN = TrainSpec(inner_steps=4, micro_batches=2, rows=4, sequence=8, lr=1e-2, warmup_steps=0, total_steps=40)
 RUN = tiny.manifest(train=TRAIN)
