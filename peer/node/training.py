@@ -17,7 +17,8 @@ import asyncio
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from peer import events
 from peer.chain.reading import StopSign
 from peer.net.clock import Clock
-from peer.state.outer_optimizer import Accumulate, difference
+from peer.state.outer_optimizer import Accumulate, Outer, difference
 from peer.state.storage import Shards
 from protocol.ledger import retention, schedule
 from protocol.ledger.audits import Audits
@@ -40,6 +41,8 @@ from protocol.wire.plan import Plan
 log = logging.getLogger("potluck.node")
 END_SECONDS = 8.0
 """For the inner step under way when this peer ends: in a chain it may wait for a neighbour that is silent."""
+SHARDS_AT_ONCE = 4
+"""Shards that a device updates at a time: it works for one while the host packs another. Each needs some MB."""
 Payloads = Mapping[str, list[tuple[float, bytes]]]
 """The payloads of a commit by shard: (weight, payload) in commit order."""
 
@@ -140,6 +143,30 @@ class InnerLoop:
 
     def close(self) -> None:
         """Ends threads and processes."""
+
+
+def add_to_feedback(outer: Outer, inner_loop: InnerLoop, shards: Sequence[str]) -> None:
+    """Adds the displacement of these shards to the error feedback, on the device that trains where it can. Raises LocalError for a
+    value that is not finite."""
+    for shard in shards:
+        device = inner_loop.on_device(shard)
+        if device is not None:
+            outer.accumulate_on(device, shard)
+        else:
+            outer.accumulate(shard, inner_loop.displacement(shard))
+
+
+def encode_update(outer: Outer, inner_loop: InnerLoop, shards: Sequence[str]) -> Iterator[tuple[bytes, float]]:
+    """As `add_to_feedback`; yields each shard's payload to offer and the L2 norm of what it sends. The bytes are the same on every
+    device. Raises LocalError, PayloadError."""
+    devices = [inner_loop.on_device(shard) for shard in shards]
+    if shards and all(device is not None for device in devices):
+        with ThreadPoolExecutor(SHARDS_AT_ONCE, "shard") as pool:
+            yield from pool.map(outer.update, devices, shards)
+    else:
+        for shard in shards:
+            add_to_feedback(outer, inner_loop, [shard])
+            yield outer.encode(shard)
 
 
 class RoundEnd:
