@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 
 from peer import events
 from peer.chain import pipeline, reading, trace
-from peer.chain.connect import Pipes
-from peer.chain.grad_norm import StageProgress, catch_up
+from peer.chain.connect import PipelineStreams
+from peer.chain.grad_norm import Costs, StageProgress, StepReport, catch_up
 from peer.chain.neighbours import Statistics
 from peer.chain.reading import StopSign
 from peer.chain.screening import Place, Screens
-from peer.chain.timing import Costs, StepReport
 from peer.corpus.text import Text
 from peer.net.base import Stream
 from peer.node.config import Machine
@@ -70,7 +69,7 @@ class StageInnerLoop(InnerLoop):
         peer: str,
         machine: Machine,
         text: Text,
-        pipes: Pipes,
+        pipes: PipelineStreams,
         announce: Callable[..., None],
         optimizer: dict[str, NDArray[np.generic]],
         emit: events.Emit,
@@ -322,7 +321,7 @@ class StageInnerLoop(InnerLoop):
                     return None
                 except pipeline.NeighbourLost as error:
                     self._pipes.doubt(error.peer)
-                    if not error.told:
+                    if not error.reported:
                         chain_orders.failed(generation, error.peer, error.reason)
                     await asyncio.wait({newer, over}, return_when=asyncio.FIRST_COMPLETED)
                     if not newer.done():

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from peer import events
-from peer.chain.connect import Apart, Pipes
+from peer.chain.connect import PipelineStreams, UnreachablePeers
 from peer.corpus.fetched import FetchedText
 from peer.corpus.open_text import Access, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
@@ -203,8 +203,8 @@ class Peer:
         restored = await asyncio.to_thread(self._storage.load_checkpoint, self._network.warn)
         if restored is not None:
             self._emit(events.Restored(round=restored.round))
-        apart = Apart(self._directory.update, self._network.warn)
-        pipes = Pipes(self._network, apart=apart)
+        unreachable = UnreachablePeers(self._directory.update, self._network.warn)
+        pipes = PipelineStreams(self._network, unreachable=unreachable)
         inner_loop = self._factories.inner_loop(
             self.manifest,
             self.identity.peer_id,
@@ -238,7 +238,7 @@ class Peer:
         finally:
             await evaluator.aclose()
             await examiner.aclose()
-            apart.close()
+            unreachable.close()
             await exchange.aclose()
             await asyncio.to_thread(inner_loop.close)
         shards = layout.shard_names(self.manifest.model)

@@ -37,7 +37,7 @@ from typing import Any
 
 import psutil
 
-from peer.chain.connect import Pipes
+from peer.chain.connect import PipelineStreams
 from peer.net import keyfile, p2p
 from peer.net.address import host_of, is_public
 from peer.net.base import Ended, Stream, Transport, call, serve_calls
@@ -101,7 +101,7 @@ class Home:
         self.direct = direct
         self.store = BlobStore(folder / "blobs")
         self.addresses: dict[str, list[str]] = {}
-        self.pipes = Pipes(networks.network(transport, self.reach, limit=limit))
+        self.pipes = PipelineStreams(networks.network(transport, self.reach, limit=limit))
         self.blob = os.urandom(BLOB)
         self.uplink = Uplink(limit)
         self.held: list[asyncio.Task[None]] = []

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peer.chain.connect import Pipes
+from peer.chain.connect import PipelineStreams
 from peer.events import Emitter
 from peer.net.clock import Clock
 from peer.net.memory import MemoryNetwork
@@ -62,7 +62,7 @@ def test_trainers_follow_the_newest_commit(decreed: Schedule | None, tmp_path: P
         machine = machines.machine(tmp_path, 10**9)
         transport = MemoryNetwork().transport("me")
 
-        pipes = Pipes(networks.network(transport))
+        pipes = PipelineStreams(networks.network(transport))
         loop = Loop(RUN, "me", machine, Text(), pipes, lambda **news: None, {}, emit)
         training = Training(RUN, "me", loop, emit, told.put_nowait, Clock())
         theta = {s: init.initial_shard(RUN.model, b"0", s) for s in layout.shard_names(RUN.model)}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from peer.chain.connect import Pipes
+from peer.chain.connect import PipelineStreams
 from peer.events import Emitter, Warning
 from peer.net.clock import Clock
 from peer.net.memory import MemoryNetwork
@@ -75,7 +75,7 @@ def a_round(
         machine = machines.machine(folder, OFFERED)
         transport = MemoryNetwork().transport("me")
 
-        pipes = Pipes(networks.network(transport))
+        pipes = PipelineStreams(networks.network(transport))
         loop = Loop(RUN, "me", machine, Text(), pipes, lambda **news: said.update(news), {}, emit)
         training = Training(RUN, "me", loop, emit, told.put_nowait, Clock())
         theta = {s: init.initial_shard(RUN.model, b"0", s) for s in layout.shard_names(RUN.model)}
