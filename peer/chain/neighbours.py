@@ -85,7 +85,6 @@ class Statistics:
         self._running: dict[tuple[str, int, int], Running] = {}
 
     def of(self, neighbour: str, kind: int, width: int) -> Running:
-        """Of the frames of this kind from `neighbour` with `width` values per token."""
         key = (neighbour, kind, width)
         if key not in self._running and len(self._running) >= MOST_BOUNDARIES:
             del self._running[next(iter(self._running))]

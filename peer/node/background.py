@@ -39,7 +39,6 @@ class BackgroundExecutor:
 
     @property
     def worker(self) -> ThreadPoolExecutor:
-        """The thread."""
         if self._worker is None:
             self._worker = self._make()
             self._worker.submit(lower_priority)
@@ -75,7 +74,6 @@ class Attester:
             await task
 
     def close(self) -> None:
-        """Ends the thread."""
         self._worker.shutdown(wait=False)
 
     async def _work(self, before: asyncio.Task[None] | None, round: int, theta: Shards, then: Then | None) -> None:
@@ -88,5 +86,4 @@ class Attester:
 
 
 def digests(theta: Shards) -> dict[str, str]:
-    """The digest of each shard."""
     return {shard: layout.shard_digest(arrays) for shard, arrays in theta.items()}

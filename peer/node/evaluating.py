@@ -248,7 +248,6 @@ class Evaluator:
             self._tell(self._evaluation)
 
     async def aclose(self) -> None:
-        """Ends what is under way."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

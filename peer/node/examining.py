@@ -213,7 +213,6 @@ class Examiner:
             self._task = asyncio.create_task(self._examine(wanted[0])) if wanted else None
 
     async def aclose(self) -> None:
-        """Ends what is under way."""
         self._stop.set()
         if self._task is not None:
             self._task.cancel()

@@ -54,7 +54,6 @@ class LogReader:
         self._task = asyncio.create_task(self._read(tip, put, newest))
 
     async def aclose(self) -> None:
-        """Ends what is under way."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -134,7 +133,6 @@ class Follower:
             self._fold(log, len(log))
 
     async def aclose(self) -> None:
-        """Ends the folding of a long log."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

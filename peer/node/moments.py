@@ -46,7 +46,6 @@ class MomentsExchange:
         self._looking: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
-        """Lets others ask."""
         await self._exchange.answer(endpoints.MOMENTS, self._answer, REQUEST_BYTES)
 
     def follow(self, plan: Plan | None) -> None:
@@ -65,7 +64,6 @@ class MomentsExchange:
             self._looking = asyncio.create_task(self._look(plan, shards))
 
     async def aclose(self) -> None:
-        """Ends what is under way."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)

@@ -66,7 +66,6 @@ class Run:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest in a file. Raises UsageError."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -142,7 +141,6 @@ def _remembered(folder: Path) -> Run | None:
 
 
 def _inner(folder: Path) -> list[Path]:
-    """The folders in a folder, sorted."""
     try:
         return sorted(path for path in folder.iterdir() if path.is_dir())
     except OSError:

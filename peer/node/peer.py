@@ -251,7 +251,6 @@ class Peer:
         return Access(network=self._network, folder=folder, limit=self._config.data_bytes, disk=disk)
 
     async def _tokenizer(self) -> bytes:
-        """Raises RemoteError."""
         return await Remote(self._transport, self._directory.operators, self._storage.blobs).tokenizer(self.manifest)
 
     def _make_rounds(

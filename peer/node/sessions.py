@@ -200,7 +200,6 @@ class Sessions:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a session."""
         return bool(self._outboxes)
 
     def follow_operators(self) -> None:

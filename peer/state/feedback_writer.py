@@ -1,12 +1,11 @@
-"""Saves the error feedback beside the round, where nobody waits for it: in memory after every round, on disk after many.
+"""Saves the error feedback in the background: to memory after every round, to disk after many.
 
-The whole feedback has 4 bytes a parameter, which would wear a disk out if every round wrote them. So after most rounds it is copied
-to memory that outlives a killed process, and only every `retention.SAVED_ROUNDS` rounds, and when the process ends, to disk. What is on
-disk is brought up to the newest offer by the payloads of the offers since (docs/adr/0064-feedback-is-seldom-written.md).
+The feedback has 4 bytes a parameter; writing it every round would wear a disk out. So most rounds copy it to memory that survives a
+killed process, and only every `retention.SAVED_ROUNDS` rounds, and the end of the process, write it to disk. The payloads of later offers
+bring the file up to date (docs/adr/0064-feedback-is-seldom-written.md).
 
-The caller that changes the feedback waits for `written` before, and calls `changed` after: what is being saved must not change, and
-what is saved must be known. So a copy is at most one change behind, and an offer is on disk before the feedback that belongs to it
-(docs/adr/0007-offer-before-feedback.md).
+A caller that changes the feedback waits for `written` before, and calls `changed` after. So a copy is at most one change behind, and an
+offer is on disk before its feedback (docs/adr/0007-offer-before-feedback.md).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from protocol.ledger import retention
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The feedback is that of `round`; `given_back`: the newest round whose offer went back into it. `since`: steady time."""
+    """The feedback became that of `round` at `since` (steady time); `given_back`: the newest round whose offer went back into it."""
 
     round: int
     given_back: int
@@ -29,8 +28,10 @@ class _Change:
 
 
 class FeedbackWriter:
-    """One per peer. `feedback`: the arrays themselves, which are written as they are then. `round`, `given_back`: what they are when
-    it begins; `on_disk`: the round of the feedback on disk, 0 where there is none."""
+    """Saves the arrays of `feedback`, which are of `round` and `given_back` now.
+
+    on_disk: the round of the feedback on disk; 0: there is none.
+    """
 
     def __init__(
         self, storage: Storage, feedback: Shards, clock: Clock, round: int, *, given_back: int = 0, on_disk: int = 0
@@ -50,32 +51,32 @@ class FeedbackWriter:
         return self._newest.given_back
 
     def changed(self, round: int, *, restored: bool = False) -> None:
-        """The feedback is that of `round` now; `restored`: and the round's offer went back into it."""
+        """The feedback is that of `round` now; `restored`: the round's offer went back into it."""
         given_back = round if restored else self._newest.given_back
         self._newest = self._unsaved = _Change(round, given_back, self._clock.steady())
         self._is_behind = True
 
     async def changed_between(self) -> None:
-        """The feedback, or what is noted with it, has changed between rounds; returns when that is on disk. Raises UsageError."""
+        """The feedback or its notes changed between rounds: waits until that is on disk. Raises UsageError."""
         self._is_behind = True
         await self.on_disk()
 
     def look(self) -> None:
-        """Begins to save, when it is time; to be called now and then. Raises what an earlier saving raised (UsageError)."""
+        """Begins to save when it is due; call it periodically. Raises what an earlier saving raised (UsageError)."""
         if self._saving is not None and self._saving.done():
             self._saving.result()
         if retention.feedback_is_due(self._unsaved.since if self._unsaved else None, self._clock.steady()):
             self._begin()
 
     async def written(self) -> None:
-        """Returns when the feedback is saved as it is, in memory or on disk. Raises UsageError."""
+        """Waits until the feedback is saved, in memory or on disk. Raises UsageError."""
         self._begin()
         if self._saving is not None:
             saving, self._saving = self._saving, None
             await saving
 
     async def on_disk(self) -> None:
-        """Returns when the feedback is on disk as it is. Raises UsageError."""
+        """Waits until the feedback is on disk. Raises UsageError."""
         if self._is_behind:
             self._on_disk, self._unsaved = None, self._newest
         await self.written()

@@ -1,8 +1,12 @@
-"""Gives error feedback to the peers that train its shards now: the giver's side of docs/adr/0019-feedback-moves.md.
+"""Moves error feedback to the peers that train its shards now, from both sides (docs/adr/0019-feedback-moves.md).
 
-One change of the feedback's file makes a part of it a hand-over, or takes it back, since that file notes up to which serial number the
-hand-overs' payloads are out of the feedback, and which of them are in it again. A crash before that change leaves a record without
-effect, which is removed at the next start. All else may be repeated: the heir finds by the number what it has added already.
+*The giver.* One change of the feedback's file makes a part of it a hand-over, or takes it back: the file notes up to which serial
+number the hand-overs' payloads are out of the feedback, and which are in it again. A crash before that change leaves a record without
+effect, which the next start removes. All else may be repeated.
+
+*The heir.* The same change of its feedback's file adds a payload and notes, for every giver and shard, the newest serial number that
+was added. So a repeated hand-over is answered, and not added again. A part of a feedback may be added at any time: training waits for
+none.
 """
 
 from __future__ import annotations
@@ -22,28 +26,34 @@ from protocol.codec import blob_hash
 from protocol.errors import PotluckError, RemoteError
 from protocol.round import handover as rules
 from protocol.run.manifest import Manifest
-from protocol.wire import endpoints, framing
+from protocol.wire import calls, endpoints
 from protocol.wire.commit import Commit
 from protocol.wire.handover import Handover, HandoverAnswer, Step
 from protocol.wire.plan import Plan
-from protocol.wire.schema import SchemaError, build, plain
 
-ASK_SECONDS = 3.0
-"""Between two calls to an heir."""
-LEAVING_ASK_SECONDS = 0.1
-"""The same, while this peer leaves."""
-ANSWER_BYTES = 1024
-OUT, BACK = "handed_over", "taken_back"
-"""Notes beside the feedback: the newest serial number that is out of it, and the one that came into it again last."""
+ASK_SECONDS, LEAVING_ASK_SECONDS = 3.0, 0.1
+"""Between two calls to an heir: usually, and while this peer leaves."""
+ANSWER_BYTES, REQUEST_BYTES = 1024, 2048
+OUT, BACK, TAKEN = "handed_over", "taken_back", "taken_from"
+"""Notes beside the feedback: the newest serial number that is out of it, the last one that came into it again, and of hand-overs to
+us {"giver/shard": the newest serial number that was added}."""
+MOST_AT_ONCE, MOST_OF_A_GIVER = 64, 16
+"""Hand-overs to us under way, of all givers and of one."""
+SILENT_SECONDS = 120.0
+"""After which a giver, who speaks every few seconds, is given up."""
+MOST_GIVERS = 4096
+"""Entries of the note of what was added; beyond them no new giver is accepted."""
 
 Work = Callable[..., Awaitable[object]]
-"""Runs something on the thread that changes the feedback."""
+"""Runs a function on the thread that changes the feedback."""
 
 
 class Giving:
-    """One per peer. `work` runs what changes the feedback; `ask(peer, name, request, limit)` is a call to another peer.
+    """The giver's side. `step` and `leave` are for the loop that owns the feedback; `run` calls the heirs beside it, and changes nothing.
 
-    `step` and `leave` are for the loop that owns the feedback; `run` calls the heirs beside it, and changes nothing."""
+    ask: (peer, name, request, limit) calls another peer.
+    open: unfinished hand-overs, by serial number.
+    """
 
     def __init__(
         self,
@@ -63,11 +73,10 @@ class Giving:
         self._work = work
         self._ask = ask
         self._answers: dict[int, Step] = {}
-        self._looked = -1
-        self._little: set[str] = set()  # shards of which only so little is left that it stays
+        self._planned_round = -1
+        self._little: set[str] = set()  # shards whose rest stays here
         self._first: dict[str, float] = {}  # the norm of a shard's feedback when its first part went
         self.open: dict[int, Handover] = {}
-        """The hand-overs that are not done, by serial number."""
         out, back = int(storage.notes.get(OUT, 0)), int(storage.notes.get(BACK, 0))
         for handover in storage.load_handovers():
             if handover.serial > out or handover.serial == back:
@@ -75,44 +84,37 @@ class Giving:
             else:
                 self.open[handover.serial] = handover
 
-    # --- beside the loop
-
     async def run(self) -> None:
-        """Calls the heirs again and again. Never returns."""
+        """Calls the heirs periodically. Never returns."""
         while True:
             await asyncio.sleep(ASK_SECONDS)
             await self.call_heirs()
 
     async def call_heirs(self) -> None:
-        """Tells every heir of the oldest hand-over of each shard that it has not added yet."""
+        """Offers every heir the oldest hand-over of each shard."""
         oldest: dict[tuple[str, str], Handover] = {}
         for handover in self.open.values():
             oldest.setdefault((handover.heir, handover.shard), handover)
 
         async def tell(handover: Handover) -> None:
             try:
-                request = framing.pack_message(plain(handover))
-                raw = await self._ask(handover.heir, endpoints.HANDOVER, request, ANSWER_BYTES)
-                said = build(HandoverAnswer, framing.unpack_message(raw), ignore_unknown=True)
-                self._answers[handover.serial] = Step(said.step)
+                raw = await self._ask(handover.heir, endpoints.HANDOVER, calls.write(handover), ANSWER_BYTES)
+                answer = calls.read(HandoverAnswer, raw, handover.heir, "hand-over")
+                self._answers[handover.serial] = Step(answer.step)
             except (PotluckError, ValueError):
                 return  # it is asked again
 
         await asyncio.gather(*(tell(handover) for handover in oldest.values()))
 
-    # --- in the loop
-
     async def step(self, log: Mapping[int, Commit], plan: Plan | None) -> None:
-        """Does what the heirs' answers and the newest `plan` ask for. Raises UsageError."""
-        answers, self._answers = self._answers, {}
-        for serial, answer in sorted(answers.items()):
-            await self._answered(self.open.get(serial), answer)
-        if plan is not None and plan.round != self._looked:
-            self._looked = plan.round
-            await self._look(log, plan)
+        """Handles the heirs' answers and the newest `plan`. Raises UsageError."""
+        await self._handle_answers()
+        if plan is not None and plan.round != self._planned_round:
+            self._planned_round = plan.round
+            await self._follow_plan(log, plan)
 
     async def leave(self, plan: Plan | None, up_bps: int, seconds: float) -> None:
-        """Gives all that the feedback holds to others who train its shards, and waits until they have it: so many seconds in all, at most."""
+        """Gives the whole feedback to other peers that train its shards, and waits until they have it, at most `seconds` in all."""
         if plan is None:
             return
         until = asyncio.get_running_loop().time() + seconds
@@ -126,18 +128,21 @@ class Giving:
             async with asyncio.timeout_at(until):
                 while self.open:
                     await self.call_heirs()
-                    answers, self._answers = self._answers, {}
-                    if not answers:
-                        return  # nobody is there
-                    for serial, answer in sorted(answers.items()):
-                        await self._answered(self.open.get(serial), answer)
+                    if not await self._handle_answers():
+                        return  # no heir is there
                     await asyncio.sleep(LEAVING_ASK_SECONDS)
         except TimeoutError:
-            return  # they are on disk: after the next start it goes on
+            return  # they are on disk: the next start goes on
 
-    async def _answered(self, handover: Handover | None, answer: Step) -> None:
-        if handover is None:
-            return
+    async def _handle_answers(self) -> bool:
+        """Whether there were any."""
+        answers, self._answers = self._answers, {}
+        for serial, answer in sorted(answers.items()):
+            if serial in self.open:
+                await self._answered(self.open[serial], answer)
+        return bool(answers)
+
+    async def _answered(self, handover: Handover, answer: Step) -> None:
         if answer is Step.TAKEN and handover.given:
             del self.open[handover.serial]
             await self._work(self._storage.drop_handover, handover)
@@ -148,8 +153,8 @@ class Giving:
             self._little.add(handover.shard)
             await self._take_back(handover)
 
-    async def _look(self, log: Mapping[int, Commit], plan: Plan) -> None:
-        """Once for every plan: what is trained here again comes back, and what is not goes where it is trained."""
+    async def _follow_plan(self, log: Mapping[int, Commit], plan: Plan) -> None:
+        """Takes back the feedback of shards that are trained here again, and gives that of others to their trainers."""
         manifest, peer = self.manifest, self.peer
         kept = rules.kept_shards(manifest, plan, peer)
         self._little.difference_update(kept)
@@ -183,7 +188,7 @@ class Giving:
         return norm > rules.LEFT * self._first.setdefault(shard, norm)
 
     async def _give(self, heirs: Mapping[str, str], topk: int, until: float = math.inf) -> None:
-        """Makes the feedback of these shards hand-overs, in one change of its file; those for which there is no time `until` then keep theirs."""
+        """Makes the feedback of these shards hand-overs, in one change of its file, as far as there is time `until` then."""
         if heirs:
             await self._writer.written()
             for shard, heir in heirs.items():
@@ -219,20 +224,14 @@ class Giving:
         self._storage.notes = {**self._storage.notes, BACK: str(handover.serial)}
 
 
-MOST, OF_A_GIVER = 64, 16
-"""Hand-overs that are under way at once, of all and of one giver."""
-SILENT_SECONDS = 120.0
-"""A giver speaks every few seconds; of whom nothing was heard for so long, nothing is expected."""
-GIVERS = 4096
-"""Entries of the note of what was added; beyond them nothing new is taken."""
-REQUEST_BYTES = 2048
-TAKEN = "taken_from"
-"""Note beside the feedback: {"giver/shard": the newest serial number that was added}."""
-
-
 @dataclass(slots=True)
 class _Coming:
-    """A hand-over that is under way. `heard`: when its giver spoke of it last, by the loop's clock; `sound`: its payload is here, and nothing is wrong with it; `refused`: why it is not added."""
+    """A hand-over to us under way.
+
+    heard: when its giver called last, by the loop's clock.
+    sound: its payload is here and acceptable.
+    refused: why it is not added.
+    """
 
     handover: Handover
     fetching: asyncio.Task[None]
@@ -243,19 +242,23 @@ class _Coming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """What the loop that owns the feedback does for it. `why_refused(giver, handover)` and `own_norm(shard)`, of our newest payload (None:
-    there is none), say what is acceptable; `fetch(blob, size, holder)` brings a blob into the store; `work` runs what changes the
-    feedback; `wake` is called when `step` has something to do."""
+    """The loop that owns the feedback, for Taking.
+
+    why_refused: (giver, handover) -> why it is not acceptable.
+    own_norm: of our newest payload of a shard; None: there is none.
+    fetch: (blob, size, holder) brings a blob into the store.
+    wake: called when `step` has work.
+    """
 
     why_refused: Callable[[str, Handover], str | None]
     own_norm: Callable[[str], float | None]
     fetch: Callable[[str, int, str], Awaitable[None]]
-    work: Callable[..., Awaitable[object]]
+    work: Work
     wake: Callable[[], None]
 
 
 class Taking:
-    """One per peer."""
+    """The heir's side."""
 
     def __init__(
         self, manifest: Manifest, storage: Storage, outer: Outer, writer: FeedbackWriter, owner: Owner
@@ -270,34 +273,30 @@ class Taking:
         self._refuses = False
 
     def refuse(self) -> None:
-        """From now on givers hear that nobody is here, and do not wait for us: who leaves takes nothing any more."""
+        """Accepts no more: this peer leaves, and givers need not wait for it."""
         self._refuses = True
 
     async def answer(self, giver: str, request: bytes) -> bytes:
-        """What we say to a giver's call. Raises RemoteError."""
+        """The answer to a giver's call. Raises RemoteError."""
         if self._refuses:
             raise RemoteError(giver, "hand-over: this peer leaves, too; ask again when it is back")
-        try:
-            handover = build(Handover, framing.unpack_message(request), ignore_unknown=True)
-        except (framing.FrameError, SchemaError) as error:
-            raise RemoteError(giver, f"hand-over: {error}") from None
-        step, reason = self._look_at(giver, handover)
-        return framing.pack_message(plain(HandoverAnswer(step=step.value, reason=reason)))
+        step, reason = self._answer_to(giver, calls.read(Handover, request, giver, "hand-over"))
+        return calls.write(HandoverAnswer(step=step.value, reason=reason))
 
-    def _look_at(self, giver: str, handover: Handover) -> tuple[Step, str]:
+    def _answer_to(self, giver: str, handover: Handover) -> tuple[Step, str]:
         key = f"{giver}/{handover.shard}"
         if self._taken.get(key, 0) >= handover.serial:
             return Step.TAKEN, ""
         reason = self._owner.why_refused(giver, handover)
-        if reason is None and key not in self._taken and len(self._taken) >= GIVERS:
-            reason = f"feedback of {GIVERS} givers was added already"
+        if reason is None and key not in self._taken and len(self._taken) >= MOST_GIVERS:
+            reason = f"feedback of {MOST_GIVERS} givers was added already"
         if reason is not None:
             return Step.REFUSED, reason
         self._drop_dead()
         coming = self._coming.get(key)
         if coming is None or coming.handover.serial != handover.serial or coming.handover.blob != handover.blob:
             of_giver = sum(other.startswith(f"{giver}/") for other in self._coming)
-            if coming is None and (len(self._coming) >= MOST or of_giver >= OF_A_GIVER):
+            if coming is None and (len(self._coming) >= MOST_AT_ONCE or of_giver >= MOST_OF_A_GIVER):
                 return Step.WAIT, ""
             if coming is not None:
                 coming.fetching.cancel()
@@ -319,7 +318,7 @@ class Taking:
         return (Step.READY if coming.sound and not handover.given else Step.WAIT), ""
 
     def _drop_dead(self) -> None:
-        """Those of which the giver has not spoken for long are over: they keep the places of others, who speak every few seconds."""
+        """Gives up hand-overs of silent givers: they keep the places of others."""
         now = asyncio.get_running_loop().time()
         for key, coming in list(self._coming.items()):
             if now - coming.heard > SILENT_SECONDS:
@@ -331,7 +330,7 @@ class Taking:
         asyncio.get_running_loop().call_soon(self._owner.wake)
 
     async def step(self) -> None:
-        """Adds what is here and ours; for the loop that owns the feedback. Raises UsageError."""
+        """Adds the payloads that are here; for the loop that owns the feedback. Raises UsageError."""
         for key, coming in list(self._coming.items()):
             if coming.fetching.done() and not coming.fetching.cancelled() and coming.fetching.exception() is None:
                 await self._examine(key, coming)
@@ -368,7 +367,6 @@ class Taking:
             self._storage.blobs.remove(handover.blob)
 
     async def aclose(self) -> None:
-        """Ends what is under way."""
         for coming in self._coming.values():
             coming.fetching.cancel()
         await asyncio.gather(*(c.fetching for c in self._coming.values()), return_exceptions=True)

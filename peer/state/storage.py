@@ -1,19 +1,19 @@
-"""A peer's durable state: its identity's folder, checkpoints of shards, and the newest offer with its error feedback.
+"""A peer's durable state: the folder of its identity, checkpoints, and the newest offers with their error feedback.
 
-    DIR/lock                          held while a daemon runs
+    DIR/lock                          held while a process runs
     DIR/identity.key                  Ed25519, in libp2p's format
     DIR/blobs/                        payloads, our own and others' (peer/net/blobs/store.py)
-    DIR/offer-<round>.json            what was offered in the round, and whether the offer before was given back
+    DIR/offer-<round>.json            the offer to the round, and the newest round given back before it
     DIR/feedback-<round>.safetensors  error feedback after the round was packed; metadata `given_back`: the newest round whose offer
                                       went back into it; `copy`: the name of its copies in memory, `number`: of this file, for which
-                                      they count; and what is noted of hand-overs (peer/state/handover.py, taking.py)
-    MEMORY/<copy>.safetensors         the same after a later `round`, in memory (peer/net/disk.py): a killed process leaves it
-    DIR/handover-<serial>.json        a part of the feedback that goes to another peer, and its .payload, which is served as a blob
+                                      they count; and notes of hand-overs (peer/state/handover.py)
+    MEMORY/<copy>.safetensors         the same after a later `round`, in memory (peer/net/disk.py): survives a killed process
+    DIR/handover-<serial>.json        a part of the feedback for another peer, and its .payload, which is served as a blob
     DIR/checkpoint-<round>/           <shard>.safetensors, optimizer.safetensors, meta.json with the digest of each shard
 
-Everything appears by rename after fsync, so that a crash leaves the old or the new, and what a kill leaves half-written is
-removed at the next start. Tensors are named by position (a shard's parameters), `shard/position` (feedback) or as the trainer
-names them. A checkpoint's shards are served as blobs: their digests are those that the log carries.
+Everything appears by rename after fsync: a crash leaves the old or the new, and the next start removes unfinished files. Tensors are named
+by position (a shard's parameters), `shard/position` (feedback) or as the trainer names them. A checkpoint's shards are served as blobs:
+their digests are those in the log.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ Shards = dict[str, list[NDArray[np.float32]]]
 KEPT = 2
 """Checkpoints and feedback files that are kept."""
 COPIES = 2
-"""Of the feedback that are in memory while the newer one is written."""
+"""Copies of the feedback in memory while a newer one is written."""
 GIVEN_BACK, COPY, NUMBER, ROUND = "given_back", "copy", "number", "round"
-"""What is noted beside a feedback, or an offer; see above."""
+"""Metadata of a feedback or an offer; see above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,14 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """Error feedback after `round` (0: none), and the newest offer, if it may still have to be given back. `since`: the offers that
-    this feedback does not know of, oldest first; `given_back`: those that are to go back into it, by round."""
+    """The error feedback from disk.
+
+    round: it is of; 0: none.
+    offer: the newest, if it may still have to be given back.
+    since: offers that this feedback does not contain, oldest first.
+    given_back: rounds of those that are to go back into it.
+    newest_back: the newest round whose offer went back.
+    """
 
     round: int
     feedback: Shards
@@ -73,11 +79,18 @@ class Feedback:
     since: tuple[Offer, ...] = ()
     given_back: frozenset[int] = frozenset()
     newest_back: int = 0
-    """The newest round whose offer went back, whether this feedback knows of it or not."""
 
 
 class Storage:
-    """A peer's folder. One process at a time. `limit`: bytes for payloads. Raises UsageError where the disk refuses."""
+    """A peer's folder, for one process at a time. Raises UsageError where the disk refuses.
+
+    limit: bytes for payloads.
+    empty: makes the arrays of θ and the feedback, in files if `in_files`.
+    notes: metadata of the next `save_feedback`, and of the last one.
+    offers: those on disk, oldest first, whose payloads are needed.
+    free_memory: gives the bytes for a copy of the feedback.
+    saved_round: of the feedback on disk; 0: there is none.
+    """
 
     def __init__(self, folder: Path, limit: int | None = None, disk: Disk | None = None) -> None:
         self.folder = folder
@@ -88,17 +101,11 @@ class Storage:
                 self.disk.remove(folder / name)
         self.blobs = BlobStore(folder / "blobs", limit, self.disk)
         self.empty: Empty = in_memory
-        """Makes the arrays that are read from here, and others of θ and the feedback."""
         self.in_files = False
-        """Whether it makes them in files."""
         self.notes: dict[str, str] = {}
-        """What the next `save_feedback` writes beside the feedback, and the last one has written: one change with it."""
         self.offers: list[Offer] = []
-        """Those on disk, oldest first. Their payloads are needed: what they sent is to be taken from an older feedback."""
         self.free_memory: Callable[[], int] = lambda: sys.maxsize
-        """Bytes that a copy of the feedback may take now."""
         self.saved_round = 0
-        """Of the feedback on disk; 0: there is none."""
         self._returned: set[int] = set()  # rounds whose offers went back into the feedback
         self._copy, self._number = "", 0
         self._handovers: dict[str, Blob] = {}
@@ -109,21 +116,20 @@ class Storage:
         self._lock.close()
 
     def use_files(self) -> None:
-        """From now on `empty` makes arrays in files of the folder (peer/net/disk.py), and raises UsageError where it is full."""
+        """`empty` makes arrays in files of the folder (peer/net/disk.py), and raises UsageError where it is full."""
         self.empty, self.in_files = functools.partial(self.disk.arrays, self.folder), True
 
     # --- error feedback and offers
 
     def save_offer(self, offer: Offer, given_back: int = 0) -> None:
-        """Makes an offer durable; its payloads are. `given_back`: the newest round whose offer went back into the feedback. The offers since
-        the oldest feedback on disk are kept."""
+        """Makes an offer durable. `given_back`: the newest round whose offer went back into the feedback."""
         self.offers.append(offer)
         self._returned.add(given_back)
         said = {**plain(offer), GIVEN_BACK: given_back}
         self.disk.write(self.folder / f"offer-{offer.round:08d}.json", json.dumps(said).encode())
 
     def own_payload(self, offer: Offer, part: Part) -> bytes:
-        """One of the payloads that were offered. Raises LocalError."""
+        """A payload of our offer. Raises LocalError."""
         payload = self.blobs.get(part.digest)
         if payload is None:
             raise LocalError(
@@ -133,7 +139,7 @@ class Storage:
         return payload
 
     def save_feedback(self, round: int, feedback: Shards, given_back: int = 0) -> None:
-        """Makes the feedback after packing `round` durable; `given_back` as for `save_offer`."""
+        """Makes the feedback of `round` durable; `given_back` as for `save_offer`."""
         path = self.folder / f"feedback-{round:08d}.safetensors"
         before = [old for _, old in self._numbered("feedback-*.safetensors") if old != path]
         self._copy, self._number = self._copy or secrets.token_hex(16), self._number + 1
@@ -146,7 +152,7 @@ class Storage:
         self._forget_offers(self._numbered("feedback-*.safetensors")[0][0])
 
     def _forget_offers(self, before: int) -> None:
-        """Those of earlier rounds; a payload that went back into the feedback is not needed any more then."""
+        """Removes the offers of earlier rounds, and the payloads of those that went back into the feedback."""
         for offer in [o for o in self.offers[:-1] if o.round < before]:
             self.offers.remove(offer)
             self.disk.remove(self.folder / f"offer-{offer.round:08d}.json")
@@ -156,13 +162,13 @@ class Storage:
                     self.blobs.remove(name)
 
     def copy_feedback(self, round: int, feedback: Shards, given_back: int = 0) -> bool:
-        """Keeps the feedback in memory for the next process, where that has room. Whether it does."""
+        """Copies the feedback to memory for the next process. False where there is no room."""
         size = COPIES * sum(array.nbytes for arrays in feedback.values() for array in arrays)
         folder = self.disk.memory(size) if self._copy and self.free_memory() >= size else None
         if folder is None:
             return False
         pieces = tensor_file.pieces(_flatten(feedback), {**self._metadata(given_back), ROUND: str(round)})
-        with contextlib.suppress(UsageError):  # others may have taken the room
+        with contextlib.suppress(UsageError):  # the room may be gone
             self.disk.write(folder / f"{self._copy}.safetensors", *pieces, sync=False)
             return True
         return False
@@ -171,7 +177,7 @@ class Storage:
         return {**self.notes, GIVEN_BACK: str(given_back), COPY: self._copy, NUMBER: str(self._number)}
 
     def load_feedback(self) -> Feedback:
-        """The newest feedback that can be read, and what was offered since."""
+        """The newest readable feedback, and the offers since then."""
         round, feedback, notes = 0, Shards(), dict[str, str]()
         for saved, path in reversed(self._numbered("feedback-*.safetensors")):
             with contextlib.suppress(OSError, tensor_file.Damaged):
@@ -180,7 +186,7 @@ class Storage:
                 feedback = _unflatten(tensors)
                 break
         round, feedback, notes = self._load_copy(notes) or (round, feedback, notes)
-        if notes.pop("restored_offer", "") == "True":  # as earlier versions said it
+        if notes.pop("restored_offer", "") == "True":  # of earlier versions
             notes[GIVEN_BACK] = str(round)
         known, self._copy = int(notes.pop(GIVEN_BACK, 0)), notes.pop(COPY, "")
         self._number = int(notes.pop(NUMBER, 0))
@@ -195,7 +201,7 @@ class Storage:
         return Feedback(round, feedback, newest, since, given_back, max(self._returned))
 
     def _load_copy(self, notes: Mapping[str, str]) -> tuple[int, Shards, dict[str, str]] | None:
-        """The copy in memory of the feedback on disk that has these notes, if it is of a later round."""
+        """The later copy in memory of the feedback on disk with these notes, if there is one."""
         folder, name = self.disk.memory(0), f"{notes.get(COPY, '')}.safetensors"
         if folder is None or COPY not in notes:
             return None
@@ -208,7 +214,7 @@ class Storage:
         return None
 
     def _load_offers(self) -> tuple[list[Offer], set[int]]:
-        """The offers that can be read, oldest first, and the rounds of those that went back into the feedback before a later one."""
+        """The readable offers, oldest first, and the rounds of those that went back into the feedback."""
         offers, backs = list[Offer](), set[int]()
         for _, path in self._numbered("offer-*.json"):
             with contextlib.suppress(OSError, ValueError, SchemaError):
@@ -218,14 +224,14 @@ class Storage:
         return offers, backs
 
     def forget_older_feedback(self) -> None:
-        """Only the newest feedback is right from now on: a part of it goes elsewhere."""
+        """Removes all but the newest feedback: a part of it goes elsewhere."""
         *older, newest = self._numbered("feedback-*.safetensors")
         for _, path in older:
             self.disk.remove(path)
         self._forget_offers(newest[0])
 
     def save_handover(self, handover: Handover, payload: bytes | None = None) -> None:
-        """Makes a hand-over durable, or how far it is. Its payload is served as a blob."""
+        """Makes a hand-over, or its progress, durable; serves its payload as a blob."""
         record, data = self._handover(handover.serial)
         if payload is not None:
             self.disk.write(data, payload)
@@ -233,7 +239,7 @@ class Storage:
         self._handovers[handover.blob] = Blob(self.disk, data, 0, handover.size)
 
     def load_handovers(self) -> list[Handover]:
-        """Those that can be read, oldest first."""
+        """The readable ones, oldest first."""
         found = []
         for _, path in self._numbered("handover-*.json"):
             with contextlib.suppress(OSError, ValueError, SchemaError):
@@ -286,8 +292,7 @@ class Storage:
             self.disk.remove(path)
 
     def load_checkpoint(self, warn: Callable[[str], None] = lambda text: None) -> Checkpoint | None:
-        """The newest checkpoint of which anything can be read. Shards whose bytes are not those that were written are left
-        out and told: whoever wants them gets them as any shard that is not held."""
+        """The newest checkpoint with a readable shard. Leaves out damaged shards, which are built as any others that are not held."""
         for round, path in reversed(self._numbered("checkpoint-*")):
             kept = self._kept.get(round, {})
             theta = {}
@@ -312,7 +317,7 @@ class Storage:
         return None
 
     def load_shard(self, round: int, shard: str, digest: str) -> list[NDArray[np.float32]] | None:
-        """A shard of a checkpoint, or None where it is not there with this digest."""
+        """A shard of a checkpoint; None where it has another digest, or is not there."""
         try:
             arrays = _load(self.disk, self.folder / f"checkpoint-{round:08d}", shard, self.empty)
         except (OSError, tensor_file.Damaged):
@@ -320,11 +325,11 @@ class Storage:
         return arrays if layout.shard_digest(arrays) == digest else None
 
     def states(self) -> dict[int, dict[str, str]]:
-        """Round -> shard -> digest of all that the checkpoints have."""
+        """Round -> shard -> digest of all checkpoints."""
         return {round: {shard: name for shard, (name, _) in kept.items()} for round, kept in self._kept.items()}
 
     def find(self, name: str) -> Blob | None:
-        """Where the bytes of a checkpoint's shard with this digest lie, or those of a hand-over's payload."""
+        """The bytes of a checkpoint's shard with this digest, or of a hand-over's payload."""
         if name in self._handovers:
             return self._handovers[name]
         for kept in self._kept.values():
@@ -364,7 +369,7 @@ class Storage:
 
 
 def read_theta(checkpoint: Path, empty: Empty = in_memory) -> tuple[int, Shards]:
-    """Round and θ of a peer's checkpoint, which is only read. Raises UsageError."""
+    """Round and θ of any peer's checkpoint. Raises UsageError."""
     try:
         meta = json.loads((checkpoint / "meta.json").read_text())
         return int(meta["round"]), {shard: _load(LocalDisk(), checkpoint, shard, empty) for shard in meta["digests"]}

@@ -277,7 +277,6 @@ class Helper:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
         return self._process.pid
 
     def say(self, order: Order) -> None:
@@ -321,7 +320,6 @@ class Helper:
                 pass
 
     def end(self) -> None:
-        """Ends the process."""
         self._way.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS if self._lost is None else 0.0)

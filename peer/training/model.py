@@ -365,7 +365,6 @@ class Stage(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Of all parameters."""
         return self._cos.device
 
     def parameters_of(self, shard: str) -> dict[str, nn.Parameter]:

@@ -141,7 +141,6 @@ class Recorder:
         self._forget()
 
     def reset(self) -> None:
-        """Frees all slots for use."""
         self._free = list(self._slots)
 
     def take(self, ids_BL: Tensor) -> Slot | None:

@@ -107,7 +107,6 @@ class SeveralDevicesTrainer(StageTrainer):
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """Process ids of the helpers."""
         return tuple(helper.pid for helper in self._helpers.values())
 
     def begin_round(self, theta: Theta, pace: Pace | None = None) -> None:
@@ -132,7 +131,6 @@ class SeveralDevicesTrainer(StageTrainer):
             )
 
     def close(self) -> None:
-        """Ends the helpers."""
         for helper in self._helpers.values():
             helper.end()
         self._helpers.clear()
@@ -174,7 +172,6 @@ class SeveralDevicesTrainer(StageTrainer):
         super().step(step, total_norm)
 
     def reset(self) -> None:
-        """As on one device."""
         if self._ids:
             for helper in self._helpers.values():
                 helper.say(helpers.Reset())

@@ -94,7 +94,6 @@ class Boundary:
 
     @property
     def k(self) -> int:
-        """Values per token and direction."""
         return self.u_DK.shape[1]
 
     @torch.no_grad()

@@ -171,7 +171,6 @@ class DeviceUpdate:
 
     @property
     def bytes_to_host(self) -> int:
-        """That came from the device so far."""
         return sum(lane.bytes_to_host for lane in self._lanes)
 
     @property
@@ -180,7 +179,6 @@ class DeviceUpdate:
 
     @property
     def buffer_bytes(self) -> int:
-        """The host's memory that the buffers take."""
         return sum(lane.buffer_bytes for lane in self._lanes)
 
     def accumulate(
