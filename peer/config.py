@@ -15,12 +15,14 @@ _HOME = "potluck-home"
 
 
 def cache_folder() -> Path:
-    """Where what is the same for all runs of this user is kept: potluck/ in XDG_CACHE_HOME, by default ~/.cache. After `make_home` there is one."""
+    """Where what is the same for all runs of this user is kept: potluck/ in XDG_CACHE_HOME, by default ~/.cache. After
+    `make_home` there is one."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potluck"
 
 
 def home() -> Path | None:
-    """The user's own folder, such that something can be kept there; None where there is none, as of a user of a container whom no file lists."""
+    """The user's own folder, such that something can be kept there; None where there is none, as of a user of a
+    container whom no file lists."""
     try:
         found = Path.home()
     except RuntimeError:
@@ -38,8 +40,9 @@ def user_name() -> str:
 
 
 def make_home(temporary: Path | None = None) -> None:
-    """Lets this process and those that it starts have a home in the folder for temporary files, and a user name, where the user has none: libraries
-    keep their caches there, or fail. `temporary`: the folder for temporary files (default: the system's). Raises UsageError where there is no such folder either."""
+    """Lets this process and those that it starts have a home in the folder for temporary files, and a user name, where
+    the user has none: libraries keep their caches there, or fail. `temporary`: the folder for temporary files (default:
+    the system's). Raises UsageError where there is no such folder either."""
     os.environ.setdefault("LOGNAME", user_name())
     if home() is None:
         os.environ["HOME"] = str(_temporary_home(temporary))

@@ -1,13 +1,13 @@
 """The streams between a chain's neighbours: the earlier stage dials, the later one accepts.
 
-A pipe is several streams (peer/net/striped_stream.py); each begins with a hello that names its stripe. A pipe belongs to one
-*generation* of a replica's chain in a round (protocol/round/chain_repair.py), so members of different chains never meet. A stage that
-is not ready yet (it still applies the round before, does not know the new generation, or waits for its other neighbour) sends signs of
-life.
+A pipe is several streams (peer/net/striped_stream.py); each begins with a hello that names its stripe. A pipe belongs
+to one *generation* of a replica's chain in a round (protocol/round/chain_repair.py), so members of different chains
+never meet. A stage that is not ready yet (it still applies the round before, does not know the new generation, or waits
+for its other neighbour) sends signs of life.
 
-A failed dial may have met a machine that was just switched off. After the second failure in a row the peer is *apart* from us, in our
-announcement, and the planner takes others as our neighbours (protocol/planning/objective.py). It is tried again after a while, which
-doubles with each further failure.
+A failed dial may have met a machine that was just switched off. After the second failure in a row the peer is *apart*
+from us, in our announcement, and the planner takes others as our neighbours (protocol/planning/objective.py). It is
+tried again after a while, which doubles with each further failure.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ APART_SECONDS, MOST_APART_SECONDS = 600.0, 6 * 3600.0
 REMEMBERED = 4 * MOST_APART
 """Peers whose failures are remembered."""
 MAX_EARLY_PIPES, MAX_EARLY_OF_A_PEER = 64, 4
-"""Pipes of all peers and of one that wait for a chain that we do not know yet: a neighbour may be ahead of us. A neighbour in our plan
-needs none of these places, and dials until then."""
+"""Pipes of all peers and of one that wait for a chain that we do not know yet: a neighbour may be ahead of us. A
+neighbour in our plan needs none of these places, and dials until then."""
 ROUNDS_AHEAD = 3
 """A neighbour may be one commit ahead of us, and train one round ahead of that."""
 REDIAL_SECONDS = 0.5
@@ -64,7 +64,8 @@ PATIENCE = Patience()
 
 
 class UnreachablePeers:
-    """The peers that are apart from us. `announce(apart=peers)` changes our announcement, `warn` gets each peer once."""
+    """The peers that are apart from us. `announce(apart=peers)` changes our announcement, `warn` gets each peer
+    once."""
 
     def __init__(self, announce: Callable[..., None], warn: Callable[[str], None]) -> None:
         self._announce = announce

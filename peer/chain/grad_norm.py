@@ -1,17 +1,19 @@
-"""The end of an inner step: one gradient norm for the whole replica, what each stage measured, and the progress of a round.
+"""The end of an inner step: one gradient norm for the whole replica, what each stage measured, and the progress of a
+round.
 
     norm² = Σ over shards of |∇shard|²         clip: the trainer scales the gradient by min(1, clip / norm)
 
-The squares travel from the last stage to the first in NORM frames, which grow on the way, with the loss and the measurements. The
-norm and the loss come back in TOTAL frames. Squares are added shard by shard in canonical order, so the norm does not depend on where
-the cuts are. Both frames carry the wish to stop: all stages end after the same inner step. From the measurements the first stage picks
-the micro-batches under way (protocol/planning/pipeline_model.py).
+The squares travel from the last stage to the first in NORM frames, which grow on the way, with the loss and the
+measurements. The norm and the loss come back in TOTAL frames. Squares are added shard by shard in canonical order, so
+the norm does not depend on where the cuts are. Both frames carry the wish to stop: all stages end after the same inner
+step. From the measurements the first stage picks the micro-batches under way (protocol/planning/pipeline_model.py).
 
-After the last step DONE travels from the last stage to the first; a stage that gets it may leave: no stage behind it needs its TOTAL
-any more. In a repaired chain RESUME travels from the last stage to the first with the most steps of any stage behind, and back with the
-most of all, where the chain goes on. The first stage steps when all squares are in. So when it has done a step, every other stage has
-all gradients of that step; and when any stage has done it, all before it have. Hence the stages of a broken chain differ by one step
-at most, and a stage that is one step behind can take it once it has the norm. A newcomer begins with the step under way.
+After the last step DONE travels from the last stage to the first; a stage that gets it may leave: no stage behind it
+needs its TOTAL any more. In a repaired chain RESUME travels from the last stage to the first with the most steps of any
+stage behind, and back with the most of all, where the chain goes on. The first stage steps when all squares are in. So
+when it has done a step, every other stage has all gradients of that step; and when any stage has done it, all before it
+have. Hence the stages of a broken chain differ by one step at most, and a stage that is one step behind can take it
+once it has the norm. A newcomer begins with the step under way.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ class StageTiming:
     """What one stage measured in an inner step.
 
     forward_s, backward_s: seconds of computing per micro-batch.
-    *_delay, *_transfer: of frames forward from the previous stage and backward from the next (peer/chain/link.py: LinkClock).
+    *_delay, *_transfer: of frames forward from the previous stage and backward from the next (peer/chain/link.py:
+        LinkClock).
     plain, held, most: micro-batches under way that fit into its memory (pipeline_model: Depths).
     """
 
@@ -183,7 +186,8 @@ def most_bytes(shards: int) -> int:
 
 
 async def from_behind(near: Neighbours, step: int, shards: int) -> Norms | None:
-    """The norms of the stages behind this one, which hold `shards` shards; None in the last stage. Raises NeighbourLost."""
+    """The norms of the stages behind this one, which hold `shards` shards; None in the last stage. Raises
+    NeighbourLost."""
     if near.following is None:
         return None
     frame = await near.receive(near.following, Head(NORM, step=step, width=shards), None)
@@ -194,8 +198,8 @@ async def from_behind(near: Neighbours, step: int, shards: int) -> Norms | None:
 
 
 async def exchange_total(near: Neighbours, step: int, norms: Norms, steps: int) -> Total:
-    """Sends `norms`, of this stage and all behind it, to the previous stage, and returns the TOTAL of all stages, after which `steps`
-    steps of the round are done. The first stage makes it. Raises NeighbourLost."""
+    """Sends `norms`, of this stage and all behind it, to the previous stage, and returns the TOTAL of all stages, after
+    which `steps` steps of the round are done. The first stage makes it. Raises NeighbourLost."""
     if near.previous is None:
         stop, norm, loss = norms.stop, math.sqrt(sum(norms.sums)), min(norms.loss, MAX_LOSS)
     else:
@@ -258,8 +262,8 @@ class StageProgress:
 async def catch_up(
     trainer: StageTrainer, worker: Executor, progress: StageProgress, best: Total, first_step: int
 ) -> None:
-    """Brings a stage to the progress of its replica: takes the step whose gradients it has, if the others did, and forgets the step
-    under way."""
+    """Brings a stage to the progress of its replica: takes the step whose gradients it has, if the others did, and
+    forgets the step under way."""
 
     def work() -> None:  # after the jobs that an earlier chain left on the worker
         done = progress.skipped + trainer.steps

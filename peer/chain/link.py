@@ -1,12 +1,14 @@
 """One stage boundary: frames both ways over one pipe (peer/net/striped_stream.py), with a queue on either side.
 
-Frames are written, read and decoded while the computation goes on. Read frames wait in a bounded queue; when it is full nothing more is
-read, and the stream holds the sender back. Frames to be written are bounded by the micro-batches under way.
+Frames are written, read and decoded while the computation goes on. Read frames wait in a bounded queue; when it is full
+nothing more is read, and the stream holds the sender back. Frames to be written are bounded by the micro-batches under
+way.
 
-Signs of life: a side that writes nothing else sends a BEAT every `Liveness.beat_s` seconds, from the event loop, which is free while the
-model computes. Life is bytes, not frames, so a large frame on a slow link is no silence. A link is broken after a silence of
-`silent_s` and TRIPS round trips, or of GAPS times the longest recent one (a link that jitters, a loaded machine), but at the latest of
-`longest_s`. Time does not count while the queue is full, and while this process was stopped.
+Signs of life: a side that writes nothing else sends a BEAT every `Liveness.beat_s` seconds, from the event loop, which
+is free while the model computes. Life is bytes, not frames, so a large frame on a slow link is no silence. A link is
+broken after a silence of `silent_s` and TRIPS round trips, or of GAPS times the longest recent one (a link that
+jitters, a loaded machine), but at the latest of `longest_s`. Time does not count while the queue is full, and while
+this process was stopped.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from protocol.wire.framing import MAX_FRAME
 GOODBYE_S = 1.0
 """For the goodbye of a neighbour whose link broke; it may blame another member."""
 HEAD_START_S = 0.25
-"""Between the report of a lying neighbour and leaving the chain: it will report that we left, and the first report counts."""
+"""Between the report of a lying neighbour and leaving the chain: it will report that we left, and the first report
+counts."""
 TRIPS, GAPS = 4, 3
 CLOCK_STEPS = 4
 """Steps whose smallest delay counts; clocks drift apart in the long run."""
@@ -63,12 +66,14 @@ LIVENESS = Liveness()
 
 
 class LinkClock:
-    """Measures the way from a neighbour to us. Times are seconds; `stamp` is by the neighbour's clock, all others by ours.
+    """Measures the way from a neighbour to us. Times are seconds; `stamp` is by the neighbour's clock, all others by
+    ours.
 
-    Each header has the time of its sending. A stage pings the next one when an inner step begins, and gets an echo. Both frames are
-    small and meet an idle link: `arrival - stamp` is the latency plus the offset of the two clocks, which cancels between the two
-    directions. A frame occupies the link from the later of `stamp + that delay` and the arrival of the frame before, until it has
-    arrived. A ping waits where its receiver does not read yet, as in a round's first step; then the quickest frame counts.
+    Each header has the time of its sending. A stage pings the next one when an inner step begins, and gets an echo.
+    Both frames are small and meet an idle link: `arrival - stamp` is the latency plus the offset of the two clocks,
+    which cancels between the two directions. A frame occupies the link from the later of `stamp + that delay` and the
+    arrival of the frame before, until it has arrived. A ping waits where its receiver does not read yet, as in a
+    round's first step; then the quickest frame counts.
 
     trip: round trip of the last ping, at most `most_trip` where we measured it.
     """
@@ -101,7 +106,8 @@ class LinkClock:
         self._frames.append((stamp, arrival))
 
     def measured(self) -> tuple[float, float]:
-        """(delay, transfer) of this step: latency plus clock offset, and the mean time of a frame on the link. Begins the next step."""
+        """(delay, transfer) of this step: latency plus clock offset, and the mean time of a frame on the link. Begins
+        the next step."""
         frames, self._frames = self._frames, []
         if not frames or not self._delays:
             return 0.0, 0.0

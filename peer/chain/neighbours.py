@@ -1,16 +1,19 @@
 """A stage's neighbours: the links to both, the tensors that cross them, and statistics of what comes.
 
-A tensor is encoded, and decoded, on a thread of its boundary while the model computes; on a GPU, on a stream of its own. It travels with
-the checksum of its micro-batch's token ids, which every stage knows from the data assignment: peers with other text notice at once.
-Received tensors are screened before the model uses them (peer/chain/screening.py).
+A tensor is encoded, and decoded, on a thread of its boundary while the model computes; on a GPU, on a stream of its
+own. It travels with the checksum of its micro-batch's token ids, which every stage knows from the data assignment:
+peers with other text notice at once. Received tensors are screened before the model uses them
+(peer/chain/screening.py).
 
-Over the values x of an accepted frame, as they were decoded (Z, or whole activations where the rank is 0), for n = 1, 2, ...
+Over the values x of an accepted frame, as they were decoded (Z, or whole activations where the rank is 0), for n = 1,
+2, ...
 
     largest = max |x|           of every frame: the check finds it anyway
     rms = sqrt(mean of x²)      of every RMS_EVERY-th frame: of all, it would take a quarter of the time that decoding bf16 does
     m += (value - m) / min(n, MEAN_FRAMES)
 
-the plain mean of the first MEAN_FRAMES, then one that forgets exponentially, for each neighbour, direction and width, across rounds.
+the plain mean of the first MEAN_FRAMES, then one that forgets exponentially, for each neighbour, direction and width,
+across rounds.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ def measure(x: Tensor, largest: float, nth: int) -> Measure:
 
 @dataclass(slots=True)
 class Running:
-    """Means of `rms` over `sampled` frames, and of `largest` over `frames`, all that were accepted; and `refused` frames."""
+    """Means of `rms` over `sampled` frames, and of `largest` over `frames`, all that were accepted; and `refused`
+    frames."""
 
     rms: float = 0.0
     largest: float = 0.0
@@ -184,7 +188,8 @@ class Neighbours:
             owing.silent()
 
     async def receive(self, link: Link, expected: Head, body_bytes: int | None) -> Frame:
-        """The expected frame of `link`, whose body has `body_bytes` bytes (None: any). Raises NeighbourLost, also for the other link."""
+        """The expected frame of `link`, whose body has `body_bytes` bytes (None: any). Raises NeighbourLost, also for
+        the other link."""
         try:
             async with asyncio.timeout(link.timeout):
                 while not link.ready:

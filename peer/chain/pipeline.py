@@ -6,14 +6,15 @@ Streams are bidirectional, one per boundary (peer/chain/link.py). An inner step,
     gather          NORM, TOTAL: one gradient norm for all (peer/chain/grad_norm.py); every stage steps, the first one at once
     the end         DONE, after the last step; in a repaired chain RESUME comes before the first
 
-The schedule is 1F1B: a free stage goes forward and backward in turn, where both can be done (peer/chain/worker.py). Both directions are
-first in, first out, so gradients add up in micro-batch order and the bits do not depend on timing. The first stage limits the
-micro-batches under way in the chain, the *depth*, and sets it after each step from what all stages measured (peer/chain/grad_norm.py),
-within their memory. A stage with memory for fewer lets the others wait in its queue; at depths where even the queue does not fit, it
-keeps the inputs only and computes the forward a second time.
+The schedule is 1F1B: a free stage goes forward and backward in turn, where both can be done (peer/chain/worker.py).
+Both directions are first in, first out, so gradients add up in micro-batch order and the bits do not depend on timing.
+The first stage limits the micro-batches under way in the chain, the *depth*, and sets it after each step from what all
+stages measured (peer/chain/grad_norm.py), within their memory. A stage with memory for fewer lets the others wait in
+its queue; at depths where even the queue does not fit, it keeps the inputs only and computes the forward a second time.
 
-A full replica runs the same code without neighbours. The model computes on one worker thread; frames are encoded and decoded on other
-threads (peer/chain/neighbours.py). What survives a broken chain is in `StageProgress` (peer/chain/grad_norm.py).
+A full replica runs the same code without neighbours. The model computes on one worker thread; frames are encoded and
+decoded on other threads (peer/chain/neighbours.py). What survives a broken chain is in `StageProgress`
+(peer/chain/grad_norm.py).
 """
 
 from __future__ import annotations
@@ -296,8 +297,8 @@ class _Run:
     # --- the end of a step
 
     async def _gather(self, step: int, progress: StageProgress) -> StageTiming:
-        """Makes `progress.total` the replica's norm, its mean loss and the wish to stop: the same on every stage. Returns what this
-        stage measured."""
+        """Makes `progress.total` the replica's norm, its mean loss and the wish to stop: the same on every stage.
+        Returns what this stage measured."""
         near = self.near
         sums = [value for _, value in await self.worker.run(self.trainer.grad_sumsq)]
         stop = (self.setup.stop is not None and self.setup.stop.is_set()) or not await self.reading.has_next()
@@ -335,8 +336,8 @@ async def run_steps(
     progress: StageProgress | None = None,
     resume: bool = False,
 ) -> tuple[StepReport, ...]:
-    """Runs inner steps `first_step` .. `first_step + steps - 1` (counted from 1 over the run) of this stage. Returns their reports:
-    fewer if `stop` was set on any stage. Raises NeighbourLost (names the member) or LocalError.
+    """Runs inner steps `first_step` .. `first_step + steps - 1` (counted from 1 over the run) of this stage. Returns
+    their reports: fewer if `stop` was set on any stage. Raises NeighbourLost (names the member) or LocalError.
 
     Streams stay open on success. On a failure the neighbours get a goodbye; then, and on cancellation, they are closed.
 

@@ -1,7 +1,7 @@
 """A recorded trace of a stage's work: a JSON array of trace events, for chrome://tracing and ui.perfetto.dev.
 
-Times are microseconds of Unix time, so traces of machines with the same time can be laid side by side. The file is whole after
-every `flush`; later spans are in memory.
+Times are microseconds of Unix time, so traces of machines with the same time can be laid side by side. The file is
+whole after every `flush`; later spans are in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Trace(Protocol):
 
 
 class TraceFile:
-    """Takes spans from any thread; `flush` and `close` belong to one. Raises UsageError if the file cannot be written."""
+    """Takes spans from any thread; `flush` and `close` belong to one. Raises UsageError if the file cannot be
+    written."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._offset = time.time() - time.perf_counter()

@@ -1,12 +1,13 @@
 """A stage's worker thread within an inner step: it alternates between forward and backward jobs, and times them.
 
-Whenever the worker is free it takes the prepared job of the kind that it did not do last, else the other. The event loop prepares
-at most one job of each kind while the worker does another: the worker never waits for the loop where there is a job, and decides at the
-last moment. Only the event loop calls; one lock guards what the threads change.
+Whenever the worker is free it takes the prepared job of the kind that it did not do last, else the other. The event
+loop prepares at most one job of each kind while the worker does another: the worker never waits for the loop where
+there is a job, and decides at the last moment. Only the event loop calls; one lock guards what the threads change.
 
-A device such as a GPU works by itself: a job only launches its work. The worker launches the next one meanwhile, at most AHEAD of
-them, so that turns are not decided long before. A thread of its own waits for the device. Jobs end in the order of their launch. A job
-that outlives a cancelled run ends before any later one begins, because there is one worker thread.
+A device such as a GPU works by itself: a job only launches its work. The worker launches the next one meanwhile, at
+most AHEAD of them, so that turns are not decided long before. A thread of its own waits for the device. Jobs end in the
+order of their launch. A job that outlives a cancelled run ends before any later one begins, because there is one worker
+thread.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class AlternatingScheduler(Generic[T]):
     kinds: of jobs; the first one is preferred at the beginning.
     done: called in the event loop with (kind, result) of each job, in the order of their ends.
     stirred: called in the event loop after `done`, and when a job raised: `check` raises that.
-    waited: called with (kind, start, end) when the worker was idle between (time.perf_counter) until a job of this kind.
+    waited: called with (kind, start, end) when the worker was idle between (time.perf_counter) until a job of this
+        kind.
     """
 
     def __init__(
@@ -177,8 +179,8 @@ class AlternatingScheduler(Generic[T]):
 
 
 class TimedWorker:
-    """Times the jobs of an inner step: by the device where that works by itself, else by the host. A stage that is the whole model
-    waits for no job's result, so the job that waits for the device takes all seconds.
+    """Times the jobs of an inner step: by the device where that works by itself, else by the host. A stage that is the
+    whole model waits for no job's result, so the job that waits for the device takes all seconds.
 
     executor: has one thread.
     seconds: of jobs, by kind.
@@ -202,8 +204,8 @@ class TimedWorker:
         return await asyncio.get_running_loop().run_in_executor(self.executor, lambda: job().wait())
 
     async def begin(self, waiter: Executor, work: Callable[..., object], *args: object) -> None:
-        """Launches `work`, of kind OTHER, and lets the next job follow; `waiter`, another thread, adds its seconds to the step in
-        which it ends. Raises like `job`."""
+        """Launches `work`, of kind OTHER, and lets the next job follow; `waiter`, another thread, adds its seconds to
+        the step in which it ends. Raises like `job`."""
         launched = await asyncio.get_running_loop().run_in_executor(self.executor, self.job(OTHER, work, *args))
         if not launched.there:
             waiter.submit(launched.wait)

@@ -1,4 +1,5 @@
-"""What is local to a peer's machine: what its user wants, and what was found of it. Everything run-wide is in the manifest."""
+"""What is local to a peer's machine: what its user wants, and what was found of it. Everything run-wide is in the
+manifest."""
 
 from __future__ import annotations
 

@@ -1,21 +1,23 @@
-"""Measurements of the run's model at a peer: the held-out loss, and scores of others' updates (protocol/ledger/evaluation.py,
-scoring.py).
+"""Measurements of the run's model at a peer: the held-out loss, and scores of others' updates
+(protocol/ledger/evaluation.py, scoring.py).
 
-They run beside the rounds on a thread of low priority, on a copy of θ in fp32, and hold nothing up: a late result goes into a later
-commit, one that is too late into none. The held-out loss is the mean over the same first sequences of the held-out part:
+They run beside the rounds on a thread of low priority, on a copy of θ in fp32, and hold nothing up: a late result goes
+into a later commit, one that is too late into none. The held-out loss is the mean over the same first sequences of the
+held-out part:
 
     bits per byte = nats per token / ln 2 / bytes per token
 
-with the bytes per token of the whole held-out part, from the corpus's index (Gao et al., 2020, arXiv:2101.00027, section 3.1).
-With it goes a sample: the model's likeliest continuation of the beginning of that text, in which a peer with other bits is seen
-(peer/ui/run_state.py).
+with the bytes per token of the whole held-out part, from the corpus's index (Gao et al., 2020, arXiv:2101.00027,
+section 3.1). With it goes a sample: the model's likeliest continuation of the beginning of that text, in which a peer
+with other bits is seen (peer/ui/run_state.py).
 
-θ after a round holds all of the round's updates u. A score takes a little more of one out again, on assigned and on other text:
+θ after a round holds all of the round's updates u. A score takes a little more of one out again, on assigned and on
+other text:
 
     gain = loss(θ + STEP eta scale u) - loss(θ)        nats per token; `scale` is the commit's
 
-One step for all makes gains comparable, whatever the tokens of a replica and the number of replicas. Payloads that are gone, and
-text that takes longer than TEXT_SECONDS, are not scored.
+One step for all makes gains comparable, whatever the tokens of a replica and the number of replicas. Payloads that are
+gone, and text that takes longer than TEXT_SECONDS, are not scored.
 """
 
 from __future__ import annotations
@@ -101,7 +103,8 @@ class Scorer:
         self._scores: dict[int, Score] = {}
 
     def follow(self, commit: Commit, now: Scoring) -> Turn | None:
-        """Sends again the scores that the log lacks. Returns the turn of this peer after `commit`, the newest, if it has one.
+        """Sends again the scores that the log lacks. Returns the turn of this peer after `commit`, the newest, if it
+        has one.
 
         now: what is to be scored.
         """
@@ -186,8 +189,8 @@ class Tools:
 
 
 class Evaluator:
-    """Measures the held-out loss in this peer's turns, and lets the scorer use the same copy of the model. There is one copy at
-    a time: the held-out loss goes first.
+    """Measures the held-out loss in this peer's turns, and lets the scorer use the same copy of the model. There is one
+    copy at a time: the held-out loss goes first.
 
     tell: sends a message to the bootstrap nodes.
     has_room: whether there is memory for a copy.

@@ -1,21 +1,22 @@
-"""Audits: trains another replica's contribution again, in this peer's turns, and sends the result (protocol/ledger/audits.py).
+"""Audits: trains another replica's contribution again, in this peer's turns, and sends the result
+(protocol/ledger/audits.py).
 
-It runs beside the rounds, with a trainer of its own on a thread of low priority, and holds nothing up. It begins with a copy of this
-peer's moments. An examiner keeps the state before the round, which is gone once the round is applied: until it has trained, or, as
-a second examiner, until it is known that the first suffices.
+It runs beside the rounds, with a trainer of its own on a thread of low priority, and holds nothing up. It begins with a
+copy of this peer's moments. An examiner keeps the state before the round, which is gone once the round is applied:
+until it has trained, or, as a second examiner, until it is known that the first suffices.
 
-The examiner learns d from the text that the contribution's maker was assigned, and d' from other text, both from the same state
-and the same moments. For each contribution s of the round, at the places that it sends,
+The examiner learns d from the text that the contribution's maker was assigned, and d' from other text, both from the
+same state and the same moments. For each contribution s of the round, at the places that it sends,
 
     x(s) = cos(s, d - d')
 
-says how much better it fits the one text than the other. What all contributions have in common they share here too, so the N
-others show x without the text. x is a sum over PARTS of each tensor, x_g(s). So
+says how much better it fits the one text than the other. What all contributions have in common they share here too, so
+the N others show x without the text. x is a sum over PARTS of each tensor, x_g(s). So
 
     agreement = (x(audited) - mean of x(others)) / sqrt((1 + 1 / N) sum over g of the variance of x_g(others))
 
-is about 0, give or take 1, for a peer that trained on neither text, whatever the model and the round. Of the maker it needs only what
-the log names: neither its moments nor its error feedback.
+is about 0, give or take 1, for a peer that trained on neither text, whatever the model and the round. Of the maker it
+needs only what the log names: neither its moments nor its error feedback.
 """
 
 from __future__ import annotations
@@ -84,15 +85,16 @@ class Comparison:
 
     @property
     def agreement(self) -> float:
-        """See the module's docstring; at most MAX_AGREEMENT in magnitude. Raises LocalError where a value is not finite."""
+        """See the module's docstring; at most MAX_AGREEMENT in magnitude. Raises LocalError where a value is not
+        finite."""
         lengths = np.sqrt(self._squares[:, :1] * self._squares[:, 1:])
         x = np.array(self._products) / np.where(lengths > 0, lengths, np.inf)
         return excess(x[0], x[1:])
 
 
 def excess(own: NDArray[np.float64], others: NDArray[np.float64]) -> float:
-    """The sum of x_g [g] above those of at least two others [n, g], in standard deviations. Raises LocalError where a value is not
-    finite."""
+    """The sum of x_g [g] above those of at least two others [n, g], in standard deviations. Raises LocalError where a
+    value is not finite."""
     count = len(others)
     more = float(np.sum(own - np.mean(others, axis=0)))
     spread = math.sqrt((1 + 1 / count) * float(np.sum(np.var(others, axis=0, ddof=1))))
@@ -239,7 +241,8 @@ class Examiner:
         )
 
     def _makes_room(self, turn: Turn) -> bool:
-        """Whether one more state may be kept. The first examiner of a turn takes the place of a state that may not be needed."""
+        """Whether one more state may be kept. The first examiner of a turn takes the place of a state that may not be
+        needed."""
         if len(self._cases) < memory.AUDITED_STATES:
             return True
         me = self._identity.peer_id

@@ -1,5 +1,5 @@
-"""The computing part of a peer: the inner steps of a round, alone or in a chain, and in the repaired chains that follow. Its errors are
-the result of a round, and never end the peer.
+"""The computing part of a peer: the inner steps of a round, alone or in a chain, and in the repaired chains that
+follow. Its errors are the result of a round, and never end the peer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from protocol.wire.schema import extend
 
 T = TypeVar("T")
 STUCK_SECONDS = 60.0
-"""Without the expected frame, after which a chain's neighbour counts as lost, even with signs of life (peer/chain/link.py)."""
+"""Without the expected frame, after which a chain's neighbour counts as lost, even with signs of life
+(peer/chain/link.py)."""
 SHORTAGE = 0.9
 """The part of the offered memory that is offered after it ran out, at most."""
 COMPARED_STEPS = 32
@@ -156,7 +157,8 @@ class StageInnerLoop(InnerLoop):
         progress: Callable[[int, float | None], None],
         chain_orders: ChainOrders,
     ) -> Result:
-        """As InnerLoop. Errors become the result's `error`. A chain that loses a member waits for the next order, and goes on."""
+        """As InnerLoop. Errors become the result's `error`. A chain that loses a member waits for the next order, and
+        goes on."""
         plan, train = order.plan, self.manifest.train
         spec = plan.replica(order.replica)
         position = spec.peers.index(self.peer)
@@ -236,8 +238,8 @@ class StageInnerLoop(InnerLoop):
     async def _why_it_ended(
         self, failure: BaseException, stage: StageSpec, is_chain: bool, stage_progress: StageProgress
     ) -> str | None:
-        """The error of a round that `failure` ended; None where its steps count: a full replica whose memory ran out gives up the last
-        step alone. Raises a failure that is a bug."""
+        """The error of a round that `failure` ended; None where its steps count: a full replica whose memory ran out
+        gives up the last step alone. Raises a failure that is a bug."""
         if not device.is_shortage(failure):
             if isinstance(failure, PotluckError):
                 return str(failure)
@@ -263,7 +265,8 @@ class StageInnerLoop(InnerLoop):
             self._emit(events.Warning(text=text))
 
     def _short_of_memory(self, stage: StageSpec, host: bool) -> str:
-        """Announces less memory than this stage needs, so that the next plan gives us a smaller role. Returns the warning.
+        """Announces less memory than this stage needs, so that the next plan gives us a smaller role. Returns the
+        warning.
 
         host: beside a GPU, the host's memory ran out.
         """
@@ -294,8 +297,8 @@ class StageInnerLoop(InnerLoop):
     async def _unless_reconfigured(
         self, work: Coroutine[None, None, None], generation: int, stop: asyncio.Event, chain_orders: ChainOrders
     ) -> TrainOrder | None:
-        """Trains in one chain to the end, or returns the order to go on in another after a loss, here or elsewhere. Raises
-        NeighbourLost if none comes before the round is over."""
+        """Trains in one chain to the end, or returns the order to go on in another after a loss, here or elsewhere.
+        Raises NeighbourLost if none comes before the round is over."""
         chain = asyncio.create_task(work)
         newer, over = asyncio.create_task(chain_orders.orders.get()), asyncio.create_task(stop.wait())
         try:

@@ -1,8 +1,8 @@
 """The run's log at a peer: read from the bootstrap nodes, and folded into the run's state.
 
-The log is read in pages, by a call of its own: a newcomer once, and a peer that has lost commits from there on. The next page comes
-while one is checked on a thread (protocol/ledger/stretches.py). Each page is asked of a node that was not asked yet, then of the one
-that was quickest the last time: no node alone decides how long it takes.
+The log is read in pages, by a call of its own: a newcomer once, and a peer that has lost commits from there on. The
+next page comes while one is checked on a thread (protocol/ledger/stretches.py). Each page is asked of a node that was
+not asked yet, then of the one that was quickest the last time: no node alone decides how long it takes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class LogReader:
             put(member_events.LogRead())
 
     async def _page(self, after: int, newest: Callable[[], int]) -> tuple[str, list[bytes]] | None:
-        """A node, and its records after this round; None where no node has any. Raises RemoteError where none answers."""
+        """A node, and its records after this round; None where no node has any. Raises RemoteError where none
+        answers."""
         failure: RemoteError | None = None
         answered, now, rates = False, self._network.clock.steady, self._bytes_per_second
         for node in sorted(self._network.directory.operators, key=lambda node: -rates.get(node, math.inf)):

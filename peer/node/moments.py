@@ -1,8 +1,10 @@
-"""The optimizer's moments for a peer that begins to train a shard, from one that trains it already (peer/training/moments.py).
+"""The optimizer's moments for a peer that begins to train a shard, from one that trains it already
+(peer/training/moments.py).
 
-Nobody waits for them. They are asked for as soon as a plan names the shard, which is a round or more before it is trained
-(docs/protocol.md, forming), or as soon as a newcomer holds it whom no plan names yet; what has not come by then is not used. Each trainer
-makes its moments ready once a round at most, whoever asks, and those of few shards for whom no plan names.
+Nobody waits for them. They are asked for as soon as a plan names the shard, which is a round or more before it is
+trained (docs/protocol.md, forming), or as soon as a newcomer holds it whom no plan names yet; what has not come by then
+is not used. Each trainer makes its moments ready once a round at most, whoever asks, and those of few shards for whom
+no plan names.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from protocol.wire.plan import Plan
 ASKED = 3
 """Trainers of a shard that are asked, one after the other."""
 STRANGERS_SHARDS = 8
-"""Whose moments are made ready in a round for peers that the plan does not name: that takes the time of the thread that trains."""
+"""Whose moments are made ready in a round for peers that the plan does not name: that takes the time of the thread that
+trains."""
 REQUEST_BYTES = 256
 ANSWER_BYTES = 256
 

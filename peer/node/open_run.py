@@ -26,7 +26,8 @@ from protocol.wire import endpoints, logfile
 
 KEY = "identity.key"
 _FOUND = "found"
-"""In the folder of a peer or a node: where its run is, `ADDRESS#RUN-ID` a line. Versions before had the run's id alone there."""
+"""In the folder of a peer or a node: where its run is, `ADDRESS#RUN-ID` a line. Versions before had the run's id alone
+there."""
 _LARGEST_FOUND = 64 * 1024
 HERE = (Path("potluck-peer"), Path("potluck-bootstrap"))
 """The folders of a peer and of a node, unless --dir names others."""
@@ -36,7 +37,8 @@ ASSETS = Path(__file__).parent.parent / "assets"
 
 
 REACH_SECONDS = 14.0
-"""In which somebody answers, and gives the manifest. Whoever typed a line where nobody does is told so in less than twenty seconds."""
+"""In which somebody answers, and gives the manifest. Whoever typed a line where nobody does is told so in less than
+twenty seconds."""
 MANIFEST_SECONDS = 4.0
 """For the manifest, at least."""
 
@@ -47,7 +49,8 @@ class NobodyThere(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What RUN names: a manifest, if it is known yet, the run id, where bootstrap nodes are, and an invitation, if one is in the line."""
+    """What RUN names: a manifest, if it is known yet, the run id, where bootstrap nodes are, and an invitation, if one
+    is in the line."""
 
     manifest: Manifest | None
     run_id: str
@@ -79,7 +82,8 @@ def is_run(text: str) -> bool:
 
 
 def parse_run(text: str) -> Run:
-    """RUN as a person gives it: a file, a folder, `ADDRESS#RUN-ID`, or `ADDRESS#RUN-ID#INVITATION`. Raises UsageError."""
+    """RUN as a person gives it: a file, a folder, `ADDRESS#RUN-ID`, or `ADDRESS#RUN-ID#INVITATION`. Raises
+    UsageError."""
     lines = [word for word in text.split() if "/p2p/" in word and "#" in word]
     if len(text.split()) > 1 and len(lines) == 1 and not os.path.exists(text):
         raise UsageError(f"RUN {text}: has other words beside the address; give the address alone: {lines[0]}")
@@ -123,7 +127,8 @@ def remember(folder: Path, run: Run) -> None:
 
 
 def _remembered(folder: Path) -> Run | None:
-    """The run of the peer or the node in `folder`; None where there is none, or it has never been in one. It may have no address."""
+    """The run of the peer or the node in `folder`; None where there is none, or it has never been in one. It may have
+    no address."""
     try:
         with open(folder / _FOUND, encoding="utf-8", errors="replace") as file:
             lines = [line.rpartition("#") for line in file.read(_LARGEST_FOUND).splitlines()]
@@ -148,8 +153,8 @@ def _inner(folder: Path) -> list[Path]:
 
 
 def run_in(folder: Path) -> Run | None:
-    """The run of the peer or the node in `folder`; of the only one that those in its folders have, such as in that of `potluck init`. Raises UsageError
-    where they have several."""
+    """The run of the peer or the node in `folder`; of the only one that those in its folders have, such as in that of
+    `potluck init`. Raises UsageError where they have several."""
     own = _remembered(folder)
     if own is not None and own.bootstrap:
         return own
@@ -160,8 +165,8 @@ def run_in(folder: Path) -> Run | None:
 
 
 def _near(manifest: Path, run_id: str) -> list[tuple[Path, Run]]:
-    """The folders of peers and nodes that have been in the run and lie beside its manifest, or in the working folder under their usual names; nodes
-    first."""
+    """The folders of peers and nodes that have been in the run and lie beside its manifest, or in the working folder
+    under their usual names; nodes first."""
     near = dict.fromkeys((*_inner(manifest.parent), *HERE, manifest.parent))
     known = [(folder, run) for folder in near if (run := _remembered(folder)) is not None]
     found = [(folder, run) for folder, run in known if run.run_id == run_id and run.bootstrap]
@@ -176,8 +181,8 @@ def _is_nodes(folder: Path, run: Run) -> bool:
 
 
 def node_folder(text: str, typed: Path) -> Path:
-    """The folder of the operator's node: as `typed`; where that is the usual one and has no key, the one beside the manifest or in the folder `text`,
-    if RUN is such a thing."""
+    """The folder of the operator's node: as `typed`; where that is the usual one and has no key, the one beside the
+    manifest or in the folder `text`, if RUN is such a thing."""
     if (typed / KEY).is_file() or typed not in HERE or not os.path.exists(text):
         return typed
     path = Path(text)
@@ -204,7 +209,8 @@ def here(*folders: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """Where a transport listens, and how others come to it: `announce` and `relays` are those of peer.net.daemon.Entrance."""
+    """Where a transport listens, and how others come to it: `announce` and `relays` are those of
+    peer.net.daemon.Entrance."""
 
     host: str
     port: int = 0
@@ -213,7 +219,8 @@ class Door:
 
 
 async def start_transport(folder: Path, door: Door, run: str, *, sparing: bool = False) -> Transport:
-    """A hivemind daemon and DHT node of `run` with the key in `folder`, connected to nobody yet. `sparing`: as in peer/net/p2p.py."""
+    """A hivemind daemon and DHT node of `run` with the key in `folder`, connected to nobody yet. `sparing`: as in
+    peer/net/p2p.py."""
     from peer.net import p2p
     from peer.net.daemon import Entrance
 
@@ -250,8 +257,8 @@ def read_announced(texts: Sequence[str], port: int, peer: str) -> tuple[str, ...
 
 
 def tokenizer_bytes(manifest: Manifest, beside: Path, corpus: Path | None) -> bytes | None:
-    """The run's tokenizer from a file: beside the manifest, shipped, or in the folder of the run's corpus. None where there is none.
-    Raises UsageError."""
+    """The run's tokenizer from a file: beside the manifest, shipped, or in the folder of the run's corpus. None where
+    there is none. Raises UsageError."""
     name = manifest.tokenizer.file
     places = [beside / name, ASSETS / name] if name else []
     for path in places + ([corpus / TOKENIZER] if corpus is not None else []):
@@ -294,8 +301,8 @@ async def manifest_of(run: Run, transport: Transport) -> Manifest:
 
 
 async def manifest_again(run: Run, folder: Path, transport: Transport, warn: Callable[[str], None]) -> Manifest:
-    """As `manifest_of`, of the peer in `folder`. Where it has been in this run before, what was typed is right: so it waits until somebody
-    answers, as after a night without a network in which the machine was started again."""
+    """As `manifest_of`, of the peer in `folder`. Where it has been in this run before, what was typed is right: so it
+    waits until somebody answers, as after a night without a network in which the machine was started again."""
     before, pause = _remembered(folder), FIRST_PAUSE
     while True:
         try:

@@ -1,7 +1,7 @@
 """When a peer pauses: outside of its hours, and while other programs use the machine (a game, a render, a compiler).
 
-Hours are those of the wall clock. Two shares are measured for other programs: of all processors' time, by the system's counters,
-and of the busiest GPU, by `nvidia-smi` where there is one.
+Hours are those of the wall clock. Two shares are measured for other programs: of all processors' time, by the system's
+counters, and of the busiest GPU, by `nvidia-smi` where there is one.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Seconds of all processors since the system began: in total, at work, and at work for this process and its children."""
+    """Seconds of all processors since the system began: in total, at work, and at work for this process and its
+    children."""
 
     total: float
     worked: float
@@ -158,7 +159,8 @@ async def _gpu() -> float:
 
 
 def gpu_share(said: str, ours: set[int]) -> float:
-    """The share of the busiest GPU for processes other than `ours`, from the table of `nvidia-smi pmon`; 0 where that is unreadable."""
+    """The share of the busiest GPU for processes other than `ours`, from the table of `nvidia-smi pmon`; 0 where that
+    is unreadable."""
     shares: dict[str, float] = {}
     columns: list[str] = []
     for line in said.splitlines():

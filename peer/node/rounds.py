@@ -1,9 +1,10 @@
 """The loop that owns a peer's state at the round boundaries, and carries out what the member machine decides.
 
 Events come in through `put`, in any order, from training, session and timers. Effects that change state (EncodeUpdate,
-KeepInFeedback, RestoreFeedback, Apply, HoldShards) are carried out one after the other in this loop: no other task sees them half
-done. Training runs beside it (peer/node/training.py) and only reads θ. Every state is built by peer/state/recovery.py. The loop decides
-nothing: protocol/ledger/retention.py says what is kept, written and fetched, and the machine all else.
+KeepInFeedback, RestoreFeedback, Apply, HoldShards) are carried out one after the other in this loop: no other task sees
+them half done. Training runs beside it (peer/node/training.py) and only reads θ. Every state is built by
+peer/state/recovery.py. The loop decides nothing: protocol/ledger/retention.py says what is kept, written and fetched,
+and the machine all else.
 """
 
 from __future__ import annotations
@@ -220,8 +221,8 @@ class Rounds:
             self._tick()
 
     def _lacks_state(self) -> bool:
-        """Whether a peer without a plan, which can be a full replica, has to fetch the state now, so that its first plan has work
-        for it. If the state is here, emits when the next plan's round begins."""
+        """Whether a peer without a plan, which can be a full replica, has to fetch the state now, so that its first
+        plan has work for it. If the state is here, emits when the next plan's round begins."""
         if not self._parts.whole or not self.member.is_new(self._clock.steady()):
             return False
         round, holds = self.member.applied, bool(self.outer.theta)
@@ -234,8 +235,8 @@ class Rounds:
     # --- leaving
 
     async def _leave(self) -> None:
-        """Announces that this peer leaves, waits until a node has its offer, and gives away its feedback where other peers train
-        those shards."""
+        """Announces that this peer leaves, waits until a node has its offer, and gives away its feedback where other
+        peers train those shards."""
         if not self.gives:
             return
         until, plan, phase = self._clock.steady() + handover.LEAVE_SECONDS, self.member.plan, self.member.phase
@@ -407,9 +408,10 @@ class Rounds:
         return commit.round
 
     async def _rebuild(self, shards: Sequence[str], round: int) -> None:
-        """Computes shards again of which most peers attest other bits, from the seed or a state on which we and the log agreed
-        (`Recovery.again`). If the log gives other bits than ours, this machine made an error, and ours are replaced. If it gives
-        ours, they are kept: the others' bits do not follow from the log, however many attest them."""
+        """Computes shards again of which most peers attest other bits, from the seed or a state on which we and the log
+        agreed (`Recovery.again`). If the log gives other bits than ours, this machine made an error, and ours are
+        replaced. If it gives ours, they are kept: the others' bits do not follow from the log, however many attest
+        them."""
         rebuilt = []
         for shard in shards:
             recent = round - self._confirmed.get(shard, -CONFIRMED_ROUNDS) < CONFIRMED_ROUNDS

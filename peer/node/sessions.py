@@ -1,20 +1,20 @@
 """A peer's sessions with the bootstrap nodes.
 
-A session is one stream to a node: Hello, then messages both ways, with a Heartbeat at least every `heartbeat` seconds. When it breaks
-or falls silent it is opened again with growing pauses, and the member machine repeats what matters. There is one with every present
-operator's node, so that the next leader knows what the last one knew.
+A session is one stream to a node: Hello, then messages both ways, with a Heartbeat at least every `heartbeat` seconds.
+When it breaks or falls silent it is opened again with growing pauses, and the member machine repeats what matters.
+There is one with every present operator's node, so that the next leader knows what the last one knew.
 
-The operators are those of the newest commit (protocol/ledger/board.py). Until the log is here, the peer also tries those that a node
-names which it began with; nothing else follows from that node's word.
+The operators are those of the newest commit (protocol/ledger/board.py). Until the log is here, the peer also tries
+those that a node names which it began with; nothing else follows from that node's word.
 
-A node refuses a peer that the operators have banned, or that is not admitted to a closed run (NotAdmitted). One node may lie, so the
-peer ends only when both hold:
+A node refuses a peer that the operators have banned, or that is not admitted to a closed run (NotAdmitted). One node
+may lie, so the peer ends only when both hold:
 
     refused    by as many of the deciding nodes as a commit needs votes
     decided    by the run's log, which the peer reads and checks itself (protocol/ledger/access.py)
 
-Then every honest node keeps it out until the operators decree otherwise. A peer with an invitation waits for the commit that admits it.
-Where nodes speak another version of the protocol, the log cannot be read, and their votes alone decide.
+Then every honest node keeps it out until the operators decree otherwise. A peer with an invitation waits for the commit
+that admits it. Where nodes speak another version of the protocol, the log cannot be read, and their votes alone decide.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Refusals:
         self._by.pop(node, None)
 
     async def run(self) -> None:
-        """Checks after every refusal whether it is final. Never returns. Raises BannedError, ClosedError, UsageError."""
+        """Checks after every refusal whether it is final. Never returns. Raises BannedError, ClosedError,
+        UsageError."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -173,7 +174,8 @@ class Sessions:
         self._stalled: set[str] = set()
 
     def tell(self, message: Message) -> None:
-        """Queues a message for every node, a request for one in turn. Without a session it is dropped: the machine repeats it."""
+        """Queues a message for every node, a request for one in turn. Without a session it is dropped: the machine
+        repeats it."""
         outboxes = list(self._outboxes.values())
         if isinstance(message, LogRequest) and outboxes:
             outboxes = [outboxes[next(self._turns) % len(outboxes)]]

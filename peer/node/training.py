@@ -1,14 +1,16 @@
 """The training of one round, beside the loop that owns the state.
 
-*Overlap.* With `overlap = 1` the inner steps of round r + 1 begin as soon as the payloads of round r are packed, and the commit of
-round r is applied meanwhile. A replica takes its own pseudo-gradient δ(r) for the mean of all, and begins at
+*Overlap.* With `overlap = 1` the inner steps of round r + 1 begin as soon as the payloads of round r are packed, and
+the commit of round r is applied meanwhile. A replica takes its own pseudo-gradient δ(r) for the mean of all, and begins
+at
 
     b(r+1) = θ(r-1) - δ(r)            where its own inner steps of round r ended
 
-so that δ(r+1) = b(r+1) - θ_local is again the displacement of its H inner steps. The correction comes one round late: the next
-steps begin at b(r+2) = θ(r) - δ(r+1), that is, at θ_local + (θ(r) - b(r+1)): the commit of round r replaces the guess. b is where
-gradients are taken; it is never sent, added or compared, so P1 to P3 hold as without overlap. A commit that gives the replica
-other work than expected (protocol/round/member.py) drops the steps done ahead. (Eager updates: Kale, Douillard, Donchev 2025.)
+so that δ(r+1) = b(r+1) - θ_local is again the displacement of its H inner steps. The correction comes one round late:
+the next steps begin at b(r+2) = θ(r) - δ(r+1), that is, at θ_local + (θ(r) - b(r+1)): the commit of round r replaces
+the guess. b is where gradients are taken; it is never sent, added or compared, so P1 to P3 hold as without overlap. A
+commit that gives the replica other work than expected (protocol/round/member.py) drops the steps done ahead. (Eager
+updates: Kale, Douillard, Donchev 2025.)
 """
 
 from __future__ import annotations
@@ -146,8 +148,8 @@ class InnerLoop:
 
 
 def add_to_feedback(outer: Outer, inner_loop: InnerLoop, shards: Sequence[str]) -> None:
-    """Adds the displacement of these shards to the error feedback, on the device that trains where it can. Raises LocalError for a
-    value that is not finite."""
+    """Adds the displacement of these shards to the error feedback, on the device that trains where it can. Raises
+    LocalError for a value that is not finite."""
     for shard in shards:
         device = inner_loop.on_device(shard)
         if device is not None:
@@ -157,8 +159,8 @@ def add_to_feedback(outer: Outer, inner_loop: InnerLoop, shards: Sequence[str]) 
 
 
 def encode_update(outer: Outer, inner_loop: InnerLoop, shards: Sequence[str]) -> Iterator[tuple[bytes, float]]:
-    """As `add_to_feedback`; yields each shard's payload to offer and the L2 norm of what it sends. The bytes are the same on every
-    device. Raises LocalError, PayloadError."""
+    """As `add_to_feedback`; yields each shard's payload to offer and the L2 norm of what it sends. The bytes are the
+    same on every device. Raises LocalError, PayloadError."""
     devices = [inner_loop.on_device(shard) for shard in shards]
     if shards and all(device is not None for device in devices):
         with ThreadPoolExecutor(SHARDS_AT_ONCE, "shard") as pool:

@@ -1,9 +1,9 @@
-"""How a peer's network starts: it connects to the run, finds out how others reach this machine (peer/net/reach.py), and where the router
-lets nobody in, starts again with what libp2p needs to make holes in it (docs/adr/0023-dial-back.md).
+"""How a peer's network starts: it connects to the run, finds out how others reach this machine (peer/net/reach.py), and
+where the router lets nobody in, starts again with what libp2p needs to make holes in it (docs/adr/0023-dial-back.md).
 
-The daemon must know from its start that nobody gets in, and which public peers carry its signals. It waits for all of those, and for
-minutes where one does not answer: so only those are named to whom there is a connection now. Four or more of them, by the addresses
-at which they see us, tell the daemon where holes lead.
+The daemon must know from its start that nobody gets in, and which public peers carry its signals. It waits for all of
+those, and for minutes where one does not answer: so only those are named to whom there is a connection now. Four or
+more of them, by the addresses at which they see us, tell the daemon where holes lead.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ async def _nothing(transport: Transport) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WayIn:
-    """Of one peer, whose files are in `folder`. `begin(folder, door, run)` starts a transport; `meanwhile(transport)` is done while the router
-    may still map a port, and that transport is closed afterwards if it does not."""
+    """Of one peer, whose files are in `folder`. `begin(folder, door, run)` starts a transport; `meanwhile(transport)`
+    is done while the router may still map a port, and that transport is closed afterwards if it does not."""
 
     run: Run
     folder: Path
@@ -61,8 +61,9 @@ class WayIn:
         return await self.begin(self.folder, self.door, self.run.run_id)
 
     async def settle(self, transport: Transport, manifest: Manifest) -> tuple[Transport, Finding | None]:
-        """Finds out how we are reached over a transport that has just been started and is connected to the run: the one to go on with,
-        which may be another, and what was found; None for a machine that only listens to itself. Raises RemoteError, LocalError."""
+        """Finds out how we are reached over a transport that has just been started and is connected to the run: the one
+        to go on with, which may be another, and what was found; None for a machine that only listens to itself. Raises
+        RemoteError, LocalError."""
         if ipaddress.ip_address(self.door.host).is_loopback:
             return transport, None
         until = asyncio.get_running_loop().time() + MAPPED_SECONDS
@@ -126,7 +127,8 @@ class WayIn:
             return False
 
     async def _public(self, transport: Transport, manifest: Manifest) -> dict[str, str]:
-        """Bootstrap nodes and other peers whom everybody reaches, to whom there is a connection now: their addresses, nodes first."""
+        """Bootstrap nodes and other peers whom everybody reaches, to whom there is a connection now: their addresses,
+        nodes first."""
         known = {
             address.rpartition("/p2p/")[2]: [address] for address in (*self.run.bootstrap, *manifest.hints.bootstrap)
         }

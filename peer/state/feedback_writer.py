@@ -1,11 +1,11 @@
 """Saves the error feedback in the background: to memory after every round, to disk after many.
 
-The feedback has 4 bytes a parameter; writing it every round would wear a disk out. So most rounds copy it to memory that survives a
-killed process, and only every `retention.SAVED_ROUNDS` rounds, and the end of the process, write it to disk. The payloads of later offers
-bring the file up to date (docs/adr/0064-feedback-is-seldom-written.md).
+The feedback has 4 bytes a parameter; writing it every round would wear a disk out. So most rounds copy it to memory
+that survives a killed process, and only every `retention.SAVED_ROUNDS` rounds, and the end of the process, write it to
+disk. The payloads of later offers bring the file up to date (docs/adr/0064-feedback-is-seldom-written.md).
 
-A caller that changes the feedback waits for `written` before, and calls `changed` after. So a copy is at most one change behind, and an
-offer is on disk before its feedback (docs/adr/0007-offer-before-feedback.md).
+A caller that changes the feedback waits for `written` before, and calls `changed` after. So a copy is at most one
+change behind, and an offer is on disk before its feedback (docs/adr/0007-offer-before-feedback.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from protocol.ledger import retention
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The feedback became that of `round` at `since` (steady time); `given_back`: the newest round whose offer went back into it."""
+    """The feedback became that of `round` at `since` (steady time); `given_back`: the newest round whose offer went
+    back into it."""
 
     round: int
     given_back: int

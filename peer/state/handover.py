@@ -1,12 +1,12 @@
 """Moves error feedback to the peers that train its shards now, from both sides (docs/adr/0019-feedback-moves.md).
 
-*The giver.* One change of the feedback's file makes a part of it a hand-over, or takes it back: the file notes up to which serial
-number the hand-overs' payloads are out of the feedback, and which are in it again. A crash before that change leaves a record without
-effect, which the next start removes. All else may be repeated.
+*The giver.* One change of the feedback's file makes a part of it a hand-over, or takes it back: the file notes up to
+which serial number the hand-overs' payloads are out of the feedback, and which are in it again. A crash before that
+change leaves a record without effect, which the next start removes. All else may be repeated.
 
-*The heir.* The same change of its feedback's file adds a payload and notes, for every giver and shard, the newest serial number that
-was added. So a repeated hand-over is answered, and not added again. A part of a feedback may be added at any time: training waits for
-none.
+*The heir.* The same change of its feedback's file adds a payload and notes, for every giver and shard, the newest
+serial number that was added. So a repeated hand-over is answered, and not added again. A part of a feedback may be
+added at any time: training waits for none.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ASK_SECONDS, LEAVING_ASK_SECONDS = 3.0, 0.1
 """Between two calls to an heir: usually, and while this peer leaves."""
 ANSWER_BYTES, REQUEST_BYTES = 1024, 2048
 OUT, BACK, TAKEN = "handed_over", "taken_back", "taken_from"
-"""Notes beside the feedback: the newest serial number that is out of it, the last one that came into it again, and of hand-overs to
-us {"giver/shard": the newest serial number that was added}."""
+"""Notes beside the feedback: the newest serial number that is out of it, the last one that came into it again, and of
+hand-overs to us {"giver/shard": the newest serial number that was added}."""
 MOST_AT_ONCE, MOST_OF_A_GIVER = 64, 16
 """Hand-overs to us under way, of all givers and of one."""
 SILENT_SECONDS = 120.0
@@ -49,7 +49,8 @@ Work = Callable[..., Awaitable[object]]
 
 
 class Giving:
-    """The giver's side. `step` and `leave` are for the loop that owns the feedback; `run` calls the heirs beside it, and changes nothing.
+    """The giver's side. `step` and `leave` are for the loop that owns the feedback; `run` calls the heirs beside it,
+    and changes nothing.
 
     ask: (peer, name, request, limit) calls another peer.
     open: unfinished hand-overs, by serial number.
@@ -114,7 +115,8 @@ class Giving:
             await self._follow_plan(log, plan)
 
     async def leave(self, plan: Plan | None, up_bps: int, seconds: float) -> None:
-        """Gives the whole feedback to other peers that train its shards, and waits until they have it, at most `seconds` in all."""
+        """Gives the whole feedback to other peers that train its shards, and waits until they have it, at most
+        `seconds` in all."""
         if plan is None:
             return
         until = asyncio.get_running_loop().time() + seconds
@@ -188,7 +190,8 @@ class Giving:
         return norm > rules.LEFT * self._first.setdefault(shard, norm)
 
     async def _give(self, heirs: Mapping[str, str], topk: int, until: float = math.inf) -> None:
-        """Makes the feedback of these shards hand-overs, in one change of its file, as far as there is time `until` then."""
+        """Makes the feedback of these shards hand-overs, in one change of its file, as far as there is time `until`
+        then."""
         if heirs:
             await self._writer.written()
             for shard, heir in heirs.items():

@@ -8,10 +8,10 @@ For every shard (algorithm 1 of SparseLoCo; Eq. 2 of Heterogeneous Low-Bandwidth
     e    = β e, and 0 where sent         sent, but a crash took δ               without_delta
     θ   -= η Σ_m w_m sent_m              in the order of the commit             apply
 
-All arithmetic is fp32 in numpy, one operation at a time and in a stated order, so θ is bit for bit the same everywhere. Nothing is lost:
-for every replica, Σ_r β^(R-r) committed_r + e_R = Σ_r β^(R-r) δ_r, up to fp32 rounding. A crash between an offer and the saving of e
-costs the part of δ that was not sent: δ counts as the sent values, and as zero elsewhere. `without_delta` brings e up to the offer so
-that the equation holds.
+All arithmetic is fp32 in numpy, one operation at a time and in a stated order, so θ is bit for bit the same everywhere.
+Nothing is lost: for every replica, Σ_r β^(R-r) committed_r + e_R = Σ_r β^(R-r) δ_r, up to fp32 rounding. A crash
+between an offer and the saving of e costs the part of δ that was not sent: δ counts as the sent values, and as zero
+elsewhere. `without_delta` brings e up to the offer so that the equation holds.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ MOST_THREADS = 8
 
 
 class Accumulate(Protocol):
-    """Makes e = β e + δ in place and selects the largest magnitudes, `k` of every 4096, on another device: `Outer.accumulate` and the
-    codec's selection in one, to the same bits (peer/training/update.py). Raises LocalError, and leaves e unchanged, if a value is not
-    finite."""
+    """Makes e = β e + δ in place and selects the largest magnitudes, `k` of every 4096, on another device:
+    `Outer.accumulate` and the codec's selection in one, to the same bits (peer/training/update.py). Raises LocalError,
+    and leaves e unchanged, if a value is not finite."""
 
     def __call__(self, feedback: Sequence[Array], beta: np.float32, k: int, run: Map, /) -> Sequence[Kept]: ...
 
@@ -80,8 +80,8 @@ class Outer:
         self.feedback: dict[str, list[Array]] = {}
 
     def accumulate(self, shard: str, displacement: Sequence[tuple[Array, Array | None]]) -> None:
-        """e = β e + δ, for each tensor δ = a - b of (a, b), or a where b is None. Raises LocalError, and leaves e unchanged, if a value is
-        not finite; ValueError for wrong shapes."""
+        """e = β e + δ, for each tensor δ = a - b of (a, b), or a where b is None. Raises LocalError, and leaves e
+        unchanged, if a value is not finite; ValueError for wrong shapes."""
         if tuple(a.shape for a, _ in displacement) != layout.shapes(self.spec, shard):
             raise ValueError(f"{shard}: the pseudo-gradient's shapes are not those of the shard")
         for pair in displacement:
@@ -109,8 +109,8 @@ class Outer:
         return payload, self._take(shard, payload, codec)
 
     def update(self, device: Accumulate, shard: str) -> tuple[bytes, float]:
-        """`accumulate_on` and `encode`; several shards at a time may do so. Raises LocalError, and leaves e unchanged; PayloadError if
-        the sum is not finite."""
+        """`accumulate_on` and `encode`; several shards at a time may do so. Raises LocalError, and leaves e unchanged;
+        PayloadError if the sum is not finite."""
         payload = sparse.pack(self.codec, self.accumulate_on(device, shard), self.run)
         return payload, self._take(shard, payload, None)
 
@@ -131,7 +131,8 @@ class Outer:
             e.reshape(-1)[x.index] = 0
 
     def restore_feedback(self, shard: str, payload: bytes | memoryview, codec: Codec | None = None) -> None:
-        """Adds a payload of `encode` to e again, here or at another peer. Raises PayloadError, and changes nothing then."""
+        """Adds a payload of `encode` to e again, here or at another peer. Raises PayloadError, and changes nothing
+        then."""
         returned = self._decode(shard, payload, codec)
         for e, sent in zip(self._feedback(shard), returned, strict=True):
             e.reshape(-1)[sent.index] += sent.values
@@ -142,8 +143,8 @@ class Outer:
         contributions: Sequence[tuple[float, bytes | memoryview]],
         scratch: list[Array] | None = None,
     ) -> None:
-        """θ -= η Σ w_m sent_m over (weight, payload) in the given order. Raises PayloadError or ValueError (a weight that is not finite)
-        before anything is changed, KeyError for a shard that is not held.
+        """θ -= η Σ w_m sent_m over (weight, payload) in the given order. Raises PayloadError or ValueError (a weight
+        that is not finite) before anything is changed, KeyError for a shard that is not held.
 
         scratch: takes the former arrays, and gives memory for the new ones; only where no reader has the former ones.
         """

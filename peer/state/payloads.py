@@ -1,8 +1,8 @@
 """What peers give each other by name: payloads of rounds and shards of states. Serves ours, fetches others'.
 
-Lists of parts come first (protocol/ledger/part_lists.py), then the parts of our shards. Both are fetched as soon as a node announces
-the offer, from its sender, the archive or peers that these name (peer/net/blobs/serving.py), so that they are here when the round is
-committed. What is kept and for how long:
+Lists of parts come first (protocol/ledger/part_lists.py), then the parts of our shards. Both are fetched as soon as a
+node announces the offer, from its sender, the archive or peers that these name (peer/net/blobs/serving.py), so that
+they are here when the round is committed. What is kept and for how long:
 
     payloads committed after our newest checkpoint, of our shards     never evicted: a restart needs them
     the lists of parts that name them                                 as long as the payloads
@@ -61,7 +61,8 @@ T = TypeVar("T")
 
 
 class PartLists(Mapping[str, Parts]):
-    """The lists of parts in the store: root -> parts. Lists that are evicted there, or damaged, are missing. Thread-safe."""
+    """The lists of parts in the store: root -> parts. Lists that are evicted there, or damaged, are missing.
+    Thread-safe."""
 
     def __init__(self, store: BlobStore) -> None:
         self._store = store
@@ -99,14 +100,16 @@ class PartLists(Mapping[str, Parts]):
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The payloads of a commit: shard -> (weight, payload) in commit order; and the names of these and of their lists."""
+    """The payloads of a commit: shard -> (weight, payload) in commit order; and the names of these and of their
+    lists."""
 
     by_shard: dict[str, list[tuple[float, bytes]]]
     names: set[str]
 
 
 class Exchange:
-    """Serves the payloads and checkpoints in `storage`, and fetches others'. `fetches_states`: whether it asks for their states."""
+    """Serves the payloads and checkpoints in `storage`, and fetches others'. `fetches_states`: whether it asks for
+    their states."""
 
     def __init__(self, manifest: Manifest, storage: Storage, network: Network, *, fetches_states: bool = True) -> None:
         self.manifest = manifest
@@ -150,8 +153,8 @@ class Exchange:
     # --- payloads
 
     def prefetch(self, round: int, share: Share, shards: Collection[str]) -> None:
-        """Begins to fetch the parts of these shards of a share that may be committed to `round` soon, if there is space. `payloads`
-        makes up for failures."""
+        """Begins to fetch the parts of these shards of a share that may be committed to `round` soon, if there is
+        space. `payloads` makes up for failures."""
         if share.root in self.lists:
             self._prefetch_parts(round, share, shards)
         elif part_lists.may_be_fetched(self.manifest, share) and self.store.make_space(share.listed):
@@ -184,8 +187,8 @@ class Exchange:
         task.add_done_callback(self._prefetches.pop)
 
     async def payloads(self, commit: Commit, shards: Sequence[str], log: Mapping[int, Commit]) -> Committed:
-        """The payloads of these shards that `commit` names; retries until it has them. Also begins to fetch those of the next rounds in
-        the `log`."""
+        """The payloads of these shards that `commit` names; retries until it has them. Also begins to fetch those of
+        the next rounds in the `log`."""
         if not shards:
             return Committed({}, set())
         round = commit.round
@@ -325,8 +328,8 @@ class Exchange:
         return self._fetcher.came
 
     async def fetch_shard(self, shard: str, digest: str, holders: Sequence[str], all_asked: asyncio.Event) -> None:
-        """Brings a state of a shard into the store from `holders`. It stays there until `drop_states`, for a restart. `all_asked`: as for
-        `Fetcher.fetch`. Raises RemoteError."""
+        """Brings a state of a shard into the store from `holders`. It stays there until `drop_states`, for a restart.
+        `all_asked`: as for `Fetcher.fetch`. Raises RemoteError."""
         order, size = random.sample(holders, len(holders)), layout.shard_bytes(self.manifest.model, shard)
         await self._fetcher.fetch(digest, size, order, round=NO_ROUND, all_asked=all_asked, streams=STATE_STREAMS)
 
@@ -340,7 +343,8 @@ class Exchange:
         return arrays
 
     def _read(self, digest: str, arrays: Sequence[NDArray[np.float32]]) -> bool:
-        """Reads a shard in the store into `arrays`, piece by piece. Where it is damaged, removes it and returns False."""
+        """Reads a shard in the store into `arrays`, piece by piece. Where it is damaged, removes it and returns
+        False."""
         blob = self.store.find(digest)
         try:
             if blob is not None:

@@ -2,12 +2,12 @@
 
     θ(round) of a shard  =  θ(r) for some r < round  +  the committed payloads of the rounds r+1 … round
 
-θ(r) is taken from where it costs the fewest bytes of network: our own checkpoints, those of others, or the seed (r = 0). A checkpoint's
-state counts only with the digest of the majority in commit r+1. States come one shard after the other, so that a kill loses little;
-meanwhile the payloads of finished ones come and are applied.
+θ(r) is taken from where it costs the fewest bytes of network: our own checkpoints, those of others, or the seed (r =
+0). A checkpoint's state counts only with the digest of the majority in commit r+1. States come one shard after the
+other, so that a kill loses little; meanwhile the payloads of finished ones come and are applied.
 
-A peer with a later role (protocol/planning/changes.py) trains on meanwhile: `WarmUp` builds the missing shards beside its θ and applies
-each commit to them too, until they stand at the peer's own state and are taken over.
+A peer with a later role (protocol/planning/changes.py) trains on meanwhile: `WarmUp` builds the missing shards beside
+its θ and applies each commit to them too, until they stand at the peer's own state and are taken over.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Recovery:
     async def again(
         self, shard: str, round: int, ours: Mapping[int, Mapping[str, str]]
     ) -> list[NDArray[np.float32]] | None:
-        """A shard after `round` from the seed, or from a state on which we and the log agreed. None where that costs more than
-        AGAIN_COST.
+        """A shard after `round` from the seed, or from a state on which we and the log agreed. None where that costs
+        more than AGAIN_COST.
 
         ours: {round: {shard: digest}} that we computed.
         """
@@ -112,7 +112,8 @@ class Recovery:
         return (await self._build({shard: found}, round)).theta[shard]
 
     async def _build(self, found: Mapping[str, Sequence[Base]], round: int) -> Outer:
-        """Another `Outer` with the shards of `found` after `round`, each from the first of its bases that can be had."""
+        """Another `Outer` with the shards of `found` after `round`, each from the first of its bases that can be
+        had."""
         outer, shards = self.outer, tuple(found)
         beside = Outer(
             outer.spec, outer.codec, float(outer.beta), float(outer.eta), threads=outer.threads, empty=outer.empty
@@ -157,14 +158,15 @@ class Recovery:
         return replay > sum(layout.shard_bytes(self.manifest.model, shard) for shard in shards)
 
     async def is_shorter(self, shards: Sequence[str], applied: int, round: int) -> bool:
-        """Whether a later state of these shards, which are held after `applied`, costs fewer bytes than their replay."""
+        """Whether a later state of these shards, which are held after `applied`, costs fewer bytes than their
+        replay."""
         holders = await self._exchange.holders()
         replay = sum(self.replay_bytes(shard, applied, round) for shard in shards)
         return sum(self.bases(shard, round, holders)[0].cost for shard in shards) < replay
 
     def replay_bytes(self, shard: str, after: int, round: int) -> int:
-        """Bytes of payloads to fetch from state `after` to `round`; estimated by the shard's part of the model for shares without a list
-        of parts here, and for old ones."""
+        """Bytes of payloads to fetch from state `after` to `round`; estimated by the shard's part of the model for
+        shares without a list of parts here, and for old ones."""
         store, lists, near = self._storage.blobs, self._exchange.lists, max(after, round - NEAR_ROUNDS)
         spec = self.manifest.model
         portion = layout.parameters(spec, shard) / layout.total_parameters(spec)
@@ -237,8 +239,8 @@ class Recovery:
         return reached
 
     async def _replay(self, beside: Outer, shard: str, after: int, round: int) -> bool:
-        """Applies the rounds after `after`. False if the result is not the state before the newest commit: the base was false, in the
-        log and at its holders."""
+        """Applies the rounds after `after`. False if the result is not the state before the newest commit: the base was
+        false, in the log and at its holders."""
         for r in range(after + 1, round + 1):
             await self.advance(beside, [shard], r)
             said = self._log[round].digests.get(shard) if r == round - 1 else None
@@ -255,8 +257,8 @@ class Recovery:
                 self._exchange.prefetch(r, share, [shard])
 
     async def _load(self, shard: str, base: Base, line: asyncio.Lock) -> list[NDArray[np.float32]] | None:
-        """The shard's tensors at `base`; None where they cannot be had. `line` is held while a shard is computed, or until its last
-        bytes are requested: then the next one begins, and the network does not idle between."""
+        """The shard's tensors at `base`; None where they cannot be had. `line` is held while a shard is computed, or
+        until its last bytes are requested: then the next one begins, and the network does not idle between."""
         try:
             async with line:
                 if base.round == 0:

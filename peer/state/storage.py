@@ -11,9 +11,9 @@
     DIR/handover-<serial>.json        a part of the feedback for another peer, and its .payload, which is served as a blob
     DIR/checkpoint-<round>/           <shard>.safetensors, optimizer.safetensors, meta.json with the digest of each shard
 
-Everything appears by rename after fsync: a crash leaves the old or the new, and the next start removes unfinished files. Tensors are named
-by position (a shard's parameters), `shard/position` (feedback) or as the trainer names them. A checkpoint's shards are served as blobs:
-their digests are those in the log.
+Everything appears by rename after fsync: a crash leaves the old or the new, and the next start removes unfinished
+files. Tensors are named by position (a shard's parameters), `shard/position` (feedback) or as the trainer names them. A
+checkpoint's shards are served as blobs: their digests are those in the log.
 """
 
 from __future__ import annotations
@@ -292,7 +292,8 @@ class Storage:
             self.disk.remove(path)
 
     def load_checkpoint(self, warn: Callable[[str], None] = lambda text: None) -> Checkpoint | None:
-        """The newest checkpoint with a readable shard. Leaves out damaged shards, which are built as any others that are not held."""
+        """The newest checkpoint with a readable shard. Leaves out damaged shards, which are built as any others that
+        are not held."""
         for round, path in reversed(self._numbered("checkpoint-*")):
             kept = self._kept.get(round, {})
             theta = {}

@@ -2,9 +2,9 @@
 
     python -m peer.training.helper FD
 
-is started by peer/training/helpers.py, with its end of a pair of sockets. It holds the parameters and the optimizer's state of a
-full replica and takes the same steps. It has no network but the group's, no files, and no identity. A thread of its own reads
-the socket: it ends this process at once when the peer's process ends.
+is started by peer/training/helpers.py, with its end of a pair of sockets. It holds the parameters and the optimizer's
+state of a full replica and takes the same steps. It has no network but the group's, no files, and no identity. A thread
+of its own reads the socket: it ends this process at once when the peer's process ends.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Forward and backward of one micro-batch, whole, or in pieces after memory ran out.
 
-In pieces, the forward keeps nothing for the backward. The backward takes some rows at a time and one part of the stage at a
-time, from the last to the first: the head with the loss, a block, the embedding. It holds only the inputs of the parts for
-those rows, so its peak is that of one block for a piece's rows. Gradients differ from the undisturbed ones by the order of
-sums only. From the first shortage on, the round's micro-batches go in pieces; the next round begins with whole ones.
+In pieces, the forward keeps nothing for the backward. The backward takes some rows at a time and one part of the stage
+at a time, from the last to the first: the head with the loss, a block, the embedding. It holds only the inputs of the
+parts for those rows, so its peak is that of one block for a piece's rows. Gradients differ from the undisturbed ones by
+the order of sums only. From the first shortage on, the round's micro-batches go in pieces; the next round begins with
+whole ones.
 
-*No gradient is added twice.* A whole backward that breaks off has added the gradients of some parameters and not of others;
-their versions tell which. In pieces, a part's gradients are computed first and added together afterwards.
+*No gradient is added twice.* A whole backward that breaks off has added the gradients of some parameters and not of
+others; their versions tell which. In pieces, a part's gradients are computed first and added together afterwards.
 
 Shapes: B rows, L positions, D model width, W values per token at the boundary.
 """
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from peer.training import device
 from peer.training.model import Stage
-from peer.training.recorded import Recorder, Recording, Slot
+from peer.training.recorded import Graphs, Recorder, Slot
 from protocol.run import layout
 
 Added = set[tuple[str, str]]
@@ -73,7 +74,7 @@ class MicroBatches:
         self,
         stage: Stage,
         autocast: Callable[[], AbstractContextManager[object]],
-        records: Callable[[torch.device], Recording] | None,
+        records: Callable[[torch.device], Graphs] | None,
     ) -> None:
         self.rows = 0
         self._stage = stage
@@ -101,7 +102,8 @@ class MicroBatches:
     # --- forward
 
     def forward(self, inputs: Inputs, *, recompute: bool) -> tuple[Forwarded, Tensor]:
-        """The forward, and its output: the mean loss [] in the last stage. Raises MEMORY_ERRORS where one row is too much.
+        """The forward, and its output: the mean loss [] in the last stage. Raises MEMORY_ERRORS where one row is too
+        much.
 
         recompute: keep the inputs only.
         """
@@ -288,7 +290,8 @@ def _backward(made: Tensor, gradient: Tensor | None, of: int) -> None:
     elif gradient.is_cuda:
         torch.autograd.backward(made, gradient.to(made.dtype))
     else:
-        # the same, bit by bit; given a gradient, torch would import its symbolic shapes (seconds), which only compiling needs
+        # the same, bit by bit; given a gradient, torch would import its symbolic shapes (seconds), which only compiling
+        # needs
         (made.float() * gradient).sum().backward()  # type: ignore[no-untyped-call]
 
 

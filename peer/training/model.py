@@ -1,10 +1,23 @@
 """A contiguous range of a LLaMA-style decoder. The whole model is the stage that has everything.
 
-Parameter names are those of Hugging Face (protocol/run/layout.py), with global block numbers, so a stage's state is a subset of the
-whole model's. The one exception: the first stage of a compressed chain trains `model.embed_tokens.coordinates`
-(A [V, K], see subspace.py) in place of `model.embed_tokens.weight`.
+Parameter names are those of Hugging Face (protocol/run/layout.py), with global block numbers, so a stage's state is a
+subset of the whole model's. The one exception: the first stage of a compressed chain trains COORDINATES in place of
+`model.embed_tokens.weight`.
 
-Shapes: B rows, L positions, V vocabulary, D model width, N heads, H head width, K subspace width.
+*Documents.* Where the model has a `document_end_id`, a token sees those of its own document only: the tokens behind the
+last end before it. Positions go on across documents; counting them anew in each (`position_ids` of transformers' packed
+training) is the same, since RoPE turns a query and a key by their distance. The mask follows from the token ids, which
+every stage of a chain has.
+
+*The loss* is computed in slices of tokens: of the logits [T, V] only a slice exists at a time.
+
+    logits = x W^T      loss = mean over t of (logsumexp(logits_t) - logits_t[target_t])      d loss / d logits = (softmax - onehot) / T
+
+The loss ends the forward, so a slice's gradient is made right after its logits, and both are dropped: for the backward
+remain two arrays as large as x and W.
+
+Shapes: B rows, L positions, T tokens, V vocabulary, D model width, N query heads, K heads of keys and values (in the
+boundary: subspace width), H head width.
 """
 
 from __future__ import annotations
@@ -28,7 +41,7 @@ from protocol.run.layout import ModelSpec, RopeScaling
 
 
 class Table(nn.Module):
-    """A `weight` that has no values before it is loaded."""
+    """A `weight` without initial values: nn.Linear would spend minutes on random ones."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -64,12 +77,12 @@ class Embedding(Table):
 
 
 def wide(x: Tensor) -> Tensor:
-    """The same in fp32, if its number format is a smaller one."""
+    """The same in fp32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Adds keys and values [B, K, L, H] to those of the tokens before, and returns all."""
+"""Adds keys and values [B, K, L, H] to those of the tokens before. Returns all."""
 
 
 def rope(spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -84,12 +97,12 @@ def rope(spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _temperature(scaling: RopeScaling) -> float:
-    """What cos and sin are multiplied by."""
+    """The factor of cos and sin."""
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.rope_type == "yarn" else 1.0
 
 
 def _scaled(scaling: RopeScaling, theta: float, rate: Tensor) -> Tensor:
-    """Angles a position [H / 2], of those without scaling."""
+    """Scaled angles per position [H / 2]."""
     slow = rate / scaling.factor
     if scaling.rope_type == "linear":
         return slow
@@ -117,8 +130,9 @@ def _rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
 
 
 def document_mask(spec: ModelSpec, ids_BL: Tensor, device: torch.device) -> Tensor | None:
-    """Which keys each query sees [B, 1, L, L]: 0, or -inf for those that it does not; None where the model sees whole sequences, or no row has
-    a token behind an end. In the number format of attention: of booleans every block would make, and keep, such a mask of its own."""
+    """Mask of attention [B, 1, L, L]: 0 for the keys that a query sees, else -inf; None where the model sees whole
+    sequences, or no row has a token behind an end. In the number format of attention: every block would make, and keep,
+    its own of booleans."""
     if spec.document_end_id < 0:
         return None
     ends_BL = ids_BL[:, :-1] == spec.document_end_id
@@ -148,7 +162,8 @@ class Attention(nn.Module):
     def forward(
         self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: Tensor | None = None, join: Join | None = None
     ) -> Tensor:
-        """What is added to x [B, L, D]. `mask` [B, 1, L, L]: what is added to scores, where a query does not see all before it."""
+        """The residual for x [B, L, D]. `mask` [B, 1, L, L] is added to the scores; None: a query sees all before
+        it."""
         q_BLNH, k_BLKH, v_BLKH = (
             projection(x_BLD).unflatten(-1, (-1, self.width)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -161,7 +176,7 @@ class Attention(nn.Module):
             is_causal = is_causal and x_BLD.shape[1] > 1  # a single token sees all
             k_BKLH, v_BKLH = join(k_BKLH, v_BKLH)
         grouped = self.shared
-        if grouped and mask is not None and x_BLD.is_cuda:  # what takes a mask there takes no shared heads
+        if grouped and mask is not None and x_BLD.is_cuda:  # the kernels with masks have no shared heads
             k_BKLH, v_BKLH = (x.repeat_interleave(self.groups, dim=1) for x in (k_BKLH, v_BKLH))
             grouped = False
         options = {"enable_gqa": True} if grouped else {}
@@ -247,19 +262,19 @@ class _Coordinates(nn.Module):
 
 
 class Past:
-    """The keys [B, N, L, H] and values of the tokens so far, by block, so that a text which grows at its end is computed once. It begins
-    empty; later each pass brings one token. `length`: tokens so far."""
+    """Keys [B, N, L, H] and values of the tokens so far, by block, for a text that grows token by token. `length`:
+    tokens so far."""
 
     def __init__(self) -> None:
         self.length = 0
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(self, count: int) -> None:
-        """Forgets all but the last `count` tokens: those before are of another document. Positions go on."""
+        """Forgets all but the last `count` tokens, which begin a document. Positions go on."""
         self._held = {i: (k[:, :, -count:], v[:, :, -count:]) for i, (k, v) in self._held.items()} if count else {}
 
     def joined(self, block: int, k_BNLH: Tensor, v_BNLH: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values of a block, with these at the end."""
+        """Appends to the keys and values of a block, and returns all."""
         if block in self._held:
             k_before, v_before = self._held[block]
             k_BNLH, v_BNLH = torch.cat((k_before, k_BNLH), dim=2), torch.cat((v_before, v_BNLH), dim=2)
@@ -300,10 +315,11 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks `first_block` up to, not including, `last_block`, with or without the embedding and the head.
+    """Blocks `first_block` up to, not including, `last_block`, with or without the embedding and the head. Parameters
+    have no values before `load`.
 
-    `u_DK` (orthonormal columns) makes it a member of a compressed chain; None: no compression. The parameters have no
-    values before `load`. `form`: the number format of x before and after its blocks.
+    u_DK: orthonormal columns, for a member of a compressed chain; None: no compression.
+    form: the number format of x before and after the blocks.
     """
 
     def __init__(
@@ -343,8 +359,11 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def load(self, theta: Theta, copy: Callable[[list[tuple[Tensor, np.ndarray]]], None] | None = None) -> None:
-        """Takes this stage's shards from `theta`. In a compressed chain `embed` may not be copied, but read until the next time: it must
-        not change. `copy` writes arrays into parameters, where the device has a better way than one after the other. Raises KeyError."""
+        """Takes this stage's shards from `theta`. A compressed chain may read `embed` until the next call: it must not
+        change. Raises KeyError.
+
+        copy: writes arrays into parameters; None: one after the other.
+        """
         held = dict(self.named_parameters())
         if self._u_DK is not None:
             te_VD = _shared(theta["embed"][0])
@@ -381,8 +400,8 @@ class Stage(nn.Module):
         return [p.grad for p in self.parameters() if p.grad is not None]
 
     def moved(self, shard: str, theta: Theta) -> list[Moved]:
-        """theta - this stage's values for each tensor in canonical order, with the values where they are: they change with the next
-        step. `theta` is what was loaded. A compressed chain's embedding moves within S only: (A0 - A) U^T."""
+        """theta - this stage's values for each tensor in canonical order; the values change with the next step.
+        `theta`: as loaded. A compressed chain's embedding moves within S only: (A0 - A) U^T."""
         held = {name: parameter.detach() for name, parameter in self.named_parameters()}
         if shard == "embed" and self._u_DK is not None and self._a0_VK is not None:
             return [(None, WithinSubspace(self._a0_VK, held[COORDINATES], self._u_DK))]
@@ -391,7 +410,7 @@ class Stage(nn.Module):
         ]
 
     def displacement(self, shard: str, theta: Theta) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """The same on the host: (a, b) for each tensor, fp32, of which the difference is a - b, or a where b is None."""
+        """`moved` on the host: (a, b) for each tensor, fp32, with the difference a - b, or a where b is None."""
         found: list[tuple[np.ndarray, np.ndarray | None]] = []
         for a, b in self.moved(shard, theta):
             if isinstance(b, WithinSubspace):
@@ -402,7 +421,7 @@ class Stage(nn.Module):
         return found
 
     def embed(self, ids_BL: Tensor) -> Tensor:
-        """Token embeddings [B, L, D]. The ids may be on the host: there they are needed, too."""
+        """Token embeddings [B, L, D]. The ids are best on the host."""
         table, there_BL = self.model.embed_tokens, to_device(ids_BL, self.device)
         if isinstance(table, _Coordinates):
             assert self.boundary is not None, "load comes first"
@@ -411,19 +430,19 @@ class Stage(nn.Module):
         return x_BLD
 
     def mask(self, ids_BL: Tensor) -> Tensor | None:
-        """What `block` has to know of these ids: which tokens see each other (peer/training/py). The same on every stage."""
+        """The mask for `block`: which tokens see each other. The same on every stage."""
         return document_mask(self.spec, ids_BL, self.device)
 
     def block(self, index: int, x_BLD: Tensor, mask: Tensor | None = None) -> Tensor:
         """Block `index` (global number) applied to x."""
         length = x_BLD.shape[1]
         layer, angles = self.model.layers[str(index)], (self._cos[:length], self._sin[:length])  # type: ignore[index]
-        if not torch.is_grad_enabled():  # evaluation has other shapes: to compile for them does not pay
+        if not torch.is_grad_enabled():  # other shapes, for which compiling does not pay
             return Block.forward(layer, x_BLD, *angles, mask)  # type: ignore[arg-type]
         return compiled.where_it_pays(Block.forward, x_BLD.device)(layer, x_BLD, *angles, mask)  # type: ignore[arg-type]
 
     def forward(self, ids_BL: Tensor, x_BLD: Tensor | None = None) -> Tensor:
-        """x [B, L, D] after this stage's blocks. `x_BLD` is what the previous stage made; None for the first stage."""
+        """x [B, L, D] after this stage's blocks. `x_BLD`: of the previous stage; None in the first one."""
         if x_BLD is None:
             x_BLD = self.embed(ids_BL)
         mask = self.mask(ids_BL)
@@ -434,8 +453,8 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def further(self, ids_BL: Tensor, past: Past) -> Tensor:
-        """x [B, L, D] of the tokens that come after `past`, which has them then: as `forward` of all of them. L is 1 unless `past` is
-        empty, B is 1. Needs the whole model, uncompressed."""
+        """x [B, L, D] of the tokens after `past`, which are added to it: as in `forward` of all. L is 1 unless `past`
+        is empty, B is 1. Needs the whole model, uncompressed."""
         assert ids_BL.shape[1] == 1 or not past.length
         end = past.length + ids_BL.shape[1]
         cos_LH, sin_LH = self._cos[past.length : end], self._sin[past.length : end]
@@ -450,12 +469,12 @@ class Stage(nn.Module):
 
     @property
     def head_VD(self) -> Tensor:
-        """What makes logits: a matrix of its own, or the embedding's."""
+        """The matrix of the logits: its own, or the embedding's."""
         weight: Tensor = self.model.embed_tokens.weight if self.spec.tie_word_embeddings else self.lm_head.weight  # type: ignore[assignment, union-attr]
         return weight
 
     def logits(self, x_BLD: Tensor) -> Tensor:
-        """[B, L, V] from what the last block made."""
+        """[B, L, V] from the last block's output."""
         return functional.linear(self.model.norm(x_BLD), self.head_VD)  # type: ignore[operator]
 
     def loss(self, x_BLD: Tensor, targets_BL: Tensor) -> Tensor:

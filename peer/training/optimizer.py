@@ -6,10 +6,11 @@ Muon, for the matrices inside blocks, makes the singular values of the momentum 
     O = five steps of X <- a X + b (X X^T) X + c (X X^T)^2 X, from X = (1 - m) G + m B over its Frobenius norm
     W = (1 - rate decay) W - 0.2 sqrt(max(rows, columns)) rate O
 
-The factor gives an update the root mean square that AdamW's usually have, 0.2 (Liu and others, 2025, arXiv 2502.16982), so
-both optimizers share one learning rate and one decay. A stage holds whole matrices, so a chain computes what a full replica
-computes; a compressed chain's embedding is AdamW's (docs/adr/0043-muon.md). torch.optim.Muon computes in bf16 on every
-device, 25 times slower on processors without instructions for it: here bf16 is for CUDA only, and fp32 elsewhere.
+The factor gives an update the root mean square that AdamW's usually have, 0.2 (Liu and others, 2025, arXiv 2502.16982),
+so both optimizers share one learning rate and one decay. A stage holds whole matrices, so a chain computes what a full
+replica computes; a compressed chain's embedding is AdamW's (docs/adr/0043-muon.md). torch.optim.Muon computes in bf16
+on every device, 25 times slower on processors without instructions for it: here bf16 is for CUDA only, and fp32
+elsewhere.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def learning_rate(train: TrainSpec, step: float) -> float:
 class Pace:
     """The inner steps of one replica in one round.
 
-    They are spread over the `inner_steps` that every round has in the schedule: the learning rate follows the run, not the
-    replica's own count. A replica that ends early leaves out the rest of the round's part of the schedule.
+    They are spread over the `inner_steps` that every round has in the schedule: the learning rate follows the run, not
+    the replica's own count. A replica that ends early leaves out the rest of the round's part of the schedule.
 
     before: steps of the schedule before the round.
     steps: inner steps, at most.
@@ -83,7 +84,8 @@ class Pace:
 
 
 def launch_norms(gradients: OfShards) -> OfShards:
-    """The L2 norm [] of each gradient, or of each part of one, in fp64 where the device has it. Does not wait for the device."""
+    """The L2 norm [] of each gradient, or of each part of one, in fp64 where the device has it. Does not wait for the
+    device."""
     kind = gradients[0][1].device.type if gradients else "cpu"
     if kind == "cuda":  # a few kernels for all
         found = torch._foreach_norm([g for _, g in gradients], 2, torch.float64)
@@ -117,8 +119,8 @@ def muon_parameters(spec: ModelSpec, train: TrainSpec, shards: Sequence[str]) ->
 
 
 class MuonBuffers:
-    """Scratch memory for the updates of these matrices, used by one after the other. Allocated before any of them changes:
-    a step that runs out of memory has changed nothing."""
+    """Scratch memory for the updates of these matrices, used by one after the other. Allocated before any of them
+    changes: a step that runs out of memory has changed nothing."""
 
     def __init__(self, matrices: Sequence[Tensor]) -> None:
         on_gpu, device = matrices[0].is_cuda, matrices[0].device
@@ -129,7 +131,8 @@ class MuonBuffers:
         self._copy = copy[0] if copy else None
 
     def of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For a matrix [n, m], n <= m: itself in the format of the products, two squares [n, n], and a second [n, m]."""
+        """For a matrix [n, m], n <= m: itself in the format of the products, two squares [n, n], and a second [n,
+        m]."""
         n = len(x)
         gram, inner = (square[: n * n].view(n, n) for square in (self._gram, self._inner))
         if self._copy is not None:

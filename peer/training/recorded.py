@@ -1,14 +1,16 @@
 """A stage's blocks as CUDA graphs: one call launches what takes Python milliseconds to launch.
 
-A GPU computes some blocks in 15 ms, and Python needs as long to launch them, longer where other threads want its lock. So a
-micro-batch's forward and backward through the blocks are recorded once and replayed for all others of that shape. A replay reads
-and writes the same memory each time, so each micro-batch between its forward and its backward needs a recording of its own: a
-slot. The embedding, the boundaries, the head and its loss are not recorded.
+A GPU computes some blocks in 15 ms, and Python needs as long to launch them, longer where other threads want its lock.
+So a micro-batch's forward and backward through the blocks are recorded once and replayed for all others of that shape.
+A replay reads and writes the same memory each time, so each micro-batch between its forward and its backward needs a
+recording of its own: a slot. The embedding, the boundaries, the head and its loss are not recorded.
 
-*Memory.* A slot permanently holds a micro-batch's activations, and a forward's scratch. All slots share the backward's scratch,
-since they are replayed one after the other. Backward goes block by block: at most one block's gradients exist beside their sums.
+*Memory.* A slot permanently holds a micro-batch's activations, and a forward's scratch. All slots share the backward's
+scratch, since they are replayed one after the other. Backward goes block by block: at most one block's gradients exist
+beside their sums.
 
-*When.* After an inner step without recording: by then everything is compiled. Where memory runs out, not before the next round.
+*When.* After an inner step without recording: by then everything is compiled. Where memory runs out, not before the
+next round.
 
 Shapes: B rows, L positions, D model width.
 """
@@ -19,7 +21,6 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,30 +34,19 @@ Recorded = tuple[Tensor, Callable[[], object]]
 """The result of some work, and a call that replays the work into the same memory."""
 
 
-class Recording(Protocol):
-    """Records work on a device. Both methods raise RuntimeError."""
-
-    def rehearse(self, forward: Callable[[], Tensor], backward: Callable[[], Tensor], /) -> None:
-        """Runs both once on the recording stream: a first run may do what cannot be recorded."""
-
-    def record(
-        self, forward: Callable[[], Tensor], backward: Callable[[], Tensor], several: bool, /
-    ) -> tuple[Recorded, Recorded]:
-        """Records both; `backward` uses the activations of `forward`. `several`: more recordings may exist at once."""
-
-
 _one_at_a_time = threading.Lock()
 """A thread that waits for the whole device would break off another's recording."""
 
 
 class Graphs:
-    """CUDA graphs."""
+    """Records work on a CUDA device as graphs. Methods raise RuntimeError."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._common = torch.cuda.graph_pool_handle()
 
     def rehearse(self, forward: Callable[[], Tensor], backward: Callable[[], Tensor]) -> None:
+        """Runs both once on the recording stream: a first run may do what cannot be recorded."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             forward()
@@ -65,6 +55,7 @@ class Graphs:
     def record(
         self, forward: Callable[[], Tensor], backward: Callable[[], Tensor], several: bool
     ) -> tuple[Recorded, Recorded]:
+        """Records both; `backward` uses the activations of `forward`. `several`: more recordings may exist at once."""
         with _one_at_a_time:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # a recording has memory of its own
@@ -72,7 +63,7 @@ class Graphs:
             try:
                 return self._captured(forward, own), self._captured(backward, self._common if several else own)
             except BaseException:
-                # torch takes it for one that goes on, and would refuse whoever draws random numbers, as the compiler does
+                # torch believes that it goes on, and would refuse random numbers, which the compiler draws
                 numbers = torch.cuda.default_generators[torch.cuda.current_device()]
                 numbers.graphsafe_set_state(numbers.clone_state())
                 raise
@@ -121,7 +112,7 @@ class Recorder:
         self,
         stage: Stage,
         autocast: Callable[[], AbstractContextManager[object]],
-        records: Callable[[torch.device], Recording] | None,
+        records: Callable[[torch.device], Graphs] | None,
     ) -> None:
         self._stage, self._autocast = stage, autocast
         self._blocks = [layout.block_index(shard) for shard in stage.shards if shard.startswith("block.")]
@@ -176,22 +167,22 @@ class Recorder:
         slot.backward()
         torch.autograd.graph.increment_version([total for _, total in slot.sums])
 
-    def _add(self, device: Recording, shape: tuple[int, ...], mask: Tensor | None) -> bool:
+    def _add(self, device: Graphs, shape: tuple[int, ...], mask: Tensor | None) -> bool:
         """Whether a slot was added. Not while another thread compiles, when blocks run uncompiled."""
-        before = compiled.as_they_are()
+        before = compiled.uncompiled_calls()
         try:
             slot = self._recorded(device, shape, mask)
         except (RuntimeError, MemoryError):
             self.drop()
             return False
-        if compiled.as_they_are() != before:
+        if compiled.uncompiled_calls() != before:
             return False
         self._shape = shape
         self._slots.append(slot)
         self._free.append(slot)
         return True
 
-    def _recorded(self, device: Recording, shape: tuple[int, ...], mask_like: Tensor | None) -> Slot:
+    def _recorded(self, device: Graphs, shape: tuple[int, ...], mask_like: Tensor | None) -> Slot:
         if self._slots:
             sums, gradient_BLD = self._slots[0].sums, self._slots[0].gradient
         else:

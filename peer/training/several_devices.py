@@ -1,19 +1,20 @@
-"""Data parallelism within one machine: a full replica on several devices, each with its share of a step's micro-batches.
+"""Data parallelism within one machine: a full replica on several devices, each with its share of a step's
+micro-batches.
 
-This process has the first device, and everything else: the state, the text, the update. Each further device has a helper process
-(peer/training/helper.py). An inner step:
+This process has the first device, and everything else: the state, the text, the update. Each further device has a
+helper process (peer/training/helper.py). An inner step:
 
     micro-batches   helpers get theirs first, and compute while this process computes its own, the last ones
     one sum         of all gradients, over all devices, after the last micro-batch (peer/training/helpers.py)
     one step        by every device, with the same norm: parameters and optimizer state stay the same on all
 
-The loss is the mean over the step's tokens, as on one device. Gradients differ by the order of their sums, which follows from the
-number of devices and of micro-batches alone: two runs have the same bits. Helpers get the parameters when a round begins; a new
-member of the group gets the optimizer's state, too.
+The loss is the mean over the step's tokens, as on one device. Gradients differ by the order of their sums, which
+follows from the number of devices and of micro-batches alone: two runs have the same bits. Helpers get the parameters
+when a round begins; a new member of the group gets the optimizer's state, too.
 
-*A device is lost* when its helper ends, fails (its memory ran out, most often), or takes too long. The others, or this process
-alone, repeat the micro-batches of the inner step under way; the steps before are kept. A lost device is tried again when the next
-round begins, and left out after GIVE_UP losses.
+*A device is lost* when its helper ends, fails (its memory ran out, most often), or takes too long. The others, or this
+process alone, repeat the micro-batches of the inner step under way; the steps before are kept. A lost device is tried
+again when the next round begins, and left out after GIVE_UP losses.
 
 Calls belong on one worker thread, as those of StageTrainer.
 """
@@ -62,7 +63,8 @@ class Patience:
 
 
 def shares(micro_batches: int, members: int) -> list[range]:
-    """The micro-batches of each member of a group, by rank: equal numbers or one more. The first member has the last ones."""
+    """The micro-batches of each member of a group, by rank: equal numbers or one more. The first member has the last
+    ones."""
     sizes = [micro_batches // members + (rank < micro_batches % members) for rank in range(members)]
     ends = [sum(sizes[1 : rank + 1]) for rank in range(1, members)]
     return [range(micro_batches - sizes[0], micro_batches)] + [
@@ -314,7 +316,8 @@ class SeveralDevicesTrainer(StageTrainer):
         self._same_state = True
 
     def _failed(self, error: Exception) -> None:
-        """Notes a failed exchange. The next `_assemble` asks each helper and finds the culprit; after EXCHANGE_TRIES all are lost."""
+        """Notes a failed exchange. The next `_assemble` asks each helper and finds the culprit; after EXCHANGE_TRIES
+        all are lost."""
         self._failures += 1
         if self._failures >= EXCHANGE_TRIES:
             for helper in list(self._helpers.values()):

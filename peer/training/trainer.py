@@ -1,10 +1,10 @@
 """The inner loop's arithmetic for one stage. A full replica is a stage that holds everything: one code path.
 
-Inner optimizer of SparseLoCo: AdamW with weight decay on all parameters, or Muon for the matrices inside blocks and AdamW for
-the others (peer/training/optimizer.py); gradients clipped by the whole replica's norm, linear warm-up, cosine to a tenth of
-the peak. The loss of a step is the mean over its tokens: each micro-batch's gradient counts 1 / micro_batches, and they are
-added in micro-batch order. bf16 autocast on CUDA only; parameters, loss and sums stay fp32. Only what reads a result waits
-for the device: `mean_loss`, `grad_sumsq`.
+Inner optimizer of SparseLoCo: AdamW with weight decay on all parameters, or Muon for the matrices inside blocks and
+AdamW for the others (peer/training/optimizer.py); gradients clipped by the whole replica's norm, linear warm-up, cosine
+to a tenth of the peak. The loss of a step is the mean over its tokens: each micro-batch's gradient counts 1 /
+micro_batches, and they are added in micro-batch order. bf16 autocast on CUDA only; parameters, loss and sums stay fp32.
+Only what reads a result waits for the device: `mean_loss`, `grad_sumsq`.
 
 Not thread-safe: every call belongs on one worker thread (`make_worker`).
 
@@ -28,11 +28,10 @@ from torch.optim.adamw import adamw
 
 from peer.state.outer_optimizer import Accumulate, difference
 from peer.training import moments as packed_moments
-from peer.training.device import Mark
 from peer.training.micro_batch import Forwarded, Inputs, MicroBatches
 from peer.training.model import COORDINATES, Stage, Theta
 from peer.training.optimizer import Pace, launch_norms, muon_parameters, muon_step, sum_squares
-from peer.training.recorded import Graphs, Recording
+from peer.training.recorded import Graphs
 from peer.training.update import DeviceUpdate
 from protocol.errors import LocalError
 from protocol.run import layout
@@ -45,8 +44,8 @@ _ADAMW = ("step", "exp_avg", "exp_avg_sq")
 
 
 def set_thread_cores(count: int) -> None:
-    """For the beginning of a thread: its operations take `count` cores. torch has such a number for the process, too, the last
-    that any thread set; a thread that has not asked for its own before its first operation takes that."""
+    """For the beginning of a thread: its operations take `count` cores. torch has such a number for the process, too,
+    the last that any thread set; a thread that has not asked for its own before its first operation takes that."""
     torch.set_num_threads(count)
     torch.get_num_threads()
 
@@ -74,8 +73,9 @@ class StageTrainer:
     """
 
     update_devices = frozenset({"cuda"})
-    """Device types that compute a round's update (peer/training/update.py), ROCm's too; for the others the host does."""
-    recording: Mapping[str, Callable[[torch.device], Recording]] = {"cuda": Graphs}
+    """Device types that compute a round's update (peer/training/update.py), ROCm's too; for the others the host
+    does."""
+    recording: Mapping[str, Callable[[torch.device], Graphs]] = {"cuda": Graphs}
     """What records blocks (peer/training/recorded.py), by device type."""
     forms: Mapping[str, torch.dtype] = {"cuda": torch.bfloat16}
     """The number format between the blocks of a compressed chain's stage, by device type; fp32 on the others."""
@@ -137,7 +137,8 @@ class StageTrainer:
     def begin_round(self, theta: Theta, pace: Pace | None = None) -> None:
         """Starts a round; the optimizer's state stays.
 
-        theta: the held shards, and `embed` too when `rank` > 0. `delta` reads the arrays again: they must not change before.
+        theta: the held shards, and `embed` too when `rank` > 0. `delta` reads the arrays again: they must not change
+            before.
         pace: None: as before.
         """
         self.stage.load(theta, self._update.load if self._update is not None else None)
@@ -181,7 +182,7 @@ class StageTrainer:
         elif self.device.type == "mps":
             torch.mps.synchronize()
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> torch.cuda.Event | None:
         """A place in the device's queue of work; None where a call returns when its work is done."""
         if self.device.type != "cuda":
             return None
@@ -193,8 +194,9 @@ class StageTrainer:
         return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
 
     def forward(self, micro: int, ids: Tensor, wire: Tensor | None = None, *, recompute: bool = False) -> Tensor:
-        """One micro-batch through this stage: the values for the next stage [B, L, W], or the mean loss [] (nats per token) in
-        the last one. Where memory runs out, computed in pieces; raises torch's error where not even those fit.
+        """One micro-batch through this stage: the values for the next stage [B, L, W], or the mean loss [] (nats per
+        token) in the last one. Where memory runs out, computed in pieces; raises torch's error where not even those
+        fit.
 
         ids: [B, L+1], best in (pinned) host memory.
         wire: [B, L, W] from the previous stage.
@@ -237,8 +239,8 @@ class StageTrainer:
 
     @torch.no_grad()
     def step(self, step: int, total_norm: float) -> None:
-        """Clips by the replica's gradient norm and takes inner step `step`; the round's first one is `pace.before` + 1. Takes
-        all memory first: where there is none, parameters and moments are unchanged."""
+        """Clips by the replica's gradient norm and takes inner step `step`; the round's first one is `pace.before` + 1.
+        Takes all memory first: where there is none, parameters and moments are unchanged."""
         scale = min(1.0, self.train.clip / (total_norm + 1e-6))
         parameters = {name: p for name, p in self.stage.named_parameters() if p.grad is not None}
         for name, parameter in parameters.items():
@@ -285,8 +287,8 @@ class StageTrainer:
         return self.stage.displacement(shard, self._loaded())
 
     def on_device(self, shard: str) -> Accumulate | None:
-        """Adds theta - local of a held shard to the error feedback and selects, on the device; None where the host does, by
-        `displacement`."""
+        """Adds theta - local of a held shard to the error feedback and selects, on the device; None where the host
+        does, by `displacement`."""
         if self._update is None:
             return None
         return functools.partial(self._update.accumulate, self.stage.moved(shard, self._loaded()))
@@ -326,8 +328,8 @@ class StageTrainer:
         return any(name in self._moments for name, _ in layout.tensors(self.spec, shard))
 
     def load_optimizer(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replaces the moments; ignores those of parameters that are not held. A chain's embedding coordinates of another rank
-        begin without. Raises LocalError for another wrong shape."""
+        """Replaces the moments; ignores those of parameters that are not held. A chain's embedding coordinates of
+        another rank begin without. Raises LocalError for another wrong shape."""
         self._moments.clear()
         self.add_moments(state)
 

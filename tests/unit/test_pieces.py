@@ -119,7 +119,7 @@ def test_pieces_stay_until_the_round_is_over() -> None:
     """There is room again later; nobody tries before the next round."""
     found = trained((), 0, short(phase="forward", room=2, last=2))
     assert found[0][0].most <= ROWS
-    assert found[0][0].pieces in (1, 2)
+    assert found[0][0].piece_rows in (1, 2)
     same(found, trained((), 0, Recording))
 
 
