@@ -9,7 +9,7 @@ Over the values x of an accepted frame, as they were decoded (Z, or whole activa
 2, ...
 
     largest = max |x|           of every frame: the check finds it anyway
-    rms = sqrt(mean of x²)      of every RMS_EVERY-th frame: of all, it would take a quarter of the time that decoding bf16 does
+    rms = sqrt(mean of x²)      of every RMS_EVERY-th frame: of all, a quarter of the time of decoding bf16
     m += (value - m) / min(n, MEAN_FRAMES)
 
 the plain mean of the first MEAN_FRAMES, then one that forgets exponentially, for each neighbour, direction and width,

@@ -3,7 +3,7 @@
 Streams are bidirectional, one per boundary (peer/chain/link.py). An inner step, per stage:
 
     micro-batches   FORWARD  Z  to the next stage        BACKWARD  G U  to the previous one
-    gather          NORM, TOTAL: one gradient norm for all (peer/chain/grad_norm.py); every stage steps, the first one at once
+    gather          NORM, TOTAL: one gradient norm for all (peer/chain/grad_norm.py); every stage steps
     the end         DONE, after the last step; in a repaired chain RESUME comes before the first
 
 The schedule is 1F1B: a free stage goes forward and backward in turn, where both can be done (peer/chain/worker.py).

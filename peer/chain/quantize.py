@@ -4,10 +4,11 @@ state.
 Values of a token (the last dimension, W) as one of protocol/codec/boundary_formats.py's formats:
 
     bf16, fp32   rounded to nearest even
-    int8, int4   s, then q = round(x / s) in -127..127 or -7..7; s = max |x| / 127 or 7, rounded up to bf16, one per token
-    sym2         s = rms of the token as bf16, then 2 bits a value: whether x >= 0, and whether |x| >= 0.982 s; read as +-0.453 s or
-                 +-1.510 s, the least mean square error of two bits for a normal distribution (Max, 1960)
-    tah4         tiles of 64 after TAH-Quant; p, low, s, then q = round((x - low) / s) in 0..15, low = min, s = (max - min) / 15
+    int8, int4   s, then q = round(x / s) in -127..127 or -7..7; s = max |x| / 127 or 7, rounded up to bf16, per token
+    sym2         s = rms of the token as bf16, then 2 bits a value: whether x >= 0, and whether |x| >= 0.982 s; read as
+                 +-0.453 s or +-1.510 s, the least mean square error of two bits for a normal distribution (Max, 1960)
+    tah4         tiles of 64 after TAH-Quant; p, low, s, then q = round((x - low) / s) in 0..15, low = min,
+                 s = (max - min) / 15
 
 int4's q are stored as q + 8; of two 4-bit values the first is in the low half of its byte, and so on for four of 2 bits
 (the sign is the lower one); `sym2` fills a token's last byte with zeros. In a tile of `tah4` whose largest magnitude is

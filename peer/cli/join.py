@@ -26,7 +26,7 @@ from peer.net.own_addresses import interface_hosts
 from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door, manifest_again, manifest_of, parse_run, read_announced
 from peer.node.pausing import Hours
-from peer.node.way_in import WayIn
+from peer.node.way_in import NetworkStart
 from peer.training import device as devices_here
 from peer.training.device import Hardware, parse_rate, parse_size
 from peer.ui.lines import sink
@@ -167,7 +167,7 @@ async def join(read: Callable[[], JoinConfig], factories: Factories | None = Non
             return await manifest_of(run, transport)
         return await manifest_again(run, folder, transport, warn)
 
-    way_in = WayIn(run, folder, replace(config.door, announce=announced), meanwhile=meanwhile)
+    way_in = NetworkStart(run, folder, replace(config.door, announce=announced), meanwhile=meanwhile)
 
     async def take_part() -> None:
         nonlocal known
@@ -181,7 +181,7 @@ async def join(read: Callable[[], JoinConfig], factories: Factories | None = Non
                     known = manifest, found.useful(manifest, warn)
                 manifest, hardware = known
                 first, measured = transport, downlink
-                transport, reached = await way_in.settle(first, manifest)
+                transport, reached = await way_in.find_reach(first, manifest)
                 if transport is first and downlink is not None and downlink is not measured:
                     await transport.disconnect(downlink.by)
                 if reached is not None:

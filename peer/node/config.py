@@ -1,5 +1,4 @@
-"""What is local to a peer's machine: what its user wants, and what was found of it. Everything run-wide is in the
-manifest."""
+"""The local settings of a peer, and its machine as found. Run-wide settings are in the manifest."""
 
 from __future__ import annotations
 

@@ -259,8 +259,8 @@ class StageInnerLoop(InnerLoop):
             self._warned, self._joins = True, False
             text = (
                 f"memory: it ran out in an inner step, which was done in pieces: until the round is over, {rows} of"
-                f" {self._trainer.train.rows} sequences at a time and block by block, which is slower; close other programs, or"
-                " offer less with --memory"
+                f" {self._trainer.train.rows} sequences at a time and block by block, which is slower; close other"
+                " programs, or offer less with --memory"
             )
             self._emit(events.Warning(text=text))
 

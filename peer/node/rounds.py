@@ -426,8 +426,8 @@ class Rounds:
             self._confirmed[shard] = round
             result = "gave ours" if again is not None else "would cost too much"
             text = (
-                f"state of {shard} after round {round}: others say that it has other bits; following the log again {result},"
-                " they are kept. If this goes on, tell the operators of the run"
+                f"state of {shard} after round {round}: others say that it has other bits; following the log again"
+                f" {result}, they are kept. If this goes on, tell the operators of the run"
             )
             self._emit(events.Warning(text=text))
         if rebuilt:

@@ -314,8 +314,8 @@ class Sessions:
             self._stalled.discard(node)
         elif node not in self._stalled:
             self._stalled.add(node)
-            text = f"bootstrap node {short_peer(node)} hears too few of the others to decide round {beat.round}; the run waits"
-            self._emit(events.Warning(text=text))
+            text = f"bootstrap node {short_peer(node)} hears too few of the others to decide round {beat.round}"
+            self._emit(events.Warning(text=f"{text}; the run waits"))
 
 
 class Operators:

@@ -7,7 +7,7 @@ they are here when the round is committed. What is kept and for how long:
     payloads committed after our newest checkpoint, of our shards     never evicted: a restart needs them
     the lists of parts that name them                                 as long as the payloads
     fetched shards of a state, until our next checkpoint              never evicted: a restart goes on with them
-    payloads of our own offer, until it is decided                    never evicted: they may go back into the error feedback
+    payloads of our own offer, until it is decided                    never evicted: they may go back into the feedback
     offered, but not committed                                        removed when the round is applied
     all others                                                        kept for other peers, oldest rounds go first
 """
@@ -378,8 +378,8 @@ class Exchange:
         if not fits and not self._over_limit:
             self._network.warn(
                 f"directory {self.store.folder}: {self.store.used / 1e6:.1f} MB of payloads are needed since the last"
-                f" checkpoint, the limit is {(self.store.limit or 0) / 1e6:.1f} MB; they are kept, nothing is fetched ahead"
-                " of time until the next one; allow more with --store-limit"
+                f" checkpoint, the limit is {(self.store.limit or 0) / 1e6:.1f} MB; they are kept, nothing is fetched"
+                " ahead of time until the next one; allow more with --store-limit"
             )
         self._over_limit = not fits
 

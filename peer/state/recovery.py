@@ -245,8 +245,8 @@ class Recovery:
             await self.advance(beside, [shard], r)
             said = self._log[round].digests.get(shard) if r == round - 1 else None
             if said is not None and said != await asyncio.to_thread(beside.digest, shard):
-                text = f"state of {shard} after round {after}: the log leads from it to other bits than the run had after round {r}"
-                self._emit(events.Warning(text=f"{text}; another one is taken"))
+                text = f"state of {shard} after round {after}: the log leads from it to other bits than the run had"
+                self._emit(events.Warning(text=f"{text} after round {r}; another one is taken"))
                 return False
         return True
 

@@ -4,12 +4,12 @@
     DIR/identity.key                  Ed25519, in libp2p's format
     DIR/blobs/                        payloads, our own and others' (peer/net/blobs/store.py)
     DIR/offer-<round>.json            the offer to the round, and the newest round given back before it
-    DIR/feedback-<round>.safetensors  error feedback after the round was packed; metadata `given_back`: the newest round whose offer
-                                      went back into it; `copy`: the name of its copies in memory, `number`: of this file, for which
-                                      they count; and notes of hand-overs (peer/state/handover.py)
-    MEMORY/<copy>.safetensors         the same after a later `round`, in memory (peer/net/disk.py): survives a killed process
-    DIR/handover-<serial>.json        a part of the feedback for another peer, and its .payload, which is served as a blob
-    DIR/checkpoint-<round>/           <shard>.safetensors, optimizer.safetensors, meta.json with the digest of each shard
+    DIR/feedback-<round>.safetensors  error feedback after the round was packed; metadata `given_back`: the newest round
+                                      whose offer went back into it; `copy`: the name of its copies in memory,
+                                      `number`: of this file, for which they count; notes of hand-overs
+    MEMORY/<copy>.safetensors         the same after a later `round`, in memory; survives a killed process
+    DIR/handover-<serial>.json        a part of the feedback for another peer, and its .payload, served as a blob
+    DIR/checkpoint-<round>/           <shard>.safetensors, optimizer.safetensors, meta.json: digest of each shard
 
 Everything appears by rename after fsync: a crash leaves the old or the new, and the next start removes unfinished
 files. Tensors are named by position (a shard's parameters), `shard/position` (feedback) or as the trainer names them. A
@@ -302,7 +302,8 @@ class Storage:
                 if arrays is None:
                     del kept[shard]
                     warn(
-                        f"file {path / shard}.safetensors: damaged; this shard is built again from the others and the log"
+                        f"file {path / shard}.safetensors: damaged; this shard is built again from the others and"
+                        " the log"
                     )
                 else:
                     theta[shard] = arrays

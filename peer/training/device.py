@@ -139,8 +139,8 @@ class Hardware:
             needed, offered, of = host, self.host_bytes, "of the host's memory"
         warn(
             f"devices: each of the {len(self.devices)} must hold the whole model to train with the others, which needs"
-            f" {needed / 1e6:.0f} MB {of}, and {offered / 1e6:.0f} MB are offered; only {self.device} trains, give it alone"
-            " to offer all that it has"
+            f" {needed / 1e6:.0f} MB {of}, and {offered / 1e6:.0f} MB are offered; only {self.device} trains, give it"
+            " alone to offer all that it has"
         )
         return dataclasses.replace(self, devices=self.devices[:1])
 

@@ -11,7 +11,8 @@ every stage of a chain has.
 
 *The loss* is computed in slices of tokens: of the logits [T, V] only a slice exists at a time.
 
-    logits = x W^T      loss = mean over t of (logsumexp(logits_t) - logits_t[target_t])      d loss / d logits = (softmax - onehot) / T
+    logits = x W^T
+    loss = mean over t of (logsumexp(logits_t) - logits_t[target_t])      d loss / d logits = (softmax - onehot) / T
 
 The loss ends the forward, so a slice's gradient is made right after its logits, and both are dropped: for the backward
 remain two arrays as large as x and W.
@@ -193,7 +194,8 @@ _LOGITS_AT_ONCE = {"cuda": GPU_LOGITS}
 
 def cross_entropy(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
     """Mean cross-entropy [] fp32, nats per token. Products are in the number format of autocast where that is on."""
-    loss: Tensor = _CrossEntropy.apply(x_TD, weight_VD, targets_T, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    trained = torch.is_grad_enabled()
+    loss: Tensor = _CrossEntropy.apply(x_TD, weight_VD, targets_T, trained)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -439,7 +441,8 @@ class Stage(nn.Module):
         layer, angles = self.model.layers[str(index)], (self._cos[:length], self._sin[:length])  # type: ignore[index]
         if not torch.is_grad_enabled():  # other shapes, for which compiling does not pay
             return Block.forward(layer, x_BLD, *angles, mask)  # type: ignore[arg-type]
-        return compiled.where_it_pays(Block.forward, x_BLD.device)(layer, x_BLD, *angles, mask)  # type: ignore[arg-type]
+        forward = compiled.where_it_pays(Block.forward, x_BLD.device)
+        return forward(layer, x_BLD, *angles, mask)  # type: ignore[arg-type]
 
     def forward(self, ids_BL: Tensor, x_BLD: Tensor | None = None) -> Tensor:
         """x [B, L, D] after this stage's blocks. `x_BLD`: of the previous stage; None in the first one."""
@@ -470,7 +473,8 @@ class Stage(nn.Module):
     @property
     def head_VD(self) -> Tensor:
         """The matrix of the logits: its own, or the embedding's."""
-        weight: Tensor = self.model.embed_tokens.weight if self.spec.tie_word_embeddings else self.lm_head.weight  # type: ignore[assignment, union-attr]
+        head = self.model.embed_tokens if self.spec.tie_word_embeddings else self.lm_head
+        weight: Tensor = head.weight  # type: ignore[assignment, union-attr]
         return weight
 
     def logits(self, x_BLD: Tensor) -> Tensor:

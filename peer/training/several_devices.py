@@ -128,8 +128,8 @@ class SeveralDevicesTrainer(StageTrainer):
         if idle > 0 and not self._said_idle:
             self._said_idle = True
             self._tell(
-                f"devices: an inner step has {self.train.micro_batches} micro-batches here, so {idle} of {len(self._devices)}"
-                " devices have nothing to do; name fewer with --devices"
+                f"devices: an inner step has {self.train.micro_batches} micro-batches here, so {idle} of"
+                f" {len(self._devices)} devices have nothing to do; name fewer with --devices"
             )
 
     def close(self) -> None:
@@ -338,6 +338,6 @@ class SeveralDevicesTrainer(StageTrainer):
         if self._lost[place] >= GIVE_UP:
             after = "it is left out from now on: see what it lacks, or leave it out of --devices"
         self._tell(
-            f"devices: {self._devices[place]}, number {place + 1} of {total}, {why}; {left} of {total} go on and nothing of the round is"
-            f" lost; {after}"
+            f"devices: {self._devices[place]}, number {place + 1} of {total}, {why}; {left} of {total} go on and"
+            f" nothing of the round is lost; {after}"
         )
