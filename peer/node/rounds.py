@@ -27,12 +27,11 @@ from peer.node.log_reader import Follower, LogReader
 from peer.node.moments import MomentsExchange
 from peer.node.sessions import Operators, Sessions
 from peer.node.training import Examiner, InnerLoop, Training, add_to_feedback, encode_update
-from peer.state.feedback_writer import FeedbackWriter
 from peer.state.handover import REQUEST_BYTES, Giving, Owner, Taking
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.recovery import Recovery, WarmUp
-from peer.state.storage import Checkpoint, Feedback, Shards, Storage
+from peer.state.storage import Checkpoint, Feedback, FeedbackWriter, Shards, Storage
 from protocol.ledger import part_lists, retention
 from protocol.round import handover, member_events
 from protocol.round.member import Member

@@ -19,9 +19,8 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from peer.state.feedback_writer import FeedbackWriter
 from peer.state.outer_optimizer import Outer
-from peer.state.storage import Storage
+from peer.state.storage import FeedbackWriter, Storage
 from protocol.codec import blob_hash
 from protocol.errors import PotluckError, RemoteError
 from protocol.round import handover as rules

@@ -6,7 +6,7 @@
 0). A checkpoint's state counts only with the digest of the majority in commit r+1. States come one shard after the
 other, so that a kill loses little; meanwhile the payloads of finished ones come and are applied.
 
-A peer with a later role (protocol/planning/changes.py) trains on meanwhile: `WarmUp` builds the missing shards beside
+A peer with a later role (protocol/planning/changes.py) trains on meanwhile: `WarmUp` builds the missing shards apart from
 its θ and applies each commit to them too, until they stand at the peer's own state and are taken over.
 """
 
@@ -91,9 +91,9 @@ class Recovery:
     async def build(self, shards: Sequence[str], round: int) -> None:
         """Puts `shards` after `round` into `outer.theta`, all of them at once. Tries until it has them."""
         if shards:
-            self.outer.theta.update((await self.beside(shards, round)).theta)
+            self.outer.theta.update((await self.build_copy(shards, round)).theta)
 
-    async def beside(self, shards: Sequence[str], round: int) -> Outer:
+    async def build_copy(self, shards: Sequence[str], round: int) -> Outer:
         """Another `Outer` that holds `shards` after `round`. Tries until it has them."""
         return await self._build(await self._find_bases(shards, round), round)
 
@@ -115,23 +115,23 @@ class Recovery:
         """Another `Outer` with the shards of `found` after `round`, each from the first of its bases that can be
         had."""
         outer, shards = self.outer, tuple(found)
-        beside = Outer(
+        target = Outer(
             outer.spec, outer.codec, float(outer.beta), float(outer.eta), threads=outer.threads, empty=outer.empty
         )
         progress = _Progress(sum(found[shard][0].cost for shard in shards))
         async with self._reporting(round, progress):
-            bases = await self._take_bases(beside, found, round, progress)
+            bases = await self._take_bases(target, found, round, progress)
             behind = [shard for shard in shards if bases[shard] < round]
             for r in range(min((bases[shard] for shard in behind), default=round) + 1, round + 1):
-                await self.advance(beside, [s for s in behind if bases[s] < r], r)
+                await self.advance(target, [s for s in behind if bases[s] < r], r)
                 progress.came += sum(found[s][0].cost / (round - bases[s]) for s in behind if bases[s] < r)
-        return beside
+        return target
 
-    async def advance(self, beside: Outer, shards: Sequence[str], round: int) -> None:
-        """Applies the commit of `round` to `shards` of `beside`, which are at the state before it."""
+    async def advance(self, target: Outer, shards: Sequence[str], round: int) -> None:
+        """Applies the commit of `round` to `shards` of `target`, which are at the state before it."""
         payloads = await self._exchange.payloads(self._log[round], shards, self._log)
         for shard in shards:
-            await asyncio.to_thread(beside.apply, shard, payloads.by_shard[shard])
+            await asyncio.to_thread(target.apply, shard, payloads.by_shard[shard])
         self._storage.blobs.protected.difference_update(payloads.names)  # until `protected` is set again
 
     @contextlib.asynccontextmanager
@@ -204,9 +204,9 @@ class Recovery:
         return {shard: self.bases(shard, round, holders) for shard in shards}
 
     async def _take_bases(
-        self, beside: Outer, found: Mapping[str, Sequence[Base]], round: int, progress: _Progress
+        self, target: Outer, found: Mapping[str, Sequence[Base]], round: int, progress: _Progress
     ) -> dict[str, int]:
-        """Puts a state of each shard into `beside.theta`. Returns its round: `round` for those that were fetched."""
+        """Puts a state of each shard into `target.theta`. Returns its round: `round` for those that were fetched."""
         line, taken = asyncio.Lock(), dict[str, int]()
 
         async def take(shard: str) -> tuple[str, int]:
@@ -217,12 +217,12 @@ class Recovery:
                     self._prefetch(shard, base.round, round)
                 arrays = await self._load(shard, base, line)
                 if arrays is not None:
-                    beside.theta[shard] = arrays
+                    target.theta[shard] = arrays
                     taken[shard] = base.round
                     if base.holders is None:
                         return shard, base.round
                     progress.came += layout.shard_bytes(self.manifest.model, shard)
-                    if await self._replay(beside, shard, base.round, round):
+                    if await self._replay(target, shard, base.round, round):
                         progress.came += max(0, base.cost - layout.shard_bytes(self.manifest.model, shard))
                         return shard, round
                 failed.add(base.digest)
@@ -238,13 +238,13 @@ class Recovery:
         self._emit(events.Recovered(round=round, bases={shard: taken[shard] for shard in found}))
         return reached
 
-    async def _replay(self, beside: Outer, shard: str, after: int, round: int) -> bool:
+    async def _replay(self, target: Outer, shard: str, after: int, round: int) -> bool:
         """Applies the rounds after `after`. False if the result is not the state before the newest commit: the base was
         false, in the log and at its holders."""
         for r in range(after + 1, round + 1):
-            await self.advance(beside, [shard], r)
+            await self.advance(target, [shard], r)
             said = self._log[round].digests.get(shard) if r == round - 1 else None
-            if said is not None and said != await asyncio.to_thread(beside.digest, shard):
+            if said is not None and said != await asyncio.to_thread(target.digest, shard):
                 text = f"state of {shard} after round {after}: the log leads from it to other bits than the run had"
                 self._emit(events.Warning(text=f"{text} after round {r}; another one is taken"))
                 return False
@@ -333,13 +333,13 @@ class WarmUp:
         """Raises LocalError."""
         try:
             self._round = self._applied()
-            beside = await self._recovery.beside(shards, self._round)
+            target = await self._recovery.build_copy(shards, self._round)
             while self.shards:
                 while self._round < self._applied():
                     self._built = None
-                    await self._recovery.advance(beside, shards, self._round + 1)
+                    await self._recovery.advance(target, shards, self._round + 1)
                     self._round += 1
-                self._built = beside.theta
+                self._built = target.theta
                 self._news.clear()
                 self._ready()
                 await self._news.wait()

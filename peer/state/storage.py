@@ -14,10 +14,15 @@
 Everything appears by rename after fsync: a crash leaves the old or the new, and the next start removes unfinished
 files. Tensors are named by position (a shard's parameters), `shard/position` (feedback) or as the trainer names them. A
 checkpoint's shards are served as blobs: their digests are those in the log.
+
+The feedback has 4 bytes a parameter; writing it every round would wear a disk out. So most rounds copy it to memory, and
+only every `retention.SAVED_ROUNDS` rounds, and the end of the process, write it to disk. The payloads of later offers
+bring the file up to date (docs/adr/0064-feedback-is-seldom-written.md).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fnmatch
 import functools
@@ -32,12 +37,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer.net.blobs import Blob, BlobStore
+from peer.net.clock import Clock
 from peer.net.disk import Disk, LocalDisk, disk_error
 from peer.state import tensor_file
 from protocol.codec import blob_hash
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, UsageError
-from protocol.ledger import part_lists
+from protocol.ledger import part_lists, retention
 from protocol.run import layout
 from protocol.wire.commit import Part
 from protocol.wire.handover import Handover
@@ -397,3 +403,83 @@ def _unflatten(tensors: Mapping[str, NDArray[np.float32]]) -> Shards:
         shard, _, position = name.rpartition("/")
         shards.setdefault(shard, {})[int(position)] = array
     return {shard: [arrays[i] for i in range(len(arrays))] for shard, arrays in shards.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """The feedback became that of `round` at `since` (steady time); `given_back`: the newest round whose offer went
+    back into it."""
+
+    round: int
+    given_back: int
+    since: float
+
+
+class FeedbackWriter:
+    """Saves the arrays of `feedback`, which are of `round` and `given_back` now, in the background.
+
+    A caller that changes the feedback waits for `written` before, and calls `changed` after. So a copy is at most one change
+    behind, and an offer is on disk before its feedback (docs/adr/0007-offer-before-feedback.md).
+
+    on_disk: the round of the feedback on disk; 0: there is none.
+    """
+
+    def __init__(
+        self, storage: Storage, feedback: Shards, clock: Clock, round: int, *, given_back: int = 0, on_disk: int = 0
+    ) -> None:
+        self._storage = storage
+        self._feedback = feedback
+        self._clock = clock
+        self._newest = _Change(round, given_back, clock.steady())
+        self._unsaved: _Change | None = None
+        self._on_disk: int | None = on_disk or None
+        self._is_behind = round > on_disk
+        self._saving: asyncio.Task[None] | None = None
+
+    @property
+    def given_back(self) -> int:
+        """The newest round whose offer went back into the feedback."""
+        return self._newest.given_back
+
+    def changed(self, round: int, *, restored: bool = False) -> None:
+        """The feedback is that of `round` now; `restored`: the round's offer went back into it."""
+        given_back = round if restored else self._newest.given_back
+        self._newest = self._unsaved = _Change(round, given_back, self._clock.steady())
+        self._is_behind = True
+
+    async def changed_between(self) -> None:
+        """The feedback or its notes changed between rounds: waits until that is on disk. Raises UsageError."""
+        self._is_behind = True
+        await self.on_disk()
+
+    def look(self) -> None:
+        """Begins to save when it is due; call it periodically. Raises what an earlier saving raised (UsageError)."""
+        if self._saving is not None and self._saving.done():
+            self._saving.result()
+        if retention.feedback_is_due(self._unsaved.since if self._unsaved else None, self._clock.steady()):
+            self._begin()
+
+    async def written(self) -> None:
+        """Waits until the feedback is saved, in memory or on disk. Raises UsageError."""
+        self._begin()
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
+
+    async def on_disk(self) -> None:
+        """Waits until the feedback is on disk. Raises UsageError."""
+        if self._is_behind:
+            self._on_disk, self._unsaved = None, self._newest
+        await self.written()
+
+    def _begin(self) -> None:
+        if self._unsaved is not None:
+            change, self._unsaved = self._unsaved, None
+            self._saving = asyncio.create_task(self._save(change))
+
+    async def _save(self, change: _Change) -> None:
+        whole = retention.feedback_goes_to_disk(self._on_disk, change.round)
+        save = self._storage.save_feedback if whole else self._storage.copy_feedback
+        await asyncio.to_thread(save, change.round, self._feedback, change.given_back)
+        if whole:
+            self._on_disk, self._is_behind = change.round, self._newest is not change

@@ -14,10 +14,9 @@ import pytest
 
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk, Piece
-from peer.state.feedback_writer import FeedbackWriter
 from peer.state.handover import MOST_OF_A_GIVER, SILENT_SECONDS, Giving, Owner, Taking
 from peer.state.outer_optimizer import Outer
-from peer.state.storage import Shards, Storage
+from peer.state.storage import FeedbackWriter, Shards, Storage
 from protocol.codec import sparse
 from protocol.round import handover as rules
 from protocol.run import layout
