@@ -36,9 +36,9 @@ from peer.chain.frames import BACKWARD, FORWARD, HEAD_BYTES, Frame, Head, Refuse
 from peer.chain.link import Link, Liveness
 from peer.chain.screening import Sample, Screen, log_rms
 from peer.net.base import Stream
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.errors import LocalError, UsageError
-from protocol.round.quarrels import LIES
+from protocol.round.accusations import LIES
 from protocol.wire.framing import MAX_FRAME
 
 RMS_EVERY = 8
@@ -138,7 +138,7 @@ class Neighbours:
         self._ids: Sequence[NDArray[np.int64]] = ()
         self._sizes_sent: dict[int, float] = {}  # of activations, by micro-batch: gradients are judged by them
         self._spec, self._codec, self._statistics = spec, codec, statistics
-        self._codes = {kind: boundary_formats.FORMATS.index(wire) for kind, wire in spec.wires.items()}
+        self._codes = {kind: formats.FORMATS.index(wire) for kind, wire in spec.wires.items()}
         self._sizes = {kind: quantize.size(spec.shape, wire) for kind, wire in spec.wires.items()}
         self._decoded = dict.fromkeys(spec.wires, 0)
         self._gpu_stream = torch.cuda.Stream(spec.device, priority=-1) if spec.device.type == "cuda" else None

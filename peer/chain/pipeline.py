@@ -45,7 +45,7 @@ from peer.training.trainer import StageTrainer, mean_loss, set_thread_cores
 from protocol.errors import LocalError, PotluckError
 from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import UNBOUNDED, Depths, LinkCost, StageCost
-from protocol.round.quarrels import LIES
+from protocol.round.accusations import LIES
 from protocol.run import layout
 from protocol.wire.announcement import Means
 

@@ -19,7 +19,7 @@ from peer import events
 from peer.chain.trace import Trace
 from peer.corpus.text import Text
 from protocol.errors import LocalError, PotluckError, UsageError
-from protocol.run import data_order
+from protocol.run import corpus
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, Work
@@ -64,7 +64,7 @@ class TextAhead:
             replica = plan.replica(number)
             works = [replica.work, replica.following]
         rows = self._manifest.train.rows
-        self._expect([data_order.slots(w.slot, 0, w.steps * w.micro_batches * rows) for w in works if w is not None])
+        self._expect([corpus.slots(w.slot, 0, w.steps * w.micro_batches * rows) for w in works if w is not None])
 
 
 def reader(manifest: Manifest, text: Text, work: Work, first_step: int, warn: Callable[[events.Body], None]) -> Read:
@@ -73,7 +73,7 @@ def reader(manifest: Manifest, text: Text, work: Work, first_step: int, warn: Ca
 
     async def read(step: int) -> Ids:
         try:
-            ids = await text.sequences(data_order.slots(work.slot, step - first_step, rows))
+            ids = await text.sequences(corpus.slots(work.slot, step - first_step, rows))
             if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:  # a corpus is its operator's word
                 raise UsageError(
                     f"corpus {manifest.data.corpus[:12]}…: has an id outside the vocabulary of {vocabulary};"

@@ -172,7 +172,7 @@ async def serve(read: Callable[[], NodeConfig]) -> None:
     from bootstrap.node import BootstrapNode
     from bootstrap.service import serve_bootstrap
     from peer.corpus.tokenizer import check_document_end
-    from protocol.round.questions import Question
+    from protocol.round.leader_events import Question
 
     config = read()
     manifest, folder, identity = config.manifest, config.folder, config.key

@@ -21,7 +21,7 @@ from peer.net.blobs.named import fetch_named
 from peer.net.roster import RosterReader
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
-from protocol.ledger.validation import BadCommit
+from protocol.ledger.history import BadCommit
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, logfile

@@ -1,5 +1,5 @@
 """Measurements of the run's model at a peer: the held-out loss, and scores of others' updates
-(protocol/ledger/evaluation.py, scoring.py).
+(protocol/ledger/run_state.py, scoring.py).
 
 They run beside the rounds on a thread of low priority, on a copy of θ in fp32, and hold nothing up: a late result goes
 into a later commit, one that is too late into none. The held-out loss is the mean over the same first sequences of the
@@ -44,16 +44,15 @@ from protocol.codec import sparse
 from protocol.codec.sparse import Sparse
 from protocol.errors import PotluckError
 from protocol.identity import Identity
-from protocol.ledger import claims, evaluation, part_lists, scoring
+from protocol.ledger import claims, part_lists, run_state, scoring
 from protocol.ledger.scoring import Scoring, Turn
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds
+from protocol.wire.claims import LONGEST_SAMPLE, Evaluation, Mark, Score
 from protocol.wire.commit import Commit, Contribution
 from protocol.wire.encoding import Message
-from protocol.wire.evaluation import LONGEST_SAMPLE, Evaluation
-from protocol.wire.score import Mark, Score
 
 PROMPT_IDS, SAMPLE_IDS = 16, 48
 """Tokens of the held-out text in a sample, and tokens of the model behind them."""
@@ -119,7 +118,7 @@ class Scorer:
     async def score(self, turn: Turn, log: Mapping[int, Commit], model: Model, run: Executor) -> None:
         """Measures the gains of a turn, and sends them. Raises PotluckError."""
         commit, marks = log[turn.round], list[Mark]()
-        pool = await self._text.held_out(scoring.POOL)
+        pool = await self._text.held_out(scoring.HELD_OUT_POOL)
         other = pool[scoring.held_out(self._manifest, commit, len(pool))]
         plain = await run(self._loss, model, other)
         for contribution in commit.contributions:
@@ -130,7 +129,7 @@ class Scorer:
                 gains = await run(self.gains, model, contribution, assigned, other, plain)
             except (PotluckError, TimeoutError, KeyError):
                 continue
-            gain, elsewhere = map(bounds.told_gain, gains)
+            gain, elsewhere = map(bounds.reportable_gain, gains)
             if gain is not None and elsewhere is not None:
                 marks.append(Mark(replica=contribution.replica, assigned=gain, other=elsewhere))
         if marks:
@@ -241,9 +240,9 @@ class Evaluator:
         if any(x.peer == self._identity.peer_id for x in commit.evaluations):
             self._evaluation = None
         turn, measures = self._scorer.follow(commit, scores) if self._scorer and scores else None, False
-        if evaluation.is_due(self._manifest, commit):
+        if run_state.evaluation_is_due(self._manifest, commit):
             self._evaluation = None
-            measures = self._always or self._identity.peer_id in evaluation.evaluators(self._manifest, commit)
+            measures = self._always or self._identity.peer_id in run_state.evaluators(self._manifest, commit)
         whole = self._has_room and theta.keys() == set(layout.shard_names(self._manifest.model))
         if whole and (measures or turn is not None):
             self._begin(commit, theta, measures, turn, log)
@@ -294,7 +293,7 @@ class Evaluator:
         for first in range(0, len(windows), rows):
             nats += await run(model, windows[first : first + rows])
         sample = await self._sample(model, run, windows[0, :PROMPT_IDS].tolist()) if len(windows) else ""
-        loss = bounds.told(nats / windows[:, 1:].size)
+        loss = bounds.reportable_loss(nats / windows[:, 1:].size)
         if loss is None:
             return
         found = Evaluation(

@@ -52,8 +52,8 @@ from protocol.planning import budget, memory
 from protocol.planning.budget import Budget
 from protocol.run import layout
 from protocol.run.manifest import Manifest
-from protocol.wire.audit import Audit
 from protocol.wire.bounds import MAX_AGREEMENT
+from protocol.wire.claims import Audit
 from protocol.wire.commit import Commit
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Work

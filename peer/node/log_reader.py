@@ -1,7 +1,7 @@
 """The run's log at a peer: read from the bootstrap nodes, and folded into the run's state.
 
 The log is read in pages, by a call of its own: a newcomer once, and a peer that has lost commits from there on. The
-next page comes while one is checked on a thread (protocol/ledger/stretches.py). Each page is asked of a node that was
+next page comes while one is checked on a thread (protocol/ledger/history.py). Each page is asked of a node that was
 not asked yet, then of the one that was quickest the last time: no node alone decides how long it takes.
 """
 
@@ -16,8 +16,8 @@ from peer import events
 from peer.net.asking import page
 from peer.net.network import Network
 from protocol.errors import RemoteError
-from protocol.ledger import rules, run_state, stretches
-from protocol.ledger.stretches import Stretch, Tip
+from protocol.ledger import history, rules, run_state
+from protocol.ledger.history import Stretch, Tip
 from protocol.round import member_events
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
@@ -112,7 +112,7 @@ class LogReader:
 
 
 def _checked(manifest: Manifest, tip: Tip, raws: Sequence[bytes], node: str) -> tuple[Stretch, ...]:
-    return tuple(stretches.read(manifest, tip, raws, node))
+    return tuple(history.read(manifest, tip, raws, node))
 
 
 class Follower:

@@ -33,15 +33,14 @@ from peer.net.keeping import Keeping
 from peer.net.network import Network
 from protocol.errors import BannedError, ClosedError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
-from protocol.ledger import access, board, validation
-from protocol.ledger.validation import BadCommit
+from protocol.ledger import access, board, history
+from protocol.ledger.history import BadCommit
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, session
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Commit, Record, votes_needed
-from protocol.wire.decree import Board, Motions
+from protocol.wire.decree import Board, Joined, Motions
 from protocol.wire.encoding import Message
-from protocol.wire.invitation import Joined
 from protocol.wire.session import Announced, Heartbeat, Hello, Leave, LogRequest, NotAdmitted
 
 RETRY_SECONDS = (0.5, 10.0)
@@ -118,7 +117,7 @@ class Refusals:
                 after = -1 if self._head is None else self._head.round
                 while raws := await page(self._network.transport, node, after):
                     for raw in raws:
-                        self._head = commit = validation.follow(self._manifest, self._head, raw).commit
+                        self._head = commit = history.follow(self._manifest, self._head, raw).commit
                         self._access, after = self._access.after(commit.decree, commit.joined), commit.round
                 return True
             except (RemoteError, BadCommit):

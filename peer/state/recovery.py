@@ -6,7 +6,7 @@
 0). A checkpoint's state counts only with the digest of the majority in commit r+1. States come one shard after the
 other, so that a kill loses little; meanwhile the payloads of finished ones come and are applied.
 
-A peer with a later role (protocol/planning/changes.py) trains on meanwhile: `WarmUp` builds the missing shards apart from
+A peer with a later role (protocol/planning/planner.py) trains on meanwhile: `WarmUp` builds the missing shards apart from
 its θ and applies each commit to them too, until they stand at the peer's own state and are taken over.
 """
 
@@ -25,7 +25,7 @@ from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.storage import Shards, Storage
 from protocol.errors import RemoteError
-from protocol.ledger.kept import NEWEST, Commits
+from protocol.ledger.history import NEWEST, Commits
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 

@@ -11,7 +11,7 @@ A selection key of 64 bits has the bits of |x| above n - 1 - i for the i-th of a
 equal magnitudes the first has the largest key: the k' largest keys are one set, in whatever order the device works.
 
 Packed indices have at most twice the bytes of the payload: an entry of a payload has at least b + 2 bits, b = ceil(log2
-N), with `fixed` indices and 3 + r with `rice` (protocol/codec/rice.py); 12 bits are at most twice that where b >= 4 or
+N), with `fixed` indices and 3 + r with `rice` (protocol/codec/sparse.py); 12 bits are at most twice that where b >= 4 or
 r >= 3, and elsewhere the N bits of a map are.
 
 A GPU copies from and to unpinned memory through a buffer. Feedback and the two generations of the state recur every
@@ -41,7 +41,7 @@ from torch import Tensor
 
 from peer.training.device import is_shortage
 from protocol.codec import topk
-from protocol.codec.settings import TILE
+from protocol.codec.formats import TILE
 from protocol.codec.topk import MARK, Array, Kept, Map, Tiling
 from protocol.errors import LocalError
 from protocol.planning.memory import LANES, PART

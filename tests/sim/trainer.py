@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from peer.chain.reading import StopSign
 from peer.node.training import ChainOrders, InnerLoop, Result
 from protocol.ledger import retention
+from protocol.round.accusations import LIES
 from protocol.round.member_events import TrainOrder
-from protocol.round.quarrels import LIES
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from tests.sim.world import Process, World
