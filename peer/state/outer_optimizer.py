@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,14 +37,10 @@ BLOCK = 1 << 16
 """Elements of a step of the work: they stay in the processor's cache."""
 MOST_THREADS = 8
 """More of them compete for Python's lock (docs/results/gpu.md)."""
-
-
-class Accumulate(Protocol):
-    """Makes e = β e + δ in place and selects the largest magnitudes, `k` of every 4096, on another device:
-    `Outer.accumulate` and the codec's selection in one, to the same bits (peer/training/update.py). Raises LocalError,
-    and leaves e unchanged, if a value is not finite."""
-
-    def __call__(self, feedback: Sequence[Array], beta: np.float32, k: int, run: Map, /) -> Sequence[Kept]: ...
+Accumulate = Callable[[Sequence[Array], np.float32, int, Map], Sequence[Kept]]
+"""(e, β, k, run): makes e = β e + δ in place and selects the largest magnitudes, `k` of every 4096, on another device:
+`Outer.accumulate` and the codec's selection in one, to the same bits (peer/training/update.py). Raises LocalError, and
+leaves e unchanged, if a value is not finite."""
 
 
 class Outer:
