@@ -136,15 +136,15 @@ class _Run:
             wire = self.setup.wires[kind == BACKWARD]
             self.near.screens[kind] = self.setup.place.of(kind, neighbour, shard, self.trainer.width, wire)
 
-    async def _read(self, step: int) -> StepText:
-        """The text of a step, prepared on a codec thread."""
+    async def _read(self, step: int) -> StepText | quantize.BadTensor:
+        """The text of a step, prepared on a codec thread, or its fault."""
 
-        def prepare(ids: Ids) -> StepText:
+        def prepare(ids: Ids) -> StepText | quantize.BadTensor:
             train, trainer = self.train, self.trainer
             try:
                 whole = quantize.ids_from(ids, (train.step_rows, train.sequence + 1), trainer.spec.vocab_size)
             except quantize.BadTensor as error:
-                raise LocalError(f"training: {error}; this is a bug") from None
+                return error
             if trainer.device.type == "cuda":
                 whole = whole.pin_memory()
             tensors = whole.reshape(train.micro_batches, train.rows, -1).unbind()
@@ -163,9 +163,12 @@ class _Run:
         if near.following is not None:
             near.following.ping()
         self._losses, waited = [], self.reading.waited
-        self._text = await self.reading.take(step)
+        text = await self.reading.take(step)
+        if isinstance(text, quantize.BadTensor):
+            raise LocalError(f"training: {text}; this is a bug")
+        self._text = text
         self.reading.ask(step + 1)
-        near.begin_step(self._text.checks, self._text.arrays)
+        near.begin_step(text.checks, text.arrays)
         await self._micro_batches(step)
         progress.summed = True
         own = await self._gather(step, progress)

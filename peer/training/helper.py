@@ -18,7 +18,7 @@ from queue import SimpleQueue
 
 import torch
 
-from peer.training import helpers
+from peer.training import device_group as group
 from peer.training.device import one_heap
 from peer.training.trainer import StageTrainer
 from protocol.run import layout
@@ -27,36 +27,36 @@ from protocol.run import layout
 class HelperTrainer:
     """Carries out one order after the other; raises what torch, or Python, raises."""
 
-    def __init__(self, begin: helpers.Begin) -> None:
+    def __init__(self, begin: group.Begin) -> None:
         self.trainer = StageTrainer(begin.spec, begin.train, layout.shard_names(begin.spec), device=begin.device)
         self._losses: list[torch.Tensor] = []
 
-    def do(self, order: object) -> helpers.Answer | None:
+    def do(self, order: object) -> group.Answer | None:
         """The answer, where there is one."""
         match order:
-            case helpers.Join():
+            case group.Join():
                 self._reset()
-                helpers.join_group(order, self.trainer.device)
-                return helpers.Done()
-            case helpers.Take():
+                group.join_group(order, self.trainer.device)
+                return group.Done()
+            case group.Take():
                 self._take(order)
-            case helpers.Compute(_, micro, array):
+            case group.Compute(_, micro, array):
                 ids = torch.from_numpy(array)
                 ids = ids.pin_memory() if self.trainer.device.type == "cuda" else ids
                 self._losses.append(self.trainer.forward(micro, ids))
                 self.trainer.backward(micro)
-            case helpers.Tell(turn):
+            case group.Tell(turn):
                 losses = tuple(loss.item() for loss in self._losses)
-                return helpers.Computed(turn, losses, self.trainer.piece_rows)
-            case helpers.AddUp():
-                helpers.add_up(self.trainer.stage.make_gradients())
-            case helpers.Step(step, norm):
+                return group.Computed(turn, losses, self.trainer.piece_rows)
+            case group.AddUp():
+                group.add_up(self.trainer.stage.make_gradients())
+            case group.Step(step, norm):
                 self._losses.clear()
                 self.trainer.step(step, norm)
-            case helpers.Reset():
+            case group.Reset():
                 self._reset()
-            case helpers.Ask(number):
-                return helpers.Done(number)
+            case group.Ask(number):
+                return group.Done(number)
         return None
 
     def _reset(self) -> None:
@@ -64,12 +64,12 @@ class HelperTrainer:
         self.trainer.reset()
 
     @torch.no_grad()
-    def _take(self, order: helpers.Take) -> None:
+    def _take(self, order: group.Take) -> None:
         self._losses.clear()
-        helpers.broadcast(self.trainer.stage.parameters())
+        group.broadcast(self.trainer.stage.parameters())
         if order.state is not None:
             found = {name: torch.empty(shape, device=self.trainer.device) for name, shape in order.state}
-            helpers.broadcast(found.values())
+            group.broadcast(found.values())
             self.trainer.load_optimizer({name: tensor.cpu().numpy() for name, tensor in found.items()})
         self.trainer.begin_at(order.pace)
 
@@ -82,27 +82,27 @@ def main(way: socket.socket) -> None:
     orders: SimpleQueue[object] = SimpleQueue()
     threading.Thread(target=_listen, args=(way, orders), daemon=True).start()
     begin = orders.get()
-    assert isinstance(begin, helpers.Begin)
+    assert isinstance(begin, group.Begin)
     torch.set_num_threads(begin.threads)
     try:
         helper = HelperTrainer(begin)
     except Exception as error:
-        helpers.send(way, helpers.Failed(_line(error)))
+        group.send(way, group.Failed(_line(error)))
         return
-    helpers.send(way, helpers.Done())
+    group.send(way, group.Done())
     failed = False
     while True:
         order = orders.get()
-        if failed and not isinstance(order, helpers.Join | helpers.Ask):
+        if failed and not isinstance(order, group.Join | group.Ask):
             continue
         try:
             answer = helper.do(order)
-            failed = failed and isinstance(order, helpers.Ask)
+            failed = failed and isinstance(order, group.Ask)
         except Exception as error:
-            failed, together = True, isinstance(order, helpers.Join | helpers.Take | helpers.AddUp)
-            answer = helpers.Failed(_line(error), together)
+            failed, together = True, isinstance(order, group.Join | group.Take | group.AddUp)
+            answer = group.Failed(_line(error), together)
         if answer is not None:
-            helpers.send(way, answer)
+            group.send(way, answer)
 
 
 def _line(error: BaseException) -> str:
@@ -112,7 +112,7 @@ def _line(error: BaseException) -> str:
 def _listen(way: socket.socket, orders: SimpleQueue[object]) -> None:
     try:
         while True:
-            orders.put(helpers.receive(way))
+            orders.put(group.receive(way))
     finally:  # most often since the peer's process has ended
         os._exit(0)
 

@@ -1,15 +1,4 @@
-"""Helper processes, one for each further device of a machine: their messages, their group, and a helper as the peer
-sees it.
-
-The peer's process and a helper talk over a pair of connected sockets without a name. No other process can open it, and
-its end shows that the other process has ended. So messages are trusted, and pickled.
-
-Members of the group add up gradients by torch.distributed: gloo between CPUs, NCCL between GPUs. A sum has the same
-bits for all members and in every run: its order follows from the number of members and the tensor's size. The members
-find each other through a file in a folder that only their user may read, and talk over the loopback interface. Other
-users of the machine can connect to it, so before anything is exchanged every member shows a secret from the peer's
-process; a group with a stranger in it is refused. An exchange that takes too long raises a RuntimeError, as does the
-end of a member. A process is in one group at most.
+"""A helper process as the peer's process sees it: started, given orders, and ended.
 
 Calls return within their limits, whatever a helper does. A helper that ends, breaks the protocol, or takes too long is
 lost.
@@ -18,231 +7,16 @@ lost.
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-import pickle
-import secrets
 import socket
-import struct
 import subprocess
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-import psutil
-import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
-from torch import Tensor
-
-from peer.training.optimizer import Pace
-from protocol.run.layout import ModelSpec
-from protocol.run.manifest import TrainSpec
+from peer.training import device_group as group
 
 END_SECONDS = 5.0
 """For a process to end by itself."""
-_SIZE = struct.Struct(">Q")
-_FILE = "members"
-
-# --- messages
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """The first message to a helper. It answers Done."""
-
-    spec: ModelSpec
-    train: TrainSpec
-    device: str
-    threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """Leave the former group and join this one. The answer is Done.
-
-    folder: where the members find each other; only their user may read it.
-    secrets: by rank, what each member shows to the others.
-    seconds: for one exchange.
-    """
-
-    folder: str
-    rank: int
-    size: int
-    secrets: tuple[int, ...]
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """Receive the first member's parameters, and begin or continue a round at this pace.
-
-    state: names and shapes of the optimizer's arrays that follow; None: the helper's own are the same.
-    """
-
-    pace: Pace
-    state: tuple[tuple[str, tuple[int, ...]], ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """Forward and backward of one micro-batch of an inner step; ids [B, L+1]."""
-
-    turn: int
-    micro: int
-    ids: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Answer with Computed."""
-
-    turn: int
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """Results of the micro-batches since the last step.
-
-    losses: mean of each in order, nats per token.
-    piece_rows: of the StageTrainer.
-    """
-
-    turn: int
-    losses: tuple[float, ...]
-    piece_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class AddUp:
-    """Add up the gradients of all members of the group."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Clip by this norm and take this inner step."""
-
-    step: int
-    norm: float
-
-
-@dataclass(frozen=True, slots=True)
-class Reset:
-    """Forget the inner step under way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Answer Done with this number when all messages before are done."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The answer to Begin, Join (number 0) and Ask."""
-
-    number: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """An order failed; the helper ignores all orders until the next Join.
-
-    together: in an exchange with other members, any of whom may be the cause.
-    """
-
-    why: str
-    together: bool = False
-
-
-Order = Begin | Join | Take | Compute | Tell | AddUp | Step | Reset | Ask
-Answer = Done | Computed | Failed
-
-
-def send(way: socket.socket, message: Order | Answer) -> None:
-    """Raises OSError where the other process has ended, or does not read for as long as the socket's timeout."""
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    way.sendall(_SIZE.pack(len(body)) + body)
-
-
-def receive(way: socket.socket) -> object:
-    """The next message. Raises EOFError where the other process has ended, OSError after the socket's timeout."""
-    (size,) = _SIZE.unpack(_exactly(way, _SIZE.size))
-    return pickle.loads(_exactly(way, size))
-
-
-def _exactly(way: socket.socket, size: int) -> bytearray:
-    found, at = bytearray(size), 0
-    while at < size:
-        read = way.recv_into(memoryview(found)[at:])
-        if not read:
-            raise EOFError
-        at += read
-    return found
-
-
-# --- the group
-
-
-def new_secrets(size: int) -> tuple[int, ...]:
-    """A random secret for each member."""
-    return tuple(secrets.randbits(63) for _ in range(size))
-
-
-def join_group(join: Join, device: torch.device) -> None:
-    """Returns when all members have joined. Raises RuntimeError where one does not, or is a stranger."""
-    leave_group()
-    loopback, cuda = _loopback(), device.type == "cuda"
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # what takes too long raises, instead of ending the process
-    limit = timedelta(seconds=join.seconds)
-    store = dist.FileStore(str(Path(join.folder) / _FILE), join.size)
-    store.set_timeout(limit)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", store=store, rank=join.rank, world_size=join.size, timeout=limit
-    )
-    shown = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(join.size)]
-    dist.all_gather(shown, torch.tensor([join.secrets[join.rank]], device=device))
-    if tuple(int(one) for one in shown) != join.secrets:
-        leave_group()
-        raise RuntimeError("a stranger has answered in place of a helper")
-
-
-def leave_group() -> None:
-    """Leaves the group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def add_up(tensors: Iterable[Tensor]) -> None:
-    """Each becomes the sum over all members. Raises RuntimeError; their values are undefined then."""
-    for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-        work.wait()
-
-
-def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Each becomes the first member's. Raises RuntimeError; their values are undefined then."""
-    for work in [dist.broadcast(tensor, 0, async_op=True) for tensor in tensors]:
-        work.wait()
-
-
-@functools.cache
-def _loopback() -> str:
-    """The name of the interface that only this machine reaches. Raises RuntimeError."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.address == "::1" or (a.family == socket.AF_INET and a.address.startswith("127.")) for a in addresses):
-            return name
-    raise RuntimeError("this machine has no loopback interface")
-
-
-# --- a helper, for the peer's process
-
-A = TypeVar("A", Done, Computed)
+A = TypeVar("A", group.Done, group.Computed)
 
 
 class HelperLost(Exception):
@@ -261,7 +35,7 @@ class Helper:
     """One process, on the device that `begin` names. `stuck`: seconds after which it is lost if it does not even
     read."""
 
-    def __init__(self, begin: Begin, stuck: float) -> None:
+    def __init__(self, begin: group.Begin, stuck: float) -> None:
         self.device = begin.device
         self._stuck = stuck
         self._lost: str | None = None
@@ -282,12 +56,12 @@ class Helper:
     def pid(self) -> int:
         return self._process.pid
 
-    def say(self, order: Order) -> None:
+    def say(self, order: group.Order) -> None:
         """Sends an order. A failure shows in `hear`."""
         if self._lost is None:
             self._way.settimeout(self._stuck)
             try:
-                send(self._way, order)
+                group.send(self._way, order)
             except TimeoutError:
                 self._lost = f"did not read for {self._stuck:g} s"
             except OSError:
@@ -298,21 +72,21 @@ class Helper:
         ExchangeFailed."""
         while True:
             answer = self._next(seconds)
-            if isinstance(answer, Failed):
+            if isinstance(answer, group.Failed):
                 if answer.together:
                     raise ExchangeFailed(answer.why)
                 self._lost = f"failed: {answer.why}"
                 raise HelperLost(self, self._lost)
             if isinstance(answer, kind):
-                found = answer.turn if isinstance(answer, Computed) else answer.number
+                found = answer.turn if isinstance(answer, group.Computed) else answer.number
                 if found == number:
                     return answer
 
     def ask(self, seconds: float) -> None:
         """Waits until it has done all orders. Raises as `hear` does."""
         self._asked += 1
-        self.say(Ask(self._asked))
-        self.hear(Done, self._asked, seconds)
+        self.say(group.Ask(self._asked))
+        self.hear(group.Done, self._asked, seconds)
 
     def await_idle(self, seconds: float) -> None:
         """Waits until it has done, or failed to do, all orders. Raises HelperLost."""
@@ -335,7 +109,7 @@ class Helper:
         if self._lost is None:
             self._way.settimeout(seconds)
             try:
-                return receive(self._way)
+                return group.receive(self._way)
             except TimeoutError:
                 self._lost = f"did nothing for {seconds:g} s"
             except (EOFError, OSError):

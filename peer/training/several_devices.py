@@ -5,7 +5,7 @@ This process has the first device, and everything else: the state, the text, the
 helper process (peer/training/helper.py). An inner step:
 
     micro-batches   helpers get theirs first, and compute while this process computes its own, the last ones
-    one sum         of all gradients, over all devices, after the last micro-batch (peer/training/helpers.py)
+    one sum         of all gradients, over all devices, after the last micro-batch (peer/training/device_group.py)
     one step        by every device, with the same norm: parameters and optimizer state stay the same on all
 
 The loss is the mean over the step's tokens, as on one device. Gradients differ by the order of their sums, which
@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peer.training import helpers
+from peer.training import device_group as group
 from peer.training.helpers import ExchangeFailed, Helper, HelperLost
 from peer.training.model import Theta
 from peer.training.optimizer import Pace
@@ -136,7 +136,7 @@ class SeveralDevicesTrainer(StageTrainer):
         for helper in self._helpers.values():
             helper.end()
         self._helpers.clear()
-        helpers.leave_group()
+        group.leave_group()
 
     @property
     def piece_rows(self) -> int:
@@ -169,14 +169,14 @@ class SeveralDevicesTrainer(StageTrainer):
     def step(self, step: int, total_norm: float) -> None:
         """As on one device; helpers do the same meanwhile."""
         for helper in self._helpers.values():
-            helper.say(helpers.Step(step, total_norm))
+            helper.say(group.Step(step, total_norm))
         self._forget()
         super().step(step, total_norm)
 
     def reset(self) -> None:
         if self._ids:
             for helper in self._helpers.values():
-                helper.say(helpers.Reset())
+                helper.say(group.Reset())
         self._forget()
         super().reset()
 
@@ -203,7 +203,7 @@ class SeveralDevicesTrainer(StageTrainer):
         """Whether the micro-batch is a helper's, which gets it."""
         for helper, share in self._shares.items():
             if micro in share:
-                helper.say(helpers.Compute(self._turn, micro, ids.numpy()))
+                helper.say(group.Compute(self._turn, micro, ids.numpy()))
                 return True
         return False
 
@@ -215,11 +215,11 @@ class SeveralDevicesTrainer(StageTrainer):
             gradients = self.stage.make_gradients()
             try:
                 for helper in self._shares:
-                    helper.say(helpers.Tell(self._turn))
-                heard = [h.hear(helpers.Computed, self._turn, self._limit(h)) for h in self._shares]
+                    helper.say(group.Tell(self._turn))
+                heard = [h.hear(group.Computed, self._turn, self._limit(h)) for h in self._shares]
                 for helper in self._shares:
-                    helper.say(helpers.AddUp())
-                helpers.add_up(gradients)
+                    helper.say(group.AddUp())
+                group.add_up(gradients)
             except HelperLost as lost:
                 self._lose(lost.helper, str(lost))
             except _FAILURES as error:
@@ -232,7 +232,7 @@ class SeveralDevicesTrainer(StageTrainer):
             self._assemble()
             self._repeat()
 
-    def _note_results(self, heard: Sequence[helpers.Computed]) -> None:
+    def _note_results(self, heard: Sequence[group.Computed]) -> None:
         """Notes the helpers' results."""
         for share, computed in zip(self._shares.values(), heard, strict=True):
             rows = (self._helper_rows, computed.piece_rows)
@@ -267,7 +267,7 @@ class SeveralDevicesTrainer(StageTrainer):
             if place not in self._helpers and self._lost[place] < GIVE_UP
         ]
         for place in missing:
-            begin = helpers.Begin(self.spec, self.train, self._devices[place], self._threads)
+            begin = group.Begin(self.spec, self.train, self._devices[place], self._threads)
             try:
                 self._helpers[place] = Helper(begin, self._patience.stuck)
             except OSError as error:
@@ -277,7 +277,7 @@ class SeveralDevicesTrainer(StageTrainer):
     def _assemble(self) -> None:
         """Makes one group of this process and all helpers, with this process's state; a helper that fails is lost."""
         self._same_state = False
-        helpers.leave_group()
+        group.leave_group()
         while self._helpers and not self._same_state:
             try:
                 for helper in self._helpers.values():
@@ -285,34 +285,34 @@ class SeveralDevicesTrainer(StageTrainer):
                 self._join()
                 self._give(whole=True)
             except HelperLost as lost:
-                helpers.leave_group()
+                group.leave_group()
                 self._lose(lost.helper, str(lost))
             except _FAILURES as error:
-                helpers.leave_group()
+                group.leave_group()
                 self._failed(error)
 
     def _join(self) -> None:
         """Raises HelperLost and _FAILURES."""
         members = list(self._helpers.values())
         size, seconds = 1 + len(members), self._patience.stuck
-        shown = helpers.new_secrets(size)
+        shown = group.new_secrets(size)
         with tempfile.TemporaryDirectory(prefix="devices-", dir=self._folder, ignore_cleanup_errors=True) as folder:
-            joins = [helpers.Join(folder, rank, size, shown, seconds) for rank in range(size)]
+            joins = [group.Join(folder, rank, size, shown, seconds) for rank in range(size)]
             for helper, join in zip(members, joins[1:], strict=True):
                 helper.say(join)
-            helpers.join_group(joins[0], self.device)
+            group.join_group(joins[0], self.device)
             for helper in members:
-                helper.hear(helpers.Done, 0, seconds)
+                helper.hear(group.Done, 0, seconds)
 
     def _give(self, *, whole: bool) -> None:
         """Sends the helpers the parameters, and where `whole` the optimizer's state. Raises RuntimeError."""
         state = self.optimizer_state(copy=False) if whole else None
         shapes = None if state is None else tuple((name, array.shape) for name, array in state.items())
         for helper in self._helpers.values():
-            helper.say(helpers.Take(self.pace, shapes))
-        helpers.broadcast([parameter.detach() for parameter in self.stage.parameters()])
+            helper.say(group.Take(self.pace, shapes))
+        group.broadcast([parameter.detach() for parameter in self.stage.parameters()])
         if state is not None:
-            helpers.broadcast([torch.from_numpy(array).to(self.device) for array in state.values()])
+            group.broadcast([torch.from_numpy(array).to(self.device) for array in state.values()])
         self._same_state = True
 
     def _failed(self, error: Exception) -> None:

@@ -242,7 +242,7 @@ def test_other_shapes_are_called_and_another_round_goes_on(device: str) -> None:
     found = []
     for kind in (Unrecorded, Records):
         trainer = steps(kind, (2, 4), 8, SPEC, device)[0][1]
-        trainer.rest()
+        trainer.end_round()
         trainer.begin_round(random_theta(seed=2))
         sent = []
         for rows in (LONG.rows, 1, LONG.rows):

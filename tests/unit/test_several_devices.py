@@ -24,7 +24,8 @@ from peer import events
 from peer.node.examining import Comparison
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.training import ChainOrders
-from peer.training import device, helpers
+from peer.training import device
+from peer.training import device_group as group
 from peer.training.device import Hardware
 from peer.training.optimizer import Pace
 from peer.training.several_devices import GIVE_UP, Patience, SeveralDevicesTrainer, shares
@@ -389,10 +390,10 @@ def test_nothing_listens_but_on_loopback_and_nothing_is_left_on_disk(make: Make,
 
 STRANGER = """
 import sys, torch
-from peer.training import helpers
-from peer.training.helpers import Join
-helpers.join_group(Join(sys.argv[1], 1, 2, (1, int(sys.argv[2])), 60.0), torch.device("cpu"))
-helpers.leave_group()
+from peer.training import device_group as group
+from peer.training.device_group import Join
+group.join_group(Join(sys.argv[1], 1, 2, (1, int(sys.argv[2])), 60.0), torch.device("cpu"))
+group.leave_group()
 """
 
 
@@ -400,14 +401,14 @@ helpers.leave_group()
 def test_a_stranger_in_the_group_is_found_before_anything_is_exchanged(tmp_path: Path, shown: int) -> None:
     """Who shows the secret 2 is the helper."""
     other = subprocess.Popen([sys.executable, "-c", STRANGER, str(tmp_path), str(shown)], stderr=subprocess.DEVNULL)
-    seat = helpers.Join(str(tmp_path), 0, 2, (1, 2), 60.0)
+    seat = group.Join(str(tmp_path), 0, 2, (1, 2), 60.0)
     with other:
         if shown == 2:
-            helpers.join_group(seat, torch.device("cpu"))
-            helpers.leave_group()
+            group.join_group(seat, torch.device("cpu"))
+            group.leave_group()
         else:
             with pytest.raises(RuntimeError, match="stranger"):
-                helpers.join_group(seat, torch.device("cpu"))
+                group.join_group(seat, torch.device("cpu"))
         assert other.wait(DEADLINE) == 0
 
 

@@ -76,7 +76,7 @@ class Street:
         made.addresses = (LISTENS, CIRCUIT) if door.relays else (LISTENS,)
         return made
 
-    async def settle(self, manifest: Manifest = M, **door: Any) -> Finding | None:
+    async def find_reach(self, manifest: Manifest = M, **door: Any) -> Finding | None:
         """Starts once; what was found."""
         line = f"/ip4/198.51.100.1/tcp/31337/p2p/{OPERATOR}"
         door = {"host": "0.0.0.0", **door}
