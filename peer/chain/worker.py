@@ -1,8 +1,9 @@
 """A stage's worker thread within an inner step: it alternates between forward and backward jobs, and times them.
 
-Whenever the worker is free it takes the prepared job of the kind that it did not do last, else the other. The event
-loop prepares at most one job of each kind while the worker does another: the worker never waits for the loop where
-there is a job, and decides at the last moment. Only the event loop calls; one lock guards what the threads change.
+Whenever the worker is free the scheduler gives it the prepared job of the kind that it did not do last, else the other.
+The event loop prepares at most one job of each kind while the worker does another: the worker never waits for the loop
+where there is a job, and decides at the last moment. Only the event loop calls; one lock guards what the threads
+change.
 
 A device such as a GPU works by itself: a job only launches its work. The worker launches the next one meanwhile, at
 most AHEAD of them, so that turns are not decided long before. A thread of its own waits for the device. Jobs end in the
