@@ -127,10 +127,10 @@ def test_where_not_even_a_row_fits_the_steps_before_count_and_less_is_offered(tm
 def test_a_bug_ends_the_round_and_is_told(tmp_path: Path) -> None:
     """Whoever kept silent about it would be waited for until the round's deadline."""
 
-    def rest(self: StageTrainer) -> None:
+    def end_round(self: StageTrainer) -> None:
         raise TypeError("missing an argument\nand more")
 
-    heard, _, _, _ = a_round(tmp_path, room=TRAIN.rows, rest=rest)
+    heard, _, _, _ = a_round(tmp_path, room=TRAIN.rows, end_round=end_round)
     assert isinstance(heard, Failed)
     assert heard.reason == "training: TypeError: missing an argument; this is a bug"
 
