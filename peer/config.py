@@ -15,7 +15,8 @@ _HOME = "potluck-home"
 
 
 def cache_folder() -> Path:
-    """The user's folder for files of all runs: potluck/ in XDG_CACHE_HOME, by default ~/.cache. Call `make_home` first."""
+    """The user's folder for files of all runs: potluck/ in XDG_CACHE_HOME, by default ~/.cache. Call `make_home`
+    first."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potluck"
 
 
@@ -38,7 +39,8 @@ def user_name() -> str:
 
 
 def make_home(temporary: Path | None = None) -> None:
-    """Sets a home in the folder for temporary files, and a user name, where the user has none: libraries keep caches there.
+    """Sets a home in the folder for temporary files, and a user name, where the user has none: libraries keep caches
+    there.
 
     temporary: default: the system's. Raises UsageError where that does not exist either.
     """

@@ -5,8 +5,8 @@ all the same, in files where memory is small. It asks no peer for a state: it be
 its own, and applies the log. It does not train (`InnerLoop`), and reads only the held-out text: it evaluates every
 state that is due (peer/node/evaluating.py).
 
-Its operator's node believes its attestations before all others (protocol/round/attestations.py), and peers may fetch its
-checkpoints.
+Its operator's node believes its attestations before all others (protocol/round/attestations.py), and peers may fetch
+its checkpoints.
 """
 
 from __future__ import annotations

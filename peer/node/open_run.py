@@ -26,7 +26,8 @@ from protocol.wire import endpoints, logfile
 
 KEY = "identity.key"
 _FOUND = "found"
-"""The file in a peer's or a node's folder with the run's place: `ADDRESS#RUN-ID` a line; of old versions the id alone."""
+"""The file in a peer's or a node's folder with the run's place: `ADDRESS#RUN-ID` a line; of old versions the id
+alone."""
 _LARGEST_FOUND = 64 * 1024
 HERE = (Path("potluck-peer"), Path("potluck-bootstrap"))
 """The default folders of a peer and of a node."""
@@ -146,7 +147,8 @@ def _inner(folder: Path) -> list[Path]:
 
 
 def run_in(folder: Path) -> Run | None:
-    """The run of the peer or the node in `folder`, or the one run of those in its folders. Raises UsageError for several."""
+    """The run of the peer or the node in `folder`, or the one run of those in its folders. Raises UsageError for
+    several."""
     own = _remembered(folder)
     if own is not None and own.bootstrap:
         return own
@@ -246,8 +248,8 @@ def read_announced(texts: Sequence[str], port: int, peer: str) -> tuple[str, ...
 
 
 def tokenizer_bytes(manifest: Manifest, beside: Path, corpus: Path | None) -> bytes | None:
-    """The run's tokenizer from beside the manifest, the package, or the corpus; None where it is in none of them. Raises
-    UsageError."""
+    """The run's tokenizer from beside the manifest, the package, or the corpus; None where it is in none of them.
+    Raises UsageError."""
     name = manifest.tokenizer.file
     places = [beside / name, ASSETS / name] if name else []
     for path in places + ([corpus / TOKENIZER] if corpus is not None else []):
@@ -265,7 +267,8 @@ def tokenizer_bytes(manifest: Manifest, beside: Path, corpus: Path | None) -> by
 
 
 async def manifest_of(run: Run, transport: Transport) -> Manifest:
-    """Connects to the run. Returns its manifest, from its file or a node. Raises NobodyThere, UsageError, RemoteError."""
+    """Connects to the run. Returns its manifest, from its file or a node. Raises NobodyThere, UsageError,
+    RemoteError."""
     loop = asyncio.get_running_loop()
     end = loop.time() + REACH_SECONDS
     try:

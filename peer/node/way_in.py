@@ -1,9 +1,9 @@
-"""Starts a peer's network: connects to the run and finds out how others reach this machine (peer/net/reach.py). Behind a
-router that lets no connection in, starts again with the relays that libp2p needs for hole punching
+"""Starts a peer's network: connects to the run and finds out how others reach this machine (peer/net/reach.py). Behind
+a router that lets no connection in, starts again with the relays that libp2p needs for hole punching
 (docs/adr/0023-dial-back.md).
 
-The daemon must know its relays from its start, and waits minutes for one that does not answer: so it gets only peers with
-a present connection. Four or more of them, by the addresses at which they see us, show it where holes lead.
+The daemon must know its relays from its start, and waits minutes for one that does not answer: so it gets only peers
+with a present connection. Four or more of them, by the addresses at which they see us, show it where holes lead.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class NetworkStart:
         return await self.begin(self.folder, self.door, self.run.run_id)
 
     async def find_reach(self, transport: Transport, manifest: Manifest) -> tuple[Transport, Finding | None]:
-        """Finds out how others reach us over a new transport with a connection to the run. Returns the transport to use from now
-        on, and the finding; None for a machine that listens only to itself. Raises RemoteError, LocalError."""
+        """Finds out how others reach us over a new transport with a connection to the run. Returns the transport to use
+        from now on, and the finding; None for a machine that listens only to itself. Raises RemoteError, LocalError."""
         if ipaddress.ip_address(self.door.host).is_loopback:
             return transport, None
         until = asyncio.get_running_loop().time() + MAPPED_SECONDS

@@ -6,8 +6,8 @@
 0). A checkpoint's state counts only with the digest of the majority in commit r+1. States come one shard after the
 other, so that a kill loses little; meanwhile the payloads of finished ones come and are applied.
 
-A peer with a later role (protocol/planning/planner.py) trains on meanwhile: `WarmUp` builds the missing shards apart from
-its θ and applies each commit to them too, until they stand at the peer's own state and are taken over.
+A peer with a later role (protocol/planning/planner.py) trains on meanwhile: `WarmUp` builds the missing shards apart
+from its θ and applies each commit to them too, until they stand at the peer's own state and are taken over.
 """
 
 from __future__ import annotations

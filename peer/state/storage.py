@@ -15,9 +15,9 @@ Everything appears by rename after fsync: a crash leaves the old or the new, and
 files. Tensors are named by position (a shard's parameters), `shard/position` (feedback) or as the trainer names them. A
 checkpoint's shards are served as blobs: their digests are those in the log.
 
-The feedback has 4 bytes a parameter; writing it every round would wear a disk out. So most rounds copy it to memory, and
-only every `retention.SAVED_ROUNDS` rounds, and the end of the process, write it to disk. The payloads of later offers
-bring the file up to date (docs/adr/0064-feedback-is-seldom-written.md).
+The feedback has 4 bytes a parameter; writing it every round would wear a disk out. So most rounds copy it to memory,
+and only every `retention.SAVED_ROUNDS` rounds, and the end of the process, write it to disk. The payloads of later
+offers bring the file up to date (docs/adr/0064-feedback-is-seldom-written.md).
 """
 
 from __future__ import annotations
@@ -418,8 +418,8 @@ class _Change:
 class FeedbackWriter:
     """Saves the arrays of `feedback`, which are of `round` and `given_back` now, in the background.
 
-    A caller that changes the feedback waits for `written` before, and calls `changed` after. So a copy is at most one change
-    behind, and an offer is on disk before its feedback (docs/adr/0007-offer-before-feedback.md).
+    A caller that changes the feedback waits for `written` before, and calls `changed` after. So a copy is at most one
+    change behind, and an offer is on disk before its feedback (docs/adr/0007-offer-before-feedback.md).
 
     on_disk: the round of the feedback on disk; 0: there is none.
     """

@@ -11,8 +11,8 @@ A selection key of 64 bits has the bits of |x| above n - 1 - i for the i-th of a
 equal magnitudes the first has the largest key: the k' largest keys are one set, in whatever order the device works.
 
 Packed indices have at most twice the bytes of the payload: an entry of a payload has at least b + 2 bits, b = ceil(log2
-N), with `fixed` indices and 3 + r with `rice` (protocol/codec/sparse.py); 12 bits are at most twice that where b >= 4 or
-r >= 3, and elsewhere the N bits of a map are.
+N), with `fixed` indices and 3 + r with `rice` (protocol/codec/sparse.py); 12 bits are at most twice that where b >= 4
+or r >= 3, and elsewhere the N bits of a map are.
 
 A GPU copies from and to unpinned memory through a buffer. Feedback and the two generations of the state recur every
 round, so their arrays are pinned until they are freed. To pin takes longer than one copy, so only the third sight of an

@@ -496,7 +496,7 @@ def test_an_audit_of_a_peer_with_two_devices_agrees(tmp_path: Path) -> None:
                 compared.add(updates, learned.delta(shard), plain.delta(shard))
             agreements.append(compared.agreement)
         assert agreements[0] == pytest.approx(agreements[1], rel=0.02)
-        assert agreements[0] > examining.audits.LEAST
+        assert agreements[0] > examining.audits.LEAST_AGREEMENT
         for shard in examining.SHARDS:
             for a, (kept, local) in zip(learned.delta(shard), loop.displacement(shard), strict=True):
                 found = kept if local is None else kept - local
