@@ -1,4 +1,4 @@
-"""Where this user's files are."""
+"""The user's folders."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _HOME = "potluck-home"
 
 
 def cache_folder() -> Path:
-    """Where what is the same for all runs of this user is kept: potluck/ in XDG_CACHE_HOME, by default ~/.cache. After `make_home` there is one."""
+    """The user's folder for files of all runs: potluck/ in XDG_CACHE_HOME, by default ~/.cache. Call `make_home`
+    first."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potluck"
 
 
 def home() -> Path | None:
-    """The user's own folder, such that something can be kept there; None where there is none, as of a user of a container whom no file lists."""
+    """The user's own writable folder; None where there is none, as for an unlisted user of a container."""
     try:
         found = Path.home()
     except RuntimeError:
@@ -38,15 +39,18 @@ def user_name() -> str:
 
 
 def make_home(temporary: Path | None = None) -> None:
-    """Lets this process and those that it starts have a home in the folder for temporary files, and a user name, where the user has none: libraries
-    keep their caches there, or fail. `temporary`: the folder for temporary files (default: the system's). Raises UsageError where there is no such folder either."""
+    """Sets a home in the folder for temporary files, and a user name, where the user has none: libraries keep caches
+    there.
+
+    temporary: default: the system's. Raises UsageError where that does not exist either.
+    """
     os.environ.setdefault("LOGNAME", user_name())
     if home() is None:
         os.environ["HOME"] = str(_temporary_home(temporary))
 
 
 def _temporary_home(temporary: Path | None) -> Path:
-    """The same at each start, unless another user was there first."""
+    """The same folder at each start, unless another user made it first."""
     try:
         folder = (temporary or Path(tempfile.gettempdir())) / f"{_HOME}-{os.getuid()}"
         with contextlib.suppress(FileExistsError):

@@ -16,16 +16,16 @@ import numpy as np
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
-from peer.chain.stop_sign import StopSign
+from peer.chain.reading import StopSign
 from peer.corpus.text import Text
 from peer.events import Emitter, Event
 from peer.net import directory
 from peer.net.base import Transport, Validate
 from peer.net.disk import LocalDisk, Piece
 from peer.net.memory import MemoryNetwork
-from peer.node.audit import NoTraining, held_out_text
-from peer.node.orders import ChainOrders, InnerLoop, Result
+from peer.node.audit import held_out_text
 from peer.node.peer import Factories, Peer
+from peer.node.training import ChainOrders, InnerLoop, Result
 from peer.state.storage import Storage
 from protocol.identity import Identity
 from protocol.planning.memory import stage_memory
@@ -75,7 +75,7 @@ class Network(Protocol):
         ...
 
 
-class Noise(NoTraining):
+class Noise(InnerLoop):
     """In place of the inner loop of a stage. `hold(peer, round)` is awaited before a round's work is done."""
 
     def __init__(self, hold: Hold, manifest: Manifest, peer: str) -> None:

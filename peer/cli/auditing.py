@@ -36,9 +36,10 @@ def auditor(folder: Path) -> str:
 
 async def audit(line: str, folder: Path) -> None:
     """Follows the log of the run behind `line`, until it is over or whoever started us is gone. Raises PotluckError."""
-    from peer.node.audit import NoTraining, held_out_text
+    from peer.node.audit import held_out_text
     from peer.node.config import JoinConfig, Machine
     from peer.node.peer import Factories, Peer
+    from peer.node.training import InnerLoop
     from peer.state.storage import Storage
     from peer.training.device import Hardware
 
@@ -49,7 +50,7 @@ async def audit(line: str, folder: Path) -> None:
         manifest = await manifest_of(run, transport)
         config = JoinConfig(run=run, folder=folder, up_bps=RATE, down_bps=RATE, audit=True)
         machine = Machine(config, Hardware(("cpu",), 0))
-        made = Factories(text=held_out_text, inner_loop=NoTraining)
+        made = Factories(text=held_out_text, inner_loop=InnerLoop)
         emit = Emitter(key.peer_id, json_sink())
         peer = Peer(manifest, key, transport, storage, machine, emit, made)
         following, alone = asyncio.create_task(peer.run()), asyncio.create_task(_until_alone())

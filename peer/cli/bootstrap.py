@@ -24,9 +24,9 @@ from peer.net.address import parse, peers_of
 from peer.net.base import Transport
 from peer.net.disk import LocalDisk
 from peer.node.open_run import (
-    FIRST_PAUSE,
+    FIRST_PAUSE_SECONDS,
     KEY,
-    LONGEST_PAUSE,
+    LONGEST_PAUSE_SECONDS,
     REACH_SECONDS,
     Door,
     Run,
@@ -227,7 +227,7 @@ async def _fetch_tokenizer(node: NodeConfig, transport: Transport, archive: Arch
     """The run's tokenizer from one of its other nodes; waits until one gives it. Raises UsageError, TransportLost."""
     from peer.corpus.tokenizer import check_document_end
 
-    manifest, pause = node.manifest, FIRST_PAUSE
+    manifest, pause = node.manifest, FIRST_PAUSE_SECONDS
     nodes = [peer for peer in dict.fromkeys((*peers_of(node.others), *manifest.operators)) if peer != node.key.peer_id]
     log = reader.Remote(transport, nodes, archive.blobs)
     try:
@@ -237,11 +237,11 @@ async def _fetch_tokenizer(node: NodeConfig, transport: Transport, archive: Arch
                 raw = await log.tokenizer(manifest)
                 break
             except (RemoteError, UsageError) as error:
-                if pause == FIRST_PAUSE:
+                if pause == FIRST_PAUSE_SECONDS:
                     text = f"tokenizer: none of the run's other nodes gives it ({error}); this node asks again until one does"
                     emit(events.Warning(text=text))
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
     finally:
         await log.aclose()
     check_document_end(manifest.model, raw)

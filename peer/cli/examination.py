@@ -32,7 +32,7 @@ from peer.net.disk import LocalDisk
 from peer.net.relay import RelayedTransport
 from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door, Run, manifest_of, parse_run
-from peer.node.way_in import WayIn
+from peer.node.way_in import NetworkStart
 from peer.training.device import Hardware, free_disk, name_of, parse_devices, parse_size, smallest_budget
 from peer.ui.monitor import Monitor
 from peer.ui.text import clean, rate, size
@@ -247,7 +247,7 @@ def _memory(look: Look) -> Hardware | None:
 async def _swarm(look: Look, run: Run, hardware: Hardware) -> None:
     """What joining would meet. Raises PotluckError."""
     find, key = look.find, keyfile.load_or_create(look.folder / KEY)
-    way_in = WayIn(run, look.folder, look.door)
+    way_in = NetworkStart(run, look.folder, look.door)
     transport = await way_in.start()
     try:
         manifest = await manifest_of(run, transport)
@@ -260,7 +260,7 @@ async def _swarm(look: Look, run: Run, hardware: Hardware) -> None:
             manifest, lambda why: find(Finding("devices", WARNING, *_split(why.removeprefix("devices: "))))
         )
         look.at("reach")
-        transport, reached = await way_in.settle(transport, manifest)
+        transport, reached = await way_in.find_reach(transport, manifest)
         if reached is not None:
             _reach(reached.how, find)
         transport = await RelayedTransport.begin(transport, key, manifest.operators)

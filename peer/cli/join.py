@@ -23,10 +23,10 @@ from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
 from peer.net.line import Downlink, measured_downlink
 from peer.net.own_addresses import interface_hosts
-from peer.node import hours as daily
 from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door, manifest_again, manifest_of, parse_run, read_announced
-from peer.node.way_in import WayIn
+from peer.node.pausing import Hours
+from peer.node.way_in import NetworkStart
 from peer.training import device as devices_here
 from peer.training.device import Hardware, parse_rate, parse_size
 from peer.ui.lines import sink
@@ -130,7 +130,7 @@ def joining(
         trace=trace,
         corpus=corpus,
         data_bytes=parse_size(data_limit),
-        hours=None if hours is None else daily.parse(hours),
+        hours=None if hours is None else Hours.parse(hours),
         pause_when_busy=pause_when_busy,
         name=name,
         dry_run=dry_run,
@@ -167,7 +167,7 @@ async def join(read: Callable[[], JoinConfig], factories: Factories | None = Non
             return await manifest_of(run, transport)
         return await manifest_again(run, folder, transport, warn)
 
-    way_in = WayIn(run, folder, replace(config.door, announce=announced), meanwhile=meanwhile)
+    way_in = NetworkStart(run, folder, replace(config.door, announce=announced), meanwhile=meanwhile)
 
     async def take_part() -> None:
         nonlocal known
@@ -181,7 +181,7 @@ async def join(read: Callable[[], JoinConfig], factories: Factories | None = Non
                     known = manifest, found.useful(manifest, warn)
                 manifest, hardware = known
                 first, measured = transport, downlink
-                transport, reached = await way_in.settle(first, manifest)
+                transport, reached = await way_in.find_reach(first, manifest)
                 if transport is first and downlink is not None and downlink is not measured:
                     await transport.disconnect(downlink.by)
                 if reached is not None:

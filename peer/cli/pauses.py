@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
 
 from peer import events
 from peer.net.clock import Clock
-from peer.node.hours import Hours
-
-if TYPE_CHECKING:
-    from peer.node.busy import Use
+from peer.node.pausing import Busy, Hours, OtherPrograms, Use
 
 LOOK_SECONDS = 5.0
 
@@ -30,9 +26,7 @@ def by_hours(hours: Hours, clock: Clock) -> Look:
 
 def while_busy(clock: Clock, others: Callable[[], Awaitable[Use]] | None = None) -> Look:
     """Leaves the machine to others while they use it. `others()`: what they do (default: it is looked up)."""
-    from peer.node.busy import Busy, Others
-
-    busy, measured = Busy(), others or Others().look
+    busy, measured = Busy(), others or OtherPrograms().look
 
     async def look() -> str | None:
         use = await measured()

@@ -1,4 +1,4 @@
-"""What is local to a peer's machine: what its user wants, and what was found of it. Everything run-wide is in the manifest."""
+"""The local settings of a peer, and its machine as found. Run-wide settings are in the manifest."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from peer.net.line import Downlink
 from peer.net.reach import Finding
-from peer.node.hours import Hours
 from peer.node.open_run import Door, Run
+from peer.node.pausing import Hours
 from peer.training.device import Hardware
 
 

@@ -1,7 +1,4 @@
-"""A volunteer's peer: the one place where its parts are put together. It owns their tasks.
-
-Long because each part is made here, with what it needs of the others.
-"""
+"""A volunteer's peer: puts its parts together, and owns their tasks."""
 
 from __future__ import annotations
 
@@ -13,12 +10,8 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from peer import events
-from peer.chain.apart import Apart
-from peer.chain.connect import Pipes
+from peer.chain.connect import PipelineStreams, UnreachablePeers
 from peer.corpus.fetched import FetchedText
 from peer.corpus.open_text import Access, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
@@ -36,16 +29,12 @@ from peer.net.own_addresses import interface_hosts
 from peer.net.reach import Finding, Reach
 from peer.net.uplink import Uplink
 from peer.node.config import JoinConfig, Machine
-from peer.node.evaluating import Evaluator, Tools
+from peer.node.evaluating import Evaluator, Scorer, Tools
 from peer.node.examining import Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
-from peer.node.log_reader import LogReader
-from peer.node.operators import Operators
-from peer.node.orders import InnerLoop
-from peer.node.refusals import Refusals
-from peer.node.rounds import Rounds, Surroundings
-from peer.node.scoring import Scorer
-from peer.node.sessions import Sessions
+from peer.node.rounds import Parts, Rounds
+from peer.node.sessions import Operators, Refusals, Sessions
+from peer.node.training import InnerLoop
 from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
 from peer.training import device, inference
@@ -64,8 +53,6 @@ from protocol.wire.encoding import Message
 from protocol.wire.schema import extend
 from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TakeSeat, TimeUp
 
-Optimizer = dict[str, NDArray[np.generic]]
-
 
 async def run_text(manifest: Manifest, config: JoinConfig, access: Access) -> Text:
     """The run's text. Raises UsageError, RemoteError."""
@@ -76,8 +63,12 @@ async def run_text(manifest: Manifest, config: JoinConfig, access: Access) -> Te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factories:
-    """What a peer makes its parts with; the transport and the storage, with its disk, it is given. `line(transport)` is what it talks
-    to others through. `text(manifest, config, access)` is what is trained on, and goes to `inner_loop`, which is called as `StageInnerLoop` is."""
+    """How a peer makes its parts.
+
+    line: wraps the transport.
+    text: (manifest, config, access) -> the training text.
+    inner_loop: called as `StageInnerLoop`.
+    """
 
     clock: Clock = field(default_factory=Clock)
     line: Callable[[Transport], Transport] = lambda transport: transport
@@ -86,7 +77,7 @@ class Factories:
 
 
 class Peer:
-    """Takes part in a run. The disk's folder is `storage`'s."""
+    """One participant of a run."""
 
     def __init__(
         self,
@@ -101,9 +92,9 @@ class Peer:
         self.manifest = manifest
         self.identity = identity
         self.bootstrap = bootstrap = machine.config.run.bootstrap
-        """Addresses that it began with."""
+        """The addresses from the command line."""
         self.rounds: Rounds | None = None
-        """The loop at the round boundaries, as soon as it runs."""
+        """None before the peer takes part."""
         self._factories = factories or Factories()
         self._transport = transport = self._factories.line(transport)
         self._storage = storage
@@ -130,7 +121,10 @@ class Peer:
             self._directory.found(machine.reached.whole(identity.peer_id))
         uplink = Uplink(config.up_limit_bps)
         self._network = network = Network(transport, self._directory, self._factories.clock, emit, uplink)
-        self._reach = self._make_reach()
+        self._reach: Reach | None = None
+        if machine.reached is not None:
+            around = reach.around(self._directory, transport, machine.announced)
+            self._reach = Reach(around, Finding(how=machine.reached.how), self._reached)
         ticket = config.run.ticket
         joining = None if ticket is None else ticket.joined(identity.peer_id)
         typed = f"{bootstrap[0]}#{manifest.run_id}" if bootstrap else "RUN"
@@ -142,16 +136,22 @@ class Peer:
         self._latency = Latency(
             transport, self._factories.clock, self._directory.placed, random.Random(identity.peer_id)
         )
-        self._line = self._make_line()
+        known = known_line.UNKNOWN
+        if None in (config.up_bps, config.down_bps):
+            wall = self._factories.clock.wall()
+            known = known_line.read(storage.disk, config.folder, interface_hosts(), wall)
+        most = bandwidth.worth(4 * layout.total_parameters(manifest.model))
+        given = Given(config.up_bps, config.down_bps, config.up_limit_bps, machine.downlink, known, most)
+        self._line = Line(given, network, random.Random(identity.peer_id), self._measured)
 
     async def rehearse(self) -> Announcement:
-        """Does what is done before the run is taken part in, and no more: what this machine would announce. Raises PotluckError."""
+        """Prepares, without taking part. Returns what this machine would announce. Raises PotluckError."""
         text = await self._prepare()
         await text.aclose()
         return self._directory.announcement
 
     async def _prepare(self) -> Text:
-        """Checks the memory, opens the text, measures the line. Raises PotluckError."""
+        """Checks the memory, finds the operators, opens the text, measures the line. Raises PotluckError."""
         if not self._config.audit:
             self._check_memory()
         if budget.in_files(self.manifest, self._hardware.budget):
@@ -169,7 +169,7 @@ class Peer:
         return text
 
     def _check_memory(self) -> None:
-        """Raises UsageError where there is not enough for any part of the model."""
+        """Raises UsageError where memory is too small for any part of the model."""
         room = self._hardware.budget
         smallest = budget.smallest_stage(self.manifest, room.device)
         if room.holds(smallest):
@@ -203,8 +203,8 @@ class Peer:
         restored = await asyncio.to_thread(self._storage.load_checkpoint, self._network.warn)
         if restored is not None:
             self._emit(events.Restored(round=restored.round))
-        apart = Apart(self._directory.update, self._network.warn)
-        pipes = Pipes(self._network, apart=apart)
+        unreachable = UnreachablePeers(self._directory.update, self._network.warn)
+        pipes = PipelineStreams(self._network, unreachable=unreachable)
         inner_loop = self._factories.inner_loop(
             self.manifest,
             self.identity.peer_id,
@@ -216,9 +216,8 @@ class Peer:
             self._follow,
         )
         exchange = Exchange(self.manifest, self._storage, self._network, fetches_states=not self._config.audit)
-        evaluator = self._make_evaluator(text)
-        examiner = self._make_examiner(text, inner_loop)
-        self.rounds = rounds = self._make_rounds(exchange, inner_loop, evaluator, examiner, restored)
+        rounds, evaluator, examiner = self._make_rounds(text, exchange, inner_loop, restored)
+        self.rounds = rounds
         del restored  # it would keep this θ in memory as long as the run lasts
         await exchange.serve(text if isinstance(text, FetchedText) else None)
         await self._latency.serve()
@@ -239,7 +238,7 @@ class Peer:
         finally:
             await evaluator.aclose()
             await examiner.aclose()
-            apart.close()
+            unreachable.close()
             await exchange.aclose()
             await asyncio.to_thread(inner_loop.close)
         shards = layout.shard_names(self.manifest.model)
@@ -251,90 +250,52 @@ class Peer:
         disk, folder = self._storage.disk, self._storage.folder / "text"
         return Access(network=self._network, folder=folder, limit=self._config.data_bytes, disk=disk)
 
-    def _make_line(self) -> Line:
-        config, known = self._config, known_line.UNKNOWN
-        if None in (config.up_bps, config.down_bps):
-            known = known_line.read(self._storage.disk, config.folder, interface_hosts(), self._factories.clock.wall())
-        most = bandwidth.worth(4 * layout.total_parameters(self.manifest.model))
-        return Line(
-            Given(config.up_bps, config.down_bps, config.up_limit_bps, self._machine.downlink, known, most),
-            self._network,
-            random.Random(self.identity.peer_id),
-            self._measured,
-        )
+    async def _tokenizer(self) -> bytes:
+        return await Remote(self._transport, self._directory.operators, self._storage.blobs).tokenizer(self.manifest)
 
-    def _make_reach(self) -> Reach | None:
-        found = self._machine.reached
-        if found is None:
-            return None
-        around = reach.around(self._directory, self._transport, self._machine.announced)
-        return Reach(around, Finding(how=found.how), self._reached)
-
-    def _make_evaluator(self, text: Text) -> Evaluator:
-        config = self._config
-        audit, room = config.audit, budget.has_room_to_evaluate(self.manifest, self._hardware.budget)
-        tell = self._sessions.tell
-        load = functools.partial(inference.Measured, wanted=self._hardware.device)
-        scorer = None if audit else Scorer(self.manifest, self.identity, text, tell, self._storage.blobs.get)
-        return Evaluator(
-            self.manifest,
-            self.identity,
+    def _make_rounds(
+        self, text: Text, exchange: Exchange, inner_loop: InnerLoop, restored: Checkpoint | None
+    ) -> tuple[Rounds, Evaluator, Examiner]:
+        manifest, identity, config, room = self.manifest, self.identity, self._config, self._hardware.budget
+        audit, tell = config.audit, self._sessions.tell
+        evaluator = Evaluator(
+            manifest,
+            identity,
             text,
             tell,
             self._emit,
-            tools=Tools(load, self._tokenizer, functools.partial(make_worker, self._config.threads), scorer),
-            has_room=audit or room,
+            tools=Tools(
+                load=functools.partial(inference.Measured, wanted=room.device),
+                tokenizer=self._tokenizer,
+                worker=functools.partial(make_worker, config.threads),
+                scorer=None if audit else Scorer(manifest, identity, text, tell, self._storage.blobs.get),
+            ),
+            has_room=audit or budget.has_room_to_evaluate(manifest, room),
             always=audit,
         )
-
-    async def _tokenizer(self) -> bytes:
-        """Raises RemoteError."""
-        return await Remote(self._transport, self._directory.operators, self._storage.blobs).tokenizer(self.manifest)
-
-    def _make_examiner(self, text: Text, inner_loop: InnerLoop) -> Examiner:
-        config = self._config
-        return Examiner(
-            self.manifest,
-            self.identity,
-            text,
-            self._sessions.tell,
-            self._emit,
-            Means(inner_loop.optimizer, self._hardware.device, config.threads),
-            has_room=not config.audit and budget.has_room_to_audit(self.manifest, self._hardware.budget),
-        )
-
-    def _make_rounds(
-        self,
-        exchange: Exchange,
-        inner_loop: InnerLoop,
-        evaluator: Evaluator,
-        examiner: Examiner,
-        restored: Checkpoint | None,
-    ) -> Rounds:
-        room = self._hardware.budget
-        around = Surroundings(
+        means = Means(inner_loop.optimizer, room.device, config.threads)
+        may_audit = not audit and budget.has_room_to_audit(manifest, room)
+        examiner = Examiner(manifest, identity, text, tell, self._emit, means, has_room=may_audit)
+        parts = Parts(
+            network=self._network,
+            sessions=self._sessions,
+            operators=self._operators,
             storage=self._storage,
             exchange=exchange,
-            log=LogReader(self.manifest, self._network),
             inner_loop=inner_loop,
             evaluator=evaluator,
             examiner=examiner,
             emit=self._follow,
-            tell=self._sessions.tell,
-            leave=self._sessions.leave,
-            traffic=self._transport.traffic,
-            clock=self._factories.clock,
-            threads=self._config.threads,
+            threads=config.threads,
             abreast=memory.ABREAST if memory.on_gpu(room.device) and not self._storage.in_files else 1,
             up_bps=self._line.up_bps,
-            warm=self._config.audit or budget.keeps_warm(self.manifest, room),
-            whole=self._config.audit or budget.holds_whole(self.manifest, room),
-            decided=self._operators.follow,
+            warm=audit or budget.keeps_warm(manifest, room),
+            whole=audit or budget.holds_whole(manifest, room),
         )
-        return Rounds(self.manifest, self.identity.peer_id, around, restored)
+        return Rounds(manifest, identity.peer_id, parts, restored), evaluator, examiner
 
     async def _work(self, rounds: Rounds) -> None:
-        """Everything that goes on at the same time, until the rounds are over."""
+        """Runs the rounds and all services beside them, until the rounds are over."""
 
         async def on_message(message: Message | Record) -> None:
             match message:
@@ -353,19 +314,18 @@ class Peer:
             rounds.put(member_events.Connected())
 
         work = asyncio.create_task(rounds.run())
-        background = [
-            asyncio.create_task(self._directory.announce(self._announced)),
-            asyncio.create_task(self._directory.publish()),
-            asyncio.create_task(self._directory.watch()),
-            asyncio.create_task(self._sessions.run(on_message, on_open)),
-            asyncio.create_task(self._latency.run(lambda: self._directory.reached)),
-            asyncio.create_task(self._operators.look()),
-            asyncio.create_task(self._refusals.run()),
+        services = [
+            self._directory.announce(lambda sealed: self._sessions.tell(Announced(sealed=sealed))),
+            self._directory.publish(),
+            self._directory.watch(),
+            self._sessions.run(on_message, on_open),
+            self._latency.run(lambda: self._directory.reached),
+            self._operators.run(),
+            self._refusals.run(),
+            *([] if self._line.is_given else [self._line.run()]),
+            *([] if self._reach is None else [self._reach.run()]),
         ]
-        if not self._line.is_given:
-            background.append(asyncio.create_task(self._line.run()))
-        if self._reach is not None:
-            background.append(asyncio.create_task(self._reach.run()))
+        background = [asyncio.create_task(service) for service in services]
         try:
             await asyncio.wait({work, *background}, return_when=asyncio.FIRST_COMPLETED)
             for task in (work, *background):
@@ -380,15 +340,12 @@ class Peer:
             ) from None
         finally:
             try:
-                work.cancel()  # while its sessions last: it tells the nodes that it leaves
+                work.cancel()  # before the sessions end: it tells the nodes that it leaves
                 await asyncio.wait({work})
             finally:
                 for task in (work, *background):
                     task.cancel()
                 await asyncio.gather(work, *background, return_exceptions=True)
-
-    def _announced(self, sealed: bytes) -> None:
-        self._sessions.tell(Announced(sealed=sealed))
 
     def _moved(self, addresses: Sequence[str]) -> None:
         self._network.warn(
@@ -410,13 +367,13 @@ class Peer:
             known_line.write(self._storage.disk, self._config.folder, self._line.known, interface_hosts(), wall)
 
     def _carries(self) -> None:
-        """Announces what our line carries."""
+        """Announces the rates of our line."""
         self._directory.update(up_bps=self._line.up_bps, down_bps=self._line.down_bps)
         if self.rounds is not None:
             self.rounds.set_uplink(self._line.up_bps)
 
     def _follow(self, body: events.Body) -> None:
-        """Everything that is emitted, and the part of it that the announcement repeats."""
+        """Emits, and repeats in the announcement what it has of it."""
         if isinstance(body, events.Round):
             body = dataclasses.replace(body, peak_rss_bytes=device.peak_rss())
         self._emit(body)

@@ -3,7 +3,7 @@
 An *examiner*, another full replica, trains a contribution again: from the state before the round, with its own moments,
 and as many steps as the contribution claims, once on the assigned text and once on other text. The *agreement* is how
 much better the contribution fits the former, in standard deviations of the round's other contributions
-(peer/training/again.py). A peer that trained on other text, or not at all, has about 0.
+(peer/node/examining.py). A peer that trained on other text, or not at all, has about 0.
 
 Audits and examiners follow from the digest of the commit that counts the contribution, so they are unknown while the
 work is done. The chance is such that all full replicas together give `judging.audit_share` of their time; faster ones

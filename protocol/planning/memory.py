@@ -64,7 +64,7 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 
 LOGITS = 1 << 23
-"""At a time, in the last stage (peer/training/cross_entropy.py); of one token at least."""
+"""At a time, in the last stage (peer/training/model.py); of one token at least."""
 GPU_LOGITS = 1 << 27
 """The same on a GPU: so many that matrix products keep it busy."""
 NEVER = 1 << 62

@@ -83,7 +83,7 @@ class TrainSpec:
     inner_steps: most of a round; the learning rate counts as many for each round, however many a replica does
     micro_batches x rows: sequences of an inner step, each of `sequence` tokens; slow replicas have fewer
     scale_embedding_lr: a compressed chain's embedding learns at sqrt(d / k) times the rate (docs/adr/0042)
-    optimizer: adamw, or muon for the matrices inside blocks; momentum: of Muon (peer/training/muon.py)
+    optimizer: adamw, or muon for the matrices inside blocks; momentum: of Muon (peer/training/optimizer.py)
     """
 
     inner_steps: int

@@ -30,7 +30,7 @@ FARTHEST = 10_000.0
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """Running means over what a stage received at one boundary (peer/chain/activation_stats.py)."""
+    """Running means over what a stage received at one boundary (peer/chain/neighbours.py)."""
 
     rms: bounds.Magnitude
     """Root mean square of the values."""

@@ -63,7 +63,7 @@ NormOfAll = Annotated[float, Within(0.0, 100 * MAX_NORM)]
 Scale = Annotated[float, Within(LEAST_SCALE, 1.0)]
 """What an update is multiplied by before it enters the mean."""
 Agreement = Annotated[float, Within(-MAX_AGREEMENT, MAX_AGREEMENT)]
-"""Standard deviations (peer/training/again.py)."""
+"""Standard deviations (peer/node/examining.py)."""
 Probation = Annotated[int, Within(0, MAX_PROBATION)]
 Sessions = Annotated[int, Within(0, MAX_SESSIONS)]
 """From one range of addresses, at a time; 0: all."""

@@ -43,7 +43,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from peer.chain.connect import PATIENCE, Patience, Pipes
+from peer.chain.connect import PATIENCE, Patience, PipelineStreams
 from peer.chain.link import LIVENESS, Liveness
 from peer.chain.pipeline import StageSetup, run_steps
 from peer.net import p2p
@@ -192,7 +192,7 @@ async def joined(
         await transport.connect([addresses[peer]], timeout=60)
 
     patience = Patience(dial=PATIENCE.dial * clock)
-    ours = Pipes(networks.network(transport, reach, limit=limit), patience=patience, liveness=slowed(clock))
+    ours = PipelineStreams(networks.network(transport, reach, limit=limit), patience=patience, liveness=slowed(clock))
     await transport.serve(endpoints.PIPE, lambda stream: ours.serve(stream, 0))
     say(address=transport.addresses[0], peer=transport.peer_id)
     peers = await heard()

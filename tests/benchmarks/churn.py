@@ -27,7 +27,7 @@ from peer.demo import recipe
 from peer.demo.text import demo_corpus
 from peer.state.outer_optimizer import Array, Outer
 from peer.training import moments
-from peer.training.schedule import Pace
+from peer.training.optimizer import Pace
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
 from protocol.codec.formats import Codec

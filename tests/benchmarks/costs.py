@@ -11,7 +11,7 @@ noted: then the first answer takes longer. The verdicts are the same.
 code that measures, beside those of one that is trained on, both in this process by turns. The share is of the time that the replica
 trains in so many rounds, at its full number of inner steps.
 
-*Scores.* A replica marks others' updates (peer/node/scoring.py): the seconds of a mark by itself, in which the model is copied, the update is
+*Scores.* A replica marks others' updates (peer/node/evaluating.py): the seconds of a mark by itself, in which the model is copied, the update is
 decoded and all four losses are measured, beside those of an inner step, by turns. Several marks of a round share a copy and one of the losses.
 
 Medians of several. Exits with 1 if a held-out loss, or the scores, take more than 2 % of a replica's time, or judging more than 3 % of a round.
@@ -34,11 +34,10 @@ import numpy as np
 import torch
 
 from peer.net.blobs import BlobStore
-from peer.node.audit import NoText
-from peer.node.scoring import Scorer
+from peer.node.evaluating import Scorer
 from peer.state.storage import Shards
 from peer.training import inference
-from peer.training.schedule import Pace
+from peer.training.optimizer import Pace
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
 from protocol.ledger import part_lists, scoring
@@ -49,6 +48,7 @@ from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, OuterSpec, TrainSpec
 from protocol.wire.commit import Contribution, Part, Share
 from tests import tiny
+from tests.texts import NoText
 
 MOST_JUDGING, MOST_HELD_OUT, MOST_SCORED = 0.03, 0.02, 0.02
 REPEATS = 3

@@ -26,9 +26,8 @@ import torch
 
 from peer.chain import quantize
 from peer.chain.frames import BACKWARD, BEAT, DONE, ECHO, FORWARD, NORM, PING, TOTAL, Head
-from peer.chain.grad_norm import Norms
+from peer.chain.grad_norm import Norms, StageTiming, StepReport
 from peer.chain.pipeline import StageSetup, run_steps
-from peer.chain.timing import StageTiming, StepReport
 from peer.net.base import Stream, Traffic
 from peer.net.flow import Flow
 from peer.net.stream import FrameStream

@@ -37,7 +37,7 @@ from typing import Any
 
 import psutil
 
-from peer.chain.connect import Pipes
+from peer.chain.connect import PipelineStreams
 from peer.net import keyfile, p2p
 from peer.net.address import host_of, is_public
 from peer.net.base import Ended, Stream, Transport, call, serve_calls
@@ -47,7 +47,7 @@ from peer.net.dial_back import DialBack
 from peer.net.relay import RelayedTransport, RelayServer
 from peer.net.uplink import Uplink
 from peer.node.open_run import KEY, Door, Run
-from peer.node.way_in import WayIn
+from peer.node.way_in import NetworkStart
 from protocol.errors import RemoteError
 from protocol.wire import endpoints
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -101,7 +101,7 @@ class Home:
         self.direct = direct
         self.store = BlobStore(folder / "blobs")
         self.addresses: dict[str, list[str]] = {}
-        self.pipes = Pipes(networks.network(transport, self.reach, limit=limit))
+        self.pipes = PipelineStreams(networks.network(transport, self.reach, limit=limit))
         self.blob = os.urandom(BLOB)
         self.uplink = Uplink(limit)
         self.held: list[asyncio.Task[None]] = []
@@ -198,11 +198,11 @@ async def be_home(folder: Path, name: str, relays: Sequence[str], limit: int | N
     key = keyfile.load_or_create(own / KEY)
     nodes = tuple(address.rpartition("/p2p/")[2] for address in relays)
     manifest = tiny.manifest(operators=nodes)
-    way_in = WayIn(Run(None, manifest.run_id, tuple(relays)), own, Door(host="0.0.0.0"))
+    way_in = NetworkStart(Run(None, manifest.run_id, tuple(relays)), own, Door(host="0.0.0.0"))
     transport = await way_in.start()
     await transport.connect(relays, timeout=20.0)
     began = time.monotonic()
-    transport, found = await way_in.settle(transport, manifest)
+    transport, found = await way_in.find_reach(transport, manifest)
     assert found is not None
     settled = time.monotonic() - began
     home = Home(await RelayedTransport.begin(transport, key, nodes), transport, own / "files", limit)

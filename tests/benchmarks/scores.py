@@ -4,7 +4,7 @@
     python -m tests.benchmarks.scores ROWS.jsonl --table                                               prints them
 
 The runs are those of tests/benchmarks/teachers.py, and so are the attacks. Each contribution that counts in a round is scored as a peer scores it
-(peer/node/scoring.py), on SEQUENCES of each kind of text, and the book (protocol/ledger/scoring.py) is that which ships. All three scorers
+(peer/node/evaluating.py), on SEQUENCES of each kind of text, and the book (protocol/ledger/scoring.py) is that which ships. All three scorers
 would find the same, so one measures for them. Whoever is found bad is out for the rest of the run. `--alone`: the rule of
 judging only clips, so that nothing but scores finds anybody.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from peer.node.scoring import STEP
+from peer.node.evaluating import STEP
 from peer.training import inference
 from protocol.ledger.scoring import ScoreBook, Scored
 from protocol.run.manifest import JudgingSpec

@@ -23,7 +23,7 @@ from peer.chain.frames import BACKWARD, FORWARD
 from peer.chain.screening import Place, Screen, Screens, log_rms
 from peer.demo.text import SEQUENCE, demo_corpus
 from peer.state.outer_optimizer import Outer
-from peer.training.schedule import Pace
+from peer.training.optimizer import Pace
 from peer.training.trainer import StageTrainer
 from protocol.codec import subspace
 from protocol.codec.formats import Codec

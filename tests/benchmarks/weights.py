@@ -44,7 +44,7 @@ from peer.corpus.reader import CorpusReader
 from peer.demo import recipe
 from peer.demo.text import demo_corpus
 from peer.state.outer_optimizer import Outer
-from peer.training.schedule import Pace
+from peer.training.optimizer import Pace
 from peer.training.trainer import StageTrainer
 from protocol.run import init, layout
 from protocol.run.corpus import slots

@@ -20,8 +20,8 @@ from peer.demo.text import demo_corpus
 from peer.events import from_json
 from peer.net.disk import LocalDisk
 from peer.node.inner_loop import StageInnerLoop
-from peer.node.orders import Result
 from peer.node.peer import Factories
+from peer.node.training import Result
 from peer.state.outer_optimizer import Accumulate
 from peer.state.storage import Shards
 from peer.training.trainer import StageTrainer

@@ -506,7 +506,7 @@ def change_call(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
 
 
 def hand_over(raw: bytes) -> object:
-    """What a giver says to an heir, as peer/state/taking.py reads it, and what is decided before anything is fetched."""
+    """What a giver says to an heir, as peer/state/handover.py reads it, and what is decided before anything is fetched."""
     said = build(Handover, framing.unpack_message(raw), ignore_unknown=True)
     reason = handover.why_refused(MANIFEST, {}, example(Plan), said.heir, KEY.peer_id, said)
     check(reason is not None and reason.isprintable(), "somebody who trained nothing gives something")
@@ -514,7 +514,7 @@ def hand_over(raw: bytes) -> object:
 
 
 def hand_over_answer(raw: bytes) -> object:
-    """What an heir says to a giver, as peer/state/giving.py reads it."""
+    """What an heir says to a giver, as peer/state/handover.py reads it."""
     return Step(build(HandoverAnswer, framing.unpack_message(raw), ignore_unknown=True).step)
 
 

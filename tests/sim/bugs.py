@@ -19,7 +19,7 @@ ROUNDS, NODE = "peer/node/rounds.py", "bootstrap/node.py"
 MEMBER, LEADER, ROSTER = "protocol/round/member.py", "protocol/round/leader.py", "protocol/round/chain_repair.py"
 PAXOS, ACCEPTOR, OFFERS = "protocol/quorum/paxos.py", "protocol/quorum/acceptor.py", "protocol/round/offers.py"
 FAIRNESS = "protocol/round/fairness.py"
-STORAGE, TAKING = "peer/state/storage.py", "peer/state/taking.py"
+STORAGE, TAKING = "peer/state/storage.py", "peer/state/handover.py"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load
 
-from peer.state import giving, storage, taking
+from peer.state import handover as moves
+from peer.state import storage
 from peer.state.outer_optimizer import Outer
 from protocol.codec import blob_hash, sparse
 from protocol.codec.formats import Codec
@@ -157,12 +158,12 @@ class Ledger:
     def _moved(self, who: str, round: int, notes: dict[str, str]) -> None:
         """What the notes beside a durable feedback say of hand-overs that the ones before did not."""
         before, self._notes[who] = self._notes.get(who, {}), notes
-        for serial in range(int(before.get(giving.OUT, 0)) + 1, int(notes.get(giving.OUT, 0)) + 1):
+        for serial in range(int(before.get(moves.OUT, 0)) + 1, int(notes.get(moves.OUT, 0)) + 1):
             self._move(who, Move(round, -1, self._handovers[who, serial]))
-        back = notes.get(giving.BACK, "")
-        if back and back != before.get(giving.BACK, ""):
+        back = notes.get(moves.BACK, "")
+        if back and back != before.get(moves.BACK, ""):
             self._add(who, who, Move(round, 1, self._handovers[who, int(back)]))
-        known, now = (json.loads(n.get(taking.TAKEN, "{}")) for n in (before, notes))
+        known, now = (json.loads(n.get(moves.TAKEN, "{}")) for n in (before, notes))
         for key, serial in now.items():
             if known.get(key) != serial:
                 giver = key.rpartition("/")[0]

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from peer import events
-from peer.chain.stop_sign import StopSign
+from peer.chain.reading import StopSign
 from peer.events import Event
-from peer.node.audit import NoTraining, held_out_text
-from peer.node.orders import ChainOrders, Result
+from peer.node.audit import held_out_text
 from peer.node.peer import Factories, Peer
+from peer.node.training import ChainOrders, InnerLoop, Result
 from peer.state.storage import Storage
 from protocol.identity import Identity
 from protocol.planning import partition
@@ -108,7 +108,7 @@ class Floor:
         here.done.set_result(steps)
 
 
-class PacedTrainer(NoTraining):
+class PacedTrainer(InnerLoop):
     """An inner loop that lasts as long as its machine's pace says; what it learns is drawn."""
 
     def __init__(

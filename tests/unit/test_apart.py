@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer.chain.apart import APART_SECONDS, REMEMBERED, Apart
-from peer.chain.connect import Patience, Pipes
+from peer.chain.connect import APART_SECONDS, REMEMBERED, Patience, PipelineStreams, UnreachablePeers
 from peer.chain.frames import NeighbourLost
 from peer.net.memory import MemoryNetwork
 from protocol.errors import RemoteError
@@ -32,12 +31,12 @@ PLAN = Plan(
 
 
 class Told:
-    """What an `Apart` announced and warned of; its loop's clock can be turned."""
+    """What an `UnreachablePeers` announced and warned of; its loop's clock can be turned."""
 
     def __init__(self) -> None:
         self.announced: list[tuple[str, ...]] = []
         self.warnings: list[str] = []
-        self.apart = Apart(lambda apart: self.announced.append(apart), self.warnings.append)
+        self.apart = UnreachablePeers(lambda apart: self.announced.append(apart), self.warnings.append)
 
 
 def run(story: Callable[[Told, Callable[[float], Awaitable[None]]], Awaitable[Any]]) -> Told:
@@ -119,7 +118,7 @@ def test_a_neighbour_that_cannot_be_dialled_is_announced() -> None:
             raise RemoteError(peer, "no relay leads to it")
 
         patience = Patience(dial=0.01)
-        pipes = Pipes(networks.network(transport, reach), patience=patience, apart=told.apart)
+        pipes = PipelineStreams(networks.network(transport, reach), patience=patience, unreachable=told.apart)
         for round in (4, 5):
             with pytest.raises(NeighbourLost):
                 await pipes.neighbours(dataclasses.replace(PLAN, round=round), 0, 0, 0)

@@ -12,7 +12,7 @@ import pytest
 
 from peer.corpus.text import Text as AnyText
 from peer.node.inner_loop import StageInnerLoop
-from peer.node.orders import InnerLoop
+from peer.node.training import InnerLoop
 from protocol.ledger import standing
 from protocol.ledger.audits import Audits
 from protocol.planning import budget, memory

@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peer.chain.connect import Pipes
+from peer.chain.connect import PipelineStreams
 from peer.events import Emitter
 from peer.net.clock import Clock
 from peer.net.memory import MemoryNetwork
-from peer.node.audit import NoText
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.training import Training
-from peer.training.schedule import learning_rate
+from peer.training.optimizer import learning_rate
 from peer.training.trainer import StageTrainer
 from protocol.round.member_events import Event, Trained, TrainOrder
 from protocol.run import init, layout
@@ -25,6 +24,7 @@ from protocol.wire.commit import Commit
 from protocol.wire.decree import Schedule
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import machines, networks, tiny
+from tests.texts import NoText
 
 TRAIN = TrainSpec(inner_steps=2, micro_batches=1, rows=2, sequence=8, lr=1e-2, warmup_steps=0, total_steps=20)
 RUN = tiny.manifest(train=TRAIN)
@@ -62,7 +62,7 @@ def test_trainers_follow_the_newest_commit(decreed: Schedule | None, tmp_path: P
         machine = machines.machine(tmp_path, 10**9)
         transport = MemoryNetwork().transport("me")
 
-        pipes = Pipes(networks.network(transport))
+        pipes = PipelineStreams(networks.network(transport))
         loop = Loop(RUN, "me", machine, Text(), pipes, lambda **news: None, {}, emit)
         training = Training(RUN, "me", loop, emit, told.put_nowait, Clock())
         theta = {s: init.initial_shard(RUN.model, b"0", s) for s in layout.shard_names(RUN.model)}

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, models
 
 from peer import events
 from peer.events import Event
-from peer.node.audit import NoText
 from peer.node.evaluating import SAMPLE_IDS, Evaluator, Tools
 from peer.ui.lines import describe
 from peer.ui.metrics import exposition
@@ -41,6 +40,7 @@ from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
 from tests.rules import due as open_for
 from tests.rules import of_claims
+from tests.texts import NoText
 from tests.unit.test_leader import Driver
 from tests.watched import decided
 

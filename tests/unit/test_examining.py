@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer.node.audit import NoText
 from peer.node.examining import Case, Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
-from peer.node.orders import ChainOrders
+from peer.node.training import ChainOrders
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import Shards
 from protocol.identity import Identity
@@ -32,6 +31,7 @@ from protocol.wire.commit import Commit, Contribution, Share
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import machines, tiny
+from tests.texts import NoText
 
 SEQUENCES, LENGTH, VOCABULARY = 40_000, 16, 2048
 MODEL = dataclasses.replace(

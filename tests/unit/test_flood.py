@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from peer.chain.connect import Pipes
+from peer.chain.connect import PipelineStreams
 from peer.chain.frames import FORWARD, Head, NeighbourLost
 from peer.net.base import Timeout, Transport
 from peer.net.striped_stream import STRIPES
@@ -41,10 +41,10 @@ IN_DAEMON = 48 << 20
 """What both daemons and the sockets hold of a pipe, at most; also how much a daemon may grow."""
 
 
-async def _pipes(transport: Transport) -> Pipes:
+async def _pipes(transport: Transport) -> PipelineStreams:
     """A peer's pipes; whom it dials it knows from the DHT's connections."""
 
-    pipes = Pipes(networks.network(transport))
+    pipes = PipelineStreams(networks.network(transport))
     await transport.serve(endpoints.PIPE, lambda stream: pipes.serve(stream, 0))
     return pipes
 

@@ -14,11 +14,9 @@ import pytest
 
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk, Piece
-from peer.state.feedback_writer import FeedbackWriter
-from peer.state.giving import Giving
+from peer.state.handover import MOST_OF_A_GIVER, SILENT_SECONDS, Giving, Owner, Taking
 from peer.state.outer_optimizer import Outer
-from peer.state.storage import Shards, Storage
-from peer.state.taking import OF_A_GIVER, SILENT_SECONDS, Owner, Taking
+from peer.state.storage import FeedbackWriter, Shards, Storage
 from protocol.codec import sparse
 from protocol.round import handover as rules
 from protocol.run import layout
@@ -390,10 +388,10 @@ def test_givers_who_fall_silent_keep_no_places(tmp_path: Path) -> None:
             await taking.answer(giver, framing.pack_message(plain(handover)))
 
         for giver in ("x", "y", "z", "u", "v"):
-            for number in range(2 * OF_A_GIVER):
+            for number in range(2 * MOST_OF_A_GIVER):
                 await give(giver, number)
         await asyncio.sleep(0)
-        assert [fetched.count(giver) for giver in "xyzuv"] == [OF_A_GIVER] * 4 + [0], "all places are taken"
+        assert [fetched.count(giver) for giver in "xyzuv"] == [MOST_OF_A_GIVER] * 4 + [0], "all places are taken"
         await asyncio.sleep(SILENT_SECONDS + 1)
         await give("v", 0)
         await asyncio.sleep(0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from peer.chain import quantize
 from peer.training.model import Stage
-from peer.training.schedule import Pace, learning_rate
+from peer.training.optimizer import Pace, learning_rate
 from peer.training.trainer import COORDINATES, StageTrainer, mean_loss
 from protocol.codec import formats
 from protocol.errors import LocalError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from peer import events
-from peer.node.orders import Result
+from peer.node.training import Result
 from protocol.wire.announcement import Announcement, ChainReport, Means
 from protocol.wire.schema import extend
 from tests.volunteers import Noise, Swarm, manifest

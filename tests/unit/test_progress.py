@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from peer.chain.frames import BACKWARD, DONE, FORWARD, NORM, RESUME, TOTAL, Head, NeighbourLost
-from peer.chain.grad_norm import Total
+from peer.chain.grad_norm import StageProgress, Total
 from peer.chain.link import Liveness
-from peer.chain.progress import StageProgress
 from peer.net.base import Traffic
 from peer.net.flow import Flow
 from peer.net.stream import FrameStream

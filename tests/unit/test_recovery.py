@@ -17,8 +17,8 @@ import pytest
 from peer.log import replay
 from peer.net.base import Handler, Stream
 from peer.net.blobs import Blob, BlobServer
+from peer.state.handover import TAKEN
 from peer.state.storage import KEPT, Storage
-from peer.state.taking import TAKEN
 from protocol.codec.blob_hash import RANGE_BYTES
 from protocol.ledger import part_lists
 from protocol.planning import memory

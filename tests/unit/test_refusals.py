@@ -1,4 +1,4 @@
-"""A peer that nodes refuse ends by what the log says and enough of them say, never on the word of one (peer/node/refusals.py)."""
+"""A peer that nodes refuse ends by what the log says and enough of them say, never on the word of one (peer/node/sessions.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from peer.net.base import serve_calls
 from peer.net.clock import Clock
 from peer.net.memory import MemoryNetwork
-from peer.node.refusals import Refusals
+from peer.node.sessions import Refusals
 from protocol.errors import BannedError, ClosedError, LocalError, UsageError
 from protocol.ledger import access
 from protocol.run.manifest import AdmissionSpec, Manifest

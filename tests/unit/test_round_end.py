@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from peer.chain.stop_sign import StopSign
+from peer.chain.reading import StopSign
 from peer.events import Emitter
 from peer.net.clock import Clock
-from peer.node.audit import NoTraining
-from peer.node.orders import Result
-from peer.node.training import RoundEnd, Training
+from peer.node.training import InnerLoop, Result, RoundEnd, Training
 from protocol.round.member import Deadline
 from protocol.round.member_events import Event, Trained, TrainOrder
 from protocol.round.stragglers import GRACE_SHARE, OVERRUN
@@ -80,7 +78,7 @@ def test_when_the_time_is_over_already_the_step_under_way_is_the_last() -> None:
     assert end.is_set()
 
 
-class Stepping(NoTraining):
+class Stepping(InnerLoop):
     """An inner loop that does steps of a second on the test's clock."""
 
     def __init__(self, watch: Watch, before_step: Callable[[int], None]) -> None:

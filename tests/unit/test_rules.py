@@ -13,7 +13,7 @@ import pytest
 from peer import events
 from peer.log.reader import BadPayload
 from peer.log.replay import verify
-from peer.node.follower import Follower
+from peer.node.log_reader import Follower
 from protocol.identity import Identity
 from protocol.ledger import access, part_lists, rules, run_state
 from protocol.ledger.history import BadCommit, follow

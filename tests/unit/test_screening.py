@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from peer.chain import quantize, screening
-from peer.chain.activation_stats import Statistics
 from peer.chain.frames import BACKWARD, FORWARD, NeighbourLost
 from peer.chain.link import HEAD_START_S, LIVENESS
-from peer.chain.neighbours import Crossing, Neighbours
+from peer.chain.neighbours import BoundarySpec, Neighbours, Statistics
 from peer.chain.screening import LEAST_TOKENS, LEAST_WIDTH, MOST, NEW_FRAMES, NEW_ROUNDS, Place, Screen, Screens
 from peer.training.trainer import StageTrainer
 from protocol.errors import LocalError
@@ -370,7 +369,7 @@ def test_a_chain_names_the_one_that_lies_and_only_it(liar: int, lies: str, accus
 
 
 def test_a_stage_that_cannot_send_what_it_made_of_lies_names_the_liar() -> None:
-    crossing = Crossing(
+    crossing = BoundarySpec(
         form=torch.float32,
         shape=(1, 4, 16), wires={FORWARD: "int4", BACKWARD: "int4"}, micro_batches=1, most_depth=1, most_bytes=64,
         device=torch.device("cpu"),

@@ -21,12 +21,13 @@ import pytest
 import torch
 
 from peer import events
+from peer.node.examining import Comparison
 from peer.node.inner_loop import StageInnerLoop
-from peer.node.orders import ChainOrders
-from peer.training import again, device, group
-from peer.training import helper_messages as messages
+from peer.node.training import ChainOrders
+from peer.training import device
+from peer.training import device_group as group
 from peer.training.device import Hardware
-from peer.training.schedule import Pace
+from peer.training.optimizer import Pace
 from peer.training.several_devices import GIVE_UP, Patience, SeveralDevicesTrainer, shares
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
@@ -188,7 +189,7 @@ def test_the_first_gradients_differ_by_rounding_only(make: Make) -> None:
         for micro, part in enumerate(torch.tensor(ids_of(1, SPEC, train)).reshape(5, train.rows, -1)):
             trainer.forward(micro, part)
             trainer.backward(micro)
-        found.append([gradient.clone() for gradient in trainer.gradient_sums()])
+        found.append([gradient.clone() for gradient in trainer.stage.make_gradients()])
     for a, b in zip(*found, strict=True):
         assert relative(b, a) < 1e-6
     assert any(not torch.equal(a, b) for a, b in zip(*found, strict=True)), "they were added up in another order"
@@ -389,10 +390,10 @@ def test_nothing_listens_but_on_loopback_and_nothing_is_left_on_disk(make: Make,
 
 STRANGER = """
 import sys, torch
-from peer.training import group
-from peer.training.helper_messages import Seat
-group.join(Seat(sys.argv[1], 1, 2, (1, int(sys.argv[2])), 60.0), torch.device("cpu"))
-group.leave()
+from peer.training import device_group as group
+from peer.training.device_group import Join
+group.join_group(Join(sys.argv[1], 1, 2, (1, int(sys.argv[2])), 60.0), torch.device("cpu"))
+group.leave_group()
 """
 
 
@@ -400,14 +401,14 @@ group.leave()
 def test_a_stranger_in_the_group_is_found_before_anything_is_exchanged(tmp_path: Path, shown: int) -> None:
     """Who shows the secret 2 is the helper."""
     other = subprocess.Popen([sys.executable, "-c", STRANGER, str(tmp_path), str(shown)], stderr=subprocess.DEVNULL)
-    seat = messages.Seat(str(tmp_path), 0, 2, (1, 2), 60.0)
+    seat = group.Join(str(tmp_path), 0, 2, (1, 2), 60.0)
     with other:
         if shown == 2:
-            group.join(seat, torch.device("cpu"))
-            group.leave()
+            group.join_group(seat, torch.device("cpu"))
+            group.leave_group()
         else:
             with pytest.raises(RuntimeError, match="stranger"):
-                group.join(seat, torch.device("cpu"))
+                group.join_group(seat, torch.device("cpu"))
         assert other.wait(DEADLINE) == 0
 
 
@@ -485,7 +486,7 @@ def test_an_audit_of_a_peer_with_two_devices_agrees(tmp_path: Path) -> None:
         payloads = examining.decided(2, start)[3]
         agreements = []
         for source in (loop, learned):
-            compared = again.Comparison(5)
+            compared = Comparison(5)
             for shard in examining.SHARDS:
                 outer = examining.Outer(run.model, run.outer.codec, run.outer.beta, run.outer.eta)
                 outer.accumulate(shard, source.displacement(shard))
@@ -495,7 +496,7 @@ def test_an_audit_of_a_peer_with_two_devices_agrees(tmp_path: Path) -> None:
                 compared.add(updates, learned.delta(shard), plain.delta(shard))
             agreements.append(compared.agreement)
         assert agreements[0] == pytest.approx(agreements[1], rel=0.02)
-        assert agreements[0] > examining.audits.LEAST
+        assert agreements[0] > examining.audits.LEAST_AGREEMENT
         for shard in examining.SHARDS:
             for a, (kept, local) in zip(learned.delta(shard), loop.displacement(shard), strict=True):
                 found = kept if local is None else kept - local

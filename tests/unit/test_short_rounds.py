@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from peer.chain.connect import Pipes
+from peer.chain.connect import PipelineStreams
 from peer.events import Emitter, Warning
 from peer.net.clock import Clock
 from peer.net.memory import MemoryNetwork
-from peer.node.audit import NoText
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.training import Training
 from peer.training.trainer import StageTrainer
@@ -25,6 +24,7 @@ from protocol.run.manifest import TrainSpec
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import machines, networks, tiny
+from tests.texts import NoText
 
 TRAIN = TrainSpec(inner_steps=4, micro_batches=2, rows=4, sequence=8, lr=1e-2, warmup_steps=0, total_steps=40)
 RUN = tiny.manifest(train=TRAIN)
@@ -75,7 +75,7 @@ def a_round(
         machine = machines.machine(folder, OFFERED)
         transport = MemoryNetwork().transport("me")
 
-        pipes = Pipes(networks.network(transport))
+        pipes = PipelineStreams(networks.network(transport))
         loop = Loop(RUN, "me", machine, Text(), pipes, lambda **news: said.update(news), {}, emit)
         training = Training(RUN, "me", loop, emit, told.put_nowait, Clock())
         theta = {s: init.initial_shard(RUN.model, b"0", s) for s in layout.shard_names(RUN.model)}
@@ -127,10 +127,10 @@ def test_where_not_even_a_row_fits_the_steps_before_count_and_less_is_offered(tm
 def test_a_bug_ends_the_round_and_is_told(tmp_path: Path) -> None:
     """Whoever kept silent about it would be waited for until the round's deadline."""
 
-    def rest(self: StageTrainer) -> None:
+    def end_round(self: StageTrainer) -> None:
         raise TypeError("missing an argument\nand more")
 
-    heard, _, _, _ = a_round(tmp_path, room=TRAIN.rows, rest=rest)
+    heard, _, _, _ = a_round(tmp_path, room=TRAIN.rows, end_round=end_round)
     assert isinstance(heard, Failed)
     assert heard.reason == "training: TypeError: missing an argument; this is a bug"
 

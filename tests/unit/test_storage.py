@@ -13,8 +13,7 @@ from safetensors.numpy import load_file
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
 from peer.state import tensor_file
-from peer.state.feedback_writer import FeedbackWriter
-from peer.state.storage import Checkpoint, Storage
+from peer.state.storage import Checkpoint, FeedbackWriter, Storage
 from protocol.ledger import retention
 from protocol.run import layout
 from protocol.wire.commit import Part

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from peer import events
+from peer.chain import reading
 from peer.cli.data import tokenizer_file
 from peer.corpus.reader import CHUNKS, CorpusReader
 from peer.corpus.text import LocalText, check, open_corpus
 from peer.corpus.tokenizer import load_tokenizer
 from peer.net.disk import LocalDisk
-from peer.node import round_text
-from peer.node.audit import NoText
 from protocol.errors import UsageError
 from protocol.run import corpus
 from protocol.run import corpus as corpora
@@ -27,7 +26,7 @@ from protocol.run.manifest import DataSpec, Manifest, TokenizerSpec
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import tiny
-from tests.texts import write_corpus
+from tests.texts import NoText, write_corpus
 
 COUNT = 50
 
@@ -43,7 +42,7 @@ def test_an_inner_step_reads_what_seed_slots_and_corpus_say(step: int, tmp_path:
     run = run_of(index.digest)
     work = Work(slot=COUNT - 7, steps=3, micro_batches=3)  # 3 micro-batches of 1 row
     text = LocalText(open_corpus(tmp_path / "corpus", LocalDisk(), run), run.seed_bytes)
-    found = asyncio.run(round_text.reader(run, text, work, 11, lambda body: None)(10 + step))
+    found = asyncio.run(reading.reader(run, text, work, 11, lambda body: None)(10 + step))
     numbers: list[int] = []
     for slot in range(COUNT - 7 + 3 * (step - 1), COUNT - 7 + 3 * step):
         (one,) = corpus.sequences(run.seed_bytes, COUNT, range(slot, slot + 1))
@@ -59,7 +58,7 @@ def test_an_id_that_the_model_has_not_is_not_trained_on() -> None:
         async def sequences(self, slots: range) -> np.ndarray:
             return np.array([[3, 16, 0]])
 
-    read = round_text.reader(tiny.manifest(), Wild(), Work(), 1, lambda body: None)
+    read = reading.reader(tiny.manifest(), Wild(), Work(), 1, lambda body: None)
     with pytest.raises(
         UsageError, match=r"^corpus 000000000000…: has an id outside the vocabulary of 16; the operator"
     ):
@@ -156,7 +155,7 @@ def commit(round: int, plan: Plan | None) -> Commit:
 
 def test_a_plan_says_what_will_be_read_as_soon_as_it_is_known() -> None:
     seen: list[Sequence[range]] = []
-    ahead = round_text.TextAhead(tiny.manifest(), "me", seen.append)
+    ahead = reading.TextAhead(tiny.manifest(), "me", seen.append)
     stages = (StageSpec(peer="me", first=0, last=1), StageSpec(peer="b", first=1, last=4))
     mine = ReplicaSpec(number=3, stages=stages, work=Work(slot=10, steps=4, micro_batches=2))
     other = ReplicaSpec(number=1, stages=(StageSpec(peer="c", first=0, last=4),), work=Work(slot=99, steps=9))
@@ -181,7 +180,7 @@ def test_why_a_round_ends_early_is_told_but_not_why_one_is_sat_out() -> None:
             raise UsageError("text: gone")
 
     told: list[events.Body] = []
-    read = round_text.reader(tiny.manifest(), Gone(), Work(), 5, told.append)
+    read = reading.reader(tiny.manifest(), Gone(), Work(), 5, told.append)
     for step in (5, 6):
         with pytest.raises(UsageError, match="text: gone"):
             asyncio.run(read(step))

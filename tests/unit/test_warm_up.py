@@ -12,10 +12,9 @@ import pytest
 
 from peer.events import Emitter, Event
 from peer.net import directory
-from peer.node.warm_up import WarmUp
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
-from peer.state.recovery import Recovery
+from peer.state.recovery import Recovery, WarmUp
 from peer.state.storage import Shards, Storage
 from protocol.errors import UsageError
 from protocol.identity import Identity
