@@ -13,52 +13,53 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from bootstrap import told
 from bootstrap.archive import Archive
-from bootstrap.bandwidth import Bandwidth
-from bootstrap.calls import Calls
-from bootstrap.decrees import Decrees
-from bootstrap.doorman import Doorman
-from bootstrap.fairness import Fairness
-from bootstrap.inbox import Inbox
-from bootstrap.latest_job import LatestJob, wanted
-from bootstrap.links import Links
-from bootstrap.news import News
-from bootstrap.operators import Dismissed, Operators
+from bootstrap.background_jobs import Fairness, LatestJob, wanted
+from bootstrap.calls import Calls, Decrees
+from bootstrap.operators import Dismissed, Links, Operators
 from bootstrap.payloads import Payloads
 from bootstrap.roster import Heard
-from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
+from bootstrap.sessions import OUTBOX, Doorman, News, Session, Sessions, unexpected
 from peer import events
-from peer.net.base import Transport
+from peer.net.bandwidth import BandwidthServer
+from peer.net.base import Clock, Transport
 from peer.net.blobs import NODE_COPIES, BlobServer
-from peer.net.clock import Clock
-from peer.net.dial_back import DialBack
 from peer.net.directory import Directory
 from peer.net.latency import Latency
+from peer.net.reach import DialBack
+from peer.net.relay import RelayServer
 from peer.net.token_bucket import TokenBucket
 from protocol import identity as identities
 from protocol.errors import LocalError, RemoteError, shown
 from protocol.identity import Identity, short_peer
 from protocol.ledger import access, admission, claims, ranges
+from protocol.ledger.audits import Audits
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
 from protocol.quorum import paxos_events
 from protocol.quorum.paxos import Quorum
+from protocol.quorum.paxos_events import Refused, Skipped
 from protocol.round import fairness, leader_events, presence
 from protocol.round.judging import Case
 from protocol.round.leader import Leader
+from protocol.round.leader_events import Moved, Report, Resting
+from protocol.round.quarrels import Quarrel
 from protocol.round.questions import Question
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import NODE_DEVICE, Announcement
 from protocol.wire.audit import Audit
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Part, Record
+from protocol.wire.commit import Commit, Part, Record
 from protocol.wire.decree import Motion
 from protocol.wire.encoding import Message
 from protocol.wire.evaluation import Evaluation
@@ -78,6 +79,53 @@ from protocol.wire.session import (
     Offered,
     Withdraw,
 )
+
+log = logging.getLogger("potluck.node")
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Entry(Generic[T]):
+    """One event; `done` is set when it was dealt with, where somebody waits for that."""
+
+    event: T
+    done: asyncio.Future[None] | None = None
+
+    def finish(self, error: Exception | None = None) -> None:
+        """It was dealt with, or that failed."""
+        waits = self.done is not None and not self.done.done()
+        if error is not None and not waits:
+            log.error("a message could not be dealt with, and its sender is gone", exc_info=error)
+        elif self.done is not None and waits:
+            self.done.set_result(None) if error is None else self.done.set_exception(error)
+
+
+class Inbox(Generic[T]):
+    """`patience`: seconds that somebody waits for what he handed in, at most."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._entries: asyncio.Queue[Entry[T]] = asyncio.Queue()
+
+    def put(self, event: T) -> None:
+        """For what happens here, and for what was asked for."""
+        self._entries.put_nowait(Entry(event))
+
+    async def hand_in(self, event: T) -> None:
+        """For what others say. Raises what dealing with it raised."""
+        entry = Entry(event, asyncio.get_running_loop().create_future())
+        self._entries.put_nowait(entry)
+        assert entry.done is not None
+        done, _ = await asyncio.wait({entry.done}, timeout=self._patience)
+        if done:
+            entry.done.result()
+        else:
+            entry.done.cancel()
+
+    async def get(self) -> Entry[T]:
+        """The next one."""
+        return await self._entries.get()
+
 
 POLL_SECONDS = 1.0
 PLAN_PAUSE_SECONDS, JUDGE_PAUSE_SECONDS = 5.0, 1.0
@@ -122,7 +170,7 @@ class BootstrapNode:
             self._clock,
             lambda addresses: emit(events.listening(manifest.run_id, addresses)),
         )
-        transport.guests.follow(told.refusing(emit, self._directory))
+        transport.guests.follow(refusing(emit, self._directory))
         self._events = Inbox[leader_events.Event | paxos_events.Event](manifest.timing.heartbeat)
         self._operators = Operators(self._directory, transport, archive, initial_peers, lambda: self.quorum, self._told)
         self._links = Links(transport, self._directory, self._vote, self._operators.knocks)
@@ -186,7 +234,7 @@ class BootstrapNode:
         await Calls(self.archive, self.roster).serve(self._transport)
         await self.decrees.serve(self._transport)
         await self._latency.serve()
-        await Bandwidth(self._clock).serve(self._transport)
+        await BandwidthServer(self._clock).serve(self._transport)
         await DialBack(self._transport, self._clock).serve()
         named = {endpoints.MANIFEST_NAME: self.manifest.to_bytes()}
         if self.archive.tokenizer is not None:
@@ -362,7 +410,7 @@ class BootstrapNode:
         if known != candidate:
             self._ready[peer] = candidate
             self._events.put(leader_events.Ready(candidate))
-            if told.is_news(known, candidate):
+            if is_news(known, candidate):
                 self._emit(extend(events.Ready, announcement))
 
     # --- the machines
@@ -416,7 +464,7 @@ class BootstrapNode:
                 case leader_events.Done(round):
                     self._finish(round)
                 case _:
-                    self._emit(told.of_round(effect))
+                    self._emit(of_round(effect))
 
     async def _tell_quorum(self, event: paxos_events.Event) -> list[leader_events.Event | paxos_events.Event]:
         following: list[leader_events.Event | paxos_events.Event] = []
@@ -441,7 +489,7 @@ class BootstrapNode:
                 case paxos_events.Judge(peer, commit):
                     self._fairness.ask(peer, commit)
                 case paxos_events.Refused() | paxos_events.Skipped():
-                    self._emit(told.against(effect))
+                    self._emit(against(effect))
                 case paxos_events.Append(record):
                     await asyncio.to_thread(self.archive.append, record)
                     following.append(paxos_events.Appended(record))
@@ -461,7 +509,7 @@ class BootstrapNode:
         if record.commit.plan is not None:
             self._directory.planned(record.commit.plan)
         self._emit(extend(events.Commit, record.commit))
-        for warning in told.found(self.leader.standing.audits, record.commit):
+        for warning in found(self.leader.standing.audits, record.commit):
             self._emit(warning)
         self._fairness.decided(record.commit)
         self._stays.begin(self._ready)
@@ -469,7 +517,7 @@ class BootstrapNode:
         self._payloads.complete([record.commit])
 
     def _finish(self, round: int) -> None:
-        self._emit(told.finished(self.manifest.model, round, self.leader.attestations.majority(round)))
+        self._emit(finished(self.manifest.model, round, self.leader.attestations.majority(round)))
         self._finished = Finished(round=round)
         self._sessions.post_all(encoding.encode(self._finished))
 
@@ -477,7 +525,7 @@ class BootstrapNode:
         self._stalled = bool(missing)
         if missing and not self._operators.is_named:
             return  # it waits for something else, and says so (bootstrap/operators.py)
-        self._emit(told.stalled(len(self.quorum.members), missing, self.quorum.round))
+        self._emit(stalled(len(self.quorum.members), missing, self.quorum.round))
 
     # --- payloads
 
@@ -504,8 +552,129 @@ class BootstrapNode:
         self._events.put(leader_events.Held(root))
 
     def _tell_offered(self, offered: Offered) -> None:
-        peers = told.in_turn(self._sessions.open, self._ready)
+        peers = in_turn(self._sessions.open, self._ready)
         self._sessions.post((p for p in peers if not self._sessions.open[p].is_crowded), offered)
 
     def _refused(self, peer: str, withdraw: Withdraw) -> None:
         self._events.put(leader_events.Received(peer, withdraw))
+
+
+def finished(model: ModelSpec, round: int, final: Mapping[str, str]) -> events.RunFinished:
+    """The run is over; `final`: what most have attested."""
+    whole = set(layout.shard_names(model)) <= set(final)
+    return events.RunFinished(round=round, state_digest=layout.state_digest(model, final) if whole else None)
+
+
+def stalled(members: int, missing: tuple[str, ...], round: int) -> events.Warning:
+    """Too few nodes of the quorum give signs of life; or enough do again, where none is `missing`."""
+    if not missing:
+        return events.Warning(text=f"quorum: enough of the {members} bootstrap nodes are back; round {round} goes on")
+    names = ", ".join(short_peer(m) for m in missing)
+    return events.Warning(
+        text=f"quorum: {members - len(missing)} of {members} bootstrap nodes give signs of life (none: {names});"
+        f" round {round} waits, start one of them again"
+    )
+
+
+def against(effect: Refused | Skipped) -> events.Unfair | events.Warning:
+    """What another node did that leads no more: it asked for votes for what it may not propose, or for what differs from what is seen
+    here; or it let a round wait."""
+    who = f"node {short_peer(effect.peer)}"
+    if isinstance(effect, Skipped):
+        return events.Warning(text=f"{who}: it leads and does not decide round {effect.round}; another node leads")
+    if effect.unfair.accuses:
+        return events.Unfair(peer=effect.peer, round=effect.round, reason=effect.unfair.reason)
+    return events.Warning(
+        text=f"{who}: its commit of round {effect.round} {effect.unfair.reason}; another node leads this round"
+    )
+
+
+def of_round(
+    effect: Report | Moved | Resting | Quarrel,
+) -> events.Diverged | events.Moved | events.Warning | events.Quarrel:
+    """A peer has other bits; blocks go from one stage of a chain to another; a peer is planned more rarely, since it does not do what it
+    is planned for, or since its work was scored badly; a chain's member says that its neighbour lies."""
+    match effect:
+        case Report(round, peer, shard):
+            return events.Diverged(peer=peer, round=round, shard=shard)
+        case Moved(round, replica, before, after, reason):
+            was, now = before.blocks, after.blocks
+            return events.Moved(round=round, replica=replica, peers=after.peers, before=was, after=now, reason=reason)
+        case Resting(peer, until, scored):
+            what = "it is planned again and again and brings nothing that counts"
+            what = "its work does not make the model better, as those found who scored it" if scored else what
+            return events.Warning(text=f"peer {short_peer(peer)}: {what}; it is in no plan up to round {until}")
+        case Quarrel(accuser, accused, reason, out):
+            return events.Quarrel(accuser=accuser, accused=accused, reason=reason, out=out)
+
+
+def found(audits: Audits, commit: Commit) -> Iterable[events.Warning]:
+    """What the audits of a commit say against whom; `audits`: before it."""
+    for x in audits.found(commit):
+        what = f"its work of round {x.round} is not what it says, as two found who trained it again"
+        if x.examined:
+            what = f"it trained work of round {x.round} again and found what two others did not find"
+        yield events.Warning(text=f"peer {short_peer(x.peer)}: {what}")
+
+
+def refusing(emit: events.Emit, directory: Directory) -> Callable[[events.Refused], None]:
+    """Tells whom this node refuses: the operator here, and whoever monitors the run that there was somebody."""
+
+    def tell(refused: events.Refused) -> None:
+        emit(refused)
+        directory.update(refused=directory.announcement.refused + 1)
+
+    return tell
+
+
+def is_news(known: Candidate | None, candidate: Candidate) -> bool:
+    """Whether a peer offers something else than what was `known`, besides what is measured again and again."""
+    if known is None:
+        return True
+    measured = {name: getattr(known, name) for name in ("speed_flops", "coordinates", "presence")}
+    return known != dataclasses.replace(candidate, **measured)
+
+
+def in_turn(peers: Iterable[str], ready: Mapping[str, Candidate]) -> list[str]:
+    """Whom something is told first: strong uplinks, since who asks first passes a payload on to the others."""
+    found = list(peers)
+    random.shuffle(found)
+    return sorted(found, key=lambda p: -ready[p].up_bps if p in ready else 0)
+
+
+RELAYED_SECONDS = 60.0
+"""How often it is told what was relayed, while something is."""
+
+
+async def serve_bootstrap(node: BootstrapNode, transport: Transport, emit: events.Emit, relay_bps: int = 0) -> None:
+    """Runs until it is cancelled. `relay_bps`: bits a second that it relays, at most. Raises UsageError when the disk refuses."""
+    emit(events.listening(node.manifest.run_id, transport.addresses))
+    if not relay_bps:
+        return await node.run()
+    relay = RelayServer(transport, relay_bps, node.has_session)
+    await relay.serve()
+    telling = asyncio.create_task(_tell(relay, emit))
+    try:
+        await node.run()
+    finally:
+        telling.cancel()
+        relay.close()
+
+
+async def _tell(relay: RelayServer, emit: events.Emit) -> None:
+    """Tells now and then what was relayed. Never returns."""
+    told = (0, 0)
+    while True:
+        await asyncio.sleep(RELAYED_SECONDS)
+        if relay.passed != told[0] or (
+            relay.refused and not told[1]
+        ):  # those who go on asking are not worth a line each time
+            emit(
+                events.Relayed(
+                    circuits=relay.circuits,
+                    bytes=relay.passed,
+                    refused=relay.refused,
+                    bps=8 * (relay.passed - told[0]) / RELAYED_SECONDS,
+                )
+            )
+            told = relay.passed, relay.refused

@@ -9,22 +9,68 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Awaitable, Callable, Container, Iterable
 from dataclasses import dataclass, field
 
-from bootstrap.doorman import Doorman
-from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Stream, Transport, answer
-from peer.net.clock import Clock
+from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Clock, Stream, Transport, answer
 from peer.net.token_bucket import Rate, TokenBucket
 from protocol.errors import RemoteError, apart, shown
 from protocol.identity import short_peer
-from protocol.ledger import part_lists
+from protocol.ledger import access, part_lists
 from protocol.ledger.ranges import range_of
+from protocol.round.leader import Leader
+from protocol.round.leader_events import Knock
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.announcement import VERSION
+from protocol.wire.commit import Share
 from protocol.wire.encoding import Message
-from protocol.wire.session import Hello, NotAdmitted
+from protocol.wire.invitation import Joined
+from protocol.wire.session import Hello, NotAdmitted, Offered
+
+WAITS = "it is invited, and comes in with the next commit"
+TOO_MANY = "it is invited, but too many wait to come in; it asks again"
+
+
+class Doorman:
+    """Looks into the `leader`'s machine; `hand_in(event)` gives it an event, and is awaited."""
+
+    def __init__(self, leader: Leader, hand_in: Callable[[Knock], Awaitable[None]], clock: Clock) -> None:
+        self._leader = leader
+        self._hand_in = hand_in
+        self._clock = clock
+
+    def why_not(self, peer: str) -> str | None:
+        """Why it may not take part now. The auditor beside this node always may: it belongs to its operator, and trains nothing."""
+        return None if peer in self._leader.witnesses.auditors else self._leader.access.why_not(peer)
+
+    def crowded(self, peer: str, others: Iterable[str]) -> NotAdmitted | None:
+        """What `peer` is told where as many strangers as may be have a session, of the `others` from its range of addresses; None: it has
+        one, too."""
+        standing = self._leader.standing
+        most = standing.limits.range_sessions
+        if not most or standing.is_exempt(peer):
+            return None
+        if sum(not standing.is_exempt(other) for other in others) < most:
+            return None
+        reason = f"{most} others from its range of addresses take part, which is all that may; it asks again, or an operator admits it"
+        return NotAdmitted(reason=reason, waits=True)
+
+    async def welcome(self, peer: str, joining: Joined | None) -> NotAdmitted | None:
+        """What `peer` is told that wants a session and shows this; None: it has one."""
+        if self.why_not(peer) is None:
+            return None
+        leader, time = self._leader, self._clock.wall()
+        refused = access.why_kept_out(leader.manifest, leader.access, leader.head, peer, joining, time)
+        if refused is not None:
+            return NotAdmitted(reason=refused)
+        assert joining is not None, "it lets in whom nothing else does"
+        if not self._leader.guests.has_place(joining, self._clock.steady()):
+            return NotAdmitted(reason=TOO_MANY, waits=True)
+        await self._hand_in(Knock(joining))
+        return NotAdmitted(reason=WAITS, waits=True)
+
 
 LONGEST_HELLO = 2048
 """Bytes of one with the longest invitation."""
@@ -210,3 +256,42 @@ class Sessions:
 def unexpected(peer: str, where: str, message: object) -> encoding.MessageError:
     """For a message that has no place `where` it came."""
     return encoding.MessageError(peer, f"{where} of {short_peer(peer)}: unexpected {type(message).__name__}")
+
+
+PAUSE_SECONDS = 0.005
+"""For each session; to send one message to one takes about 50 microseconds."""
+MOST_SHARES = 4096
+"""Of one message."""
+
+
+class News:
+    """`tell` sends a message to everybody, `sessions` says how many those are."""
+
+    def __init__(self, tell: Callable[[Offered], None], sessions: Callable[[], int]) -> None:
+        self._tell = tell
+        self._sessions = sessions
+        self._waiting: deque[tuple[int, Share]] = deque()
+        self._something = asyncio.Event()
+
+    def add(self, round: int, share: Share) -> None:
+        """All of this share, which was offered to `round`, is here."""
+        self._waiting.append((round, share))
+        self._something.set()
+
+    async def run(self) -> None:
+        """Tells what is added. Never returns."""
+        while True:
+            await self._something.wait()
+            self._something.clear()
+            for message in self._messages():
+                self._tell(message)
+                await asyncio.sleep(PAUSE_SECONDS * self._sessions())
+
+    def _messages(self) -> list[Offered]:
+        rounds: dict[int, list[Share]] = {}
+        for _ in range(min(MOST_SHARES, len(self._waiting))):
+            round, share = self._waiting.popleft()
+            rounds.setdefault(round, []).append(share)
+        if self._waiting:
+            self._something.set()
+        return [Offered(round=round, shares=tuple(shares)) for round, shares in rounds.items()]

@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bootstrap.text import ServedText
+from bootstrap.archive import ServedText
 from peer import events
-from peer.corpus.chunks import ChunkWriter
-from peer.corpus.fetched import FetchedText
+from peer.corpus.fetched import Access, FetchedText, Patience, open_text
 from peer.corpus.mirrors import Mirrors
-from peer.corpus.open_text import Access, open_text
-from peer.corpus.range_fetcher import Patience
+from peer.corpus.records import ChunkWriter
 from peer.net import p2p
 from peer.net.base import Stream, Transport
 from peer.net.blobs import BlobServer, BlobStore

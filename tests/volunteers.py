@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bootstrap.archive import Archive
-from bootstrap.node import BootstrapNode
-from bootstrap.service import serve_bootstrap
+from bootstrap.node import BootstrapNode, serve_bootstrap
 from peer.chain.stop_sign import StopSign
 from peer.corpus.text import Text
 from peer.events import Emitter, Event

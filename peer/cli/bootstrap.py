@@ -19,7 +19,7 @@ from peer.cli.auditing import audit_beside, auditor
 from peer.cli.options import Announce, Dir, Host, Json, LogFile, Port, with_options
 from peer.events import Emitter
 from peer.log import reader
-from peer.net import descriptors, keyfile
+from peer.net import keyfile, processes
 from peer.net.address import parse, peers_of
 from peer.net.base import Transport
 from peer.net.disk import LocalDisk
@@ -45,7 +45,7 @@ from protocol.run.manifest import Manifest
 
 if TYPE_CHECKING:
     from bootstrap.archive import Archive
-    from peer.corpus.reader import CorpusReader
+    from peer.corpus.text import CorpusReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,8 +169,7 @@ def _remembering(emit: events.Emit, folder: Path, manifest: Manifest) -> events.
 async def serve(read: Callable[[], NodeConfig]) -> None:
     """`potluck bootstrap`."""
     from bootstrap.archive import Archive
-    from bootstrap.node import BootstrapNode
-    from bootstrap.service import serve_bootstrap
+    from bootstrap.node import BootstrapNode, serve_bootstrap
     from peer.corpus.tokenizer import check_document_end
     from protocol.round.questions import Question
 
@@ -192,7 +191,7 @@ async def serve(read: Callable[[], NodeConfig]) -> None:
                 " corpus, which has it; or --initial-peer with the address of a node that has it"
             )
         emit = _remembering(Emitter("bootstrap", sink(config.json)), folder, manifest)
-        if (too_low := descriptors.raise_limit()) is not None:
+        if (too_low := processes.raise_file_limit()) is not None:
             emit(events.Warning(text=too_low))
         if not archive.records and (odd := schedule.misfit(manifest)) is not None:
             emit(events.Warning(text=odd))

@@ -89,7 +89,7 @@ def tokenizer_file(name: str) -> bytes:
 
 def _show(folder: Path, say: Callable[[str], None]) -> None:
     """`potluck data show`. Raises UsageError."""
-    from peer.corpus.reader import CorpusReader
+    from peer.corpus.text import CorpusReader
     from peer.corpus.tokenizer import load_tokenizer
     from peer.net.disk import LocalDisk
 

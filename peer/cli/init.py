@@ -194,7 +194,7 @@ async def _init(options: InitOptions, say: Callable[[str], None]) -> None:
 
 
 def _index(folder: Path) -> CorpusIndex:
-    from peer.corpus.reader import CorpusReader
+    from peer.corpus.text import CorpusReader
 
     reader = CorpusReader(folder, LocalDisk())
     reader.require_whole(f"--corpus {folder}")
@@ -230,7 +230,7 @@ async def _build(options: InitOptions, preset: Preset, folder: Path, say: Callab
 async def _tokenizer(folder: Path, found: tuple[Source, ...], preset: Preset, say: Callable[[str], None]) -> bytes:
     """The tokenizer that was made for this text; it is made if it is not there. Raises UsageError."""
     from peer.corpus.tokenizer import parse_tokenizer, vocabulary
-    from peer.corpus.training import train_tokenizer
+    from peer.corpus.tokenizing import train_tokenizer
 
     path, disk = folder / TOKENIZER, LocalDisk()
     if not path.exists():

@@ -17,12 +17,11 @@ from peer.cli import own_folder, running
 from peer.cli.options import Announce, Devices, Dir, Host, Json, LogFile, Port, with_options
 from peer.cli.pauses import Look, Pauses, by_hours, while_busy
 from peer.events import Emitter
-from peer.net import bandwidth, descriptors, keyfile, known_line
-from peer.net.base import Transport, TransportLost
-from peer.net.clock import Clock
+from peer.net import bandwidth, keyfile, line, processes
+from peer.net.address import interface_hosts
+from peer.net.base import Clock, Transport, TransportLost
 from peer.net.disk import LocalDisk
 from peer.net.line import Downlink, measured_downlink
-from peer.net.own_addresses import interface_hosts
 from peer.node import hours as daily
 from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door, manifest_again, manifest_of, parse_run, read_announced
@@ -209,7 +208,7 @@ async def join(read: Callable[[], JoinConfig], factories: Factories | None = Non
     clock = Clock() if factories is None else factories.clock
     storage = Storage(folder, config.store_bytes)
     try:
-        if (too_low := descriptors.raise_limit()) is not None:
+        if (too_low := processes.raise_file_limit()) is not None:
             warn(too_low)
         async with running.shown_alive(folder):
             await Pauses(_looks(config, clock), emit, freed=devices_here.free).between(take_part)
@@ -227,7 +226,7 @@ def _hardware(config: JoinConfig) -> Hardware:
 async def _measured(transport: Transport, manifest: Manifest, folder: Path) -> Downlink | None:
     """Our downlink, where the peer in `folder` does not know it from before."""
     clock = Clock()
-    if known_line.read(LocalDisk(), folder, interface_hosts(), clock.wall()).down_bps is not None:
+    if line.read(LocalDisk(), folder, interface_hosts(), clock.wall()).down_bps is not None:
         return None
     most = bandwidth.worth(4 * layout.total_parameters(manifest.model))
     return await measured_downlink(transport, manifest.operators, clock, most)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from peer import events
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.node.hours import Hours
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@
     OUT/chunks/<name>        the chunks
     OUT/tokenizer.json       the tokenizer
     OUT/report.json          what was read of each file, and what was left out
-    OUT/building/            while it is being built: what was asked for, and the spills (peer/corpus/spills.py)
+    OUT/building/            while it is being built: what was asked for, and the spills (peer/corpus/records.py)
 
 The source is read once. All cores tokenize it, its documents are cut into records, and the records sorted by their keys in an
 external merge sort (Knuth, volume 3, section 5.4): at most `most_ids` ids are held in memory, whatever the source's size, and on
@@ -14,29 +14,96 @@ disk, until the build is done, all ids twice. A build that was killed goes on be
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from peer.corpus import records, report, sources, spills
-from peer.corpus.chunks import ChunkWriter, write_all
-from peer.corpus.documents import Reading, Unit
-from peer.corpus.records import Counts, Cutter, Records
-from peer.corpus.sources import Source
-from peer.corpus.spills import Position, Spill
+from peer.corpus import records, sources
+from peer.corpus.records import (
+    ChunkWriter,
+    Counts,
+    Cutter,
+    FileCounts,
+    Position,
+    Records,
+    Spill,
+    find_spills,
+    merge_spills,
+    write_all,
+    write_spill,
+)
+from peer.corpus.sources import Reading, Source, Unit
 from peer.corpus.tokenizer import end_of_text, parse_tokenizer, specials, vocabulary
 from peer.corpus.tokenizing import Pool
 from peer.net.disk import Disk, disk_error
 from protocol.errors import LocalError, UsageError
 from protocol.run import corpus
 from protocol.run.corpus import CHUNKS, INDEX, TOKENIZER, CorpusIndex
+
+REPORT = "report.json"
+"""In a corpus's folder: the whole of it. Its digest does not follow from this."""
+SHOWN = 20
+"""So many files are named on the screen."""
+_KINDS = {
+    "text": "text, one document",
+    "jsonl": "JSON lines",
+    "json": "JSON",
+    "csv": "CSV",
+    "tsv": "TSV",
+    "parquet": "Parquet",
+    "arrow": "Arrow",
+}
+
+
+def planned(sources: Sequence[Source], reading: Reading) -> Iterator[str]:
+    """What will be read, and what is left out."""
+    files = [file for source in sources for file in source.files]
+    for file in files[:SHOWN]:
+        packed = f" in {file.compression}" if file.compression else ""
+        rows = "" if file.format == "text" else f", a document a row, column {reading.column} (string)"
+        yield f"reads {file}: {_KINDS[file.format]}{packed}{rows}; {file.size_bytes:,} bytes"
+    if len(files) > SHOWN:
+        yield f"reads {len(files) - SHOWN:,} more files: all are in {REPORT}"
+    out = [left for source in sources for left in source.left_out]
+    yield from (f"leaves out {left}" for left in out[:SHOWN])
+    if len(out) > SHOWN:
+        yield f"leaves out {len(out) - SHOWN:,} more: all are in {REPORT}"
+
+
+def counted(counts: dict[str, FileCounts]) -> Iterator[str]:
+    """What was read of each file; those of which rows were left out come first."""
+    order = sorted(counts.items(), key=lambda item: item[1].left_out == 0)
+    for name, found in order[:SHOWN]:
+        empty = f", {found.without_text:,} without text" if found.without_text else ""
+        yield f"{name}: {found.documents:,} documents{empty}, {found.text_bytes:,} bytes, {found.tokens:,} tokens"
+        if found.left_out:
+            yield f"{name}: {found.left_out:,} bad rows are left out, such as {found.first_left_out}"
+    if len(order) > SHOWN:
+        yield f"{len(order) - SHOWN:,} more files: all are in {REPORT}"
+
+
+def written(sources: Sequence[Source], counts: dict[str, FileCounts]) -> bytes:
+    """The file REPORT."""
+    formats = {str(file): file.format for source in sources for file in source.files}
+    found = {
+        "files": [
+            {"file": name, "format": formats.get(name, ""), **dataclasses.asdict(counts.get(name, FileCounts()))}
+            for name in {**formats, **counts}
+        ],
+        "left_out": [
+            {"file": str(left).rsplit(": ", 1)[0], "reason": left.reason} for s in sources for left in s.left_out
+        ],
+    }
+    return json.dumps(found, indent=1, ensure_ascii=False).encode() + b"\n"
+
 
 BUILDING = "building"
 _REQUEST = "request.json"
@@ -108,21 +175,21 @@ def build(request: Request, disk: Disk, say: Callable[[str], None], stop: thread
     is_new = not out.exists()
     _check_folder(out, asked)
     sources.forbid_the_hub(request.sources)
-    for line in (*report.planned(request.sources, request.reading), *_without_end(tokenizer)):
+    for line in (*planned(request.sources, request.reading), *_without_end(tokenizer)):
         say(line)
     lock = disk.lock(building, "`potluck data build`")
     try:
         disk.write(building / _REQUEST, asked)
         disk.write(out / TOKENIZER, request.tokenizer)
         disk.make_folder(out / CHUNKS)
-        found = spills.find(disk, building)
+        found = find_spills(disk, building)
         if not (found and found[-1].position is not None and found[-1].position.done):
             _read_all(request, disk, found, dtype, say, stop)
         index = _finish(request, disk, found, vocab_size, say, stop)
         for path in (*out.glob(".*"), *(out / CHUNKS).glob(".*")):  # what a kill left in the middle of a write
             disk.remove(path)
         total = _total(found)
-        disk.write(out / report.REPORT, report.written(request.sources, total.files))
+        disk.write(out / REPORT, written(request.sources, total.files))
         disk.write(out / INDEX, index.to_bytes())
         disk.remove(building / _REQUEST)  # first, since what is left of a build after a kill cannot be gone on with
     except OSError as error:
@@ -136,7 +203,7 @@ def build(request: Request, disk: Disk, say: Callable[[str], None], stop: thread
     finally:
         lock.close()
     disk.remove(building)
-    for line in report.counted(total.files):
+    for line in counted(total.files):
         say(line)
     return index
 
@@ -270,7 +337,7 @@ class _Gathered:
         """Makes all of it durable. Raises UsageError."""
         made, counts = records.join(self._held), self._counts
         self._begin()
-        self._found.append(spills.write(self._disk, self._folder, len(self._found), made, counts, where))
+        self._found.append(write_spill(self._disk, self._folder, len(self._found), made, counts, where))
 
 
 class _Places:
@@ -340,7 +407,7 @@ def _finish(
             held_out,
             max(1, min(tokens // (records.HELD_OUT * length), records.HELD_OUT_TOKENS // length)),
         )
-    write_all(spills.merged(found, request.merge_ids, dtype), rank, length, dtype, (train, held_out))
+    write_all(merge_spills(found, request.merge_ids, dtype), rank, length, dtype, (train, held_out))
     if not train.count or not held_out.count:
         for spill in found:  # there is nothing to go on with
             disk.remove(spill.path)

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 import httpx2
 from huggingface_hub import hf_hub_url
 
-from peer.corpus.origins import Busy
 from peer.net.base import now
 from peer.net.blobs import Place
 from peer.net.blobs.holders import Corrupt
@@ -39,6 +38,14 @@ KEPT_SECONDS = 30.0
 """for so long at most: what was wrong may be right then."""
 BUSY_SECONDS = (1.0, 600.0)
 """Least and most that a mirror's Retry-After is believed."""
+
+
+class Busy(RemoteError):
+    """It asks to be left alone for so many `seconds`."""
+
+    def __init__(self, peer: str, message: str, seconds: float) -> None:
+        super().__init__(peer, message)
+        self.seconds = seconds
 
 
 class Mirrors:

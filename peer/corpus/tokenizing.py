@@ -25,9 +25,11 @@ from typing import IO
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from peer.corpus.documents import Unit
-from peer.corpus.tokenizer import TextEncoder, parse_tokenizer
+from peer.corpus import sources
+from peer.corpus.sources import Reading, Source, Unit
+from peer.corpus.tokenizer import END_OF_TEXT, TextEncoder, parse_tokenizer
 from protocol.errors import LocalError
 
 AHEAD = 2
@@ -140,6 +142,75 @@ def serve(tokenizer_file: Path, id_bytes: int) -> None:
         arrays = [np.array(ids, dtype) for ids in encode(encoder, *msgpack.unpackb(request))]
         lengths = np.array([len(array) for array in arrays], "<i8")
         _send(sys.stdout.buffer, msgpack.packb([b"".join(array.tobytes() for array in arrays), lengths.tobytes()]))
+
+
+ROWS = 8
+"""Windows that are given at once."""
+
+
+@dataclass(slots=True)
+class Read:
+    """What was read so far: documents, and bytes of their text."""
+
+    documents: int = 0
+    text_bytes: int = 0
+
+
+def windows(
+    of: Sequence[Source], reading: Reading, tokenizer: Tokenizer, length: int, read: Read
+) -> Iterator[NDArray[np.int64]]:
+    """Windows [n, L + 1] of `length` L, the last one perhaps shorter; `read` counts. Raises UsageError."""
+    encoder = TextEncoder(tokenizer)
+    held: list[int] = [] if encoder.end is None else [encoder.end]
+    for source in of:
+        for unit in sources.units(source, reading):
+            read.documents += sum(map(bool, unit.ends))
+            read.text_bytes += sum(map(len, unit.pieces))
+            for ids in encode(encoder, unit.pieces, unit.ends, unit.begins):
+                held += ids
+                while len(held) > ROWS * length:
+                    yield _rows(held, ROWS, length)
+                    held = held[ROWS * length :]
+    if count := (len(held) - 1) // length:
+        yield _rows(held, count, length)
+        held = held[count * length :]
+    if len(held) > 1:
+        yield np.array([held], np.int64)
+
+
+def _rows(ids: Sequence[int], count: int, length: int) -> NDArray[np.int64]:
+    return np.array([ids[row * length : (row + 1) * length + 1] for row in range(count)], np.int64)
+
+
+ENOUGH_BYTES = 100_000_000
+"""Of the text, from its beginning: merges hardly change with more, and memory grows with it."""
+
+
+def train_tokenizer(found: Sequence[Source], vocab_size: int) -> bytes:
+    """The JSON file of a tokenizer with at most `vocab_size` ids, the first of which ends a text. Raises UsageError."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_pieces(found), trainer)
+    return tokenizer.to_str().encode()
+
+
+def _pieces(found: Sequence[Source]) -> Iterator[str]:
+    left = ENOUGH_BYTES // max(1, len(found))
+    for source in found:
+        taken = 0
+        for unit in sources.units(source, Reading()):
+            for piece in unit.pieces:
+                taken += len(piece)
+                yield piece.decode()
+            if taken >= left:
+                break
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bootstrap.archive import Archive
-from bootstrap.node import BootstrapNode
-from bootstrap.service import serve_bootstrap
+from bootstrap.node import BootstrapNode, serve_bootstrap
 from peer import events
 from peer.corpus.text import open_corpus
 from peer.demo.recipe import DemoOptions, PeerSpec, identity_of

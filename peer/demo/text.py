@@ -15,7 +15,7 @@ from filelock import FileLock
 from peer.config import cache_folder
 from peer.corpus import sources
 from peer.corpus.build import Request, build
-from peer.corpus.reader import CorpusReader
+from peer.corpus.text import CorpusReader
 from peer.net.disk import Disk, LocalDisk, disk_error
 from peer.node.open_run import ASSETS
 from protocol.errors import UsageError

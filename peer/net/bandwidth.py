@@ -1,4 +1,4 @@
-"""Measures what our internet line carries, each way, against a bootstrap node (bootstrap/bandwidth.py answers).
+"""Measures what our internet line carries, each way, against a bootstrap node (peer/net/bandwidth.py answers).
 
     -> at least HEAD bytes: how many bytes are wanted, big-endian; what follows is thrown away
     <- so many bytes
@@ -12,16 +12,95 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peer.net.arrivals import Arrivals
-from peer.net.base import Ended, Stream, Transport
-from peer.net.clock import Clock
+from peer.net.base import Clock, Ended, Stream, Transport
 from peer.net.striped_stream import STRIPES
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import endpoints
+from protocol.wire.encoding import MessageError
+
+SLICES = 7
+AGREE = 0.1
+"""By this share of the median the rate of the later half, and that of its own later half, may differ from it at most."""
+LEAST_SECONDS = 0.3
+LEAST_TRIPS = 3.0
+"""Of the later half, before it is believed: while the window doubles, half of all bytes come in the last round trip."""
+LEAST_ARRIVALS = 2 * SLICES
+"""In the later half."""
+
+
+class Arrivals:
+    """Of one direction. `trip`: seconds there and back when the line is idle. All times are of one steady clock."""
+
+    def __init__(self, began: float, trip: float) -> None:
+        self.total = 0
+        self._trip = trip
+        self._times = [began]
+        self._totals = [0]
+
+    def add(self, now: float, size: int) -> None:
+        """So many bytes have come."""
+        self.total += size
+        self._times.append(now)
+        self._totals.append(self.total)
+
+    def recent(self, seconds: float) -> float:
+        """Bytes a second in that time before the last arrival."""
+        first = bisect_left(self._times, self._times[-1] - seconds)
+        return (self.total - self._totals[first]) / seconds
+
+    @property
+    def mean(self) -> float:
+        """Bytes a second since the beginning."""
+        return self.total / max(self._times[-1] - self._times[0], 1e-9)
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second, or None where too little has come to say."""
+        found = self._rates()
+        if not found:
+            return None
+        first, middle, last = self._cuts()
+        mean = max(self._between(a, b) for a, b in ((first, middle), (middle, last), (first, last)))
+        return min(statistics.median(found), mean)
+
+    @property
+    def steady(self) -> bool:
+        """Whether more would not change the rate."""
+        found, (first, middle, last) = self._rates(), self._cuts()
+        if not found or self._times[last] - self._times[first] < max(LEAST_SECONDS, LEAST_TRIPS * self._trip):
+            return False
+        middling, whole = statistics.median(found), self._between(first, last)
+        return all(abs(rate - middling) <= AGREE * middling for rate in (whole, self._between(middle, last)))
+
+    def _cuts(self) -> tuple[int, int, int]:
+        """The arrivals with which the later half, and its own later half, begin, and the last one."""
+        first = bisect_left(self._totals, self.total / 2)
+        return first, bisect_left(self._totals, (self._totals[first] + self.total) / 2), len(self._totals) - 1
+
+    def _between(self, begin: int, end: int) -> float:
+        """Bytes a second between two arrivals."""
+        return (self._totals[end] - self._totals[begin]) / max(self._times[end] - self._times[begin], 1e-9)
+
+    def _rates(self) -> list[float]:
+        """Of the slices of the later half, in their order; none where there are too few arrivals."""
+        first, _, last = self._cuts()
+        if last - first < LEAST_ARRIVALS:
+            return []
+        begin, rates = first, list[float]()
+        for number in range(1, SLICES + 1):
+            upto = self._totals[first] + (self.total - self._totals[first]) * number / SLICES
+            end = bisect_left(self._totals, upto)
+            if end > begin:
+                rates.append(self._between(begin, end))
+            begin = end
+        return rates
+
 
 HEAD = 4
 PIECE = 32 * 1024
@@ -218,3 +297,102 @@ class _Way:
             lane.under_way -= size
             self._under_way -= size
             self._came.set()
+
+
+AT_ONCE = 2
+PROBE_BYTES = WAY_BYTES + 1_000_000
+"""One way, with what requests and pings take."""
+LEAST_BYTES = 2048
+"""A request and its answer count as so many at least: they take our time, too."""
+STREAMS = 2 * STRIPES + 1
+"""Of one probe: those of the way before may not be closed yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What a node gives all peers together in a minute, and how many seconds it has for a probe and waits for a request."""
+
+    bytes_per_minute: int = 16 * PROBE_BYTES
+    probe_s: float = 30.0
+    idle_s: float = 10.0
+
+
+BOUNDS = Bounds()
+
+
+@dataclass(slots=True)
+class _Probe:
+    """One that is under way: bytes that it may still take, until when, and its open streams."""
+
+    left: int
+    until: float
+    streams: int = 0
+
+
+class BandwidthServer:
+    """One per node."""
+
+    def __init__(self, clock: Clock, bounds: Bounds = BOUNDS) -> None:
+        self._clock = clock
+        self._bounds = bounds
+        self._probes: dict[str, _Probe] = {}
+        self._free = float(bounds.bytes_per_minute)
+        self._free_at = clock.steady()
+
+    @property
+    def probes(self) -> int:
+        """How many are under way."""
+        return len(self._probes)
+
+    async def serve(self, transport: Transport) -> None:
+        """Lets peers measure."""
+        await transport.serve(endpoints.BANDWIDTH, self.answer)
+
+    async def answer(self, stream: Stream) -> None:
+        """One stream of a probe. Raises RemoteError."""
+        probe = self._admit(stream.remote)
+        if probe is None:
+            return  # which tells the peer that we are busy
+        probe.streams += 1
+        try:
+            async with asyncio.timeout(max(0.0, probe.until - self._clock.steady())):
+                while True:
+                    await self._next(stream, probe)
+        except Ended:
+            return
+        except TimeoutError:
+            raise self._bad(stream, f"longer than {self._bounds.probe_s:g} s") from None
+        finally:
+            probe.streams -= 1
+            if not probe.streams:
+                del self._probes[stream.remote]
+                self._free += probe.left
+
+    def _admit(self, peer: str) -> _Probe | None:
+        """The probe that a stream of `peer` belongs to, or None where there is no room for it."""
+        probe = self._probes.get(peer)
+        if probe is not None:
+            return probe if probe.streams < STREAMS else None
+        now = self._clock.steady()
+        most = self._bounds.bytes_per_minute
+        self._free = min(most, self._free + (now - self._free_at) * most / 60)
+        self._free_at = now
+        if len(self._probes) >= AT_ONCE or self._free < PROBE_BYTES:
+            return None
+        self._free -= PROBE_BYTES
+        self._probes[peer] = probe = _Probe(PROBE_BYTES, now + self._bounds.probe_s)
+        return probe
+
+    async def _next(self, stream: Stream, probe: _Probe) -> None:
+        request = await stream.recv(HEAD + PIECE, timeout=self._bounds.idle_s)
+        wanted = int.from_bytes(request[:HEAD], "big")
+        if len(request) < HEAD or wanted > PIECE:
+            raise self._bad(stream, f"{wanted} bytes at once")
+        taken = max(LEAST_BYTES, len(request) + wanted)
+        if taken > probe.left:
+            raise self._bad(stream, f"more than {PROBE_BYTES} bytes")
+        probe.left -= taken
+        await stream.send(bytes(wanted), timeout=self._bounds.idle_s)
+
+    def _bad(self, stream: Stream, what: str) -> MessageError:
+        return MessageError(stream.remote, f"bandwidth of {short_peer(stream.remote)}: wants {what}; it was closed")

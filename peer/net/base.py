@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,15 @@ from peer.net.guests import Guests
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import short_peer
 from protocol.wire.framing import MAX_FRAME
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """`steady`: seconds since some moment, the same moment for the whole process. `wall`: seconds since 1970."""
+
+    steady: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+
 
 log = logging.getLogger("potluck.net")
 
@@ -139,7 +149,7 @@ class Stream(Protocol):
         ...
 
     def costs(self, turns: float) -> None:
-        """The newest frame asked for so much that it takes this many turns more than others (peer/net/turns.py)."""
+        """The newest frame asked for so much that it takes this many turns more than others (peer/net/guests.py)."""
 
     async def send(self, *parts: bytes | memoryview, timeout: float = SEND_SECONDS) -> None:
         """One frame whose body is the parts; returns when it is on its way, the parts may change then. Waits while the

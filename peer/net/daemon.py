@@ -38,13 +38,11 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
-from peer.net import children
+from peer.net import processes
 from peer.net import sockets as sockets_of
-from peer.net.address import Address, is_circuit, tcp
+from peer.net.address import Address, best_first, interface_hosts, is_circuit, tcp
 from peer.net.base import BadAddress, NotServed, StartFailed, Timeout, TransportLost, Unreachable, log
-from peer.net.entry import Arrive, Came, Entry
-from peer.net.expelling import Expelling
-from peer.net.own_addresses import best_first, interface_hosts
+from peer.net.entry import Arrive, Came, Entry, Expelling
 from peer.net.sockets import SocketFolder, port_error
 from protocol.errors import RemoteError, shown
 from protocol.identity import short_peer
@@ -100,7 +98,14 @@ class Net(P2P):  # type: ignore[misc]
         little = ("env", SPARING) if cls.sparing and shutil.which("env") else ()
         nice = ("nice", "-n", NICE) if shutil.which("nice") else ()
         return P2P._make_process_args(
-            *children.apart(), *little, *nice, *args, **kwargs, connHi=4096, connLo=2048, relayService=False
+            *processes.own_group_command(),
+            *little,
+            *nice,
+            *args,
+            **kwargs,
+            connHi=4096,
+            connLo=2048,
+            relayService=False,
         )
 
     @classmethod
@@ -318,14 +323,14 @@ async def stop(p2p: P2P) -> None:
     """Ends a daemon's process and everything that hivemind leaves running for it."""
     child, control = p2p._child, p2p._client.control
     own = (p2p._listen_task, p2p._reader_task, control._read_task, control._write_task)
-    children.send(child, signal.SIGTERM)
-    p2p._child = None  # it would be sent the signal in another way (peer/net/children.py)
+    processes.send_signal(child, signal.SIGTERM)
+    p2p._child = None  # it would be sent the signal in another way (peer/net/processes.py)
     p2p._terminate()
     try:
         async with asyncio.timeout(CLOSE_SECONDS):
             await child.wait()
     except TimeoutError:
-        children.send(child)
+        processes.send_signal(child)
         await child.wait()
     await asyncio.gather(*(task for task in own if task is not None), return_exceptions=True)
     child._transport.close()

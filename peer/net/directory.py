@@ -1,4 +1,4 @@
-"""Who is where: a node's own announcement, and those of others as far as it has them (peer/net/contacts.py).
+"""Who is where: a node's own announcement, and those of others as far as it has them (peer/net/directory.py).
 
 An announcement does not travel through the daemon: `Directory` tells ours and reads the others'. A peer tells it to the bootstrap nodes, in
 its sessions, and asks them for the announcement of whomever it needs. In the DHT are the announcements of the bootstrap nodes and of
@@ -11,18 +11,194 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
 
-from peer.net import roster
+from peer.net import node_calls
 from peer.net.address import is_circuit
-from peer.net.base import MAX_TTL, Transport, Validate
-from peer.net.clock import Clock
-from peer.net.contacts import Contacts
+from peer.net.base import MAX_TTL, Clock, Transport, Validate
 from protocol.errors import RemoteError
-from protocol.identity import Identity
+from protocol.identity import Identity, short_peer
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints, sealed
 from protocol.wire.announcement import Announcement
+from protocol.wire.decree import Board
+from protocol.wire.plan import Plan
+from protocol.wire.roster import MOST_LOOKED_UP
+
+T = TypeVar("T")
+
+DIAL_SECONDS = 10.0
+"""That a peer has to answer when it is dialled."""
+FIRST_SECONDS = 3.0
+"""The same where its announcement is not known: after these it is looked for, since it may be elsewhere."""
+FIND_SECONDS = 5.0
+"""That the search for a peer has that is not where it was; then it is dialled there again."""
+
+
+async def announcements(transport: Transport, run: str) -> dict[str, Announcement]:
+    """What everybody announces for `run`, by peer id; each is signed by its peer. Raises RemoteError."""
+    records = await transport.get(endpoints.announcements_key(run))
+    found = {subkey: sealed.unseal_announcement(record, subkey, run) for subkey, record in records.items()}
+    return {peer: announcement for peer, announcement in found.items() if announcement is not None}
+
+
+class Contacts:
+    """The members of a run as somebody finds them. `bootstrap`: addresses to begin with. `crowd`: how many peers the run has, as far as we
+    know."""
+
+    def __init__(self, manifest: Manifest, transport: Transport, bootstrap: Sequence[str]) -> None:
+        self.manifest = manifest
+        self.known: dict[str, Announcement] = {}
+        self.crowd = manifest.start_peers
+        self.operators = manifest.operators
+        """Who operates the run, as far as we know."""
+        self._transport = transport
+        self._bootstrap = tuple(bootstrap)
+        self._reached: set[str] = set()
+        self._wanted: dict[str, None] = {}
+        self._asking = asyncio.Lock()
+        self._planned: tuple[str, ...] = ()
+        self._places: tuple[str, ...] = ()
+        transport.prefer(manifest.operators)
+
+    def planned(self, plan: Plan) -> None:
+        """The run goes on with these: their announcements are kept before those of strangers."""
+        self.crowd = plan.count
+        self._planned = tuple(plan.peers)
+        self._transport.prefer((*self.operators, *self._planned))
+
+    def follow(self, board: Board, others: Iterable[str] = ()) -> None:
+        """These operate the run now; `others`: who is taken for an operator besides."""
+        operators = tuple(dict.fromkeys((*board.names, *others)))
+        self._places = tuple(f"{_without(a, o.peer)}/p2p/{o.peer}" for o in board.operators for a in o.places)
+        if operators != self.operators:
+            self.operators = operators
+            self._transport.prefer((*self.operators, *self._planned))
+
+    async def peers(self) -> list[str]:
+        """Some of those who are announced, by chance. Raises RemoteError."""
+        for node in self.nodes():
+            with contextlib.suppress(RemoteError):
+                found = await node_calls.look_up_peers(
+                    self._transport, self.manifest.run_id, node, sample=MOST_LOOKED_UP
+                )
+                self.learn(found.values())
+                return list(found)
+        found = await announcements(self._transport, self.manifest.run_id)
+        self.learn(found.values())
+        return list(found)
+
+    def learn(self, found: Iterable[Announcement]) -> None:
+        """Remembers announcements; one that is older than what we know changes nothing. Who is elsewhere now is dialled there."""
+        for announcement in found:
+            known = self.known.get(announcement.peer)
+            if known is not None and known.serial >= announcement.serial:
+                continue
+            if known is not None and known.addresses != announcement.addresses:
+                self._reached.discard(announcement.peer)
+            self.known[announcement.peer] = announcement
+
+    async def reach(self, peer: str) -> None:
+        """Connects to `peer`, once, at the addresses it announced or that we began with; where it is at none of these, at those that it
+        announces by now. Raises RemoteError."""
+        if peer in self._reached:
+            return
+        try:
+            await self._dial(peer, DIAL_SECONDS if peer in self.known else FIRST_SECONDS)
+        except RemoteError:
+            if peer in self.known:
+                raise
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIND_SECONDS if self.addresses(peer) else None):
+                    await self._find(peer)
+            if not self.addresses(peer):
+                raise
+            await self._dial(peer, DIAL_SECONDS)
+
+    async def _dial(self, peer: str, seconds: float) -> None:
+        addresses = self.addresses(peer)
+        if not addresses:
+            raise RemoteError(peer, f"peer {short_peer(peer)}: no announcement is found; it is tried again")
+        await self._transport.connect(addresses, timeout=seconds)
+        self._reached.add(peer)
+
+    async def call(self, peer: str, ask: Callable[[Transport, str], Awaitable[T]]) -> T:
+        """What `peer` answers; it is reached before that, and again where it was lost. Raises RemoteError."""
+        try:
+            await self.reach(peer)
+            return await ask(self._transport, peer)
+        except RemoteError:
+            self.lost(peer)
+            raise
+
+    def addresses(self, peer: str) -> list[str]:
+        """Those that `peer` announced, as far as we know, or that we began with."""
+        announced = self.known[peer].addresses if peer in self.known else ()
+        known = dict.fromkeys((*self._bootstrap, *self._places))
+        return [*(a for a in known if a.endswith(f"/p2p/{peer}")), *announced]
+
+    async def _find(self, peer: str) -> None:
+        """Learns the announcement of `peer`, if anybody has it; those who want others meanwhile ask together. Raises RemoteError."""
+        self._wanted[peer] = None
+        async with self._asking:
+            if peer not in self._wanted:
+                return  # whoever asked before us has asked for it too
+            wanted = [peer, *(p for p in self._wanted if p != peer)][:MOST_LOOKED_UP]
+            for name in wanted:
+                del self._wanted[name]
+            if not set(wanted) <= set(self.operators):
+                await self._ask_nodes(wanted)
+                if all(name in self.known for name in wanted):
+                    return
+            found = await announcements(self._transport, self.manifest.run_id)
+            self.learn(found[name] for name in wanted if name in found)
+
+    async def _ask_nodes(self, wanted: Sequence[str]) -> None:
+        """Asks one node after the other, since a peer that has come lately has not told every node yet. Raises TransportLost."""
+
+        async def ask(node: str) -> bool:
+            with contextlib.suppress(RemoteError):
+                missing = [name for name in wanted if name not in self.known]
+                found = await node_calls.look_up_peers(self._transport, self.manifest.run_id, node, missing)
+                self.learn(found[name] for name in missing if name in found)
+            return all(name in self.known for name in wanted)
+
+        await node_calls.ask_in_turn(self.nodes(), ask)
+
+    def nodes(self) -> list[str]:
+        """The bootstrap nodes, in any order."""
+        others = [node for node in self.operators if node != self._transport.peer_id]
+        random.shuffle(others)
+        return others
+
+    @property
+    def reached(self) -> Sequence[str]:
+        """Those to whom we have connected."""
+        return tuple(self._reached)
+
+    def lost(self, peer: str) -> None:
+        """Forgets how `peer` was reached: it may come back elsewhere."""
+        self._reached.discard(peer)
+        self.known.pop(peer, None)
+
+    async def connect(self) -> None:
+        """Connects to any of the addresses that we began with, if there are any; failures are tried again by whoever needs it."""
+        others = [
+            a
+            for a in dict.fromkeys((*self._bootstrap, *self._places))
+            if not a.endswith(f"/p2p/{self._transport.peer_id}")
+        ]
+        if others:
+            with contextlib.suppress(RemoteError):
+                await self._transport.connect(others, timeout=DIAL_SECONDS)
+
+
+def _without(address: str, peer: str) -> str:
+    """An address without the id of its peer at its end."""
+    return address.removesuffix(f"/p2p/{peer}").rstrip("/")
+
 
 TTL_SECONDS = 300.0
 """Of a record in the DHT; it is stored again after a third of it. To store one costs everybody who keeps it a reading of all."""
@@ -157,7 +333,7 @@ def latest_expiry(run: str) -> Callable[[bytes], float]:
     old one again that outlives the newer ones."""
 
     def latest(value: bytes) -> float:
-        found = roster.believed(value, run)
+        found = node_calls.believed(value, run)
         return 0.0 if found is None else found.serial / 1000 + TTL_SECONDS + 1.0
 
     return latest

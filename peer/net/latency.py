@@ -11,8 +11,7 @@ import contextlib
 import random
 from collections.abc import Callable, Sequence
 
-from peer.net.base import Stream, Transport
-from peer.net.clock import Clock
+from peer.net.base import Clock, Stream, Transport
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.planning import coordinates

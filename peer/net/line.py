@@ -9,20 +9,148 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import statistics
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from peer import events
 from peer.net import bandwidth
 from peer.net.address import host_of, is_circuit, is_public
-from peer.net.bandwidth import Busy, Measured
-from peer.net.base import Transport
-from peer.net.clock import Clock
-from peer.net.known_line import UNKNOWN, KnownLine
+from peer.net.bandwidth import Busy, Measured, line_bps
+from peer.net.base import Clock, Transport
+from peer.net.disk import Disk
 from peer.net.network import Network
-from peer.net.transfers import REMEMBERED, Second, Transfers
 from protocol.errors import RemoteError
+
+FILE = "line.json"
+DAYS = 7.0
+_FUTURE_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLine:
+    """Bits a second each way; None: it was not measured."""
+
+    up_bps: int | None = None
+    down_bps: int | None = None
+
+
+UNKNOWN = KnownLine()
+
+
+def read(disk: Disk, folder: Path, hosts: Collection[str], wall: float) -> KnownLine:
+    """What the file says at `wall`, where the interfaces have these addresses; nothing where it does not hold any more."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        said = json.loads(disk.read(folder / FILE))
+        age = wall - float(said["time"])
+        if -_FUTURE_SECONDS <= age <= DAYS * 86_400 and said["hosts"] == sorted(hosts):
+            rates = [
+                said[name] if isinstance(said[name], int) and said[name] > 0 else None
+                for name in ("up_bps", "down_bps")
+            ]
+            return KnownLine(*rates)
+    return UNKNOWN
+
+
+def write(disk: Disk, folder: Path, known: KnownLine, hosts: Collection[str], wall: float) -> None:
+    """Raises UsageError."""
+    said = {**asdict(known), "hosts": sorted(hosts), "time": wall}
+    disk.write(folder / FILE, json.dumps(said).encode(), sync=False)
+
+
+FAST_SECONDS = 30
+SLOW_SECONDS = 60
+HELD_SECONDS = 60
+REMEMBERED = max(FAST_SECONDS, SLOW_SECONDS, HELD_SECONDS)
+"""Seconds, at most."""
+FASTER, SLOWER = 1.15, 0.97
+"""Times what we thought. Less is close: an uplink that peers wait for is full, and nine tenths of too much is too much."""
+MOSTLY = 0.9
+"""Of the seconds."""
+MOST_DOWN, MOST_UP = 0.5, 2.0
+"""By which one revision changes a rate at most."""
+REST_SECONDS = 3600.0
+RANGE = (0.25, 64.0)
+"""Of the rate with which we began is what we end with, whatever others do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Second:
+    """What passed in one second between us and peers elsewhere: bytes, how many peers a send waited for at its end, and whether our own
+    limit held something back then."""
+
+    sent: int
+    received: int
+    waiting: int
+    held: bool
+
+
+class Transfers:
+    """Of one line. `up_bps`, `down_bps`: bits a second, to begin with; None: somebody said so, and it stays."""
+
+    def __init__(self, up_bps: int | None, down_bps: int | None) -> None:
+        self.up_bps = up_bps
+        self.down_bps = down_bps
+        self._first = (up_bps, down_bps)
+        self._seconds: deque[Second] = deque(maxlen=REMEMBERED)
+        self._rests_until = float("-inf")
+
+    def take(self, now: float, second: Second) -> bool:
+        """Whether a rate is another one now."""
+        self._seconds.append(second)
+        changed = False
+        if self.up_bps is not None:
+            wanted = self._up(self.up_bps, now)
+            if wanted is not None:
+                changed, self.up_bps = True, _within(wanted, self.up_bps, self._first[0])
+        if self.down_bps is not None:
+            passed = self._passed(FAST_SECONDS, received=True)
+            if passed > FASTER * self.down_bps:
+                changed, self.down_bps = True, _within(passed, self.down_bps, self._first[1])
+        if changed:
+            self._seconds.clear()
+        return changed
+
+    def _up(self, known: int, now: float) -> float | None:
+        """What the uplink has instead, if that follows."""
+        passed = self._passed(FAST_SECONDS)
+        if passed > FASTER * known:
+            return passed
+        if now < self._rests_until:
+            return None
+        slow = self._passed(SLOW_SECONDS)
+        if 0 < slow < SLOWER * known and self._mostly(
+            SLOW_SECONDS, [s.waiting > 1 and not s.held for s in self._seconds]
+        ):
+            self._rests_until = now + REST_SECONDS
+            return slow
+        if self._mostly(HELD_SECONDS, [s.held and not s.waiting for s in self._seconds]):
+            return FASTER * known
+        return None
+
+    def _passed(self, seconds: int, received: bool = False) -> float:
+        """Bits a second of the line, of the last so many seconds: the mean or the median, whichever is less, since what is sent waits in
+        our own buffers at first. 0 before so many have passed."""
+        if len(self._seconds) < seconds:
+            return 0.0
+        counts = [s.received if received else s.sent for s in list(self._seconds)[-seconds:]]
+        found = min(statistics.mean(counts), statistics.median(counts))
+        return line_bps(found) if found else 0.0
+
+    def _mostly(self, seconds: int, marks: list[bool]) -> bool:
+        return len(marks) >= seconds and sum(marks[-seconds:]) >= MOSTLY * seconds
+
+
+def _within(wanted: float, known: int, first: int | None) -> int:
+    """`wanted`, as far as one revision, and all of them, may go."""
+    assert first is not None
+    least, most = max(MOST_DOWN * known, RANGE[0] * first), min(MOST_UP * known, RANGE[1] * first)
+    return round(min(max(wanted, least), most))
+
 
 START_SECONDS = 20.0
 """A start does not wait longer for all probes together."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peer import events
-from peer.net.base import Transport
-from peer.net.clock import Clock
+from peer.net.base import Clock, Transport
 from peer.net.directory import Directory
 from peer.net.uplink import Uplink
 

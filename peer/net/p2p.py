@@ -20,9 +20,9 @@ from pathlib import Path
 
 from hivemind.proto import p2pd_pb2
 
-from peer.net import descriptors, greeting, keyfile
+from peer.net import greeting, keyfile, processes
 from peer.net import sockets as sockets_of
-from peer.net.address import is_circuit, parse
+from peer.net.address import OwnAddresses, interface_hosts, is_circuit, parse
 from peer.net.base import BadAddress, Handler, StartFailed, Timeout, TransportLost, Unreachable, Validate
 from peer.net.daemon import (
     ANSWER_SECONDS,
@@ -38,11 +38,9 @@ from peer.net.daemon import (
 )
 from peer.net.dht import RETRY_SECONDS, RPC_SECONDS, Dht, Latest
 from peer.net.entry import Came, Guest
-from peer.net.guests import Limits, network_of
-from peer.net.lookup import why_unknown
-from peer.net.own_addresses import OwnAddresses, interface_hosts
+from peer.net.greeting import why_unknown
+from peer.net.guests import OPENING, UNCOUNTED, Limits, Turns, network_of
 from peer.net.stream import Endpoint, FrameStream, ending
-from peer.net.turns import OPENING, UNCOUNTED, Turns
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 
@@ -67,7 +65,7 @@ class P2PTransport(Endpoint):
     """See peer.net.base.Transport. Made by `start`."""
 
     def __init__(self, daemon: Daemon, dht: Dht, own: OwnAddresses) -> None:
-        super().__init__(Limits(together=descriptors.streams()))
+        super().__init__(Limits(together=processes.most_streams()))
         self.peer_id = daemon.peer_id
         self.addresses = own.listed
         self._own = own

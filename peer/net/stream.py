@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Malformed, Timeout, Traffic, log, nothing_came
-from peer.net.flow import Flow
 from peer.net.guests import LIMITS, Ends, Guests, Limits
 from peer.net.token_bucket import TokenBucket
 from protocol.errors import LocalError, RemoteError
@@ -20,6 +20,35 @@ from protocol.identity import short_peer
 from protocol.wire import framing
 from protocol.wire.encoding import MessageError
 from protocol.wire.framing import MAX_FRAME, FrameError, FrameReader
+
+SLOW_BYTES_PER_SECOND = 125_000.0
+ASK_SECONDS = 1.0
+"""How often a peer is asked whether it is there, at most: what it does, or does not, must not cost us much."""
+LONGEST_SECONDS = 30.0
+"""Of waiting for what is under way; by then libp2p finds out by itself."""
+
+
+@dataclass(slots=True)
+class Flow:
+    """All streams with one peer. `received`: bytes that came so far."""
+
+    streams: int = 0
+    received: int = 0
+    _under_way: TokenBucket = field(default_factory=lambda: TokenBucket(SLOW_BYTES_PER_SECOND, 0.0))
+    _asks: TokenBucket = field(default_factory=lambda: TokenBucket(1 / ASK_SECONDS, 1.0))
+
+    def ask_in(self, now: float) -> float:
+        """In how many seconds the peer may be asked again; 0: it is, at `now`."""
+        return 0.0 if self._asks.take(now) else self._asks.wait(now, 1.0)
+
+    def sent(self, size: int, now: float) -> None:
+        """So many bytes were handed to the daemon at `now`, in steady seconds."""
+        self._under_way.spend(now, size)
+
+    def queue_seconds(self, now: float) -> float:
+        """For how long what was sent may keep a slow link busy."""
+        return min(LONGEST_SECONDS, self._under_way.wait(now))
+
 
 CHUNK = 256 * 1024
 """Bytes written or read at once."""
@@ -68,7 +97,7 @@ class FrameStream:
         self._ended = False
         self._closed = False
         self.turn: Callable[[float], Awaitable[None]] | None = None
-        """Is awaited before another frame is read, where frames are read in turns (peer/net/turns.py)."""
+        """Is awaited before another frame is read, where frames are read in turns (peer/net/guests.py)."""
         self._owes = 0.0
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer.chain.stop_sign import StopSign
-from peer.corpus.open_text import Access, open_text
+from peer.corpus.fetched import Access, open_text
 from peer.corpus.text import Text
 from peer.node.config import JoinConfig
 from peer.node.orders import ChainOrders, Result

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from peer.net import children
+from peer.net import processes
 
 BUSY_CPU, BUSY_GPU = 0.5, 0.25
 """Shares above which others have the machine, once they had as much for BUSY_SECONDS,"""
@@ -114,7 +114,7 @@ async def _gpu() -> float:
         return 0.0
     finally:
         if process.returncode is None:
-            children.send(process)
+            processes.send_signal(process)
             await process.wait()
     return gpu_share(said.decode(errors="replace"), {os.getpid(), *(one.pid for one in _own())})
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from peer import events
-from peer.net.asking import page
 from peer.net.network import Network
+from peer.net.node_calls import log_page
 from protocol.errors import RemoteError
 from protocol.ledger import stretches
 from protocol.ledger.stretches import Stretch, Tip
@@ -91,7 +91,7 @@ class LogReader:
             began = self._clock.steady()
             try:
                 await self._directory.reach(node)
-                raws = await page(self._transport, node, after, PAGE_SECONDS)
+                raws = await log_page(self._transport, node, after, PAGE_SECONDS)
             except RemoteError as error:
                 self._rates[node] = 0.0
                 failure = error

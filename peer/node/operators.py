@@ -9,8 +9,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from peer.net.address import peers_of
-from peer.net.asking import operating
 from peer.net.network import Network
+from peer.net.node_calls import ask_operators
 from peer.node.sessions import Sessions
 from protocol.errors import RemoteError
 from protocol.ledger import access, board
@@ -54,7 +54,7 @@ class Operators:
         with contextlib.suppress(RemoteError, TimeoutError):
             async with asyncio.timeout(FIND_SECONDS):
                 await self._directory.reach(node)
-                found = await operating(self._transport, node)
+                found = await ask_operators(self._transport, node)
             if self._hint is None or found.number > self._hint.number:
                 self._hint = found
 

@@ -19,21 +19,18 @@ from numpy.typing import NDArray
 from peer import events
 from peer.chain.apart import Apart
 from peer.chain.connect import Pipes
-from peer.corpus.fetched import FetchedText
-from peer.corpus.open_text import Access, open_text
+from peer.corpus.fetched import Access, FetchedText, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
 from peer.log.reader import Remote
-from peer.net import bandwidth, known_line, reach
-from peer.net.base import Transport
-from peer.net.clock import Clock
-from peer.net.dial_back import DialBack
+from peer.net import bandwidth, line, reach
+from peer.net.address import interface_hosts
+from peer.net.base import Clock, Transport
 from peer.net.directory import Directory
 from peer.net.disk import LocalDisk
 from peer.net.latency import Latency
 from peer.net.line import EARLIER, Given, Line
 from peer.net.network import Network
-from peer.net.own_addresses import interface_hosts
-from peer.net.reach import Finding, Reach
+from peer.net.reach import DialBack, Finding, Reach
 from peer.net.uplink import Uplink
 from peer.node.config import JoinConfig, Machine
 from peer.node.evaluating import Evaluator, Tools
@@ -252,9 +249,9 @@ class Peer:
         return Access(network=self._network, folder=folder, limit=self._config.data_bytes, disk=disk)
 
     def _make_line(self) -> Line:
-        config, known = self._config, known_line.UNKNOWN
+        config, known = self._config, line.UNKNOWN
         if None in (config.up_bps, config.down_bps):
-            known = known_line.read(self._storage.disk, config.folder, interface_hosts(), self._factories.clock.wall())
+            known = line.read(self._storage.disk, config.folder, interface_hosts(), self._factories.clock.wall())
         most = bandwidth.worth(4 * layout.total_parameters(self.manifest.model))
         return Line(
             Given(config.up_bps, config.down_bps, config.up_limit_bps, self._machine.downlink, known, most),
@@ -409,7 +406,7 @@ class Peer:
         self._carries()
         if isinstance(body, events.Measured) and body.by != EARLIER:
             wall = self._factories.clock.wall()
-            known_line.write(self._storage.disk, self._config.folder, self._line.known, interface_hosts(), wall)
+            line.write(self._storage.disk, self._config.folder, self._line.known, interface_hosts(), wall)
 
     def _carries(self) -> None:
         """Announces what our line carries."""

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 
-from peer.net.asking import page
 from peer.net.network import Network
+from peer.net.node_calls import log_page
 from protocol.errors import BannedError, ClosedError, RemoteError, UsageError, shown
 from protocol.ledger import access, validation
 from protocol.ledger.board import members_after
@@ -78,7 +78,7 @@ class Refusals:
         """Reads what is new in the log, from whoever has it. Whether somebody had it to its end."""
         for node in self._directory.operators:
             try:
-                while raws := await page(self._transport, node, -1 if self._head is None else self._head.round):
+                while raws := await log_page(self._transport, node, -1 if self._head is None else self._head.round):
                     for raw in raws:
                         self._head = commit = validation.follow(self._manifest, self._head, raw).commit
                         self._access = self._access.after(commit.decree, commit.joined)

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
-from peer.net.base import Traffic
-from peer.net.clock import Clock
+from peer.net.base import Clock, Traffic
 from peer.node.attesting import Attester, digests
 from peer.node.evaluating import Evaluator
 from peer.node.follower import Follower

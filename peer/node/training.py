@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from peer import events
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.node.orders import ChainOrders, InnerLoop, Result
 from peer.state.outer_optimizer import difference
 from peer.state.storage import Shards

@@ -16,10 +16,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from peer.net import reach, roster
+from peer.net import node_calls, reach
 from peer.net.address import host_of, is_circuit, is_loopback, is_public
 from peer.net.base import Transport
-from peer.net.contacts import announcements
+from peer.net.directory import announcements
 from peer.net.reach import Finding
 from peer.node.open_run import Door, Run, start_transport
 from protocol.errors import RemoteError
@@ -133,7 +133,9 @@ class WayIn:
         found: dict[str, Announcement] = {}
         for node in manifest.operators:
             with contextlib.suppress(RemoteError):
-                found = await roster.look_up(transport, manifest.run_id, node, manifest.operators, sample=ASKED)
+                found = await node_calls.look_up_peers(
+                    transport, manifest.run_id, node, manifest.operators, sample=ASKED
+                )
                 break
         if not set(manifest.operators) <= {*known, *found}:  # a node does not hear the others
             with contextlib.suppress(RemoteError):

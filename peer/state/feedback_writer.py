@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.state.storage import Shards, Storage
 from protocol.ledger import retention
 

@@ -205,7 +205,7 @@ class Petitions:
 
 class Guests:
     """Who has asked a node lately to be let in by an invitation, first come first: part of its machine. They may show anything that is
-    valid in itself; whether it lets them in is looked at when they ask (bootstrap/doorman.py), and for the commit."""
+    valid in itself; whether it lets them in is looked at when they ask (bootstrap/sessions.py), and for the commit."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[Joined, float]] = {}

@@ -2,7 +2,7 @@
 
 A fresh plan of 300 peers takes seconds, one of 10,000 takes ten (docs/results/planner.md), and a bootstrap node has to answer its
 peers meanwhile. So the leader's machine does not make plans: it asks (leader_events.py: MakePlan), somebody finds the answer in
-his own time (bootstrap/latest_job.py), and the answer comes back as an event (Planned). Nothing of a question ever changes. So it can be
+his own time (bootstrap/background_jobs.py), and the answer comes back as an event (Planned). Nothing of a question ever changes. So it can be
 answered on another thread, and an answer that comes too late is known by its question.
 """
 

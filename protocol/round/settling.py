@@ -1,7 +1,7 @@
 """What the commit of the open round will say of it, from the moment when nobody is waited for any more. Part of the leader's machine, pure.
 
 What was offered is judged first (protocol/round/judging.py), which takes time: the machine asks (leader_events.py: Judge), somebody
-decodes the payloads in his own time (bootstrap/latest_job.py), and the answer comes back as an event (Verdict). What has been judged is not
+decodes the payloads in his own time (bootstrap/background_jobs.py), and the answer comes back as an event (Verdict). What has been judged is not
 judged again while nothing else was offered.
 """
 

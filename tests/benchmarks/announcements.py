@@ -23,7 +23,7 @@ from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from peer import events
 from peer.net import directory, keyfile, p2p
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.net.directory import PUBLISH_SECONDS, SAMPLE, TOGETHER, TTL_SECONDS, Directory
 from peer.net.network import Network
 from peer.net.sockets import socket_base

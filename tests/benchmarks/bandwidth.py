@@ -22,10 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bootstrap.bandwidth import PROBE_BYTES, Bandwidth, Bounds
 from peer.net import bandwidth, p2p
-from peer.net.bandwidth import PATIENCE
-from peer.net.clock import Clock
+from peer.net.bandwidth import PATIENCE, PROBE_BYTES, BandwidthServer, Bounds
+from peer.net.base import Clock
 from tests.lab import Lab, Place, lab
 
 ROWS = ("5/1", "20/5", "100/20", "100/40", "250/50", "500/500")
@@ -46,7 +45,7 @@ HEAD = (
 async def be_node(host: str, folder: Path) -> None:
     transport = await p2p.start(folder / "node", host=host, validate=lambda *_: False)
     patient = Bounds(bytes_per_minute=100 * PROBE_BYTES, probe_s=3600.0, idle_s=600.0)  # time goes slowly at home
-    await Bandwidth(Clock(), patient).serve(transport)
+    await BandwidthServer(Clock(), patient).serve(transport)
     say(address=transport.addresses[0], peer=transport.peer_id)
     await asyncio.Event().wait()
 

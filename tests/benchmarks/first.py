@@ -37,7 +37,7 @@ import numpy as np
 
 from bootstrap.archive import Archive
 from peer.cli import main as cli
-from peer.corpus.chunks import ChunkWriter
+from peer.corpus.records import ChunkWriter
 from peer.events import Event
 from peer.net.disk import LocalDisk
 from peer.node.inner_loop import StageInnerLoop

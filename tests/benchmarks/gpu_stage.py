@@ -30,8 +30,7 @@ from peer.chain.grad_norm import Norms
 from peer.chain.pipeline import StageSetup, run_steps
 from peer.chain.timing import StageTiming, StepReport
 from peer.net.base import Stream, Traffic
-from peer.net.flow import Flow
-from peer.net.stream import FrameStream
+from peer.net.stream import Flow, FrameStream
 from peer.training.trainer import StageTrainer
 from protocol.codec import boundary_formats
 from protocol.errors import RemoteError

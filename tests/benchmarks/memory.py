@@ -42,8 +42,7 @@ from peer.chain.link import Liveness
 from peer.chain.pipeline import StageSetup, run_steps
 from peer.net.base import Stream, Traffic
 from peer.net.disk import LocalDisk
-from peer.net.flow import Flow
-from peer.net.stream import FrameStream
+from peer.net.stream import Flow, FrameStream
 from peer.state.outer_optimizer import Outer
 from peer.training import device
 from peer.training.trainer import StageTrainer, make_worker

@@ -32,8 +32,7 @@ from typing import Any
 import numpy as np
 
 from bootstrap.archive import Archive
-from bootstrap.node import BootstrapNode
-from bootstrap.service import serve_bootstrap
+from bootstrap.node import BootstrapNode, serve_bootstrap
 from peer.events import Emitter, Event
 from peer.net import directory, keyfile, p2p
 from peer.net.base import Handler, Stream, Transport

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bootstrap.latest_job import LatestJob
+from bootstrap.background_jobs import LatestJob
 from protocol.planning.arrange import Arranged, arrange
 from protocol.round.leader import Leader
 from protocol.round.leader_events import Decided, Lead, MakePlan, Planned, Propose, Ready

@@ -16,7 +16,7 @@ import pytest
 
 from bootstrap.archive import Archive
 from peer.cli import main
-from peer.corpus.reader import CHUNKS, CorpusReader
+from peer.corpus.text import CHUNKS, CorpusReader
 from peer.demo import recipe
 from peer.net import keyfile
 from peer.net.disk import LocalDisk

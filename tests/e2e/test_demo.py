@@ -13,8 +13,7 @@ import pytest
 
 from peer import events
 from peer.cli.main import main
-from peer.corpus.reader import CHUNKS, CorpusReader
-from peer.corpus.text import LocalText, Text, open_corpus
+from peer.corpus.text import CHUNKS, CorpusReader, LocalText, Text, open_corpus
 from peer.demo import swarm
 from peer.demo.text import demo_corpus
 from peer.events import from_json

@@ -21,7 +21,7 @@ import pytest
 
 from peer.cli import examination, findings
 from peer.cli.findings import BAD, GOOD, HERE, THERE, UNKNOWN, WARNING, Finding
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.net.disk import LocalDisk
 from peer.net.sockets import SocketFolder
 from protocol.wire import sealed

@@ -8,8 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
-from bootstrap.text import ServedText
-from peer.corpus.open_text import Access, open_text
+from bootstrap.archive import ServedText
+from peer.corpus.fetched import Access, open_text
 from peer.net import p2p
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.disk import LocalDisk

@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from bootstrap.latest_job import LatestJob
+from bootstrap.background_jobs import LatestJob
 from peer.net.base import Closed, RemoteError, Stream, call, serve_calls
 from peer.net.memory import MemoryNetwork
 from protocol.round.leader_events import Planned

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from bootstrap.archive import Archive
-from bootstrap.node import BootstrapNode
-from bootstrap.service import serve_bootstrap
+from bootstrap.node import BootstrapNode, serve_bootstrap
 from peer import events
 from peer.events import Emitter, Event
 from protocol.identity import Identity

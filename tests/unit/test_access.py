@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bootstrap.decrees import Decrees
+from bootstrap.calls import Decrees
 from peer.ui import monitor
 from peer.ui.lines import Lines
 from protocol.errors import RemoteError

@@ -10,14 +10,22 @@ from typing import Any
 
 import pytest
 
-from bootstrap import bandwidth as served
-from bootstrap.bandwidth import Bandwidth, Bounds
 from peer import events
 from peer.net import bandwidth, line
-from peer.net.arrivals import Arrivals
-from peer.net.bandwidth import BOUNDS_BPS, HEAD, PATIENCE, PIECE, WAY_BYTES, Busy, measure
-from peer.net.base import Closed, Ended, Handler, Stream
-from peer.net.clock import Clock
+from peer.net import bandwidth as served
+from peer.net.bandwidth import (
+    BOUNDS_BPS,
+    HEAD,
+    PATIENCE,
+    PIECE,
+    WAY_BYTES,
+    Arrivals,
+    BandwidthServer,
+    Bounds,
+    Busy,
+    measure,
+)
+from peer.net.base import Clock, Closed, Ended, Handler, Stream
 from peer.net.line import LATER_SECONDS, Given, Line, measured_downlink
 from peer.net.memory import IN_FLIGHT, MemoryNetwork, MemoryTransport, Pipe
 from peer.net.stream import FrameStream
@@ -106,7 +114,7 @@ async def at_home(network: MemoryNetwork, **nodes: Handler | None) -> MemoryTran
     for name, handler in nodes.items():
         node = network.transport(name)
         if handler is None:
-            await Bandwidth(clock()).serve(node)
+            await BandwidthServer(clock()).serve(node)
         else:
             await node.serve(endpoints.BANDWIDTH, handler)
     return network.transport("home")
@@ -408,7 +416,7 @@ def test_a_node_that_is_slow_does_not_make_the_line_slow() -> None:
 def test_who_is_busy_is_asked_again() -> None:
     async def work() -> None:
         network, loop = Shaped(20 * MBPS, 100 * MBPS), asyncio.get_running_loop()
-        busy_until, good = loop.time() + 8.0, Bandwidth(clock())
+        busy_until, good = loop.time() + 8.0, BandwidthServer(clock())
         home, node = network.transport("home"), network.transport("node")
 
         async def serve(stream: Stream) -> None:
@@ -445,7 +453,7 @@ def test_one_way_is_measured_and_the_other_is_not() -> None:
 def test_what_could_not_be_measured_is_measured_later() -> None:
     async def work() -> None:
         network, heard, loop = Shaped(20 * MBPS, 100 * MBPS), Heard(), asyncio.get_running_loop()
-        good = Bandwidth(clock())
+        good = BandwidthServer(clock())
 
         async def serve(stream: Stream) -> None:
             if loop.time() > 60:
@@ -472,7 +480,7 @@ def test_what_could_not_be_measured_is_measured_later() -> None:
 
 def test_a_node_measures_with_few_at_once_and_gives_back_what_was_not_taken() -> None:
     async def work() -> None:
-        network, node_side = MemoryNetwork(), Bandwidth(clock())
+        network, node_side = MemoryNetwork(), BandwidthServer(clock())
         node = network.transport("node")
         await node_side.serve(node)
         peers = [network.transport(f"peer-{i}") for i in range(served.AT_ONCE + 1)]
@@ -508,7 +516,7 @@ def test_a_node_gives_so_much_a_minute() -> None:
         loop, network = asyncio.get_running_loop(), MemoryNetwork()
         node, home = network.transport("node"), network.transport("home")
         most = 2 * served.PROBE_BYTES
-        await Bandwidth(clock(), Bounds(bytes_per_minute=most)).serve(node)
+        await BandwidthServer(clock(), Bounds(bytes_per_minute=most)).serve(node)
         taken, refused, end = 0, 0, loop.time() + 180
         while loop.time() < end:
             try:
@@ -527,7 +535,7 @@ def test_a_node_gives_so_much_a_minute() -> None:
 )
 def test_a_node_closes_on_who_asks_too_much_or_nothing(request_: bytes) -> None:
     async def work() -> None:
-        network, node_side = MemoryNetwork(), Bandwidth(clock())
+        network, node_side = MemoryNetwork(), BandwidthServer(clock())
         node, home = network.transport("node"), network.transport("home")
         await node_side.serve(node)
         stream = await home.open("node", endpoints.BANDWIDTH, timeout=1.0)
@@ -556,7 +564,7 @@ async def pings(stream: Stream, asks: int, every: float = 0.0) -> int:
 @pytest.mark.parametrize("asks", [PIECE, 0])
 def test_a_node_ends_a_probe_that_takes_too_much(asks: int) -> None:
     async def work() -> None:
-        network, node_side = MemoryNetwork(), Bandwidth(clock())
+        network, node_side = MemoryNetwork(), BandwidthServer(clock())
         node, home = network.transport("node"), network.transport("home")
         await node_side.serve(node)
         stream = await home.open("node", endpoints.BANDWIDTH, timeout=1.0)
@@ -567,7 +575,7 @@ def test_a_node_ends_a_probe_that_takes_too_much(asks: int) -> None:
 
 def test_a_node_does_not_wait_for_who_does_nothing() -> None:
     async def work() -> None:
-        network, node_side, loop = MemoryNetwork(), Bandwidth(clock()), asyncio.get_running_loop()
+        network, node_side, loop = MemoryNetwork(), BandwidthServer(clock()), asyncio.get_running_loop()
         node, home = network.transport("node"), network.transport("home")
         await node_side.serve(node)
         idle = await home.open("node", endpoints.BANDWIDTH, timeout=1.0)

@@ -18,10 +18,9 @@ import pytest
 
 from peer.net import p2p
 from peer.net.base import Closed, Handler, Stream, Transport, Unreachable
-from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, fetch_named, idle
+from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, fetch_named, fetching
 from peer.net.blobs.holders import SLACK, Speed
-from peer.net.blobs.serving import PATIENCE
-from peer.net.blobs.spreading import SPREAD_SECONDS, Spreading
+from peer.net.blobs.serving import PATIENCE, SPREAD_SECONDS, Spreading
 from peer.net.disk import LocalDisk, Piece
 from peer.net.memory import MemoryNetwork
 from peer.net.uplink import Uplink
@@ -448,7 +447,7 @@ def test_small_blobs_share_a_stream(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_stream_may_be_taken_while_an_older_one_is_closed() -> None:
-    streams = idle.IdleStreams(kept=1)
+    streams = fetching.IdleStreams(kept=1)
     taken: list[Any] = []
 
     class Kept:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bootstrap.decrees import Decrees
+from bootstrap.calls import Decrees
 from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.ledger import access, board, validation

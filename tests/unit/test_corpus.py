@@ -24,9 +24,9 @@ from tokenizers import Tokenizer
 from peer.cli.data import tokenizer_file
 from peer.corpus import build, sources
 from peer.corpus.build import Request
-from peer.corpus.reader import CHUNKS, INDEX, CorpusReader
 from peer.corpus.records import HELD_OUT, HELD_OUT_TOKENS, RANKS, Counts, held_out_rank
 from peer.corpus.sources import Unit
+from peer.corpus.text import CHUNKS, INDEX, CorpusReader
 from peer.corpus.tokenizing import Pool
 from peer.net.blobs import BlobStore
 from peer.net.disk import LocalDisk

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from peer.net.entry import AT_ONCE, HEAD_BYTES, Came, Entry, Guest, whole
-from peer.net.expelling import Expelling
+from peer.net.entry import AT_ONCE, HEAD_BYTES, Came, Entry, Expelling, Guest, whole
 
 HEAD = b"\x05hello"
 

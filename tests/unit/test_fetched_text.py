@@ -15,7 +15,7 @@ import pytest
 
 from peer import events
 from peer.corpus.cache import TextStore
-from peer.corpus.lookahead import Lookahead
+from peer.corpus.fetched import Lookahead
 from peer.net.blobs import Place
 from peer.net.disk import LocalDisk, Piece
 from protocol.codec import blob_hash

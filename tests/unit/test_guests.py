@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bootstrap.inbox import Inbox
+from bootstrap.node import Inbox
 from peer.events import Refused
 from peer.net.guests import OPENED, Guests, Limits, network_of
 from peer.net.token_bucket import Rate

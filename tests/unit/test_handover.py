@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.net.disk import LocalDisk, Piece
 from peer.state.feedback_writer import FeedbackWriter
 from peer.state.giving import Giving

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from bootstrap.doorman import TOO_MANY, WAITS, Doorman
+from bootstrap.sessions import TOO_MANY, WAITS, Doorman
 from peer.cli.invite import seconds_in
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.node.open_run import parse_run
 from peer.ui import log_text, monitor
 from peer.ui.lines import Lines

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from peer.net import known_line
+from peer.net import line
 from peer.net.bandwidth import LEAST_WAY_BYTES, WAY_BYTES, worth
 from peer.net.disk import LocalDisk
-from peer.net.known_line import UNKNOWN, KnownLine
-from peer.net.line import EARLIER, Given
+from peer.net.line import EARLIER, UNKNOWN, Given, KnownLine
 from tests.unit.test_bandwidth import MBPS, Heard, Shaped, a_line, at_home, virtually
 
 HOME, DAY = ("192.168.1.7",), 86_400.0
@@ -32,8 +31,8 @@ def test_it_holds_for_days_and_in_the_same_place(
     tmp_path: Path, hosts: tuple[str, ...], after: float, expected: KnownLine
 ) -> None:
     disk = LocalDisk()
-    known_line.write(disk, tmp_path, FOUND, HOME, 1e9)
-    assert known_line.read(disk, tmp_path, hosts, 1e9 + after) == expected
+    line.write(disk, tmp_path, FOUND, HOME, 1e9)
+    assert line.read(disk, tmp_path, hosts, 1e9 + after) == expected
 
 
 @pytest.mark.parametrize(
@@ -42,8 +41,8 @@ def test_it_holds_for_days_and_in_the_same_place(
      b'{"time": 1e9, "hosts": ["192.168.1.7"], "up_bps": -5, "down_bps": "fast"}'],
 )  # fmt: skip
 def test_a_damaged_file_says_nothing(tmp_path: Path, raw: bytes) -> None:
-    (tmp_path / known_line.FILE).write_bytes(raw)
-    assert known_line.read(LocalDisk(), tmp_path, HOME, 1e9) == UNKNOWN
+    (tmp_path / line.FILE).write_bytes(raw)
+    assert line.read(LocalDisk(), tmp_path, HOME, 1e9) == UNKNOWN
 
 
 def test_what_is_known_is_not_measured_again() -> None:

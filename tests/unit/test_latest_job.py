@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from bootstrap.latest_job import LatestJob, wanted
+from bootstrap.background_jobs import LatestJob, wanted
 
 
 @pytest.mark.parametrize(("late", "fails"), [(0, 0), (2, 0), (0, 2)])

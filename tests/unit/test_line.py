@@ -10,11 +10,8 @@ import pytest
 
 from peer import events
 from peer.net.bandwidth import GOODPUT
-from peer.net.base import Stream
-from peer.net.clock import Clock
-from peer.net.line import Given, Line
-from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.net.transfers import (
+from peer.net.base import Clock, Stream
+from peer.net.line import (
     FAST_SECONDS,
     HELD_SECONDS,
     MOST_DOWN,
@@ -22,9 +19,12 @@ from peer.net.transfers import (
     RANGE,
     REST_SECONDS,
     SLOW_SECONDS,
+    Given,
+    Line,
     Second,
     Transfers,
 )
+from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.uplink import Uplink
 from tests import networks
 from tests.sim.loop import VirtualLoop

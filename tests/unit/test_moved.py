@@ -12,14 +12,12 @@ import pytest
 
 from bootstrap.roster import Heard
 from bootstrap.sessions import Sessions as NodeSessions
-from peer.net.base import Closed, Stream, Timeout, Traffic, Unreachable, answer, serve_calls
-from peer.net.clock import Clock
+from peer.net.address import OwnAddresses, interface_hosts
+from peer.net.base import Clock, Closed, Stream, Timeout, Traffic, Unreachable, answer, serve_calls
 from peer.net.directory import CIRCUITS, PUBLISH_SECONDS, Directory
-from peer.net.flow import LONGEST_SECONDS, SLOW_BYTES_PER_SECOND, Flow
 from peer.net.memory import MemoryNetwork, MemoryTransport, Pipe
 from peer.net.network import Network
-from peer.net.own_addresses import OwnAddresses, interface_hosts
-from peer.net.stream import FrameStream
+from peer.net.stream import LONGEST_SECONDS, SLOW_BYTES_PER_SECOND, Flow, FrameStream
 from peer.net.uplink import Uplink
 from peer.node.sessions import Sessions
 from protocol.identity import Identity

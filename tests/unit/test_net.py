@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from peer import events
-from peer.net import address, base, blobs, daemon, descriptors, dht, directory, keyfile, p2p
+from peer.net import address, base, blobs, daemon, dht, directory, keyfile, p2p, processes
 from peer.net.base import (
     Closed,
     Ended,
@@ -625,7 +625,7 @@ def test_six_clients_open_64_streams_each_to_a_busy_peer(tmp_path: Path) -> None
 def _limits(up: Any, soft: int, hard: int) -> None:
     """Another process, begun with these limits: what it says of them, and what they are then."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    up.send((descriptors.raise_limit(enough=400), *resource.getrlimit(resource.RLIMIT_NOFILE)))
+    up.send((processes.raise_file_limit(enough=400), *resource.getrlimit(resource.RLIMIT_NOFILE)))
 
 
 @pytest.mark.parametrize(("soft", "hard", "enough"), [(128, 512, True), (128, 256, False), (300, 300, False)])

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 
-from bootstrap.news import MOST_SHARES, PAUSE_SECONDS, News
+from bootstrap.sessions import MOST_SHARES, PAUSE_SECONDS, News
 from protocol.wire import encoding
 from protocol.wire.commit import Share
 from protocol.wire.session import Offered

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.archive import Archive
-from bootstrap.latest_job import LatestJob
+from bootstrap.background_jobs import LatestJob
 from bootstrap.node import BootstrapNode
 from peer.events import Emitter
 from peer.net import directory

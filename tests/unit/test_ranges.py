@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bootstrap.doorman import Doorman
-from peer.net.clock import Clock
+from bootstrap.sessions import Doorman
+from peer.net.base import Clock
 from protocol.ledger import access, ranges, schedule, standing
 from protocol.ledger.ranges import RELAYED, range_of
 from protocol.planning import memory

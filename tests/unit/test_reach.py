@@ -13,13 +13,11 @@ from typing import Any
 
 import pytest
 
-from peer.net.base import call, serve_calls
-from peer.net.clock import Clock
+from peer.net.base import Clock, call, serve_calls
 from peer.net.daemon import Entrance
-from peer.net.dial_back import BOUNDS, Bounds, DialBack, greets
 from peer.net.greeting import GREETING
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.net.reach import AGAIN_SECONDS, Around, Finding, Reach, find_out
+from peer.net.reach import AGAIN_SECONDS, BOUNDS, Around, Bounds, DialBack, Finding, Reach, find_out, greets
 from protocol.errors import RemoteError
 from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import Announcement

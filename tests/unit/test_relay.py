@@ -14,11 +14,10 @@ import pytest
 
 from peer.net.base import Closed, Ended, NotServed, Stream, Timeout, Unreachable, call, serve_calls
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.net.relay import RelayServer, dialling
+from peer.net.relay import RelayServer, transport
 from peer.net.relay.channel import CHANGED, SILENT, RelayFault, Signs
-from peer.net.relay.dialling import Patience, Relays
 from peer.net.relay.server import LIMITS, Limits
-from peer.net.relay.transport import RelayedTransport
+from peer.net.relay.transport import Patience, RelayedTransport, Relays
 from peer.net.stream import CHUNK
 from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
@@ -690,7 +689,7 @@ def test_a_sender_that_ignores_the_window_is_stopped_by_its_receiver() -> None:
         await b.serve("late", late)
         direct = lab.network.transport(A.peer_id)
         carrier = await direct.open(R1, endpoints.RELAY, timeout=10.0)
-        shake = dialling.handshake(initiator=True, relay=R1)
+        shake = transport.handshake(initiator=True, relay=R1)
         await carrier.send(relaying.pack_ask(B.peer_id))
         await carrier.send(shake.write(b""))
         assert relaying.answer_of(await carrier.recv()) == relaying.HERE

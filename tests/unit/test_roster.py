@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from bootstrap.roster import GONE, Heard
 from bootstrap.sessions import ANNOUNCED_AT_ONCE, Session
-from peer.net import roster
-from peer.net.base import MAX_RECORD, CallHandler, serve_calls
-from peer.net.clock import Clock
+from peer.net import node_calls
+from peer.net.base import MAX_RECORD, CallHandler, Clock, serve_calls
 from peer.net.directory import PUBLISH_SECONDS, SAMPLE, TOGETHER, Directory
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.net.roster import CALL_SECONDS, RosterReader
+from peer.net.node_calls import CALL_SECONDS, RosterReader
 from peer.net.token_bucket import TokenBucket
 from protocol.errors import RemoteError
 from protocol.identity import Identity
@@ -54,7 +53,7 @@ def answer(heard: Heard, request: Lookup | RosterRequest) -> Roster:
 
 
 def names(reply: Roster) -> list[str]:
-    return [found.peer for body in reply.announcements if (found := roster.believed(body, RUN)) is not None]
+    return [found.peer for body in reply.announcements if (found := node_calls.believed(body, RUN)) is not None]
 
 
 # --- what a node takes
@@ -372,7 +371,7 @@ def test_serials_grow_although_the_time_of_day_goes_back() -> None:
         found = []
         for step in range(3):
             directory.update(step=step)
-            said = roster.believed(await told.get(), RUN)
+            said = node_calls.believed(await told.get(), RUN)
             assert said is not None
             found.append(said.serial)
         task.cancel()
@@ -389,7 +388,7 @@ def test_what_is_told_is_the_newest() -> None:
     async def story(swarm: Nodes) -> None:
         told: asyncio.Queue[bytes] = asyncio.Queue()
         task = asyncio.create_task(swarm.directory.announce(told.put_nowait))
-        first = roster.believed(await told.get(), RUN)
+        first = node_calls.believed(await told.get(), RUN)
         assert first is not None
         assert dataclasses.replace(first, serial=0) == swarm.directory.announcement
         assert first.serial > 0

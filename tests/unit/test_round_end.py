@@ -10,7 +10,7 @@ import pytest
 
 from peer.chain.stop_sign import StopSign
 from peer.events import Emitter
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.node.audit import NoTraining
 from peer.node.orders import Result
 from peer.node.training import RoundEnd, Training

@@ -12,8 +12,8 @@ import pytest
 
 from peer.net.base import Stream
 from peer.net.blobs import BlobServer, BlobStore, Fetcher
+from peer.net.blobs.fetching import OVERDUE_SECONDS, WAIT_SECONDS
 from peer.net.blobs.holders import REST_SECONDS
-from peer.net.blobs.jobs import OVERDUE_SECONDS, WAIT_SECONDS
 from peer.net.blobs.serving import PATIENCE
 from peer.net.memory import MemoryNetwork
 from protocol.codec.blob_hash import RANGE

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.net.disk import LocalDisk
 from peer.state import tensor_file
 from peer.state.feedback_writer import FeedbackWriter

@@ -14,8 +14,7 @@ import pytest
 
 from peer import events
 from peer.cli.data import tokenizer_file
-from peer.corpus.reader import CHUNKS, CorpusReader
-from peer.corpus.text import LocalText, check, open_corpus
+from peer.corpus.text import CHUNKS, CorpusReader, LocalText, check, open_corpus
 from peer.corpus.tokenizer import load_tokenizer
 from peer.net.disk import LocalDisk
 from peer.node import round_text

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from peer.corpus.fetched import Patience
 from peer.corpus.mirrors import Mirrors
-from peer.corpus.range_fetcher import Patience
 from protocol.errors import RemoteError, UsageError
 from tests import web_server
 from tests.text_swarm import STEP, Noise, Reader, TextSwarm, given, write_noise

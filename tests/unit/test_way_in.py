@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 
 from bootstrap.roster import Heard
-from peer.net.base import Transport, serve_calls
-from peer.net.clock import Clock
-from peer.net.dial_back import DialBack
+from peer.net.base import Clock, Transport, serve_calls
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.net.reach import Finding
+from peer.net.reach import DialBack, Finding
 from peer.node.open_run import Door, Run
 from peer.node.way_in import RELAYS, REMEMBERED_SECONDS, WayIn
 from protocol.identity import Identity

@@ -6,8 +6,11 @@ served. Many systems begin with a soft limit of 1024 and leave it to the process
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import resource
+import signal
 import sys
 
 ENOUGH = 4096
@@ -20,19 +23,19 @@ RESERVED = 256
 """Descriptors that are left for files, and for what we open ourselves."""
 
 
-def limit() -> int:
+def open_file_limit() -> int:
     """How many may be open at once."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
-def streams() -> int:
+def most_streams() -> int:
     """How many streams of others may be open at once, so that files can still be opened: half of what this process may have."""
-    soft = limit()
+    soft = open_file_limit()
     return 1 << 16 if soft == sys.maxsize else max(64, (soft - RESERVED) // 2)
 
 
-def raise_limit(enough: int = ENOUGH) -> str | None:
+def raise_file_limit(enough: int = ENOUGH) -> str | None:
     """Raises the soft limit to the hard one. Returns what to tell the user where it still is below `enough`, else None."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _UNLIMITED if hard == resource.RLIM_INFINITY else (hard,)
@@ -49,3 +52,32 @@ def raise_limit(enough: int = ENOUGH) -> str | None:
         f"open files: this system allows {soft} at once, a run of many peers takes {enough}; "
         "raise the hard limit (ulimit -Hn, LimitNOFILE= of a service)"
     )
+
+
+def send_signal(child: asyncio.subprocess.Process, number: int = signal.SIGKILL) -> None:
+    """Sends a signal, unless the child has ended. Not by `child.kill()`: before Python 3.12 that looks first whether the child has just ended, and
+    so takes away the exit code that the loop waits for, which then says so on standard error, and that it was 255."""
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, number)
+
+
+_APART = """
+import os, signal, sys
+os.setpgid(0, 0)
+if sys.platform == "linux":
+    try:
+        import ctypes
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it is sent when the thread ends that started us
+    except ImportError:  # a Python without ctypes: the daemon ends some time after us
+        pass
+if os.getppid() == int(sys.argv[1]):  # else that was too late
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Becomes what it is given, in a process group of its own."""
+
+
+def own_group_command() -> tuple[str, ...]:
+    """What to put before a command that is to hear nothing of signals to our process group, such as Ctrl-C, and those of `timeout`. On Linux it ends
+    with us, however we end."""
+    return sys.executable, "-I", "-S", "-c", _APART, str(os.getpid())

@@ -2,23 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from peer.net.base import Transport, call
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.wire import encoding, endpoints, sealed
+from protocol.wire import encoding, endpoints, framing, sealed
 from protocol.wire.announcement import Announcement
+from protocol.wire.decree import Motion, Motions
 from protocol.wire.roster import Lookup, Roster, RosterRequest
+from protocol.wire.session import LogRequest
 
 CALL_SECONDS = 10.0
+NEXT_SECONDS = 1.0
+"""After which another node is asked besides, where one has not answered: it may just have died."""
+
+
+async def ask_in_turn(nodes: Iterable[str], ask: Callable[[str], Awaitable[bool]]) -> None:
+    """Asks one node after the other until `ask` says that all is known; the next one besides where one takes long. Raises what `ask` raises."""
+    left, asked = list(nodes), set[asyncio.Task[bool]]()
+    try:
+        while left or asked:
+            if left:
+                asked.add(asyncio.ensure_future(ask(left.pop(0))))
+            done, asked = await asyncio.wait(
+                asked, timeout=NEXT_SECONDS if left else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if any(task.result() for task in done):
+                return
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def log_page(transport: Transport, node: str, after: int, seconds: float = CALL_SECONDS) -> list[bytes]:
+    """The records of the rounds after round `after`, as many as `node` sends at once; none where it has no more. They come within so many
+    seconds. Raises RemoteError."""
+    reply = await call(transport, node, endpoints.LOG, encoding.encode(LogRequest(after=after)), timeout=seconds)
+    try:
+        found = framing.unpack_message(reply)
+    except framing.FrameError as error:
+        raise RemoteError(node, f"log of {short_peer(node)}: {error}; ask another bootstrap node") from None
+    if not isinstance(found, list) or not all(isinstance(raw, bytes) for raw in found):
+        raise RemoteError(node, f"log of {short_peer(node)}: not a list of commits; ask another bootstrap node")
+    return found
+
+
+async def send_motion(transport: Transport, node: str, motion: Motion) -> Motions:
+    """A node's answer. Raises RemoteError."""
+    raw = await call(transport, node, endpoints.DECREES, encoding.encode(motion), timeout=CALL_SECONDS)
+    try:
+        return encoding.expect(Motions, encoding.decode(raw, node), node)
+    except RemoteError as error:
+        raise RemoteError(node, f"{error}; is it of the same version?") from None
+
+
+async def ask_operators(transport: Transport, node: str) -> Motions:
+    """The same, where nothing is moved: who operates the run, by that node's word. Raises RemoteError."""
+    return await send_motion(transport, node, Motion())
+
+
 MOST_PEERS = 32_768
 """That are kept of what one node tells."""
 _PAGES = 256
 """That are read at once; more are for the next time."""
 
 
-async def ask(transport: Transport, node: str, request: Lookup | RosterRequest) -> Roster:
+async def ask_roster(transport: Transport, node: str, request: Lookup | RosterRequest) -> Roster:
     """A node's answer. Raises RemoteError, TransportLost."""
     raw = await call(
         transport,
@@ -31,11 +83,11 @@ async def ask(transport: Transport, node: str, request: Lookup | RosterRequest) 
     return encoding.expect(Roster, encoding.decode(raw, node), node)
 
 
-async def look_up(
+async def look_up_peers(
     transport: Transport, run: str, node: str, peers: Sequence[str] = (), sample: int = 0
 ) -> dict[str, Announcement]:
     """What `node` knows of `peers`, and of so many others, by peer id. Raises RemoteError, TransportLost."""
-    reply = await ask(transport, node, Lookup(peers=tuple(peers), sample=sample))
+    reply = await ask_roster(transport, node, Lookup(peers=tuple(peers), sample=sample))
     return {found.peer: found for raw in reply.announcements if (found := believed(raw, run)) is not None}
 
 
@@ -73,7 +125,7 @@ class RosterReader:
     async def _read(self, node: str) -> None:
         for _ in range(_PAGES):
             position = self._position if node == self._node else -1
-            reply = await ask(self._transport, node, RosterRequest(position=position))
+            reply = await ask_roster(self._transport, node, RosterRequest(position=position))
             if reply.more and reply.position <= position:
                 raise RemoteError(node, f"roster of {short_peer(node)}: does not end; another is asked")
             if reply.anew or node != self._node:
