@@ -1,7 +1,7 @@
-"""Background jobs on a thread of their own, of which only the newest counts: it makes those before it useless.
+"""Background jobs of a bootstrap node: plans and scoring on a thread, and the checks of other nodes' proposals.
 
-What takes long in a job is numpy's, and between its steps the interpreter gives way: while a plan for 10,000 peers is made the loop is held
-up for some hundredths of a second at most (docs/results/planner.md).
+A long job is mostly numpy, which releases the interpreter between steps: a plan for 10,000 peers delays the event loop
+by some hundredths of a second at most (docs/results/planner.md).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from peer.net.base import Clock
+from protocol.quorum.paxos import Quorum
 from protocol.quorum.paxos_events import Judged
 from protocol.quorum.unfair import Unfair
 from protocol.round import fairness
@@ -22,31 +23,34 @@ from protocol.round.leader import Leader
 from protocol.wire.commit import Commit
 
 log = logging.getLogger("potluck.jobs")
+fairness_log = logging.getLogger("potluck.fairness")
 Job = TypeVar("Job")
 Answer = TypeVar("Answer")
 
 
-class Lacking(Exception):
-    """Something that a job is about is not here yet."""
+class Missing(Exception):
+    """A payload or list that a job needs has not arrived yet."""
 
 
-def wanted(read: Callable[[str], bytes | None]) -> Callable[[str], bytes]:
-    """`read`, but raises Lacking for what is not here."""
+def require(read: Callable[[str], bytes | None]) -> Callable[[str], bytes]:
+    """Returns a `read` that raises Missing in place of returning None."""
 
     def found(name: str) -> bytes:
         data = read(name)
         if data is None:
-            raise Lacking(f"{name} is not here")
+            raise Missing(f"{name} is not here")
         return data
 
     return found
 
 
 class LatestJob(Generic[Job, Answer]):
-    """Runs the newest job. `work` does a job, and `put` takes its answer.
+    """Runs the newest job on a thread; a newer job replaces one that waits.
 
-    `pause`: seconds after a job that failed, which is then done again if there is no newer one.
-    `failed`: what is answered instead (default: it is done again).
+    work: does a job
+    put: takes its answer
+    retry_seconds: pause after a job that failed, before it is tried again if there is no newer one
+    failed: the answer for a failed job, in place of another try
     """
 
     def __init__(
@@ -55,13 +59,13 @@ class LatestJob(Generic[Job, Answer]):
         work: Callable[[Job], Answer],
         put: Callable[[Answer], None],
         *,
-        pause: float,
+        retry_seconds: float,
         failed: Callable[[Job], Answer] | None = None,
     ) -> None:
         self._name = name
         self._work = work
         self._put = put
-        self._pause = pause
+        self._retry_seconds = retry_seconds
         self._failed = failed
         self._jobs: asyncio.Queue[Job] = asyncio.Queue()
 
@@ -72,7 +76,7 @@ class LatestJob(Generic[Job, Answer]):
         self._jobs.put_nowait(job)
 
     async def run(self) -> None:
-        """Until it is cancelled; the thread ends after the job that it is at."""
+        """Never returns. When it is cancelled, the thread ends after its current job."""
         worker, loop = ThreadPoolExecutor(1, self._name), asyncio.get_running_loop()
         try:
             while True:
@@ -80,9 +84,9 @@ class LatestJob(Generic[Job, Answer]):
                 try:
                     answer = await loop.run_in_executor(worker, self._work, job)
                 except Exception as error:  # whatever peers announce or offer ends no node
-                    level = logging.INFO if isinstance(error, Lacking) else logging.ERROR
+                    level = logging.INFO if isinstance(error, Missing) else logging.ERROR
                     log.log(level, "%s: %s", self._name, error, exc_info=level == logging.ERROR)
-                    await asyncio.sleep(self._pause)
+                    await asyncio.sleep(self._retry_seconds)
                     if self._failed is not None:
                         self._put(self._failed(job))
                     elif self._jobs.empty():
@@ -93,46 +97,48 @@ class LatestJob(Generic[Job, Answer]):
             worker.shutdown(wait=False)
 
 
-log = logging.getLogger("potluck.fairness")
+class ProposalChecker:
+    """Checks the commits that other nodes propose, one after the other (protocol/round/fairness.py).
 
-
-class Fairness:
-    """`put` takes the answers; `leader` is the node's own machine; `read`: payloads and lists of parts by their names, None for what is
-    not here; `known`: what was found in payloads (protocol/round/notes.py); `alive` says which members of the quorum give
-    signs of life, and which operators."""
+    leader: this node's own machine; what it knows when a proposal arrives is what the proposal is checked against
+    put: takes the answers
+    read: gives payloads and lists of parts by name, None for those that are not here
+    known: what was found in payloads (protocol/round/notes.py)
+    """
 
     def __init__(
         self,
         leader: Leader,
+        quorum: Quorum,
         clock: Clock,
         put: Callable[[Judged], None],
         read: Callable[[str], bytes | None],
         known: Known,
-        alive: Callable[[], tuple[frozenset[str], frozenset[str]]],
     ) -> None:
         self._leader = leader
+        self._quorum = quorum
         self._clock = clock
         self._put = put
-        self._read = wanted(read)
+        self._read = require(read)
         self._known = known
-        self._alive = alive
         self._since = clock.steady()
         self._doubts = Doubts()
         self._questions: asyncio.Queue[tuple[str, Sight, Commit]] = asyncio.Queue()
 
     def ask(self, peer: str, commit: Commit) -> None:
-        """Whether this node could have proposed what `peer` proposes, from what it has seen up to now."""
-        now = self._clock.steady()
+        """Queues the question whether this node could have proposed what `peer` proposes."""
+        now, quorum = self._clock.steady(), self._quorum
         settled = now - self._since >= self._leader.manifest.timing.gone_after
-        sight = fairness.sight_of(self._leader, self._clock.wall(), now, settled, *self._alive())
+        present = quorum.leadership.present
+        sight = fairness.sight_of(self._leader, self._clock.wall(), now, settled, quorum.living, present)
         self._questions.put_nowait((peer, sight, commit))
 
     def decided(self, commit: Commit) -> None:
-        """This commit is its round's: nothing is wrong with it."""
+        """Drops the doubts about the leader of a commit that was decided."""
         self._doubts.decided(commit.leader)
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Never returns."""
         while True:
             peer, sight, commit = await self._questions.get()
             if commit.round != self._leader.round:
@@ -143,20 +149,18 @@ class Fairness:
             self._put(Judged(commit.digest, self._doubts.weigh(peer, commit.round, found, members)))
 
     def _judge(self, sight: Sight, commit: Commit) -> Unfair | None:
-        found = fairness.lie_in(sight, commit)
-        if found is not None:
-            return found
+        if (lie := fairness.lie_in(sight, commit)) is not None:
+            return lie
         try:
-            found = fairness.unjust_in(sight, commit, self._read, self._known)
-            if found is not None:
-                return found
-        except Lacking as error:
-            log.info("the verdicts of round %d cannot be checked: %s", commit.round, error)
+            if (unjust := fairness.unjust_in(sight, commit, self._read, self._known)) is not None:
+                return unjust
+        except Missing as error:
+            fairness_log.info("the verdicts of round %d cannot be checked: %s", commit.round, error)
         except Exception:
-            log.exception("the verdicts of round %d cannot be checked", commit.round)
+            fairness_log.exception("the verdicts of round %d cannot be checked", commit.round)
             return Unfair("cannot be judged", False)
         try:
             return fairness.doubt_in(sight, commit)
-        except Exception:  # a planner that cannot bear what peers announce ends no node, and is no reason to accuse one
-            log.exception("a plan could not be compared with this node's own")
+        except Exception:  # announcements that the planner cannot bear end no node, and are no reason to accuse one
+            fairness_log.exception("a plan could not be compared with this node's own")
             return None

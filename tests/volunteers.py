@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bootstrap.archive import Archive
-from bootstrap.node import BootstrapNode, serve_bootstrap
+from bootstrap.node import BootstrapNode
 from peer.chain.stop_sign import StopSign
 from peer.corpus.text import Text
 from peer.events import Emitter, Event
@@ -176,8 +176,8 @@ class Swarm:
         self.archive.save_tokenizer(self.tokenizer)
         self.boot = self.network.transport(tiny.OPERATOR.peer_id, directory.valid_record(self.manifest.run_id))
         emit = Emitter("bootstrap", self._hear(self.events))
-        self.machine = BootstrapNode(self.manifest, tiny.OPERATOR, self.boot, self.archive, emit)
-        self.node = asyncio.create_task(serve_bootstrap(self.machine, self.boot, emit, self.relay_bps))
+        self.machine = BootstrapNode(tiny.OPERATOR, self.boot, self.archive, emit)
+        self.node = asyncio.create_task(self.machine.serve(self.relay_bps))
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -169,7 +169,7 @@ def _remembering(emit: events.Emit, folder: Path, manifest: Manifest) -> events.
 async def serve(read: Callable[[], NodeConfig]) -> None:
     """`potluck bootstrap`."""
     from bootstrap.archive import Archive
-    from bootstrap.node import BootstrapNode, serve_bootstrap
+    from bootstrap.node import BootstrapNode
     from peer.corpus.tokenizer import check_document_end
     from protocol.round.questions import Question
 
@@ -202,14 +202,12 @@ async def serve(read: Callable[[], NodeConfig]) -> None:
             together = config.relay_bps * len(manifest.operators)  # others are taken to allow as much
             auditors = frozenset({auditor(folder)} if config.audit else ())
             answer = functools.partial(Question.answer, relay_bps=together)
-            node = BootstrapNode(
-                manifest, identity, transport, archive, emit, config.others, answer=answer, auditors=auditors
-            )
+            node = BootstrapNode(identity, transport, archive, emit, config.others, answer=answer, auditors=auditors)
             async with running.shown_alive(folder), asyncio.TaskGroup() as group:
                 auditing = config.audit and group.create_task(
                     audit_beside(folder, manifest.run_id, transport.addresses, emit)
                 )
-                await serve_bootstrap(node, transport, emit, config.relay_bps)  # until the operators dismiss it
+                await node.serve(config.relay_bps)  # until the operators dismiss it
                 if auditing:
                     auditing.cancel()
         finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bootstrap.archive import Archive
-from bootstrap.node import BootstrapNode, serve_bootstrap
+from bootstrap.node import BootstrapNode
 from peer import events
 from peer.corpus.text import open_corpus
 from peer.demo.recipe import DemoOptions, PeerSpec, identity_of
@@ -47,8 +47,8 @@ async def run_in_memory(
     archive.save_tokenizer((open_run.ASSETS / TOKENIZER).read_bytes())
     node_transport = network.transport(key.peer_id, directory.valid_record(manifest.run_id))
     emit = Emitter("bootstrap", queue.put_nowait)
-    serving = BootstrapNode(manifest, key, node_transport, archive, emit)
-    node = asyncio.create_task(serve_bootstrap(serving, node_transport, emit))
+    serving = BootstrapNode(key, node_transport, archive, emit)
+    node = asyncio.create_task(serving.serve())
     tasks: set[asyncio.Task[Any]] = {node}
     storages = []
     for peer in peers:

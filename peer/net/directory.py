@@ -265,7 +265,7 @@ class Directory(Contacts):
         """Whether our announcement is in the DHT."""
         return self._identity.peer_id in self.operators or self._place * max(self.crowd, SAMPLE) < SAMPLE
 
-    async def announce(self, tell: Callable[[bytes], None]) -> None:
+    async def announce(self, tell: Callable[[bytes], object]) -> None:
         """Seals the announcement and has it told whenever it changed, and again now and then. Never returns."""
         said_at, serial = float("-inf"), 0
         while True:

@@ -214,7 +214,7 @@ async def greets(host: str, port: int) -> bool:
         return False
 
 
-class DialBack:
+class DialBackServer:
     """One per process that answers."""
 
     def __init__(self, transport: Transport, clock: Clock, greets: Greets = greets, bounds: Bounds = BOUNDS) -> None:

@@ -30,7 +30,7 @@ from peer.net.disk import LocalDisk
 from peer.net.latency import Latency
 from peer.net.line import EARLIER, Given, Line
 from peer.net.network import Network
-from peer.net.reach import DialBack, Finding, Reach
+from peer.net.reach import DialBackServer, Finding, Reach
 from peer.net.uplink import Uplink
 from peer.node.config import JoinConfig, Machine
 from peer.node.evaluating import Evaluator, Tools
@@ -219,7 +219,7 @@ class Peer:
         del restored  # it would keep this θ in memory as long as the run lasts
         await exchange.serve(text if isinstance(text, FetchedText) else None)
         await self._latency.serve()
-        await DialBack(self._transport, self._factories.clock).serve()
+        await DialBackServer(self._transport, self._factories.clock).serve()
         await self._transport.serve(endpoints.PIPE, lambda stream: pipes.serve(stream, rounds.member.applied))
         self._emit(
             events.Started(

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 
 from peer import events
 from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, answer
-from peer.net.keeping import Keeping
 from peer.net.network import Network
+from peer.net.task_set import TaskSet
 from peer.node.refusals import Refusals
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -69,7 +69,7 @@ class Sessions:
         self._refusals = refusals
         self._outboxes: dict[str, asyncio.Queue[Message]] = {}
         self._turns = itertools.count()
-        self._keeping: Keeping | None = None
+        self._keeping: TaskSet | None = None
         self._leaves = False
         self._followed = self.directory.operators
         self._stalled: set[str] = set()
@@ -98,7 +98,7 @@ class Sessions:
         self, on_message: Callable[[Message | Record], Awaitable[None]], on_open: Callable[[], Awaitable[None]]
     ) -> None:
         """Keeps the sessions open. Never returns."""
-        self._keeping = Keeping(
+        self._keeping = TaskSet(
             lambda: self.directory.operators, lambda operator: self._session(operator, on_message, on_open)
         )
         await self._keeping.run()

@@ -101,7 +101,7 @@ async def measured(count: int, seconds: float) -> dict[str, Any]:
         key.write_bytes(tiny.OPERATOR.libp2p_bytes())
         node = await begin(key)
         archive = Archive(folder / "archive", manifest, QuickDisk())
-        machine = BootstrapNode(manifest, tiny.OPERATOR, node, archive, emit)
+        machine = BootstrapNode(tiny.OPERATOR, node, archive, emit)
         tasks.append(asyncio.create_task(machine.run()))
         peers = []
         for index in range(count):

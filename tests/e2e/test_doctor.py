@@ -404,7 +404,7 @@ def test_another_version(tmp_path: Path, version: int, named: str) -> None:
         said = Announcement(
             run=node.made.manifest.run_id, peer=tiny.OPERATOR.peer_id, device=NODE_DEVICE, version=version, serial=int(1000 * time.time())
         )  # fmt: skip
-        node.heard.take(tiny.OPERATOR.peer_id, sealed.seal(tiny.OPERATOR, said))
+        node.heard.add(tiny.OPERATOR.peer_id, sealed.seal(tiny.OPERATOR, said))
 
     with crowd.living(tmp_path / "node", spoil) as line:
         found, works = examined(line, "--dir", tmp_path / "b", "--host", "127.0.0.1")

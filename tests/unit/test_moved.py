@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bootstrap.roster import Heard
+from bootstrap.roster import AnnouncementTable
 from bootstrap.sessions import Sessions as NodeSessions
 from peer.net.address import OwnAddresses, interface_hosts
 from peer.net.base import Clock, Closed, Stream, Timeout, Traffic, Unreachable, answer, serve_calls
@@ -138,7 +138,7 @@ class Node:
 
     def __init__(self, internet: Internet) -> None:
         self.transport = internet.join(tiny.OPERATOR)
-        self.heard = Heard(M.run_id, 0)
+        self.heard = AnnouncementTable(M.run_id, 0)
         self.clock = virtual_clock()
         self.sessions = NodeSessions(M, self.clock, self._hear, lambda session: None, self.transport)
         self.moved: list[str] = []
@@ -158,7 +158,7 @@ class Node:
     async def _hear(self, peer: str, session: Any, message: Message) -> None:
         match message:
             case Announced(sealed=sealed):
-                found = self.heard.take(peer, sealed)
+                found = self.heard.add(peer, sealed)
                 if found is not None:
                     self.directory.learn([found])
             case Heartbeat():

@@ -17,7 +17,7 @@ from peer.net.base import Clock, call, serve_calls
 from peer.net.daemon import Entrance
 from peer.net.greeting import GREETING
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.net.reach import AGAIN_SECONDS, BOUNDS, Around, Bounds, DialBack, Finding, Reach, find_out, greets
+from peer.net.reach import AGAIN_SECONDS, BOUNDS, Around, Bounds, DialBackServer, Finding, Reach, find_out, greets
 from protocol.errors import RemoteError
 from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import Announcement
@@ -72,7 +72,7 @@ class Town:
     async def node(self, name: str, bounds: Bounds = BOUNDS, host: str = NODE) -> MemoryTransport:
         made = self.network.transport(name)
         self.others[name] = f"/ip4/{host}/tcp/31337/p2p/{name}"
-        await DialBack(made, clock(), self.ports.greets, bounds).serve()
+        await DialBackServer(made, clock(), self.ports.greets, bounds).serve()
         return made
 
     async def liar(self, name: str, answer: bytes) -> None:
@@ -492,7 +492,7 @@ def test_a_daemon_is_dialled_back_and_a_remapped_port_is_reached(tmp_path: Path)
             announce = (f"/ip4/127.0.0.1/tcp/{outside}",)
             node = await start(tmp_path / "node")
             stack.push_async_callback(node.aclose)
-            await DialBack(node, Clock()).serve()
+            await DialBackServer(node, Clock()).serve()
             peer = await start(tmp_path / "peer", port=port, entrance=Entrance(announce=announce))
             stack.push_async_callback(peer.aclose)
             await peer.connect(node.addresses, timeout=DEADLINE)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from bootstrap.roster import Heard
+from bootstrap.roster import AnnouncementTable
 from peer.net.base import Clock, Transport, serve_calls
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.net.reach import DialBack, Finding
+from peer.net.reach import DialBackServer, Finding
 from peer.node.open_run import Door, Run
 from peer.node.way_in import RELAYS, REMEMBERED_SECONDS, WayIn
 from protocol.identity import Identity
@@ -44,7 +44,7 @@ class Street:
         self.open: set[int] = set()
         self.dialled = 0
         self.doors: list[Door] = []
-        self.heard = Heard(M.run_id, 0)
+        self.heard = AnnouncementTable(M.run_id, 0)
         self.meanwhile: list[Transport] = []
 
     async def greets(self, host: str, port: int) -> bool:
@@ -56,9 +56,9 @@ class Street:
         address = f"/ip4/198.51.100.{number}/tcp/31337/p2p/{who.peer_id}"
         made.addresses = (address,)
         loop = asyncio.get_running_loop()
-        await DialBack(made, Clock(steady=loop.time, wall=loop.time), self.greets).serve()
+        await DialBackServer(made, Clock(steady=loop.time, wall=loop.time), self.greets).serve()
         said = Announcement(run=M.run_id, peer=who.peer_id, addresses=(address,), reachable=reachable, serial=1)
-        self.heard.take(who.peer_id, sealed.seal(who, said))
+        self.heard.add(who.peer_id, sealed.seal(who, said))
         await made.store(endpoints.announcements_key(M.run_id), who.peer_id, sealed.seal(who, said), ttl=600.0)
         if who.peer_id == OPERATOR:
 
