@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from peer.net.blobs import Blob, BlobStore, Coming, Place
-from peer.net.disk import Disk, LocalDisk, disk_error
+from peer.net.disk import Disk, disk_error
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
 from protocol.ledger import board, stretches, validation
@@ -107,7 +107,7 @@ class Archive:
     def __init__(self, folder: Path, manifest: Manifest, disk: Disk | None = None) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._disk: Disk = disk or LocalDisk()
+        self._disk: Disk = disk or Disk()
         self._lock = self._disk.lock(folder, "bootstrap node")
         try:
             self._open()

@@ -15,6 +15,7 @@ from bootstrap.archive import Archive
 from peer import events
 from peer.net.base import Transport
 from peer.net.blobs import Fetcher
+from peer.net.blobs.holders import Holders
 from peer.net.directory import Directory
 from peer.net.token_bucket import Rate, TokenBucket
 from protocol.codec import sparse
@@ -61,7 +62,8 @@ class Payloads:
         self._decided = -1
         self._warnings = TokenBucket(*WARNINGS)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.fetcher = Fetcher(transport, archive.blobs, reach=directory.reach, warn=self._warn, sync=True)
+        holders = Holders(self._warn)
+        self.fetcher = Fetcher(transport, archive.blobs, reach=directory.reach, sync=True, holders=holders)
 
     def complete(self, commits: Iterable[Commit]) -> None:
         """Starts fetching what the commits name and the archive lacks, until it has it."""

@@ -19,7 +19,7 @@ from peer import events
 from peer.net import directory, p2p
 from peer.net.base import Handler
 from peer.net.blobs import BlobServer
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.net.sockets import socket_base
 from protocol.identity import Identity
 from protocol.ledger import part_lists
@@ -125,7 +125,7 @@ class Node:
         self.made = made
         self.line = f"{transport.addresses[0]}#{made.manifest.run_id}"
         self.transport = transport
-        self.archive = Archive(folder / "archive", made.manifest, LocalDisk())
+        self.archive = Archive(folder / "archive", made.manifest, Disk())
         self.heard = AnnouncementTable(made.manifest.run_id, 0)
         self.away: frozenset[str] = frozenset()
         self._serial = 0

@@ -24,7 +24,7 @@ from peer.corpus.records import ChunkWriter
 from peer.net import p2p
 from peer.net.base import Stream, Transport
 from peer.net.blobs import BlobServer, BlobStore
-from peer.net.disk import Disk, LocalDisk
+from peer.net.disk import Disk
 from peer.net.memory import MemoryNetwork
 from peer.net.uplink import Uplink
 from protocol.identity import Identity
@@ -60,7 +60,7 @@ class Noise:
 def write_noise(folder: Path, count: int, seed: int = 0) -> Noise:
     """A corpus of `count` sequences of noise, and 8 that are held out."""
     ids = np.random.default_rng(seed).integers(0, VOCAB, (count + 8, L + 1)).astype("<u2")
-    disk, each = LocalDisk(), corpus.sequences_per_chunk(L, VOCAB)
+    disk, each = Disk(), corpus.sequences_per_chunk(L, VOCAB)
     disk.make_folder(folder / corpus.CHUNKS)
     train, held = (ChunkWriter(disk, folder / corpus.CHUNKS, each, lambda number: None) for _ in range(2))
     for writer, rows in ((train, ids[:count]), (held, ids[count:])):
@@ -213,7 +213,7 @@ class TextSwarm:
         for i in range(self._count):
             transport = await self._transport(f"node-{i}", self._identities[i])
             member = Member(transport)
-            served = ServedText(self.noise.folder, self.noise.index.to_bytes(), LocalDisk())
+            served = ServedText(self.noise.folder, self.noise.index.to_bytes(), Disk())
             named = {endpoints.CORPUS_NAME: served.index}
             store = BlobStore(self.folder / f"node-{i}")
             server = BlobServer(store, named=named, uplink=self._uplink)
@@ -246,7 +246,7 @@ class TextSwarm:
             network=networks.network(transport, self._reach(transport), emit=told.append, nodes=lambda: self.operating),
             folder=folder,
             limit=limit,
-            disk=disk or LocalDisk(),
+            disk=disk or Disk(),
             patience=patience,
             mirrors=mirrors,
         )

@@ -20,7 +20,7 @@ from peer.corpus.text import Text
 from peer.events import Emitter, Event
 from peer.net import directory
 from peer.net.base import Transport, Validate
-from peer.net.disk import LocalDisk, Piece
+from peer.net.disk import Disk, Piece
 from peer.net.memory import MemoryNetwork
 from peer.node.audit import NoTraining, held_out_text
 from peer.node.orders import ChainOrders, InnerLoop, Result
@@ -103,7 +103,7 @@ class Noise(NoTraining):
         return [(array, None) for array in noise(self.manifest.model, self.peer, self.round, shard)]
 
 
-class QuickDisk(LocalDisk):
+class QuickDisk(Disk):
     """Nothing here loses power."""
 
     def write(self, path: Path, *pieces: Piece, sync: bool = True, **options: Any) -> None:

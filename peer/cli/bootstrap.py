@@ -22,7 +22,7 @@ from peer.log import reader
 from peer.net import keyfile, processes
 from peer.net.address import parse, peers_of
 from peer.net.base import Transport
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.node.open_run import (
     FIRST_PAUSE,
     KEY,
@@ -80,7 +80,7 @@ def _whole_corpus(folder: Path, manifest: Manifest) -> CorpusReader:
     """The run's corpus in `folder`. Raises UsageError where it is another one, or not all there."""
     from peer.corpus.text import open_corpus
 
-    found = open_corpus(folder, LocalDisk(), manifest)
+    found = open_corpus(folder, Disk(), manifest)
     found.require_whole(f"--corpus {folder}")
     return found
 

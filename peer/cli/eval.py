@@ -18,7 +18,7 @@ import typer
 from peer.cli import running
 from peer.cli.trained import Checkpoints, Choice, Round, Where, replayed, trained
 from peer.net import processes
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.node.open_run import is_run
 from peer.ui.text import count, size
 from protocol.errors import LocalError, UsageError
@@ -130,7 +130,7 @@ async def _tasks(choice: Choice, tasks: str, with_more: bool) -> None:
                 shutil.copytree(choice.exported, folder)
         else:
             found = await replayed(choice)
-            export.write(found.manifest, found.state, found.tokenizer, folder, LocalDisk())
+            export.write(found.manifest, found.state, found.tokenizer, folder, Disk())
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "lm_eval", "--model", "hf"),
             *("--model_args", f"pretrained={folder},dtype=float32", f"--tasks={tasks}"),

@@ -27,7 +27,7 @@ from peer.cli.findings import BAD, GOOD, OUT_OF_TIME, WARNING, Find, Finding, Op
 from peer.cli.plan import known_by
 from peer.net import keyfile, processes
 from peer.net.base import Clock, ClockWrong, Transport
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.net.relay import RelayedTransport
 from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door, Run, manifest_of, parse_run
@@ -174,7 +174,7 @@ def _files(find: Find) -> None:
 
 def _disk(folder: Path, find: Find) -> bool:
     """Whether there is a folder to write to, which nobody else uses."""
-    disk, probe = LocalDisk(), folder / f".{PROBE}{secrets.token_hex(4)}"
+    disk, probe = Disk(), folder / f".{PROBE}{secrets.token_hex(4)}"
     made = not folder.exists()
     try:
         disk.make_folder(folder)

@@ -17,11 +17,12 @@ from peer.cli import own_folder, running
 from peer.cli.options import Announce, Devices, Dir, Host, Json, LogFile, Port, with_options
 from peer.cli.pauses import Look, Pauses, by_hours, while_busy
 from peer.events import Emitter
-from peer.net import bandwidth, keyfile, line, processes
+from peer.net import bandwidth, keyfile, processes
 from peer.net.address import interface_hosts
+from peer.net.bandwidth import Measurement
 from peer.net.base import Clock, Transport, TransportLost
-from peer.net.disk import LocalDisk
-from peer.net.line import Downlink, measured_downlink
+from peer.net.disk import Disk
+from peer.net.link_monitor import measured_downlink, read_rates
 from peer.node import hours as daily
 from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door, manifest_again, manifest_of, parse_run, read_announced
@@ -150,13 +151,13 @@ async def join(read: Callable[[], JoinConfig], factories: Factories | None = Non
     emit = Emitter(key.peer_id, sink(config.json, own=True))
     announced = read_announced(config.door.announce, config.door.port, key.peer_id)
     known: tuple[Manifest, Hardware] | None = None
-    downlink: Downlink | None = None
+    downlink: Measurement | None = None
 
     def warn(text: str) -> None:
         emit(events.Warning(text=text))
 
     async def meanwhile(transport: Transport) -> None:
-        """A line's two ways are measured over two connections (peer/net/line.py): the first one ends with this transport, most often."""
+        """A line's two ways are measured over two connections (peer/net/link_monitor.py): the first one ends with this transport, most often."""
         nonlocal downlink
         if known is not None and config.down_bps is None and downlink is None:
             downlink = await _measured(transport, known[0], folder)
@@ -223,10 +224,10 @@ def _hardware(config: JoinConfig) -> Hardware:
     return Hardware.find(config.devices, config.memory_bytes)
 
 
-async def _measured(transport: Transport, manifest: Manifest, folder: Path) -> Downlink | None:
+async def _measured(transport: Transport, manifest: Manifest, folder: Path) -> Measurement | None:
     """Our downlink, where the peer in `folder` does not know it from before."""
     clock = Clock()
-    if line.read(LocalDisk(), folder, interface_hosts(), clock.wall()).down_bps is not None:
+    if read_rates(Disk(), folder, interface_hosts(), clock.wall()).down_bps is not None:
         return None
     most = bandwidth.worth(4 * layout.total_parameters(manifest.model))
     return await measured_downlink(transport, manifest.operators, clock, most)

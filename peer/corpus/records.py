@@ -48,14 +48,23 @@ class Records:
     lengths: NDArray[np.int64]
     ids: Ids
 
+    def take(self, at: NDArray[Any]) -> Records:
+        """Returns the records at these indices, or where a mask is true."""
+        return Records(self.keys[at], self.ranks[at], self.starts[at], self.lengths[at], self.ids)
+
     def sorted(self) -> Records:
-        """The same in the order of the keys."""
-        order = np.argsort(self.keys)
-        return Records(self.keys[order], self.ranks[order], self.starts[order], self.lengths[order], self.ids)
+        """Returns the records in the order of their keys."""
+        return self.take(np.argsort(self.keys))
+
+
+def none(dtype: np.dtype[np.unsignedinteger]) -> Records:
+    """Returns no records, of ids of this type."""
+    empty = np.zeros(0, np.int64)
+    return Records(empty.astype(np.uint64), empty.astype(np.uint16), empty, empty, empty.astype(dtype))
 
 
 def join(parts: Sequence[Records]) -> Records:
-    """All records of `parts`, at least one."""
+    """Returns all records of `parts`, of which there is one at least."""
     offsets = np.cumsum([0, *(len(part.ids) for part in parts)])
     starts = [part.starts + offset for part, offset in zip(parts, offsets, strict=False)]
     return Records(
@@ -83,7 +92,6 @@ class FileCounts:
     """Why the first of them could not."""
 
     def add(self, other: FileCounts) -> None:
-        """Counts the others too."""
         for name in ("documents", "without_text", "left_out", "text_bytes", "tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.first_left_out = self.first_left_out or other.first_left_out
@@ -98,8 +106,15 @@ class Counts:
     text_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(RANKS + 1, np.int64))
     files: dict[str, FileCounts] = field(default_factory=dict)
 
+    @property
+    def n_tokens(self) -> int:
+        return int(self.tokens.sum())
+
+    @property
+    def n_bytes(self) -> int:
+        return int(self.text_bytes.sum())
+
     def add(self, other: Counts) -> None:
-        """Counts the others too."""
         self.documents += other.documents
         self.tokens += other.tokens
         self.text_bytes += other.text_bytes
@@ -370,9 +385,7 @@ class Packer:
         places, rows = whole, np.zeros((0, length + 1), self._carry.dtype)
         if len(whole):
             rows = np.lib.stride_tricks.sliding_window_view(records.ids, length + 1)[records.starts[whole]]
-        some = Records(
-            records.keys[short], records.ranks[short], records.starts[short], records.lengths[short], records.ids
-        )
+        some = records.take(short)
         stream = np.concatenate([self._carry, gather(some)])
         count = max(0, (len(stream) - 1) // length)
         if count:
@@ -454,10 +467,6 @@ def write_all(
     for some in records:
         held_out = some.ranks < rank
         for packer, writer, chosen in zip(packers, out, (~held_out, held_out), strict=True):
-            writer.add(
-                packer.pack(
-                    Records(some.keys[chosen], some.ranks[chosen], some.starts[chosen], some.lengths[chosen], some.ids)
-                )
-            )
+            writer.add(packer.pack(some.take(chosen)))
     for writer in out:
         writer.finish()

@@ -1,7 +1,8 @@
-"""What a peer trains on: the run's corpus, wherever its bytes come from.
+"""What a peer trains on: the run's corpus, read from a folder or from elsewhere.
 
-A plan gives a replica a range of slots (protocol/planning/allotment.py). `data_order.sequences`, with the run's seed, says which
-sequences of the corpus these are; `Text` gives their ids. `LocalText` has the whole corpus in a folder.
+A plan gives a replica a range of slots (protocol/planning/allotment.py). `data_order.sequences`, with the run's seed,
+says which sequences of the corpus these are; a `Text` gives their ids. A chunk is checked against its name when it is
+read from disk.
 
 Shapes: n sequences, L positions.
 """
@@ -23,12 +24,12 @@ from protocol.run import corpus, data_order
 from protocol.run.corpus import CHUNKS, INDEX, CorpusIndex, Extent
 from protocol.run.manifest import Manifest
 
-_KEPT = 2
-"""Chunks that stay in memory: what is read one after the other lies in one, or across the edge of two."""
+_CACHED_CHUNKS = 2
+"""Neighbouring sequences are in one chunk, or across the edge of two."""
 
 
 class CorpusReader:
-    """The sequences of the corpus in `folder`. `digest`: the one that it must have, if any. Raises UsageError."""
+    """Reads the corpus in `folder`. `digest`: that it must have, if any. Raises UsageError."""
 
     def __init__(self, folder: Path, disk: Disk, digest: str = "") -> None:
         self.folder = folder
@@ -49,24 +50,25 @@ class CorpusReader:
         self._chunks: dict[str, NDArray[np.unsignedinteger]] = {}
 
     def sequences(self, at: Sequence[range]) -> NDArray[np.int64]:
-        """The training sequences of these numbers, in order: ids int64 [n, L + 1]. Raises IndexError, UsageError."""
+        """Returns the training sequences of these numbers: ids [n, L + 1]. Raises IndexError, UsageError."""
         rows = [self._rows(extent) for numbers in at for extent in self.index.extents(numbers)]
         return np.concatenate([np.zeros((0, self.index.sequence + 1), np.int64), *rows]).astype(np.int64, copy=False)
 
     def slots(self, seed: bytes, at: range) -> NDArray[np.int64]:
-        """What the slots `at` of a run with this seed read: ids int64 [n, L + 1]. Raises UsageError."""
+        """Returns what the slots `at` of a run with this seed read: ids [n, L + 1]. Raises UsageError."""
         return self.sequences(data_order.sequences(seed, self.index.sequences, at))
 
     def held_out(self, limit: int) -> NDArray[np.int64]:
-        """At most `limit` held-out sequences: int64 [n, L + 1]. They are in a pseudo-random order, so the first are as good as any.
-        Raises UsageError."""
+        """Returns the first `limit` held-out sequences, whose order is pseudo-random: [n, L + 1]. Raises UsageError."""
         extent = self.index.held_out_chunk()
         count = min(limit, self.index.held_out_sequences)
         return self._rows(Extent(extent.name, extent.size, 0, count * self.index.stride)).astype(np.int64)
 
     def unigram_entropy(self) -> float:
-        """Nats a token: of the distribution of the ids that are to be predicted in training, what a model that ignores context reaches
-        at best. Reads the whole corpus. Raises UsageError."""
+        """Returns the entropy of the ids to be predicted, in nats a token: the best loss without context.
+
+        Reads the whole corpus. Raises UsageError.
+        """
         counts = np.zeros(self.index.vocab_size, np.int64)
         for number in range(self.index.n_chunks):
             targets = self._rows(self.index.chunk(number))[:, 1:]
@@ -75,7 +77,7 @@ class CorpusReader:
         return float(-(share * np.log(share)).sum())
 
     def require_whole(self, name: str) -> None:
-        """Raises UsageError where chunks are missing; `name` is what the folder is called in it."""
+        """Raises UsageError if chunks are missing; `name`: of the folder, for the error."""
         missing = self.missing()
         if missing:
             raise UsageError(
@@ -84,7 +86,7 @@ class CorpusReader:
             )
 
     def missing(self) -> list[str]:
-        """The chunks whose files are not there, or have another size; nothing else is looked at."""
+        """Returns the chunks whose files are missing or have another size."""
         chunks = [self.index.chunk(number) for number in range(self.index.n_chunks)]
         return [chunk.name for chunk in (*chunks, self.index.held_out_chunk()) if not self._is_there(chunk)]
 
@@ -95,18 +97,18 @@ class CorpusReader:
             return False
 
     def _rows(self, extent: Extent) -> NDArray[np.unsignedinteger]:
-        """The sequences in these bytes of a chunk: [n, L + 1]."""
+        """Returns the sequences in these bytes of a chunk: [n, L + 1]."""
         ids = self._chunks.pop(extent.name, None)
         if ids is None:
             ids = self._checked(extent)
         self._chunks[extent.name] = ids
-        while len(self._chunks) > _KEPT:
+        while len(self._chunks) > _CACHED_CHUNKS:
             del self._chunks[next(iter(self._chunks))]
         size = self.index.id_bytes
         return ids[extent.start // size : extent.end // size].reshape(-1, self.index.sequence + 1)
 
     def _checked(self, extent: Extent) -> NDArray[np.unsignedinteger]:
-        # a withdrawal repeats these errors for everybody: they name no folder of this machine
+        # other peers read these errors in a withdrawal, so they name no folder of this machine
         path, chunk = self.folder / CHUNKS / extent.name, f"corpus {self.digest[:12]}…: chunk {extent.name[:12]}…"
         try:
             raw = self._disk.read(path) if self._is_there(extent) else None
@@ -122,53 +124,42 @@ class Text(Protocol):
     """What a peer trains on."""
 
     @property
-    def index(self) -> CorpusIndex:
-        """Of the run's corpus."""
-        ...
+    def index(self) -> CorpusIndex: ...
 
     async def sequences(self, slots: range) -> NDArray[np.int64]:
-        """The ids [n, L + 1] of these slots, in order; waits until they are there. Raises RemoteError, UsageError."""
+        """Returns the ids [n, L + 1] of these slots, in order, once they are there. Raises RemoteError, UsageError."""
         ...
 
     def expect(self, slots: Sequence[range]) -> None:
-        """These slots will be read soon, in this order, though perhaps not all, and are fetched ahead. Replaces what was expected
-        before. The first may have been read in part."""
+        """Has these slots fetched ahead, in place of those before: they will be read in this order, perhaps not all."""
         ...
 
     async def held_out(self, limit: int) -> NDArray[np.int64]:
-        """At most `limit` sequences [n, L + 1] of the held-out part, always the same. Raises RemoteError, UsageError."""
+        """Returns `limit` held-out sequences [n, L + 1] at most, always the same. Raises RemoteError, UsageError."""
         ...
 
-    async def aclose(self) -> None:
-        """Ends what goes on behind the scenes."""
-        ...
+    async def aclose(self) -> None: ...
 
 
 class LocalText:
-    """A corpus that lies in a folder; nothing is fetched. `seed`: the run's."""
+    """A corpus in a folder; see Text. `seed`: the run's."""
 
     def __init__(self, reader: CorpusReader, seed: bytes) -> None:
+        self.index = reader.index
         self._reader = reader
         self._seed = seed
 
-    @property
-    def index(self) -> CorpusIndex:
-        """Of the run's corpus."""
-        return self._reader.index
-
     async def sequences(self, slots: range) -> NDArray[np.int64]:
-        """The ids [n, L + 1] of these slots, in order. Raises UsageError where a chunk is missing or damaged."""
         return await asyncio.to_thread(self._reader.slots, self._seed, slots)
 
     def expect(self, slots: Sequence[range]) -> None:
-        """Nothing is to be done: all slots are there."""
+        """Does nothing: all slots are there."""
 
     async def held_out(self, limit: int) -> NDArray[np.int64]:
-        """At most `limit` held-out sequences [n, L + 1]. Raises UsageError."""
         return await asyncio.to_thread(self._reader.held_out, limit)
 
     async def aclose(self) -> None:
-        """Nothing goes on."""
+        """Does nothing."""
 
 
 def open_corpus(folder: Path, disk: Disk, manifest: Manifest) -> CorpusReader:
@@ -180,23 +171,17 @@ def open_corpus(folder: Path, disk: Disk, manifest: Manifest) -> CorpusReader:
 
 def check(index: CorpusIndex, manifest: Manifest) -> None:
     """Raises UsageError where the run cannot be trained on the corpus that its manifest names."""
-    differences = (
-        ("train.sequence", index.sequence, manifest.train.sequence, index.sequence == manifest.train.sequence),
-        (
-            "model.vocab_size",
-            index.vocab_size,
-            manifest.model.vocab_size,
-            index.vocab_size <= manifest.model.vocab_size,
-        ),
-        (
-            "tokenizer.digest",
-            *apart(index.tokenizer, manifest.tokenizer.digest),
-            index.tokenizer == manifest.tokenizer.digest,
-        ),
-    )
-    for name, built, asked, fits in differences:
-        if not fits:
-            raise UsageError(
-                f"corpus {manifest.data.corpus[:12]}…: was built for {name} = {built}, the manifest says {asked}; the operator must"
-                " build the corpus for the manifest, or write the manifest for the corpus"
-            )
+    sequence, tokenizer = manifest.train.sequence, manifest.tokenizer.digest
+    wrong: tuple[str, object, object] | None = None
+    if index.sequence != sequence:
+        wrong = "train.sequence", index.sequence, sequence
+    elif index.vocab_size > manifest.model.vocab_size:
+        wrong = "model.vocab_size", index.vocab_size, manifest.model.vocab_size
+    elif index.tokenizer != tokenizer:
+        wrong = "tokenizer.digest", *apart(index.tokenizer, tokenizer)
+    if wrong is not None:
+        name, built, asked = wrong
+        raise UsageError(
+            f"corpus {manifest.data.corpus[:12]}…: was built for {name} = {built}, the manifest says {asked}; the operator must"
+            " build the corpus for the manifest, or write the manifest for the corpus"
+        )

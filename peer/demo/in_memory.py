@@ -15,7 +15,7 @@ from peer.demo.recipe import DemoOptions, PeerSpec, identity_of
 from peer.demo.text import TOKENIZER
 from peer.events import Emitter, Event, Sink
 from peer.net import directory
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.node import open_run
 from protocol.run.manifest import Manifest
 
@@ -43,7 +43,7 @@ async def run_in_memory(
     network = MemoryNetwork()
     key = identity_of(options.seed, "bootstrap")
     archive = Archive(options.out / "bootstrap", manifest)
-    archive.serve_corpus(corpus, open_corpus(corpus, LocalDisk(), manifest).raw)
+    archive.serve_corpus(corpus, open_corpus(corpus, Disk(), manifest).raw)
     archive.save_tokenizer((open_run.ASSETS / TOKENIZER).read_bytes())
     node_transport = network.transport(key.peer_id, directory.valid_record(manifest.run_id))
     emit = Emitter("bootstrap", queue.put_nowait)

@@ -145,12 +145,16 @@ PATIENCE = Patience()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What was found of one way: the line's rate, seconds there and back, and the bytes that it took."""
+class Measurement:
+    """The result for one way."""
 
     bps: int
+    by: str
+    """The node that it was measured with."""
     trip: float
+    """Round trip, in seconds."""
     bytes: int
+    """What the measurement took."""
 
 
 def worth(state_bytes: int) -> int:
@@ -172,7 +176,7 @@ async def measure(
     up: bool,
     most: int = WAY_BYTES,
     patience: Patience = PATIENCE,
-) -> Measured:
+) -> Measurement:
     """Measures one way with at most so many bytes: `up` to the node, else from it. Raises Busy, RemoteError, TransportLost."""
     first = await transport.open(node, endpoints.BANDWIDTH, timeout=patience.answer)
     streams = [first]
@@ -196,7 +200,7 @@ async def measure(
         rate = min(rate, TIMES_MEAN * way.arrivals.mean)
     if rate is None:
         raise RemoteError(node, f"bandwidth by {short_peer(node)}: only {came} bytes came in {patience.way:g} s")
-    return Measured(bps=line_bps(rate), trip=trip, bytes=came)
+    return Measurement(bps=line_bps(rate), by=node, trip=trip, bytes=came)
 
 
 async def _trip(stream: Stream, clock: Clock, timeout: float) -> float:

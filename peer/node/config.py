@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peer.net.line import Downlink
+from peer.net.bandwidth import Measurement
 from peer.net.reach import Finding
 from peer.node.hours import Hours
 from peer.node.open_run import Door, Run
@@ -68,5 +68,5 @@ class Machine:
     """How others reach it (peer/net/reach.py); None: it listens to itself only."""
     announced: tuple[str, ...] = ()
     """Addresses, without the peer's id, at which its user says that others reach it."""
-    downlink: Downlink | None = None
+    downlink: Measurement | None = None
     """What was measured of the downlink; None: nothing."""

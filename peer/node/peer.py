@@ -22,13 +22,13 @@ from peer.chain.connect import Pipes
 from peer.corpus.fetched import Access, FetchedText, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
 from peer.log.reader import Remote
-from peer.net import bandwidth, line, reach
+from peer.net import bandwidth, reach
 from peer.net.address import interface_hosts
 from peer.net.base import Clock, Transport
 from peer.net.directory import Directory
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.net.latency import Latency
-from peer.net.line import EARLIER, Given, Line
+from peer.net.link_monitor import EARLIER, UNKNOWN, LinkMonitor, RateConfig, read_rates, write_rates
 from peer.net.network import Network
 from peer.net.reach import DialBackServer, Finding, Reach
 from peer.net.uplink import Uplink
@@ -68,7 +68,7 @@ async def run_text(manifest: Manifest, config: JoinConfig, access: Access) -> Te
     """The run's text. Raises UsageError, RemoteError."""
     if config.corpus is None:
         return await open_text(manifest, access)
-    return LocalText(open_corpus(config.corpus, LocalDisk(), manifest), manifest.seed_bytes)
+    return LocalText(open_corpus(config.corpus, Disk(), manifest), manifest.seed_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class Peer:
         self._latency = Latency(
             transport, self._factories.clock, self._directory.placed, random.Random(identity.peer_id)
         )
-        self._line = self._make_line()
+        self._link = self._make_link_monitor()
 
     async def rehearse(self) -> Announcement:
         """Does what is done before the run is taken part in, and no more: what this machine would announce. Raises PotluckError."""
@@ -157,8 +157,8 @@ class Peer:
         await self._operators.find()
         text = await self._factories.text(self.manifest, self._config, self._access())
         try:
-            if not self._line.is_given:
-                await self._line.measure()
+            if not self._link.is_configured:
+                await self._link.measure()
                 self._carries()
         except BaseException:
             await text.aclose()
@@ -248,13 +248,13 @@ class Peer:
         disk, folder = self._storage.disk, self._storage.folder / "text"
         return Access(network=self._network, folder=folder, limit=self._config.data_bytes, disk=disk)
 
-    def _make_line(self) -> Line:
-        config, known = self._config, line.UNKNOWN
+    def _make_link_monitor(self) -> LinkMonitor:
+        config, stored = self._config, UNKNOWN
         if None in (config.up_bps, config.down_bps):
-            known = line.read(self._storage.disk, config.folder, interface_hosts(), self._factories.clock.wall())
+            stored = read_rates(self._storage.disk, config.folder, interface_hosts(), self._factories.clock.wall())
         most = bandwidth.worth(4 * layout.total_parameters(self.manifest.model))
-        return Line(
-            Given(config.up_bps, config.down_bps, config.up_limit_bps, self._machine.downlink, known, most),
+        return LinkMonitor(
+            RateConfig(config.up_bps, config.down_bps, config.up_limit_bps, self._machine.downlink, stored, most),
             self._network,
             random.Random(self.identity.peer_id),
             self._measured,
@@ -323,7 +323,7 @@ class Peer:
             clock=self._factories.clock,
             threads=self._config.threads,
             abreast=memory.ABREAST if memory.on_gpu(room.device) and not self._storage.in_files else 1,
-            up_bps=self._line.up_bps,
+            up_bps=self._link.up_bps,
             warm=self._config.audit or budget.keeps_warm(self.manifest, room),
             whole=self._config.audit or budget.holds_whole(self.manifest, room),
             decided=self._operators.follow,
@@ -361,8 +361,8 @@ class Peer:
             asyncio.create_task(self._operators.look()),
             asyncio.create_task(self._refusals.run()),
         ]
-        if not self._line.is_given:
-            background.append(asyncio.create_task(self._line.run()))
+        if not self._link.is_configured:
+            background.append(asyncio.create_task(self._link.run()))
         if self._reach is not None:
             background.append(asyncio.create_task(self._reach.run()))
         try:
@@ -406,13 +406,13 @@ class Peer:
         self._carries()
         if isinstance(body, events.Measured) and body.by != EARLIER:
             wall = self._factories.clock.wall()
-            line.write(self._storage.disk, self._config.folder, self._line.known, interface_hosts(), wall)
+            write_rates(self._storage.disk, self._config.folder, self._link.found, interface_hosts(), wall)
 
     def _carries(self) -> None:
         """Announces what our line carries."""
-        self._directory.update(up_bps=self._line.up_bps, down_bps=self._line.down_bps)
+        self._directory.update(up_bps=self._link.up_bps, down_bps=self._link.down_bps)
         if self.rounds is not None:
-            self.rounds.set_uplink(self._line.up_bps)
+            self.rounds.set_uplink(self._link.up_bps)
 
     def _follow(self, body: events.Body) -> None:
         """Everything that is emitted, and the part of it that the announcement repeats."""

@@ -22,7 +22,7 @@ import pytest
 from peer.cli import examination, findings
 from peer.cli.findings import BAD, GOOD, HERE, THERE, UNKNOWN, WARNING, Finding
 from peer.net.base import Clock
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.net.sockets import SocketFolder
 from protocol.wire import sealed
 from protocol.wire.announcement import NODE_DEVICE, VERSION, Announcement
@@ -184,7 +184,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_use(tmp_path: Path) -> None:
-    lock = LocalDisk().lock(tmp_path / "b", "potluck process")
+    lock = Disk().lock(tmp_path / "b", "potluck process")
     found, works = examined("--dir", tmp_path / "b")
     lock.close()
     assert not works

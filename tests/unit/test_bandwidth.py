@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from peer import events
-from peer.net import bandwidth, line
+from peer.net import bandwidth, link_monitor
 from peer.net import bandwidth as served
 from peer.net.bandwidth import (
     BOUNDS_BPS,
@@ -26,7 +26,7 @@ from peer.net.bandwidth import (
     measure,
 )
 from peer.net.base import Clock, Closed, Ended, Handler, Stream
-from peer.net.line import LATER_SECONDS, Given, Line, measured_downlink
+from peer.net.link_monitor import LATER_SECONDS, LinkMonitor, RateConfig, measured_downlink
 from peer.net.memory import IN_FLIGHT, MemoryNetwork, MemoryTransport, Pipe
 from peer.net.stream import FrameStream
 from protocol.errors import RemoteError
@@ -140,12 +140,12 @@ def a_line(
     heard: Heard,
     nodes: tuple[str, ...] = ("node",),
     addresses: Callable[[str], list[str]] = lambda peer: [f"/ip4/203.0.113.7/tcp/1/p2p/{peer}"],
-    said: Given | None = None,
+    said: RateConfig | None = None,
     **given: int,
-) -> Line:
-    said = said or Given(up_bps=given.get("up"), down_bps=given.get("down"), limit_bps=given.get("limit"))
+) -> LinkMonitor:
+    said = said or RateConfig(up_bps=given.get("up"), down_bps=given.get("down"), limit_bps=given.get("limit"))
     ours = networks.network(home, clock=clock(), addresses=addresses, nodes=nodes, limit=said.limit_bps)
-    return Line(said, ours, random.Random(1), heard.told.append)
+    return LinkMonitor(said, ours, random.Random(1), heard.told.append)
 
 
 # --- good nodes
@@ -178,7 +178,7 @@ def test_a_downlink_that_was_measured_before_is_not_measured_again() -> None:
         assert known is not None
         came = network.down.bytes
         ours = networks.network(home, clock=clock(), nodes=["node"])
-        line = Line(Given(None, None, None, known), ours, random.Random(1), heard.told.append)
+        line = LinkMonitor(RateConfig(None, None, None, known), ours, random.Random(1), heard.told.append)
         await line.measure()
         (told,) = heard.measured
         assert line.down_bps == told.down_bps == known.bps == pytest.approx(100 * MBPS, rel=0.15)
@@ -264,7 +264,7 @@ def test_what_the_user_said_is_not_measured() -> None:
         network, heard = Shaped(20 * MBPS, 100 * MBPS), Heard()
         home = await at_home(network, node=None)
         line = a_line(home, heard, up=7_000_000, down=70_000_000)
-        assert line.is_given
+        assert line.is_configured
         assert (line.up_bps, line.down_bps, line.uplink.bps) == (7_000_000, 70_000_000, None)
         only_up = a_line(home, heard, up=7_000_000)
         await only_up.measure()
@@ -382,7 +382,7 @@ def test_no_node_makes_a_start_hang_or_a_line_nonsense(kind: str) -> None:
 
 
 def line_start_seconds() -> float:
-    return line.START_SECONDS + 1.0
+    return link_monitor.START_SECONDS + 1.0
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -593,4 +593,4 @@ def test_a_node_does_not_wait_for_who_does_nothing() -> None:
 
 
 def test_patience_is_less_than_a_start() -> None:
-    assert 2 * (PATIENCE.way + PATIENCE.answer) <= line.START_SECONDS
+    assert 2 * (PATIENCE.way + PATIENCE.answer) <= link_monitor.START_SECONDS

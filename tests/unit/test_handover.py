@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from peer.net.base import Clock
-from peer.net.disk import LocalDisk, Piece
+from peer.net.disk import Disk, Piece
 from peer.state.feedback_writer import FeedbackWriter
 from peer.state.giving import Giving
 from peer.state.outer_optimizer import Outer
@@ -146,7 +146,7 @@ class Died(Exception):
     """A process ended here."""
 
 
-class MortalDisk(LocalDisk):
+class MortalDisk(Disk):
     """Raises Died before its write or removal number `dies_at`, or after it where that is a half; and ever after."""
 
     def __init__(self, dies_at: float) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootstrap.roster import MAX_GONE, AnnouncementTable
-from bootstrap.sessions import ANNOUNCED_AT_ONCE, Session
+from bootstrap.sessions import ANNOUNCEMENTS, Session
 from peer.net import node_calls
 from peer.net.base import MAX_RECORD, CallHandler, Clock, serve_calls
 from peer.net.directory import PUBLISH_SECONDS, SAMPLE, TOGETHER, Directory
@@ -86,7 +86,7 @@ def test_a_peer_is_heard_as_often_as_its_session_and_the_node_allow() -> None:
     assert not second.may_announce(node, 0.0)
     assert first.may_announce(node, 100.0)
     alone = Session()
-    assert sum(alone.may_announce(TokenBucket(1e9, 1e9), 0.0) for _ in range(100)) == ANNOUNCED_AT_ONCE
+    assert sum(alone.may_announce(TokenBucket(1e9, 1e9), 0.0) for _ in range(100)) == ANNOUNCEMENTS.burst
 
 
 # --- what it tells

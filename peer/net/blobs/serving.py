@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from peer.net.base import REQUEST_SECONDS, Closed, Ended, Stream, Timeout, Transport
-from peer.net.blobs.fetching import KEPT_SECONDS
+from peer.net.blobs.fetching import IDLE_SECONDS
 from peer.net.blobs.store import Blob, BlobStore, Place
 from peer.net.uplink import Uplink
 from protocol.codec import blob_hash
@@ -120,7 +120,7 @@ class Patience:
 
     request: float = REQUEST_SECONDS
     range: float = 60.0
-    next: float = KEPT_SECONDS + 30.0
+    next: float = IDLE_SECONDS + 30.0
     wait: float = 30.0
     sign: float = 5.0
 

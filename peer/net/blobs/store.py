@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from peer.net.disk import Disk, LocalDisk, disk_error
+from peer.net.disk import Disk, disk_error
 from protocol.codec import blob_hash
 
 NO_ROUND = 2**31 - 1
@@ -96,7 +96,7 @@ class BlobStore:
 
     def __init__(self, folder: Path, limit: int | None = None, disk: Disk | None = None) -> None:
         self.folder = folder
-        self.disk: Disk = disk or LocalDisk()
+        self.disk: Disk = disk or Disk()
         self.limit = limit
         self.used = 0
         """Bytes of whole blobs that belong to a round."""
