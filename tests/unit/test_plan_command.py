@@ -44,7 +44,7 @@ def _said(folder: Path, text: str = PEERS, *what_if: str, figures: bool = False)
     (folder / "run.toml").write_text(manifests.to_toml(plans.manifest_of("0.5B")))
     (folder / "peers.toml").write_text(text)
     said: list[str] = []
-    asyncio.run(command.plan(str(folder / "peers.toml"), what_if, figures, said.append))
+    asyncio.run(command.print_plan(str(folder / "peers.toml"), what_if, figures, said.append))
     return said
 
 
@@ -139,11 +139,11 @@ def test_two_peers_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_the_figures_come_without_a_run() -> None:
     said: list[str] = []
-    asyncio.run(command.plan(None, (), True, said.append))
+    asyncio.run(command.print_plan(None, (), True, said.append))
     assert any(line.split()[-8:] == ["15.5", "%", "97.8", "%", "99.6", "%", "99.8", "%"] for line in said)
     assert [line for line in said if "billion tokens" in line]
     with pytest.raises(UsageError, match=r"^RUN: is missing"):
-        asyncio.run(command.plan(None, (), False, said.append))
+        asyncio.run(command.print_plan(None, (), False, said.append))
 
 
 def test_a_run_is_planned_from_what_is_announced_and_its_newest_plan() -> None:
