@@ -135,7 +135,6 @@ class Archive:
         self.vote = self._read_vote()
 
     def close(self) -> None:
-        """Lets another process use the folder."""
         self._lock.close()
 
     def save_tokenizer(self, data: bytes) -> None:

@@ -273,12 +273,6 @@ def unexpected(peer: str, where: str, message: object) -> encoding.MessageError:
     return encoding.MessageError(peer, f"{where} of {short_peer(peer)}: unexpected {type(message).__name__}")
 
 
-PAUSE_SECONDS = 0.005
-"""For each session; to send one message to one takes about 50 microseconds."""
-MOST_SHARES = 4096
-"""Of one message."""
-
-
 class OfferAnnouncer:
     """Announces the shares of offers that may be fetched, to all sessions, in batches.
 

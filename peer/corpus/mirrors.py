@@ -66,7 +66,6 @@ class Mirrors:
         return [Mirror(self._client, address, self._hub, self._silence) for address in addresses]
 
     async def aclose(self) -> None:
-        """Closes all connections."""
         await self._client.aclose()
 
 

@@ -177,7 +177,6 @@ def vocabulary(tokenizer: Tokenizer) -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's first line, short."""
     return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 

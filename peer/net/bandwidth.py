@@ -44,7 +44,6 @@ class Arrivals:
         self._totals = [0]
 
     def add(self, now: float, size: int) -> None:
-        """So many bytes have come."""
         self.total += size
         self._times.append(now)
         self._totals.append(self.total)
@@ -84,7 +83,6 @@ class Arrivals:
         return first, bisect_left(self._totals, (self._totals[first] + self.total) / 2), len(self._totals) - 1
 
     def _between(self, begin: int, end: int) -> float:
-        """Bytes a second between two arrivals."""
         return (self._totals[end] - self._totals[begin]) / max(self._times[end] - self._times[begin], 1e-9)
 
     def _rates(self) -> list[float]:
@@ -345,11 +343,9 @@ class BandwidthServer:
 
     @property
     def probes(self) -> int:
-        """How many are under way."""
         return len(self._probes)
 
     async def serve(self, transport: Transport) -> None:
-        """Lets peers measure."""
         await transport.serve(endpoints.BANDWIDTH, self.answer)
 
     async def answer(self, stream: Stream) -> None:

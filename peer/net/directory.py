@@ -1,8 +1,8 @@
-"""Who is where: a node's own announcement, and those of others as far as it has them (peer/net/directory.py).
+"""The members of a run: finding them, connecting to them, and our own announcement.
 
-An announcement does not travel through the daemon: `Directory` tells ours and reads the others'. A peer tells it to the bootstrap nodes, in
-its sessions, and asks them for the announcement of whomever it needs. In the DHT are the announcements of the bootstrap nodes and of
-about SAMPLE peers only: a way for those who have lost the nodes, whose cost does not grow with the swarm.
+Announcements do not travel through the daemon. A peer sends its own to the bootstrap nodes, in its sessions, and asks
+them for those of other peers. The DHT has the announcements of the bootstrap nodes and of about SAMPLE peers only: a
+fallback for peers that have lost the nodes, whose cost does not grow with the swarm.
 """
 
 from __future__ import annotations
@@ -38,22 +38,28 @@ FIND_SECONDS = 5.0
 
 
 async def announcements(transport: Transport, run: str) -> dict[str, Announcement]:
-    """What everybody announces for `run`, by peer id; each is signed by its peer. Raises RemoteError."""
+    """Returns the signed announcements for `run` in the DHT, by peer id. Raises RemoteError."""
     records = await transport.get(endpoints.announcements_key(run))
     found = {subkey: sealed.unseal_announcement(record, subkey, run) for subkey, record in records.items()}
     return {peer: announcement for peer, announcement in found.items() if announcement is not None}
 
 
 class Contacts:
-    """The members of a run as somebody finds them. `bootstrap`: addresses to begin with. `crowd`: how many peers the run has, as far as we
-    know."""
+    """Finds and connects to the members of a run, for peers, nodes, and observers that announce nothing.
+
+    A node is asked for an announcement, the DHT if none answers. A lost peer is dialled again at the addresses that we
+    began with and at those that it announces by then.
+
+    bootstrap: addresses to begin with
+    crowd: known number of the run's peers
+    """
 
     def __init__(self, manifest: Manifest, transport: Transport, bootstrap: Sequence[str]) -> None:
         self.manifest = manifest
         self.known: dict[str, Announcement] = {}
         self.crowd = manifest.start_peers
         self.operators = manifest.operators
-        """Who operates the run, as far as we know."""
+        """The nodes that are known to operate the run."""
         self._transport = transport
         self._bootstrap = tuple(bootstrap)
         self._reached: set[str] = set()
@@ -64,21 +70,23 @@ class Contacts:
         transport.prefer(manifest.operators)
 
     def planned(self, plan: Plan) -> None:
-        """The run goes on with these: their announcements are kept before those of strangers."""
+        """Notes the run's newest plan, whose peers' records are kept before others."""
         self.crowd = plan.count
         self._planned = tuple(plan.peers)
         self._transport.prefer((*self.operators, *self._planned))
 
     def follow(self, board: Board, others: Iterable[str] = ()) -> None:
-        """These operate the run now; `others`: who is taken for an operator besides."""
+        """Notes the nodes that operate the run now, and `others` that count as operators."""
         operators = tuple(dict.fromkeys((*board.names, *others)))
-        self._places = tuple(f"{_without(a, o.peer)}/p2p/{o.peer}" for o in board.operators for a in o.places)
+        self._places = tuple(
+            a.removesuffix(f"/p2p/{o.peer}").rstrip("/") + f"/p2p/{o.peer}" for o in board.operators for a in o.places
+        )
         if operators != self.operators:
             self.operators = operators
             self._transport.prefer((*self.operators, *self._planned))
 
     async def peers(self) -> list[str]:
-        """Some of those who are announced, by chance. Raises RemoteError."""
+        """Returns a random sample of the announced peers. Raises RemoteError."""
         for node in self.nodes():
             with contextlib.suppress(RemoteError):
                 found = await node_calls.look_up_peers(
@@ -91,7 +99,7 @@ class Contacts:
         return list(found)
 
     def learn(self, found: Iterable[Announcement]) -> None:
-        """Remembers announcements; one that is older than what we know changes nothing. Who is elsewhere now is dialled there."""
+        """Remembers announcements that are newer than the known ones; a peer that has moved is dialled again."""
         for announcement in found:
             known = self.known.get(announcement.peer)
             if known is not None and known.serial >= announcement.serial:
@@ -101,8 +109,10 @@ class Contacts:
             self.known[announcement.peer] = announcement
 
     async def reach(self, peer: str) -> None:
-        """Connects to `peer`, once, at the addresses it announced or that we began with; where it is at none of these, at those that it
-        announces by now. Raises RemoteError."""
+        """Connects to `peer`, unless we are connected, at its known addresses or those that it announces by now.
+
+        Raises RemoteError.
+        """
         if peer in self._reached:
             return
         try:
@@ -125,7 +135,7 @@ class Contacts:
         self._reached.add(peer)
 
     async def call(self, peer: str, ask: Callable[[Transport, str], Awaitable[T]]) -> T:
-        """What `peer` answers; it is reached before that, and again where it was lost. Raises RemoteError."""
+        """Connects to `peer`, and returns what `ask` gets from it. Raises RemoteError."""
         try:
             await self.reach(peer)
             return await ask(self._transport, peer)
@@ -134,17 +144,17 @@ class Contacts:
             raise
 
     def addresses(self, peer: str) -> list[str]:
-        """Those that `peer` announced, as far as we know, or that we began with."""
+        """Returns the known addresses of `peer`: those that we began with, and announced ones."""
         announced = self.known[peer].addresses if peer in self.known else ()
         known = dict.fromkeys((*self._bootstrap, *self._places))
         return [*(a for a in known if a.endswith(f"/p2p/{peer}")), *announced]
 
     async def _find(self, peer: str) -> None:
-        """Learns the announcement of `peer`, if anybody has it; those who want others meanwhile ask together. Raises RemoteError."""
+        """Looks for the announcement of `peer`, together with others that are wanted meanwhile. Raises RemoteError."""
         self._wanted[peer] = None
         async with self._asking:
             if peer not in self._wanted:
-                return  # whoever asked before us has asked for it too
+                return  # the caller before us has asked for it too
             wanted = [peer, *(p for p in self._wanted if p != peer)][:MOST_LOOKED_UP]
             for name in wanted:
                 del self._wanted[name]
@@ -156,7 +166,7 @@ class Contacts:
             self.learn(found[name] for name in wanted if name in found)
 
     async def _ask_nodes(self, wanted: Sequence[str]) -> None:
-        """Asks one node after the other, since a peer that has come lately has not told every node yet. Raises TransportLost."""
+        """Asks one node after the other, as not every one knows a new peer yet. Raises TransportLost."""
 
         async def ask(node: str) -> bool:
             with contextlib.suppress(RemoteError):
@@ -175,29 +185,20 @@ class Contacts:
 
     @property
     def reached(self) -> Sequence[str]:
-        """Those to whom we have connected."""
         return tuple(self._reached)
 
     def lost(self, peer: str) -> None:
-        """Forgets how `peer` was reached: it may come back elsewhere."""
+        """Forgets how `peer` was reached, as it may come back elsewhere."""
         self._reached.discard(peer)
         self.known.pop(peer, None)
 
     async def connect(self) -> None:
-        """Connects to any of the addresses that we began with, if there are any; failures are tried again by whoever needs it."""
-        others = [
-            a
-            for a in dict.fromkeys((*self._bootstrap, *self._places))
-            if not a.endswith(f"/p2p/{self._transport.peer_id}")
-        ]
+        """Connects to any of the addresses that we began with; callers that need one try again."""
+        known = dict.fromkeys((*self._bootstrap, *self._places))
+        others = [a for a in known if not a.endswith(f"/p2p/{self._transport.peer_id}")]
         if others:
             with contextlib.suppress(RemoteError):
                 await self._transport.connect(others, timeout=DIAL_SECONDS)
-
-
-def _without(address: str, peer: str) -> str:
-    """An address without the id of its peer at its end."""
-    return address.removesuffix(f"/p2p/{peer}").rstrip("/")
 
 
 TTL_SECONDS = 300.0
@@ -219,8 +220,11 @@ SAMPLE = 32
 
 
 class Directory(Contacts):
-    """Who is where: our announcement and everybody else's. `sealed`: our newest announcement as others get it; empty before the first.
-    `moved(addresses)` is called when others reach us elsewhere than before, relays aside."""
+    """Contacts, and our own announcement.
+
+    sealed: our newest announcement as others get it; empty before the first
+    moved: called with our addresses when they have changed, relays aside
+    """
 
     def __init__(
         self,
@@ -246,18 +250,18 @@ class Directory(Contacts):
         self._place = int.from_bytes(hashlib.sha256(identity.peer_id.encode()).digest()[:8]) / 2**64
 
     def update(self, **fields: object) -> None:
-        """Changes what the next announcement says."""
+        """Changes fields of the next announcement."""
         self.announcement = dataclasses.replace(self.announcement, **fields)  # type: ignore[arg-type]
 
     def placed(self, coordinates: tuple[float, ...]) -> None:
-        """We are there (protocol/planning/coordinates.py)."""
+        """Announces our network coordinates (protocol/planning/coordinates.py)."""
         self.update(coordinates=coordinates)
 
-    # --- what we say
+    # --- our announcement
 
     @property
     def pace(self) -> float:
-        """Seconds between two of our announcements, at least."""
+        """Least seconds between two of our announcements."""
         return max(PUBLISH_SECONDS, self.crowd / TOGETHER)
 
     @property
@@ -266,7 +270,7 @@ class Directory(Contacts):
         return self._identity.peer_id in self.operators or self._place * max(self.crowd, SAMPLE) < SAMPLE
 
     async def announce(self, tell: Callable[[bytes], object]) -> None:
-        """Seals the announcement and has it told whenever it changed, and again now and then. Never returns."""
+        """Seals our announcement and calls `tell` whenever it changed, and every REPEAT_SECONDS. Never returns."""
         said_at, serial = float("-inf"), 0
         while True:
             quiet = self._clock.steady() - said_at
@@ -279,8 +283,10 @@ class Directory(Contacts):
             await asyncio.sleep(PUBLISH_SECONDS)
 
     async def publish(self) -> None:
-        """Keeps an announcement in the DHT, if we are one of those whose is; `announce` is begun before. What it says besides addresses
-        gets old there. Never returns. Raises TransportLost."""
+        """Keeps our announcement in the DHT, if we are sampled; fields besides the addresses may be old there.
+
+        Never returns; `announce` runs besides. Raises TransportLost.
+        """
         stored_at, stored = float("-inf"), tuple[str, ...]()
         while True:
             quiet, said = self._clock.steady() - stored_at, self._said
@@ -293,26 +299,27 @@ class Directory(Contacts):
             await asyncio.sleep(PUBLISH_SECONDS)
 
     def found(self, addresses: Sequence[str]) -> None:
-        """Others get through to us at these too, which the transport may not know of."""
+        """Adds addresses at which others reach us and which the transport may not know."""
         self._found = tuple(addresses)
         self._direct = self._where(circuits=False)
         self.update(addresses=self._where())
 
     def _where(self, *, circuits: bool = True) -> tuple[str, ...]:
-        """Where others may try to reach us."""
         listed = self._transport.addresses
         through = [address for address in listed if is_circuit(address)][: CIRCUITS if circuits else 0]
         return tuple(dict.fromkeys([*(a for a in listed if not is_circuit(a)), *self._found, *through]))
 
     async def watch(self) -> None:
-        """Notices when our own addresses have changed: the next announcement says so, and whomever we know is dialled again, because
-        they may not find us. Never returns. Raises TransportLost."""
+        """Announces changes of our addresses, and dials known peers again, as they may not find us.
+
+        Never returns. Raises TransportLost.
+        """
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if not await self._transport.look():
                 continue
             listed, self._listed = self._listed, frozenset(a for a in self._transport.addresses if not is_circuit(a))
-            if listed - self._listed:  # what others found was of the addresses before; they are asked again
+            if listed - self._listed:  # what others found is of the old addresses
                 self._found = ()
             self.update(addresses=self._where())
             before, self._direct = self._direct, self._where(circuits=False)
@@ -329,8 +336,10 @@ class Directory(Contacts):
 
 
 def latest_expiry(run: str) -> Callable[[bytes], float]:
-    """Until when a record of `run` may be kept: it follows from when its announcement was made, which is signed. So nobody can store an
-    old one again that outlives the newer ones."""
+    """Returns a function that gives the latest expiry of a record, by the signed time of its announcement.
+
+    So an old record that is stored again cannot outlive newer ones.
+    """
 
     def latest(value: bytes) -> float:
         found = node_calls.believed(value, run)
@@ -340,7 +349,7 @@ def latest_expiry(run: str) -> Callable[[bytes], float]:
 
 
 def valid_record(run: str) -> Validate:
-    """Whether a DHT record is an announcement for `run` signed by the peer whose subkey it has. Nothing else is kept."""
+    """Returns a check that a DHT record is an announcement for `run`, signed by the peer of its subkey."""
 
     def valid(key: str, subkey: str, value: bytes) -> bool:
         return key == endpoints.announcements_key(run) and sealed.unseal_announcement(value, subkey, run) is not None

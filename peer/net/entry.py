@@ -1,8 +1,11 @@
-"""Where the network daemon brings the streams that others open: each is looked at before anything is made of it.
+"""Bare sockets to the network daemon: incoming streams, and ending the connections of refused peers.
 
-The daemon connects to a socket of ours for every stream, and writes first who opened it and under what name. Whoever is refused costs an
-`accept`, a look at these bytes, and a `close`; the bytes stay unread, so that the daemon resets the stream. A few streams
-are taken at a time: between them everything else in this process has its turn.
+The daemon connects to a socket of ours for every incoming stream, and writes first who opened it and under what name.
+A refused stream costs an `accept`, a look at these bytes, and a `close`; they stay unread, so that the daemon resets
+the stream. A few streams are accepted at a time, so that the rest of this process has its turn in between.
+
+A refused peer may come back at once, so ending its connections has to cost less than making them: one connection to
+the daemon's control socket is kept for that.
 """
 
 from __future__ import annotations
@@ -15,16 +18,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from peer.net.guests import Abortable
+
 BACKLOG = 4096
-"""Streams that wait until our loop takes them; the system may allow fewer (Linux: net.core.somaxconn, 4096 unless set)."""
-AT_ONCE = 8
-"""Streams that are taken between two turns of the loop."""
-HEAD_BYTES = 1024
-"""Of what the daemon writes first, at most: a peer id, an address and a name."""
-LOOKS = (0.0005, 0.005, 0.05, 0.5, 5.0)
-"""Seconds after which we look again for what the daemon has not written yet; then the stream is given up."""
+"""Streams that wait until our loop accepts them; the system may allow fewer (net.core.somaxconn)."""
+MAX_ACCEPTED = 8
+"""Streams that are accepted between two turns of the loop."""
+MAX_HEAD_BYTES = 1024
+"""Of what the daemon writes first: a peer id, an address and a name."""
+RETRY_SECONDS = (0.0005, 0.005, 0.05, 0.5, 5.0)
+"""Until we look again for what the daemon has not written yet; then the stream is given up."""
 FULL_SECONDS = 1.0
-"""That we take no stream when this process has no descriptor left."""
+"""Pause without a free descriptor in this process."""
+MAX_EXPELLED = 64
+"""Peers whose connections are being ended; others are ended when they come again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +44,13 @@ class Came:
 
 
 class Arrive(Protocol):
-    """What is done with a stream; `head`: how many bytes are to be read away if it is taken. Who does not take it closes `conn`."""
+    """Takes a stream, after reading its first `head` bytes, or closes `conn`."""
 
     def __call__(self, came: Came, conn: socket.socket, head: int, /) -> None: ...
 
 
 class Entry:
-    """Listens at the Unix socket `path`. `read(bytes)` says what the daemon wrote; it raises ValueError if that is nothing."""
+    """Accepts streams at the Unix socket `path`. `read` parses what the daemon wrote first, and may raise ValueError."""
 
     def __init__(self, path: str, read: Callable[[bytes], Came], arrive: Arrive) -> None:
         self._loop = asyncio.get_running_loop()
@@ -61,12 +68,12 @@ class Entry:
         self._loop.add_reader(self._listener.fileno(), self._take)
 
     def _take(self) -> None:
-        for _ in range(AT_ONCE):
+        for _ in range(MAX_ACCEPTED):
             try:
                 conn, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError:  # no descriptor is left: whoever waits goes on waiting
+            except OSError:  # no descriptor is left
                 self._loop.remove_reader(self._listener.fileno())
                 self._pause = self._loop.call_later(FULL_SECONDS, self._begin)
                 return
@@ -76,7 +83,7 @@ class Entry:
     def _look(self, conn: socket.socket, looks: int) -> None:
         self._later.pop(conn, None)
         try:
-            head = conn.recv(HEAD_BYTES, socket.MSG_PEEK)
+            head = conn.recv(MAX_HEAD_BYTES, socket.MSG_PEEK)
             found = whole(head) if head else None
             came = None if found is None else self._read(head[found[0] : found[1]])
         except BlockingIOError:
@@ -85,13 +92,12 @@ class Entry:
             return conn.close()
         if found is not None and came is not None:
             self._arrive(came, conn, found[1])
-        elif looks < len(LOOKS):
-            self._later[conn] = self._loop.call_later(LOOKS[looks], self._look, conn, looks + 1)
+        elif looks < len(RETRY_SECONDS):
+            self._later[conn] = self._loop.call_later(RETRY_SECONDS[looks], self._look, conn, looks + 1)
         else:
             conn.close()
 
     def close(self) -> None:
-        """Takes no more streams."""
         if self._pause is not None:
             self._pause.cancel()
         with contextlib.suppress(ValueError):
@@ -104,13 +110,13 @@ class Entry:
 
 
 def whole(data: bytes) -> tuple[int, int] | None:
-    """From where to where the message lies that begins with its length as a varint; None if not all of it is here. Raises ValueError."""
+    """Returns the start and end of a message after its length, a varint; None if it is incomplete. Raises ValueError."""
     size = 0
     for at, byte in enumerate(data[:3]):
         size |= (byte & 0x7F) << (7 * at)
         if byte < 0x80:
             end = at + 1 + size
-            if end > HEAD_BYTES:
+            if end > MAX_HEAD_BYTES:
                 raise ValueError("a stream's head is too long")
             return (at + 1, end) if len(data) >= end else None
     if len(data) >= 3:
@@ -119,8 +125,7 @@ def whole(data: bytes) -> tuple[int, int] | None:
 
 
 class Guest:
-    """A stream that somebody opened, from when it was taken until it is over. It is a bare socket until it is served: whoever waits, or says
-    nothing, costs nothing else. `over()` is called when it ends before that."""
+    """An incoming stream: a bare socket until it is served. `over()` is called if it ends before that."""
 
     __slots__ = ("_listens", "conn", "ended", "later", "over", "served", "stream")
 
@@ -128,12 +133,12 @@ class Guest:
         self._listens = False
         self.conn = conn
         self.later: asyncio.TimerHandle | None = None
-        self.stream: Ends | None = None
+        self.stream: Abortable | None = None
         self.over: Callable[[], None] = lambda: None
         self.served = self.ended = False
 
     def is_silent(self) -> bool:
-        """Whether it is open and nothing has been said on it yet."""
+        """Whether it is open and nothing has come on it yet."""
         try:
             self.conn.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -143,18 +148,18 @@ class Guest:
         return False
 
     def when_said(self, go: Callable[[], None], seconds: float) -> None:
-        """Calls `go` as soon as something is said on it, or it is closed, and after so many seconds at the latest."""
+        """Calls `go` when something comes on it or it is closed, and after `seconds` at the latest."""
         loop = asyncio.get_running_loop()
 
         def said() -> None:
-            self._hears_no_more()
+            self._stop_listening()
             go()
 
         self._listens = True
         self.later = loop.call_later(seconds, said)
         loop.add_reader(self.conn.fileno(), said)
 
-    def _hears_no_more(self) -> None:
+    def _stop_listening(self) -> None:
         if self.later is not None:
             self.later.cancel()
             self.later = None
@@ -163,7 +168,7 @@ class Guest:
             asyncio.get_running_loop().remove_reader(self.conn.fileno())
 
     def is_over(self) -> bool:
-        """Whether it has ended, or whoever opened it has closed it and sent nothing."""
+        """Whether it has ended, or was closed without a byte."""
         try:
             return self.ended or not self.conn.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -172,30 +177,18 @@ class Guest:
             return True
 
     def abort(self) -> None:
-        """Ends it at once."""
         if self.stream is not None:
             self.stream.abort()
         elif not self.ended:
             self.ended = True
-            self._hears_no_more()
+            self._stop_listening()
             if not self.served:
                 self.conn.close()
                 self.over()
 
 
-class Ends(Protocol):
-    """What can be ended."""
-
-    def abort(self) -> None:
-        """At once."""
-
-
-AT_ONCE = 64
-"""Peers whose connections are being ended; of others it is asked when they come again."""
-
-
 class Expelling:
-    """`path`: of the daemon's control socket; `request(peer)`: the bytes that ask it to end all connections to `peer`."""
+    """Ends connections over the daemon's control socket `path`. `request(peer)`: the bytes that ask for it."""
 
     def __init__(self, path: str, request: Callable[[str], bytes]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -207,12 +200,11 @@ class Expelling:
 
     @property
     def under_way(self) -> int:
-        """How many peers' connections are being ended."""
         return len(self._asked)
 
     def end(self, peer: str) -> None:
-        """Asks for it, unless that is under way already."""
-        if peer in self._asked or len(self._asked) >= AT_ONCE:
+        """Asks the daemon to end all connections to `peer`, unless that is under way already."""
+        if peer in self._asked or len(self._asked) >= MAX_EXPELLED:
             return
         try:
             if self._conn is None:
@@ -234,7 +226,7 @@ class Expelling:
         return conn
 
     def _hear(self) -> None:
-        """An answer for each that was asked for, in that order."""
+        """Reads the answers, which come in the order of the requests."""
         assert self._conn is not None
         try:
             came = self._conn.recv(65536)
@@ -253,7 +245,7 @@ class Expelling:
             self.close()
 
     def close(self) -> None:
-        """Forgets what was asked; a later `end` begins anew."""
+        """Closes the connection; a later `end` opens another one."""
         conn, self._conn, self._came = self._conn, None, b""
         self._asked.clear()
         if conn is not None:

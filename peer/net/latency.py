@@ -43,7 +43,6 @@ class Latency:
         self._draw = draw
 
     async def serve(self) -> None:
-        """Lets others measure."""
         await self._transport.serve(endpoints.PING, self._answer)
 
     async def run(self, connected: Callable[[], Sequence[str]]) -> None:

@@ -37,7 +37,6 @@ class Pipe:
         self.carry(data)
 
     def carry(self, data: bytes) -> None:
-        """Takes what was written to the other side."""
         self.reader.feed_data(data)
 
     async def drain(self) -> None:

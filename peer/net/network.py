@@ -23,5 +23,4 @@ class Network:
     """What is sent takes turns in it."""
 
     def warn(self, text: str) -> None:
-        """Tells the user."""
         self.emit(events.Warning(text=text))

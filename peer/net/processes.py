@@ -24,7 +24,6 @@ RESERVED = 256
 
 
 def open_file_limit() -> int:
-    """How many may be open at once."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 

@@ -227,7 +227,6 @@ class DialBackServer:
         self._under_way = 0
 
     async def serve(self) -> None:
-        """Lets others ask."""
         await serve_calls(self._transport, endpoints.DIAL_BACK, self._answer, limit=MAX_REQUEST)
 
     async def _answer(self, peer: str, request: bytes) -> bytes:

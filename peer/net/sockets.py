@@ -126,7 +126,6 @@ class SocketFolder:
             ) from None
 
     def close(self) -> None:
-        """Removes it."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 

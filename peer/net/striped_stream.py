@@ -48,9 +48,6 @@ class StripedStream:
     def received(self) -> int:
         return sum(stream.received for stream in self._streams)
 
-    def costs(self, turns: float) -> None:
-        """Its frames take no turns."""
-
     @property
     def pending(self) -> int:
         return sum(stream.pending for stream in self._streams)

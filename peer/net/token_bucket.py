@@ -89,7 +89,6 @@ class Cooldown:
         return len(self._rests)
 
     def is_resting(self, key: str, now: float) -> bool:
-        """Whether `key` rests at `now`."""
         return key in self._rests and self._rests[key].until > now
 
     def times(self, key: str) -> int:

@@ -60,6 +60,5 @@ class Uplink:
                 self._waiting[peer] = queue  # at the end
 
     def close(self) -> None:
-        """Nobody gets a turn any more."""
         if self._pump is not None:
             self._pump.cancel()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from peer.net.entry import AT_ONCE, HEAD_BYTES, Came, Entry, Expelling, Guest, whole
+from peer.net.entry import MAX_ACCEPTED, MAX_HEAD_BYTES, Came, Entry, Expelling, Guest, whole
 
 HEAD = b"\x05hello"
 
@@ -66,7 +66,7 @@ def test_a_head_is_whole_or_it_is_not(data: bytes, found: tuple[int, int] | None
 
 
 @pytest.mark.parametrize(
-    "data", [b"\xff\xff\xff\xff", (HEAD_BYTES % 128 + 128).to_bytes() + (HEAD_BYTES // 128).to_bytes()]
+    "data", [b"\xff\xff\xff\xff", (MAX_HEAD_BYTES % 128 + 128).to_bytes() + (MAX_HEAD_BYTES // 128).to_bytes()]
 )
 def test_a_head_without_an_end_is_none(data: bytes) -> None:
     with pytest.raises(ValueError, match="head"):
@@ -78,13 +78,13 @@ def test_streams_are_taken_a_few_at_a_time_and_what_is_refused_is_reset_unread()
         came: list[tuple[Came, socket.socket]] = []
         taken: list[int] = []
         entry = Entry(str(made / "s"), read, lambda who, conn, head: came.append((who, conn)))
-        conns = [dial(made / "s") for _ in range(3 * AT_ONCE)]
+        conns = [dial(made / "s") for _ in range(3 * MAX_ACCEPTED)]
         for conn in conns:
             conn.sendall(HEAD)
         while len(came) < len(conns):
             await asyncio.sleep(0)
             taken.append(len(came))
-        assert max(b - a for a, b in itertools.pairwise(taken)) <= AT_ONCE
+        assert max(b - a for a, b in itertools.pairwise(taken)) <= MAX_ACCEPTED
         assert {who.peer for who, _ in came} == {"hello"}
         came[0][1].close()
         with pytest.raises(

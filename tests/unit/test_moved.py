@@ -17,7 +17,7 @@ from peer.net.base import Clock, Closed, Stream, Timeout, Traffic, Unreachable, 
 from peer.net.directory import CIRCUITS, PUBLISH_SECONDS, Directory
 from peer.net.memory import MemoryNetwork, MemoryTransport, Pipe
 from peer.net.network import Network
-from peer.net.stream import LONGEST_SECONDS, SLOW_BYTES_PER_SECOND, Flow, FrameStream
+from peer.net.stream import MAX_QUEUE_SECONDS, SLOW_BYTES_PER_SECOND, Flow, FrameStream
 from peer.net.uplink import Uplink
 from peer.node.sessions import Sessions
 from protocol.identity import Identity
@@ -373,7 +373,7 @@ def test_what_was_sent_before_a_question_gives_its_answer_more_time() -> None:
     assert flow.queue_seconds(now=11.0) == pytest.approx(2.0)
     assert flow.queue_seconds(now=20.0) == 0.0
     flow.sent(1 << 30, now=20.0)
-    assert flow.queue_seconds(now=20.0) == LONGEST_SECONDS
+    assert flow.queue_seconds(now=20.0) == MAX_QUEUE_SECONDS
     assert [flow.ask_in(now) for now in (0.0, 0.5, 0.75, 1.0, 1.5, 2.0)] == [0.0, 0.5, 0.25, 0.0, 0.5, 0.0]
 
 

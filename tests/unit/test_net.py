@@ -34,7 +34,7 @@ from peer.net.base import (
 )
 from peer.net.memory import MemoryNetwork
 from peer.net.sockets import FOLDER, LOCK, SocketFolder, sweep
-from peer.net.stream import NONSENSE, Endpoint, ending
+from peer.net.stream import NONSENSE_OFFENCES, Endpoint, ending
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.wire import calls, endpoints, sealed
@@ -308,7 +308,7 @@ def test_whoever_says_what_has_no_place_again_and_again_is_refused(said: bytes) 
                 await stream.send(said)
                 await stream.recv()
         assert (told[0].peer, told[0].reason) == (a.peer_id, "says what has no place in pipe")
-        assert tries > b.guests.limits.offences.burst / NONSENSE > 1, "an honest peer may err"
+        assert tries > b.guests.limits.offences.burst / NONSENSE_OFFENCES > 1, "an honest peer may err"
         await asyncio.gather(a.aclose(), b.aclose())
 
     run(work())

@@ -48,7 +48,6 @@ class Gate:
 
     @property
     def waiting(self) -> int:
-        """How many have no place."""
         return sum(map(len, self._waiting.values()))
 
     async def run(self, owner: str, work: Callable[[], Coroutine[Any, Any, None]], progress: Callable[[], int]) -> None:
@@ -135,6 +134,5 @@ class Gate:
                 turn.over.set()
 
     def close(self) -> None:
-        """Nobody gets a place any more."""
         if self._looking is not None:
             self._looking.cancel()

@@ -175,7 +175,6 @@ class BlobServer:
 
     @property
     def open_streams(self) -> int:
-        """How many streams are being served."""
         return sum(self._streams.values())
 
     def add_text(self, text: Text, is_there: Callable[[str], bool] = lambda peer: True) -> None:
@@ -183,7 +182,6 @@ class BlobServer:
         self._text, self._is_there = text, is_there
 
     async def serve(self, transport: Transport) -> None:
-        """Lets others ask."""
         await transport.serve(endpoints.BLOB, self._handle)
 
     async def _handle(self, stream: Stream) -> None:

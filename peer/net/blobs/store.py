@@ -51,7 +51,6 @@ class Place:
 
     @property
     def length(self) -> int:
-        """Bytes."""
         if self.index < 0:
             return blob_hash.LEAF * blob_hash.count(self.size)
         start, end = blob_hash.span(self.size, self.index)
@@ -139,13 +138,11 @@ class BlobStore:
         return -1 if known is None else known.round
 
     def newer(self, round: int) -> set[str]:
-        """The blobs of later rounds."""
         with self._lock:
             later = self._rounds[bisect.bisect_right(self._rounds, round) :]
             return {name for each in later if each < NO_ROUND for name in self._of_round[each]}
 
     def of_no_round(self) -> set[str]:
-        """The blobs that belong to none."""
         with self._lock:
             return set(self._of_round.get(NO_ROUND, ()))
 
@@ -197,7 +194,6 @@ class BlobStore:
             return self.used + size <= self.limit
 
     def remove(self, name: str) -> None:
-        """Forgets a blob."""
         with self._lock:
             if self._forget(name):
                 self.disk.remove(self.folder / name)

@@ -157,7 +157,6 @@ class Channel:
                 raise self._fail(GONE) from None
 
     async def _hear(self) -> None:
-        """Takes what comes until the end."""
         try:
             while True:
                 kind, body = relaying.record_of(self._open.open(await self._carrier.recv(relaying.MAX_RECORD)))

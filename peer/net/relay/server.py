@@ -58,15 +58,12 @@ class RelayServer:
 
     @property
     def circuits(self) -> int:
-        """How many there are now."""
         return self._of.total()
 
     async def serve(self) -> None:
-        """Lets peers ask."""
         await self._transport.serve(endpoints.RELAY, self._serve)
 
     def close(self) -> None:
-        """Passes nothing on any more."""
         self._uplink.close()
 
     async def _serve(self, stream: Stream) -> None:

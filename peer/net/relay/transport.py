@@ -89,7 +89,6 @@ class Relays:
         return relay if self._now() < until else None
 
     def is_avoided(self, relay: str) -> bool:
-        """Whether it is asked last."""
         return self._avoided.is_resting(relay, self._now())
 
     async def reach(self, peer: str) -> None:
@@ -261,7 +260,6 @@ class RelayedTransport:
         return made
 
     async def accept(self) -> None:
-        """Lets others reach us through relays."""
         await self._direct.serve(endpoints.RELAYED, self._answer)
 
     @property
@@ -269,7 +267,6 @@ class RelayedTransport:
         return self._direct.addresses
 
     def is_behind(self, peer: str) -> bool:
-        """Whether `peer` is reached through relays now."""
         return peer in self._behind
 
     # --- streams
@@ -317,7 +314,6 @@ class RelayedTransport:
         return peer != self.peer_id and peer not in names and bool(names)
 
     async def _answer(self, stream: Stream) -> None:
-        """Somebody wants us, through a relay."""
         relay = stream.remote
         if relay not in self._names():
             raise RemoteError(relay, f"relayed stream: {short_peer(relay)} is no relay of this run; it was closed")
