@@ -1,8 +1,8 @@
 """A bootstrap node's disk: the log of rounds, its vote, every payload, and the run's text.
 
-DIR/log is the run's log (protocol/wire/logfile.py); what a crash left half-written at its end is cut off at the next start.
-DIR/manifest.json is the run's manifest, so that the folder can be verified by itself. DIR/vote is the newest promise of the
-quorum's acceptor, `crc32 | promise`.
+DIR/log is the run's log (protocol/wire/logfile.py); a record that a crash left incomplete is cut off at the next start.
+DIR/manifest.json is the manifest, so that the folder can be verified by itself. DIR/vote is the newest promise of the
+quorum's acceptor, `crc32 | promise`. DIR/blobs keeps all that was committed.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _FOR_GOOD = 2**31
 
 
 class Payloads:
-    """`put` gets the events for the node's machines: a payload or a list is held; an invalid payload withdraws its offer."""
+    """`put` gets events for the node's machines: what is held now, and withdrawals of invalid payloads."""
 
     def __init__(
         self,

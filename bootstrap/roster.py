@@ -40,7 +40,7 @@ class AnnouncementTable:
         return len(self._known)
 
     def add(self, peer: str, raw: bytes) -> Announcement | None:
-        """Keeps a sealed announcement. Returns None if it is not one of this run by `peer`, or not newer than the known."""
+        """Keeps a sealed announcement. Returns None if it is not one of this run by `peer`, or not newer."""
         if len(raw) > MAX_RECORD:
             return None
         found = sealed.unseal_announcement(raw, peer, self._run)

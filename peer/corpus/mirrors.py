@@ -1,7 +1,8 @@
 """Mirrors of a corpus: folders on web servers, and data set repositories of the Hugging Face hub.
 
-A mirror has the files of a corpus's folder (docs/guides/data.md) under its address: `index`, `chunks/<name>` and `chunks/<name>.leaves`. It is asked
-for parts of files (RFC 9110, section 14), a few ranges at a time, since text is read in order. Whatever it answers, we bound bytes, seconds and redirects; only https is spoken.
+A mirror has the files of a corpus's folder (docs/guides/data.md) under its address: `index`, `chunks/<name>` and
+`chunks/<name>.leaves`. It is asked for parts of files (RFC 9110, section 14), a few ranges at a time, as text is read
+in order. Bytes, seconds and redirects of its answers are bounded; only https is spoken.
 """
 
 from __future__ import annotations
@@ -49,8 +50,12 @@ class Busy(RemoteError):
 
 
 class Mirrors:
-    """The client of all mirrors of a run. `verify`: which certificates are trusted (default: those that the system trusts); `hub`: where the hub
-    is (default: as `huggingface_hub` finds it); `silence`: seconds without an answer."""
+    """The client of all mirrors of a run.
+
+    verify: trusted certificates (default: the system's)
+    hub: the hub's address (default: as `huggingface_hub` finds it)
+    silence: longest time without an answer, in seconds
+    """
 
     def __init__(
         self, verify: ssl.SSLContext | None = None, hub: str | None = None, silence: float = SILENT_SECONDS
@@ -179,7 +184,10 @@ class Mirror:
 
 
 def _repository(address: str) -> tuple[str, str | None, str] | None:
-    """(OWNER/NAME, revision, folder in it) of hf://datasets/OWNER/NAME[@REVISION][/FOLDER]; None of a web address. Raises UsageError."""
+    """Splits hf://datasets/OWNER/NAME[@REVISION][/FOLDER] into (OWNER/NAME, revision, folder); None: a web address.
+
+    Raises UsageError.
+    """
     kind, _, rest = address.partition("://")
     if kind != "hf":
         return None

@@ -1,11 +1,16 @@
-"""Documents cut into records, each with its place in the corpus's order.
+"""Documents become records, sorted on disk by a pseudo-random key, and packed into sequences and chunks.
 
-A document of n ids becomes records of L + 1 ids that overlap by one, each a whole sequence, and a shorter one with what is left.
-So a document of up to L tokens stays whole, and no batch is filled by one long document. A record's *key* is a pseudo-random
-bijection of (document, part) that follows from the seed: the corpus is the records sorted by it, and no two have the same.
+A document of n ids becomes records of L + 1 ids that overlap by one, each a whole sequence, and a shorter one with the
+rest. So a document of up to L tokens stays whole, and no batch is filled by one long document. A record's *key* is a
+pseudo-random bijection of (document, part) by the seed; the corpus is the records sorted by it.
 
-A document's *rank* is pseudo-random too. Those of the lowest ranks are held out: at most one in HELD_OUT, and about
-HELD_OUT_TOKENS at most. A rank is in 0..RANKS - 1 for the documents that can be, and RANKS for the others.
+A document's *rank* is pseudo-random too. Those of the lowest ranks are held out: one in HELD_OUT at most, and about
+HELD_OUT_TOKENS. A rank is in 0..RANKS - 1 for documents that can be held out, and RANKS for the others.
+
+A spill holds some million ids of records, sorted by key. It is written whole or not at all, with the position of the
+source behind it, so a killed build resumes behind its last spill. Spills are read by ranges of keys.
+
+    size of the head: u64 | head: JSON | keys: u64 | ends of the records in the ids: i64 | ranks: u16 | ids
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ Ids = NDArray[np.unsignedinteger]
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Record i: key `keys[i]` (uint64), its document's rank `ranks[i]` (uint16), and `lengths[i]` ids from `ids[starts[i]]` on."""
+    """Record i has key `keys[i]` (uint64), rank `ranks[i]` (uint16), and `lengths[i]` ids from `ids[starts[i]]` on."""
 
     keys: NDArray[np.uint64]
     ranks: NDArray[np.uint16]
@@ -123,8 +128,12 @@ class Counts:
 
 
 class Cutter:
-    """Cuts a stream of tokenized units. `document`, `part` and `carry` say where it is: the number of the document that comes next,
-    or goes on, and, if it goes on, how many records were made of it and the ids that are in none."""
+    """Cuts a stream of tokenized units.
+
+    document: number of the current document
+    part: records that were made of it
+    carry: its ids that are in no record yet
+    """
 
     def __init__(self, seed: int, sequence: int, dtype: np.dtype[np.unsignedinteger]) -> None:
         self.document, self.part, self.carry = 0, 0, np.zeros(0, dtype)
@@ -246,8 +255,13 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """A file of `records` records and `tokens` ids. `position`: where to go on behind it; None where that cannot be said. `counts`: of
-    what was read since the spill before."""
+    """A file of sorted records.
+
+    records, tokens: their number, and that of their ids
+    start: position of the arrays
+    position: where to resume behind it; None in the middle of rows
+    counts: of what was read since the spill before
+    """
 
     path: Path
     records: int
@@ -369,9 +383,11 @@ def gather(records: Records) -> Ids:
 
 
 class Packer:
-    """Makes sequences of L + 1 ids. A record that has as many is one. Shorter ones are put one after the other, and cut; a cut sequence
-    stands where the record stands that completes it, so that the order does not depend on how many records come at once. What is
-    left at the end fills no sequence and is dropped."""
+    """Makes sequences of L + 1 ids from records.
+
+    A record with as many ids is a sequence. Shorter ones are concatenated and cut; such a sequence has the place of the
+    record that completes it, so the order does not depend on how many records come at once. The rest is dropped.
+    """
 
     def __init__(self, sequence: int, dtype: np.dtype[np.unsignedinteger]) -> None:
         self._length = sequence
@@ -400,9 +416,14 @@ class Packer:
 
 @dataclass
 class ChunkWriter:
-    """Writes sequences [n, L + 1] into chunks of `each` sequences in `folder`, each under its name, and beside it its range digests. One that is there already, from a
-    build that was killed, stays. `names` are those of the chunks that are whole; `count` all sequences that came; `wrote` hears of
-    every chunk. `diverted`: another writer that gets the first sequences instead, so many of them."""
+    """Writes sequences [n, L + 1] into chunks of `each` sequences, each under its name, and its range digests besides.
+
+    A chunk that a killed build has left stays.
+    wrote: called with the number of chunks after each
+    diverted: another writer, and how many of the first sequences it gets instead
+    names: of the whole chunks
+    count: all sequences that came
+    """
 
     disk: Disk
     folder: Path
@@ -462,7 +483,7 @@ def write_all(
     dtype: np.dtype[np.unsignedinteger],
     out: tuple[ChunkWriter, ChunkWriter],
 ) -> None:
-    """Packs all records, and writes those of documents with a smaller rank than `rank` to `out[1]`, the others to `out[0]`."""
+    """Packs all records into `out[0]`, those of documents with a smaller rank than `rank` into `out[1]`."""
     packers = Packer(sequence, dtype), Packer(sequence, dtype)
     for some in records:
         held_out = some.ranks < rank

@@ -1,7 +1,7 @@
-"""The rows of a file, as its format says and not as its values look: the text is a string, or there is none (null).
+"""The rows of a file, by its format: the text is a string, or missing (null).
 
-Whatever else is in the column makes a bad row, which has a number, and in a file of lines a line; both count from 1. Where a format cannot be
-read on behind what is wrong with it, UsageError is raised.
+Other values make a bad row, which is named by its number and, in a file of lines, its line; both count from 1. An error
+behind which a format cannot be read raises UsageError.
 """
 
 from __future__ import annotations

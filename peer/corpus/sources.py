@@ -1,12 +1,12 @@
-"""Documents from anything that has text.
+"""Documents from the sources of a corpus.
 
-    sotu                          the text that comes with Potluck, a document a message
-    FILE                          rows, a document each, or UTF-8 text, one document: as its ending says (peer/corpus/files.py)
-    FOLDER                        all files in it and below, each read as if it were named by itself
-    hub:OWNER/NAME@REVISION       a data set of the hub; the revision is a commit or a tag, so that it stays the same text
+    sotu                      the text that comes with Potluck, a document a message
+    FILE                      rows, a document each, or UTF-8 text, one document: by its ending (peer/corpus/files.py)
+    FOLDER                    all files in it and below, each read as if it were named by itself
+    hub:OWNER/NAME@REVISION   a data set of the hub; the revision is a commit or a tag, so that the text cannot change
 
-Documents come in a fixed order, as *units* of pieces of text. A unit says from where to go on behind it: `state`, plain data. No
-document has to fit into memory that is a file by itself; a row has to. Only data sets of the hub are read through `datasets`.
+Documents come in a fixed order, as *units* of pieces of text. A unit's `state`, plain data, says where to resume behind
+it. A row has to fit into memory, a file of text does not. Only data sets of the hub are read through `datasets`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ UNIT_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What is read of rows: the column with the text; of a data set of the hub also the split and, where it has several, the subset."""
+    """How rows are read: the column with the text; of a data set of the hub also the split and, if needed, the subset."""
 
     column: str = "text"
     split: str = "train"
@@ -45,7 +45,7 @@ class Reading:
 
 @dataclass(slots=True)
 class Unit:
-    """Some pieces of text (UTF-8), and for each whether its document ends with it. An empty document is one empty piece."""
+    """Pieces of text (UTF-8), and for each whether its document ends with it. An empty document is an empty piece."""
 
     pieces: list[bytes] = field(default_factory=list)
     ends: list[bool] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Source:
 
 
 def parse(text: str) -> Source:
-    """A source as a person names it; of a file or a folder, what will be read is known behind this. Raises UsageError."""
+    """Parses the name of a source, and finds the files of a file or folder. Raises UsageError."""
     if text == "sotu":
         return Source("sotu", "sotu")
     if text.startswith(_HUB) and not os.path.exists(text):
@@ -124,7 +124,7 @@ def parse(text: str) -> Source:
 
 
 def fingerprint(source: Source) -> list[Any]:
-    """What tells whether a source is still what it was: a version, or the names, sizes and times of its files. Raises UsageError."""
+    """Returns what changes with a source: a version, or its files' names, sizes and times. Raises UsageError."""
     if source.kind == "sotu":
         return ["sotu", importlib.metadata.version("sotu")]
     if source.kind == "hub":
@@ -142,7 +142,7 @@ def fingerprint(source: Source) -> list[Any]:
 
 
 def forbid_the_hub(found: Sequence[Source]) -> None:
-    """Nothing is asked of any hub in this process, unless one of these sources is there. To be called before any is read."""
+    """Turns the hub off in this process, unless a source is there. Called before any is read."""
     if not any(source.kind == "hub" for source in found):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -47,7 +47,7 @@ def parse_tokenizer(raw: bytes, name: str) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """The id that ends a document, if the tokenizer has one: what it says stands between two texts (`with_end`), or a usual name."""
+    """Returns the id that ends a document: the one between two texts in the file (`with_end`), or a usual name's."""
     processor = tokenizer.post_processor
     said = json.loads(processor.__getstate__()) if processor is not None else {}
     pair: list[Any] = (
@@ -60,8 +60,10 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
 
 
 def with_end(raw: bytes, token: str) -> bytes:
-    """The tokenizer's file with `token` as what ends a document: written as the template of a pair of texts, which stands in the file
-    itself, so that whoever has it knows. The ids of a single text stay the same. Raises UsageError."""
+    """Returns the tokenizer's file with `token` as what ends a document, written as the template of a pair of texts.
+
+    The ids of a single text stay the same. Raises UsageError.
+    """
     tokenizer = parse_tokenizer(raw, "tokenizer")
     number = tokenizer.token_to_id(token)
     if number is None:
@@ -81,10 +83,10 @@ def specials(tokenizer: Tokenizer) -> list[str]:
 
 
 class TextEncoder:
-    """Turns text into ids: whatever the text says, it never becomes a special token, nor the one that ends a document.
+    """Turns text into ids; no text becomes a special token, nor the one that ends a document.
 
-    The library is given a copy of the tokenizer in which these tokens have names that no text has. Where a piece goes on with a document, the
-    copy puts no space before it, as some tokenizers do at the beginning of a text.
+    It uses a copy of the tokenizer in which these tokens have names that no text has. For a piece that continues a
+    document, the copy puts no space before it, as some tokenizers do at the beginning of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -156,7 +158,7 @@ def _without_prefix(plain: dict[str, Any]) -> bool:
 
 
 def check_document_end(model: ModelSpec, raw: bytes) -> None:
-    """Raises UsageError where the model looks for the ends of documents, and the text made with the tokenizer in these bytes has others, or none."""
+    """Raises UsageError if the model's `document_end_id` is not what this tokenizer ends documents with."""
     said = model.document_end_id
     if said < 0:
         return
@@ -189,8 +191,10 @@ _CONTEXT = 8
 
 
 class Decoder:
-    """Writes the ids that come after `before`. Ids are decoded together until none of them is in the middle of a character; of what
-    is not UTF-8, U+FFFD comes out."""
+    """Decodes the ids that come after `before`, as soon as each character's bytes are there.
+
+    Ids are decoded together until none is in the middle of a character. Bytes that are not UTF-8 become U+FFFD.
+    """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer

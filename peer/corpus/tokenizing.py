@@ -1,11 +1,24 @@
-"""Tokenizes on all cores: one process a core, each fed by a thread.
+"""Text to ids: on all cores for a build, in windows for an evaluation; and training a tokenizer.
 
-Processes instead of the library's own threads, since turning its results into arrays takes Python's lock. A worker is
-`python -m peer.corpus.tokenizing TOKENIZER ID-BYTES`. It reads messages from its standard input and answers each on its standard
-output, both with their length in front, and ends with its input: so it outlives nobody.
+*Build.* One process a core, each fed by a thread: turning the library's results into arrays needs Python's lock, so its
+own threads do not help. A worker, `python -m peer.corpus.tokenizing TOKENIZER ID-BYTES`, answers messages from its
+standard input on its standard output, both with their length in front, and ends with its input.
 
     -> [pieces of text, for each piece whether a document ends with it, whether the first begins one]
     <- [ids of all pieces (little-endian), how many there are of each piece (int64)]
+
+*Evaluation.* All documents are concatenated as in a corpus, each followed by the end-of-text token, if the tokenizer
+has one. A window has L + 1 ids, and the next one begins with its last: so each id is predicted once, from those before
+it in its window. The end-of-text token stands before the first id; without one the first id is not counted.
+
+These are the disjoint windows of lm-evaluation-harness (`get_rolling_token_windows` with a context of one), except that
+they go on across documents, as in training, and that the last one may be short. Of all predictions' loss, in nats, and
+the text's UTF-8 bytes:
+
+    loss = nats / tokens        perplexity = e ^ loss        bits per byte = nats / (ln 2 x bytes)
+
+The last is that of the Pile (Gao et al., 2020, arXiv:2101.00027, section 3.1): (tokens / bytes) x loss / ln 2. It does
+not depend on the tokenizer.
 """
 
 from __future__ import annotations
@@ -77,7 +90,7 @@ class Pool:
                     with_no_error(pipe)
 
     def run(self, units: Iterable[Unit]) -> Iterator[Tokenized]:
-        """Every unit tokenized, in the order in which they come. Raises LocalError where a worker dies, and what `units` raises."""
+        """Tokenizes units, in order. Raises LocalError if a worker dies, and what `units` raises."""
         waiting: deque[Future[Tokenized]] = deque()
         for unit in units:
             waiting.append(self._threads.submit(self._tokenize, unit))
@@ -127,8 +140,10 @@ def _receive(pipe: IO[bytes]) -> bytes:
 
 
 def encode(encoder: TextEncoder, pieces: Sequence[bytes], ends: Sequence[bool], begins: bool) -> list[list[int]]:
-    """The ids of each piece of a unit; behind the last one of a document that ends with it comes the end of the text, if the tokenizer
-    has one. An empty document has none at all. `begins`: whether the first piece begins a document."""
+    """Returns the ids of each piece of a unit, with the end-of-text token, if there is one, behind each document.
+
+    An empty document has no ids. `begins`: whether the first piece begins a document.
+    """
     tail = [] if encoder.end is None else [encoder.end]
     found = encoder.pieces([piece.decode() for piece in pieces], [begins, *ends][: len(pieces)])
     return [ids + tail if piece and last else ids for ids, piece, last in zip(found, pieces, ends, strict=True)]

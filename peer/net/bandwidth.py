@@ -1,11 +1,20 @@
-"""Measures what our internet line carries, each way, against a bootstrap node (peer/net/bandwidth.py answers).
+"""Measures what our internet link carries, each way, against a bootstrap node; and the node's side of it.
 
-    -> at least HEAD bytes: how many bytes are wanted, big-endian; what follows is thrown away
+    -> at least HEAD bytes: how many bytes are wanted, big-endian; the rest is ignored
     <- so many bytes
 
-Each way is measured for itself, over as many streams as a chain's pipe has, and at the receiver: what we get when it comes, what we
-send when the empty answer to it comes. How much is under way follows from what came in the last round trip, so a slow line costs little;
-we ask for every byte, so that nobody can send us more. A node that is busy ends the stream without an answer.
+Each way is measured on its own, over as many streams as a chain's pipe has, and at the receiver: data that we get when
+it comes, data that we send when its empty answer comes. The bytes under way follow from what came in the last round
+trip, so a slow link costs little; we ask for every byte, so that a node cannot send more.
+
+TCP doubles its window once in a round trip until the link is full, so the first half of the bytes says nothing of the
+link. The later half is cut into SLICES of equally many bytes, and the rate is the median of theirs, so a busy moment
+does not count. It is at most the mean of the later half, or of one of its halves: what waited in the buffers of a slow
+reader comes faster than any link.
+
+The node serves one probe of a peer at a time, and MAX_PROBES in all, as more would measure each other. All the bytes of
+a probe are set aside from what the node gives in a minute, and the rest is given back. A node without room ends the
+stream without an answer.
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ from protocol.wire.encoding import MessageError
 
 SLICES = 7
 AGREE = 0.1
-"""By this share of the median the rate of the later half, and that of its own later half, may differ from it at most."""
+"""Largest deviation from the median of the rates of the later half, and of its own later half."""
 LEAST_SECONDS = 0.3
 LEAST_TRIPS = 3.0
 """Of the later half, before it is believed: while the window doubles, half of all bytes come in the last round trip."""
@@ -35,7 +44,7 @@ LEAST_ARRIVALS = 2 * SLICES
 
 
 class Arrivals:
-    """Of one direction. `trip`: seconds there and back when the line is idle. All times are of one steady clock."""
+    """The arrivals of one direction. `trip`: round trip of the idle link; all times in steady seconds."""
 
     def __init__(self, began: float, trip: float) -> None:
         self.total = 0
@@ -102,21 +111,18 @@ class Arrivals:
 
 HEAD = 4
 PIECE = 32 * 1024
-"""Bytes asked for, or sent, at once, at most. What came of a piece counts when all of it is here: of larger ones, one a stream, so much would not be
-counted yet when the later half of a probe begins that a line of 500 Mb/s would seem to have 575."""
+"""Most bytes of one request: larger ones would distort the later half, as a piece counts when all of it came."""
 WAY_BYTES = 15_000_000
 """Most bytes of one way: less than 16 MB with all headers."""
 LEAST_WAY_BYTES, OF_STATE = 1_000_000, 16
-"""Of one way at most, and the share of the model's state that is not exceeded: a probe costs little of what a peer fetches to take part, and a
-small model needs no better knowledge of a fast line."""
+"""Least limit of one way, and the part of the state that it is: a probe costs little of what a peer fetches anyway."""
 TIMES_MEAN = 2.0
-"""Of the mean since its beginning, the most that is believed of a short probe that did not become steady: a few bytes that waited in buffers
-come faster than any line."""
+"""Most that is believed of a short probe that did not become steady, in multiples of its mean rate."""
 PINGS = 8
 UNDER_WAY = (32 * 1024, 16 * 1024 * 1024)
 """Least and most bytes under way."""
 AHEAD = 2.0
-"""Times what came in the last round trip is under way: TCP doubles its window in one. More would only fill the router's queue."""
+"""Multiple of what came in the last round trip that is under way; more would only fill the router's queue."""
 GRAIN_SECONDS = 0.02
 """Added to the round trip: what the machines at both ends take."""
 GOODPUT = 0.95
@@ -175,7 +181,10 @@ async def measure(
     most: int = WAY_BYTES,
     patience: Patience = PATIENCE,
 ) -> Measurement:
-    """Measures one way with at most so many bytes: `up` to the node, else from it. Raises Busy, RemoteError, TransportLost."""
+    """Measures one way with at most `most` bytes: `up` to the node, else from it.
+
+    Raises Busy, RemoteError, TransportLost.
+    """
     first = await transport.open(node, endpoints.BANDWIDTH, timeout=patience.answer)
     streams = [first]
     try:
@@ -216,7 +225,7 @@ async def _trip(stream: Stream, clock: Clock, timeout: float) -> float:
 
 
 class _Lane:
-    """One stream of a way. `to_ask`: sizes that are yet to be asked for; `asked`: those that are yet to be answered."""
+    """A stream of a way: sizes to ask for, and sizes that were asked for."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -312,7 +321,12 @@ STREAMS = 2 * STRIPES + 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a node gives all peers together in a minute, and how many seconds it has for a probe and waits for a request."""
+    """Limits of a node.
+
+    bytes_per_minute: for all peers together
+    probe_s: longest probe, in seconds
+    idle_s: longest wait for a request, in seconds
+    """
 
     bytes_per_minute: int = 16 * PROBE_BYTES
     probe_s: float = 30.0
@@ -324,7 +338,7 @@ BOUNDS = Bounds()
 
 @dataclass(slots=True)
 class _Probe:
-    """One that is under way: bytes that it may still take, until when, and its open streams."""
+    """A running probe: bytes that it may still take, its deadline, and its open streams."""
 
     left: int
     until: float
@@ -332,7 +346,7 @@ class _Probe:
 
 
 class BandwidthServer:
-    """One per node."""
+    """The node's side: serves probes."""
 
     def __init__(self, clock: Clock, bounds: Bounds = BOUNDS) -> None:
         self._clock = clock
@@ -369,7 +383,7 @@ class BandwidthServer:
                 self._free += probe.left
 
     def _admit(self, peer: str) -> _Probe | None:
-        """The probe that a stream of `peer` belongs to, or None where there is no room for it."""
+        """Returns the probe that a stream of `peer` belongs to, None if there is no room for it."""
         probe = self._probes.get(peer)
         if probe is not None:
             return probe if probe.streams < STREAMS else None

@@ -225,7 +225,7 @@ class Daemon:
     async def ask(
         self, request: Any, peer: str, what: str, timeout: float
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
-        """Sends a request over a connection of its own. Returns that, and the other end's address if it opened a stream.
+        """Sends a request over its own connection. Returns that, and the other end's address if it opened a stream.
 
         what: names the other side in errors
         Raises Unreachable, Timeout, TransportLost.
@@ -260,8 +260,7 @@ class Daemon:
         return [p.peer_id.to_base58() for p in listed if any(is_circuit(str(a)) for a in p.addrs) == circuits]
 
     async def answers(self, peer: str, timeout: float) -> str | None:
-        """The address at which `peer` answers a ping, over the connection that a stream would take; empty if that is not known, None if it
-        does not answer. Raises TransportLost."""
+        """Pings `peer`. Returns the address at which it answers, empty if it is not known, None without an answer."""
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_OPEN,
             streamOpen=p2pd_pb2.StreamOpenRequest(peer=raw_id(peer), proto=[PING], timeout=math.ceil(timeout)),
@@ -345,7 +344,10 @@ async def stop(p2p: P2P) -> None:
 
 
 def dial_bytes(address: Address) -> bytes:
-    """Encodes an address for the daemon, which cannot read relays' peer ids as hivemind writes them. Raises BadAddress."""
+    """Encodes an address for the daemon, which cannot read relays' peer ids as hivemind writes them.
+
+    Raises BadAddress.
+    """
     try:
         return bytes(multiaddr.Multiaddr(address.dial).to_bytes())
     except (MultiaddrError, ValueError) as error:

@@ -246,7 +246,7 @@ class Dht:
         return cls(node, validator, daemon, preferred)
 
     async def join(self, peer: str, timeout: float) -> None:
-        """Joins the DHT through a connected peer, unless we are in it. Raises ClockWrong, Unreachable, TransportLost."""
+        """Joins the DHT through a connected peer, if we are outside. Raises ClockWrong, Unreachable, TransportLost."""
         protocol, loop = self.node.protocol, asyncio.get_running_loop()
         if len(protocol.routing_table.uid_to_peer_id):
             return

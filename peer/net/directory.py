@@ -30,11 +30,11 @@ from protocol.wire.roster import MOST_LOOKED_UP
 T = TypeVar("T")
 
 DIAL_SECONDS = 10.0
-"""That a peer has to answer when it is dialled."""
+"""A dialled peer has so long to answer."""
 FIRST_SECONDS = 3.0
-"""The same where its announcement is not known: after these it is looked for, since it may be elsewhere."""
+"""The same without its announcement; then that is looked for, as it may have moved."""
 FIND_SECONDS = 5.0
-"""That the search for a peer has that is not where it was; then it is dialled there again."""
+"""Longest search for the announcement of a peer that did not answer; then it is dialled again."""
 
 
 async def announcements(transport: Transport, run: str) -> dict[str, Announcement]:
@@ -202,21 +202,21 @@ class Contacts:
 
 
 TTL_SECONDS = 300.0
-"""Of a record in the DHT; it is stored again after a third of it. To store one costs everybody who keeps it a reading of all."""
+"""Of a record in the DHT, which is renewed after a third: each store costs its keepers a reading of all records."""
 PUBLISH_SECONDS = 5.0
-"""Between two announcements of a peer, at least; in a large swarm more, see TOGETHER."""
+"""Least time between two announcements of a peer; longer in a large swarm, see TOGETHER."""
 TOGETHER = 100.0
-"""Announcements that all peers together make in a second, at most."""
+"""Most announcements a second of all peers together."""
 REPEAT_SECONDS = 60.0
-"""After which an announcement is told again although nothing changed: one may have been dropped."""
+"""An unchanged announcement is repeated after so long, as one may have been dropped."""
 LOOK_SECONDS = 2.0
-"""How often we ask the daemon whether our own addresses have changed; it looks every five seconds."""
+"""Interval of the checks of our own addresses; the daemon itself looks every five seconds."""
 CIRCUITS = 4
-"""Addresses through libp2p's relays that are told, at most: they carry signals only, and a record is short."""
+"""Most announced addresses through libp2p's relays: they carry signals only, and a record is short."""
 DIALS = 32
-"""Peers that are dialled at once when they have."""
+"""Peers that are dialled at once after our addresses have changed."""
 SAMPLE = 32
-"""Peers that are in the DHT, about. Each store makes each of the five who keep the key send all of it: 10 kB a second."""
+"""Approximate number of peers in the DHT: each store makes the five keepers of the key send all of it, 10 kB/s."""
 
 
 class Directory(Contacts):

@@ -68,7 +68,7 @@ def flush(descriptor: int, *, folder: bool = False) -> None:
 
 
 def try_lock(file: BinaryIO) -> bool:
-    """Locks a file while it is open. Returns False if another process has it. Raises OSError where there are no locks."""
+    """Locks a file while it is open. Returns False if another process has it. Raises OSError without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -173,7 +173,7 @@ class Disk:
         return open(path, "rb")
 
     def arrays(self, folder: Path, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
-        """Returns uninitialized arrays in a file of `folder` that has no name, whose space is freed with the last of them.
+        """Returns uninitialized arrays in an unnamed file of `folder`, whose space is freed with the last of them.
 
         The system keeps in memory what is used of them. Raises UsageError.
         """

@@ -50,7 +50,7 @@ class Arrive(Protocol):
 
 
 class Entry:
-    """Accepts streams at the Unix socket `path`. `read` parses what the daemon wrote first, and may raise ValueError."""
+    """Accepts streams at the Unix socket `path`. `read` parses what the daemon wrote; it may raise ValueError."""
 
     def __init__(self, path: str, read: Callable[[bytes], Came], arrive: Arrive) -> None:
         self._loop = asyncio.get_running_loop()
@@ -110,7 +110,7 @@ class Entry:
 
 
 def whole(data: bytes) -> tuple[int, int] | None:
-    """Returns the start and end of a message after its length, a varint; None if it is incomplete. Raises ValueError."""
+    """Returns start and end of a message after its length, a varint; None if incomplete. Raises ValueError."""
     size = 0
     for at, byte in enumerate(data[:3]):
         size |= (byte & 0x7F) << (7 * at)

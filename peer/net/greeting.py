@@ -1,8 +1,8 @@
-"""Whether a libp2p host greets at an address, found out before the daemon dials it.
+"""Checks whether a libp2p host answers at an address before the daemon dials it, and why a host name fails.
 
-After each failed dial libp2p leaves an address alone for longer, up to five minutes, so a peer that comes back is not found for as long.
-A plain TCP connection has no such memory. A libp2p that lives says its first bytes as soon as it is connected to: a process that is
-stopped, whose connections its kernel still takes, does not.
+After each failed dial libp2p leaves an address alone for longer, up to five minutes, so a peer that comes back is not
+found for so long. A plain TCP connection has no such memory. A live libp2p host sends its greeting at once; a stopped
+process, whose connections its kernel still accepts, does not.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _REASONS = {
 
 
 async def why_silent(addresses: Iterable[str], seconds: float) -> str:
-    """Empty as soon as a libp2p greets us at one of these direct addresses, or where only the daemon can say why it does not;
-    otherwise the last reason."""
+    """Returns empty once a libp2p host greets us at one of these direct addresses, or if only the daemon can tell.
+
+    Otherwise returns the last reason for which none does.
+    """
     tasks = {asyncio.create_task(_why(address, seconds)) for address in addresses}
     reason = SILENT
     try:
@@ -58,7 +60,7 @@ async def _why(address: str, seconds: float) -> str:
 
 
 async def is_given(host: str, port: int) -> bool:
-    """Whether a libp2p host greets there. Takes as long as the other side likes. Raises OSError where nobody takes the connection."""
+    """Whether a libp2p host greets there, without a deadline. Raises OSError if the connection fails."""
     reader, writer = await asyncio.open_connection(host, port, limit=2 * len(GREETING))
     try:
         return await reader.readexactly(len(GREETING)) == GREETING
@@ -82,7 +84,7 @@ async def _ask(host: str, family: int) -> object:
 
 
 async def why_unknown(addresses: Iterable[str], ask: Ask = _ask) -> str:
-    """What is wrong with the first name in these addresses that leads nowhere; empty where there is none, or nothing is known of it."""
+    """Returns what is wrong with the first host name that fails, empty if none does or the reason is not known."""
     for address in addresses:
         kind, host = address.split("/")[1], host_of(address)
         if kind in _FAMILIES and (error := await _error(ask, host, _FAMILIES[kind])) is not None:

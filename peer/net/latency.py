@@ -1,7 +1,7 @@
-"""Measures how far other peers are, answers those who measure us, and so finds our place (protocol/planning/coordinates.py).
+"""Measures the latency to other peers, and so our network coordinates (protocol/planning/coordinates.py).
 
-A measurement is a stream of PINGS empty frames, each answered with the place of who answers. The quickest counts: the others met a
-busy machine. Only peers to whom a connection exists anyway are measured, one every PROBE_SECONDS.
+A measurement is a stream of PINGS empty frames, each answered with the coordinates of the other side. The quickest one
+counts. Only peers that we are connected to anyway are measured, one every PROBE_SECONDS.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Asks bootstrap nodes who is there (protocol/wire/roster.py). Announcements are believed for their peers' signatures only."""
+"""Calls to bootstrap nodes: for the roster (protocol/wire/roster.py), the log, and the operators' decrees.
+
+Announcements count only with their peers' signatures.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ NEXT_SECONDS = 1.0
 
 
 async def ask_in_turn(nodes: Iterable[str], ask: Callable[[str], Awaitable[bool]]) -> None:
-    """Asks one node after the other until `ask` says that all is known; the next one besides where one takes long. Raises what `ask` raises."""
+    """Asks nodes in turn until `ask` returns true; a slow one does not delay the next. Raises what `ask` raises."""
     left, asked = list(nodes), set[asyncio.Task[bool]]()
     try:
         while left or asked:
@@ -38,8 +41,7 @@ async def ask_in_turn(nodes: Iterable[str], ask: Callable[[str], Awaitable[bool]
 
 
 async def log_page(transport: Transport, node: str, after: int, seconds: float = CALL_SECONDS) -> list[bytes]:
-    """The records of the rounds after round `after`, as many as `node` sends at once; none where it has no more. They come within so many
-    seconds. Raises RemoteError."""
+    """Returns a page of the records after round `after`, none at the end of the log. Raises RemoteError."""
     reply = await call(transport, node, endpoints.LOG, encoding.encode(LogRequest(after=after)), timeout=seconds)
     try:
         found = framing.unpack_message(reply)
@@ -103,7 +105,7 @@ def believed(raw: bytes, run: str) -> Announcement | None:
 
 
 class RosterReader:
-    """Everybody whom a bootstrap node knows, kept up to date by what has changed since. `known`: by peer id, as of the last answer."""
+    """Follows a bootstrap node's roster by its changes. `known`: the announcements, by peer id."""
 
     def __init__(self, transport: Transport, run: str) -> None:
         self.known: dict[str, Announcement] = {}
@@ -113,7 +115,7 @@ class RosterReader:
         self._position = -1
 
     async def refresh(self, nodes: Sequence[str]) -> None:
-        """Reads what is new from the first of `nodes` that answers. Raises RemoteError where none does, TransportLost."""
+        """Reads the changes from the first of `nodes` that answers. Raises RemoteError if none does, TransportLost."""
         last = RemoteError("nobody", "roster: no bootstrap node to ask; check the manifest")
         for node in nodes:
             try:

@@ -1,7 +1,7 @@
-"""How many files and sockets this process may have open at once.
+"""Child processes, and how many files and sockets this process may have open.
 
-A session takes one of our descriptors and two of the network daemon's, which inherits our limit; so does every stream that is
-served. Many systems begin with a soft limit of 1024 and leave it to the process to raise it to the hard one.
+A session takes one of our descriptors and two of the network daemon's, which inherits our limit; so does every served
+stream. Many systems begin with a soft limit of 1024 and let the process raise it to the hard one.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def open_file_limit() -> int:
 
 
 def most_streams() -> int:
-    """How many streams of others may be open at once, so that files can still be opened: half of what this process may have."""
+    """Most streams of others: half of what this process may have open, so that files can still be opened."""
     soft = open_file_limit()
     return 1 << 16 if soft == sys.maxsize else max(64, (soft - RESERVED) // 2)
 
 
 def raise_file_limit(enough: int = ENOUGH) -> str | None:
-    """Raises the soft limit to the hard one. Returns what to tell the user where it still is below `enough`, else None."""
+    """Raises the soft limit to the hard one. Returns a warning if it still is below `enough`, else None."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _UNLIMITED if hard == resource.RLIM_INFINITY else (hard,)
     for limit in wanted:
@@ -54,8 +54,10 @@ def raise_file_limit(enough: int = ENOUGH) -> str | None:
 
 
 def send_signal(child: asyncio.subprocess.Process, number: int = signal.SIGKILL) -> None:
-    """Sends a signal, unless the child has ended. Not by `child.kill()`: before Python 3.12 that looks first whether the child has just ended, and
-    so takes away the exit code that the loop waits for, which then says so on standard error, and that it was 255."""
+    """Sends a signal, unless the child has ended.
+
+    Unlike `child.kill()` before Python 3.12, this does not reap the child and so take its exit code from the loop.
+    """
     if child.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, number)
@@ -77,6 +79,8 @@ if os.getppid() == int(sys.argv[1]):  # else that was too late
 
 
 def own_group_command() -> tuple[str, ...]:
-    """What to put before a command that is to hear nothing of signals to our process group, such as Ctrl-C, and those of `timeout`. On Linux it ends
-    with us, however we end."""
+    """Returns a prefix for a command that ignores signals to our process group, such as Ctrl-C and those of `timeout`.
+
+    On Linux the command ends with us, however we end.
+    """
     return sys.executable, "-I", "-S", "-c", _APART, str(os.getpid())

@@ -1,12 +1,18 @@
-"""Finds out how others can reach us: two of them try (peer/net/reach.py), a third one if they do not agree.
+"""Reachability: other peers dial us back, and we dial others back (docs/adr/0023-dial-back.md).
 
-    direct     they get through to an address of this machine
-    mapped     they get through to an address of the router before it: a port is forwarded, by hand, by UPnP or by NAT-PMP; or
-               the user says so (`--announce`) and nobody can tell, since that address is not the one that we are seen at
-    private    nobody gets through
+Two others try, a third one if they disagree. The result:
+
+    direct     they reach an address of this machine
+    mapped     they reach an address of its router: a port is forwarded, by hand, by UPnP or by NAT-PMP; or the user
+               says so (`--announce`) and nobody can tell, as we are seen at another address
+    private    nobody reaches us
     (empty)    nobody could tell
 
-Who sees us at an address of its local network cannot tell how the internet sees us, unless all of the run is in that network.
+A peer that sees us at a local address cannot tell how the internet sees us, unless all of the run is in that network.
+
+A request names ports only. They are tried at the address that its connection comes from, so a peer cannot send us
+elsewhere. Only a libp2p greeting counts, and every failure takes the same time. Requests are limited in rate, for each
+address, each peer and all together, and a connection is closed after its first bytes.
 """
 
 from __future__ import annotations
@@ -34,16 +40,16 @@ MOST_ANSWERED = 1024
 """Bytes."""
 MOST_ASKED = 3
 AGAIN_SECONDS = 1800.0
-"""Between two looks, when nothing changes."""
+"""Interval of the checks."""
 UNKNOWN_SECONDS = 60.0
-"""The same while nobody could tell."""
+"""The same while the result is empty."""
 MOST_FOUND = 2
-"""Addresses that were found and are announced; each of those who could tell named it, or two of three did."""
+"""Most announced addresses of a finding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """`how`: see above; `addresses`: those, without our id, at which others got through; `asked`: who tried."""
+    """A result. `addresses`: those, without our id, at which others reached us; `asked`: the peers that tried."""
 
     how: str = ""
     addresses: tuple[str, ...] = ()
@@ -56,8 +62,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Around:
-    """What is needed to ask. `others()`: whom to ask, in this order; `reach(peer)` connects to one; `addresses(peer)`: where it says it
-    is; `announced`: what the user says, without our id; `hosts()`: this machine's IP addresses."""
+    """What is needed to ask.
+
+    others: yields the peers to ask, in order
+    reach: connects to one
+    addresses: returns where one says it is
+    announced: what the user says, without our id
+    hosts: returns this machine's IP addresses
+    """
 
     transport: Transport
     others: Callable[[], AsyncIterator[str]]
@@ -142,7 +154,7 @@ def _judged(told: dict[str, Dialled], around: Around) -> Finding:
 
 
 def around(directory: Directory, transport: Transport, announced: tuple[str, ...]) -> Around:
-    """With the bootstrap nodes to be asked first, then peers that are reached from outside and to whom we have not connected."""
+    """Asks the bootstrap nodes first, then reachable peers that we are not connected to."""
 
     async def others() -> AsyncIterator[str]:
         for node in directory.nodes():
@@ -158,7 +170,7 @@ def around(directory: Directory, transport: Transport, announced: tuple[str, ...
 
 @dataclass(slots=True)
 class Reach:
-    """Looks again when our addresses change, and now and then. `found` is the newest finding; `tell(finding)` hears of one that differs."""
+    """Checks our reachability when our addresses change, and now and then. `tell` is called with each new finding."""
 
     around: Around
     found: Finding
@@ -166,7 +178,7 @@ class Reach:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def changed(self) -> None:
-        """Our addresses have: what was found of those before says nothing of these."""
+        """Drops the finding, which was of our old addresses, and checks again."""
         self.found = Finding()
         self._changed.set()
 
@@ -193,8 +205,14 @@ Greets = Callable[[str, int], Coroutine[Any, Any, bool]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """`seconds` that a port has to greet; requests a second on average and at once, of one address or peer, and of all; `at_once`:
-    that are under way; `kept`: addresses and peers whose requests are counted."""
+    """Limits of a DialBackServer.
+
+    seconds: that a port has to greet
+    each: requests of one address or peer
+    together: all requests
+    at_once: requests under way
+    kept: addresses and peers whose requests are counted
+    """
 
     seconds: float = 3.0
     each: Rate = EACH

@@ -246,7 +246,7 @@ class FrameStream:
 
 
 def ending(writer: asyncio.StreamWriter) -> Callable[[], None]:
-    """Returns a function that aborts a connection, even a closed one, for which asyncio's `abort` raises AttributeError."""
+    """Returns what aborts a connection, even a closed one, where asyncio's `abort` raises AttributeError."""
 
     def end() -> None:
         with contextlib.suppress(AttributeError):

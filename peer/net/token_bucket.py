@@ -44,7 +44,7 @@ class TokenBucket:
 
 
 class TokenBuckets:
-    """A bucket of `rate` for each key. The `most` keys used last are kept; a key that was forgotten has a full bucket again."""
+    """A bucket of `rate` for each key. The `most` keys used last are kept; a forgotten one starts full again."""
 
     def __init__(self, rate: Rate, most: int) -> None:
         self._rate = rate
@@ -70,10 +70,12 @@ class _Rest:
 
 
 class Cooldown:
-    """Keys that rest: `seconds` the first time, and twice as long each further one, up to `longest` (default: no longer than the first).
+    """Keys that rest after a failure, and longer after each further one.
 
-    `most`: keys that are remembered; the one that began to rest longest ago is forgotten first.
-    `forgiven`: seconds after a rest that make up for one time (default: only `end` does, for all of them).
+    seconds: of the first rest; each further one is twice as long
+    longest: of a rest (default: as the first)
+    most: keys that are remembered; the one that began to rest longest ago is forgotten first
+    forgiven: seconds after a rest that make up for one (default: only `end` does, for all)
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Content-addressed blobs (protocol/codec/blob_hash.py): kept on disk, served to anyone, fetched from anyone who holds them."""
+"""Content-addressed blobs (protocol/codec/blob_hash.py): kept on disk, served, and fetched from any holder."""
 
 from peer.net.blobs.fetching import Fetcher, fetch_named
 from peer.net.blobs.serving import NODE_COPIES, BlobServer, Coming, Text

@@ -1,24 +1,24 @@
-"""Serving blobs: who is served, by whom else, and how fast.
+"""Serves blobs, to a bounded number of peers, which then pass them on.
 
-    -> {"blob": name, "size": bytes, "leaves": bool, "whole": bool, "insist": bool, "named_by": who sent us here, or ""}
-    <- {"state": "wait"}, at once and now and then, while the blob is still on its way here
-    <- {"state": "here"}, then one frame with the whole blob, if that was asked for; else one with the leaves, if they were, and:
-       -> {"range": i}, in any order, about twice as many as there are at most
-       <- one frame with range i for each, in that order
-       {"state": "busy", "ask": [peers], "sure": bool}: enough copies were sent, these peers have it or are getting it, surely
-       if they get it from a peer that has it
+    -> {"blob": name, "size": bytes, "leaves": bool, "whole": bool, "insist": bool, "named_by": holder that named us or ""}
+    <- {"state": "wait"}, at once and repeatedly, while the blob is still being fetched here
+    <- {"state": "here"}, then a frame with the whole blob if asked for; else one with the leaves if asked for, and:
+       -> {"range": i}, in any order, at most about twice as many as there are
+       <- a frame with range i for each, in that order
+       {"state": "busy", "ask": [peers], "sure": bool}: enough copies were sent; these peers have the blob or are getting
+       it, surely if they get it from a peer that has it
        {"state": "absent"}
 
-After "busy", "absent" or a whole blob the stream is free for the next request. A request for text says where in a chunk of the corpus it is
-(store.py), since nodes have whole chunks and peers some ranges: "in": [chunk, its bytes, number of the range, or -1 for the digests of all].
-And for what has a name instead of a digest: -> {"named": name} <- {"size": bytes, -1 if it is not here}, frames.
+After "busy", "absent" or a whole blob the stream is free for the next request. A request for text adds its place in a
+chunk of the corpus (store.py), as nodes have whole chunks and peers some ranges: "in": [chunk, its bytes, number of the
+range, or -1 for the leaves]. A file with a name: -> {"named": name} <- {"size": bytes, -1 if absent}, frames.
 
-*Spreading.* A stored blob is sent about `copies` times; whoever asks then is told who got it, and asks there, so that copies
-multiply like the leaves of a tree and a home uplink sends its own payload about twice, however many peers there are. A
-peer that is still getting a blob lets others wait for it (who may wait for whom: fetching.py). Who finds nobody else may
-insist. So an operator sends a range of text about twice, however many peers read it.
+*Spreading.* A stored blob is sent about `copies` times. Further peers are told who got it and ask there, so copies
+multiply like the leaves of a tree, and a home uplink sends its own payload about twice, however many peers there are.
+A peer that is still fetching a blob lets others wait for it (fetching.py). A peer that finds no other holder may insist.
 
-*Fairness.* However many streams a peer has, a few pieces for it are under way at once. With an upload limit, ranges are sent in turn, one for each requesting peer, as a token bucket allows.
+*Fairness.* A few pieces for a peer are under way at once, however many streams it has. With an upload limit, ranges are
+sent in turn, one for each peer, as a token bucket allows.
 """
 
 from __future__ import annotations
@@ -59,8 +59,11 @@ class _Spread:
 
 
 class Spreading:
-    """Who got which blob, or range of one, from us; each is sent about `copies` times. `most` of them are remembered, `seconds` after the last
-    request."""
+    """Remembers which peers got a blob or range from us, so that each is sent about `copies` times.
+
+    most: remembered blobs
+    seconds: after the last request for one
+    """
 
     def __init__(self, copies: int, most: int = SPREAD_BLOBS, seconds: float = SPREAD_SECONDS) -> None:
         self._copies = copies
@@ -103,20 +106,24 @@ NODE_COPIES = 6
 STREAMS_PER_PEER = 128
 """At once; a payload or shard takes one."""
 PIECES_PER_PEER = 8
-"""That are read from disk and sent at once to one peer, however many streams it has: others get their share."""
+"""Pieces read and sent at once to one peer, however many streams it has."""
 MOST_AHEAD = 8
-"""Requests of one stream that were there before the one before was answered. Who asks without listening is not answered for long: what it
-has left behind would have to be read when it is gone."""
+"""Requests that a stream may have queued: a peer that does not read its answers is cut off."""
 TEXTS, TEXT_SECONDS = 16384, 6 * 3600.0
-"""Ranges of text of which we know who got them, 512 MiB, and for how long after the last request."""
+"""Ranges of text whose receivers are remembered, 512 MiB, and for how long after the last request."""
 CACHED_LEAVES = 1024
 """Blobs whose range digests are kept in memory: 1 KiB for each MiB of a blob."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How many seconds are waited: `request`: for the first request on a stream; `range`: for the next range of a large blob; `next`: for
-    the next request on a stream; `wait`: by a peer for a blob that is on its way here, which is told so every `sign`."""
+    """Seconds to wait.
+
+    request: for a stream's first request
+    range: for the next range of a large blob
+    next: for the next request on a stream
+    wait: for a blob that is being fetched here, with a sign of life every `sign`
+    """
 
     request: float = REQUEST_SECONDS
     range: float = 60.0

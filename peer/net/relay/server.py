@@ -1,7 +1,7 @@
-"""A relay: passes sealed records on between peers to whom it is connected (docs/adr/0022-sealed-relays.md).
+"""A relay: passes sealed records between peers that are connected to it (docs/adr/0022-sealed-relays.md).
 
-It knows who talks to whom and how much, no more. What all circuits together may pass on in a second is bounded, and shared out in
-turn among those who asked for them. Nothing is kept: a record is read when the one before has been taken.
+It knows who talks to whom and how much, no more. The bytes a second of all circuits are bounded, and shared in turn
+among the peers that asked for them. A record is read when the one before has been sent, so nothing is kept.
 """
 
 from __future__ import annotations
@@ -25,9 +25,14 @@ RECORD_COST = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`circuits`, `of_a_peer`: circuits at once, in all and that one peer has asked for. Seconds: `ask`, that it may take to say for whom it asks;
-    `open`, that whom it asks for may take to answer; `idle`, after which a circuit ends that carries nothing; `stalled`, and one whose
-    receiver takes nothing."""
+    """Limits of a relay; times in seconds.
+
+    circuits, of_a_peer: circuits at once, in all and that one peer has asked for
+    ask: until a peer says whom it asks for
+    open: until that one answers
+    idle: a circuit without records ends after so long
+    stalled: one whose receiver does not read ends after so long
+    """
 
     circuits: int = 256
     of_a_peer: int = 64
@@ -41,7 +46,7 @@ LIMITS = Limits()
 
 
 class RelayServer:
-    """Relays at most `bps` bits a second in all between those of whom `is_here` says that they are connected."""
+    """Relays `bps` bits a second at most, between peers for which `is_here` is true."""
 
     def __init__(
         self, transport: Transport, bps: int, is_here: Callable[[str], bool], *, limits: Limits = LIMITS

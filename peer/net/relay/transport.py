@@ -1,7 +1,10 @@
-"""A transport that reaches through relays whom it cannot reach itself, and is reached through them.
+"""A transport that reaches peers through relays where it cannot reach them itself, and is reached through them.
 
-Whoever uses it sees no difference: a relayed stream is a stream, with the peer at its other end as `remote`. Where a direct way
-is found, also later, new streams take it.
+A relayed stream behaves as any other, with the peer at its other end as `remote`. Where a direct way is found, also
+later, new streams take it.
+
+Relays are asked at once, and the one through which the peer answers first is kept for it. A relay that did something
+wrong is asked last for a while, so that a lone one is still used.
 """
 
 from __future__ import annotations
@@ -29,10 +32,15 @@ RACED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """Seconds. `direct`: that a direct way has before relays are asked too; `offer`: that one relay and the peer behind it may take to answer;
-    `kept`: that a relay which was the quickest is asked first; `next`: after which others are asked besides it; `soon`, `again`: before a
-    direct way is tried again, at first and at most, each time twice as long; `changed`, `silent`, `gone`: that a relay is avoided which changed something, passed nothing on or late, or broke off
-    (which may have been the peer behind it)."""
+    """Seconds.
+
+    direct: a direct way has so long before relays are asked too
+    offer: a relay and the peer behind it have so long to answer
+    kept: the quickest relay is asked first for so long
+    next: after which others are asked besides it
+    soon, again: before a direct way is tried again, at first and at most; twice as long each time
+    changed, silent, gone: a relay is avoided for so long after it changed something, was silent or late, or broke off
+    """
 
     direct: float = 2.0
     offer: float = 5.0
@@ -49,21 +57,21 @@ PATIENCE = Patience()
 
 
 def handshake(*, initiator: bool, relay: str) -> Handshake:
-    """One side's, with keys that nobody uses again."""
+    """Starts one side of a handshake, with fresh keys."""
     static, fresh = os.urandom(KEY), os.urandom(KEY)
     return Handshake(initiator=initiator, static=static, fresh=fresh, prologue=relaying.prologue(relay))
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A relay has led to a peer, who has proved who it is and waits to hear who we are and what we want."""
+    """A relayed stream to a peer that has proved its identity and waits for ours."""
 
     stream: Stream
     shake: Handshake
 
 
 class Relays:
-    """A peer's way to others through `relays`, over `transport`. `own`: who we are."""
+    """Opens channels to peers through `relays`, over `transport`. `own`: our identity."""
 
     def __init__(
         self,
@@ -97,7 +105,7 @@ class Relays:
         await offer.stream.close()
 
     async def open(self, peer: str, name: str) -> Channel:
-        """The end of a stream to `peer`, for `name`. Raises RemoteError."""
+        """Opens a channel to `peer`, for `name`. Raises RemoteError."""
         offer = await self._offer(peer)
         try:
             await offer.stream.send(offer.shake.write(relaying.pack_hello(self._own, offer.shake.own_static, name)))
@@ -108,7 +116,7 @@ class Relays:
         return Channel(offer.stream, ciphers, peer, name, fault=self.blame, asks=True, signs=self._signs)
 
     def blame(self, fault: RelayFault) -> None:
-        """A relayed stream is over because of its relay, or should have taken another."""
+        """Avoids a relay at fault for a while."""
         if fault.what == LATE and not self.is_avoided(fault.relay):
             log.warning("relay %s: %s; others are preferred for a while", short_peer(fault.relay), LATE)
         if self._kept.get(fault.peer, ("", 0.0))[0] == fault.relay:
@@ -219,8 +227,10 @@ class Inside(Traffic):
 
 
 class RelayedTransport:
-    """See the module's docstring and peer.net.base.Transport. `relays()`: the peers through whom to reach others, and whose word we
-    take that somebody else wants us; they themselves are reached over `direct`. Made by `begin`."""
+    """See the module's docstring and peer.net.base.Transport. Made by `begin`.
+
+    relays: returns the peers that relay, which are themselves reached over `direct`
+    """
 
     def __init__(
         self,
