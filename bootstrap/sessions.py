@@ -104,8 +104,6 @@ class Session:
     """One peer's open stream.
 
     outbox: drained by the session's own task
-    range: the address range that it comes from (protocol/ledger/ranges.py)
-    leaves: whether it has said so
     """
 
     outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
@@ -118,8 +116,8 @@ class Session:
     has_announced: bool = False
     attested: int = -1
     attests: TokenBucket = field(default_factory=_bucket(ATTEST_EVENTS))
-    range: str = ""
-    leaves: bool = False
+    range: str = ""  # the address range that it comes from (protocol/ledger/ranges.py)
+    leaves: bool = False  # whether it has said so
 
     def may_announce(self, all_sessions: TokenBucket, now: float) -> bool:
         """Whether an announcement is within the limits; the first one of a session needs none of `all_sessions`."""

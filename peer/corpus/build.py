@@ -113,22 +113,19 @@ PROGRESS_SECONDS = 5.0
 class Request:
     """What to make a corpus of; `workers` and what follows it do not change the corpus.
 
-    tokenizer: the bytes of its JSON file
-    workers: processes that tokenize
     spill_ids, most_ids: bounds of a spill's ids, besides a sixteenth of all ids so far
-    merge_ids: ids that are sorted at once at the end
     """
 
     sources: tuple[Source, ...]
-    tokenizer: bytes
+    tokenizer: bytes  # the bytes of its JSON file
     sequence: int
     out: Path
     reading: Reading = field(default_factory=Reading)
     seed: int = 0
-    workers: int = 1
+    workers: int = 1  # processes that tokenize
     spill_ids: int = 1 << 20
     most_ids: int = 1 << 25
-    merge_ids: int = 1 << 24
+    merge_ids: int = 1 << 24  # ids that are sorted at once at the end
 
     def __post_init__(self) -> None:
         if not self.sources:

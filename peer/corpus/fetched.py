@@ -67,16 +67,11 @@ REST_SECONDS = (2.0, 30.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """Seconds.
+    """Seconds."""
 
-    retry: until a range that no origin gave is asked for again
-    hopeless: a reader fails after so long without a new range
-    silence: an origin that does not answer counts as gone after so long
-    """
-
-    retry: float = 1.0
-    hopeless: float = 45.0
-    silence: float = 10.0
+    retry: float = 1.0  # until a range that no origin gave is asked for again
+    hopeless: float = 45.0  # a reader fails after so long without a new range
+    silence: float = 10.0  # an origin that does not answer counts as gone after so long
 
 
 PATIENCE = Patience()
@@ -156,14 +151,11 @@ class Access:
     """What text is fetched with."""
 
     network: Network
-    folder: Path
-    """Of the cache."""
-    limit: int
-    """Bytes of the cache."""
+    folder: Path  # of the cache
+    limit: int  # bytes of the cache
     disk: Disk
     patience: Patience = PATIENCE
-    mirrors: Mirrors | None = None
-    """The client of the manifest's mirrors, closed with the text; None: a new one."""
+    mirrors: Mirrors | None = None  # the client of the manifest's mirrors, closed with the text; None: a new one
 
     @property
     def nodes(self) -> list[str]:

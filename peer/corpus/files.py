@@ -57,10 +57,8 @@ class File:
     """One file that is read."""
 
     path: str
-    format: str
-    """text, jsonl, json, csv, tsv, parquet or arrow."""
-    compression: str
-    """gzip, zstandard, bzip2, xz or nothing."""
+    format: str  # text, jsonl, json, csv, tsv, parquet or arrow.
+    compression: str  # gzip, zstandard, bzip2, xz or nothing.
     size_bytes: int
 
     def __str__(self) -> str:

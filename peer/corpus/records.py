@@ -85,16 +85,12 @@ def join(parts: Sequence[Records]) -> Records:
 class FileCounts:
     """What was read of one file."""
 
-    documents: int = 0
-    """That have text."""
-    without_text: int = 0
-    """Rows that have none, and empty files."""
-    left_out: int = 0
-    """Rows that could not be read."""
+    documents: int = 0  # that have text
+    without_text: int = 0  # rows that have none, and empty files
+    left_out: int = 0  # rows that could not be read
     text_bytes: int = 0
     tokens: int = 0
-    first_left_out: str = ""
-    """Why the first of them could not."""
+    first_left_out: str = ""  # why the first of them could not
 
     def add(self, other: FileCounts) -> None:
         for name in ("documents", "without_text", "left_out", "text_bytes", "tokens"):
@@ -258,17 +254,14 @@ class Spill:
     """A file of sorted records.
 
     records, tokens: their number, and that of their ids
-    start: position of the arrays
-    position: where to resume behind it; None in the middle of rows
-    counts: of what was read since the spill before
     """
 
     path: Path
     records: int
     tokens: int
-    start: int
-    position: Position | None
-    counts: Counts
+    start: int  # position of the arrays
+    position: Position | None  # where to resume behind it; None in the middle of rows
+    counts: Counts  # of what was read since the spill before
 
 
 def write_spill(
@@ -419,7 +412,6 @@ class ChunkWriter:
     """Writes sequences [n, L + 1] into chunks of `each` sequences, each under its name, and its range digests besides.
 
     A chunk that a killed build has left stays.
-    wrote: called with the number of chunks after each
     diverted: another writer, and how many of the first sequences it gets instead
     names: of the whole chunks
     count: all sequences that came
@@ -428,7 +420,7 @@ class ChunkWriter:
     disk: Disk
     folder: Path
     each: int
-    wrote: Callable[[int], None]
+    wrote: Callable[[int], None]  # called with the number of chunks after each
     diverted: tuple[ChunkWriter, int] | None = None
 
     def __post_init__(self) -> None:

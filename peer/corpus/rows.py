@@ -30,8 +30,7 @@ _NAMES: dict[type, str] = {bool: "true or false", float: "a number", list: "a li
 class Row:
     """A row's text, None where it has none; or what is wrong with it."""
 
-    place: str
-    """`row 3`, or `row 3, line 4`."""
+    place: str  # `row 3`, or `row 3, line 4`.
     text: str | None = None
     bad: str = ""
 

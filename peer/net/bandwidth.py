@@ -153,12 +153,9 @@ class Measurement:
     """The result for one way."""
 
     bps: int
-    by: str
-    """The node that it was measured with."""
-    trip: float
-    """Round trip, in seconds."""
-    bytes: int
-    """What the measurement took."""
+    by: str  # the node that it was measured with
+    trip: float  # round trip, in seconds
+    bytes: int  # what the measurement took
 
 
 def worth(state_bytes: int) -> int:
@@ -321,16 +318,11 @@ STREAMS = 2 * STRIPES + 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits of a node.
+    """Limits of a node."""
 
-    bytes_per_minute: for all peers together
-    probe_s: longest probe, in seconds
-    idle_s: longest wait for a request, in seconds
-    """
-
-    bytes_per_minute: int = 16 * PROBE_BYTES
-    probe_s: float = 30.0
-    idle_s: float = 10.0
+    bytes_per_minute: int = 16 * PROBE_BYTES  # for all peers together
+    probe_s: float = 30.0  # longest probe, in seconds
+    idle_s: float = 10.0  # longest wait for a request, in seconds
 
 
 BOUNDS = Bounds()

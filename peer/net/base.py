@@ -27,11 +27,10 @@ from protocol.wire.framing import MAX_FRAME
 class Clock:
     """The two clocks of a process, created by the composition root.
 
-    steady: only goes forward, in seconds; measures leases, deadlines and pauses
     wall: seconds since 1970; may jump, so nothing waits by it: it is written into commits, announcements and events
     """
 
-    steady: Callable[[], float] = time.monotonic
+    steady: Callable[[], float] = time.monotonic  # only goes forward, in seconds; measures leases, deadlines and pauses
     wall: Callable[[], float] = time.time
 
 
@@ -99,16 +98,13 @@ class ClockWrong(LocalError):
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of frames with their prefixes since the start, in total and by protocol name.
-
-    waiting: sends that wait until a peer reads, by peer
-    """
+    """Bytes of frames with their prefixes since the start, in total and by protocol name."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
-    waiting: Counter[str] = field(default_factory=Counter)
+    waiting: Counter[str] = field(default_factory=Counter)  # sends that wait until a peer reads, by peer
     _heard: Callable[[str, int, int], None] | None = None
 
     def follow(self, heard: Callable[[str, int, int], None]) -> None:

@@ -69,12 +69,11 @@ logging.getLogger("hivemind").setLevel(logging.ERROR)
 class Entrance:
     """How others reach us.
 
-    announce: addresses (without a peer id) to announce besides our own
     relays: full addresses of public peers that carry signals to us, if our router blocks connections; empty: it does
         not, or that is not known
     """
 
-    announce: tuple[str, ...] = ()
+    announce: tuple[str, ...] = ()  # addresses (without a peer id) to announce besides our own
     relays: tuple[str, ...] = ()
 
 

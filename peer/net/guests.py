@@ -61,26 +61,21 @@ class Limits:
     """Limits of Guests.
 
     of_a_peer, of_an_address, together: open streams
-    silent: open streams of a peer on which nothing has been said
-    rates_of_an_address: multiple of a peer's rates
     patience: an offence is a stream that would wait for longer, in seconds, because of its sender's own rate
-    offences: rate above which a peer is refused
     seconds, longest_seconds: of a refusal; each is twice as long as the one before
-    forgiven_seconds: without an offence, after which one refusal is forgotten
-    remembered: peers and addresses whose rates are known
     """
 
     of_a_peer: int = 256
     of_an_address: int = 4096
     together: int = 8192
-    silent: int = 64
-    rates_of_an_address: float = 16.0
+    silent: int = 64  # open streams of a peer on which nothing has been said
+    rates_of_an_address: float = 16.0  # multiple of a peer's rates
     patience: float = 5.0
-    offences: Rate = OFFENCES
+    offences: Rate = OFFENCES  # rate above which a peer is refused
     seconds: float = 60.0
     longest_seconds: float = 3600.0
-    forgiven_seconds: float = 3600.0
-    remembered: int = 8192
+    forgiven_seconds: float = 3600.0  # without an offence, after which one refusal is forgotten
+    remembered: int = 8192  # peers and addresses whose rates are known
 
 
 LIMITS = Limits()

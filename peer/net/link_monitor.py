@@ -97,14 +97,12 @@ class SecondOfTraffic:
     """Traffic with peers elsewhere in one second.
 
     sent, received: bytes
-    waiting: peers to which a send waited at its end
-    held: whether our own limit held a send back then
     """
 
     sent: int
     received: int
-    waiting: int
-    held: bool
+    waiting: int  # peers to which a send waited at its end
+    held: bool  # whether our own limit held a send back then
 
 
 class RateEstimator:
@@ -174,17 +172,14 @@ class RateConfig:
     """What is known of the link before it is measured.
 
     up_bps, down_bps, limit_bps: as the user set them, bits a second; None: not set
-    downlink: measured before the peer was started
-    stored: measured by an earlier start
-    most: bytes that the measurement of one way may take
     """
 
     up_bps: int | None
     down_bps: int | None
     limit_bps: int | None
-    downlink: Measurement | None = None
-    stored: StoredRates = UNKNOWN
-    most: int = bandwidth.WAY_BYTES
+    downlink: Measurement | None = None  # measured before the peer was started
+    stored: StoredRates = UNKNOWN  # measured by an earlier start
+    most: int = bandwidth.WAY_BYTES  # bytes that the measurement of one way may take
 
 
 async def measured_downlink(

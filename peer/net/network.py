@@ -15,12 +15,10 @@ class Network:
     """One per peer."""
 
     transport: Transport
-    directory: Directory
-    """Where the others are; it connects to them, and knows the operators' nodes."""
+    directory: Directory  # where the others are; it connects to them, and knows the operators' nodes
     clock: Clock
     emit: events.Emit
-    uplink: Uplink
-    """What is sent takes turns in it."""
+    uplink: Uplink  # what is sent takes turns in it
 
     def warn(self, text: str) -> None:
         self.emit(events.Warning(text=text))

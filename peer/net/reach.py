@@ -62,21 +62,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Around:
-    """What is needed to ask.
-
-    others: yields the peers to ask, in order
-    reach: connects to one
-    addresses: returns where one says it is
-    announced: what the user says, without our id
-    hosts: returns this machine's IP addresses
-    """
+    """What is needed to ask."""
 
     transport: Transport
-    others: Callable[[], AsyncIterator[str]]
-    reach: Callable[[str], Awaitable[None]]
-    addresses: Callable[[str], Sequence[str]]
-    announced: tuple[str, ...] = ()
-    hosts: Callable[[], frozenset[str]] = interface_hosts
+    others: Callable[[], AsyncIterator[str]]  # yields the peers to ask, in order
+    reach: Callable[[str], Awaitable[None]]  # connects to one
+    addresses: Callable[[str], Sequence[str]]  # returns where one says it is
+    announced: tuple[str, ...] = ()  # what the user says, without our id
+    hosts: Callable[[], frozenset[str]] = interface_hosts  # returns this machine's IP addresses
 
 
 async def find_out(around: Around) -> Finding:
@@ -205,20 +198,13 @@ Greets = Callable[[str, int], Coroutine[Any, Any, bool]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits of a DialBackServer.
+    """Limits of a DialBackServer."""
 
-    seconds: that a port has to greet
-    each: requests of one address or peer
-    together: all requests
-    at_once: requests under way
-    kept: addresses and peers whose requests are counted
-    """
-
-    seconds: float = 3.0
-    each: Rate = EACH
-    together: Rate = TOGETHER
-    at_once: int = 16
-    kept: int = 4096
+    seconds: float = 3.0  # that a port has to greet
+    each: Rate = EACH  # requests of one address or peer
+    together: Rate = TOGETHER  # all requests
+    at_once: int = 16  # requests under way
+    kept: int = 4096  # addresses and peers whose requests are counted
 
 
 BOUNDS = Bounds()

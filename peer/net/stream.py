@@ -41,12 +41,10 @@ class Flow:
 
     A question waits behind what we have sent before it: many megabytes may be in the system's buffers, in the daemon's
     and at a narrow uplink. They are modelled as a bucket that drains at the pace of a slow link.
-
-    received: bytes that came so far
     """
 
     streams: int = 0
-    received: int = 0
+    received: int = 0  # bytes that came so far
     _unsent: TokenBucket = field(default_factory=lambda: TokenBucket(SLOW_BYTES_PER_SECOND, 0.0))
     _pings: TokenBucket = field(default_factory=lambda: TokenBucket(1 / PING_SECONDS, 1.0))
 

@@ -120,19 +120,13 @@ class IdleStreams:
 
 @dataclass(slots=True)
 class Asked:
-    """A holder that was asked for a blob.
-
-    since: when, in steady seconds
-    mine: the ranges it was asked for and has not sent
-    answered: whether it has said anything
-    gives: whether it has the blob, so that the blob is on its way to us
-    """
+    """A holder that was asked for a blob."""
 
     peer: str
-    since: float
-    mine: deque[int] = field(default_factory=deque)
-    answered: bool = False
-    gives: bool = False
+    since: float  # when, in steady seconds
+    mine: deque[int] = field(default_factory=deque)  # the ranges it was asked for and has not sent
+    answered: bool = False  # whether it has said anything
+    gives: bool = False  # whether it has the blob, so that the blob is on its way to us
 
     def is_late(self, now: float) -> bool:
         """Whether another holder is asked besides."""
@@ -156,17 +150,10 @@ class Asked:
 class Job:
     """The fetch of one blob. For `place`, `check`, `streams` and `all_asked` see `Fetcher.fetch`.
 
-    part: what is here of a large blob
-    data: a small blob, once it is here
     todo: ranges that no holder was asked for; of a small blob the one piece that it comes in
-    asked: when the others were asked for
-    asking: the holders that were asked and have not ended
-    served: whether one of them has the blob
-    named_by: peers that a holder surely named, with that holder
     known: set when the digests of all ranges are known; never for a small blob
     changed: set now and then, when a waiting holder should look for ranges again
     reading: streams on which it comes, with the bytes received on each before
-    read: bytes that came on other streams
     """
 
     name: str
@@ -176,18 +163,18 @@ class Job:
     check: Callable[[bytes], None] | None = None
     streams: int = 1
     all_asked: asyncio.Event = field(default_factory=asyncio.Event)
-    part: Part | None = None
+    part: Part | None = None  # what is here of a large blob
     todo: deque[int] = field(default_factory=lambda: deque([0]))
-    asked: dict[int, float] = field(default_factory=dict)
-    data: bytes | None = None
-    asking: set[str] = field(default_factory=set)
-    served: bool = False
-    named_by: dict[str, str] = field(default_factory=dict)
+    asked: dict[int, float] = field(default_factory=dict)  # when the others were asked for
+    data: bytes | None = None  # a small blob, once it is here
+    asking: set[str] = field(default_factory=set)  # the holders that were asked and have not ended
+    served: bool = False  # whether one of them has the blob
+    named_by: dict[str, str] = field(default_factory=dict)  # peers that a holder surely named, with that holder
     known: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     reading: dict[Stream, int] = field(default_factory=dict)
-    read: int = 0
+    read: int = 0  # bytes that came on other streams
 
     def resume(self, part: Part) -> None:
         """Takes over the ranges of a large blob that are on disk."""

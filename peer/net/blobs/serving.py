@@ -117,18 +117,12 @@ CACHED_LEAVES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """Seconds to wait.
+    """Seconds to wait."""
 
-    request: for a stream's first request
-    range: for the next range of a large blob
-    next: for the next request on a stream
-    wait: for a blob that is being fetched here, with a sign of life every `sign`
-    """
-
-    request: float = REQUEST_SECONDS
-    range: float = 60.0
-    next: float = IDLE_SECONDS + 30.0
-    wait: float = 30.0
+    request: float = REQUEST_SECONDS  # for a stream's first request
+    range: float = 60.0  # for the next range of a large blob
+    next: float = IDLE_SECONDS + 30.0  # for the next request on a stream
+    wait: float = 30.0  # for a blob that is being fetched here, with a sign of life every `sign`
     sign: float = 5.0
 
 

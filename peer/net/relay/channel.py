@@ -44,18 +44,12 @@ class RelayFault(Closed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signs:
-    """Seconds.
+    """Seconds."""
 
-    ask: between two questions for a sign of life
-    silent: a side that heard nothing for so long gives up
-    late: a slower answer makes another relay preferred
-    rest: a stream that carries nothing is asked about for so long
-    """
-
-    ask: float = 5.0
-    silent: float = 15.0
-    late: float = 3.0
-    rest: float = 60.0
+    ask: float = 5.0  # between two questions for a sign of life
+    silent: float = 15.0  # a side that heard nothing for so long gives up
+    late: float = 3.0  # a slower answer makes another relay preferred
+    rest: float = 60.0  # a stream that carries nothing is asked about for so long
 
 
 SIGNS = Signs()

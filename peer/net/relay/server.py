@@ -28,18 +28,14 @@ class Limits:
     """Limits of a relay; times in seconds.
 
     circuits, of_a_peer: circuits at once, in all and that one peer has asked for
-    ask: until a peer says whom it asks for
-    open: until that one answers
-    idle: a circuit without records ends after so long
-    stalled: one whose receiver does not read ends after so long
     """
 
     circuits: int = 256
     of_a_peer: int = 64
-    ask: float = 10.0
-    open: float = 4.0
-    idle: float = 120.0
-    stalled: float = 30.0
+    ask: float = 10.0  # until a peer says whom it asks for
+    open: float = 4.0  # until that one answers
+    idle: float = 120.0  # a circuit without records ends after so long
+    stalled: float = 30.0  # one whose receiver does not read ends after so long
 
 
 LIMITS = Limits()

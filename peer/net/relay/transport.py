@@ -34,18 +34,14 @@ RACED = 3
 class Patience:
     """Seconds.
 
-    direct: a direct way has so long before relays are asked too
-    offer: a relay and the peer behind it have so long to answer
-    kept: the quickest relay is asked first for so long
-    next: after which others are asked besides it
     soon, again: before a direct way is tried again, at first and at most; twice as long each time
     changed, silent, gone: a relay is avoided for so long after it changed something, was silent or late, or broke off
     """
 
-    direct: float = 2.0
-    offer: float = 5.0
-    kept: float = 600.0
-    next: float = 1.0
+    direct: float = 2.0  # a direct way has so long before relays are asked too
+    offer: float = 5.0  # a relay and the peer behind it have so long to answer
+    kept: float = 600.0  # the quickest relay is asked first for so long
+    next: float = 1.0  # after which others are asked besides it
     soon: float = 5.0
     again: float = 60.0
     changed: float = 600.0
