@@ -8,6 +8,7 @@ quorum's acceptor, `crc32 | promise`. DIR/blobs keeps all that was committed.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import threading
 import zlib
@@ -124,7 +125,9 @@ class Archive:
         """Held while the file and `_ends` are read together, by calls on threads."""
         self.records = Kept(lambda round: self._read_raws(round, round + 1)[0])
         """Each round's record as it was sent: the newest in memory, older ones on disk."""
-        self.tokenizer = self._read_tokenizer()
+        self.tokenizer: bytes | None = None
+        with contextlib.suppress(FileNotFoundError):
+            self.tokenizer = self._disk.read(self.folder / "tokenizer.json")
         self.text: ServedText | None = None
         """The run's corpus, if this node serves it."""
         self.commits = Kept(lambda round: encoding.commit_in(self.records[round]))
@@ -141,12 +144,6 @@ class Archive:
         """Stores the run's tokenizer file, which is served by name. Raises UsageError."""
         self._disk.write(self.folder / "tokenizer.json", data)
         self.tokenizer = data
-
-    def _read_tokenizer(self) -> bytes | None:
-        try:
-            return self._disk.read(self.folder / "tokenizer.json")
-        except FileNotFoundError:
-            return None
 
     def serve_corpus(self, folder: Path, index: bytes) -> None:
         """Serves the run's corpus in `folder`; `index`: the bytes of its index, already checked."""

@@ -31,9 +31,9 @@ from peer.net.base import Clock, Transport
 from peer.net.blobs import NODE_COPIES, BlobServer
 from peer.net.directory import Directory
 from peer.net.latency import Latency
+from peer.net.rate_limits import TokenBucket
 from peer.net.reach import DialBackServer
 from peer.net.relay import RelayServer
-from peer.net.token_bucket import TokenBucket
 from protocol import identity as identities
 from protocol.errors import LocalError, RemoteError, shown
 from protocol.identity import Identity, short_peer
@@ -357,7 +357,8 @@ class BootstrapNode:
             case Attest():
                 if not admission.is_sound(self.manifest, message):
                     raise RemoteError(peer, f"session of {short_peer(peer)}: attests what is no shard; it was closed")
-                if self._is_news(session, message):
+                is_recent = abs(message.round - self.leader.round + 1) <= 2
+                if is_recent and session.may_tell(message.round, self._clock.steady()):
                     self._emit(events.Attest(peer=peer, round=message.round, digests=message.digests))
                 await self._events.submit(leader_events.Received(peer, message))
             case Evaluation() if peer in self.leader.witnesses.auditors:
@@ -374,9 +375,6 @@ class BootstrapNode:
                 session.post(encoding.encode(Heartbeat(phase=phase, round=self.leader.round)))
             case _:
                 raise unexpected(peer, "session", message)
-
-    def _is_news(self, session: Session, attest: Attest) -> bool:
-        return abs(attest.round - self.leader.round + 1) <= 2 and session.may_tell(attest.round, self._clock.steady())
 
     def _send_log(self, session: Session, after: int) -> None:
         session.post_records(itertools.islice(self.archive.since(after), OUTBOX // 2), self._clock.steady())
@@ -417,7 +415,9 @@ class BootstrapNode:
         if known != candidate:
             self._ready[peer] = candidate
             self._events.put(leader_events.Ready(candidate))
-            if known is None or known != _with_measurements_of(candidate, known):
+            # what is measured again and again is no news
+            same = {name: getattr(known, name) for name in ("speed_flops", "coordinates", "presence") if known}
+            if known != dataclasses.replace(candidate, **same):
                 self._emit(extend(events.Ready, announcement))
 
     def _send_offered(self, offered: Offered) -> None:
@@ -574,13 +574,6 @@ class BootstrapNode:
             case paxos_events.Held(name) | paxos_events.Listed(name) | leader_events.Held(name):
                 return not self.archive.blobs.has(name)
         return False
-
-
-def _with_measurements_of(candidate: Candidate, known: Candidate) -> Candidate:
-    """`candidate` with those values of `known` that are measured again and again and are no news."""
-    return dataclasses.replace(
-        candidate, speed_flops=known.speed_flops, coordinates=known.coordinates, presence=known.presence
-    )
 
 
 def _deposed_leader(effect: Refused | Skipped) -> events.Unfair | events.Warning:

@@ -17,7 +17,7 @@ from peer.net.base import Transport
 from peer.net.blobs import Fetcher
 from peer.net.blobs.holders import Holders
 from peer.net.directory import Directory
-from peer.net.token_bucket import Rate, TokenBucket
+from peer.net.rate_limits import Rate, TokenBucket
 from protocol.codec import sparse
 from protocol.errors import RemoteError
 from protocol.identity import short_peer

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Clock, Stream, Transport, answer
-from peer.net.token_bucket import Rate, TokenBucket
+from peer.net.rate_limits import Rate, TokenBucket
 from protocol.errors import RemoteError, apart, shown
 from protocol.identity import short_peer
 from protocol.ledger import access, part_lists

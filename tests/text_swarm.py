@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bootstrap.archive import ServedText
 from peer import events
-from peer.corpus.fetched import Access, FetchedText, Patience, open_text
+from peer.corpus.fetched import FetchedText, FetchTimeouts, TextAccess, open_text
 from peer.corpus.mirrors import Mirrors
 from peer.corpus.records import ChunkWriter
 from peer.net import p2p
@@ -40,7 +40,7 @@ L, VOCAB = 1023, 4096
 """A sequence has 2,048 bytes, a range sixteen sequences."""
 STEP = 16
 """Sequences of an inner step."""
-PATIENCE = Patience(retry=0.05, hopeless=20.0)
+PATIENCE = FetchTimeouts(retry=0.05, hopeless=20.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,14 +235,14 @@ class TextSwarm:
         folder: Path | None = None,
         disk: Disk | None = None,
         mirrors: Mirrors | None = None,
-        patience: Patience = PATIENCE,
+        patience: FetchTimeouts = PATIENCE,
     ) -> Reader:
         """A peer, in a new folder unless one is given."""
         number = next(self._numbers)
         transport = await self._transport(f"peer-{number}", Identity(bytes([number]) * 32))
         folder = folder or self.folder / f"text-{number}"
         told: list[events.Body] = []
-        access = Access(
+        access = TextAccess(
             network=networks.network(transport, self._reach(transport), emit=told.append, nodes=lambda: self.operating),
             folder=folder,
             limit=limit,

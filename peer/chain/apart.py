@@ -12,7 +12,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 
-from peer.net.token_bucket import Cooldown
+from peer.net.rate_limits import Cooldown
 from protocol.identity import short_peer
 from protocol.wire.announcement import MOST_APART
 

@@ -229,7 +229,7 @@ async def _measured(transport: Transport, manifest: Manifest, folder: Path) -> M
     clock = Clock()
     if read_rates(Disk(), folder, interface_hosts(), clock.wall()).down_bps is not None:
         return None
-    most = bandwidth.worth(4 * layout.total_parameters(manifest.model))
+    most = bandwidth.probe_bytes(4 * layout.total_parameters(manifest.model))
     return await measured_downlink(transport, manifest.operators, clock, most)
 
 

@@ -176,7 +176,9 @@ def build(request: Request, disk: Disk, say: Callable[[str], None], stop: thread
         if not any(building.glob("spill-*")):  # there is nothing to resume
             disk.remove(out if is_new else building)
             if not is_new:
-                _remove_empty(disk, out)
+                disk.remove(out / TOKENIZER)
+                with contextlib.suppress(OSError):
+                    (out / CHUNKS).rmdir()
         raise
     finally:
         lock.close()
@@ -237,12 +239,6 @@ def _check_folder(out: Path, asked: bytes) -> None:
             raise UsageError(f"folder {out}: is not empty; choose another with --out")
     except OSError as error:
         raise UsageError(f"folder {out}: {error.strerror}; choose another with --out") from None
-
-
-def _remove_empty(disk: Disk, out: Path) -> None:
-    disk.remove(out / TOKENIZER)
-    with contextlib.suppress(OSError):
-        (out / CHUNKS).rmdir()
 
 
 # --- the first half: read, tokenize, spill

@@ -32,13 +32,13 @@ from numpy.typing import NDArray
 from peer import events
 from peer.corpus import text
 from peer.corpus.cache import TextStore
-from peer.corpus.mirrors import Busy, Mirror, Mirrors
+from peer.corpus.mirrors import Mirror, MirrorBusy, Mirrors
 from peer.net.base import now
 from peer.net.blobs import Coming, Fetcher, Place, fetch_named
 from peer.net.blobs.holders import Absent, Corrupt, Holders
 from peer.net.disk import Disk
 from peer.net.network import Network
-from peer.net.token_bucket import Cooldown
+from peer.net.rate_limits import Cooldown
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import short_peer
@@ -66,7 +66,7 @@ REST_SECONDS = (2.0, 30.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class FetchTimeouts:
     """Seconds."""
 
     retry: float = 1.0  # until a range that no origin gave is asked for again
@@ -74,7 +74,7 @@ class Patience:
     silence: float = 10.0  # an origin that does not answer counts as gone after so long
 
 
-PATIENCE = Patience()
+FETCH_TIMEOUTS = FetchTimeouts()
 
 
 class Lookahead:
@@ -142,19 +142,19 @@ class Origins(Holders):
             return
         if is_known and not self._rests.times(peer) and not isinstance(error, Absent | Corrupt):
             self._warn(f"{error}; others are asked")
-        if not self._rests.is_resting(peer, now()) or isinstance(error, Busy):
-            self._rests.begin(peer, now(), error.seconds if isinstance(error, Busy) else 0.0)
+        if not self._rests.is_resting(peer, now()) or isinstance(error, MirrorBusy):
+            self._rests.begin(peer, now(), error.seconds if isinstance(error, MirrorBusy) else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class TextAccess:
     """What text is fetched with."""
 
     network: Network
     folder: Path  # of the cache
     limit: int  # bytes of the cache
     disk: Disk
-    patience: Patience = PATIENCE
+    patience: FetchTimeouts = FETCH_TIMEOUTS
     mirrors: Mirrors | None = None  # the client of the manifest's mirrors, closed with the text; None: a new one
 
     @property
@@ -178,7 +178,7 @@ class FetchedText:
         store: TextStore,
         origins: Origins,
         fetcher: Fetcher,
-        access: Access,
+        access: TextAccess,
         mirrors: Mirrors,
     ) -> None:
         self.index = index
@@ -396,7 +396,7 @@ def _places(extents: Iterable[Extent]) -> Iterator[Place]:
 # --- opening
 
 
-async def open_text(manifest: Manifest, access: Access) -> FetchedText:
+async def open_text(manifest: Manifest, access: TextAccess) -> FetchedText:
     """Opens the run's text. Raises RemoteError where no origin has its index, UsageError."""
     network, directory = access.network, access.network.directory
     mirrors = access.mirrors or Mirrors()
@@ -423,7 +423,7 @@ async def open_text(manifest: Manifest, access: Access) -> FetchedText:
     return FetchedText(index, manifest.seed_bytes, store, origins, fetcher, access, mirrors)
 
 
-async def _index(digest: str, access: Access, mirrors: list[Mirror]) -> CorpusIndex:
+async def _index(digest: str, access: TextAccess, mirrors: list[Mirror]) -> CorpusIndex:
     """Returns the corpus's index, from our disk, a bootstrap node or a mirror. Raises RemoteError."""
     path = access.folder / corpus.INDEX
     try:
@@ -437,7 +437,7 @@ async def _index(digest: str, access: Access, mirrors: list[Mirror]) -> CorpusIn
     return corpus.from_bytes(raw, f"{digest[:12]}…")
 
 
-async def _fetch_index(digest: str, access: Access, mirrors: list[Mirror]) -> bytes:
+async def _fetch_index(digest: str, access: TextAccess, mirrors: list[Mirror]) -> bytes:
     why, network = "nobody is asked", access.network
     places: list[str | Mirror] = [*access.nodes, *mirrors]
     for place in places:

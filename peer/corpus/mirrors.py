@@ -41,7 +41,7 @@ BUSY_SECONDS = (1.0, 600.0)
 """Least and most that a mirror's Retry-After is believed."""
 
 
-class Busy(RemoteError):
+class MirrorBusy(RemoteError):
     """It asks to be left alone for so many `seconds`."""
 
     def __init__(self, peer: str, message: str, seconds: float) -> None:
@@ -168,7 +168,7 @@ class Mirror:
         if status in (429, 503):
             seconds = _retry_after(response.headers.get("retry-after", ""))
             if seconds is not None:
-                raise Busy(self.name, f"{self.name}: answers {status}, asks for {seconds:.0f} s of rest", seconds)
+                raise MirrorBusy(self.name, f"{self.name}: answers {status}, asks for {seconds:.0f} s of rest", seconds)
         if span is None and status == 200:
             return
         if span is not None and status == 200:
@@ -205,13 +205,10 @@ def _has_failed(request: asyncio.Task[bytes]) -> bool:
 
 
 def _retry_after(text: str) -> float | None:
-    """Seconds, within our bounds, that a Retry-After asks for (RFC 9110, section 10.2.3)."""
+    """Returns the seconds, within BUSY_SECONDS, of a Retry-After (RFC 9110, section 10.2.3)."""
     try:
-        seconds = float(text) if text.strip().isdecimal() else _until(text)
+        is_seconds = text.strip().isdecimal()
+        seconds = float(text) if is_seconds else email.utils.parsedate_to_datetime(text).timestamp() - time.time()
     except (TypeError, ValueError, OverflowError):
         return None
     return min(max(seconds, BUSY_SECONDS[0]), BUSY_SECONDS[1])
-
-
-def _until(date: str) -> float:
-    return email.utils.parsedate_to_datetime(date).timestamp() - time.time()

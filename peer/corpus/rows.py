@@ -23,7 +23,7 @@ from protocol.errors import UsageError
 MOST_ROW_BYTES = 1 << 28
 """A row has to fit into memory; a longer document is a file of its own."""
 _BATCH_ROWS = 64
-_NAMES: dict[type, str] = {bool: "true or false", float: "a number", list: "a list", dict: "an object"}
+_NAMES: dict[type, str] = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +133,10 @@ def _of_object(value: Any, column: str, place: str) -> Row:
         return Row(place, bad=f"has no column {column}; it has {there or 'none'}: name one with --column")
     if column in value.twice:
         return Row(place, bad=f"has the column {column} twice")
-    return _of_value(value[column], column, place)
+    return of_value(value[column], column, place)
 
 
-def _of_value(text: object, column: str, place: str) -> Row:
+def of_value(text: object, column: str, place: str) -> Row:
     if text is None:
         return Row(place)
     if not isinstance(text, str):
@@ -307,15 +307,10 @@ def _table(file: File, column: str, first: int) -> Iterator[Row]:
                     yield _of_bytes(value, column, f"row {number}")
         except UsageError:
             raise
-        except OSError as error:
-            reason = error.strerror or first_line(error)
-            raise refused(
-                file, f"behind row {number}: {reason}; it must be whole {file.format}: get it again"
-            ) from None
         except Exception as error:  # whatever pyarrow raises
-            raise refused(
-                file, f"behind row {number}: {first_line(error)}; it must be whole {file.format}: get it again"
-            ) from None
+            reason = error.strerror if isinstance(error, OSError) else None
+            text = f"behind row {number}: {reason or first_line(error)}; it must be whole {file.format}: get it again"
+            raise refused(file, text) from None
 
 
 def _of_bytes(value: bytes | None, column: str, place: str) -> Row:

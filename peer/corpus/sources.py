@@ -20,7 +20,7 @@ from typing import Any
 
 from peer.corpus import files
 from peer.corpus.files import File, LeftOut, mark_bytes, refused
-from peer.corpus.rows import decoded, rows
+from peer.corpus.rows import Row, decoded, of_value, rows
 from peer.corpus.tokenizer import first_line
 from protocol.errors import UsageError
 
@@ -192,17 +192,12 @@ def _text(file: File, number: int, offset: int) -> Iterator[Unit]:
 
 
 def _rows(file: File, reading: Reading, number: int, first: int) -> Iterator[Unit]:
-    """A document a row. Its places are numbers of rows, from 0."""
+    """Yields a document a row. Its places are numbers of rows, from 0."""
     unit, chars, read = Unit(), 0, first
     for row in rows(file, reading.column, first):
         read += 1
-        if row.bad:
-            if not reading.skip_bad_rows:
-                remedy = "" if "--column" in row.bad else "; mend or remove that row"
-                raise refused(file, f"{row.place}: {row.bad}{remedy}, or leave such rows out: --skip-bad-rows")
-            unit.left_out += 1
-            unit.first_left_out = unit.first_left_out or f"{row.place}: {row.bad}"
-        chars += add(unit, row.text or "")
+        remedy = "" if "--column" in row.bad else "; mend or remove that row"
+        chars += _add_row(unit, row, reading, file, remedy)
         if chars >= UNIT_CHARS or len(unit.ends) >= UNIT_ROWS:
             unit.state = [number, read]
             yield unit
@@ -211,11 +206,22 @@ def _rows(file: File, reading: Reading, number: int, first: int) -> Iterator[Uni
     yield unit
 
 
+def _add_row(unit: Unit, row: Row, reading: Reading, source: File | Source, remedy: str = "") -> int:
+    """Adds a row to a unit, a bad one as an empty document. Returns its characters. Raises UsageError for a bad one."""
+    if row.bad:
+        if not reading.skip_bad_rows:
+            text = f"source {source}: {row.place}: {row.bad}{remedy}, or leave such rows out: --skip-bad-rows"
+            raise UsageError(text)
+        unit.left_out += 1
+        unit.first_left_out = unit.first_left_out or f"{row.place}: {row.bad}"
+    return add(unit, row.text or "")
+
+
 # --- data sets of the hub
 
 
 def _hub(source: Source, reading: Reading, state: Any) -> Iterator[Unit]:
-    """Rows through `datasets`. The state is [rows that were read, the stream's own]."""
+    """Yields rows through `datasets`. The state is [rows that were read, the stream's own]."""
     number, begun = (0, None) if state is None else state
     stream = _open(source, reading)
     try:
@@ -225,7 +231,8 @@ def _hub(source: Source, reading: Reading, state: Any) -> Iterator[Unit]:
             unit, chars = Unit(file=str(source)), 0
             for text in _column(source, reading, table, number):
                 number += 1
-                chars += _add_row(source, reading, unit, text, number)
+                row = of_value(text, reading.column, f"row {number}")
+                chars += _add_row(unit, row, reading, source, "; name the column with the text with --column")
                 if chars >= UNIT_CHARS:
                     yield unit
                     unit, chars = Unit(file=str(source)), 0
@@ -237,24 +244,6 @@ def _hub(source: Source, reading: Reading, state: Any) -> Iterator[Unit]:
         return  # this is how `datasets` says that a JSON file is empty
     except Exception as error:  # whatever datasets, pyarrow, a decompressor or the network raise
         raise _explained(source, error, f"near row {number + 1}: ") from None
-
-
-def _add_row(source: Source, reading: Reading, unit: Unit, text: object, number: int) -> int:
-    if text is None or isinstance(text, str):
-        try:
-            return add(unit, text or "")
-        except UnicodeEncodeError:
-            bad = f"column {reading.column} is not UTF-8"
-    else:
-        bad = f"column {reading.column} has no text but {type(text).__name__}"
-    if not reading.skip_bad_rows:
-        raise UsageError(
-            f"source {source}: row {number}: {bad}; name the column with the text with --column, or leave such rows out:"
-            " --skip-bad-rows"
-        )
-    unit.left_out += 1
-    unit.first_left_out = unit.first_left_out or f"row {number}: {bad}"
-    return add(unit, "")
 
 
 def _column(source: Source, reading: Reading, table: Any, number: int) -> list[object]:

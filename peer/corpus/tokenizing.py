@@ -23,6 +23,7 @@ not depend on the tokenizer.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -87,7 +88,8 @@ class Pool:
         for process in self._processes:
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    with_no_error(pipe)
+                    with contextlib.suppress(OSError):
+                        pipe.close()
 
     def run(self, units: Iterable[Unit]) -> Iterator[Tokenized]:
         """Tokenizes units, in order. Raises LocalError if a worker dies, and what `units` raises."""
@@ -117,14 +119,6 @@ class Pool:
             )
         ids, lengths = msgpack.unpackb(answer)
         return Tokenized(unit, np.frombuffer(ids, self._dtype), np.frombuffer(lengths, "<i8"))
-
-
-def with_no_error(pipe: IO[bytes]) -> None:
-    """Closes a pipe, whether anybody still reads it or not."""
-    try:
-        pipe.close()
-    except OSError:
-        return
 
 
 def _send(pipe: IO[bytes], data: bytes) -> None:

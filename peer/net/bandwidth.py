@@ -138,14 +138,14 @@ class Busy(RemoteError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class ProbeTimeouts:
     """Seconds: a node that answers nothing for `answer` is left; what came of one way in `way` has to do."""
 
     answer: float = 5.0
     way: float = 5.0
 
 
-PATIENCE = Patience()
+PROBE_TIMEOUTS = ProbeTimeouts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ class Measurement:
     bytes: int  # what the measurement took
 
 
-def worth(state_bytes: int) -> int:
+def probe_bytes(state_bytes: int) -> int:
     """Most bytes of one way that a probe takes in a run whose state has so many."""
     return min(WAY_BYTES, max(LEAST_WAY_BYTES, state_bytes // OF_STATE))
 
@@ -176,7 +176,7 @@ async def measure(
     *,
     up: bool,
     most: int = WAY_BYTES,
-    patience: Patience = PATIENCE,
+    patience: ProbeTimeouts = PROBE_TIMEOUTS,
 ) -> Measurement:
     """Measures one way with at most `most` bytes: `up` to the node, else from it.
 
@@ -235,7 +235,7 @@ class _Way:
     """One direction, over all streams at once."""
 
     def __init__(
-        self, streams: Sequence[Stream], clock: Clock, trip: float, up: bool, most: int, patience: Patience
+        self, streams: Sequence[Stream], clock: Clock, trip: float, up: bool, most: int, patience: ProbeTimeouts
     ) -> None:
         self.arrivals = Arrivals(clock.steady(), trip)
         self._lanes = [_Lane(stream) for stream in streams]
@@ -307,7 +307,7 @@ class _Way:
             self._came.set()
 
 
-AT_ONCE = 2
+MAX_PROBES = 2
 PROBE_BYTES = WAY_BYTES + 1_000_000
 """One way, with what requests and pings take."""
 LEAST_BYTES = 2048
@@ -317,7 +317,7 @@ STREAMS = 2 * STRIPES + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class ProbeLimits:
     """Limits of a node."""
 
     bytes_per_minute: int = 16 * PROBE_BYTES  # for all peers together
@@ -325,7 +325,7 @@ class Bounds:
     idle_s: float = 10.0  # longest wait for a request, in seconds
 
 
-BOUNDS = Bounds()
+PROBE_LIMITS = ProbeLimits()
 
 
 @dataclass(slots=True)
@@ -340,7 +340,7 @@ class _Probe:
 class BandwidthServer:
     """The node's side: serves probes."""
 
-    def __init__(self, clock: Clock, bounds: Bounds = BOUNDS) -> None:
+    def __init__(self, clock: Clock, bounds: ProbeLimits = PROBE_LIMITS) -> None:
         self._clock = clock
         self._bounds = bounds
         self._probes: dict[str, _Probe] = {}
@@ -383,7 +383,7 @@ class BandwidthServer:
         most = self._bounds.bytes_per_minute
         self._free = min(most, self._free + (now - self._free_at) * most / 60)
         self._free_at = now
-        if len(self._probes) >= AT_ONCE or self._free < PROBE_BYTES:
+        if len(self._probes) >= MAX_PROBES or self._free < PROBE_BYTES:
             return None
         self._free -= PROBE_BYTES
         self._probes[peer] = probe = _Probe(PROBE_BYTES, now + self._bounds.probe_s)

@@ -6,7 +6,7 @@ Deviations from plain hivemind 1.1.12, each because of something it does:
 - its pending calls are a `Pending`, as an answer to a call that was just given up ends its reader of all answers;
 - a port is probed first, as libp2p shares it (SO_REUSEPORT) with another daemon of the same user;
 - it offers only libp2p's usual relay, for signals: 128 KiB and two minutes a circuit (docs/adr/0023-dial-back.md);
-- incoming streams come to a socket of ours (peer/net/entry.py), as hivemind makes a task and buffers for each of them;
+- incoming streams come to a socket of ours (peer/net/incoming.py), as hivemind makes a task and buffers for each of them;
 - it has a lower priority than the process that it serves, as strangers make it work;
 - it has its own process group, as Ctrl-C and `timeout` signal all of ours, and a leaving peer needs it until all is
   sent; it ends with us.
@@ -43,7 +43,7 @@ from peer.net import processes
 from peer.net import sockets as sockets_of
 from peer.net.address import Address, best_first, interface_hosts, is_circuit, tcp
 from peer.net.base import BadAddress, NotServed, StartFailed, Timeout, TransportLost, Unreachable, log
-from peer.net.entry import Arrive, Came, Entry, Expelling
+from peer.net.incoming import Arrive, Disconnector, StreamListener, StreamOrigin
 from peer.net.sockets import SocketFolder, port_error
 from protocol.errors import RemoteError, shown
 from protocol.identity import short_peer
@@ -136,12 +136,12 @@ class Daemon:
         self._watcher: asyncio.Task[None] | None = None
         control = p2p._client.control
         self._entry_path = str(control.listen_maddr.value_for_protocol("unix"))
-        self._entry: Entry | None = None
-        self.expelling = Expelling(str(control.daemon_connector.control_maddr.value_for_protocol("unix")), _ending)
+        self._entry: StreamListener | None = None
+        self.expelling = Disconnector(str(control.daemon_connector.control_maddr.value_for_protocol("unix")), _ending)
 
     def enter(self, arrive: Arrive) -> None:
         """Hands incoming streams of the served names to `arrive` from now on."""
-        self._entry = Entry(self._entry_path, _came, arrive)
+        self._entry = StreamListener(self._entry_path, _came, arrive)
 
     async def serve(self, name: str) -> None:
         """Accepts streams under `name`. Raises TimeoutError, TransportLost."""
@@ -372,13 +372,13 @@ def _ending(peer: str) -> bytes:
 
 
 @functools.lru_cache(4096)
-def _came(raw: bytes) -> Came:
+def _came(raw: bytes) -> StreamOrigin:
     """Parses what the daemon says of a stream, the same for all of a peer's of one name. Raises ValueError."""
     try:
         info = StreamInfo.from_protobuf(p2pd_pb2.StreamInfo.FromString(raw))
     except Exception as error:  # protobuf's, the library's of addresses, or that of peer ids
         raise ValueError(shown(error)) from None
-    return Came(info.peer_id.to_base58(), str(info.addr), info.proto)
+    return StreamOrigin(info.peer_id.to_base58(), str(info.addr), info.proto)
 
 
 NOT_SERVED = "does not serve this; it may be another version"

@@ -32,14 +32,12 @@ async def why_silent(addresses: Iterable[str], seconds: float) -> str:
 
     Otherwise returns the last reason for which none does.
     """
-    tasks = {asyncio.create_task(_why(address, seconds)) for address in addresses}
+    tasks = [asyncio.create_task(_why(address, seconds)) for address in addresses]
     reason = SILENT
     try:
-        while tasks:
-            done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                if not (reason := task.result()):
-                    return ""
+        for answer in asyncio.as_completed(tasks):
+            if not (reason := await answer):
+                break
     finally:
         for task in tasks:
             task.cancel()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from peer import events
-from peer.net.token_bucket import Cooldown, Rate, TokenBucket, TokenBuckets
+from peer.net.rate_limits import Cooldown, Rate, TokenBucket, TokenBuckets
 from protocol.wire import endpoints
 
 OPENED: Mapping[str, Rate] = {

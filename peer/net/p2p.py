@@ -38,9 +38,9 @@ from peer.net.daemon import (
     raw_id,
 )
 from peer.net.dht import RETRY_SECONDS, RPC_SECONDS, Dht, Latest
-from peer.net.entry import Came, Guest
 from peer.net.greeting import why_unknown
 from peer.net.guests import TURNS_TO_OPEN, UNCOUNTED, Limits, Turns, network_of
+from peer.net.incoming import IncomingStream, StreamOrigin
 from peer.net.stream import Endpoint, FrameStream, ending
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -74,6 +74,8 @@ class P2PTransport(Endpoint):
         self.lost = daemon.lost
         self.daemon = daemon
         self.dht = dht
+        self.disconnect = daemon.disconnect
+        self.store, self.prefer, self.get = dht.store, dht.prefer, dht.get
         self._closed = False
         self._seen: dict[str, str] = {}  # the newest last
         self._signals: set[str] = set()  # peers whose last answer came through a circuit
@@ -92,9 +94,9 @@ class P2PTransport(Endpoint):
         self._handlers[name] = handler
         await self.daemon.serve(name)
 
-    def _arrived(self, came: Came, conn: socket.socket, head: int) -> None:
+    def _arrived(self, came: StreamOrigin, conn: socket.socket, head: int) -> None:
         """Decides whether an incoming stream is served, and when, before anything is made of it."""
-        handler, guest, now = self._handlers.get(came.name), Guest(conn), asyncio.get_running_loop().time()
+        handler, guest, now = self._handlers.get(came.name), IncomingStream(conn), asyncio.get_running_loop().time()
         if self._closed or handler is None or not self.guests.enter(came.peer, came.where, came.name, guest, now):
             conn.close()
             return
@@ -109,7 +111,7 @@ class P2PTransport(Endpoint):
         else:
             self._said(handler, came, guest)
 
-    def _said(self, handler: Handler, came: Came, guest: Guest) -> None:
+    def _said(self, handler: Handler, came: StreamOrigin, guest: IncomingStream) -> None:
         """Serves a stream on which its opener has spoken, as soon as its rate allows."""
         loop = asyncio.get_running_loop()
         self.guests.speaks(came.peer, guest)
@@ -124,7 +126,7 @@ class P2PTransport(Endpoint):
         else:
             begin()
 
-    def _take_turn(self, handler: Handler, came: Came, guest: Guest) -> None:
+    def _take_turn(self, handler: Handler, came: StreamOrigin, guest: IncomingStream) -> None:
         address, now = network_of(came.where), asyncio.get_running_loop().time()
         serve = functools.partial(self._serve_now, handler, came, guest)
         if self._is_uncounted(came) or self.turns.at_once(came.peer, address, now, TURNS_TO_OPEN):
@@ -132,10 +134,10 @@ class P2PTransport(Endpoint):
         else:
             self.turns.in_line(came.peer, address, serve, TURNS_TO_OPEN)
 
-    def _is_uncounted(self, came: Came) -> bool:
+    def _is_uncounted(self, came: StreamOrigin) -> bool:
         return came.name in UNCOUNTED or self.guests.carries(came.peer, came.name)
 
-    def _serve_now(self, handler: Handler, came: Came, guest: Guest) -> None:
+    def _serve_now(self, handler: Handler, came: StreamOrigin, guest: IncomingStream) -> None:
         guest.later = None
         if guest.is_over():  # closed while it waited
             guest.abort()
@@ -143,7 +145,7 @@ class P2PTransport(Endpoint):
         guest.served = True
         self.own(asyncio.get_running_loop().create_task(self._attend_to(handler, came, guest)))
 
-    async def _attend_to(self, handler: Handler, came: Came, guest: Guest) -> None:
+    async def _attend_to(self, handler: Handler, came: StreamOrigin, guest: IncomingStream) -> None:
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(loop=loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
@@ -339,18 +341,6 @@ class P2PTransport(Endpoint):
                 await asyncio.shield(self._check(peer, MOVED_SECONDS, several=False))
 
         await asyncio.gather(*(check(peer) for peer in set(peers)))
-
-    async def disconnect(self, peer: str) -> None:
-        await self.daemon.disconnect(peer)
-
-    async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
-        return await self.dht.store(key, subkey, value, ttl)
-
-    def prefer(self, peers: Collection[str]) -> None:
-        self.dht.prefer(peers)
-
-    async def get(self, key: str) -> dict[str, bytes]:
-        return await self.dht.get(key)
 
     async def aclose(self) -> None:
         if self._closed:

@@ -29,7 +29,7 @@ from peer.net.address import host_of, interface_hosts, is_circuit, is_public, po
 from peer.net.base import Clock, Transport, call, serve_calls
 from peer.net.directory import Directory
 from peer.net.guests import network_of
-from peer.net.token_bucket import Rate, TokenBucket, TokenBuckets
+from peer.net.rate_limits import Rate, TokenBucket, TokenBuckets
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import encoding, endpoints
@@ -48,7 +48,7 @@ MOST_FOUND = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Reachability:
     """A result. `addresses`: those, without our id, at which others reached us; `asked`: the peers that tried."""
 
     how: str = ""
@@ -61,7 +61,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Around:
+class ReachContext:
     """What is needed to ask."""
 
     transport: Transport
@@ -72,7 +72,7 @@ class Around:
     hosts: Callable[[], frozenset[str]] = interface_hosts  # returns this machine's IP addresses
 
 
-async def find_out(around: Around) -> Finding:
+async def check_reachability(around: ReachContext) -> Reachability:
     """Asks two at once, and one more while it is not clear. Raises TransportLost."""
     transport = around.transport
     listed = [address for address in transport.addresses if not is_circuit(address)]
@@ -100,7 +100,7 @@ async def _take(others: AsyncIterator[str], count: int, known: set[str]) -> list
     return list(taken)
 
 
-async def _ask(around: Around, peer: str, request: DialMe) -> Dialled | None:
+async def _ask(around: ReachContext, peer: str, request: DialMe) -> Dialled | None:
     """What `peer` says, or None where it cannot tell."""
     with contextlib.suppress(RemoteError):
         await around.reach(peer)
@@ -129,7 +129,7 @@ def _majority(told: dict[str, Dialled]) -> bool | None:
     return next((way for way in (True, False) if got.count(way) >= 2), None)
 
 
-def _judged(told: dict[str, Dialled], around: Around) -> Finding:
+def _judged(told: dict[str, Dialled], around: ReachContext) -> Reachability:
     through = _majority(told)
     if through is None and told:
         through = all(answer.ports for answer in told.values())
@@ -140,13 +140,13 @@ def _judged(told: dict[str, Dialled], around: Around) -> Finding:
         reached = Counter(tcp(answer.host, port) for answer in told.values() for port in set(answer.ports))
         addresses = tuple(a for a, named in reached.items() if named >= min(2, len(told)))[:MOST_FOUND]
         own = any(host_of(address) in around.hosts() for address in addresses)
-        return Finding(how="direct" if own else "mapped", addresses=addresses, asked=asked)
+        return Reachability(how="direct" if own else "mapped", addresses=addresses, asked=asked)
     if elsewhere:
-        return Finding(how="mapped", asked=asked)
-    return Finding(how="private" if told else "", asked=asked)
+        return Reachability(how="mapped", asked=asked)
+    return Reachability(how="private" if told else "", asked=asked)
 
 
-def around(directory: Directory, transport: Transport, announced: tuple[str, ...]) -> Around:
+def reach_context(directory: Directory, transport: Transport, announced: tuple[str, ...]) -> ReachContext:
     """Asks the bootstrap nodes first, then reachable peers that we are not connected to."""
 
     async def others() -> AsyncIterator[str]:
@@ -156,23 +156,23 @@ def around(directory: Directory, transport: Transport, announced: tuple[str, ...
             if said.reachable in ("direct", "mapped") and peer not in directory.reached:
                 yield peer
 
-    return Around(
+    return ReachContext(
         transport=transport, others=others, reach=directory.reach, addresses=directory.addresses, announced=announced
     )
 
 
 @dataclass(slots=True)
-class Reach:
+class ReachMonitor:
     """Checks our reachability when our addresses change, and now and then. `tell` is called with each new finding."""
 
-    around: Around
-    found: Finding
-    tell: Callable[[Finding], None]
+    around: ReachContext
+    found: Reachability
+    tell: Callable[[Reachability], None]
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def changed(self) -> None:
         """Drops the finding, which was of our old addresses, and checks again."""
-        self.found = Finding()
+        self.found = Reachability()
         self._changed.set()
 
     async def run(self) -> None:
@@ -182,7 +182,7 @@ class Reach:
                 async with asyncio.timeout(AGAIN_SECONDS if self.found.how else UNKNOWN_SECONDS):
                     await self._changed.wait()
             self._changed.clear()
-            found = await find_out(self.around)
+            found = await check_reachability(self.around)
             if found.how and (found.how, found.addresses) != (self.found.how, self.found.addresses):
                 self.found = found
                 self.tell(found)
@@ -197,7 +197,7 @@ Greets = Callable[[str, int], Coroutine[Any, Any, bool]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class DialBackLimits:
     """Limits of a DialBackServer."""
 
     seconds: float = 3.0  # that a port has to greet
@@ -207,7 +207,7 @@ class Bounds:
     kept: int = 4096  # addresses and peers whose requests are counted
 
 
-BOUNDS = Bounds()
+DIAL_BACK_LIMITS = DialBackLimits()
 
 
 async def greets(host: str, port: int) -> bool:
@@ -221,7 +221,9 @@ async def greets(host: str, port: int) -> bool:
 class DialBackServer:
     """One per process that answers."""
 
-    def __init__(self, transport: Transport, clock: Clock, greets: Greets = greets, bounds: Bounds = BOUNDS) -> None:
+    def __init__(
+        self, transport: Transport, clock: Clock, greets: Greets = greets, bounds: DialBackLimits = DIAL_BACK_LIMITS
+    ) -> None:
         self._transport = transport
         self._clock = clock
         self._greets = greets
@@ -252,15 +254,16 @@ class DialBackServer:
             self._under_way -= 1
 
     async def _try(self, host: str, ports: set[int]) -> tuple[int, ...]:
-        """The ports at which a libp2p host greets. Takes all its time unless it is all of them."""
-        tasks = {asyncio.create_task(self._greets(host, port)): port for port in ports if port}
-        over = asyncio.create_task(asyncio.sleep(self._bounds.seconds))
-        try:
-            while not over.done() and not all(task.done() and task.result() for task in tasks):
-                pending = [task for task in tasks if not task.done()]
-                await asyncio.wait([over, *pending], return_when=asyncio.FIRST_COMPLETED)
-            return tuple(sorted(port for task, port in tasks.items() if task.done() and task.result()))
-        finally:
-            for task in (over, *tasks):
-                task.cancel()
-            await asyncio.gather(over, *tasks, return_exceptions=True)
+        """Returns the ports at which a libp2p host greets; unless all do, it takes all its time."""
+        found: set[int] = set()
+
+        async def dial(port: int) -> None:
+            if await self._greets(host, port):
+                found.add(port)
+            else:
+                await asyncio.sleep(self._bounds.seconds)
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._bounds.seconds):
+                await asyncio.gather(*(dial(port) for port in ports if port))
+        return tuple(sorted(found))

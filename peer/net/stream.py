@@ -14,7 +14,7 @@ from typing import Protocol
 
 from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Malformed, Timeout, Traffic, log, nothing_came
 from peer.net.guests import LIMITS, Abortable, Guests, Limits
-from peer.net.token_bucket import Rate, TokenBucket
+from peer.net.rate_limits import Rate, TokenBucket
 from protocol.errors import LocalError, RemoteError
 from protocol.identity import short_peer
 from protocol.wire import framing

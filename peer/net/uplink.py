@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 
-from peer.net.token_bucket import TokenBucket
+from peer.net.rate_limits import TokenBucket
 from protocol.wire.framing import MAX_FRAME
 
 

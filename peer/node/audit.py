@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer.chain.stop_sign import StopSign
-from peer.corpus.fetched import Access, open_text
+from peer.corpus.fetched import TextAccess, open_text
 from peer.corpus.text import Text
 from peer.node.config import JoinConfig
 from peer.node.orders import ChainOrders, Result
@@ -53,7 +53,7 @@ class NoText:
 class HeldOutText(NoText):
     """The text of who trains nothing, and measures: the held-out part, which is fetched when it is wanted."""
 
-    def __init__(self, manifest: Manifest, access: Access) -> None:
+    def __init__(self, manifest: Manifest, access: TextAccess) -> None:
         self._manifest = manifest
         self._access = access
         self._index: CorpusIndex | None = None
@@ -74,7 +74,7 @@ class HeldOutText(NoText):
             await text.aclose()
 
 
-async def held_out_text(manifest: Manifest, config: JoinConfig, access: Access) -> Text:
+async def held_out_text(manifest: Manifest, config: JoinConfig, access: TextAccess) -> Text:
     """What Factories.text is for an auditor."""
     return HeldOutText(manifest, access)
 

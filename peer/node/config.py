@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peer.net.bandwidth import Measurement
-from peer.net.reach import Finding
+from peer.net.reach import Reachability
 from peer.node.hours import Hours
 from peer.node.open_run import Door, Run
 from peer.training.device import Hardware
@@ -64,7 +64,7 @@ class Machine:
 
     config: JoinConfig
     hardware: Hardware
-    reached: Finding | None = None
+    reached: Reachability | None = None
     """How others reach it (peer/net/reach.py); None: it listens to itself only."""
     announced: tuple[str, ...] = ()
     """Addresses, without the peer's id, at which its user says that others reach it."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from peer import events
 from peer.chain.apart import Apart
 from peer.chain.connect import Pipes
-from peer.corpus.fetched import Access, FetchedText, open_text
+from peer.corpus.fetched import FetchedText, TextAccess, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
 from peer.log.reader import Remote
 from peer.net import bandwidth, reach
@@ -30,7 +30,7 @@ from peer.net.disk import Disk
 from peer.net.latency import Latency
 from peer.net.link_monitor import EARLIER, UNKNOWN, LinkMonitor, RateConfig, read_rates, write_rates
 from peer.net.network import Network
-from peer.net.reach import DialBackServer, Finding, Reach
+from peer.net.reach import DialBackServer, Reachability, ReachMonitor
 from peer.net.uplink import Uplink
 from peer.node.config import JoinConfig, Machine
 from peer.node.evaluating import Evaluator, Tools
@@ -64,7 +64,7 @@ from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, T
 Optimizer = dict[str, NDArray[np.generic]]
 
 
-async def run_text(manifest: Manifest, config: JoinConfig, access: Access) -> Text:
+async def run_text(manifest: Manifest, config: JoinConfig, access: TextAccess) -> Text:
     """The run's text. Raises UsageError, RemoteError."""
     if config.corpus is None:
         return await open_text(manifest, access)
@@ -78,7 +78,7 @@ class Factories:
 
     clock: Clock = field(default_factory=Clock)
     line: Callable[[Transport], Transport] = lambda transport: transport
-    text: Callable[[Manifest, JoinConfig, Access], Awaitable[Text]] = run_text
+    text: Callable[[Manifest, JoinConfig, TextAccess], Awaitable[Text]] = run_text
     inner_loop: Callable[..., InnerLoop] = StageInnerLoop
 
 
@@ -244,15 +244,15 @@ class Peer:
         member = rounds.member
         self._emit(events.Finished(round=member.head if member.is_late else member.applied, digests=digests))
 
-    def _access(self) -> Access:
+    def _access(self) -> TextAccess:
         disk, folder = self._storage.disk, self._storage.folder / "text"
-        return Access(network=self._network, folder=folder, limit=self._config.data_bytes, disk=disk)
+        return TextAccess(network=self._network, folder=folder, limit=self._config.data_bytes, disk=disk)
 
     def _make_link_monitor(self) -> LinkMonitor:
         config, stored = self._config, UNKNOWN
         if None in (config.up_bps, config.down_bps):
             stored = read_rates(self._storage.disk, config.folder, interface_hosts(), self._factories.clock.wall())
-        most = bandwidth.worth(4 * layout.total_parameters(self.manifest.model))
+        most = bandwidth.probe_bytes(4 * layout.total_parameters(self.manifest.model))
         return LinkMonitor(
             RateConfig(config.up_bps, config.down_bps, config.up_limit_bps, self._machine.downlink, stored, most),
             self._network,
@@ -260,12 +260,12 @@ class Peer:
             self._measured,
         )
 
-    def _make_reach(self) -> Reach | None:
+    def _make_reach(self) -> ReachMonitor | None:
         found = self._machine.reached
         if found is None:
             return None
-        around = reach.around(self._directory, self._transport, self._machine.announced)
-        return Reach(around, Finding(how=found.how), self._reached)
+        around = reach.reach_context(self._directory, self._transport, self._machine.announced)
+        return ReachMonitor(around, Reachability(how=found.how), self._reached)
 
     def _make_evaluator(self, text: Text) -> Evaluator:
         config = self._config
@@ -396,7 +396,7 @@ class Peer:
         if self._reach is not None:
             self._reach.changed()
 
-    def _reached(self, found: Finding) -> None:
+    def _reached(self, found: Reachability) -> None:
         self._emit(events.Reachable(how=found.how, addresses=found.addresses, asked=found.asked))
         self._directory.update(reachable=found.how)
         self._directory.found(found.whole(self.identity.peer_id))

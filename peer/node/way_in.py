@@ -20,7 +20,7 @@ from peer.net import node_calls, reach
 from peer.net.address import host_of, is_circuit, is_loopback, is_public
 from peer.net.base import Transport
 from peer.net.directory import announcements
-from peer.net.reach import Finding
+from peer.net.reach import Reachability
 from peer.node.open_run import Door, Run, start_transport
 from protocol.errors import RemoteError
 from protocol.run.manifest import Manifest
@@ -60,7 +60,7 @@ class WayIn:
         """A transport as for a machine that can be reached. Raises UsageError."""
         return await self.begin(self.folder, self.door, self.run.run_id)
 
-    async def settle(self, transport: Transport, manifest: Manifest) -> tuple[Transport, Finding | None]:
+    async def settle(self, transport: Transport, manifest: Manifest) -> tuple[Transport, Reachability | None]:
         """Finds out how we are reached over a transport that has just been started and is connected to the run: the one to go on with,
         which may be another, and what was found; None for a machine that only listens to itself. Raises RemoteError, LocalError."""
         if ipaddress.ip_address(self.door.host).is_loopback:
@@ -90,10 +90,12 @@ class WayIn:
             raise
         return again, found
 
-    async def _find(self, transport: Transport, manifest: Manifest, public: dict[str, str], until: float) -> Finding:
+    async def _find(
+        self, transport: Transport, manifest: Manifest, public: dict[str, str], until: float
+    ) -> Reachability:
         if self._is_remembered():
             await self.meanwhile(transport)
-            return Finding(how="private")
+            return Reachability(how="private")
 
         async def others() -> AsyncIterator[str]:
             for peer in sorted(public, key=lambda peer: peer not in manifest.operators):
@@ -102,20 +104,20 @@ class WayIn:
         async def reached(peer: str) -> None:
             """They are connected."""
 
-        around = reach.Around(
+        around = reach.ReachContext(
             transport=transport,
             others=others,
             reach=reached,
             addresses=lambda peer: [public[peer]],
             announced=self.door.announce,
         )
-        found = await reach.find_out(around)
+        found = await reach.check_reachability(around)
         if found.how == "private" and not self.door.announce:
             await self.meanwhile(transport)
         while found.how == "private" and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(LOOK_SECONDS)
             if await transport.look():
-                found = await reach.find_out(around)
+                found = await reach.check_reachability(around)
         return found
 
     def _is_remembered(self) -> bool:

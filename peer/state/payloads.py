@@ -28,7 +28,7 @@ from peer.net.base import CallHandler, Closed, Timeout, Unreachable, call, serve
 from peer.net.blobs import NO_ROUND, BlobServer, Fetcher, Text
 from peer.net.blobs.holders import Holders
 from peer.net.network import Network
-from peer.net.token_bucket import TokenBucket
+from peer.net.rate_limits import TokenBucket
 from peer.state import tensor_file
 from peer.state.part_lists import PartLists
 from peer.state.storage import Storage

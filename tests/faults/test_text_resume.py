@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from bootstrap.archive import ServedText
-from peer.corpus.fetched import Access, open_text
+from peer.corpus.fetched import TextAccess, open_text
 from peer.net import p2p
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.disk import Disk
@@ -42,7 +42,7 @@ async def fetch(folder: Path, run: Manifest, address: str) -> None:
     async def reach(peer: str) -> None:
         await transport.connect([address], timeout=60.0)
 
-    access = Access(
+    access = TextAccess(
         network=networks.network(transport, reach, emit=lambda body: print(body, flush=True), nodes=run.operators),
         folder=folder / "text",
         limit=1 << 30,

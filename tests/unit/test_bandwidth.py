@@ -16,13 +16,13 @@ from peer.net import bandwidth as served
 from peer.net.bandwidth import (
     BOUNDS_BPS,
     HEAD,
-    PATIENCE,
     PIECE,
+    PROBE_TIMEOUTS,
     WAY_BYTES,
     Arrivals,
     BandwidthServer,
-    Bounds,
     Busy,
+    ProbeLimits,
     measure,
 )
 from peer.net.base import Clock, Closed, Ended, Handler, Stream
@@ -483,7 +483,7 @@ def test_a_node_measures_with_few_at_once_and_gives_back_what_was_not_taken() ->
         network, node_side = MemoryNetwork(), BandwidthServer(clock())
         node = network.transport("node")
         await node_side.serve(node)
-        peers = [network.transport(f"peer-{i}") for i in range(served.AT_ONCE + 1)]
+        peers = [network.transport(f"peer-{i}") for i in range(served.MAX_PROBES + 1)]
         streams = [await peer.open("node", endpoints.BANDWIDTH, timeout=1.0) for peer in peers]
         for stream in streams:
             await stream.send(bytes(HEAD))
@@ -498,7 +498,7 @@ def test_a_node_measures_with_few_at_once_and_gives_back_what_was_not_taken() ->
             await stream.close()
         while node_side.probes:
             await asyncio.sleep(0.01)
-        for _ in range(3 * served.BOUNDS.bytes_per_minute // served.PROBE_BYTES):  # each takes a ping's worth
+        for _ in range(3 * served.PROBE_LIMITS.bytes_per_minute // served.PROBE_BYTES):  # each takes a ping's worth
             stream = await peers[0].open("node", endpoints.BANDWIDTH, timeout=1.0)
             await stream.send(bytes(HEAD))
             await stream.recv(0)
@@ -516,7 +516,7 @@ def test_a_node_gives_so_much_a_minute() -> None:
         loop, network = asyncio.get_running_loop(), MemoryNetwork()
         node, home = network.transport("node"), network.transport("home")
         most = 2 * served.PROBE_BYTES
-        await BandwidthServer(clock(), Bounds(bytes_per_minute=most)).serve(node)
+        await BandwidthServer(clock(), ProbeLimits(bytes_per_minute=most)).serve(node)
         taken, refused, end = 0, 0, loop.time() + 180
         while loop.time() < end:
             try:
@@ -582,15 +582,15 @@ def test_a_node_does_not_wait_for_who_does_nothing() -> None:
         began = loop.time()
         with pytest.raises(Closed):
             await idle.recv()
-        assert loop.time() - began <= served.BOUNDS.idle_s
+        assert loop.time() - began <= served.PROBE_LIMITS.idle_s
         slow = await home.open("node", endpoints.BANDWIDTH, timeout=1.0)
         began = loop.time()
-        assert await pings(slow, 0, every=1.0) <= served.BOUNDS.probe_s
-        assert loop.time() - began <= served.BOUNDS.probe_s + 1
+        assert await pings(slow, 0, every=1.0) <= served.PROBE_LIMITS.probe_s
+        assert loop.time() - began <= served.PROBE_LIMITS.probe_s + 1
         assert node_side.probes == 0
 
     virtually(work())
 
 
 def test_patience_is_less_than_a_start() -> None:
-    assert 2 * (PATIENCE.way + PATIENCE.answer) <= link_monitor.START_SECONDS
+    assert 2 * (PROBE_TIMEOUTS.way + PROBE_TIMEOUTS.answer) <= link_monitor.START_SECONDS

@@ -20,7 +20,7 @@ from peer.net import p2p
 from peer.net.base import Closed, Handler, Stream, Transport, Unreachable
 from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, fetch_named, fetching
 from peer.net.blobs.holders import SLACK_RANGES, Holders, Speed
-from peer.net.blobs.serving import PATIENCE, SPREAD_SECONDS, Spreading
+from peer.net.blobs.serving import SERVING_TIMEOUTS, SPREAD_SECONDS, SpreadTracker
 from peer.net.disk import Disk, Piece
 from peer.net.memory import MemoryNetwork
 from peer.net.uplink import Uplink
@@ -791,7 +791,7 @@ def test_spreading_over_real_daemons(tmp_path: Path) -> None:
 
 
 def test_who_got_a_blob_long_ago_is_not_named() -> None:
-    spreading = Spreading(copies=2)
+    spreading = SpreadTracker(copies=2)
     for peer in "bc":
         assert spreading.admit("blob", 100, peer, False, now=1.0) is None
         spreading.done("blob", 100, peer, 100)
@@ -826,7 +826,7 @@ def test_who_asks_in_a_circle_does_not_wait_in_vain(tmp_path: Path, size: int) -
             for seed in range(5):
                 name = sender.store.put(noise(size, seed))
                 before = sender.sent
-                async with asyncio.timeout(0.5 * PATIENCE.wait), asyncio.TaskGroup() as group:
+                async with asyncio.timeout(0.5 * SERVING_TIMEOUTS.wait), asyncio.TaskGroup() as group:
                     for number, peer in enumerate(others):
                         nearer = [p.id for p in others[number + 1 :] + others[:number]]
                         group.create_task(peer.fetcher.fetch(name, size, [*nearer, sender.id]))

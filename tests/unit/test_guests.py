@@ -10,7 +10,7 @@ import pytest
 from bootstrap.node import EventQueue
 from peer.events import Refused
 from peer.net.guests import OPENED, Guests, Limits, network_of
-from peer.net.token_bucket import Rate
+from peer.net.rate_limits import Rate
 from protocol.wire import endpoints
 
 HOME, FARM = "/ip4/203.0.113.5/tcp/1", "/ip4/198.51.100.7/tcp/1"

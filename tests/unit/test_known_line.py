@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peer.net import link_monitor
-from peer.net.bandwidth import LEAST_WAY_BYTES, WAY_BYTES, worth
+from peer.net.bandwidth import LEAST_WAY_BYTES, WAY_BYTES, probe_bytes
 from peer.net.disk import Disk
 from peer.net.link_monitor import EARLIER, UNKNOWN, RateConfig, StoredRates
 from tests.unit.test_bandwidth import MBPS, Heard, Shaped, a_line, at_home, virtually
@@ -89,7 +89,7 @@ def test_what_the_user_said_is_not_remembered() -> None:
 def test_a_probe_costs_little_of_what_a_small_model_is(mbps: int) -> None:
     async def work() -> None:
         network, heard = Shaped(mbps * MBPS, mbps * MBPS), Heard()
-        most = worth(4 * 1_000_000)
+        most = probe_bytes(4 * 1_000_000)
         line = a_line(await at_home(network, node=None), heard, said=RateConfig(None, None, None, most=most))
         await line.measure()
         assert most == LEAST_WAY_BYTES
@@ -100,5 +100,5 @@ def test_a_probe_costs_little_of_what_a_small_model_is(mbps: int) -> None:
 
 
 def test_of_a_large_model_a_line_is_measured_as_well_as_can_be() -> None:
-    assert worth(4 * 512_000_000) == WAY_BYTES
-    assert worth(4 * 6_843_648) < 2_000_000
+    assert probe_bytes(4 * 512_000_000) == WAY_BYTES
+    assert probe_bytes(4 * 6_843_648) < 2_000_000

@@ -19,7 +19,7 @@ from peer.net.base import MAX_RECORD, CallHandler, Clock, serve_calls
 from peer.net.directory import PUBLISH_SECONDS, SAMPLE, TOGETHER, Directory
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.node_calls import CALL_SECONDS, RosterReader
-from peer.net.token_bucket import TokenBucket
+from peer.net.rate_limits import TokenBucket
 from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.run.manifest import Manifest

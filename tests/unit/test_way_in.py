@@ -15,7 +15,7 @@ import pytest
 from bootstrap.roster import AnnouncementTable
 from peer.net.base import Clock, Transport, serve_calls
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.net.reach import DialBackServer, Finding
+from peer.net.reach import DialBackServer, Reachability
 from peer.node.open_run import Door, Run
 from peer.node.way_in import RELAYS, REMEMBERED_SECONDS, WayIn
 from protocol.identity import Identity
@@ -75,7 +75,7 @@ class Street:
         made.addresses = (LISTENS, CIRCUIT) if door.relays else (LISTENS,)
         return made
 
-    async def settle(self, manifest: Manifest = M, **door: Any) -> Finding | None:
+    async def settle(self, manifest: Manifest = M, **door: Any) -> Reachability | None:
         """Starts once; what was found."""
         line = f"/ip4/198.51.100.1/tcp/31337/p2p/{OPERATOR}"
         door = {"host": "0.0.0.0", **door}
@@ -113,7 +113,7 @@ def test_a_private_peer_is_started_again_with_relays_and_remembers_it_for_a_day(
         assert len(street.meanwhile) == 1
 
         dialled = street.dialled
-        assert await street.settle() == Finding(how="private")
+        assert await street.settle() == Reachability(how="private")
         assert street.dialled == dialled
         assert len(street.doors) == 4
 
@@ -223,7 +223,7 @@ def test_without_anybody_to_ask_it_goes_on(tmp_path: Path) -> None:
     async def story() -> None:
         street = Street(tmp_path)
         await street.public(tiny.OPERATOR, 1, there=False)
-        assert await street.settle() == Finding()
+        assert await street.settle() == Reachability()
         assert len(street.doors) == 1
 
     run(story())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from peer.net.base import Closed, Timeout, Unreachable, now
-from peer.net.token_bucket import Cooldown
+from peer.net.rate_limits import Cooldown
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError
 

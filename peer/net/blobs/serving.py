@@ -13,7 +13,7 @@ After "busy", "absent" or a whole blob the stream is free for the next request. 
 chunk of the corpus (store.py), as nodes have whole chunks and peers some ranges: "in": [chunk, its bytes, number of the
 range, or -1 for the leaves]. A file with a name: -> {"named": name} <- {"size": bytes, -1 if absent}, frames.
 
-*Spreading.* A stored blob is sent about `copies` times. Further peers are told who got it and ask there, so copies
+*SpreadTracker.* A stored blob is sent about `copies` times. Further peers are told who got it and ask there, so copies
 multiply like the leaves of a tree, and a home uplink sends its own payload about twice, however many peers there are.
 A peer that is still fetching a blob lets others wait for it (fetching.py). A peer that finds no other holder may insist.
 
@@ -58,7 +58,7 @@ class _Spread:
     turns: int = 0
 
 
-class Spreading:
+class SpreadTracker:
     """Remembers which peers got a blob or range from us, so that each is sent about `copies` times.
 
     most: remembered blobs
@@ -116,7 +116,7 @@ CACHED_LEAVES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class ServingTimeouts:
     """Seconds to wait."""
 
     request: float = REQUEST_SECONDS  # for a stream's first request
@@ -126,7 +126,7 @@ class Patience:
     sign: float = 5.0
 
 
-PATIENCE = Patience()
+SERVING_TIMEOUTS = ServingTimeouts()
 
 
 Coming = tuple["asyncio.Future[None]", bool]
@@ -156,7 +156,7 @@ class BlobServer:
         uplink: Uplink | None = None,
         warn: Callable[[str], None] = lambda text: None,
         copies: int = COPIES,
-        patience: Patience = PATIENCE,
+        patience: ServingTimeouts = SERVING_TIMEOUTS,
     ) -> None:
         self.uplink = uplink or Uplink()
         self._store = store
@@ -165,9 +165,9 @@ class BlobServer:
         self._named = named or {}
         self._warn = warn
         self._patience = patience
-        self._spreading = Spreading(copies)
+        self._spreading = SpreadTracker(copies)
         self._text: Text | None = None
-        self._texts = Spreading(COPIES, TEXTS, TEXT_SECONDS)
+        self._texts = SpreadTracker(COPIES, TEXTS, TEXT_SECONDS)
         self._is_there: Callable[[str], bool] = lambda peer: True
         self._leaves: OrderedDict[str, bytes] = OrderedDict()
         self._damaged: set[str] = set()

@@ -1,7 +1,7 @@
 """One end of a relayed stream: bytes in sealed records over a stream to the relay (protocol/wire/relaying.py).
 
 It takes a socket's place: `FrameStream` reads from `reader` and writes to the channel itself. At most WINDOW bytes are
-under way in one direction, as the receiver grants credit; that bounds what an honest pair lets a relay hold. Signs of
+under way in one direction, as the receiver grants credit; that bounds what an honest pair lets a relay hold. KeepAlive of
 life need no credit, so a missing answer means that the relay, or the way, is at fault, and not a slow reader.
 """
 
@@ -43,7 +43,7 @@ class RelayFault(Closed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signs:
+class KeepAlive:
     """Seconds."""
 
     ask: float = 5.0  # between two questions for a sign of life
@@ -52,7 +52,7 @@ class Signs:
     rest: float = 60.0  # a stream that carries nothing is asked about for so long
 
 
-SIGNS = Signs()
+KEEP_ALIVE = KeepAlive()
 
 
 class CreditedReader(asyncio.StreamReader):
@@ -87,7 +87,7 @@ class Channel:
         *,
         fault: Callable[[RelayFault], None],
         asks: bool,
-        signs: Signs = SIGNS,
+        signs: KeepAlive = KEEP_ALIVE,
     ) -> None:
         self.reader = CreditedReader(self._was_read)
         self._carrier = carrier

@@ -24,7 +24,7 @@ RECORD_COST = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RelayLimits:
     """Limits of a relay; times in seconds.
 
     circuits, of_a_peer: circuits at once, in all and that one peer has asked for
@@ -38,14 +38,14 @@ class Limits:
     stalled: float = 30.0  # one whose receiver does not read ends after so long
 
 
-LIMITS = Limits()
+RELAY_LIMITS = RelayLimits()
 
 
 class RelayServer:
     """Relays `bps` bits a second at most, between peers for which `is_here` is true."""
 
     def __init__(
-        self, transport: Transport, bps: int, is_here: Callable[[str], bool], *, limits: Limits = LIMITS
+        self, transport: Transport, bps: int, is_here: Callable[[str], bool], *, limits: RelayLimits = RELAY_LIMITS
     ) -> None:
         self.passed = 0
         """Bytes of records, both ways, since the start."""

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from peer.net.base import Handler, NotServed, Stream, Timeout, Traffic, Transport, Unreachable, log
+from peer.net.base import Handler, NotServed, Stream, Timeout, Traffic, Transport, Unreachable, log, now
 from peer.net.guests import Limits
-from peer.net.relay.channel import CHANGED, GONE, LATE, SIGNS, Channel, RelayFault, Signs
+from peer.net.rate_limits import Cooldown
+from peer.net.relay.channel import CHANGED, GONE, KEEP_ALIVE, LATE, Channel, KeepAlive, RelayFault
 from peer.net.stream import Endpoint, FrameStream
-from peer.net.token_bucket import Cooldown
 from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.wire import endpoints, relaying
@@ -31,7 +31,7 @@ RACED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class RelayTimeouts:
     """Seconds.
 
     soon, again: before a direct way is tried again, at first and at most; twice as long each time
@@ -49,7 +49,7 @@ class Patience:
     gone: float = 10.0
 
 
-PATIENCE = Patience()
+RELAY_TIMEOUTS = RelayTimeouts()
 
 
 def handshake(*, initiator: bool, relay: str) -> Handshake:
@@ -58,12 +58,8 @@ def handshake(*, initiator: bool, relay: str) -> Handshake:
     return Handshake(initiator=initiator, static=static, fresh=fresh, prologue=relaying.prologue(relay))
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A relayed stream to a peer that has proved its identity and waits for ours."""
-
-    stream: Stream
-    shake: Handshake
+Offer = tuple[Stream, Handshake]
+"""A relayed stream to a peer that has proved its identity and waits for ours, and our side of the handshake."""
 
 
 class Relays:
@@ -75,8 +71,8 @@ class Relays:
         transport: Transport,
         relays: Callable[[], Sequence[str]],
         *,
-        patience: Patience = PATIENCE,
-        signs: Signs = SIGNS,
+        patience: RelayTimeouts = RELAY_TIMEOUTS,
+        signs: KeepAlive = KEEP_ALIVE,
     ) -> None:
         self._own = own
         self._transport = transport
@@ -90,26 +86,25 @@ class Relays:
     def kept(self, peer: str) -> str | None:
         """The relay through which `peer` is reached, if it is known."""
         relay, until = self._kept.get(peer, ("", 0.0))
-        return relay if self._now() < until else None
+        return relay if now() < until else None
 
     def is_avoided(self, relay: str) -> bool:
-        return self._avoided.is_resting(relay, self._now())
+        return self._avoided.is_resting(relay, now())
 
     async def reach(self, peer: str) -> None:
         """Finds a way to `peer`. Raises RemoteError."""
-        offer = await self._offer(peer)
-        await offer.stream.close()
+        stream, _ = await self._offer(peer)
+        await stream.close()
 
     async def open(self, peer: str, name: str) -> Channel:
         """Opens a channel to `peer`, for `name`. Raises RemoteError."""
-        offer = await self._offer(peer)
+        stream, shake = await self._offer(peer)
         try:
-            await offer.stream.send(offer.shake.write(relaying.pack_hello(self._own, offer.shake.own_static, name)))
+            await stream.send(shake.write(relaying.pack_hello(self._own, shake.own_static, name)))
         except BaseException:
-            await offer.stream.close()
+            await stream.close()
             raise
-        ciphers = offer.shake.ciphers
-        return Channel(offer.stream, ciphers, peer, name, fault=self.blame, asks=True, signs=self._signs)
+        return Channel(stream, shake.ciphers, peer, name, fault=self.blame, asks=True, signs=self._signs)
 
     def blame(self, fault: RelayFault) -> None:
         """Avoids a relay at fault for a while."""
@@ -118,10 +113,7 @@ class Relays:
         if self._kept.get(fault.peer, ("", 0.0))[0] == fault.relay:
             del self._kept[fault.peer]
         seconds = {CHANGED: self._patience.changed, GONE: self._patience.gone}.get(fault.what, self._patience.silent)
-        self._avoided.begin(fault.relay, self._now(), seconds)
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        self._avoided.begin(fault.relay, now(), seconds)
 
     async def _offer(self, peer: str) -> Offer:
         relay = self.kept(peer)
@@ -159,7 +151,7 @@ class Relays:
                 for task in done:
                     if won is None and task.exception() is None:
                         won, relay = task.result(), asked.pop(task)
-                        self._kept[peer] = relay, self._now() + self._patience.kept
+                        self._kept[peer] = relay, now() + self._patience.kept
                     elif isinstance(error := task.exception(), RemoteError):
                         failures.append(str(error))
                         del asked[task]
@@ -169,8 +161,8 @@ class Relays:
             for task in asked:
                 task.cancel()
             for other in await asyncio.gather(*asked, return_exceptions=True):
-                if isinstance(other, Offer):
-                    await other.stream.close()
+                if isinstance(other, tuple):
+                    await other[0].close()
         if won is None:
             why = "; ".join(failures) or "there is none"
             raise Unreachable(peer, f"peer {short_peer(peer)}: no relay leads to it: {why}")
@@ -205,7 +197,7 @@ class Relays:
             fault = RelayFault(peer, relay, "to be opened", CHANGED)
             self.blame(fault)
             raise fault from None
-        return Offer(stream, shake)
+        return stream, shake
 
 
 MOST_ACCEPTED = 256
@@ -234,14 +226,16 @@ class RelayedTransport:
         own: Identity,
         relays: Callable[[], Sequence[str]],
         *,
-        patience: Patience = PATIENCE,
-        signs: Signs = SIGNS,
+        patience: RelayTimeouts = RELAY_TIMEOUTS,
+        signs: KeepAlive = KEEP_ALIVE,
     ) -> None:
         self.peer_id = direct.peer_id
         self.traffic = direct.traffic
         self.lost = direct.lost
         self.relays = Relays(own, direct, relays, patience=patience, signs=signs)
         self._direct = direct
+        self.look, self.seen_at, self.disconnect = direct.look, direct.seen_at, direct.disconnect
+        self.store, self.prefer, self.get = direct.store, direct.prefer, direct.get
         self._own = own
         self._names = relays
         self._patience = patience
@@ -384,7 +378,7 @@ class RelayedTransport:
             if direct in done and direct.exception() is None:
                 return
             if through in done and through.exception() is None:
-                self._behind[peer] = addresses, asyncio.get_running_loop().time(), 0
+                self._behind[peer] = addresses, now(), 0
                 if direct.done() and direct.exception() is None:
                     del self._behind[peer]
                 return
@@ -409,33 +403,15 @@ class RelayedTransport:
 
     def _dial_again(self, peer: str) -> None:
         addresses, when, times = self._behind[peer]
-        now = asyncio.get_running_loop().time()
-        if now - when > min(self._patience.again, self._patience.soon * 2**times):
-            self._behind[peer] = addresses, now, times + 1
+        time = now()
+        if time - when > min(self._patience.again, self._patience.soon * 2**times):
+            self._behind[peer] = addresses, time, times + 1
             self._dial(peer, addresses, 10.0)
-
-    async def look(self) -> bool:
-        return await self._direct.look()
 
     def doubt(self, peer: str) -> None:
         """Who is behind a relay is asked for signs of life on each stream anyhow (peer/net/relay/channel.py)."""
         if peer not in self._behind:
             self._direct.doubt(peer)
-
-    def seen_at(self, peer: str) -> str:
-        return self._direct.seen_at(peer)
-
-    async def disconnect(self, peer: str) -> None:
-        await self._direct.disconnect(peer)
-
-    async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
-        return await self._direct.store(key, subkey, value, ttl=ttl)
-
-    def prefer(self, peers: Collection[str]) -> None:
-        self._direct.prefer(peers)
-
-    async def get(self, key: str) -> dict[str, bytes]:
-        return await self._direct.get(key)
 
     async def aclose(self) -> None:
         await self._inside.shut()

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from peer.net.entry import MAX_ACCEPTED, MAX_HEAD_BYTES, Came, Entry, Expelling, Guest, whole
+from peer.net.incoming import (
+    MAX_ACCEPTED,
+    MAX_HEAD_BYTES,
+    Disconnector,
+    IncomingStream,
+    StreamListener,
+    StreamOrigin,
+    message_span,
+)
 
 HEAD = b"\x05hello"
 
@@ -32,10 +40,10 @@ def run(work: Callable[[Path], Awaitable[None]]) -> None:
     asyncio.run(all_of_it())
 
 
-def read(raw: bytes) -> Came:
+def read(raw: bytes) -> StreamOrigin:
     if raw == b"wrong":
         raise ValueError("wrong")
-    return Came(raw.decode(), "/ip4/203.0.113.5/tcp/1", "x")
+    return StreamOrigin(raw.decode(), "/ip4/203.0.113.5/tcp/1", "x")
 
 
 def dial(path: Path) -> socket.socket:
@@ -62,7 +70,7 @@ async def until(wanted: Callable[[], bool]) -> None:
     ],
 )
 def test_a_head_is_whole_or_it_is_not(data: bytes, found: tuple[int, int] | None) -> None:
-    assert whole(data) == found
+    assert message_span(data) == found
 
 
 @pytest.mark.parametrize(
@@ -70,14 +78,14 @@ def test_a_head_is_whole_or_it_is_not(data: bytes, found: tuple[int, int] | None
 )
 def test_a_head_without_an_end_is_none(data: bytes) -> None:
     with pytest.raises(ValueError, match="head"):
-        whole(data)
+        message_span(data)
 
 
 def test_streams_are_taken_a_few_at_a_time_and_what_is_refused_is_reset_unread() -> None:
     async def work(made: Path) -> None:
-        came: list[tuple[Came, socket.socket]] = []
+        came: list[tuple[StreamOrigin, socket.socket]] = []
         taken: list[int] = []
-        entry = Entry(str(made / "s"), read, lambda who, conn, head: came.append((who, conn)))
+        entry = StreamListener(str(made / "s"), read, lambda who, conn, head: came.append((who, conn)))
         conns = [dial(made / "s") for _ in range(3 * MAX_ACCEPTED)]
         for conn in conns:
             conn.sendall(HEAD)
@@ -102,7 +110,7 @@ def test_streams_are_taken_a_few_at_a_time_and_what_is_refused_is_reset_unread()
 def test_a_head_that_comes_late_is_waited_for_and_one_that_is_wrong_is_not() -> None:
     async def work(made: Path) -> None:
         came: list[socket.socket] = []
-        entry = Entry(str(made / "s"), read, lambda who, conn, head: came.append(conn))
+        entry = StreamListener(str(made / "s"), read, lambda who, conn, head: came.append(conn))
         late, wrong, silent = (dial(made / "s") for _ in range(3))
         wrong.sendall(b"\x05wrong")
         late.sendall(HEAD[:3])
@@ -129,7 +137,7 @@ def test_a_guest_is_a_bare_socket_until_it_is_served() -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     over: list[bool] = []
-    guest = Guest(ours)
+    guest = IncomingStream(ours)
     guest.over = lambda: over.append(True)
     assert not guest.is_over()
     theirs.close()
@@ -146,7 +154,7 @@ def test_who_says_nothing_is_heard_when_it_speaks_or_leaves_or_time_is_up() -> N
         guests = {}
         for name, (ours, _) in pairs.items():
             ours.setblocking(False)
-            guests[name] = guest = Guest(ours)
+            guests[name] = guest = IncomingStream(ours)
             assert guest.is_silent()
             guest.when_said(lambda name=name: told.append(name), 0.05 if name == "neither" else 60.0)  # type: ignore[misc]
         guests["ended"].abort()
@@ -177,7 +185,7 @@ def test_one_is_expelled_over_one_connection_once_until_that_is_done() -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(made / "s"))
         listener.listen()
-        expelling = Expelling(str(made / "s"), lambda peer: peer.encode())
+        expelling = Disconnector(str(made / "s"), lambda peer: peer.encode())
         for peer in ("a", "b", "a", "a"):
             expelling.end(peer)
         conn, _ = listener.accept()

@@ -1,4 +1,4 @@
-"""Token buckets: limits of a rate and of a burst. `now` is in steady seconds."""
+"""Rate limits: token buckets, and cooldowns after failures. `now` is in steady seconds."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ MAX_EXPELLED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class StreamOrigin:
     """Who opened a stream, at which multiaddress, and under what name."""
 
     peer: str
@@ -46,13 +46,13 @@ class Came:
 class Arrive(Protocol):
     """Takes a stream, after reading its first `head` bytes, or closes `conn`."""
 
-    def __call__(self, came: Came, conn: socket.socket, head: int, /) -> None: ...
+    def __call__(self, came: StreamOrigin, conn: socket.socket, head: int, /) -> None: ...
 
 
-class Entry:
+class StreamListener:
     """Accepts streams at the Unix socket `path`. `read` parses what the daemon wrote; it may raise ValueError."""
 
-    def __init__(self, path: str, read: Callable[[bytes], Came], arrive: Arrive) -> None:
+    def __init__(self, path: str, read: Callable[[bytes], StreamOrigin], arrive: Arrive) -> None:
         self._loop = asyncio.get_running_loop()
         self._read = read
         self._arrive = arrive
@@ -84,7 +84,7 @@ class Entry:
         self._later.pop(conn, None)
         try:
             head = conn.recv(MAX_HEAD_BYTES, socket.MSG_PEEK)
-            found = whole(head) if head else None
+            found = message_span(head) if head else None
             came = None if found is None else self._read(head[found[0] : found[1]])
         except BlockingIOError:
             found = came = None
@@ -109,7 +109,7 @@ class Entry:
         self._later.clear()
 
 
-def whole(data: bytes) -> tuple[int, int] | None:
+def message_span(data: bytes) -> tuple[int, int] | None:
     """Returns start and end of a message after its length, a varint; None if incomplete. Raises ValueError."""
     size = 0
     for at, byte in enumerate(data[:3]):
@@ -124,7 +124,7 @@ def whole(data: bytes) -> tuple[int, int] | None:
     return None
 
 
-class Guest:
+class IncomingStream:
     """An incoming stream: a bare socket until it is served. `over()` is called if it ends before that."""
 
     __slots__ = ("_listens", "conn", "ended", "later", "over", "served", "stream")
@@ -187,7 +187,7 @@ class Guest:
                 self.over()
 
 
-class Expelling:
+class Disconnector:
     """Ends connections over the daemon's control socket `path`. `request(peer)`: the bytes that ask for it."""
 
     def __init__(self, path: str, request: Callable[[str], bytes]) -> None:
@@ -236,7 +236,7 @@ class Expelling:
             came = b""
         self._came += came
         try:
-            while self._came and (found := whole(self._came)) is not None:
+            while self._came and (found := message_span(self._came)) is not None:
                 self._came = self._came[found[1] :]
                 self._asked.popleft()
         except (ValueError, IndexError):
