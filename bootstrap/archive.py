@@ -234,19 +234,17 @@ class Archive:
             self._add(raw, last.get(len(self.records)))
 
     def _take(self, raw: bytes, at: int) -> None:
-        head = self.commits[-1] if self.commits else None
+        head, where = self.commits[-1] if self.commits else None, f"log {self.folder / 'log'}: the record at byte {at}"
         try:
             record = encoding.decode_record(raw, "the log")
             problem = validation.why_not_next(self.manifest, head, record)
         except MessageError:  # its checksum is right, so the disk is not at fault
             raise UsageError(
-                f"log {self.folder / 'log'}: the record at byte {at} is not as this version of Potluck writes it; start the"
-                " version that wrote it, or choose another --dir"
+                f"{where} is not as this version of Potluck writes it; start the version that wrote it,"
+                " or choose another --dir"
             ) from None
         if problem is not None:
-            raise UsageError(
-                f"log {self.folder / 'log'}: the record at byte {at} {problem}; restore the file or choose another --dir"
-            )
+            raise UsageError(f"{where} {problem}; restore the file or choose another --dir")
         self._add(raw, record.commit)
 
     def _add(self, raw: bytes, commit: Commit | None) -> None:

@@ -126,7 +126,8 @@ class DecreeHandler:
         self._told = decree, signers
         names = ", ".join(map(short_peer, signers))
         self._tell(
-            f"decree {decree.action}: {len(signers)} of {wanted} operators have signed it ({names}); it waits for others"
+            f"decree {decree.action}: {len(signers)} of {wanted} operators have signed it ({names});"
+            " it waits for others"
         )
 
     def _is_past(self, decree: Decree) -> bool:

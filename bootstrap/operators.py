@@ -178,7 +178,8 @@ class Operators:
             if not self.is_named and not self._was_named and not self._told:
                 self._told = True
                 self._tell(
-                    f"{self._peer} is no operator of it; this node waits until the operators appoint it: potluck run appoint"
+                    f"{self._peer} is no operator of it; this node waits until the operators appoint it:"
+                    " potluck run appoint"
                 )
             await asyncio.sleep(POLL_SECONDS)
 

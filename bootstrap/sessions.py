@@ -77,8 +77,8 @@ class AdmissionControl:
         most = standing.limits.range_sessions
         if not most or standing.is_exempt(peer) or sum(not standing.is_exempt(other) for other in others) < most:
             return None
-        reason = f"{most} others from its range of addresses take part, which is all that may; it asks again, or an operator admits it"
-        return NotAdmitted(reason=reason, waits=True)
+        reason = f"{most} others from its range of addresses take part, which is all that may"
+        return NotAdmitted(reason=f"{reason}; it asks again, or an operator admits it", waits=True)
 
     async def welcome(self, peer: str, joining: Joined | None) -> NotAdmitted | None:
         """Returns None if `peer` is admitted, else a refusal, after its invitation `joining` was queued."""

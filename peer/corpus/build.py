@@ -137,7 +137,8 @@ class Request:
             ):
                 if given != usual:
                     raise UsageError(
-                        f"{option} {given}: is for data sets of the hub; of a folder all files are read: name those that you want"
+                        f"{option} {given}: is for data sets of the hub; of a folder all files are read:"
+                        " name those that you want"
                     )
         if not 1 <= self.sequence <= corpus.MAX_SEQUENCE:
             raise UsageError(f"--sequence {self.sequence}: must be in 1..{corpus.MAX_SEQUENCE}")
@@ -192,8 +193,8 @@ def _without_end(tokenizer: Tokenizer) -> Iterator[str]:
     if end_of_text(tokenizer) is None:
         names = ", ".join(specials(tokenizer)) or "none"
         yield (
-            "tokenizer: has no end of text that is known here, so documents run together; name one of its special tokens"
-            f" with potluck data build --end TOKEN: {names}"
+            "tokenizer: has no end of text that is known here, so documents run together; name one of its"
+            f" special tokens with potluck data build --end TOKEN: {names}"
         )
 
 
@@ -228,8 +229,8 @@ def _check_folder(out: Path, asked: bytes) -> None:
         if begun.is_file():
             if begun.read_bytes() != asked:
                 raise UsageError(
-                    f"folder {out}: a build of something else was begun there, or its source has changed since; remove the folder, or"
-                    " choose another with --out"
+                    f"folder {out}: a build of something else was begun there, or its source has changed since;"
+                    " remove the folder, or choose another with --out"
                 )
         elif (out / INDEX).exists():
             raise UsageError(
@@ -347,7 +348,8 @@ def _finish(
         for spill in found:  # there is nothing to resume
             disk.remove(spill.path)
         raise UsageError(
-            f"source: has only {tokens} tokens, two sequences of {length} are needed at least; add text or lower --sequence"
+            f"source: has only {tokens} tokens, two sequences of {length} are needed at least;"
+            " add text or lower --sequence"
         )
     held = slice(rank) if by_document else slice(None)
     return CorpusIndex(

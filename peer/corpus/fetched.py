@@ -457,5 +457,6 @@ async def _fetch_index(digest: str, access: TextAccess, mirrors: list[Mirror]) -
         network.warn(f"text: {why}; others are asked")
     raise RemoteError(
         "nobody",
-        f"text: nobody gives the index of the run's corpus ({why}); tell the operator, or name its folder with --corpus",
+        f"text: nobody gives the index of the run's corpus ({why}); tell the operator,"
+        " or name its folder with --corpus",
     )

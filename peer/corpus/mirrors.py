@@ -42,7 +42,7 @@ BUSY_SECONDS = (1.0, 600.0)
 
 
 class MirrorBusy(RemoteError):
-    """It asks to be left alone for so many `seconds`."""
+    """A mirror asks for a pause of `seconds`."""
 
     def __init__(self, peer: str, message: str, seconds: float) -> None:
         super().__init__(peer, message)

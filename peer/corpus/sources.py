@@ -34,7 +34,7 @@ UNIT_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How rows are read: the column with the text; of a data set of the hub also the split and, if needed, the subset."""
+    """How rows are read: the column with the text; of a data set of the hub also its split and subset."""
 
     column: str = "text"
     split: str = "train"
@@ -100,8 +100,8 @@ def parse(text: str) -> Source:
         name, _, revision = text.removeprefix(_HUB).partition("@")
         if not name or not revision:
             raise UsageError(
-                f"source {text}: names no revision; write {_HUB}OWNER/NAME@REVISION with a commit or a tag of the data set,"
-                " so that its text cannot change"
+                f"source {text}: names no revision; write {_HUB}OWNER/NAME@REVISION with a commit or a tag"
+                " of the data set, so that its text cannot change"
             )
         return Source("hub", name, revision)
     if os.path.isdir(text):
@@ -277,8 +277,8 @@ def _open(source: Source, reading: Reading) -> Any:
         kind = None if features is None else getattr(features[reading.column], "dtype", "a nested one")
         if kind is not None and kind not in ("string", "large_string", "string_view", "null"):
             raise UsageError(
-                f"source {source}: column {reading.column} has no text but {kind}; name the column with the text with --column,"
-                " or fetch the files and name them"
+                f"source {source}: column {reading.column} has no text but {kind}; name the column with the text"
+                " with --column, or fetch the files and name them"
             )
         if features is not None:
             stream = stream.select_columns([reading.column])
@@ -303,6 +303,7 @@ def _explained(source: Source, error: Exception, where: str = "") -> UsageError:
         return UsageError(f"source {source}: {reason}; check its name and its revision")
     if isinstance(error, OSError):
         return UsageError(
-            f"source {source}: {where}the hub cannot be reached: {reason}; start again when it can: it goes on where it was"
+            f"source {source}: {where}the hub cannot be reached: {reason}; start again when it can:"
+            " it goes on where it was"
         )
     return UsageError(f"source {source}: {where}{reason}; check --split, --subset and --column")

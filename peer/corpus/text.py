@@ -81,8 +81,8 @@ class CorpusReader:
         missing = self.missing()
         if missing:
             raise UsageError(
-                f"{name}: {len(missing)} of its chunks are missing or cut off, such as {missing[0][:12]}…; copy it again, or build it"
-                " again"
+                f"{name}: {len(missing)} of its chunks are missing or cut off, such as {missing[0][:12]}…;"
+                " copy it again, or build it again"
             )
 
     def missing(self) -> list[str]:
@@ -182,6 +182,6 @@ def check(index: CorpusIndex, manifest: Manifest) -> None:
     if wrong is not None:
         name, built, asked = wrong
         raise UsageError(
-            f"corpus {manifest.data.corpus[:12]}…: was built for {name} = {built}, the manifest says {asked}; the operator must"
-            " build the corpus for the manifest, or write the manifest for the corpus"
+            f"corpus {manifest.data.corpus[:12]}…: was built for {name} = {built}, the manifest says"
+            f" {asked}; the operator must build the corpus for the manifest, or write the manifest for the corpus"
         )

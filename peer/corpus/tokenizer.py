@@ -68,7 +68,8 @@ def with_end(raw: bytes, token: str) -> bytes:
     number = tokenizer.token_to_id(token)
     if number is None:
         raise UsageError(
-            f"--end {token}: the tokenizer has no such token; name one that it has, such as {', '.join(specials(tokenizer)) or 'none'}"
+            f"--end {token}: the tokenizer has no such token; name one that it has, such as"
+            f" {', '.join(specials(tokenizer)) or 'none'}"
         )
     tokenizer.post_processor = TemplateProcessing(
         single="$A", pair=["$A", token, "$B"], special_tokens=[(token, number)]

@@ -114,8 +114,8 @@ class Pool:
             self._free.put(process)
         if not answer:
             raise LocalError(
-                f"tokenizer: a process that tokenizes ended (exit code {process.wait()}); see the lines above, free memory or"
-                " use fewer --threads, then start again: it goes on where it was"
+                f"tokenizer: a process that tokenizes ended (exit code {process.wait()}); see the lines above,"
+                " free memory or use fewer --threads, then start again: it goes on where it was"
             )
         ids, lengths = msgpack.unpackb(answer)
         return Tokenized(unit, np.frombuffer(ids, self._dtype), np.frombuffer(lengths, "<i8"))

@@ -134,7 +134,7 @@ _PADDING = bytes(PIECE)
 
 
 class Busy(RemoteError):
-    """The node measures with others now."""
+    """The node is measuring with other peers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,19 +57,19 @@ class Unreachable(RemoteError):
 
 
 class NotServed(Unreachable):
-    """The peer is there, and has nothing under that name."""
+    """The peer does not serve that protocol."""
 
 
 class Closed(RemoteError):
-    """The stream is over although its sender did not say so: the peer, its link or our own side ended it."""
+    """The stream is over without `finish`: the peer, its link or our own side ended it."""
 
 
 class Malformed(Closed):
-    """The other side sent a frame that is longer than any that has a place there; the stream is over."""
+    """The other side sent a frame that is longer than allowed; the stream is over."""
 
 
 class Ended(Closed):
-    """The sender said that nothing more comes, and all of it was read."""
+    """The sender has finished, and all of it was read."""
 
 
 class Timeout(RemoteError):
@@ -77,7 +77,7 @@ class Timeout(RemoteError):
 
 
 class PortInUse(UsageError):
-    """The port that we are to listen on is taken."""
+    """The port to listen on is in use."""
 
 
 class StartFailed(UsageError):
@@ -85,15 +85,15 @@ class StartFailed(UsageError):
 
 
 class BadAddress(UsageError, ValueError):
-    """Not an address that Potluck can use."""
+    """An address that Potluck cannot use."""
 
 
 class TransportLost(LocalError):
-    """Our own side of the network is gone; the transport must be built again."""
+    """Our own network has failed; the transport must be started again."""
 
 
 class ClockWrong(LocalError):
-    """Our clock differs from the others' by more than the DHT tolerates."""
+    """Our clock differs from other peers' by more than the DHT tolerates."""
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 Deviations from plain hivemind 1.1.12, each because of something it does:
 - its msgpack decoder is replaced (`safe_loads`), because it can be made to recurse until the process crashes;
 - what a DHT node keeps is bounded (`Storage`), because an answer with too many records never arrives;
-- a request has few keys, and a peer makes few requests (`_bounded`): each key costs as much time as a whole request may;
+- keys of a request, and requests of a peer, are limited (`_bounded`): a key costs as much time as a request may;
 - a peer is one node: whom hivemind meets under a new name, it sends all records that such a node should have;
 - a record's value repeats the key, so that a validator learns it (hivemind has only the key's hash).
 """
@@ -258,7 +258,8 @@ class Dht:
             except ValidationError as error:
                 if "local time" in str(error):
                     raise ClockWrong(
-                        f"clock: it differs by more than 3 s from that of {short_peer(peer)}; set it right (NTP), try again"
+                        f"clock: it differs by more than 3 s from that of {short_peer(peer)};"
+                        " set it right (NTP), try again"
                     ) from None
             except TimeoutError:
                 pass

@@ -42,7 +42,8 @@ def disk_error(path: Path, error: OSError) -> LocalError:
     """Returns the error for a failed write under `path`, which only the user can fix."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return UsageError(
-            f"directory {path}: {error.strerror}; raise the hard limit (ulimit -Hn, LimitNOFILE= of a service), then start again"
+            f"directory {path}: {error.strerror}; raise the hard limit (ulimit -Hn, LimitNOFILE= of a service),"
+            " then start again"
         )
     return UsageError(
         f"directory {path}: {error.strerror or error}; free space or choose another folder, then start again"

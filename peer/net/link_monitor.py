@@ -263,8 +263,8 @@ class LinkMonitor:
             self._tell(events.Measured(up_bps=self.up_bps, down_bps=self.down_bps, by=EARLIER))
         if self._missing:
             usual = " and ".join(f"{USUAL_BPS[up] / 1e6:g} Mb/s {'up' if up else 'down'}" for up in self._missing)
-            text = f"bandwidth: not measured ({why}); {usual} are announced; to say what the line has, give --up and --down"
-            self._tell(events.Warning(text=text))
+            text = f"bandwidth: not measured ({why}); {usual} are announced"
+            self._tell(events.Warning(text=f"{text}; to say what the line has, give --up and --down"))
 
     async def _measure(self, *, fresh: bool) -> None:
         """Measures every missing way. Raises Busy, RemoteError, TransportLost.
@@ -296,7 +296,7 @@ class LinkMonitor:
         found.clear()
 
     async def _ask(self, up: bool, fresh: bool) -> Measurement:
-        """Measures one way with up to MAX_NODES_ASKED nodes; the best counts. Raises Busy, RemoteError, TransportLost."""
+        """Measures one way with up to MAX_NODES_ASKED nodes. Raises Busy, RemoteError, TransportLost."""
         nodes = [node for node in self._directory.operators if node != self._transport.peer_id]
         self._draw.shuffle(nodes)
         best: Measurement | None = None

@@ -108,7 +108,7 @@ def _has_sockets(folder: Path) -> bool:
 
 
 class SocketFolder:
-    """A new folder `path` for a daemon's sockets, in `sockets`; never swept while its process lives. Raises StartFailed."""
+    """A new folder `path` for a daemon's sockets, never swept while its process lives. Raises StartFailed."""
 
     def __init__(self, sockets: Path) -> None:
         made: Path | None = None
@@ -135,8 +135,7 @@ class SocketFolder:
 def sweep(sockets: Path) -> int:
     """Removes the socket folders in `sockets` of processes that were killed. Returns their number.
 
-    It does not go by time, as the clock may just have been set. `sockets` is shared with other users, whose files are not
-    opened.
+    It does not go by time, as the clock may just have been set, and opens no files of other users.
     """
     removed = 0
     for folder in sockets.glob(FOLDER + "*"):

@@ -1,12 +1,12 @@
 """Serves blobs, to a bounded number of peers, which then pass them on.
 
-    -> {"blob": name, "size": bytes, "leaves": bool, "whole": bool, "insist": bool, "named_by": holder that named us or ""}
+    -> {"blob": name, "size": bytes, "leaves": bool, "whole": bool, "insist": bool, "named_by": holder or ""}
     <- {"state": "wait"}, at once and repeatedly, while the blob is still being fetched here
     <- {"state": "here"}, then a frame with the whole blob if asked for; else one with the leaves if asked for, and:
        -> {"range": i}, in any order, at most about twice as many as there are
        <- a frame with range i for each, in that order
-       {"state": "busy", "ask": [peers], "sure": bool}: enough copies were sent; these peers have the blob or are getting
-       it, surely if they get it from a peer that has it
+       {"state": "busy", "ask": [peers], "sure": bool}: enough copies were sent; these peers have the blob or get
+       it, surely if from a peer that has it
        {"state": "absent"}
 
 After "busy", "absent" or a whole blob the stream is free for the next request. A request for text adds its place in a
@@ -15,7 +15,7 @@ range, or -1 for the leaves]. A file with a name: -> {"named": name} <- {"size":
 
 *SpreadTracker.* A stored blob is sent about `copies` times. Further peers are told who got it and ask there, so copies
 multiply like the leaves of a tree, and a home uplink sends its own payload about twice, however many peers there are.
-A peer that is still fetching a blob lets others wait for it (fetching.py). A peer that finds no other holder may insist.
+A peer that is still fetching a blob lets others wait for it (fetching.py). One that finds no other holder may insist.
 
 *Fairness.* A few pieces for a peer are under way at once, however many streams it has. With an upload limit, ranges are
 sent in turn, one for each peer, as a token bucket allows.

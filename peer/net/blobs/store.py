@@ -244,7 +244,7 @@ class BlobStore:
 
 
 class Part:
-    """A large blob that is being fetched. `missing`: ranges that are not here; all of them until the leaves are known."""
+    """A large blob that is being fetched. `missing`: ranges that are not here, all of them without the leaves."""
 
     def __init__(self, store: BlobStore, name: str, size: int) -> None:
         self.name = name
