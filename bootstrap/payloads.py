@@ -7,8 +7,9 @@ offered to it and is not committed is removed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from bootstrap.archive import Archive
@@ -130,6 +131,14 @@ class Payloads:
         self._archive.blobs.remove(name)
         return True
 
+    @contextlib.contextmanager
+    def _busy(self, name: str) -> Iterator[None]:
+        self._fetching.add(name)
+        try:
+            yield
+        finally:
+            self._fetching.discard(name)
+
     def _want(self, name: str, round: int) -> None:
         self._wanted[name] = max(round, self._wanted.get(name, -1))
 
@@ -154,21 +163,15 @@ class Payloads:
                     self._wanted.pop(part.digest, None)
 
     async def _keep(self, parts: Parts, round: int) -> None:
-        self._fetching.add(root := part_lists.root_of(parts))
-        try:
+        with self._busy(root := part_lists.root_of(parts)):
             await asyncio.to_thread(self._archive.blobs.put, part_lists.pack(parts), round)
-        finally:
-            self._fetching.discard(root)
         self._report_list(root, parts)
 
     async def _fetch_list(self, holders: Sequence[str], share: Share, round: int) -> None:
         if share.root in self._fetching:
             return
-        self._fetching.add(share.root)
-        try:
+        with self._busy(share.root):
             parts = await self._list_of(holders, share, round)
-        finally:
-            self._fetching.discard(share.root)
         if parts is not None:
             self._report_list(share.root, parts)
 
@@ -193,7 +196,6 @@ class Payloads:
     async def _fetch(self, holders: Sequence[str], part: Part, sender: str, round: int) -> None:
         if part.digest in self._fetching:
             return
-        self._fetching.add(part.digest)
 
         def check(data: bytes) -> None:
             found = comparing.examine(self._manifest, part.shard, data)
@@ -204,7 +206,8 @@ class Payloads:
 
         try:
             asked = self._asked(holders)
-            await self.fetcher.fetch(part.digest, part.size, asked, round=round, check=check, owner=sender)
+            with self._busy(part.digest):
+                await self.fetcher.fetch(part.digest, part.size, asked, round=round, check=check, owner=sender)
             if not self._is_late(part.digest):
                 self._put(paxos_events.Held(part.digest))
                 self._put(leader_events.Held(part.digest))
@@ -213,8 +216,6 @@ class Payloads:
             self._put(leader_events.Received(sender, withdraw))
         except RemoteError as error:
             self._warn(str(error))
-        finally:
-            self._fetching.discard(part.digest)
 
     def _asked(self, holders: Sequence[str]) -> list[str]:
         asked = dict.fromkeys((*holders, *self._directory.operators))

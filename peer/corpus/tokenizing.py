@@ -223,11 +223,7 @@ def _pieces(found: Sequence[Source]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # those of a process group are for the one who feeds us
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which are for the process that feeds us
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # and nobody is told when that one has died
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends us silently when that process has died
     serve(Path(sys.argv[1]), int(sys.argv[2]))

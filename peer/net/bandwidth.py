@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peer.net.base import Clock, Ended, Stream, Transport
+from peer.net.rate_limits import TokenBucket
 from peer.net.striped_stream import STRIPES
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -344,8 +345,7 @@ class BandwidthServer:
         self._clock = clock
         self._bounds = bounds
         self._probes: dict[str, _Probe] = {}
-        self._free = float(bounds.bytes_per_minute)
-        self._free_at = clock.steady()
+        self._free = TokenBucket(bounds.bytes_per_minute / 60, bounds.bytes_per_minute)
 
     @property
     def probes(self) -> int:
@@ -372,7 +372,7 @@ class BandwidthServer:
             probe.streams -= 1
             if not probe.streams:
                 del self._probes[stream.remote]
-                self._free += probe.left
+                self._free.left += probe.left
 
     def _admit(self, peer: str) -> _Probe | None:
         """Returns the probe that a stream of `peer` belongs to, None if there is no room for it."""
@@ -380,12 +380,8 @@ class BandwidthServer:
         if probe is not None:
             return probe if probe.streams < STREAMS else None
         now = self._clock.steady()
-        most = self._bounds.bytes_per_minute
-        self._free = min(most, self._free + (now - self._free_at) * most / 60)
-        self._free_at = now
-        if len(self._probes) >= MAX_PROBES or self._free < PROBE_BYTES:
+        if len(self._probes) >= MAX_PROBES or not self._free.take(now, PROBE_BYTES):
             return None
-        self._free -= PROBE_BYTES
         self._probes[peer] = probe = _Probe(PROBE_BYTES, now + self._bounds.probe_s)
         return probe
 

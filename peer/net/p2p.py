@@ -199,18 +199,16 @@ class P2PTransport(Endpoint):
             else:
                 if address.peer != self.peer_id:
                     by_peer.setdefault(address.peer, {})[address.dial] = raw
-        tasks = {asyncio.create_task(self._connect(p, known, timeout)) for p, known in by_peer.items()}
+        tasks = [asyncio.create_task(self._connect(p, known, timeout)) for p, known in by_peer.items()]
         for task in tasks:
             self.own(task)  # the others go on dialling when the first is reached
         reached: str | None = None
-        while tasks and reached is None:
-            done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                result = task.result()
-                if isinstance(result, str):
-                    reached = result
-                else:
-                    failures.append(result)
+        for answer in asyncio.as_completed(tasks):
+            result = await answer
+            if isinstance(result, str):
+                reached = result
+                break
+            failures.append(result)
         for task in tasks:  # their exceptions are of no interest
             task.add_done_callback(lambda late: late.cancelled() or late.exception())
         if reached is None:
