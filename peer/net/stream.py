@@ -139,9 +139,7 @@ class FrameStream:
         for part in parts:
             view = memoryview(part).cast("B")
             for start in range(0, len(view), CHUNK):
-                pending.append(
-                    bytes(view[start : start + CHUNK])
-                )  # a copy: the caller may change its buffer after send
+                pending.append(bytes(view[start : start + CHUNK]))  # copied: the caller may reuse its buffer
                 waiting += len(pending[-1])
                 if waiting >= CHUNK:
                     await self._write_now(pending, waiting)
