@@ -433,9 +433,9 @@ class BootstrapNode:
         await self._directory.connect()
         while True:
             entry = await self._events.get()
-            entry.finish(await self._handle(entry.event))
+            entry.finish(await self._process(entry.event))
 
-    async def _handle(self, event: leader_events.Event | paxos_events.Event) -> Exception | None:
+    async def _process(self, event: leader_events.Event | paxos_events.Event) -> Exception | None:
         """Gives an event to its machine, then the events that follow from its effects, in order.
 
         Each waits until all effects of the one before are carried out; otherwise an older effect would undo a newer
