@@ -14,11 +14,10 @@ from typing import Generic, TypeVar
 
 from peer.net.base import Clock
 from protocol.quorum.paxos import Quorum
-from protocol.quorum.paxos_events import Judged
-from protocol.quorum.unfair import Unfair
+from protocol.quorum.paxos_events import Judged, Objection
 from protocol.round import fairness
-from protocol.round.fairness import Doubts, Sight
-from protocol.round.judging import Known
+from protocol.round.fairness import DoubtRecord, NodeView
+from protocol.round.judging import Lookup
 from protocol.round.leader import Leader
 from protocol.wire.commit import Commit
 
@@ -103,7 +102,7 @@ class ProposalChecker:
     leader: this node's own machine; what it knows when a proposal arrives is what the proposal is checked against
     put: takes the answers
     read: gives payloads and lists of parts by name, None for those that are not here
-    known: what was found in payloads (protocol/round/notes.py)
+    known: what was found in payloads (protocol/round/comparing.py)
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class ProposalChecker:
         clock: Clock,
         put: Callable[[Judged], None],
         read: Callable[[str], bytes | None],
-        known: Known,
+        known: Lookup,
     ) -> None:
         self._leader = leader
         self._quorum = quorum
@@ -122,15 +121,15 @@ class ProposalChecker:
         self._read = require(read)
         self._known = known
         self._since = clock.steady()
-        self._doubts = Doubts()
-        self._questions: asyncio.Queue[tuple[str, Sight, Commit]] = asyncio.Queue()
+        self._doubts = DoubtRecord()
+        self._questions: asyncio.Queue[tuple[str, NodeView, Commit]] = asyncio.Queue()
 
     def ask(self, peer: str, commit: Commit) -> None:
         """Queues the question whether this node could have proposed what `peer` proposes."""
         now, quorum = self._clock.steady(), self._quorum
         settled = now - self._since >= self._leader.manifest.timing.gone_after
         present = quorum.leadership.present
-        sight = fairness.sight_of(self._leader, self._clock.wall(), now, settled, quorum.living, present)
+        sight = fairness.view_of(self._leader, self._clock.wall(), now, settled, quorum.living, present)
         self._questions.put_nowait((peer, sight, commit))
 
     def decided(self, commit: Commit) -> None:
@@ -148,17 +147,17 @@ class ProposalChecker:
             members = len(head.members if head is not None else sight.manifest.first_members)
             self._put(Judged(commit.digest, self._doubts.weigh(peer, commit.round, found, members)))
 
-    def _judge(self, sight: Sight, commit: Commit) -> Unfair | None:
+    def _judge(self, sight: NodeView, commit: Commit) -> Objection | None:
         if (lie := fairness.lie_in(sight, commit)) is not None:
             return lie
         try:
-            if (unjust := fairness.unjust_in(sight, commit, self._read, self._known)) is not None:
+            if (unjust := fairness.wrong_verdict_in(sight, commit, self._read, self._known)) is not None:
                 return unjust
         except Missing as error:
             fairness_log.info("the verdicts of round %d cannot be checked: %s", commit.round, error)
         except Exception:
             fairness_log.exception("the verdicts of round %d cannot be checked", commit.round)
-            return Unfair("cannot be judged", False)
+            return Objection("cannot be judged", False)
         try:
             return fairness.doubt_in(sight, commit)
         except Exception:  # announcements that the planner cannot bear end no node, and are no reason to accuse one

@@ -16,12 +16,12 @@ from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.ledger import access, board, schedule
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Petition
+from protocol.round.leader_events import DecreeSigned
 from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import Lookup, RosterRequest
 from protocol.wire.commit import votes_needed
 from protocol.wire.decree import Decree, Motion, Motions
-from protocol.wire.roster import Lookup, RosterRequest
-from protocol.wire.sealed import unseal_signed
+from protocol.wire.encoding import unseal_signed
 from protocol.wire.session import LogRequest
 
 MAX_REQUEST_BYTES = 8192
@@ -61,7 +61,7 @@ class DecreeHandler:
     def __init__(
         self,
         leader: Leader,
-        submit: Callable[[Petition], Awaitable[None]],
+        submit: Callable[[DecreeSigned], Awaitable[None]],
         spread: Callable[[Motion], None],
         living: Callable[[], frozenset[str]],
         tell: Callable[[str], None] = lambda text: None,
@@ -114,7 +114,7 @@ class DecreeHandler:
         refused = self._why_not(decree)
         if refused is not None:
             raise RemoteError(operator, f"that decree cannot be: {refused}")
-        await self._submit(Petition(operator, decree, signature))
+        await self._submit(DecreeSigned(operator, decree, signature))
         self._report(decree)
         return decree
 

@@ -37,30 +37,27 @@ from peer.net.relay import RelayServer
 from protocol import identity as identities
 from protocol.errors import LocalError, RemoteError, shown
 from protocol.identity import Identity, short_peer
-from protocol.ledger import access, admission, claims, ranges
+from protocol.ledger import access, claims, ranges
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
 from protocol.quorum import paxos_events
 from protocol.quorum.paxos import Quorum
 from protocol.quorum.paxos_events import Refused, Skipped
-from protocol.round import fairness, leader_events, presence
-from protocol.round.judging import Case
+from protocol.round import fairness, leader_events, offers, presence
+from protocol.round.accusations import Accusation
+from protocol.round.judging import JudgingJob
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Moved, Report, Resting
-from protocol.round.quarrels import Quarrel
-from protocol.round.questions import Question
+from protocol.round.leader_events import Moved, Question, Report, Resting
 from protocol.run import layout
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import NODE_DEVICE, Announcement
-from protocol.wire.audit import Audit
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.claims import Audit, Evaluation, Score
 from protocol.wire.commit import Record
 from protocol.wire.decree import Motion
 from protocol.wire.encoding import Message
-from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan
 from protocol.wire.schema import extend
-from protocol.wire.score import Score
 from protocol.wire.session import (
     Announced,
     Attest,
@@ -176,7 +173,7 @@ class BootstrapNode:
         self.roster = AnnouncementTable(manifest.run_id, int(1000 * clock.wall()))
         self._announcements = TokenBucket(ANNOUNCEMENTS_PER_SECOND, ANNOUNCEMENT_BURST)
         self._ready: dict[str, Candidate] = {}
-        self._stays = presence.Stays()
+        self._stays = presence.PresenceRecord()
         self._latency = Latency(transport, clock, self._directory.placed, random.Random(own))
         self._payloads = Payloads(transport, archive, self._directory, emit, self._events.put)
         known, read = self._payloads.notes.known, require(archive.blobs.get)
@@ -187,9 +184,9 @@ class BootstrapNode:
             retry_seconds=PLAN_RETRY_SECONDS,
             failed=lambda question: leader_events.Planned(question, None),
         )
-        self._judging = LatestJob[Case, leader_events.Verdict](
+        self._judging = LatestJob[JudgingJob, leader_events.JudgingDone](
             "judge",
-            lambda case: leader_events.Verdict(case, case.answer(read, known)),
+            lambda case: leader_events.JudgingDone(case, case.answer(read, known)),
             self._events.put,
             retry_seconds=JUDGE_RETRY_SECONDS,
         )
@@ -355,7 +352,7 @@ class BootstrapNode:
             self._announced(peer, self._directory.known[peer])  # it was absent and is back, in the same session
         match message:
             case Attest():
-                if not admission.is_sound(self.manifest, message):
+                if not offers.is_sound_attestation(self.manifest, message):
                     raise RemoteError(peer, f"session of {short_peer(peer)}: attests what is no shard; it was closed")
                 is_recent = abs(message.round - self.leader.round + 1) <= 2
                 if is_recent and session.may_tell(message.round, self._clock.steady()):
@@ -464,9 +461,9 @@ class BootstrapNode:
             match effect:
                 case leader_events.Fetch(peer, part):
                     self._payloads.fetch((peer,), part, peer, self.leader.round)
-                case leader_events.Keep(parts):
+                case leader_events.StoreList(parts):
                     self._payloads.keep(parts, self.leader.round)
-                case leader_events.Tell(round, share):
+                case leader_events.AnnounceShare(round, share):
                     self._offers.add(round, share)
                 case leader_events.MakePlan(question):
                     self._planning.ask(question)
@@ -589,7 +586,7 @@ def _deposed_leader(effect: Refused | Skipped) -> events.Unfair | events.Warning
 
 
 def _leader_event(
-    effect: Report | Moved | Resting | Quarrel,
+    effect: Report | Moved | Resting | Accusation,
 ) -> events.Diverged | events.Moved | events.Warning | events.Quarrel:
     """The event for an effect of the leader's machine that only informs."""
     match effect:
@@ -602,5 +599,5 @@ def _leader_event(
             what = "it is planned again and again and brings nothing that counts"
             what = "its work does not make the model better, as those found who scored it" if scored else what
             return events.Warning(text=f"peer {short_peer(peer)}: {what}; it is in no plan up to round {until}")
-        case Quarrel(accuser, accused, reason, out):
+        case Accusation(accuser, accused, reason, out):
             return events.Quarrel(accuser=accuser, accused=accused, reason=reason, out=out)

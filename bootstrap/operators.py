@@ -23,8 +23,8 @@ from peer.net.node_calls import log_page
 from peer.net.task_set import TaskSet
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.ledger import board, validation
-from protocol.ledger.validation import BadCommit
+from protocol.ledger import board, history
+from protocol.ledger.history import BadCommit
 from protocol.quorum.paxos import Quorum
 from protocol.wire import encoding, endpoints
 from protocol.wire.commit import Commit, Record, votes_needed
@@ -214,7 +214,7 @@ class Operators:
         found = await log_page(self._transport, node, -1 if head is None else head.round)
         for raw in found:
             try:
-                head = validation.follow(self._manifest, head, raw).commit
+                head = history.follow(self._manifest, head, raw).commit
             except BadCommit:
                 return False
             await asyncio.sleep(0)

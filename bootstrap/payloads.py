@@ -26,7 +26,7 @@ from protocol.ledger import part_lists
 from protocol.ledger.part_lists import Parts
 from protocol.quorum import paxos_events
 from protocol.round import comparing, leader_events
-from protocol.round.notes import Notes
+from protocol.round.comparing import Notes
 from protocol.wire.commit import Commit, Part, Share
 from protocol.wire.session import Withdraw
 

@@ -11,9 +11,8 @@ import random
 from collections import OrderedDict, deque
 
 from peer.net.base import MAX_RECORD
-from protocol.wire import encoding, endpoints, sealed
-from protocol.wire.announcement import Announcement
-from protocol.wire.roster import MOST_LOOKED_UP, Lookup, Roster, RosterRequest
+from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import MOST_LOOKED_UP, Announcement, Lookup, Roster, RosterRequest
 
 MAX_GONE = 4096
 """Departed peers that answers still name."""
@@ -43,7 +42,7 @@ class AnnouncementTable:
         """Keeps a sealed announcement. Returns None if it is not one of this run by `peer`, or not newer."""
         if len(raw) > MAX_RECORD:
             return None
-        found = sealed.unseal_announcement(raw, peer, self._run)
+        found = encoding.unseal_announcement(raw, peer, self._run)
         if found is None or found.serial <= self._known.get(peer, (0, -1, b""))[1]:
             return None
         self._position += 1

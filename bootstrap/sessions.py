@@ -20,13 +20,13 @@ from protocol.identity import short_peer
 from protocol.ledger import access, part_lists
 from protocol.ledger.ranges import range_of
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Knock
+from protocol.round.leader_events import JoinRequest
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Share
+from protocol.wire.decree import Joined
 from protocol.wire.encoding import Message
-from protocol.wire.invitation import Joined
 from protocol.wire.session import Hello, NotAdmitted, Offered
 
 MAX_HELLO_BYTES = 2048
@@ -62,7 +62,7 @@ class AdmissionControl:
     submit: gives an event to the leader's machine, and is awaited
     """
 
-    def __init__(self, leader: Leader, submit: Callable[[Knock], Awaitable[None]], clock: Clock) -> None:
+    def __init__(self, leader: Leader, submit: Callable[[JoinRequest], Awaitable[None]], clock: Clock) -> None:
         self._leader = leader
         self._submit = submit
         self._clock = clock
@@ -91,7 +91,7 @@ class AdmissionControl:
         assert joining is not None, "only an invitation admits a peer that is kept out"
         if not self._leader.guests.has_place(joining, self._clock.steady()):
             return NotAdmitted(reason=TOO_MANY, waits=True)
-        await self._submit(Knock(joining))
+        await self._submit(JoinRequest(joining))
         return NotAdmitted(reason=WAITS, waits=True)
 
 

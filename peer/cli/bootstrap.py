@@ -171,7 +171,7 @@ async def serve(read: Callable[[], NodeConfig]) -> None:
     from bootstrap.archive import Archive
     from bootstrap.node import BootstrapNode
     from peer.corpus.tokenizer import check_document_end
-    from protocol.round.questions import Question
+    from protocol.round.leader_events import Question
 
     config = read()
     manifest, folder, identity = config.manifest, config.folder, config.key

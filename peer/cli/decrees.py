@@ -52,7 +52,7 @@ from protocol.wire.decree import (
     Operator,
     Schedule,
 )
-from protocol.wire.sealed import seal
+from protocol.wire.encoding import seal
 
 ASK_SECONDS = 1.0
 SILENT_SECONDS = 180.0

@@ -20,9 +20,9 @@ from peer.node.open_run import Door, here, manifest_of, node_folder, parse_run, 
 from peer.node.open_run import Run as Found
 from peer.ui.text import clean, typed
 from protocol.errors import UsageError
-from protocol.ledger import invitations
+from protocol.ledger import access
 from protocol.run.manifest import Manifest
-from protocol.wire.invitation import LONGEST_NOTE, MOST_GUESTS
+from protocol.wire.decree import LONGEST_NOTE, MOST_GUESTS
 
 SECONDS = {"m": 60, "h": 3600, "d": 86400}
 LONGEST_DAYS = 366
@@ -51,7 +51,7 @@ async def _invite(named: str | None, span: str, count: int, reason: str, folder:
     if operator.peer_id not in operators:
         raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
     expires = int(time.time()) + seconds
-    ticket = invitations.issue(operator, os.urandom(32), run.run_id, expires=expires, count=count, reason=reason)
+    ticket = access.issue(operator, os.urandom(32), run.run_id, expires=expires, count=count, reason=reason)
     place, key = f"{run.bootstrap[0]}#{run.run_id}", ticket.invitation.key
     print(f"{place}#{ticket.text()}", flush=True)
     end = typed("potluck", "run", "ban", place, key, *(() if folder == FOLDER else ("--dir", folder)))

@@ -33,8 +33,8 @@ from peer.ui.lines import sink
 from peer.ui.names import LONGEST, harmless_name
 from peer.ui.text import clean, typed
 from protocol.errors import UsageError
-from protocol.ledger import invitations
-from protocol.ledger.invitations import Ticket
+from protocol.ledger import access
+from protocol.ledger.access import Ticket
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 
@@ -245,7 +245,7 @@ async def _run(peer: Peer, beside: Coroutine[Any, Any, None]) -> None:
 
 def _check_ticket(ticket: Ticket | None, manifest: Manifest, peer: str) -> None:
     """Raises UsageError where an invitation was changed on its way; whether an operator signed it, and it still holds, is for the nodes."""
-    why = None if ticket is None else invitations.why_invalid(manifest, ticket.joined(peer), 0.0, (ticket.operator,))
+    why = None if ticket is None else access.why_invalid(manifest, ticket.joined(peer), 0.0, (ticket.operator,))
     if why is not None:
         raise UsageError(f"RUN: {why}; copy the whole line, or ask for a new one")
 

@@ -42,7 +42,7 @@ from peer.net.rate_limits import Cooldown
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import short_peer
-from protocol.run import corpus, data_order
+from protocol.run import corpus
 from protocol.run.corpus import CorpusIndex, Extent
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints
@@ -191,7 +191,7 @@ class FetchedText:
         self._patience = access.patience
         self._mirrors = mirrors
         self._dtype = np.dtype(f"<u{index.id_bytes}")
-        self._lookahead = Lookahead(-(-blob_hash.RANGE // index.stride))
+        self._lookahead = Lookahead(-(-blob_hash.RANGE_BYTES // index.stride))
         self._expected: list[range] = []
         self._read: dict[range, int] = {}
         self._began: float | None = None
@@ -268,7 +268,7 @@ class FetchedText:
         """Returns the bytes of all extents, None if some are not here after all."""
         out = bytearray()
         for extent in extents:
-            begin = extent.ranges.start * blob_hash.RANGE
+            begin = extent.ranges.start * blob_hash.RANGE_BYTES
             self._store.touch(Place(extent.name, extent.size, -1))
             pieces = [self._store.read(Place(extent.name, extent.size, index)) for index in extent.ranges]
             if not all(pieces):
@@ -277,7 +277,7 @@ class FetchedText:
         return bytes(out)
 
     def _extents(self, slots: range) -> Iterator[Extent]:
-        for numbers in data_order.sequences(self._seed, self.index.sequences, slots):
+        for numbers in corpus.sequences(self._seed, self.index.sequences, slots):
             yield from self.index.extents(numbers)
 
     # --- fetching

@@ -1,6 +1,6 @@
 """What a peer trains on: the run's corpus, read from a folder or from elsewhere.
 
-A plan gives a replica a range of slots (protocol/planning/allotment.py). `data_order.sequences`, with the run's seed,
+A plan gives a replica a range of slots (protocol/planning/allotment.py). `corpus.sequences`, with the run's seed,
 says which sequences of the corpus these are; a `Text` gives their ids. A chunk is checked against its name when it is
 read from disk.
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from peer.net.disk import Disk
 from protocol.codec import blob_hash
 from protocol.errors import UsageError, apart
-from protocol.run import corpus, data_order
+from protocol.run import corpus
 from protocol.run.corpus import CHUNKS, INDEX, CorpusIndex, Extent
 from protocol.run.manifest import Manifest
 
@@ -56,7 +56,7 @@ class CorpusReader:
 
     def slots(self, seed: bytes, at: range) -> NDArray[np.int64]:
         """Returns what the slots `at` of a run with this seed read: ids [n, L + 1]. Raises UsageError."""
-        return self.sequences(data_order.sequences(seed, self.index.sequences, at))
+        return self.sequences(corpus.sequences(seed, self.index.sequences, at))
 
     def held_out(self, limit: int) -> NDArray[np.int64]:
         """Returns the first `limit` held-out sequences, whose order is pseudo-random: [n, L + 1]. Raises UsageError."""

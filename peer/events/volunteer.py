@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.wire.announcement import Announcement, ChainReport
-from protocol.wire.evaluation import Evaluation
-from protocol.wire.score import Score
+from protocol.wire.claims import Evaluation, Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from peer.net.blobs.fetching import fetch_named
 from peer.net.node_calls import RosterReader, log_page
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
-from protocol.ledger.validation import BadCommit
+from protocol.ledger.history import BadCommit
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, logfile

@@ -22,13 +22,13 @@ from protocol.codec.sparse import PayloadError
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, apart, shown
 from protocol.identity import short_peer
-from protocol.ledger import part_lists, rules, run_state, validation
+from protocol.ledger import history, part_lists, rules, run_state
+from protocol.ledger.history import BadCommit
 from protocol.ledger.part_lists import BadList, Lists, Parts
 from protocol.ledger.run_state import RunState
-from protocol.ledger.validation import BadCommit
 from protocol.planning import memory
 from protocol.round import comparing, judging
-from protocol.round.notes import Notes
+from protocol.round.comparing import Notes
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 from protocol.wire.bounds import LEAST_COMPARED
@@ -123,7 +123,7 @@ async def verify(
 
     `report` hears of each problem at once. The reading ends at the first commit that cannot be believed. A shard is
     replayed until one of its payloads, or a list of parts that may name one, is missing or wrong, or its state is not what the peers attested; the others go on.
-    Each verdict is recomputed (protocol/round/judging.py). Memory: one commit, the payloads of two rounds, what is in them (protocol/round/notes.py), and the model in arrays that `empty` makes. Raises what `records` raises, except BadCommit.
+    Each verdict is recomputed (protocol/round/judging.py). Memory: one commit, the payloads of two rounds, what is in them (protocol/round/comparing.py), and the model in arrays that `empty` makes. Raises what `records` raises, except BadCommit.
     """
     done = Verification()
     outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta, empty=empty)
@@ -140,7 +140,7 @@ async def verify(
             raw = await anext(records, None)
             if raw is None:
                 break
-            commit = validation.follow(manifest, done.head, raw).commit
+            commit = history.follow(manifest, done.head, raw).commit
         except BadCommit as error:
             problem(0 if done.head is None else done.head.round + 1, None, f"the commit {error}")
             break
@@ -238,7 +238,7 @@ async def _unjust(before: RunState, commit: Commit, kept: _Kept) -> str | None:
         def why() -> str | None:
             updates = {c.replica: judging.held(manifest, c, kept.read, kept.notes.known) for c in commit.contributions}
             earlier = tuple(judging.held(manifest, c, kept.read, kept.notes.known) for c in last)
-            return judging.why_unjust(manifest, commit, updates, judging.Before(before.medians, earlier), trial)
+            return judging.why_unjust(manifest, commit, updates, judging.PreviousRound(before.medians, earlier), trial)
 
         return await asyncio.to_thread(why)
     except (BadPayload, BadList, PayloadError, RemoteError, KeyError):

@@ -21,11 +21,10 @@ from peer.net.base import MAX_TTL, Clock, Transport, Validate
 from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.run.manifest import Manifest
-from protocol.wire import endpoints, sealed
-from protocol.wire.announcement import Announcement
+from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import MOST_LOOKED_UP, Announcement
 from protocol.wire.decree import Board
 from protocol.wire.plan import Plan
-from protocol.wire.roster import MOST_LOOKED_UP
 
 T = TypeVar("T")
 
@@ -40,7 +39,7 @@ FIND_SECONDS = 5.0
 async def announcements(transport: Transport, run: str) -> dict[str, Announcement]:
     """Returns the signed announcements for `run` in the DHT, by peer id. Raises RemoteError."""
     records = await transport.get(endpoints.announcements_key(run))
-    found = {subkey: sealed.unseal_announcement(record, subkey, run) for subkey, record in records.items()}
+    found = {subkey: encoding.unseal_announcement(record, subkey, run) for subkey, record in records.items()}
     return {peer: announcement for peer, announcement in found.items() if announcement is not None}
 
 
@@ -278,7 +277,7 @@ class Directory(Contacts):
                 self._said, said_at = self.announcement, self._clock.steady()
                 serial = max(serial + 1, int(1000 * self._clock.wall()))  # the time of day may go back
                 self._serial = serial
-                self.sealed = sealed.seal(self._identity, dataclasses.replace(self._said, serial=serial))
+                self.sealed = encoding.seal(self._identity, dataclasses.replace(self._said, serial=serial))
                 tell(self.sealed)
             await asyncio.sleep(PUBLISH_SECONDS)
 
@@ -352,6 +351,6 @@ def valid_record(run: str) -> Validate:
     """Returns a check that a DHT record is an announcement for `run`, signed by the peer of its subkey."""
 
     def valid(key: str, subkey: str, value: bytes) -> bool:
-        return key == endpoints.announcements_key(run) and sealed.unseal_announcement(value, subkey, run) is not None
+        return key == endpoints.announcements_key(run) and encoding.unseal_announcement(value, subkey, run) is not None
 
     return valid

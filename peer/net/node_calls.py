@@ -1,4 +1,4 @@
-"""Calls to bootstrap nodes: for the roster (protocol/wire/roster.py), the log, and the operators' decrees.
+"""Calls to bootstrap nodes: for the roster (protocol/wire/announcement.py), the log, and the operators' decrees.
 
 Announcements count only with their peers' signatures.
 """
@@ -11,10 +11,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from peer.net.base import Transport, call
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.wire import encoding, endpoints, framing, sealed
-from protocol.wire.announcement import Announcement
+from protocol.wire import encoding, endpoints, framing
+from protocol.wire.announcement import Announcement, Lookup, Roster, RosterRequest
 from protocol.wire.decree import Motion, Motions
-from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.session import LogRequest
 
 CALL_SECONDS = 10.0
@@ -96,7 +95,7 @@ async def look_up_peers(
 def believed(raw: bytes, run: str) -> Announcement | None:
     """The announcement in an envelope, or None where it is none of `run` signed by its peer."""
     try:
-        peer, message = sealed.unseal(raw)
+        peer, message = encoding.unseal(raw)
     except encoding.MessageError:
         return None
     if not isinstance(message, Announcement) or message.peer != peer or message.run != run:

@@ -33,7 +33,7 @@ from peer.net.rate_limits import Rate, TokenBucket, TokenBuckets
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import encoding, endpoints
-from protocol.wire.dial_back import MOST_PORTS, Dialled, DialMe
+from protocol.wire.announcement import MOST_PORTS, Dialled, DialMe
 
 ANSWER_SECONDS = 10.0
 MOST_ANSWERED = 1024

@@ -18,10 +18,9 @@ from peer.events import Event, Sink
 from peer.net.address import host_of, is_link_local, is_loopback
 from peer.ui.names import Names
 from peer.ui.text import blocks, called, cleaned, clock, count, duration, mean_loss, rate, readable, schedule_of, size
+from protocol.wire.claims import Evaluation, Score
 from protocol.wire.commit import Commit, LeftOut
 from protocol.wire.decree import Decree
-from protocol.wire.evaluation import Evaluation
-from protocol.wire.score import Score
 
 MARKS = {"info": "·", "good": "✓", "warning": "!", "error": "✗"}
 """How a line begins, by its level."""

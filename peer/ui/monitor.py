@@ -1,7 +1,7 @@
 """Watches a run without taking part: reads the log of commits and the announcements, and tells them as events.
 
 Nobody is believed. Every commit must have enough votes and follow the one before it
-(protocol/ledger/validation.py), and every announcement must be signed by its peer. A peer announces itself every few
+(protocol/ledger/history.py), and every announcement must be signed by its peer. A peer announces itself every few
 seconds only, so the steps that it tells are a sample.
 
 A node that is lost is looked for and dialled again as peers do it (peer/net/directory.py). What is known is as old as the last answer
@@ -25,8 +25,8 @@ from peer.net.directory import Contacts, announcements
 from peer.net.node_calls import RosterReader
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.ledger import board, schedule, validation
-from protocol.ledger.validation import BadCommit
+from protocol.ledger import board, history, schedule
+from protocol.ledger.history import BadCommit
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.announcement import Announcement
@@ -174,7 +174,7 @@ class Monitor:
             before = None if self.head is None else self.head.commit
             self._members = self.manifest.first_members if before is None else before.members
             try:
-                self.head = validation.follow(self.manifest, before, raw)
+                self.head = history.follow(self.manifest, before, raw)
             except BadCommit as error:
                 self._answers[node] = False
                 round = 0 if before is None else before.round + 1

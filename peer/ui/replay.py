@@ -11,8 +11,8 @@ from peer.events import Event, Sink
 from peer.log import reader
 from peer.ui import monitor
 from protocol.errors import UsageError
-from protocol.ledger import validation
-from protocol.ledger.validation import BadCommit
+from protocol.ledger import history
+from protocol.ledger.history import BadCommit
 from protocol.run.manifest import Manifest
 from protocol.wire import logfile
 from protocol.wire.commit import Commit
@@ -68,7 +68,7 @@ class Replay:
         before: Commit | None = None
         try:
             async for raw in reader.Folder(self._file.parent).records(lambda note: None):
-                record = validation.follow(self._manifest, before, raw)
+                record = history.follow(self._manifest, before, raw)
                 before = record.commit
                 for event in monitor.told(record):
                     yield event

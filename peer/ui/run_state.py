@@ -14,14 +14,13 @@ from peer.ui.lines import Note, describe
 from peer.ui.names import Names
 from peer.ui.text import LONGEST, blocks, called, cleaned, mean_loss, readable
 from peer.ui.utilization import Bottleneck, bottleneck
-from protocol.ledger.witnesses import Witnesses
 from protocol.planning import memory
-from protocol.round import attestations
+from protocol.round.attestations import RoundAttestations, Witnesses
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import NODE_DEVICE, Announcement, ChainReport
+from protocol.wire.claims import Evaluation
 from protocol.wire.commit import Diverged
-from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import extend
 
@@ -508,6 +507,6 @@ class View:
         if latest is None:
             return
         found = self._attests[latest]
-        shards, right = layout.shard_names(self.manifest.model), attestations.majority(found, self._witnesses.weights())
-        wrong = tuple(d for d in attestations.diverged(found, right, ties=True) if d.shard in shards)
+        shards, of_round = layout.shard_names(self.manifest.model), RoundAttestations(self._witnesses.weights(), found)
+        wrong = tuple(d for d in of_round.diverged(ties=True) if d.shard in shards)
         self.compared = Comparison(latest, len(found), wrong)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from peer.ui.names import LONGEST, harmless_name
-from protocol.wire import sealed
+from protocol.wire import encoding
 from protocol.wire.announcement import Announcement
 from tests import crowd
 from tests.docs.browser import NAMES, Browser
@@ -61,7 +61,7 @@ def spoil(node: crowd.Node) -> None:
     node.hear(2)
     who = next(iter(node.made.keys.values()))
     about = Announcement(run=node.made.manifest.run_id, peer=who.peer_id, serial=2**40, name=MOST)
-    assert node.heard.add(who.peer_id, sealed.seal(who, about)) is None
+    assert node.heard.add(who.peer_id, encoding.seal(who, about)) is None
 
 
 def said(*words: object) -> str:

@@ -10,9 +10,8 @@ import pytest
 
 from peer import events
 from peer.node.orders import Result
-from protocol.wire import encoding, sealed
-from protocol.wire.announcement import Announcement, ChainReport, Means
-from protocol.wire.roster import Lookup, Roster
+from protocol.wire import encoding
+from protocol.wire.announcement import Announcement, ChainReport, Lookup, Means, Roster
 from protocol.wire.schema import extend
 from tests.volunteers import Noise, Swarm, manifest
 
@@ -67,7 +66,9 @@ def test_a_member_of_a_chain_announces_what_it_measured(tmp_path: Path) -> None:
                 assert isinstance(answer, Roster)
                 sealed_ones = answer.announcements
                 return (
-                    sealed.unseal_announcement(sealed_ones[0], peer.id, swarm.manifest.run_id) if sealed_ones else None
+                    encoding.unseal_announcement(sealed_ones[0], peer.id, swarm.manifest.run_id)
+                    if sealed_ones
+                    else None
                 )
 
             def telling(manifest: Any, peer: str, *rest: Any) -> Noise:

@@ -71,7 +71,7 @@ async def fetch_named(transport: Transport, peer: str, name: str, *, limit: int,
             raise RemoteError(peer, f"{what}: {size} bytes; at most {limit} are taken")
         data = bytearray()
         while len(data) < size:
-            piece = await stream.recv(blob_hash.RANGE, timeout=timeout)
+            piece = await stream.recv(blob_hash.RANGE_BYTES, timeout=timeout)
             if not piece or len(data) + len(piece) > size:
                 raise RemoteError(peer, f"{what}: it sent another number of bytes than it said; ask another node")
             data += piece
@@ -197,7 +197,7 @@ class Job:
     @property
     def came(self) -> int:
         """Bytes of a large blob that are here, to a range."""
-        return max(0, self.size - blob_hash.RANGE * len(self.part.missing)) if self.part is not None else 0
+        return max(0, self.size - blob_hash.RANGE_BYTES * len(self.part.missing)) if self.part is not None else 0
 
     def is_missing(self, index: int) -> bool:
         return self.data is None if self.part is None else index in self.part.missing
@@ -223,7 +223,7 @@ class Job:
         if mine or not self.asked:
             return None
         index, since = min(self.asked.items(), key=lambda item: item[1])
-        late = now() - since - 4 * speed.expected(blob_hash.RANGE)
+        late = now() - since - 4 * speed.expected(blob_hash.RANGE_BYTES)
         return index if late > OVERDUE_SECONDS else None
 
     def ask(self, mine: deque[int], index: int) -> None:
@@ -343,8 +343,10 @@ class Fetcher:
             return
         if not blob_hash.is_name(name.removesuffix(LEAVES) if place is not None else name):  # it becomes a path
             raise RemoteError("nobody", "blob: its name is not 64 hexadecimal digits; nothing is fetched")
-        if not 0 <= size <= blob_hash.MAX_BLOB:
-            raise RemoteError("nobody", f"blob {name[:12]}: {size} bytes; at most {blob_hash.MAX_BLOB} are fetched")
+        if not 0 <= size <= blob_hash.MAX_BLOB_BYTES:
+            raise RemoteError(
+                "nobody", f"blob {name[:12]}: {size} bytes; at most {blob_hash.MAX_BLOB_BYTES} are fetched"
+            )
         task = self._running.get(name)
         if task is None:
             job = Job(name, size, place, round, check, streams, all_asked or asyncio.Event())
@@ -378,7 +380,7 @@ class Fetcher:
     async def _fetch(self, job: Job, holders: Sequence[str], owner: str) -> None:
         async def turn() -> None:
             if job.name not in self._begun:
-                if job.size > blob_hash.WHOLE:
+                if job.size > blob_hash.WHOLE_BYTES:
                     job.resume(await asyncio.to_thread(self._store.part, job.name, job.size))
                 self._begun[job.name] = job
             if not job.done.is_set():
@@ -399,7 +401,7 @@ class Fetcher:
         insisted: set[str] = set()
         waiting, busy, more = self._holders.order(holders, job.size), deque[str](), deque[str]()
         workers: dict[asyncio.Task[list[str]], Asked] = {}
-        parallel = min(MAX_HOLDERS, 1 + len(job.todo) * blob_hash.RANGE // BYTES_PER_HOLDER)
+        parallel = min(MAX_HOLDERS, 1 + len(job.todo) * blob_hash.RANGE_BYTES // BYTES_PER_HOLDER)
         last: RemoteError | None = None
         done, known = asyncio.create_task(job.done.wait()), asyncio.create_task(job.known.wait())
         try:
@@ -520,7 +522,7 @@ class Fetcher:
             self._holders.gave(peer)
             if leaves:
                 await self._learn(
-                    job, peer, await self._answer(stream, blob_hash.LEAF * blob_hash.count(job.size)), what
+                    job, peer, await self._answer(stream, blob_hash.LEAF_BYTES * blob_hash.count(job.size)), what
                 )
             await self._take(stream, job, holder, what, waited)
             usable = job.part is None and not mine
@@ -597,7 +599,7 @@ class Fetcher:
                 continue
             index = mine[0]
             begin, end = (0, job.size) if job.part is None else blob_hash.span(job.size, index)
-            data = await self._answer(stream, blob_hash.WHOLE)
+            data = await self._answer(stream, blob_hash.WHOLE_BYTES)
             time = now()
             if not measured:
                 measured = True

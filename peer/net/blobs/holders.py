@@ -61,7 +61,7 @@ class Speed:
         """Ranges to ask for ahead of time: 1.5 round trips' worth, and SLACK_RANGES."""
         if not self.seconds_per_byte:
             return DEPTH[0]
-        ahead = SLACK_RANGES + math.ceil(1.5 * self.latency / (self.seconds_per_byte * blob_hash.RANGE))
+        ahead = SLACK_RANGES + math.ceil(1.5 * self.latency / (self.seconds_per_byte * blob_hash.RANGE_BYTES))
         return max(DEPTH[0], min(DEPTH[1], ahead))
 
 
