@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from peer import events
-from peer.net.base import Transport
-from peer.net.clock import Clock
+from peer.net.base import Clock, Transport
 from peer.net.network import Network
 from peer.net.uplink import Uplink
 

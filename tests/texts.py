@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.corpus.reader import CHUNKS, INDEX
 from peer.corpus.sources import Unit
+from peer.corpus.text import CHUNKS, INDEX
 from peer.node.audit import HeldOutText
 from protocol.codec import blob_hash
 from protocol.run import corpus

@@ -15,13 +15,12 @@ import numpy as np
 
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
-from bootstrap.service import serve_bootstrap
 from peer.chain.reading import StopSign
 from peer.corpus.text import Text
 from peer.events import Emitter, Event
 from peer.net import directory
 from peer.net.base import Transport, Validate
-from peer.net.disk import LocalDisk, Piece
+from peer.net.disk import Disk, Piece
 from peer.net.memory import MemoryNetwork
 from peer.node.audit import held_out_text
 from peer.node.peer import Factories, Peer
@@ -104,7 +103,7 @@ class Noise(InnerLoop):
         return [(array, None) for array in noise(self.manifest.model, self.peer, self.round, shard)]
 
 
-class QuickDisk(LocalDisk):
+class QuickDisk(Disk):
     """Nothing here loses power."""
 
     def write(self, path: Path, *pieces: Piece, sync: bool = True, **options: Any) -> None:
@@ -177,8 +176,8 @@ class Swarm:
         self.archive.save_tokenizer(self.tokenizer)
         self.boot = self.network.transport(tiny.OPERATOR.peer_id, directory.valid_record(self.manifest.run_id))
         emit = Emitter("bootstrap", self._hear(self.events))
-        self.machine = BootstrapNode(self.manifest, tiny.OPERATOR, self.boot, self.archive, emit)
-        self.node = asyncio.create_task(serve_bootstrap(self.machine, self.boot, emit, self.relay_bps))
+        self.machine = BootstrapNode(tiny.OPERATOR, self.boot, self.archive, emit)
+        self.node = asyncio.create_task(self.machine.serve(self.relay_bps))
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from peer.chain.frames import NeighbourLost
 from peer.chain.link import LIVENESS, Liveness, keep_alive
 from peer.net.base import REQUEST_SECONDS, Stream
-from peer.net.cooldown import Cooldown
 from peer.net.network import Network
+from peer.net.rate_limits import Cooldown
 from peer.net.striped_stream import STRIPES, StripedStream
 from protocol.errors import RemoteError
 from protocol.identity import short_peer

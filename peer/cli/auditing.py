@@ -15,7 +15,7 @@ from pathlib import Path
 
 from peer import events
 from peer.events import Emitter, json_sink
-from peer.net import children, keyfile
+from peer.net import keyfile, processes
 from peer.net.address import host_of, is_loopback
 from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
 from protocol.errors import PotluckError
@@ -125,7 +125,7 @@ async def _end(child: asyncio.subprocess.Process, patience: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(_rest(child), patience)
     if child.returncode is None:
-        children.send(child)
+        processes.send_signal(child)
         await _rest(child)
 
 

@@ -19,10 +19,10 @@ from peer.cli.auditing import audit_beside, auditor
 from peer.cli.options import Announce, Dir, Host, Json, LogFile, Port, with_options
 from peer.events import Emitter
 from peer.log import reader
-from peer.net import descriptors, keyfile
+from peer.net import keyfile, processes
 from peer.net.address import parse, peers_of
 from peer.net.base import Transport
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.node.open_run import (
     FIRST_PAUSE_SECONDS,
     KEY,
@@ -45,7 +45,7 @@ from protocol.run.manifest import Manifest
 
 if TYPE_CHECKING:
     from bootstrap.archive import Archive
-    from peer.corpus.reader import CorpusReader
+    from peer.corpus.text import CorpusReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def _whole_corpus(folder: Path, manifest: Manifest) -> CorpusReader:
     """The run's corpus in `folder`. Raises UsageError where it is another one, or not all there."""
     from peer.corpus.text import open_corpus
 
-    found = open_corpus(folder, LocalDisk(), manifest)
+    found = open_corpus(folder, Disk(), manifest)
     found.require_whole(f"--corpus {folder}")
     return found
 
@@ -170,7 +170,6 @@ async def serve(read: Callable[[], NodeConfig]) -> None:
     """`potluck bootstrap`."""
     from bootstrap.archive import Archive
     from bootstrap.node import BootstrapNode
-    from bootstrap.service import serve_bootstrap
     from peer.corpus.tokenizer import check_document_end
     from protocol.round.leader_events import Question
 
@@ -192,7 +191,7 @@ async def serve(read: Callable[[], NodeConfig]) -> None:
                 " corpus, which has it; or --initial-peer with the address of a node that has it"
             )
         emit = _remembering(Emitter("bootstrap", sink(config.json)), folder, manifest)
-        if (too_low := descriptors.raise_limit()) is not None:
+        if (too_low := processes.raise_file_limit()) is not None:
             emit(events.Warning(text=too_low))
         if not archive.records and (odd := schedule.misfit(manifest)) is not None:
             emit(events.Warning(text=odd))
@@ -203,14 +202,12 @@ async def serve(read: Callable[[], NodeConfig]) -> None:
             together = config.relay_bps * len(manifest.operators)  # others are taken to allow as much
             auditors = frozenset({auditor(folder)} if config.audit else ())
             answer = functools.partial(Question.answer, relay_bps=together)
-            node = BootstrapNode(
-                manifest, identity, transport, archive, emit, config.others, answer=answer, auditors=auditors
-            )
+            node = BootstrapNode(identity, transport, archive, emit, config.others, answer=answer, auditors=auditors)
             async with running.shown_alive(folder), asyncio.TaskGroup() as group:
                 auditing = config.audit and group.create_task(
                     audit_beside(folder, manifest.run_id, transport.addresses, emit)
                 )
-                await serve_bootstrap(node, transport, emit, config.relay_bps)  # until the operators dismiss it
+                await node.serve(config.relay_bps)  # until the operators dismiss it
                 if auditing:
                     auditing.cancel()
         finally:

@@ -46,7 +46,7 @@ async def _build(options: BuildOptions, say: Callable[[str], None]) -> None:
     from peer.corpus import build as corpora
     from peer.corpus import sources
     from peer.corpus.tokenizer import with_end
-    from peer.net.disk import LocalDisk
+    from peer.net.disk import Disk
 
     tokenizer = tokenizer_file(options.tokenizer)
     request = corpora.Request(
@@ -62,7 +62,7 @@ async def _build(options: BuildOptions, say: Callable[[str], None]) -> None:
     )
     stop = threading.Event()
     try:
-        index = await asyncio.to_thread(corpora.build, request, LocalDisk(), say, stop)
+        index = await asyncio.to_thread(corpora.build, request, Disk(), say, stop)
     except asyncio.CancelledError:
         say("stopping; type the same command again to go on")
         raise
@@ -89,11 +89,11 @@ def tokenizer_file(name: str) -> bytes:
 
 def _show(folder: Path, say: Callable[[str], None]) -> None:
     """`potluck data show`. Raises UsageError."""
-    from peer.corpus.reader import CorpusReader
+    from peer.corpus.text import CorpusReader
     from peer.corpus.tokenizer import load_tokenizer
-    from peer.net.disk import LocalDisk
+    from peer.net.disk import Disk
 
-    reader = CorpusReader(folder, LocalDisk())
+    reader = CorpusReader(folder, Disk())
     for line in described(reader.index, folder):
         say(line)
     reader.require_whole(f"corpus {folder}")

@@ -19,11 +19,11 @@ import typer
 from peer.cli import running
 from peer.cli.options import group
 from peer.log import reader
-from peer.net import asking, keyfile
+from peer.net import keyfile, node_calls
 from peer.net.address import parse, peers_of
-from peer.net.asking import CALL_SECONDS
 from peer.net.base import BadAddress, Closed, Timeout, Transport, Unreachable
 from peer.net.blobs import BlobStore
+from peer.net.node_calls import CALL_SECONDS
 from peer.node.open_run import KEY, Door, here, manifest_of, node_folder, parse_run, start_transport
 from peer.ui import log_text
 from peer.ui.names import meant
@@ -285,7 +285,7 @@ async def _decree(
         try:
             manifest = await manifest_of(run, transport)
             node = run.dialled[0]
-            now = await asking.ask(transport, node, Motion())
+            now = await node_calls.send_motion(transport, node, Motion())
             if operator.peer_id not in now.board.names:
                 raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
             if action == DISMISS:
@@ -363,7 +363,7 @@ async def _patiently(transport: Transport, at: Sequence[str], motion: Motion, wh
     loop, began = asyncio.get_running_loop(), math.inf
     while True:
         try:
-            return await asking.ask(transport, peers_of(at)[0], motion)
+            return await node_calls.send_motion(transport, peers_of(at)[0], motion)
         except (Unreachable, Closed, Timeout):
             if loop.time() - began > SILENT_SECONDS:
                 raise

@@ -35,7 +35,7 @@ from peer.cli.findings import (
     not_looked_at,
 )
 from peer.cli.options import Devices, Host
-from peer.net import children
+from peer.net import processes
 from peer.node.open_run import here, parse_run
 from protocol.errors import UsageError
 
@@ -158,7 +158,7 @@ async def _end(child: asyncio.subprocess.Process, seconds: float) -> None:
     """Ends what looks, and all that it has started; it has so many seconds to do that itself."""
     try:
         if child.returncode is None and seconds:
-            children.send(child, signal.SIGTERM)
+            processes.send_signal(child, signal.SIGTERM)
             await _wait(child, seconds)
     finally:
         with contextlib.suppress(ProcessLookupError):

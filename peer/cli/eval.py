@@ -17,8 +17,8 @@ import typer
 
 from peer.cli import running
 from peer.cli.trained import Checkpoints, Choice, Round, Where, replayed, trained
-from peer.net import children
-from peer.net.disk import LocalDisk
+from peer.net import processes
+from peer.net.disk import Disk
 from peer.node.open_run import is_run
 from peer.ui.text import count, size
 from protocol.errors import LocalError, UsageError
@@ -64,11 +64,11 @@ def evaluate(
 
 
 async def _files(choice: Choice, files: Sequence[str], column: str, json: bool) -> None:
-    """Loss, perplexity and bits per byte, as peer/corpus/windows.py defines them. Raises UsageError, LocalError, RemoteError."""
+    """Loss, perplexity and bits per byte, as peer/corpus/tokenizing.py defines them. Raises UsageError, LocalError, RemoteError."""
     import json as jsons
 
     from peer.corpus import sources
-    from peer.corpus.windows import Read, windows
+    from peer.corpus.tokenizing import Read, windows
     from peer.training import inference
 
     found = [sources.parse(name) for name in files]
@@ -130,7 +130,7 @@ async def _tasks(choice: Choice, tasks: str, with_more: bool) -> None:
                 shutil.copytree(choice.exported, folder)
         else:
             found = await replayed(choice)
-            export.write(found.manifest, found.state, found.tokenizer, folder, LocalDisk())
+            export.write(found.manifest, found.state, found.tokenizer, folder, Disk())
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "lm_eval", "--model", "hf"),
             *("--model_args", f"pretrained={folder},dtype=float32", f"--tasks={tasks}"),
@@ -138,7 +138,7 @@ async def _tasks(choice: Choice, tasks: str, with_more: bool) -> None:
         try:
             code = await process.wait()
         except asyncio.CancelledError:
-            children.send(process, signal.SIGTERM)
+            processes.send_signal(process, signal.SIGTERM)
             await process.wait()
             raise
     if code:

@@ -25,10 +25,9 @@ from peer.cli import running
 from peer.cli.dry_run import REACHED, part_lines
 from peer.cli.findings import BAD, GOOD, OUT_OF_TIME, WARNING, Find, Finding, Options, Time
 from peer.cli.plan import known_by
-from peer.net import children, descriptors, keyfile
-from peer.net.base import ClockWrong, Transport
-from peer.net.clock import Clock
-from peer.net.disk import LocalDisk
+from peer.net import keyfile, processes
+from peer.net.base import Clock, ClockWrong, Transport
+from peer.net.disk import Disk
 from peer.net.relay import RelayedTransport
 from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door, Run, manifest_of, parse_run
@@ -146,7 +145,7 @@ async def _torch(find: Find) -> bool:
         find(Finding("torch", BAD, f"did nothing for {TORCH_SECONDS:g} s", "install PyTorch again"))
         return False
     finally:
-        children.send(child)
+        processes.send_signal(child)
     if child.returncode:
         reason = (complained.decode(errors="replace").strip().splitlines() or [f"exit code {child.returncode}"])[-1]
         find(
@@ -162,9 +161,9 @@ async def _torch(find: Find) -> bool:
 def _files(find: Find) -> None:
     from peer.net import sockets
 
-    too_low = descriptors.raise_limit()
+    too_low = processes.raise_file_limit()
     if too_low is None:
-        find(Finding("open files", GOOD, f"{descriptors.limit():,} at once"))
+        find(Finding("open files", GOOD, f"{processes.open_file_limit():,} at once"))
     else:
         text, remedy = _split(too_low.removeprefix("open files: "))
         find(Finding("open files", WARNING, text, remedy))
@@ -175,7 +174,7 @@ def _files(find: Find) -> None:
 
 def _disk(folder: Path, find: Find) -> bool:
     """Whether there is a folder to write to, which nobody else uses."""
-    disk, probe = LocalDisk(), folder / f".{PROBE}{secrets.token_hex(4)}"
+    disk, probe = Disk(), folder / f".{PROBE}{secrets.token_hex(4)}"
     made = not folder.exists()
     try:
         disk.make_folder(folder)

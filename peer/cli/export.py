@@ -10,7 +10,7 @@ import typer
 from peer.cli import running
 from peer.cli.log import Log
 from peer.cli.trained import Checkpoints, Choice, Round, replayed
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.ui.text import clean
 from protocol.errors import UsageError
 from protocol.run import layout
@@ -35,7 +35,7 @@ async def _export(choice: Choice, out: Path) -> None:
     if out.exists():
         raise UsageError(f"--out {out}: is there already; choose another folder")
     found = await replayed(choice)
-    exports.write(found.manifest, found.state, found.tokenizer, out, LocalDisk())
+    exports.write(found.manifest, found.state, found.tokenizer, out, Disk())
     digest = layout.state_digest(found.manifest.model, found.state.digests)
     by = (
         "as the log gives it" if found.is_checked else "as the checkpoint has it: no later round says what it should be"

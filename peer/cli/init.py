@@ -18,7 +18,7 @@ from peer.cli import running
 from peer.cli.data import tokenizer_file
 from peer.cli.plan import read_peers
 from peer.net import keyfile
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.node.open_run import KEY
 from peer.ui.text import clean, count, duration, number, size, typed
 from protocol import identity
@@ -170,7 +170,7 @@ async def _init(options: InitOptions, say: Callable[[str], None]) -> None:
     candidates = read_peers(options.peers) if options.peers is not None else ()
     text = options.corpus if options.corpus is not None else folder / CORPUS
     index = _index(text) if options.corpus is not None else await _build(options, preset, folder, say)
-    disk = LocalDisk()
+    disk = Disk()
     try:
         check_amount(options, preset, index)
     except UsageError:
@@ -194,9 +194,9 @@ async def _init(options: InitOptions, say: Callable[[str], None]) -> None:
 
 
 def _index(folder: Path) -> CorpusIndex:
-    from peer.corpus.reader import CorpusReader
+    from peer.corpus.text import CorpusReader
 
-    reader = CorpusReader(folder, LocalDisk())
+    reader = CorpusReader(folder, Disk())
     reader.require_whole(f"--corpus {folder}")
     return reader.index
 
@@ -219,7 +219,7 @@ async def _build(options: InitOptions, preset: Preset, folder: Path, say: Callab
     stop = threading.Event()
     say(f"text: {', '.join(map(str, found))}")
     try:
-        return await asyncio.to_thread(build.build, request, LocalDisk(), say, stop)
+        return await asyncio.to_thread(build.build, request, Disk(), say, stop)
     except asyncio.CancelledError:
         say("stopping; type the same command again to go on")
         raise
@@ -230,9 +230,9 @@ async def _build(options: InitOptions, preset: Preset, folder: Path, say: Callab
 async def _tokenizer(folder: Path, found: tuple[Source, ...], preset: Preset, say: Callable[[str], None]) -> bytes:
     """The tokenizer that was made for this text; it is made if it is not there. Raises UsageError."""
     from peer.corpus.tokenizer import parse_tokenizer, vocabulary
-    from peer.corpus.training import train_tokenizer
+    from peer.corpus.tokenizing import train_tokenizer
 
-    path, disk = folder / TOKENIZER, LocalDisk()
+    path, disk = folder / TOKENIZER, Disk()
     if not path.exists():
         say(f"tokenizer: {preset.vocab_size:,} ids are made from the text")
         raw = await asyncio.to_thread(train_tokenizer, found, preset.vocab_size)

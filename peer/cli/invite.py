@@ -15,7 +15,7 @@ import typer
 
 from peer.cli import running
 from peer.cli.decrees import FOLDER, OwnRun, own_key
-from peer.net import asking
+from peer.net import node_calls
 from peer.node.open_run import Door, here, manifest_of, node_folder, parse_run, start_transport
 from peer.node.open_run import Run as Found
 from peer.ui.text import clean, typed
@@ -71,7 +71,7 @@ async def _operators(run: Found, peer: str) -> tuple[Manifest, tuple[str, ...]]:
         transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
         try:
             manifest = await manifest_of(run, transport)
-            now = await asking.operating(transport, run.dialled[0])
+            now = await node_calls.ask_operators(transport, run.dialled[0])
             return manifest, now.board.names
         finally:
             await transport.aclose()

@@ -17,12 +17,12 @@ from peer.cli import own_folder, running
 from peer.cli.options import Announce, Devices, Dir, Host, Json, LogFile, Port, with_options
 from peer.cli.pauses import Look, Pauses, by_hours, while_busy
 from peer.events import Emitter
-from peer.net import bandwidth, descriptors, keyfile, known_line
-from peer.net.base import Transport, TransportLost
-from peer.net.clock import Clock
-from peer.net.disk import LocalDisk
-from peer.net.line import Downlink, measured_downlink
-from peer.net.own_addresses import interface_hosts
+from peer.net import bandwidth, keyfile, processes
+from peer.net.address import interface_hosts
+from peer.net.bandwidth import Measurement
+from peer.net.base import Clock, Transport, TransportLost
+from peer.net.disk import Disk
+from peer.net.link_monitor import measured_downlink, read_rates
 from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door, manifest_again, manifest_of, parse_run, read_announced
 from peer.node.pausing import Hours
@@ -57,7 +57,7 @@ def joining(
     memory: Annotated[str, typer.Option(help='Memory to offer, such as "8GB"; auto: most of what is free.')] = "auto",
     up: Annotated[str | None, typer.Option(help='Uplink to announce, such as "20Mbps" (default: measured).')] = None,
     down: Annotated[
-        str | None, typer.Option(help='Downlink to announce, such as "100Mbps" (default: measured).')
+        str | None, typer.Option(help='Measurement to announce, such as "100Mbps" (default: measured).')
     ] = None,
     up_limit: Annotated[
         str | None,
@@ -151,13 +151,13 @@ async def join(read: Callable[[], JoinConfig], factories: Factories | None = Non
     emit = Emitter(key.peer_id, sink(config.json, own=True))
     announced = read_announced(config.door.announce, config.door.port, key.peer_id)
     known: tuple[Manifest, Hardware] | None = None
-    downlink: Downlink | None = None
+    downlink: Measurement | None = None
 
     def warn(text: str) -> None:
         emit(events.Warning(text=text))
 
     async def meanwhile(transport: Transport) -> None:
-        """A line's two ways are measured over two connections (peer/net/line.py): the first one ends with this transport, most often."""
+        """A line's two ways are measured over two connections (peer/net/link_monitor.py): the first one ends with this transport, most often."""
         nonlocal downlink
         if known is not None and config.down_bps is None and downlink is None:
             downlink = await _measured(transport, known[0], folder)
@@ -209,7 +209,7 @@ async def join(read: Callable[[], JoinConfig], factories: Factories | None = Non
     clock = Clock() if factories is None else factories.clock
     storage = Storage(folder, config.store_bytes)
     try:
-        if (too_low := descriptors.raise_limit()) is not None:
+        if (too_low := processes.raise_file_limit()) is not None:
             warn(too_low)
         async with running.shown_alive(folder):
             await Pauses(_looks(config, clock), emit, freed=devices_here.free).between(take_part)
@@ -224,12 +224,12 @@ def _hardware(config: JoinConfig) -> Hardware:
     return Hardware.find(config.devices, config.memory_bytes)
 
 
-async def _measured(transport: Transport, manifest: Manifest, folder: Path) -> Downlink | None:
+async def _measured(transport: Transport, manifest: Manifest, folder: Path) -> Measurement | None:
     """Our downlink, where the peer in `folder` does not know it from before."""
     clock = Clock()
-    if known_line.read(LocalDisk(), folder, interface_hosts(), clock.wall()).down_bps is not None:
+    if read_rates(Disk(), folder, interface_hosts(), clock.wall()).down_bps is not None:
         return None
-    most = bandwidth.worth(4 * layout.total_parameters(manifest.model))
+    most = bandwidth.probe_bytes(4 * layout.total_parameters(manifest.model))
     return await measured_downlink(transport, manifest.operators, clock, most)
 
 

@@ -18,7 +18,7 @@ from peer.config import cache_folder
 from peer.log import reader
 from peer.net import keyfile
 from peer.net.blobs import BlobStore
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.node.open_run import KEY, Door, here, manifest_of, parse_run, run_in, start_transport
 from peer.ui import log_text
 from peer.ui.contributors import contributors, own_lines, table_lines
@@ -201,6 +201,6 @@ def room_for(spec: ModelSpec) -> Empty:
     shards = [layout.shard_bytes(spec, shard) for shard in layout.shard_names(spec)]
     if sum(shards) + max(shards) <= device.memory_budget("cpu"):
         return in_memory
-    disk, folder = LocalDisk(), cache_folder()
+    disk, folder = Disk(), cache_folder()
     disk.make_folder(folder)
     return functools.partial(disk.arrays, folder)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from peer.log import reader
 from peer.net.base import Transport, TransportLost
 from peer.net.blobs import BlobStore
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.node.open_run import tokenizer_bytes
 from peer.ui.text import typed
 from protocol.errors import RemoteError, UsageError
@@ -37,7 +37,7 @@ async def keep(
 ) -> None:
     """Writes the manifest into the peer's folder, and the tokenizer, if the peer may come to hold the whole model. Where none of the `nodes` gives the
     tokenizer now, it is asked again at the next start. Raises UsageError where the disk refuses."""
-    disk, folder = LocalDisk(), machine.config.folder
+    disk, folder = Disk(), machine.config.folder
     disk.write(folder / logfile.MANIFEST, manifest.to_bytes())
     if not budget.holds_whole(manifest, machine.hardware.budget) or _is_the_runs(folder, manifest):
         return

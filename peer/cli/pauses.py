@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from peer import events
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.node.pausing import Busy, Hours, OtherPrograms, Use
 
 LOOK_SECONDS = 5.0

@@ -52,8 +52,7 @@ class Writer:
 
     def text(self, ids: Sequence[int]) -> Iterator[str]:
         """What follows `ids`, piece by piece, harmless to a terminal; up to where the model ends it. Raises LocalError."""
-        from peer.corpus.decoding import Decoder
-        from peer.corpus.tokenizer import end_of_text
+        from peer.corpus.tokenizer import Decoder, end_of_text
         from peer.training import inference
 
         decoder, end = Decoder(self.model.tokenizer, ids), end_of_text(self.model.tokenizer)

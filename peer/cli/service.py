@@ -18,7 +18,7 @@ import typer
 from peer.cli import bootstrap, join, running, units
 from peer.cli.options import group, with_options
 from peer.config import home, user_name
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.node.config import JoinConfig
 from peer.ui.text import typed as as_typed
 from protocol.errors import LocalError, UsageError
@@ -148,8 +148,8 @@ class Systemd(Service):
 
     def install(self, command: list[str], folder: Path) -> None:
         text = units.systemd(command, Path.cwd(), folder)
-        LocalDisk().make_folder(self.file.parent)
-        LocalDisk().write(self.file, text.encode())
+        Disk().make_folder(self.file.parent)
+        Disk().write(self.file, text.encode())
         try:
             _ask("systemctl", "--user", "daemon-reload")
             _ask("systemctl", "--user", "enable", self.file.name)
@@ -185,8 +185,8 @@ class Launchd(Service):
     def install(self, command: list[str], folder: Path) -> None:
         if self.file.exists():
             self.remove()
-        LocalDisk().make_folder(self.file.parent)
-        LocalDisk().write(self.file, units.launchd(self.name, command, Path.cwd()))
+        Disk().make_folder(self.file.parent)
+        Disk().write(self.file, units.launchd(self.name, command, Path.cwd()))
         try:
             _ask("launchctl", "bootstrap", _domain(), str(self.file))
         except LocalError:

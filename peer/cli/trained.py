@@ -11,7 +11,7 @@ import typer
 
 from peer.cli import own_folder
 from peer.cli.log import log_of, room_for
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.node.open_run import here, run_in
 from peer.ui.text import clean, typed
 from protocol.errors import LocalError, UsageError
@@ -135,7 +135,7 @@ async def trained(choice: Choice) -> Trained:
     if (folder := choice.exported) is not None:
         if choice.round is not None or choice.checkpoints:
             raise UsageError(f"model {folder}: is of one round; give it without --round and --checkpoint")
-        there = export.read(folder, LocalDisk(), room_for)
+        there = export.read(folder, Disk(), room_for)
         name, round, window = there.name, there.round, there.sequence
         spec, theta, raw = there.spec, there.theta, there.tokenizer
     elif own_folder.checkpoints(Path(choice.where)):

@@ -1,7 +1,7 @@
-"""The rows of a file, as its format says and not as its values look: the text is a string, or there is none (null).
+"""The rows of a file, by its format: the text is a string, or missing (null).
 
-Whatever else is in the column makes a bad row, which has a number, and in a file of lines a line; both count from 1. Where a format cannot be
-read on behind what is wrong with it, UsageError is raised.
+Other values make a bad row, which is named by its number and, in a file of lines, its line; both count from 1. An error
+behind which a format cannot be read raises UsageError.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from protocol.errors import UsageError
 MOST_ROW_BYTES = 1 << 28
 """A row has to fit into memory; a longer document is a file of its own."""
 _BATCH_ROWS = 64
-_NAMES: dict[type, str] = {bool: "true or false", float: "a number", list: "a list", dict: "an object"}
+_NAMES: dict[type, str] = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A row's text, None where it has none; or what is wrong with it."""
 
-    place: str
-    """`row 3`, or `row 3, line 4`."""
+    place: str  # `row 3`, or `row 3, line 4`.
     text: str | None = None
     bad: str = ""
 
@@ -134,10 +133,10 @@ def _of_object(value: Any, column: str, place: str) -> Row:
         return Row(place, bad=f"has no column {column}; it has {there or 'none'}: name one with --column")
     if column in value.twice:
         return Row(place, bad=f"has the column {column} twice")
-    return _of_value(value[column], column, place)
+    return of_value(value[column], column, place)
 
 
-def _of_value(text: object, column: str, place: str) -> Row:
+def of_value(text: object, column: str, place: str) -> Row:
     if text is None:
         return Row(place)
     if not isinstance(text, str):
@@ -308,15 +307,10 @@ def _table(file: File, column: str, first: int) -> Iterator[Row]:
                     yield _of_bytes(value, column, f"row {number}")
         except UsageError:
             raise
-        except OSError as error:
-            reason = error.strerror or first_line(error)
-            raise refused(
-                file, f"behind row {number}: {reason}; it must be whole {file.format}: get it again"
-            ) from None
         except Exception as error:  # whatever pyarrow raises
-            raise refused(
-                file, f"behind row {number}: {first_line(error)}; it must be whole {file.format}: get it again"
-            ) from None
+            reason = error.strerror if isinstance(error, OSError) else None
+            text = f"behind row {number}: {reason or first_line(error)}; it must be whole {file.format}: get it again"
+            raise refused(file, text) from None
 
 
 def _of_bytes(value: bytes | None, column: str, place: str) -> Row:

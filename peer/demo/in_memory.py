@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
-from bootstrap.service import serve_bootstrap
 from peer import events
 from peer.corpus.text import open_corpus
 from peer.demo.recipe import DemoOptions, PeerSpec, identity_of
 from peer.demo.text import TOKENIZER
 from peer.events import Emitter, Event, Sink
 from peer.net import directory
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.node import open_run
 from protocol.run.manifest import Manifest
 
@@ -44,12 +43,12 @@ async def run_in_memory(
     network = MemoryNetwork()
     key = identity_of(options.seed, "bootstrap")
     archive = Archive(options.out / "bootstrap", manifest)
-    archive.serve_corpus(corpus, open_corpus(corpus, LocalDisk(), manifest).raw)
+    archive.serve_corpus(corpus, open_corpus(corpus, Disk(), manifest).raw)
     archive.save_tokenizer((open_run.ASSETS / TOKENIZER).read_bytes())
     node_transport = network.transport(key.peer_id, directory.valid_record(manifest.run_id))
     emit = Emitter("bootstrap", queue.put_nowait)
-    serving = BootstrapNode(manifest, key, node_transport, archive, emit)
-    node = asyncio.create_task(serve_bootstrap(serving, node_transport, emit))
+    serving = BootstrapNode(key, node_transport, archive, emit)
+    node = asyncio.create_task(serving.serve())
     tasks: set[asyncio.Task[Any]] = {node}
     storages = []
     for peer in peers:

@@ -15,8 +15,8 @@ from filelock import FileLock
 from peer.config import cache_folder
 from peer.corpus import sources
 from peer.corpus.build import Request, build
-from peer.corpus.reader import CorpusReader
-from peer.net.disk import Disk, LocalDisk, disk_error
+from peer.corpus.text import CorpusReader
+from peer.net.disk import Disk, disk_error
 from peer.node.open_run import ASSETS
 from protocol.errors import UsageError
 from protocol.run import corpus
@@ -30,7 +30,7 @@ SEQUENCE = 128
 def demo_corpus(sequence: int = SEQUENCE, say: Callable[[str], None] = lambda line: None) -> CorpusReader:
     """The corpus of sequences of so many tokens, from the user's cache folder; it is built there if it is not whole. Several processes may ask at once: one builds, the
     others wait. Raises UsageError."""
-    source, disk = sources.parse("sotu"), LocalDisk()
+    source, disk = sources.parse("sotu"), Disk()
     tokenizer = (ASSETS / TOKENIZER).read_bytes()
     follows_from = [corpus.FORMAT, sources.fingerprint(source), hashlib.sha256(tokenizer).hexdigest(), sequence]
     folder = cache_folder() / f"corpus-{hashlib.sha256(json.dumps(follows_from).encode()).hexdigest()[:32]}"

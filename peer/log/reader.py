@@ -14,11 +14,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from peer.net.asking import page
 from peer.net.base import Transport
 from peer.net.blobs import BlobStore, Fetcher
-from peer.net.blobs.named import fetch_named
-from peer.net.roster import RosterReader
+from peer.net.blobs.fetching import fetch_named
+from peer.net.node_calls import RosterReader, log_page
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
 from protocol.ledger.history import BadCommit
@@ -159,8 +158,8 @@ class Remote:
         *others, last = self._nodes
         for node in others:
             with contextlib.suppress(RemoteError):
-                return await page(self._transport, node, after)
-        return await page(self._transport, last, after)
+                return await log_page(self._transport, node, after)
+        return await log_page(self._transport, last, after)
 
     async def payload(self, digest: str, size: int) -> bytes:
         await self._fetcher.fetch(digest, size, self._nodes)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peer import events
-from peer.net.base import Transport
-from peer.net.clock import Clock
+from peer.net.base import Clock, Transport
 from peer.net.directory import Directory
 from peer.net.uplink import Uplink
 
@@ -16,13 +15,10 @@ class Network:
     """One per peer."""
 
     transport: Transport
-    directory: Directory
-    """Where the others are; it connects to them, and knows the operators' nodes."""
+    directory: Directory  # where the others are; it connects to them, and knows the operators' nodes
     clock: Clock
     emit: events.Emit
-    uplink: Uplink
-    """What is sent takes turns in it."""
+    uplink: Uplink  # what is sent takes turns in it
 
     def warn(self, text: str) -> None:
-        """Tells the user."""
         self.emit(events.Warning(text=text))

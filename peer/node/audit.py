@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.corpus.open_text import Access, open_text
+from peer.corpus.fetched import TextAccess, open_text
 from peer.corpus.text import Text
 from peer.node.config import JoinConfig
 from protocol.run.corpus import CorpusIndex
@@ -26,7 +26,7 @@ from protocol.run.manifest import Manifest
 class HeldOutText:
     """The held-out part of a run's text, fetched when it is needed; there is no other text."""
 
-    def __init__(self, manifest: Manifest, access: Access) -> None:
+    def __init__(self, manifest: Manifest, access: TextAccess) -> None:
         self._manifest = manifest
         self._access = access
         self._index: CorpusIndex | None = None
@@ -57,6 +57,6 @@ class HeldOutText:
         """Nothing to end."""
 
 
-async def held_out_text(manifest: Manifest, config: JoinConfig, access: Access) -> Text:
+async def held_out_text(manifest: Manifest, config: JoinConfig, access: TextAccess) -> Text:
     """As Factories.text, for an auditor."""
     return HeldOutText(manifest, access)

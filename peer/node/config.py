@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peer.net.line import Downlink
-from peer.net.reach import Finding
+from peer.net.bandwidth import Measurement
+from peer.net.reach import Reachability
 from peer.node.open_run import Door, Run
 from peer.node.pausing import Hours
 from peer.training.device import Hardware
@@ -64,9 +64,9 @@ class Machine:
 
     config: JoinConfig
     hardware: Hardware
-    reached: Finding | None = None
+    reached: Reachability | None = None
     """How others reach it (peer/net/reach.py); None: it listens to itself only."""
     announced: tuple[str, ...] = ()
     """Addresses, without the peer's id, at which its user says that others reach it."""
-    downlink: Downlink | None = None
+    downlink: Measurement | None = None
     """What was measured of the downlink; None: nothing."""

@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from peer import events
-from peer.net.asking import page
 from peer.net.network import Network
+from peer.net.node_calls import log_page
 from protocol.errors import RemoteError
 from protocol.ledger import history, rules, run_state
 from protocol.ledger.history import Stretch, Tip
@@ -96,7 +96,7 @@ class LogReader:
             began = now()
             try:
                 await self._network.directory.reach(node)
-                raws = await page(self._network.transport, node, after, PAGE_SECONDS)
+                raws = await log_page(self._network.transport, node, after, PAGE_SECONDS)
             except RemoteError as error:
                 rates[node], failure = 0.0, error
                 continue

@@ -15,7 +15,7 @@ from peer.net.address import is_circuit, parse, peers_of
 from peer.net.base import BadAddress, Transport
 from peer.net.blobs import fetch_named
 from peer.net.directory import latest_expiry, valid_record
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from protocol.errors import RemoteError, UsageError, apart
 from protocol.identity import short_peer
 from protocol.ledger.access import Ticket, read_ticket
@@ -118,7 +118,7 @@ def parse_run(text: str) -> Run:
 
 def remember(folder: Path, run: Run) -> None:
     """Notes the run's place in the folder of a peer or a node. Raises UsageError."""
-    LocalDisk().write(folder / _FOUND, "".join(f"{line}\n" for line in run.lines).encode())
+    Disk().write(folder / _FOUND, "".join(f"{line}\n" for line in run.lines).encode())
 
 
 def _remembered(folder: Path) -> Run | None:

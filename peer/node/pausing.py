@@ -16,7 +16,7 @@ from datetime import datetime, tzinfo
 
 import psutil
 
-from peer.net import children
+from peer.net import processes
 from protocol.errors import UsageError
 
 DAY_MINUTES = 24 * 60
@@ -153,7 +153,7 @@ async def _gpu() -> float:
         return 0.0
     finally:
         if process.returncode is None:
-            children.send(process)
+            processes.send_signal(process)
             await process.wait()
     return gpu_share(said.decode(errors="replace"), {os.getpid(), *(one.pid for one in _own_processes())})
 

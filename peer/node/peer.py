@@ -12,21 +12,18 @@ from dataclasses import dataclass, field
 
 from peer import events
 from peer.chain.connect import PipelineStreams, UnreachablePeers
-from peer.corpus.fetched import FetchedText
-from peer.corpus.open_text import Access, open_text
+from peer.corpus.fetched import FetchedText, TextAccess, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
 from peer.log.reader import Remote
-from peer.net import bandwidth, known_line, reach
-from peer.net.base import Transport
-from peer.net.clock import Clock
-from peer.net.dial_back import DialBack
+from peer.net import bandwidth, reach
+from peer.net.address import interface_hosts
+from peer.net.base import Clock, Transport
 from peer.net.directory import Directory
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.net.latency import Latency
-from peer.net.line import EARLIER, Given, Line
+from peer.net.link_monitor import EARLIER, UNKNOWN, LinkMonitor, RateConfig, read_rates, write_rates
 from peer.net.network import Network
-from peer.net.own_addresses import interface_hosts
-from peer.net.reach import Finding, Reach
+from peer.net.reach import DialBackServer, Reachability, ReachMonitor
 from peer.net.uplink import Uplink
 from peer.node.config import JoinConfig, Machine
 from peer.node.evaluating import Evaluator, Scorer, Tools
@@ -54,11 +51,11 @@ from protocol.wire.schema import extend
 from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TakeSeat, TimeUp
 
 
-async def run_text(manifest: Manifest, config: JoinConfig, access: Access) -> Text:
+async def run_text(manifest: Manifest, config: JoinConfig, access: TextAccess) -> Text:
     """The run's text. Raises UsageError, RemoteError."""
     if config.corpus is None:
         return await open_text(manifest, access)
-    return LocalText(open_corpus(config.corpus, LocalDisk(), manifest), manifest.seed_bytes)
+    return LocalText(open_corpus(config.corpus, Disk(), manifest), manifest.seed_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +69,7 @@ class Factories:
 
     clock: Clock = field(default_factory=Clock)
     line: Callable[[Transport], Transport] = lambda transport: transport
-    text: Callable[[Manifest, JoinConfig, Access], Awaitable[Text]] = run_text
+    text: Callable[[Manifest, JoinConfig, TextAccess], Awaitable[Text]] = run_text
     inner_loop: Callable[..., InnerLoop] = StageInnerLoop
 
 
@@ -121,10 +118,10 @@ class Peer:
             self._directory.found(machine.reached.whole(identity.peer_id))
         uplink = Uplink(config.up_limit_bps)
         self._network = network = Network(transport, self._directory, self._factories.clock, emit, uplink)
-        self._reach: Reach | None = None
+        self._reach: ReachMonitor | None = None
         if machine.reached is not None:
-            around = reach.around(self._directory, transport, machine.announced)
-            self._reach = Reach(around, Finding(how=machine.reached.how), self._reached)
+            around = reach.reach_context(self._directory, transport, machine.announced)
+            self._reach = ReachMonitor(around, Reachability(how=machine.reached.how), self._reached)
         ticket = config.run.ticket
         joining = None if ticket is None else ticket.joined(identity.peer_id)
         typed = f"{bootstrap[0]}#{manifest.run_id}" if bootstrap else "RUN"
@@ -136,13 +133,13 @@ class Peer:
         self._latency = Latency(
             transport, self._factories.clock, self._directory.placed, random.Random(identity.peer_id)
         )
-        known = known_line.UNKNOWN
+        known = UNKNOWN
         if None in (config.up_bps, config.down_bps):
             wall = self._factories.clock.wall()
-            known = known_line.read(storage.disk, config.folder, interface_hosts(), wall)
-        most = bandwidth.worth(4 * layout.total_parameters(manifest.model))
-        given = Given(config.up_bps, config.down_bps, config.up_limit_bps, machine.downlink, known, most)
-        self._line = Line(given, network, random.Random(identity.peer_id), self._measured)
+            known = read_rates(storage.disk, config.folder, interface_hosts(), wall)
+        most = bandwidth.probe_bytes(4 * layout.total_parameters(manifest.model))
+        given = RateConfig(config.up_bps, config.down_bps, config.up_limit_bps, machine.downlink, known, most)
+        self._link = LinkMonitor(given, network, random.Random(identity.peer_id), self._measured)
 
     async def rehearse(self) -> Announcement:
         """Prepares, without taking part. Returns what this machine would announce. Raises PotluckError."""
@@ -160,8 +157,8 @@ class Peer:
         await self._operators.find()
         text = await self._factories.text(self.manifest, self._config, self._access())
         try:
-            if not self._line.is_given:
-                await self._line.measure()
+            if not self._link.is_configured:
+                await self._link.measure()
                 self._carries()
         except BaseException:
             await text.aclose()
@@ -221,7 +218,7 @@ class Peer:
         del restored  # it would keep this θ in memory as long as the run lasts
         await exchange.serve(text if isinstance(text, FetchedText) else None)
         await self._latency.serve()
-        await DialBack(self._transport, self._factories.clock).serve()
+        await DialBackServer(self._transport, self._factories.clock).serve()
         await self._transport.serve(endpoints.PIPE, lambda stream: pipes.serve(stream, rounds.member.applied))
         self._emit(
             events.Started(
@@ -246,9 +243,9 @@ class Peer:
         member = rounds.member
         self._emit(events.Finished(round=member.head if member.is_late else member.applied, digests=digests))
 
-    def _access(self) -> Access:
+    def _access(self) -> TextAccess:
         disk, folder = self._storage.disk, self._storage.folder / "text"
-        return Access(network=self._network, folder=folder, limit=self._config.data_bytes, disk=disk)
+        return TextAccess(network=self._network, folder=folder, limit=self._config.data_bytes, disk=disk)
 
     async def _tokenizer(self) -> bytes:
         return await Remote(self._transport, self._directory.operators, self._storage.blobs).tokenizer(self.manifest)
@@ -288,7 +285,7 @@ class Peer:
             emit=self._follow,
             threads=config.threads,
             abreast=memory.ABREAST if memory.on_gpu(room.device) and not self._storage.in_files else 1,
-            up_bps=self._line.up_bps,
+            up_bps=self._link.up_bps,
             warm=audit or budget.keeps_warm(manifest, room),
             whole=audit or budget.holds_whole(manifest, room),
         )
@@ -322,7 +319,7 @@ class Peer:
             self._latency.run(lambda: self._directory.reached),
             self._operators.run(),
             self._refusals.run(),
-            *([] if self._line.is_given else [self._line.run()]),
+            *([] if self._link.is_configured else [self._link.run()]),
             *([] if self._reach is None else [self._reach.run()]),
         ]
         background = [asyncio.create_task(service) for service in services]
@@ -354,7 +351,7 @@ class Peer:
         if self._reach is not None:
             self._reach.changed()
 
-    def _reached(self, found: Finding) -> None:
+    def _reached(self, found: Reachability) -> None:
         self._emit(events.Reachable(how=found.how, addresses=found.addresses, asked=found.asked))
         self._directory.update(reachable=found.how)
         self._directory.found(found.whole(self.identity.peer_id))
@@ -364,13 +361,13 @@ class Peer:
         self._carries()
         if isinstance(body, events.Measured) and body.by != EARLIER:
             wall = self._factories.clock.wall()
-            known_line.write(self._storage.disk, self._config.folder, self._line.known, interface_hosts(), wall)
+            write_rates(self._storage.disk, self._config.folder, self._link.found, interface_hosts(), wall)
 
     def _carries(self) -> None:
         """Announces the rates of our line."""
-        self._directory.update(up_bps=self._line.up_bps, down_bps=self._line.down_bps)
+        self._directory.update(up_bps=self._link.up_bps, down_bps=self._link.down_bps)
         if self.rounds is not None:
-            self.rounds.set_uplink(self._line.up_bps)
+            self.rounds.set_uplink(self._link.up_bps)
 
     def _follow(self, body: events.Body) -> None:
         """Emits, and repeats in the announcement what it has of it."""

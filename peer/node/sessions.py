@@ -27,10 +27,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from peer import events
 from peer.net.address import peers_of
-from peer.net.asking import operating, page
 from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, answer
-from peer.net.keeping import Keeping
 from peer.net.network import Network
+from peer.net.node_calls import ask_operators, log_page
+from peer.net.task_set import TaskSet
 from protocol.errors import BannedError, ClosedError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
 from protocol.ledger import access, board, history
@@ -115,7 +115,7 @@ class Refusals:
         for node in self._network.directory.operators:
             try:
                 after = -1 if self._head is None else self._head.round
-                while raws := await page(self._network.transport, node, after):
+                while raws := await log_page(self._network.transport, node, after):
                     for raw in raws:
                         self._head = commit = history.follow(self._manifest, self._head, raw).commit
                         self._access, after = self._access.after(commit.decree, commit.joined), commit.round
@@ -167,7 +167,7 @@ class Sessions:
         self._refusals = refusals
         self._outboxes: dict[str, asyncio.Queue[Message]] = {}
         self._turns = itertools.count()
-        self._keeping: Keeping | None = None
+        self._keeping: TaskSet | None = None
         self._leaves = False
         self._followed = self.directory.operators
         self._stalled: set[str] = set()
@@ -194,7 +194,7 @@ class Sessions:
 
     async def run(self, on_message: OnMessage, on_open: OnOpen) -> None:
         """Keeps the sessions open. Never returns."""
-        self._keeping = Keeping(
+        self._keeping = TaskSet(
             lambda: self.directory.operators, lambda node: self._keep_session(node, on_message, on_open)
         )
         await self._keeping.run()
@@ -351,7 +351,7 @@ class Operators:
         with contextlib.suppress(RemoteError, TimeoutError):
             async with asyncio.timeout(FIND_SECONDS):
                 await self._directory.reach(node)
-                found = await operating(self._transport, node)
+                found = await ask_operators(self._transport, node)
             if self._hint is None or found.number > self._hint.number:
                 self._hint = found
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from peer import events
 from peer.chain.reading import StopSign
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.state.outer_optimizer import Accumulate, Outer, difference
 from peer.state.storage import Shards
 from protocol.ledger import retention, schedule

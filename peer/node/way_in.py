@@ -16,11 +16,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from peer.net import reach, roster
+from peer.net import node_calls, reach
 from peer.net.address import host_of, is_circuit, is_loopback, is_public
 from peer.net.base import Transport
-from peer.net.contacts import announcements
-from peer.net.reach import Finding
+from peer.net.directory import announcements
+from peer.net.reach import Reachability
 from peer.node.open_run import Door, Run, start_transport
 from protocol.errors import RemoteError
 from protocol.run.manifest import Manifest
@@ -63,7 +63,7 @@ class NetworkStart:
         """A transport without relays. Raises UsageError."""
         return await self.begin(self.folder, self.door, self.run.run_id)
 
-    async def find_reach(self, transport: Transport, manifest: Manifest) -> tuple[Transport, Finding | None]:
+    async def find_reach(self, transport: Transport, manifest: Manifest) -> tuple[Transport, Reachability | None]:
         """Finds out how others reach us over a new transport with a connection to the run. Returns the transport to use
         from now on, and the finding; None for a machine that listens only to itself. Raises RemoteError, LocalError."""
         if ipaddress.ip_address(self.door.host).is_loopback:
@@ -93,10 +93,12 @@ class NetworkStart:
             raise
         return again, found
 
-    async def _find(self, transport: Transport, manifest: Manifest, public: dict[str, str], until: float) -> Finding:
+    async def _find(
+        self, transport: Transport, manifest: Manifest, public: dict[str, str], until: float
+    ) -> Reachability:
         if self._is_remembered():
             await self.meanwhile(transport)
-            return Finding(how="private")
+            return Reachability(how="private")
 
         async def others() -> AsyncIterator[str]:
             for peer in sorted(public, key=lambda peer: peer not in manifest.operators):
@@ -105,20 +107,20 @@ class NetworkStart:
         async def reached(peer: str) -> None:
             """Connected already."""
 
-        around = reach.Around(
+        around = reach.ReachContext(
             transport=transport,
             others=others,
             reach=reached,
             addresses=lambda peer: [public[peer]],
             announced=self.door.announce,
         )
-        found = await reach.find_out(around)
+        found = await reach.check_reachability(around)
         if found.how == "private" and not self.door.announce:
             await self.meanwhile(transport)
         while found.how == "private" and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(LOOK_SECONDS)
             if await transport.look():
-                found = await reach.find_out(around)
+                found = await reach.check_reachability(around)
         return found
 
     def _is_remembered(self) -> bool:
@@ -136,7 +138,9 @@ class NetworkStart:
         found: dict[str, Announcement] = {}
         for node in manifest.operators:
             with contextlib.suppress(RemoteError):
-                found = await roster.look_up(transport, manifest.run_id, node, manifest.operators, sample=ASKED)
+                found = await node_calls.look_up_peers(
+                    transport, manifest.run_id, node, manifest.operators, sample=ASKED
+                )
                 break
         if not set(manifest.operators) <= {*known, *found}:  # a node does not hear the others
             with contextlib.suppress(RemoteError):

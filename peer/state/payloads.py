@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 
 from peer.net.base import CallHandler, Closed, Timeout, Unreachable, call, serve_calls
 from peer.net.blobs import NO_ROUND, BlobServer, BlobStore, Fetcher, Text
+from peer.net.blobs.holders import Holders
 from peer.net.network import Network
-from peer.net.token_bucket import TokenBucket
+from peer.net.rate_limits import TokenBucket
 from peer.state import tensor_file
 from peer.state.storage import Storage
 from protocol.errors import PotluckError, RemoteError
@@ -118,7 +119,7 @@ class Exchange:
         self._transport = network.transport
         self._directory = directory = network.directory
         self._fetcher = Fetcher(
-            network.transport, store, reach=directory.reach, lost=directory.lost, warn=self._complain
+            network.transport, store, reach=directory.reach, lost=directory.lost, holders=Holders(self._complain)
         )
         self._server = BlobServer(
             store, others=storage.find, coming=self._fetcher.coming, uplink=network.uplink, warn=network.warn

@@ -36,9 +36,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from peer.net.base import Clock
 from peer.net.blobs import Blob, BlobStore
-from peer.net.clock import Clock
-from peer.net.disk import Disk, LocalDisk, disk_error
+from peer.net.disk import Disk, disk_error
 from peer.state import tensor_file
 from protocol.codec import blob_hash
 from protocol.codec.topk import Empty, in_memory
@@ -100,7 +100,7 @@ class Storage:
 
     def __init__(self, folder: Path, limit: int | None = None, disk: Disk | None = None) -> None:
         self.folder = folder
-        self.disk: Disk = disk or LocalDisk()
+        self.disk: Disk = disk or Disk()
         self._lock = self.disk.lock(folder, "potluck process")
         for name in self.disk.names(folder):
             if name.startswith((".checkpoint-", ".feedback-", ".offer-", ".handover-")):
@@ -380,7 +380,7 @@ def read_theta(checkpoint: Path, empty: Empty = in_memory) -> tuple[int, Shards]
     """Round and θ of any peer's checkpoint. Raises UsageError."""
     try:
         meta = json.loads((checkpoint / "meta.json").read_text())
-        return int(meta["round"]), {shard: _load(LocalDisk(), checkpoint, shard, empty) for shard in meta["digests"]}
+        return int(meta["round"]), {shard: _load(Disk(), checkpoint, shard, empty) for shard in meta["digests"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"checkpoint {checkpoint}: cannot be read ({type(error).__name__}); give a folder checkpoint-… of a peer"

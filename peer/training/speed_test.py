@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from peer.net import children
+from peer.net import processes
 from protocol.planning import memory
 from protocol.planning.budget import Budget, holds_whole
 from protocol.planning.partition import Speedometer
@@ -106,7 +106,7 @@ async def measured(
     except TimeoutError:
         pass
     finally:
-        children.send(child)
+        processes.send_signal(child)
         await child.wait()
         path.unlink(missing_ok=True)
     return found

@@ -4,7 +4,7 @@ Nobody is believed. Every commit must have enough votes and follow the one befor
 (protocol/ledger/history.py), and every announcement must be signed by its peer. A peer announces itself every few
 seconds only, so the steps that it tells are a sample.
 
-A node that is lost is looked for and dialled again as peers do it (peer/net/contacts.py). What is known is as old as the last answer
+A node that is lost is looked for and dialled again as peers do it (peer/net/directory.py). What is known is as old as the last answer
 of a node, `news_age`.
 """
 
@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 
 from peer import events
 from peer.events import Event, Sink
-from peer.net import asking
+from peer.net import node_calls
 from peer.net.address import peers_of
-from peer.net.base import Transport
-from peer.net.clock import Clock
-from peer.net.contacts import Contacts, announcements
-from peer.net.roster import RosterReader
+from peer.net.base import Clock, Transport
+from peer.net.directory import Contacts, announcements
+from peer.net.node_calls import RosterReader
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.ledger import board, history, schedule
@@ -154,7 +153,7 @@ class Monitor:
             self._answers[node] = False
             try:
                 answered[node] = await self._contacts.call(
-                    node, lambda transport, peer: asking.page(transport, peer, after)
+                    node, lambda transport, peer: node_calls.log_page(transport, peer, after)
                 )
             except RemoteError as error:
                 failed.append(error)
@@ -164,7 +163,7 @@ class Monitor:
         nodes = self.nodes
         first = self._polls % len(nodes)
         turned = (*nodes[first:], *nodes[:first])
-        await asking.in_turn(sorted(turned, key=lambda node: not self._answers.get(node, True)), ask)
+        await node_calls.ask_in_turn(sorted(turned, key=lambda node: not self._answers.get(node, True)), ask)
         if not answered:
             raise failed[0]
         self._hear()
@@ -190,7 +189,7 @@ class Monitor:
         try:
             async with asyncio.timeout(COMPARE_SECONDS):
                 found = await self._contacts.call(
-                    node, lambda transport, peer: asking.page(transport, peer, commit.round - 1)
+                    node, lambda transport, peer: node_calls.log_page(transport, peer, commit.round - 1)
                 )
             other = encoding.decode_record(found[0], node) if found else head
         except (RemoteError, TimeoutError):

@@ -23,7 +23,7 @@ from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from peer import events
 from peer.net import directory, keyfile, p2p
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.net.directory import PUBLISH_SECONDS, SAMPLE, TOGETHER, TTL_SECONDS, Directory
 from peer.net.network import Network
 from peer.net.sockets import socket_base
@@ -101,7 +101,7 @@ async def measured(count: int, seconds: float) -> dict[str, Any]:
         key.write_bytes(tiny.OPERATOR.libp2p_bytes())
         node = await begin(key)
         archive = Archive(folder / "archive", manifest, QuickDisk())
-        machine = BootstrapNode(manifest, tiny.OPERATOR, node, archive, emit)
+        machine = BootstrapNode(tiny.OPERATOR, node, archive, emit)
         tasks.append(asyncio.create_task(machine.run()))
         peers = []
         for index in range(count):

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from peer.corpus.reader import CorpusReader
+from peer.corpus.text import CorpusReader
 from peer.demo import recipe
 from peer.demo.text import demo_corpus
 from peer.state.outer_optimizer import Array, Outer

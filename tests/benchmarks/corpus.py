@@ -22,7 +22,7 @@ from typing import Any
 
 from peer.corpus import build, sources
 from peer.corpus.tokenizer import parse_tokenizer
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 
 SEQUENCE = 1024
 
@@ -43,7 +43,7 @@ def built(tokenizer: Path, names: list[str], threads: int, spill_ids: int) -> di
     """Seconds of a whole build, peak memory of its processes (kB), and peak disk (bytes)."""
     most = [0]
 
-    class Counting(LocalDisk):
+    class Counting(Disk):
         def write(self, path: Path, *pieces: Any, **options: Any) -> None:
             super().write(path, *pieces, **options)
             most[0] += path.stat().st_size

@@ -29,8 +29,7 @@ from peer.chain.frames import BACKWARD, BEAT, DONE, ECHO, FORWARD, NORM, PING, T
 from peer.chain.grad_norm import Norms, StageTiming, StepReport
 from peer.chain.pipeline import StageSetup, run_steps
 from peer.net.base import Stream, Traffic
-from peer.net.flow import Flow
-from peer.net.stream import FrameStream
+from peer.net.stream import Flow, FrameStream
 from peer.training.trainer import StageTrainer
 from protocol.codec import formats
 from protocol.errors import RemoteError

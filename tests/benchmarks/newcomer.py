@@ -33,7 +33,6 @@ import numpy as np
 
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
-from bootstrap.service import serve_bootstrap
 from peer.events import Emitter, Event
 from peer.net import directory, keyfile, p2p
 from peer.net.base import Handler, Stream, Transport
@@ -196,7 +195,7 @@ class Holder:
         said = Announcement(
             run=manifest().run_id, peer=who.peer_id, addresses=self.transport.addresses, serial=int(time.time() * 1000)
         )
-        assert node.roster.take(who.peer_id, encoding.seal(who, said)) is not None
+        assert node.roster.add(who.peer_id, encoding.seal(who, said)) is not None
 
 
 @contextlib.asynccontextmanager
@@ -207,8 +206,8 @@ async def network(folder: Path, limit: int | None = None, cheats: int = 0) -> As
     archive = Archive(folder / "bootstrap", run)
     boot = await p2p.start(key, host="127.0.0.1", validate=directory.valid_record(manifest().run_id))
     emit = Emitter("bootstrap", lambda event: None)
-    serving = BootstrapNode(run, tiny.OPERATOR, boot, archive, emit)
-    node = asyncio.create_task(serve_bootstrap(serving, boot, emit))
+    serving = BootstrapNode(tiny.OPERATOR, boot, archive, emit)
+    node = asyncio.create_task(serving.serve())
     holders = []
     try:
         for index in range(HOLDERS):

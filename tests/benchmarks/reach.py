@@ -40,10 +40,9 @@ import psutil
 from peer.chain.connect import PipelineStreams
 from peer.net import keyfile, p2p
 from peer.net.address import host_of, is_public
-from peer.net.base import Ended, Stream, Transport, call, serve_calls
+from peer.net.base import Clock, Ended, Stream, Transport, call, serve_calls
 from peer.net.blobs import NO_ROUND, BlobServer, BlobStore, Fetcher
-from peer.net.clock import Clock
-from peer.net.dial_back import DialBack
+from peer.net.reach import DialBackServer
 from peer.net.relay import RelayedTransport, RelayServer
 from peer.net.uplink import Uplink
 from peer.node.open_run import KEY, Door, Run
@@ -79,7 +78,7 @@ async def be_relay(folder: Path, host: str) -> None:
     transport = await p2p.start(folder / "relay", host=host, validate=lambda *_: False)
     server = RelayServer(transport, LIMIT, lambda peer: True)
     await server.serve()
-    await DialBack(transport, Clock()).serve()
+    await DialBackServer(transport, Clock()).serve()
     say(address=transport.addresses[0], peer=transport.peer_id)
     await heard()
     say(ready=True)

@@ -150,7 +150,7 @@ def node_process(folder: Path, manifest: Manifest, report: Connection, profile: 
             elif isinstance(body, events.RunFinished):
                 over.set()
 
-        node = BootstrapNode(manifest, tiny.OPERATOR, transport, archive, emit)
+        node = BootstrapNode(tiny.OPERATOR, transport, archive, emit)
         server = await listen(folder / "node", {NODE: transport})
         report.send("listening")
         task = asyncio.create_task(node.run())

@@ -40,7 +40,7 @@ from pathlib import Path
 
 import torch
 
-from peer.corpus.reader import CorpusReader
+from peer.corpus.text import CorpusReader
 from peer.demo import recipe
 from peer.demo.text import demo_corpus
 from peer.state.outer_optimizer import Outer

@@ -13,12 +13,11 @@ import pytest
 
 from peer import events
 from peer.cli.main import main
-from peer.corpus.reader import CHUNKS, CorpusReader
-from peer.corpus.text import LocalText, Text, open_corpus
+from peer.corpus.text import CHUNKS, CorpusReader, LocalText, Text, open_corpus
 from peer.demo import swarm
 from peer.demo.text import demo_corpus
 from peer.events import from_json
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.peer import Factories
 from peer.node.training import Result
@@ -120,12 +119,12 @@ def measured(manifest: Manifest, rank: int, first: events.Chain, last: events.Ch
 def test_a_peer_whose_corpus_misses_a_chunk_sits_out_and_the_others_go_on(tmp_path: Path) -> None:
     chosen = swarms.options(tmp_path / "run")
     broken = shutil.copytree(demo_corpus().folder, tmp_path / "corpus")
-    index = CorpusReader(broken, LocalDisk()).index
+    index = CorpusReader(broken, Disk()).index
     chunk, digest = index.chunk(0).name, index.digest
     (broken / CHUNKS / chunk).unlink()
 
     async def read_broken(manifest: Manifest, *_: Any) -> Text:
-        return LocalText(open_corpus(broken, LocalDisk(), manifest), manifest.seed_bytes)
+        return LocalText(open_corpus(broken, Disk(), manifest), manifest.seed_bytes)
 
     without = {"full-1": Factories(text=read_broken)}
     asyncio.run(asyncio.wait_for(swarm.run(chosen, main, swarms.manifest(chosen), without), swarms.DEADLINE))

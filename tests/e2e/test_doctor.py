@@ -21,8 +21,8 @@ import pytest
 
 from peer.cli import examination, findings
 from peer.cli.findings import BAD, GOOD, HERE, THERE, UNKNOWN, WARNING, Finding
-from peer.net.clock import Clock
-from peer.net.disk import LocalDisk
+from peer.net.base import Clock
+from peer.net.disk import Disk
 from peer.net.sockets import SocketFolder
 from protocol.wire import encoding
 from protocol.wire.announcement import NODE_DEVICE, VERSION, Announcement
@@ -184,7 +184,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_use(tmp_path: Path) -> None:
-    lock = LocalDisk().lock(tmp_path / "b", "potluck process")
+    lock = Disk().lock(tmp_path / "b", "potluck process")
     found, works = examined("--dir", tmp_path / "b")
     lock.close()
     assert not works
@@ -404,7 +404,7 @@ def test_another_version(tmp_path: Path, version: int, named: str) -> None:
         said = Announcement(
             run=node.made.manifest.run_id, peer=tiny.OPERATOR.peer_id, device=NODE_DEVICE, version=version, serial=int(1000 * time.time())
         )  # fmt: skip
-        node.heard.take(tiny.OPERATOR.peer_id, encoding.seal(tiny.OPERATOR, said))
+        node.heard.add(tiny.OPERATOR.peer_id, encoding.seal(tiny.OPERATOR, said))
 
     with crowd.living(tmp_path / "node", spoil) as line:
         found, works = examined(line, "--dir", tmp_path / "b", "--host", "127.0.0.1")

@@ -61,7 +61,7 @@ def spoil(node: crowd.Node) -> None:
     node.hear(2)
     who = next(iter(node.made.keys.values()))
     about = Announcement(run=node.made.manifest.run_id, peer=who.peer_id, serial=2**40, name=MOST)
-    assert node.heard.take(who.peer_id, encoding.seal(who, about)) is None
+    assert node.heard.add(who.peer_id, encoding.seal(who, about)) is None
 
 
 def said(*words: object) -> str:

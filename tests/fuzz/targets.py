@@ -31,7 +31,7 @@ import torch
 from peer.chain import frames as chain_frames
 from peer.chain import quantize
 from peer.demo import recipe
-from peer.net import address, asking, daemon, dht, directory
+from peer.net import address, daemon, dht, directory, node_calls
 from peer.net.base import Closed, Ended, Handler
 from peer.net.blobs import BlobServer, BlobStore, Fetcher
 from peer.training import moments
@@ -484,7 +484,7 @@ def log_reply(raw: bytes) -> object:
     """The reply of a LOG call, as `potluck log` and `potluck monitor` read it."""
 
     async def read() -> list[bytes]:
-        return await asking.page(_FakeTransport([b"\0" + raw]), KEY.peer_id, -1)  # type: ignore[arg-type]
+        return await node_calls.log_page(_FakeTransport([b"\0" + raw]), KEY.peer_id, -1)  # type: ignore[arg-type]
 
     return len(LOOP.run_until_complete(read()))
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from bootstrap.latest_job import LatestJob
+from bootstrap.background_jobs import LatestJob
 from peer.net.base import Closed, RemoteError, Stream, call, serve_calls
 from peer.net.memory import MemoryNetwork
 from protocol.round.leader_events import Planned
@@ -275,7 +275,7 @@ def test_a_planner_that_cannot_bear_what_is_announced_ends_no_node() -> None:
             raise ZeroDivisionError
 
         planning = LatestJob[Any, Planned](
-            "planner", fails, answered.put_nowait, pause=0.0, failed=lambda question: Planned(question, None)
+            "planner", fails, answered.put_nowait, retry_seconds=0.0, failed=lambda question: Planned(question, None)
         )
         running = asyncio.create_task(planning.run())
         question: Any = object()

@@ -199,7 +199,7 @@ class PacedSwarm:
         emit = process.emitter(self._hear if process is self.node else lambda event: None)
         first = () if process is self.node else (f"/memory/p2p/{self.node.name}",)
         clock = self.world.clock()
-        node = BootstrapNode(self.manifest, process.identity, process.transport, archive, emit, first, clock)
+        node = BootstrapNode(process.identity, process.transport, archive, emit, first, clock)
         process.running = node
         if process is self.node:
             self.leading = node

@@ -136,7 +136,7 @@ class Swarm:
         archive = Archive(process.folder, self.manifest, self._disk(process))
         emit = process.emitter(lambda event: self._hear_node(process, event))
         clock = self.world.clock()
-        parts = (self.manifest, process.identity, process.transport, archive, emit, addresses, clock)
+        parts = (process.identity, process.transport, archive, emit, addresses, clock)
         if process.name not in self._lying:
             process.running = BootstrapNode(*parts)
             await process.running.run()

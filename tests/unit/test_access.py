@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bootstrap.decrees import Decrees
+from bootstrap.calls import DecreeHandler
 from peer.ui import monitor
 from peer.ui.lines import Lines
 from protocol.errors import RemoteError
@@ -196,11 +196,11 @@ def test_a_node_takes_only_what_a_commit_can_have() -> None:
         heard.append(event)
 
     key, wish = tiny.OPERATOR, decree(BAN, "a")
-    decrees = Decrees(Leader(ONE, (), (), 0.0), hand_in, lambda motion: None, frozenset)
+    decrees = DecreeHandler(Leader(ONE, (), (), 0.0), hand_in, lambda motion: None, frozenset)
 
     def hear(sealed: bytes) -> str | None:
         try:
-            asyncio.run(decrees.hear(Motion(sealed=sealed)))
+            asyncio.run(decrees.receive(Motion(sealed=sealed)))
         except RemoteError as error:
             return str(error)
         return None
@@ -358,9 +358,9 @@ def test_a_node_tells_an_operator_who_comes_too_late() -> None:
         raise AssertionError("it was taken")
 
     head = dataclasses.replace(first(ONE, None, 0), round=ONE.rounds - 1, members=ONE.first_members)
-    decrees = Decrees(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, frozenset)
+    decrees = DecreeHandler(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, frozenset)
     with pytest.raises(RemoteError, match=f"that decree cannot be: the run ends with round {ONE.rounds}"):
-        asyncio.run(decrees.hear(Motion(sealed=seal(tiny.OPERATOR, longer(ONE.rounds + 1)))))
+        asyncio.run(decrees.receive(Motion(sealed=seal(tiny.OPERATOR, longer(ONE.rounds + 1)))))
 
 
 def test_who_asks_whether_its_decree_was_decided_is_not_told_that_it_comes_too_late() -> None:
@@ -373,10 +373,10 @@ def test_who_asks_whether_its_decree_was_decided_is_not_told_that_it_comes_too_l
     head = dataclasses.replace(
         first(ONE, signed(wish, tiny.OPERATOR)), round=1, schedule=wish.schedule, members=ONE.first_members
     )
-    decrees = Decrees(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, frozenset)
-    assert asyncio.run(decrees.hear(Motion(sealed=seal(tiny.OPERATOR, wish)))) == wish
+    decrees = DecreeHandler(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, frozenset)
+    assert asyncio.run(decrees.receive(Motion(sealed=seal(tiny.OPERATOR, wish)))) == wish
     with pytest.raises(RemoteError, match="that decree cannot be"):
-        asyncio.run(decrees.hear(Motion(sealed=seal(tiny.OPERATOR, longer(2, number=1)))))
+        asyncio.run(decrees.receive(Motion(sealed=seal(tiny.OPERATOR, longer(2, number=1)))))
 
 
 @pytest.mark.parametrize("change", [3, -2])

@@ -18,11 +18,10 @@ import pytest
 
 from peer.net import p2p
 from peer.net.base import Closed, Handler, Stream, Transport, Unreachable
-from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, fetch_named, idle
-from peer.net.blobs.holders import SLACK, Speed
-from peer.net.blobs.serving import PATIENCE
-from peer.net.blobs.spreading import SPREAD_SECONDS, Spreading
-from peer.net.disk import LocalDisk, Piece
+from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, fetch_named, fetching
+from peer.net.blobs.holders import SLACK_RANGES, Holders, Speed
+from peer.net.blobs.serving import SERVING_TIMEOUTS, SPREAD_SECONDS, SpreadTracker
+from peer.net.disk import Disk, Piece
 from peer.net.memory import MemoryNetwork
 from peer.net.uplink import Uplink
 from protocol.codec import blob_hash
@@ -258,7 +257,7 @@ def test_without_a_limit_nobody_waits() -> None:
 # --- between peers
 
 
-class Disk(LocalDisk):
+class FillingDisk(Disk):
     """The machine's, which may be `full`."""
 
     full = False
@@ -320,9 +319,9 @@ class Peer:
     def __init__(self, transport: Transport, folder: Path, uplink: Uplink | None = None) -> None:
         self.transport = transport
         self.warnings: list[str] = []
-        self.disk = Disk()
+        self.disk = FillingDisk()
         self.store = BlobStore(folder, disk=self.disk)
-        self.fetcher = Fetcher(transport, self.store, warn=self.warnings.append, timeout=10.0)
+        self.fetcher = Fetcher(transport, self.store, holders=Holders(self.warnings.append), timeout=10.0)
         self.server = BlobServer(
             self.store, coming=self.fetcher.coming, uplink=uplink, named={"hello": b"world"}, warn=self.warnings.append
         )
@@ -448,7 +447,7 @@ def test_small_blobs_share_a_stream(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_stream_may_be_taken_while_an_older_one_is_closed() -> None:
-    streams = idle.IdleStreams(kept=1)
+    streams = fetching.IdleStreams(most=1)
     taken: list[Any] = []
 
     class Kept:
@@ -520,7 +519,7 @@ def test_a_holder_that_answers_later_than_at_first_still_has_ranges_under_way() 
     speed = Speed()
     speed.answered(0.05)
     speed.arrived(1.0, RANGE_BYTES)
-    assert speed.depth >= SLACK
+    assert speed.depth >= SLACK_RANGES
 
 
 def test_a_blob_from_several_holders_at_once(kind: str, tmp_path: Path) -> None:
@@ -693,7 +692,7 @@ def test_an_interrupted_fetch_goes_on_in_another_process(tmp_path: Path) -> None
             store = BlobStore(b.store.folder)
             await Fetcher(b.transport, store, timeout=10.0).fetch(name, len(data), [a.id])
             assert store.get(name) == data
-            assert a.asked <= 200 + 9 * (SLACK + 1), "what was under way is asked for again"
+            assert a.asked <= 200 + 9 * (SLACK_RANGES + 1), "what was under way is asked for again"
 
     run(work())
 
@@ -794,7 +793,7 @@ def test_spreading_over_real_daemons(tmp_path: Path) -> None:
 
 
 def test_who_got_a_blob_long_ago_is_not_named() -> None:
-    spreading = Spreading(copies=2)
+    spreading = SpreadTracker(copies=2)
     for peer in "bc":
         assert spreading.admit("blob", 100, peer, False, now=1.0) is None
         spreading.done("blob", 100, peer, 100)
@@ -829,7 +828,7 @@ def test_who_asks_in_a_circle_does_not_wait_in_vain(tmp_path: Path, size: int) -
             for seed in range(5):
                 name = sender.store.put(noise(size, seed))
                 before = sender.sent
-                async with asyncio.timeout(0.5 * PATIENCE.wait), asyncio.TaskGroup() as group:
+                async with asyncio.timeout(0.5 * SERVING_TIMEOUTS.wait), asyncio.TaskGroup() as group:
                     for number, peer in enumerate(others):
                         nearer = [p.id for p in others[number + 1 :] + others[:number]]
                         group.create_task(peer.fetcher.fetch(name, size, [*nearer, sender.id]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bootstrap.decrees import Decrees
+from bootstrap.calls import DecreeHandler
 from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.ledger import access, board, history
@@ -268,11 +268,11 @@ def test_a_node_refuses_in_one_line_what_cannot_be_and_answers_whose_decree_dism
 
     head = first(ONE, signed(appoint(B, C, D, manifest=ONE), A))
     leader = Leader(ONE, (head,), (), 0.0)
-    decrees = Decrees(leader, hand_in, lambda motion: None, lambda: frozenset({A}))
+    decrees = DecreeHandler(leader, hand_in, lambda motion: None, lambda: frozenset({A}))
 
     def hear(wish: Decree, name: str = A) -> str | None:
         try:
-            asyncio.run(decrees.hear(Motion(sealed=seal(KEYS[name], wish))))
+            asyncio.run(decrees.receive(Motion(sealed=seal(KEYS[name], wish))))
         except RemoteError as error:
             return str(error)
         return None
@@ -295,9 +295,9 @@ def test_a_node_tells_once_what_waits_for_other_operators() -> None:
     async def hand_in(event: DecreeSigned) -> None:
         leader.handle(event, 0.0)
 
-    decrees = Decrees(leader, hand_in, lambda motion: None, frozenset, told.append)
+    decrees = DecreeHandler(leader, hand_in, lambda motion: None, frozenset, told.append)
     for name in (A, A, B, B):
-        asyncio.run(decrees.hear(Motion(sealed=seal(KEYS[name], appoint(E)))))
+        asyncio.run(decrees.receive(Motion(sealed=seal(KEYS[name], appoint(E)))))
     signers = ", ".join(name[-8:] for name in sorted((A, B)))
     assert told == [
         f"decree appoint: 1 of 3 operators have signed it ({A[-8:]}); it waits for others",

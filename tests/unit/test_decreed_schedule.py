@@ -11,7 +11,7 @@ import pytest
 
 from peer.chain.connect import PipelineStreams
 from peer.events import Emitter
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.net.memory import MemoryNetwork
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.training import Training

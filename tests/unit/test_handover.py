@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peer.net.clock import Clock
-from peer.net.disk import LocalDisk, Piece
+from peer.net.base import Clock
+from peer.net.disk import Disk, Piece
 from peer.state.handover import MOST_OF_A_GIVER, SILENT_SECONDS, Giving, Owner, Taking
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import FeedbackWriter, Shards, Storage
@@ -144,7 +144,7 @@ class Died(Exception):
     """A process ended here."""
 
 
-class MortalDisk(LocalDisk):
+class MortalDisk(Disk):
     """Raises Died before its write or removal number `dies_at`, or after it where that is a half; and ever after."""
 
     def __init__(self, dies_at: float) -> None:

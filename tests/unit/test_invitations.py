@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from bootstrap.doorman import TOO_MANY, WAITS, Doorman
+from bootstrap.sessions import TOO_MANY, WAITS, AdmissionControl
 from peer.cli.invite import seconds_in
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.node.open_run import parse_run
 from peer.ui import log_text, monitor
 from peer.ui.lines import Lines
@@ -253,10 +253,10 @@ def test_the_door_says_in_one_line_what_is_the_matter() -> None:
         heard.append(event)
         leader.handle(event, 0.0)
 
-    doorman, made = Doorman(leader, hand_in, clock), ticket(count=1)
+    admission, made = AdmissionControl(leader, hand_in, clock), ticket(count=1)
 
     def said(peer: str, joining: Joined | None) -> NotAdmitted | None:
-        return asyncio.run(doorman.welcome(peer, joining))
+        return asyncio.run(admission.welcome(peer, joining))
 
     shown = made.joined(FRIENDS[0])
     assert said(FRIENDS[0], None) == NotAdmitted(reason="the run is closed, and it is not admitted")
@@ -268,7 +268,7 @@ def test_the_door_says_in_one_line_what_is_the_matter() -> None:
     assert said(FRIENDS[0], shown) == NotAdmitted(reason=WAITS, waits=True)
     assert heard == [JoinRequest(shown)]
     assert said(FRIENDS[1], made.joined(FRIENDS[1])) == NotAdmitted(reason=TOO_MANY, waits=True)
-    late = Doorman(leader, hand_in, dataclasses.replace(clock, wall=lambda: EXPIRES + 1.0))
+    late = AdmissionControl(leader, hand_in, dataclasses.replace(clock, wall=lambda: EXPIRES + 1.0))
     assert asyncio.run(late.welcome(FRIENDS[0], shown)) == NotAdmitted(reason="its invitation has expired")
     joined = dataclasses.replace(leader.standing, access=leader.access.after(None, (shown,)))
     leader.state = dataclasses.replace(leader.state, standing=joined)
@@ -387,7 +387,7 @@ def test_nothing_that_strangers_make_up_lets_anybody_in_or_is_kept() -> None:
         heard.append(event)
 
     clock = Clock(steady=lambda: 0.0, wall=lambda: 0.0)
-    doorman = Doorman(Leader(CLOSED, (), (), 0.0), hand_in, clock)
+    admission = AdmissionControl(Leader(CLOSED, (), (), 0.0), hand_in, clock)
     rng, good = random.Random(1), ticket().joined(FRIENDS[0])
     known = {
         bounds.PeerId: lambda r: r.choice((good.peer, good.operator, good.invitation.key)),
@@ -398,7 +398,7 @@ def test_nothing_that_strangers_make_up_lets_anybody_in_or_is_kept() -> None:
     for _ in range(3000):
         made = build(Joined, maker.make(Joined))
         if made != good:
-            refusal = asyncio.run(doorman.welcome(FRIENDS[0], made))
+            refusal = asyncio.run(admission.welcome(FRIENDS[0], made))
             assert refusal is not None
             assert not refusal.waits
     assert heard == []

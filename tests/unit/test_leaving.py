@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer.net.base import Stream
-from peer.net.clock import Clock
+from peer.net.base import Clock, Stream
 from peer.node.training import END_SECONDS, InnerLoop, Training
 from peer.state.storage import Shards
 from protocol.round.handover import LEAVE_SECONDS

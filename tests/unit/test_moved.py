@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
-from bootstrap.roster import Heard
+from bootstrap.roster import AnnouncementTable
 from bootstrap.sessions import Sessions as NodeSessions
-from peer.net.base import Closed, Stream, Timeout, Traffic, Unreachable, answer, serve_calls
-from peer.net.clock import Clock
+from peer.net.address import OwnAddresses, interface_hosts
+from peer.net.base import Clock, Closed, Stream, Timeout, Traffic, Unreachable, answer, serve_calls
 from peer.net.directory import CIRCUITS, PUBLISH_SECONDS, Directory
-from peer.net.flow import LONGEST_SECONDS, SLOW_BYTES_PER_SECOND, Flow
 from peer.net.memory import MemoryNetwork, MemoryTransport, Pipe
 from peer.net.network import Network
-from peer.net.own_addresses import OwnAddresses, interface_hosts
-from peer.net.stream import FrameStream
+from peer.net.stream import MAX_QUEUE_SECONDS, SLOW_BYTES_PER_SECOND, Flow, FrameStream
 from peer.net.uplink import Uplink
 from peer.node.sessions import Sessions
 from protocol.identity import Identity
@@ -139,7 +137,7 @@ class Node:
 
     def __init__(self, internet: Internet) -> None:
         self.transport = internet.join(tiny.OPERATOR)
-        self.heard = Heard(M.run_id, 0)
+        self.heard = AnnouncementTable(M.run_id, 0)
         self.clock = virtual_clock()
         self.sessions = NodeSessions(M, self.clock, self._hear, lambda session: None, self.transport)
         self.moved: list[str] = []
@@ -159,7 +157,7 @@ class Node:
     async def _hear(self, peer: str, session: Any, message: Message) -> None:
         match message:
             case Announced(sealed=sealed):
-                found = self.heard.take(peer, sealed)
+                found = self.heard.add(peer, sealed)
                 if found is not None:
                     self.directory.learn([found])
             case Heartbeat():
@@ -374,7 +372,7 @@ def test_what_was_sent_before_a_question_gives_its_answer_more_time() -> None:
     assert flow.queue_seconds(now=11.0) == pytest.approx(2.0)
     assert flow.queue_seconds(now=20.0) == 0.0
     flow.sent(1 << 30, now=20.0)
-    assert flow.queue_seconds(now=20.0) == LONGEST_SECONDS
+    assert flow.queue_seconds(now=20.0) == MAX_QUEUE_SECONDS
     assert [flow.ask_in(now) for now in (0.0, 0.5, 0.75, 1.0, 1.5, 2.0)] == [0.0, 0.5, 0.25, 0.0, 0.5, 0.0]
 
 

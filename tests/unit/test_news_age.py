@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 
 from peer.net import greeting, p2p
-from peer.net.base import Transport, serve_calls
-from peer.net.clock import Clock
+from peer.net.base import Clock, Transport, serve_calls
 from peer.net.memory import MemoryNetwork
 from peer.ui import metrics, views
 from peer.ui.browsing import Browsing

@@ -14,9 +14,12 @@ from peer.net.blobs import BlobServer, BlobStore
 from peer.net.memory import MemoryNetwork
 from protocol.codec import sparse
 from protocol.ledger import part_lists
+from protocol.quorum import paxos_events
+from protocol.round import leader_events
 from protocol.round.comparing import NOTES_PER_PEER, OVERHEAD_BYTES, Examined, Notes
 from protocol.run import layout
 from protocol.wire.commit import Commit, Contribution, Part, Share
+from protocol.wire.session import Withdraw
 from tests import tiny
 from tests.plain_codec import norm_of
 
@@ -139,15 +142,20 @@ def test_a_node_notes_what_comes_and_forgets_what_is_not_committed(tmp_path: Pat
         await BlobServer(theirs).serve(holder)
         here: asyncio.Queue[str] = asyncio.Queue()
         archive = Archive(tmp_path / "node", manifest)
+
+        def put(event: leader_events.Event | paxos_events.Event) -> None:
+            match event:
+                case leader_events.Held(name):
+                    here.put_nowait(name)
+                case leader_events.Received(_, Withdraw(reason=reason)):
+                    here.put_nowait(reason)
+
         node = Payloads(
-            manifest,
             transport,
             archive,
             Everybody(),  # type: ignore[arg-type]
             lambda event: None,
-            here.put_nowait,
-            lambda root, parts: None,
-            lambda peer, withdraw: here.put_nowait(withdraw.reason),
+            put,
         )
         for sender, part in zip(("honest", "other"), parts, strict=True):
             node.fetch(("holder",), part, sender, 0)

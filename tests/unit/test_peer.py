@@ -10,7 +10,8 @@ import pytest
 
 from peer import events
 from peer.node.training import Result
-from protocol.wire.announcement import Announcement, ChainReport, Means
+from protocol.wire import encoding
+from protocol.wire.announcement import Announcement, ChainReport, Lookup, Means, Roster
 from protocol.wire.schema import extend
 from tests.volunteers import Noise, Swarm, manifest
 
@@ -61,7 +62,14 @@ def test_a_member_of_a_chain_announces_what_it_measured(tmp_path: Path) -> None:
                     await never.wait()
 
             def announced() -> Announcement | None:
-                return swarm.machine.roster.find(peer.id)
+                answer = encoding.decode(swarm.machine.roster.answer(Lookup(peers=(peer.id,))), "node")
+                assert isinstance(answer, Roster)
+                sealed_ones = answer.announcements
+                return (
+                    encoding.unseal_announcement(sealed_ones[0], peer.id, swarm.manifest.run_id)
+                    if sealed_ones
+                    else None
+                )
 
             def telling(manifest: Any, peer: str, *rest: Any) -> Noise:
                 return Telling(rest[-1], hold, manifest, peer)

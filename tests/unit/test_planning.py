@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.archive import Archive
-from bootstrap.latest_job import LatestJob
+from bootstrap.background_jobs import LatestJob
 from bootstrap.node import BootstrapNode
 from peer.events import Emitter
 from peer.net import directory
@@ -74,7 +74,7 @@ class Planners:
         self.go_on = threading.Semaphore(0)
         self.came: asyncio.Queue[Planned] = asyncio.Queue()
         self.planning = LatestJob[Question, Planned](
-            "planner", lambda asked: Planned(asked, self.answer(asked)), self.came.put_nowait, pause=0.0
+            "planner", lambda asked: Planned(asked, self.answer(asked)), self.came.put_nowait, retry_seconds=0.0
         )
 
     def answer(self, asked: Question) -> Plan | None:
@@ -134,9 +134,7 @@ def test_a_node_answers_its_peers_while_a_plan_is_made(tmp_path: Path) -> None:
         network, me = MemoryNetwork(), Identity(b"9" * 32)
         boot = network.transport(tiny.OPERATOR.peer_id, directory.valid_record(manifest.run_id))
         archive = Archive(tmp_path, manifest, QuickDisk())
-        node = BootstrapNode(
-            manifest, tiny.OPERATOR, boot, archive, Emitter("node", lambda event: None), answer=planners.answer
-        )
+        node = BootstrapNode(tiny.OPERATOR, boot, archive, Emitter("node", lambda event: None), answer=planners.answer)
         serving = asyncio.create_task(node.run())
         try:
             stream = await opened(network, manifest, me)

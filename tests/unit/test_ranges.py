@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bootstrap.doorman import Doorman
-from peer.net.clock import Clock
+from bootstrap.sessions import AdmissionControl
+from peer.net.base import Clock
 from protocol.ledger import access, ranges, schedule, standing
 from protocol.ledger.ranges import RELAYED, range_of
 from protocol.planning import memory
@@ -228,7 +228,7 @@ def test_limits_that_are_decreed_hold_from_the_commit_that_brings_them() -> None
     async def hand_in(event: object) -> None:
         """Nobody is invited."""
 
-    refused = Doorman(driver.leader, hand_in, Clock()).crowded("x", ["y", "z"])
+    refused = AdmissionControl(driver.leader, hand_in, Clock()).crowded("x", ["y", "z"])
     assert refused is not None
     other = Driver(driver.memory, driver.manifest, before)
     other.ready(*"abcd")
@@ -265,12 +265,15 @@ def test_so_many_strangers_of_a_range_have_a_session_and_an_operator_may_admit_m
     async def hand_in(event: object) -> None:
         """Nobody is invited."""
 
-    doorman = Doorman(leader, hand_in, Clock())
-    assert doorman.crowded("x", ["y"]) is None
-    refused = doorman.crowded("x", ["y", "z"])
+    admission = AdmissionControl(leader, hand_in, Clock())
+    assert admission.crowded("x", ["y"]) is None
+    refused = admission.crowded("x", ["y", "z"])
     assert refused is not None
     assert refused.waits
-    assert doorman.crowded("x", ["y", key]) is None, "who is admitted takes nobody's place"
-    assert doorman.crowded(key, ["y", "z"]) is None
-    assert Doorman(Leader(manifest(), (), (), 0.0), hand_in, Clock()).crowded("x", [str(i) for i in range(99)]) is None
-    assert asyncio.run(doorman.welcome("x", None)) is None
+    assert admission.crowded("x", ["y", key]) is None, "who is admitted takes nobody's place"
+    assert admission.crowded(key, ["y", "z"]) is None
+    assert (
+        AdmissionControl(Leader(manifest(), (), (), 0.0), hand_in, Clock()).crowded("x", [str(i) for i in range(99)])
+        is None
+    )
+    assert asyncio.run(admission.welcome("x", None)) is None

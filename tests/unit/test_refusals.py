@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from peer.net.base import serve_calls
-from peer.net.clock import Clock
+from peer.net.base import Clock, serve_calls
 from peer.net.memory import MemoryNetwork
 from peer.node.sessions import Refusals
 from protocol.errors import BannedError, ClosedError, LocalError, UsageError

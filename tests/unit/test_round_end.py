@@ -10,7 +10,7 @@ import pytest
 
 from peer.chain.reading import StopSign
 from peer.events import Emitter
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.node.training import InnerLoop, Result, RoundEnd, Training
 from protocol.round.member import Deadline
 from protocol.round.member_events import Event, Trained, TrainOrder

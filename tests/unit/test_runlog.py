@@ -14,7 +14,7 @@ import pytest
 from peer.log import reader, replay
 from peer.net.base import serve_calls
 from peer.net.blobs import BlobServer, BlobStore
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.net.memory import MemoryNetwork
 from peer.ui import log_text
 from protocol.codec.topk import in_memory
@@ -136,7 +136,7 @@ def test_a_replay_in_files_gives_the_same_digests(tmp_path: Path) -> None:
             await replay.verify(
                 MANIFEST, source.records(print), source.payload, lambda problem: pytest.fail(str(problem)), None, empty
             )
-            for empty in (in_memory, functools.partial(LocalDisk().arrays, tmp_path))
+            for empty in (in_memory, functools.partial(Disk().arrays, tmp_path))
         ]
         assert set(found[0].digests) == set(layout.shard_names(MANIFEST.model))
         assert found[0].digests == found[1].digests

@@ -12,7 +12,7 @@ import torch
 
 from peer.chain.connect import PipelineStreams
 from peer.events import Emitter, Warning
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.net.memory import MemoryNetwork
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.training import Training

@@ -15,10 +15,9 @@ import pytest
 from peer import events
 from peer.chain import reading
 from peer.cli.data import tokenizer_file
-from peer.corpus.reader import CHUNKS, CorpusReader
-from peer.corpus.text import LocalText, check, open_corpus
+from peer.corpus.text import CHUNKS, CorpusReader, LocalText, check, open_corpus
 from peer.corpus.tokenizer import load_tokenizer
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from protocol.errors import UsageError
 from protocol.run import corpus
 from protocol.run import corpus as corpora
@@ -41,7 +40,7 @@ def test_an_inner_step_reads_what_seed_slots_and_corpus_say(step: int, tmp_path:
     index, ids = write_corpus(tmp_path / "corpus", COUNT, sequence=8)
     run = run_of(index.digest)
     work = Work(slot=COUNT - 7, steps=3, micro_batches=3)  # 3 micro-batches of 1 row
-    text = LocalText(open_corpus(tmp_path / "corpus", LocalDisk(), run), run.seed_bytes)
+    text = LocalText(open_corpus(tmp_path / "corpus", Disk(), run), run.seed_bytes)
     found = asyncio.run(reading.reader(run, text, work, 11, lambda body: None)(10 + step))
     numbers: list[int] = []
     for slot in range(COUNT - 7 + 3 * (step - 1), COUNT - 7 + 3 * step):
@@ -67,20 +66,20 @@ def test_an_id_that_the_model_has_not_is_not_trained_on() -> None:
 
 def test_the_held_out_part_and_the_entropy_of_what_is_predicted(tmp_path: Path) -> None:
     index, ids = write_corpus(tmp_path, COUNT, sequence=8)
-    text = LocalText(CorpusReader(tmp_path, LocalDisk()), b"seed")
+    text = LocalText(CorpusReader(tmp_path, Disk()), b"seed")
     assert text.index == index
     assert asyncio.run(text.held_out(3)).shape == (3, 9)
     assert asyncio.run(text.held_out(99)).shape == (4, 9)
     shares = np.bincount(ids[:, 1:].reshape(-1)) / (COUNT * 8)
     expected = -sum(p * math.log(p) for p in shares.tolist() if p)
-    assert CorpusReader(tmp_path, LocalDisk()).unigram_entropy() == pytest.approx(expected)
+    assert CorpusReader(tmp_path, Disk()).unigram_entropy() == pytest.approx(expected)
 
 
 def test_a_chunk_that_is_missing_or_damaged_is_an_error_of_the_steps_that_read_it(tmp_path: Path) -> None:
     long = 1 << 20
     index, ids = write_corpus(tmp_path, 8, sequence=long)
     assert index.n_chunks == 2
-    reader = CorpusReader(tmp_path, LocalDisk())
+    reader = CorpusReader(tmp_path, Disk())
     path = tmp_path / CHUNKS / index.chunk(1).name
     raw = path.read_bytes()
     path.unlink()
@@ -99,9 +98,9 @@ def test_a_chunk_that_is_missing_or_damaged_is_an_error_of_the_steps_that_read_i
 def test_another_corpus_than_the_runs_is_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", COUNT, sequence=8)
     with pytest.raises(UsageError, match=r"^corpus .*: its digest is .*, not 111111111111…; use the run's own corpus$"):
-        open_corpus(tmp_path / "corpus", LocalDisk(), run_of("1" * 64))
+        open_corpus(tmp_path / "corpus", Disk(), run_of("1" * 64))
     with pytest.raises(UsageError, match=r"^corpus .*: No such file or directory; give the folder of a `potluck data"):
-        open_corpus(tmp_path / "nothing", LocalDisk(), run_of("1" * 64))
+        open_corpus(tmp_path / "nothing", Disk(), run_of("1" * 64))
 
 
 def test_a_corpus_that_was_not_built_for_the_run_is_refused(tmp_path: Path) -> None:

@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-from bootstrap.roster import Heard
-from peer.net.base import Transport, serve_calls
-from peer.net.clock import Clock
-from peer.net.dial_back import DialBack
+from bootstrap.roster import AnnouncementTable
+from peer.net.base import Clock, Transport, serve_calls
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.net.reach import Finding
+from peer.net.reach import DialBackServer, Reachability
 from peer.node.open_run import Door, Run
 from peer.node.way_in import RELAYS, REMEMBERED_SECONDS, NetworkStart
 from protocol.identity import Identity
@@ -45,7 +43,7 @@ class Street:
         self.open: set[int] = set()
         self.dialled = 0
         self.doors: list[Door] = []
-        self.heard = Heard(M.run_id, 0)
+        self.heard = AnnouncementTable(M.run_id, 0)
         self.meanwhile: list[Transport] = []
 
     async def greets(self, host: str, port: int) -> bool:
@@ -57,9 +55,9 @@ class Street:
         address = f"/ip4/198.51.100.{number}/tcp/31337/p2p/{who.peer_id}"
         made.addresses = (address,)
         loop = asyncio.get_running_loop()
-        await DialBack(made, Clock(steady=loop.time, wall=loop.time), self.greets).serve()
+        await DialBackServer(made, Clock(steady=loop.time, wall=loop.time), self.greets).serve()
         said = Announcement(run=M.run_id, peer=who.peer_id, addresses=(address,), reachable=reachable, serial=1)
-        self.heard.take(who.peer_id, encoding.seal(who, said))
+        self.heard.add(who.peer_id, encoding.seal(who, said))
         await made.store(endpoints.announcements_key(M.run_id), who.peer_id, encoding.seal(who, said), ttl=600.0)
         if who.peer_id == OPERATOR:
 
@@ -76,7 +74,7 @@ class Street:
         made.addresses = (LISTENS, CIRCUIT) if door.relays else (LISTENS,)
         return made
 
-    async def find_reach(self, manifest: Manifest = M, **door: Any) -> Finding | None:
+    async def find_reach(self, manifest: Manifest = M, **door: Any) -> Reachability | None:
         """Starts once; what was found."""
         line = f"/ip4/198.51.100.1/tcp/31337/p2p/{OPERATOR}"
         door = {"host": "0.0.0.0", **door}
@@ -114,7 +112,7 @@ def test_a_private_peer_is_started_again_with_relays_and_remembers_it_for_a_day(
         assert len(street.meanwhile) == 1
 
         dialled = street.dialled
-        assert await street.find_reach() == Finding(how="private")
+        assert await street.find_reach() == Reachability(how="private")
         assert street.dialled == dialled
         assert len(street.doors) == 4
 
@@ -224,7 +222,7 @@ def test_without_anybody_to_ask_it_goes_on(tmp_path: Path) -> None:
     async def story() -> None:
         street = Street(tmp_path)
         await street.public(tiny.OPERATOR, 1, there=False)
-        assert await street.find_reach() == Finding()
+        assert await street.find_reach() == Reachability()
         assert len(street.doors) == 1
 
     run(story())

@@ -10,21 +10,21 @@ import pytest
 
 from peer import events
 from peer.net.bandwidth import GOODPUT
-from peer.net.base import Stream
-from peer.net.clock import Clock
-from peer.net.line import Given, Line
-from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.net.transfers import (
+from peer.net.base import Clock, Stream
+from peer.net.link_monitor import (
     FAST_SECONDS,
     HELD_SECONDS,
-    MOST_DOWN,
-    MOST_UP,
+    MAX_STEP_DOWN,
+    MAX_STEP_UP,
     RANGE,
     REST_SECONDS,
     SLOW_SECONDS,
-    Second,
-    Transfers,
+    LinkMonitor,
+    RateConfig,
+    RateEstimator,
+    SecondOfTraffic,
 )
+from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.uplink import Uplink
 from tests import networks
 from tests.sim.loop import VirtualLoop
@@ -37,90 +37,92 @@ def of(bps: float) -> int:
     return round(bps * GOODPUT / 8)
 
 
-def after(transfers: Transfers, second: Second, seconds: int, begin: float = 0.0) -> list[int]:
+def after(transfers: RateEstimator, second: SecondOfTraffic, seconds: int, begin: float = 0.0) -> list[int]:
     """The seconds in which a rate changed."""
-    return [i for i in range(seconds) if transfers.take(begin + i, second)]
+    return [i for i in range(seconds) if transfers.add(begin + i, second)]
 
 
 def test_a_line_that_carried_more_has_more() -> None:
-    up, down = Transfers(UP, DOWN), Transfers(UP, DOWN)
-    assert after(up, Second(of(30e6), 0, 0, False), 3 * FAST_SECONDS) == [FAST_SECONDS - 1]
+    up, down = RateEstimator(UP, DOWN), RateEstimator(UP, DOWN)
+    assert after(up, SecondOfTraffic(of(30e6), 0, 0, False), 3 * FAST_SECONDS) == [FAST_SECONDS - 1]
     assert (up.up_bps, up.down_bps) == (pytest.approx(30e6, rel=0.01), DOWN)
-    assert after(down, Second(0, of(150e6), 0, False), 3 * FAST_SECONDS) == [FAST_SECONDS - 1]
+    assert after(down, SecondOfTraffic(0, of(150e6), 0, False), 3 * FAST_SECONDS) == [FAST_SECONDS - 1]
     assert (down.up_bps, down.down_bps) == (UP, pytest.approx(150e6, rel=0.01))
 
 
 @pytest.mark.parametrize(
     "second",
     [
-        Second(0, 0, 0, False),
-        Second(of(2e6), of(9e6), 0, False),  # there is little to send
-        Second(of(2e6), 0, 1, False),  # one peer reads slowly
-        Second(of(1.1 * UP), of(1.1 * DOWN), 0, False),  # not much more
-        Second(of(0.99 * UP), 0, 3, False),  # not much less
-        Second(0, of(2e6), 3, True),  # nothing leaves at all: no line is that slow
+        SecondOfTraffic(0, 0, 0, False),
+        SecondOfTraffic(of(2e6), of(9e6), 0, False),  # there is little to send
+        SecondOfTraffic(of(2e6), 0, 1, False),  # one peer reads slowly
+        SecondOfTraffic(of(1.1 * UP), of(1.1 * DOWN), 0, False),  # not much more
+        SecondOfTraffic(of(0.99 * UP), 0, 3, False),  # not much less
+        SecondOfTraffic(0, of(2e6), 3, True),  # nothing leaves at all: no line is that slow
     ],
 )
-def test_what_shows_nothing_changes_nothing(second: Second) -> None:
-    transfers = Transfers(UP, DOWN)
+def test_what_shows_nothing_changes_nothing(second: SecondOfTraffic) -> None:
+    transfers = RateEstimator(UP, DOWN)
     assert after(transfers, second, 1000) == []
     assert (transfers.up_bps, transfers.down_bps) == (UP, DOWN)
 
 
 def test_a_burst_is_no_line() -> None:
     """What is sent waits in our own buffers at first."""
-    transfers = Transfers(UP, DOWN)
+    transfers = RateEstimator(UP, DOWN)
     for now in range(600):
         burst = now % 10 < 3
-        assert not transfers.take(now, Second(of(3 * UP) if burst else 0, of(3 * DOWN) if burst else 0, 0, False))
+        assert not transfers.add(
+            now, SecondOfTraffic(of(3 * UP) if burst else 0, of(3 * DOWN) if burst else 0, 0, False)
+        )
 
 
 def test_an_uplink_for_which_several_peers_wait_is_slow() -> None:
-    transfers = Transfers(UP, DOWN)
-    slow = Second(of(12e6), 0, 2, False)
+    transfers = RateEstimator(UP, DOWN)
+    slow = SecondOfTraffic(of(12e6), 0, 2, False)
     assert after(transfers, slow, SLOW_SECONDS) == [SLOW_SECONDS - 1]
     assert transfers.up_bps == pytest.approx(12e6, rel=0.01)
 
 
 def test_who_reads_slowly_together_does_not_starve_us() -> None:
     """The other side may be an enemy: a step an hour, half at most, and never less than a quarter of the first."""
-    transfers = Transfers(UP, DOWN)
-    enemies = Second(of(64_000), 0, 5, False)
+    transfers = RateEstimator(UP, DOWN)
+    enemies = SecondOfTraffic(of(64_000), 0, 5, False)
     day = after(transfers, enemies, round(3.5 * REST_SECONDS))
     assert day[0] == SLOW_SECONDS - 1
     assert all(b - a >= REST_SECONDS for a, b in itertools.pairwise(day))
     assert transfers.up_bps == round(RANGE[0] * UP)
-    once = Transfers(UP, DOWN)
+    once = RateEstimator(UP, DOWN)
     after(once, enemies, SLOW_SECONDS)
-    assert once.up_bps == round(MOST_DOWN * UP)
+    assert once.up_bps == round(MAX_STEP_DOWN * UP)
 
 
 def test_one_revision_goes_so_far() -> None:
-    transfers = Transfers(UP, DOWN)
-    after(transfers, Second(of(1e9), of(10e9), 0, False), FAST_SECONDS)
-    assert (transfers.up_bps, transfers.down_bps) == (MOST_UP * UP, MOST_UP * DOWN)
+    transfers = RateEstimator(UP, DOWN)
+    after(transfers, SecondOfTraffic(of(1e9), of(10e9), 0, False), FAST_SECONDS)
+    assert (transfers.up_bps, transfers.down_bps) == (MAX_STEP_UP * UP, MAX_STEP_UP * DOWN)
 
 
 def test_an_uplink_that_only_our_limit_holds_back_is_tried_with_more_until_it_is_too_much() -> None:
     """The line has 30; what we send is what the limit, nine tenths, lets out, or what the line carries."""
-    transfers, changes, now = Transfers(UP, None), list[int](), 0
+    transfers, changes, now = RateEstimator(UP, None), list[int](), 0
     while now < 2 * REST_SECONDS and len(changes) < 5:
         assert transfers.up_bps is not None
         sends = min(0.9 / GOODPUT * transfers.up_bps, 30e6)
         full = sends >= 30e6
-        if transfers.take(now, Second(of(sends), 0, 2 if full else 0, not full)):
+        if transfers.add(now, SecondOfTraffic(of(sends), 0, 2 if full else 0, not full)):
             changes.append(transfers.up_bps)
         now += 1
     assert changes[:4] == [pytest.approx(UP * x, rel=0.01) for x in (1.15, 1.3225, 1.5209, 1.749)]
     assert changes[4] == pytest.approx(30e6, rel=0.01), "no more than the line has, within minutes"
     assert 5 * HELD_SECONDS <= now < REST_SECONDS
-    rest = after(transfers, Second(of(0.9 / GOODPUT * 30e6), 0, 0, True), round(0.9 * REST_SECONDS), begin=now)
+    rest = after(transfers, SecondOfTraffic(of(0.9 / GOODPUT * 30e6), 0, 0, True), round(0.9 * REST_SECONDS), begin=now)
     assert rest == [], "then it is left alone for an hour"
 
 
 def test_what_was_given_stays() -> None:
-    transfers = Transfers(None, None)
-    assert after(transfers, Second(of(1e9), of(1e9), 0, False), 100) == []
+    transfers = RateEstimator(None, None)
+    assert after(transfers, SecondOfTraffic(of(1e9), of(1e9), 0, False), 100) == []
     assert (transfers.up_bps, transfers.down_bps) == (None, None)
 
 
@@ -149,14 +151,14 @@ async def sender(home: MemoryTransport, peer: str, uplink: Uplink | None, bps: f
         await stream.send(bytes(size))
 
 
-def a_line(home: MemoryTransport, told: list[events.Body], where: str) -> Line:
+def a_line(home: MemoryTransport, told: list[events.Body], where: str) -> LinkMonitor:
     loop = asyncio.get_running_loop()
     ours = networks.network(
         home,
         clock=Clock(steady=loop.time, wall=loop.time),
         addresses=lambda peer: [f"/ip4/{where}/tcp/1/p2p/{peer}"] if where else [],
     )
-    return Line(Given(up_bps=None, down_bps=None, limit_bps=None), ours, random.Random(0), told.append)
+    return LinkMonitor(RateConfig(up_bps=None, down_bps=None, limit_bps=None), ours, random.Random(0), told.append)
 
 
 @pytest.mark.parametrize(("where", "counts"), [("203.0.113.9", True), ("192.168.1.9", False), ("", False)])

@@ -12,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from peer.net.entry import AT_ONCE, HEAD_BYTES, Came, Entry, Guest, whole
-from peer.net.expelling import Expelling
+from peer.net.incoming import (
+    MAX_ACCEPTED,
+    MAX_HEAD_BYTES,
+    Disconnector,
+    IncomingStream,
+    StreamListener,
+    StreamOrigin,
+    message_span,
+)
 
 HEAD = b"\x05hello"
 
@@ -33,10 +40,10 @@ def run(work: Callable[[Path], Awaitable[None]]) -> None:
     asyncio.run(all_of_it())
 
 
-def read(raw: bytes) -> Came:
+def read(raw: bytes) -> StreamOrigin:
     if raw == b"wrong":
         raise ValueError("wrong")
-    return Came(raw.decode(), "/ip4/203.0.113.5/tcp/1", "x")
+    return StreamOrigin(raw.decode(), "/ip4/203.0.113.5/tcp/1", "x")
 
 
 def dial(path: Path) -> socket.socket:
@@ -63,29 +70,29 @@ async def until(wanted: Callable[[], bool]) -> None:
     ],
 )
 def test_a_head_is_whole_or_it_is_not(data: bytes, found: tuple[int, int] | None) -> None:
-    assert whole(data) == found
+    assert message_span(data) == found
 
 
 @pytest.mark.parametrize(
-    "data", [b"\xff\xff\xff\xff", (HEAD_BYTES % 128 + 128).to_bytes() + (HEAD_BYTES // 128).to_bytes()]
+    "data", [b"\xff\xff\xff\xff", (MAX_HEAD_BYTES % 128 + 128).to_bytes() + (MAX_HEAD_BYTES // 128).to_bytes()]
 )
 def test_a_head_without_an_end_is_none(data: bytes) -> None:
     with pytest.raises(ValueError, match="head"):
-        whole(data)
+        message_span(data)
 
 
 def test_streams_are_taken_a_few_at_a_time_and_what_is_refused_is_reset_unread() -> None:
     async def work(made: Path) -> None:
-        came: list[tuple[Came, socket.socket]] = []
+        came: list[tuple[StreamOrigin, socket.socket]] = []
         taken: list[int] = []
-        entry = Entry(str(made / "s"), read, lambda who, conn, head: came.append((who, conn)))
-        conns = [dial(made / "s") for _ in range(3 * AT_ONCE)]
+        entry = StreamListener(str(made / "s"), read, lambda who, conn, head: came.append((who, conn)))
+        conns = [dial(made / "s") for _ in range(3 * MAX_ACCEPTED)]
         for conn in conns:
             conn.sendall(HEAD)
         while len(came) < len(conns):
             await asyncio.sleep(0)
             taken.append(len(came))
-        assert max(b - a for a, b in itertools.pairwise(taken)) <= AT_ONCE
+        assert max(b - a for a, b in itertools.pairwise(taken)) <= MAX_ACCEPTED
         assert {who.peer for who, _ in came} == {"hello"}
         came[0][1].close()
         with pytest.raises(
@@ -103,7 +110,7 @@ def test_streams_are_taken_a_few_at_a_time_and_what_is_refused_is_reset_unread()
 def test_a_head_that_comes_late_is_waited_for_and_one_that_is_wrong_is_not() -> None:
     async def work(made: Path) -> None:
         came: list[socket.socket] = []
-        entry = Entry(str(made / "s"), read, lambda who, conn, head: came.append(conn))
+        entry = StreamListener(str(made / "s"), read, lambda who, conn, head: came.append(conn))
         late, wrong, silent = (dial(made / "s") for _ in range(3))
         wrong.sendall(b"\x05wrong")
         late.sendall(HEAD[:3])
@@ -130,7 +137,7 @@ def test_a_guest_is_a_bare_socket_until_it_is_served() -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     over: list[bool] = []
-    guest = Guest(ours)
+    guest = IncomingStream(ours)
     guest.over = lambda: over.append(True)
     assert not guest.is_over()
     theirs.close()
@@ -147,7 +154,7 @@ def test_who_says_nothing_is_heard_when_it_speaks_or_leaves_or_time_is_up() -> N
         guests = {}
         for name, (ours, _) in pairs.items():
             ours.setblocking(False)
-            guests[name] = guest = Guest(ours)
+            guests[name] = guest = IncomingStream(ours)
             assert guest.is_silent()
             guest.when_said(lambda name=name: told.append(name), 0.05 if name == "neither" else 60.0)  # type: ignore[misc]
         guests["ended"].abort()
@@ -178,7 +185,7 @@ def test_one_is_expelled_over_one_connection_once_until_that_is_done() -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(made / "s"))
         listener.listen()
-        expelling = Expelling(str(made / "s"), lambda peer: peer.encode())
+        expelling = Disconnector(str(made / "s"), lambda peer: peer.encode())
         for peer in ("a", "b", "a", "a"):
             expelling.end(peer)
         conn, _ = listener.accept()

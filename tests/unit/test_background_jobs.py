@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from bootstrap.latest_job import LatestJob, wanted
+from bootstrap.background_jobs import LatestJob, require
 
 
 @pytest.mark.parametrize(("late", "fails"), [(0, 0), (2, 0), (0, 2)])
@@ -21,7 +21,7 @@ def test_a_job_is_done_as_soon_as_it_can_be(late: int, fails: int) -> None:
 
     async def work() -> None:
         answers: asyncio.Queue[bytes] = asyncio.Queue()
-        made = LatestJob("judge", wanted(read), answers.put_nowait, pause=0.0)
+        made = LatestJob("judge", require(read), answers.put_nowait, retry_seconds=0.0)
         made.ask("x")
         running = asyncio.create_task(made.run())
         assert await asyncio.wait_for(answers.get(), 30.0) == b"here"
@@ -35,7 +35,7 @@ def test_a_job_is_done_as_soon_as_it_can_be(late: int, fails: int) -> None:
 def test_a_newer_job_takes_the_place_of_one_that_waits() -> None:
     async def work() -> None:
         answers: asyncio.Queue[str] = asyncio.Queue()
-        made = LatestJob[str, str]("judge", lambda job: job, answers.put_nowait, pause=0.0)
+        made = LatestJob[str, str]("judge", lambda job: job, answers.put_nowait, retry_seconds=0.0)
         made.ask("old")
         made.ask("new")
         running = asyncio.create_task(made.run())

@@ -1,4 +1,4 @@
-"""Tasks that go on for ever, one for each of some names, which change meanwhile."""
+"""A set of endless tasks, one for each name of a set that changes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine
 
 
-class Keeping:
-    """`wanted()`: the names; `work(name)`: what the task of one does. `changed` is set when there are others than before."""
+class TaskSet:
+    """Runs `work(name)` for each of the names that `wanted()` returns; set `changed` when they are others."""
 
     def __init__(
         self, wanted: Callable[[], Collection[str]], work: Callable[[str], Coroutine[None, None, None]]
@@ -18,12 +18,12 @@ class Keeping:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def end(self, name: str) -> None:
-        """Ends the task of one; if the name is wanted, it begins anew."""
+        """Ends the task of a name; it starts again if the name is still wanted."""
         if name in self._tasks:
             self._tasks[name].cancel()
 
     async def run(self) -> None:
-        """Until it is cancelled, or a task fails; then all end. Raises what the task raised."""
+        """Never returns. Raises what a task raised; then all are ended."""
         tasks = self._tasks
         try:
             while True:

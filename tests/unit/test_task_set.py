@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from peer.net.keeping import Keeping
+from peer.net.task_set import TaskSet
 
 
 async def until(wanted: Callable[[], bool]) -> None:
@@ -28,14 +28,14 @@ def test_the_tasks_follow_the_names() -> None:
             finally:
                 running.discard(name)
 
-        keeping = Keeping(lambda: names, one)
-        task = asyncio.create_task(keeping.run())
+        tasks = TaskSet(lambda: names, one)
+        task = asyncio.create_task(tasks.run())
         await until(lambda: running == {"a", "b"})
         names[:] = ["b", "c"]
-        keeping.changed.set()
+        tasks.changed.set()
         await until(lambda: running == {"b", "c"})
-        keeping.end("b")
-        keeping.end("nobody")
+        tasks.end("b")
+        tasks.end("nobody")
         await until(lambda: begun == ["a", "b", "c", "b"])
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -58,7 +58,7 @@ def test_a_task_that_fails_ends_all() -> None:
                 ended.append(name)
 
         with pytest.raises(ValueError, match="mine"):
-            await asyncio.wait_for(Keeping(lambda: ("good", "bad"), one).run(), 60.0)
+            await asyncio.wait_for(TaskSet(lambda: ("good", "bad"), one).run(), 60.0)
         assert sorted(ended) == ["bad", "good"]
 
     asyncio.run(work())
