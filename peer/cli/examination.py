@@ -1,9 +1,9 @@
-"""What `potluck doctor` does, in a process of its own: a step that hangs, or takes its process with it, is the command's to end.
+"""The checks of `potluck doctor`, in a process that the command can kill.
 
     python -m peer.cli.examination OPTIONS UNTIL
 
-prints a line of JSON for each step that it begins ({"step": …}) and for each finding (peer/cli/findings.py). Exit code 0: it is done;
-OUT_OF_TIME: it was not when the time was over.
+prints a line of JSON for each step that it begins ({"step": ...}) and for each Finding (peer/cli/doctor.py). Exit code
+0: it is done; OUT_OF_TIME: the time was over.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from pathlib import Path
 
 from peer import events
 from peer.cli import running
-from peer.cli.dry_run import REACHED, part_lines
-from peer.cli.findings import BAD, GOOD, OUT_OF_TIME, WARNING, Find, Finding, Options, Time
-from peer.cli.plan import known_by
+from peer.cli.doctor import BAD, GOOD, OUT_OF_TIME, WARNING, DoctorOptions, Find, Finding, Time
+from peer.cli.plan import REACHED, known_by, part_lines
 from peer.net import children, descriptors, keyfile
 from peer.net.base import ClockWrong, Transport
 from peer.net.clock import Clock
@@ -43,49 +42,44 @@ from protocol.wire.announcement import VERSION, Announcement
 
 PYTHONS = ((3, 11), (3, 13))
 TORCH_SECONDS = 40.0
-"""That torch may take to be imported and to multiply, in a process of its own."""
+"""Limit for importing torch and a multiplication, in another process."""
 SPEED_SECONDS = 8.0
 ROLE_SECONDS = 3.0
-"""That the measuring of the speed leaves to what follows."""
+"""Time that the speed test leaves to the last step."""
 PROBE, PROBE_BYTES = "probe-", 64 * 1024 * 1024
-SLOW_DISK = 20e6
-"""Bytes a second: a checkpoint of a model of 178M parameters would take half a minute."""
-LEAST_DISK = 2_000_000_000
-LEAST_MEMORY = 500_000_000
+SLOW_DISK_BYTES_PER_SECOND = 20e6
+"""A checkpoint of a model of 178M parameters would take half a minute."""
+LEAST_DISK_BYTES = 2_000_000_000
+LEAST_MEMORY_BYTES = 500_000_000
 AHEAD_SECONDS, BEHIND_SECONDS = 120.0, 30.0
-"""By which our clock may differ from what a node last said: it says so once a minute, and what is said lives for five."""
+"""Allowed offset of our clock from a node's last announcement: one a minute, valid for five."""
 TORCH = "import torch; x = torch.ones(64, 64, requires_grad=True); (x @ x).sum().backward(); print(torch.__version__)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Look:
-    """What all steps need."""
+    """The context of all checks."""
 
-    options: Options
+    options: DoctorOptions
     time: Time
     clock: Clock = dataclasses.field(default_factory=Clock)
 
     def at(self, step: str) -> None:
-        """Says that this is looked at now."""
+        """Reports that a step begins."""
         print(json.dumps({"step": step}), flush=True)
 
     def find(self, finding: Finding) -> None:
-        """Says what was found."""
+        """Reports a finding."""
         print(json.dumps(dataclasses.asdict(finding)), flush=True)
 
     @property
-    def folder(self) -> Path:
-        """That of the peer."""
-        return Path(self.options.folder)
-
-    @property
     def door(self) -> Door:
-        """Where it would listen."""
+        """Where the peer would listen."""
         return Door(host=self.options.host, port=self.options.port)
 
 
 async def examine(look: Look) -> None:
-    """All findings. A run is only asked where this machine could join one. Raises SystemExit when the time is over."""
+    """Runs all checks; those of a run only if the machine could join one. Raises SystemExit when the time is over."""
     try:
         async with asyncio.timeout(look.time.left()):
             await _examine(look)
@@ -107,20 +101,18 @@ async def _examine(look: Look) -> None:
     look.at("port")
     free = _port(look.door, look.find)
     look.at("disk")
-    if _disk(look.folder, look.find) and free and run is not None and hardware is not None:
+    if _disk(look.options.dir, look.find) and free and run is not None and hardware is not None:
         look.at("run")
         try:
             await _swarm(look, run, hardware)
-        except ClockWrong as error:
-            look.find(Finding("clock", BAD, *_split(str(error).removeprefix("clock: "))))
         except PotluckError as error:
-            look.find(Finding("run", BAD, *_split(str(error))))
+            look.find(_failed("clock" if isinstance(error, ClockWrong) else "run", error))
 
 
-def _split(error: str) -> tuple[str, str]:
-    """A line for an error: what it is, and what to do."""
-    text, _, remedy = error.partition("; ")
-    return clean(text), clean(remedy)
+def _failed(about: str, error: object, state: str = BAD) -> Finding:
+    """The finding of an error or a warning: `[about: ]text; remedy`."""
+    text, _, remedy = str(error).removeprefix(f"{about}: ").partition("; ")
+    return Finding(about, state, clean(text), clean(remedy))
 
 
 # --- this machine
@@ -135,7 +127,7 @@ def _python(find: Find) -> None:
 
 
 async def _torch(find: Find) -> bool:
-    """Asks another process: a broken installation may take its process with it."""
+    """Imports torch in another process, which a broken installation may crash."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -149,11 +141,8 @@ async def _torch(find: Find) -> bool:
         children.send(child)
     if child.returncode:
         reason = (complained.decode(errors="replace").strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        find(
-            Finding(
-                "torch", BAD, clean(reason), "install PyTorch again (python -m pip install --force-reinstall torch)"
-            )
-        )
+        remedy = "install PyTorch again (python -m pip install --force-reinstall torch)"
+        find(Finding("torch", BAD, clean(reason), remedy))
         return False
     find(Finding("torch", GOOD, clean(said.decode(errors="replace").strip())))
     return True
@@ -166,27 +155,26 @@ def _files(find: Find) -> None:
     if too_low is None:
         find(Finding("open files", GOOD, f"{descriptors.limit():,} at once"))
     else:
-        text, remedy = _split(too_low.removeprefix("open files: "))
-        find(Finding("open files", WARNING, text, remedy))
+        find(_failed("open files", too_low, WARNING))
     left = sockets.sweep(sockets.socket_base())
     if left:
         find(Finding("leftovers", GOOD, f"sockets of killed processes, {left} of them, were removed"))
 
 
 def _disk(folder: Path, find: Find) -> bool:
-    """Whether there is a folder to write to, which nobody else uses."""
+    """Whether the folder can be written and no other process uses it."""
     disk, probe = LocalDisk(), folder / f".{PROBE}{secrets.token_hex(4)}"
     made = not folder.exists()
     try:
         disk.make_folder(folder)
         disk.lock(folder, "potluck process").close()
-        for left in folder.glob(f".*{PROBE}*"):  # by one of us that was killed
+        for left in folder.glob(f".*{PROBE}*"):  # of a check that was killed
             left.unlink(missing_ok=True)
         free, began = free_disk(folder), time.perf_counter()
         disk.write(probe, os.urandom(PROBE_BYTES))
         speed = PROBE_BYTES / max(time.perf_counter() - began, 1e-6)
     except PotluckError as error:
-        find(Finding("folder", BAD, *_split(str(error))))
+        find(_failed("folder", error))
         return False
     finally:
         probe.unlink(missing_ok=True)
@@ -195,9 +183,9 @@ def _disk(folder: Path, find: Find) -> bool:
             with contextlib.suppress(OSError):
                 folder.rmdir()
     text = f"{size(free)} free, {size(speed)}/s are written"
-    if free < LEAST_DISK:
+    if free < LEAST_DISK_BYTES:
         find(Finding("disk", WARNING, text, "free some space, or choose another folder with --dir"))
-    elif speed < SLOW_DISK:
+    elif speed < SLOW_DISK_BYTES_PER_SECOND:
         find(Finding("disk", WARNING, text, "choose a folder on a faster disk with --dir"))
     else:
         find(Finding("disk", GOOD, text))
@@ -210,7 +198,7 @@ def _port(door: Door, find: Find) -> bool:
     try:
         sockets.check_port(door.host, door.port)
     except PotluckError as error:
-        find(Finding("port", BAD, *_split(str(error))))
+        find(_failed("port", error))
         return False
     find(Finding("port", GOOD, f"{door.port} is free" if door.port else "any"))
     return True
@@ -222,19 +210,16 @@ def _memory(look: Look) -> Hardware | None:
         memory = None if options.memory == "auto" else parse_size(options.memory)
         found = Hardware.find(parse_devices(options.device, options.devices), memory)
     except PotluckError as error:
-        find(Finding("device", BAD, *_split(str(error))))
+        find(_failed("device", error))
         return None
     free, host = smallest_budget(found.devices), found.host_bytes
     each = " of each" if len(found.devices) > 1 else ""
     text = f"{name_of(found.devices)}, {size(found.memory_bytes)} would be offered{each}"
     text += f", {size(host)} of the host's beside" if host else ""
     if memory is not None and memory > free:
-        find(
-            Finding(
-                "memory", WARNING, f"{text}, {size(free)} are free", "offer less with --memory, or close other programs"
-            )
-        )
-    elif min(found.memory_bytes, host or found.memory_bytes) < LEAST_MEMORY:
+        remedy = "offer less with --memory, or close other programs"
+        find(Finding("memory", WARNING, f"{text}, {size(free)} are free", remedy))
+    elif min(found.memory_bytes, host or found.memory_bytes) < LEAST_MEMORY_BYTES:
         find(Finding("memory", WARNING, text, "close other programs, or join a run with a small model"))
     else:
         find(Finding("memory", GOOD, text))
@@ -245,37 +230,28 @@ def _memory(look: Look) -> Hardware | None:
 
 
 async def _swarm(look: Look, run: Run, hardware: Hardware) -> None:
-    """What joining would meet. Raises PotluckError."""
-    find, key = look.find, keyfile.load_or_create(look.folder / KEY)
-    way_in = WayIn(run, look.folder, look.door)
+    """Checks what joining would need. Raises PotluckError."""
+    find, folder = look.find, look.options.dir
+    key = keyfile.load_or_create(folder / KEY)
+    way_in = WayIn(run, folder, look.door)
     transport = await way_in.start()
     try:
         manifest = await manifest_of(run, transport)
-        find(
-            Finding(
-                "run", GOOD, f"{clean(manifest.name)} {manifest.run_id[:12]}, {manifest.rounds} rounds by its manifest"
-            )
-        )
-        hardware = hardware.useful(
-            manifest, lambda why: find(Finding("devices", WARNING, *_split(why.removeprefix("devices: "))))
-        )
+        text = f"{clean(manifest.name)} {manifest.run_id[:12]}, {manifest.rounds} rounds by its manifest"
+        find(Finding("run", GOOD, text))
+        hardware = hardware.useful(manifest, lambda why: find(_failed("devices", why, WARNING)))
         look.at("reach")
         transport, reached = await way_in.settle(transport, manifest)
-        if reached is not None:
-            _reach(reached.how, find)
+        if reached is not None and reached.how == "private":
+            remedy = "forward a TCP port of the router to this machine, and give it as --port: chains get faster by it"
+            find(Finding("reach", WARNING, REACHED[reached.how], remedy))
+        elif reached is not None:
+            find(Finding("reach", GOOD, REACHED[reached.how]))
         transport = await RelayedTransport.begin(transport, key, manifest.operators)
-        config = JoinConfig(run=run, folder=look.folder, door=look.door, threads=look.options.threads)
+        config = JoinConfig(run=run, folder=folder, door=look.door, threads=look.options.threads)
         await _role(look, manifest, key, transport, Machine(config, hardware, reached))
     finally:
         await transport.aclose()
-
-
-def _reach(how: str, find: Find) -> None:
-    if how == "private":
-        remedy = "forward a TCP port of the router to this machine, and give it as --port: chains get faster by it"
-        find(Finding("reach", WARNING, REACHED[how], remedy))
-    else:
-        find(Finding("reach", GOOD, REACHED[how]))
 
 
 async def _role(look: Look, manifest: Manifest, key: Identity, transport: Transport, machine: Machine) -> None:
@@ -288,24 +264,22 @@ async def _role(look: Look, manifest: Manifest, key: Identity, transport: Transp
         if isinstance(body, events.Warning):
             warnings.append(body.text)
         if isinstance(body, events.Measured) and body.round_trip_ms is not None:
-            text = (
-                f"{rate(body.up_bps)} up, {rate(body.down_bps)} down, {body.round_trip_ms:.0f} ms to a bootstrap node"
-            )
-            find(Finding("line", GOOD, text))
+            line = f"{rate(body.up_bps)} up, {rate(body.down_bps)} down"
+            find(Finding("line", GOOD, f"{line}, {body.round_trip_ms:.0f} ms to a bootstrap node"))
 
     look.at("clock")
     monitor = Monitor(manifest, transport, bootstrap=machine.config.run.bootstrap)
     known = await known_by(monitor)
     check_nodes([monitor.peers[o] for o in manifest.operators if o in monitor.peers], look.clock, find)
     look.at("line")
-    storage = Storage(look.folder)
+    storage = Storage(look.options.dir)
     try:
         peer = Peer(manifest, key, transport, storage, machine, emit)
         own = await peer.rehearse()
     finally:
         storage.close()
     for warning in warnings:
-        find(Finding("line", WARNING, *_split(warning)))
+        find(_failed("line", warning, WARNING))
     look.at("speed")
     speed = await _speed(look, manifest, machine.hardware)
     look.at("role")
@@ -314,19 +288,12 @@ async def _role(look: Look, manifest: Manifest, key: Identity, transport: Transp
 
 
 async def _speed(look: Look, manifest: Manifest, hardware: Hardware) -> int | None:
-    """In operations a second; None where it cannot be found in time."""
+    """Operations per second; None if they cannot be measured in time."""
     from peer.training import speed_test
 
-    within, began = look.time.left(but=ROLE_SECONDS), time.monotonic()
-    speed = await speed_test.together(
-        manifest,
-        look.folder,
-        hardware.devices,
-        look.options.threads,
-        hardware.memory_bytes,
-        SPEED_SECONDS,
-        within,
-    )
+    options, within, began = look.options, look.time.left(but=ROLE_SECONDS), time.monotonic()
+    devices, memory = hardware.devices, hardware.memory_bytes
+    speed = await speed_test.together(manifest, options.dir, devices, options.threads, memory, SPEED_SECONDS, within)
     if speed is None:
         text = f"not known after {time.monotonic() - began:.0f} s of trying, others may be much faster"
         remedy = "try again when this machine has less to do, give --device a GPU, or join a run with a smaller model"
@@ -338,15 +305,12 @@ async def _speed(look: Look, manifest: Manifest, hardware: Hardware) -> int | No
 
 
 def check_nodes(nodes: Sequence[Announcement], clock: Clock, find: Find) -> None:
-    """Our version and our clock, by what the operators' nodes announce of themselves; of three, one that lies does not decide."""
+    """Compares our version and clock with the announcements of the operators' nodes; a minority cannot decide."""
     other = next((node.version for node in nodes if node.version != VERSION), None)
     if other is not None:
-        remedy = (
-            f"install the version of Potluck that the run has ({'older' if other < VERSION else 'newer'} than this)"
-        )
-        find(
-            Finding("version", BAD, f"the run's nodes speak version {other} of the protocol, this is {VERSION}", remedy)
-        )
+        age = "older" if other < VERSION else "newer"
+        text = f"the run's nodes speak version {other} of the protocol, this is {VERSION}"
+        find(Finding("version", BAD, text, f"install the version of Potluck that the run has ({age} than this)"))
     elif nodes:
         find(Finding("version", GOOD, f"{VERSION}, as the run's nodes have"))
     if nodes:
@@ -355,11 +319,10 @@ def check_nodes(nodes: Sequence[Announcement], clock: Clock, find: Find) -> None
             find(Finding("clock", GOOD, "as the run's nodes have it"))
         else:
             way = "ahead of" if off > 0 else "behind"
-            text = (
-                f"is {abs(off):,.0f} s {way} that of the run's nodes: nobody would believe what this machine announces"
-            )
+            text = f"is {abs(off):,.0f} s {way} that of the run's nodes: they would refuse this machine's announcements"
             find(Finding("clock", BAD, text, "set the time of this machine, best by NTP (timedatectl set-ntp true)"))
 
 
 if __name__ == "__main__":
-    running.run(examine(Look(Options(**json.loads(sys.argv[1])), Time(float(sys.argv[2])))), interrupted=1)
+    options, limit = DoctorOptions.from_json(sys.argv[1]), Time(float(sys.argv[2]))
+    running.run(examine(Look(options, limit)), interrupted=1)

@@ -1,49 +1,67 @@
-"""`potluck join`: takes part in a run. The network comes first: what trains is imported while the run's nodes are asked."""
+"""`potluck join`: takes part in a run.
+
+The network comes first; what trains is imported while the run's nodes are asked.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import hashlib
 import os
-from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from peer import events
-from peer.cli import dry_run as rehearsal
-from peer.cli import own_folder, running
+from peer.cli import plan, running
 from peer.cli.options import Announce, Devices, Dir, Host, Json, LogFile, Port, with_options
-from peer.cli.pauses import Look, Pauses, by_hours, while_busy
 from peer.events import Emitter
+from peer.log import reader
 from peer.net import bandwidth, descriptors, keyfile, known_line
 from peer.net.base import Transport, TransportLost
+from peer.net.blobs import BlobStore
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
 from peer.net.line import Downlink, measured_downlink
 from peer.net.own_addresses import interface_hosts
 from peer.node import hours as daily
 from peer.node.config import JoinConfig, Machine
-from peer.node.open_run import KEY, Door, manifest_again, manifest_of, parse_run, read_announced
+from peer.node.hours import Hours
+from peer.node.open_run import (
+    KEY,
+    Door,
+    manifest_again,
+    manifest_of,
+    parse_run,
+    read_announced,
+    tokenizer_bytes,
+)
 from peer.node.way_in import WayIn
 from peer.training import device as devices_here
 from peer.training.device import Hardware, parse_rate, parse_size
 from peer.ui.lines import sink
-from peer.ui.names import LONGEST, harmless_name
-from peer.ui.text import clean, typed
-from protocol.errors import UsageError
+from peer.ui.text import LONGEST_NAME, clean, harmless_name, typed
+from protocol.errors import RemoteError, UsageError
 from protocol.ledger import invitations
 from protocol.ledger.invitations import Ticket
+from protocol.planning import budget
 from protocol.run import layout
+from protocol.run.corpus import TOKENIZER
 from protocol.run.manifest import Manifest
+from protocol.wire import logfile
 
 if TYPE_CHECKING:
+    from peer.node.busy import Use
     from peer.node.peer import Factories, Peer
 
+PAUSE_CHECK_SECONDS = 5.0
 
-def joining(
-    context: typer.Context,
+
+def read_config(
     run: Annotated[
         str,
         typer.Argument(metavar="RUN", help="A manifest file, or the one-line address that a bootstrap node prints."),
@@ -105,21 +123,20 @@ def joining(
     log_file: LogFile = None,
     json: Json = False,
 ) -> JoinConfig:
-    """Reads what is typed behind `potluck join` and `potluck service install`. Raises UsageError.
-
-    Long because typer reads a command's options from its function's parameters.
-    """
+    """Reads the options of `potluck join` and `potluck service install`. Raises UsageError."""
     if dry_run and json:
         raise UsageError("--dry-run: says what it finds in words; give it without --json")
     if harmless_name(name) != name:
         raise UsageError(
-            f"--name {clean(name, 40)}: a name has at most {LONGEST} letters, digits, spaces, - _ and .; give such as"
-            f" {typed('--name', harmless_name(name) or 'Ada')}"
+            f"--name {clean(name, 40)}: a name has at most {LONGEST_NAME} letters, digits, spaces, - _ and .; give such"
+            f" as {typed('--name', harmless_name(name) or 'Ada')}"
         )
+    found = parse_run(run)
+    announced = read_announced(announce, port, keyfile.load_or_create(dir / KEY).peer_id) if announce else ()
     return JoinConfig(
-        run=parse_run(run),
+        run=found,
         folder=dir,
-        door=Door(host=host, port=port, announce=tuple(announce or ())),
+        door=Door(host=host, port=port, announce=announced),
         devices=devices_here.parse_devices(device, devices),
         memory_bytes=None if memory == "auto" else parse_size(memory),
         up_bps=None if up is None else parse_rate(up),
@@ -139,43 +156,47 @@ def joining(
     )
 
 
-async def join(read: Callable[[], JoinConfig], factories: Factories | None = None) -> None:
-    """`potluck join`; its folder stays locked in pauses, too. `factories`: what the peer makes its parts with (default: the usual)."""
+def _start(config: JoinConfig, context: typer.Context) -> None:
+    running.run(join(config, context.obj.factories), log=config.log)
+
+
+command = with_options(read_config, _start)
+
+
+async def join(config: JoinConfig, factories: Factories | None = None) -> None:
+    """Takes part in the run until it is over. The peer's folder stays locked in pauses.
+
+    factories: make the peer's parts (default: the usual ones).
+    """
     from peer.net.relay import RelayedTransport
     from peer.state.storage import Storage
 
     devices_here.one_heap()
-    config = read()
     run, folder = config.run, config.folder
     key = keyfile.load_or_create(folder / KEY)
     emit = Emitter(key.peer_id, sink(config.json, own=True))
-    announced = read_announced(config.door.announce, config.door.port, key.peer_id)
     known: tuple[Manifest, Hardware] | None = None
     downlink: Downlink | None = None
 
     def warn(text: str) -> None:
         emit(events.Warning(text=text))
 
-    async def meanwhile(transport: Transport) -> None:
-        """A line's two ways are measured over two connections (peer/net/line.py): the first one ends with this transport, most often."""
+    async def measure(transport: Transport) -> None:
+        """Measures the downlink over a first connection, which usually ends then (peer/net/line.py)."""
         nonlocal downlink
         if known is not None and config.down_bps is None and downlink is None:
-            downlink = await _measured(transport, known[0], folder)
+            downlink = await _measured_downlink(transport, known[0], folder)
 
-    async def find(transport: Transport) -> Manifest:
-        if config.dry_run:
-            return await manifest_of(run, transport)
-        return await manifest_again(run, folder, transport, warn)
-
-    way_in = WayIn(run, folder, replace(config.door, announce=announced), meanwhile=meanwhile)
+    way_in = WayIn(run, folder, config.door, meanwhile=measure)
 
     async def take_part() -> None:
         nonlocal known
         while True:
             transport = await way_in.start()
             try:
-                if known is None:  # later starts find their way by themselves, whether a bootstrap node is up or not
-                    manifest, found = await asyncio.gather(find(transport), asyncio.to_thread(_hardware, config))
+                if known is None:  # later starts do not need a bootstrap node
+                    find = _find(config, transport, warn)
+                    manifest, found = await asyncio.gather(find, asyncio.to_thread(_hardware, config))
                     _check_ticket(run.ticket, manifest, key.peer_id)
                     emit(events.found(manifest))
                     known = manifest, found.useful(manifest, warn)
@@ -186,19 +207,21 @@ async def join(read: Callable[[], JoinConfig], factories: Factories | None = Non
                     await transport.disconnect(downlink.by)
                 if reached is not None:
                     emit(events.Reachable(how=reached.how, addresses=reached.addresses, asked=reached.asked))
-                    if announced and reached.how == "private":
-                        warn(f"--announce {announced[0]}: nobody who tried got through; check where that port leads")
+                    if config.door.announce and reached.how == "private":
+                        at = config.door.announce[0]
+                        warn(f"--announce {at}: nobody who tried got through; check where that port leads")
                 transport = await RelayedTransport.begin(transport, key, manifest.operators)
                 nodes = tuple(dict.fromkeys((*run.dialled, *manifest.operators)))
-                machine = Machine(config, hardware, reached, announced, downlink)
-                await own_folder.check_document_end(manifest, machine, transport, storage.blobs, nodes)
+                tokenizer = functools.partial(fetch_tokenizer, manifest, config, transport, storage.blobs, nodes)
+                await check_document_end(manifest, tokenizer)
                 from peer.node.peer import Peer
 
+                machine = Machine(config, hardware, reached, downlink)
                 peer = Peer(manifest, key, transport, storage, machine, emit, factories)
                 if not config.dry_run:
-                    await _run(peer, own_folder.keep(manifest, machine, transport, storage.blobs, nodes))
+                    await _run(peer, _keep_model_files(manifest, machine, tokenizer))
                     return
-                for line in await rehearsal.dry_run(peer, transport):
+                for line in await plan.dry_run(peer, transport):
                     print(line, flush=True)
                 return
             except TransportLost as error:
@@ -212,20 +235,26 @@ async def join(read: Callable[[], JoinConfig], factories: Factories | None = Non
         if (too_low := descriptors.raise_limit()) is not None:
             warn(too_low)
         async with running.shown_alive(folder):
-            await Pauses(_looks(config, clock), emit, freed=devices_here.free).between(take_part)
+            await Pauses(_checks(config, clock), emit, freed=devices_here.free).between(take_part)
     finally:
         storage.close()
 
 
+async def _find(config: JoinConfig, transport: Transport, warn: Callable[[str], None]) -> Manifest:
+    if config.dry_run:
+        return await manifest_of(config.run, transport)
+    return await manifest_again(config.run, config.folder, transport, warn)
+
+
 def _hardware(config: JoinConfig) -> Hardware:
-    """Imports what trains, torch above all, which takes seconds. Raises UsageError."""
+    """Imports what trains, which takes seconds because of torch. Raises UsageError."""
     import peer.node.peer  # noqa: F401
 
     return Hardware.find(config.devices, config.memory_bytes)
 
 
-async def _measured(transport: Transport, manifest: Manifest, folder: Path) -> Downlink | None:
-    """Our downlink, where the peer in `folder` does not know it from before."""
+async def _measured_downlink(transport: Transport, manifest: Manifest, folder: Path) -> Downlink | None:
+    """The measured downlink; None if the peer in `folder` knows it from an earlier start."""
     clock = Clock()
     if known_line.read(LocalDisk(), folder, interface_hosts(), clock.wall()).down_bps is not None:
         return None
@@ -234,7 +263,7 @@ async def _measured(transport: Transport, manifest: Manifest, folder: Path) -> D
 
 
 async def _run(peer: Peer, beside: Coroutine[Any, Any, None]) -> None:
-    """The peer, and `beside`, which matters less."""
+    """Runs the peer; `beside` runs with it and is cancelled at its end."""
     other = asyncio.ensure_future(beside)
     try:
         await peer.run()
@@ -244,20 +273,145 @@ async def _run(peer: Peer, beside: Coroutine[Any, Any, None]) -> None:
 
 
 def _check_ticket(ticket: Ticket | None, manifest: Manifest, peer: str) -> None:
-    """Raises UsageError where an invitation was changed on its way; whether an operator signed it, and it still holds, is for the nodes."""
+    """Raises UsageError if the invitation was altered. The nodes check the operator's signature and the expiry."""
     why = None if ticket is None else invitations.why_invalid(manifest, ticket.joined(peer), 0.0, (ticket.operator,))
     if why is not None:
         raise UsageError(f"RUN: {why}; copy the whole line, or ask for a new one")
 
 
-def _looks(config: JoinConfig, clock: Clock) -> list[Look]:
-    """What may keep the peer from training for a while."""
+# --- the run's tokenizer
+
+
+async def fetch_tokenizer(
+    manifest: Manifest, config: JoinConfig, transport: Transport, blobs: BlobStore, nodes: Sequence[str]
+) -> bytes:
+    """The tokenizer from a file, or from one of the `nodes`. Raises UsageError, RemoteError, TransportLost."""
+    if _has_tokenizer(config.folder, manifest):
+        return (config.folder / TOKENIZER).read_bytes()
+    raw = tokenizer_bytes(manifest, config.folder, config.corpus)
+    return raw if raw is not None else await reader.Remote(transport, nodes, blobs).tokenizer(manifest)
+
+
+def _has_tokenizer(folder: Path, manifest: Manifest) -> bool:
+    path = folder / TOKENIZER
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == manifest.tokenizer.digest
+
+
+async def check_document_end(manifest: Manifest, tokenizer: Callable[[], Awaitable[bytes]]) -> None:
+    """Raises UsageError if the tokenizer ends documents otherwise than the manifest says; TransportLost.
+
+    Skipped for runs without document ends, and if no node has the tokenizer now.
+    """
+    if manifest.model.document_end_id >= 0:
+        from peer.corpus.tokenizer import check_document_end as check
+
+        with contextlib.suppress(RemoteError):
+            raw = await tokenizer()
+            await asyncio.to_thread(check, manifest.model, raw)
+
+
+async def _keep_model_files(manifest: Manifest, machine: Machine, tokenizer: Callable[[], Awaitable[bytes]]) -> None:
+    """Writes the manifest into the peer's folder, and the tokenizer if the peer can hold the whole model.
+
+    With its checkpoints the folder is then a model for peer/cli/model.py. Raises UsageError if the disk refuses.
+    """
+    disk, folder = LocalDisk(), machine.config.folder
+    disk.write(folder / logfile.MANIFEST, manifest.to_bytes())
+    if budget.holds_whole(manifest, machine.hardware.budget) and not _has_tokenizer(folder, manifest):
+        with contextlib.suppress(RemoteError, TransportLost):  # the next start tries again
+            disk.write(folder / TOKENIZER, await tokenizer())
+
+
+# --- pauses
+
+Check = Callable[[], Awaitable[str | None]]
+"""Returns a reason to pause; None: no reason."""
+
+
+def _checks(config: JoinConfig, clock: Clock) -> list[Check]:
     if config.dry_run:
         return []
-    looks = [] if config.hours is None else [by_hours(config.hours, clock)]
-    return [*looks, while_busy(clock)] if config.pause_when_busy else looks
+    checks = [] if config.hours is None else [by_hours(config.hours, clock)]
+    return [*checks, while_busy(clock)] if config.pause_when_busy else checks
 
 
-command = with_options(
-    joining, lambda read, context: running.run(join(read, context.obj.factories), log=read.keywords["log_file"])
-)
+def by_hours(hours: Hours, clock: Clock) -> Check:
+    """Pauses outside of the hours."""
+
+    async def check() -> str | None:
+        return None if hours.has(clock.wall()) else f"outside of its hours, {hours}"
+
+    return check
+
+
+def while_busy(clock: Clock, others: Callable[[], Awaitable[Use]] | None = None) -> Check:
+    """Pauses while other programs use the machine. others: measures their use (default: of this machine)."""
+    from peer.node.busy import Busy, Others
+
+    busy, measured = Busy(), others or Others().look
+
+    async def check() -> str | None:
+        use = await measured()
+        if not busy.see(clock.steady(), use):
+            return None
+        return f"other programs use {use.cpu:.0%} of the processors and {use.gpu:.0%} of the GPU"
+
+    return check
+
+
+class Pauses:
+    """Runs a peer between its pauses.
+
+    checks: evaluated every `seconds`; one that raises is dropped.
+    freed: called when the peer has left the run.
+    """
+
+    def __init__(
+        self,
+        checks: Sequence[Check],
+        emit: events.Emit,
+        freed: Callable[[], None],
+        seconds: float = PAUSE_CHECK_SECONDS,
+    ) -> None:
+        self._checks, self._emit, self._freed, self._seconds = list(checks), emit, freed, seconds
+
+    async def between(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Runs `work` to its end; a pause cancels it, and it is called again afterwards."""
+        reason = await self._reason()
+        while True:
+            if reason is not None:
+                self._emit(events.Paused(reason=reason))
+                while await self._reason() is not None:
+                    await asyncio.sleep(self._seconds)
+                self._emit(events.Resumed())
+            try:
+                async with asyncio.timeout(None) as limit:
+                    watching = asyncio.create_task(self._interrupt(limit))
+                    try:
+                        return await work()
+                    finally:
+                        watching.cancel()
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+            reason = watching.result()
+            self._freed()
+
+    async def _interrupt(self, limit: asyncio.Timeout) -> str:
+        while (reason := await self._reason()) is None:
+            await asyncio.sleep(self._seconds)
+        limit.reschedule(asyncio.get_running_loop().time())
+        return reason
+
+    async def _reason(self) -> str | None:
+        for check in tuple(self._checks):
+            try:
+                reason = await check()
+            except Exception as error:  # the peer goes on without it
+                self._checks.remove(check)
+                text = f"pauses: {error}; this machine is looked at no more until the next start"
+                self._emit(events.Warning(text=text))
+                continue
+            if reason is not None:
+                return reason
+        return None

@@ -267,7 +267,7 @@ class Peer:
         found = self._machine.reached
         if found is None:
             return None
-        around = reach.around(self._directory, self._transport, self._machine.announced)
+        around = reach.around(self._directory, self._transport, self._config.door.announce)
         return Reach(around, Finding(how=found.how), self._reached)
 
     def _make_evaluator(self, text: Text) -> Evaluator:

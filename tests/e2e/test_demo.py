@@ -16,7 +16,7 @@ from peer.cli.main import main
 from peer.corpus.reader import CHUNKS, CorpusReader
 from peer.corpus.text import LocalText, Text, open_corpus
 from peer.demo import swarm
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.events import from_json
 from peer.net.disk import LocalDisk
 from peer.node.inner_loop import StageInnerLoop

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from peer.ui.names import LONGEST, harmless_name
+from peer.ui.text import LONGEST, harmless_name
 from protocol.wire import sealed
 from protocol.wire.announcement import Announcement
 from tests import crowd

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bootstrap.archive import Archive
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from protocol.codec import subspace
 from protocol.run import data_order, init, layout
 from protocol.run.layout import RopeScaling

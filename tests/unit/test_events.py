@@ -18,7 +18,7 @@ import peer
 from peer import events
 from peer.events import Body, Emitter, Event, from_json
 from peer.ui.lines import describe, describe_own
-from peer.ui.run_state import PeerView, View
+from peer.ui.run_view import PeerView, RunView
 from protocol.ledger import invitations
 from protocol.wire.announcement import AXES
 from protocol.wire.audit import Audit
@@ -32,6 +32,7 @@ from tests import tiny
 from tests.docs import events as document
 from tests.unit.test_monitor import BOB, commits
 from tests.unit.test_tui import NAMES, PEERS, Story
+from tests.watched import decided
 
 KINDS = list(events.KINDS.values())
 NOT_SHOWN = {
@@ -146,7 +147,7 @@ def test_every_kind_is_sent_by_somebody() -> None:
 # --- where they go
 
 
-def state(view: View) -> str:
+def state(view: RunView) -> str:
     return repr([getattr(view, f.name) for f in dataclasses.fields(view) if f.name not in ("now", "began", "notes")])
 
 
@@ -177,14 +178,18 @@ def test_every_field_of_the_screen_has_a_source() -> None:
         lambda: story.chain(PEERS[3], 1.0),
         lambda: story.round(1, 2.5, left_out=(LeftOut(replica=2, reason="late"),)),
         lambda: story.tell("bootstrap", events.Gone(peer=PEERS[5])),
+        lambda: story.tell("bootstrap", events.Relayed(circuits=1, bytes=1, bps=1.0, refused=0)),
+        lambda: story.tell("bootstrap", events.Refused(peer=PEERS[5], address="", reason="floods", seconds=1.0)),
+        lambda: story.tell("bootstrap", events.Forked(round=1)),
+        lambda: story.tell("bootstrap", decided(2, plan=None, leader=PEERS[0], voters=(PEERS[0],), board=Board(operators=(Operator(peer=PEERS[0]),), quorum=1))),
         story.finish,
     ]  # fmt: skip
     for act in acts:
         act()
-        found |= changed(story.view, View(tiny.manifest()))
+        found |= changed(story.view, RunView(tiny.manifest()))
         for p in story.view.peers.values():
             of_peers |= changed(p, PeerView(p.peer, p.name))
-    assert found | {"manifest", "news_age"} == {f.name for f in public(View)}
+    assert found | {"manifest", "news_age"} == {f.name for f in public(RunView)}
     assert of_peers | {"peer", "name"} == {f.name for f in public(PeerView)}
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peer import events
-from peer.cli.pauses import Pauses, by_hours, while_busy
+from peer.cli.join import Pauses, by_hours, while_busy
 from peer.net.clock import Clock
 from peer.node import busy, hours
 from peer.node.busy import Busy, Others, Spent, Use, others_share
