@@ -9,7 +9,7 @@ first sequences of the held-out part, always, so that one figure can be compared
 where the bytes per token are those of all the held-out part, which the corpus's index has. (Gao et al., 2020, arXiv:2101.00027, section 3.1.)
 
 Beside the figures stands how the model goes on with the beginning of that text, by the likeliest token each time. So machines that compute
-alike write alike, and one that writes something else is seen (peer/ui/run_state.py).
+alike write alike, and one that writes something else is seen (peer/ui/run_view.py).
 """
 
 from __future__ import annotations

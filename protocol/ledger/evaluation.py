@@ -5,7 +5,7 @@ commit makes, by turns, and by any operator who likes (whose auditor holds the s
 next commit has it, or a later one: nobody waits for it, and when the next state is due nobody wants it any more.
 
 A commit names at most MAX_EVALUATIONS of them (protocol/ledger/claims.py), each once, of the peers that were to measure.
-What it cannot show is that a figure is true: so readers show the median of all that were told, and who told them (peer/ui/run_state.py).
+What it cannot show is that a figure is true: so readers show the median of all that were told, and who told them (peer/ui/run_view.py).
 """
 
 from __future__ import annotations
