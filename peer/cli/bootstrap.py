@@ -22,19 +22,8 @@ from peer.net import descriptors, keyfile
 from peer.net.address import parse, peers_of
 from peer.net.base import Transport
 from peer.net.disk import LocalDisk
-from peer.node.open_run import (
-    FIRST_PAUSE,
-    KEY,
-    LONGEST_PAUSE,
-    REACH_SECONDS,
-    Door,
-    Run,
-    read_announced,
-    read_manifest,
-    remember,
-    start_transport,
-    tokenizer_bytes,
-)
+from peer.node import open_run
+from peer.node.open_run import KEY, Door, Run
 from peer.training.device import parse_rate
 from peer.ui.lines import sink
 from protocol.errors import RemoteError, UsageError
@@ -73,63 +62,67 @@ class NodeConfig:
     """Print events as JSON."""
 
 
-def read_config(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BootstrapOptions:
+    """The options of `potluck bootstrap` and `potluck service install-node`, as typed."""
+
     manifest: Annotated[
         Path, typer.Argument(metavar="MANIFEST", help="The run's manifest, a TOML file (docs/guides/manifest.md).")
-    ],
-    dir: Dir = Path("potluck-bootstrap"),
-    host: Host = "0.0.0.0",
-    port: Port = 31337,
-    announce: Announce = None,
+    ]
+    dir: Dir = Path("potluck-bootstrap")
+    host: Host = "0.0.0.0"
+    port: Port = 31337
+    announce: Announce = None
     initial_peer: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ADDRESS", help="Address of another bootstrap node of this run, as it prints it; may be repeated."
         ),
-    ] = None,
+    ] = None
     relay_limit: Annotated[
         str,
         typer.Option(help="Most that is passed on between peers who cannot reach each other, in all; 0: nothing."),
-    ] = "100Mbps",
+    ] = "100Mbps"
     corpus: Annotated[
         Path | None, typer.Option(help="Folder with the run's corpus (potluck data build), to serve it.")
-    ] = None,
-    audit: Annotated[
-        bool, typer.Option("--audit", help="Follow the log beside the node; believe nobody else.")
-    ] = False,
-    log_file: LogFile = None,
-    json: Json = False,
-) -> NodeConfig:
-    """Reads the options of `potluck bootstrap` and `potluck service install-node`; makes the key. Raises UsageError."""
-    from peer.corpus.text import open_corpus
+    ] = None
+    audit: Annotated[bool, typer.Option("--audit", help="Follow the log beside the node; believe nobody else.")] = False
+    log_file: LogFile = None
+    json: Json = False
 
-    given = read_manifest(manifest)
-    relay_bps = 0 if relay_limit.strip() == "0" else parse_rate(relay_limit)
-    others = (*(address.partition("#")[0] for address in initial_peer or ()), *given.hints.bootstrap)
-    for address in others:
-        parse(address)
-    text = None if corpus is None else open_corpus(corpus, LocalDisk(), given)
-    if text is not None:
-        text.require_whole(f"--corpus {corpus}")
-    identity = keyfile.load_or_create(dir / KEY)
-    if identity.peer_id not in given.operators and not others:
-        raise UsageError(
-            f"manifest {manifest}: {identity.peer_id}, the key in {dir}, is no operator of it; add it there before the run"
-            " begins, or give --initial-peer ADDRESS of one of its nodes, and have the operators appoint this one"
+    def read(self) -> NodeConfig:
+        """Parses and checks them; makes the key. Raises UsageError."""
+        from peer.corpus.text import open_corpus
+
+        given = open_run.read_manifest(self.manifest)
+        relay_bps = 0 if self.relay_limit.strip() == "0" else parse_rate(self.relay_limit)
+        others = (*(address.partition("#")[0] for address in self.initial_peer or ()), *given.hints.bootstrap)
+        for address in others:
+            parse(address)
+        text = None if self.corpus is None else open_corpus(self.corpus, LocalDisk(), given)
+        if text is not None:
+            text.require_whole(f"--corpus {self.corpus}")
+        identity = keyfile.load_or_create(self.dir / KEY)
+        if identity.peer_id not in given.operators and not others:
+            raise UsageError(
+                f"manifest {self.manifest}: {identity.peer_id}, the key in {self.dir}, is no operator of it; add it"
+                " there before the run begins, or give --initial-peer ADDRESS of one of its nodes, and have the"
+                " operators appoint this one"
+            )
+        announced = open_run.read_announced(self.announce or (), self.port, identity.peer_id)
+        return NodeConfig(
+            manifest=given,
+            tokenizer=open_run.tokenizer_bytes(given, self.manifest.parent, self.corpus),
+            folder=self.dir,
+            key=identity,
+            door=Door(host=self.host, port=self.port, announce=announced),
+            others=others,
+            relay_bps=relay_bps,
+            text=text,
+            audit=self.audit,
+            log=self.log_file,
+            json=self.json,
         )
-    return NodeConfig(
-        manifest=given,
-        tokenizer=tokenizer_bytes(given, manifest.parent, corpus),
-        folder=dir,
-        key=identity,
-        door=Door(host=host, port=port, announce=read_announced(announce or (), port, identity.peer_id)),
-        others=others,
-        relay_bps=relay_bps,
-        text=text,
-        audit=audit,
-        log=log_file,
-        json=json,
-    )
 
 
 def key(dir: Dir = Path("potluck-bootstrap")) -> None:
@@ -143,7 +136,7 @@ def _remembering(emit: events.Emit, folder: Path, manifest: Manifest) -> events.
     def tell(body: events.Body) -> None:
         if isinstance(body, events.Listening) and body.addresses:
             with contextlib.suppress(UsageError):  # a full disk shows again where it matters
-                remember(folder, Run(manifest, manifest.run_id, body.addresses))
+                open_run.remember(folder, Run(manifest, manifest.run_id, body.addresses))
         emit(body)
 
     return tell
@@ -179,7 +172,7 @@ async def serve(config: NodeConfig) -> None:
             emit(events.Warning(text=too_low))
         if not archive.records and (odd := schedule.misfit(manifest)) is not None:
             emit(events.Warning(text=odd))
-        transport = await start_transport(folder, config.door, manifest.run_id)
+        transport = await open_run.start_transport(folder, config.door, manifest.run_id)
         try:
             if raw is None:
                 await _fetch_tokenizer(config, transport, archive, emit)
@@ -206,21 +199,21 @@ async def _fetch_tokenizer(node: NodeConfig, transport: Transport, archive: Arch
     """Fetches the run's tokenizer from another node; retries until one has it. Raises UsageError, TransportLost."""
     from peer.corpus.tokenizer import check_document_end
 
-    manifest, pause = node.manifest, FIRST_PAUSE
+    manifest, pause = node.manifest, open_run.FIRST_PAUSE
     nodes = [peer for peer in dict.fromkeys((*peers_of(node.others), *manifest.operators)) if peer != node.key.peer_id]
     log = reader.Remote(transport, nodes, archive.blobs)
     try:
         while True:
             try:
-                await transport.connect(node.others, timeout=REACH_SECONDS)
+                await transport.connect(node.others, timeout=open_run.REACH_SECONDS)
                 raw = await log.tokenizer(manifest)
                 break
             except (RemoteError, UsageError) as error:
-                if pause == FIRST_PAUSE:
+                if pause == open_run.FIRST_PAUSE:
                     why = f"none of the run's other nodes gives it ({error})"
                     emit(events.Warning(text=f"tokenizer: {why}; this node asks again until one does"))
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, open_run.LONGEST_PAUSE)
     finally:
         await log.aclose()
     check_document_end(manifest.model, raw)
@@ -230,4 +223,10 @@ async def _fetch_tokenizer(node: NodeConfig, transport: Transport, archive: Arch
         emit(events.Warning(text=f"text: peers fetch it from the run's other nodes; {remedy}"))
 
 
-command = with_options(read_config, lambda config, _: running.run(serve(config), log=config.log))
+def _start(options: BootstrapOptions, context: typer.Context) -> None:
+    with running.reporting():
+        config = options.read()
+    running.run(serve(config), log=config.log)
+
+
+command = with_options(BootstrapOptions, _start)

@@ -33,25 +33,9 @@ from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity, short_peer
 from protocol.ledger import invitations, schedule
 from protocol.run.manifest import Manifest, why_no_quorum
+from protocol.wire import decree as wire
 from protocol.wire.bounds import LEAST_SHARE, LONGEST_PLACE, MAX_PROBATION, MAX_SESSIONS
-from protocol.wire.decree import (
-    ADMIT,
-    APPOINT,
-    BAN,
-    CLOSE,
-    DISMISS,
-    LONGEST_REASON,
-    MAX_APPOINTED,
-    MAX_PLACES,
-    OPEN,
-    QUORUM,
-    SET,
-    Decree,
-    Motion,
-    Motions,
-    Operator,
-    Schedule,
-)
+from protocol.wire.decree import Decree, Motion, Motions, Operator, Schedule
 from protocol.wire.invitation import LONGEST_NOTE, MOST_GUESTS
 from protocol.wire.sealed import seal
 
@@ -75,7 +59,8 @@ Peer = Annotated[
     str,
     typer.Argument(
         metavar="PEER",
-        help="The peer as screens show it, such as Ada·p8kZ, or its id, or the id's last characters; or an invitation's.",
+        help="The peer as screens show it, such as Ada·p8kZ, or its id, or the id's last characters; or an"
+        " invitation's.",
         show_default=False,
     ),
 ]
@@ -89,28 +74,28 @@ FOLDER = Path("potluck-bootstrap")
 @coroutine
 async def ban(run: Run, peer: Peer, reason: Reason = "", dir: Dir = FOLDER) -> None:
     """Keep a peer out: no node opens a session with it, and no plan has it. Or end an invitation."""
-    await _decree(run, dir, BAN, reason, peer)
+    await _decree(run, dir, wire.BAN, reason, peer)
 
 
 @app.command(epilog="Example: potluck run admit my-run.toml p8kZq3Rt")
 @coroutine
 async def admit(run: Run, peer: Peer, reason: Reason = "", dir: Dir = FOLDER) -> None:
     """Let a peer in: one that was banned, or into a run that is closed."""
-    await _decree(run, dir, ADMIT, reason, peer)
+    await _decree(run, dir, wire.ADMIT, reason, peer)
 
 
 @app.command(name="open", epilog="Example: potluck run open my-run.toml")
 @coroutine
 async def open_(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> None:
     """Let everybody in who is not banned."""
-    await _decree(run, dir, OPEN, reason)
+    await _decree(run, dir, wire.OPEN, reason)
 
 
 @app.command(epilog="Example: potluck run close my-run.toml")
 @coroutine
 async def close(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> None:
     """Let only those take part whom the manifest lists, or who were admitted."""
-    await _decree(run, dir, CLOSE, reason)
+    await _decree(run, dir, wire.CLOSE, reason)
 
 
 @app.command(
@@ -132,7 +117,7 @@ async def appoint(
 ) -> None:
     """Make others operators too, or give operators other addresses. Who decides changes only with run quorum, or where
     one is silent for long."""
-    await _decree(run, dir, APPOINT, reason, operators=_operators(nodes))
+    await _decree(run, dir, wire.APPOINT, reason, operators=_operators(nodes))
 
 
 @app.command(epilog="Example: potluck run dismiss my-run.toml p8kZq3Rt")
@@ -146,7 +131,7 @@ async def dismiss(
     dir: Dir = FOLDER,
 ) -> None:
     """End that somebody is an operator. Another one takes the place among those who decide; its node ends."""
-    await _decree(run, dir, DISMISS, reason, operator)
+    await _decree(run, dir, wire.DISMISS, reason, operator)
 
 
 @app.command(epilog="Example: potluck run quorum my-run.toml 4")
@@ -164,7 +149,7 @@ async def quorum(
     refused = why_no_quorum(number)
     if refused is not None:
         raise UsageError(refused)
-    await _decree(run, dir, QUORUM, reason, quorum=number)
+    await _decree(run, dir, wire.QUORUM, reason, quorum=number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +213,7 @@ class SetOptions:
 async def _set(options: SetOptions) -> None:
     if options.rounds is None and options.total_steps is None and not options.limits:
         raise UsageError("potluck run set: nothing is given; see --help, and give what is to be changed")
-    await _decree(options.run, options.dir, SET, options.reason, wanted=options.changed)
+    await _decree(options.run, options.dir, wire.SET, options.reason, wanted=options.changed)
 
 
 app.command(
@@ -260,11 +245,13 @@ def _operators(typed: list[str]) -> tuple[Operator, ...]:
             ) from None
         found.setdefault(address.peer, []).append(whole.rpartition("/p2p/")[0])
     for peer, places in found.items():
-        if len(places) > MAX_PLACES or max(map(len, places)) > LONGEST_PLACE:
-            most = f"{MAX_PLACES} addresses of {LONGEST_PLACE} characters at most"
+        if len(places) > wire.MAX_PLACES or max(map(len, places)) > LONGEST_PLACE:
+            most = f"{wire.MAX_PLACES} addresses of {LONGEST_PLACE} characters at most"
             raise UsageError(f"NODE {peer}: an operator has {most}; give fewer or shorter ones")
-    if len(found) > MAX_APPOINTED:
-        raise UsageError(f"NODE: {len(found)} are given, {MAX_APPOINTED} at most can be; give the others afterwards")
+    if len(found) > wire.MAX_APPOINTED:
+        raise UsageError(
+            f"NODE: {len(found)} are given, {wire.MAX_APPOINTED} at most can be; give the others afterwards"
+        )
     return tuple(Operator(peer=peer, places=tuple(places)) for peer, places in found.items())
 
 
@@ -288,14 +275,14 @@ async def _decree(
     text = here(dir) if run is None else run
     folder = node_folder(text, dir)
     operator, found = own_key(folder), parse_run(text)
-    if len(reason) > LONGEST_REASON or not reason.isprintable():
-        raise UsageError(f"--reason: may have {LONGEST_REASON} printable characters")
+    if len(reason) > wire.LONGEST_REASON or not reason.isprintable():
+        raise UsageError(f"--reason: may have {wire.LONGEST_REASON} printable characters")
     async with running.visiting(found) as (manifest, transport, temporary):
         node = found.dialled[0]
         now = await asking.ask(transport, node, Motion())
         if operator.peer_id not in now.board.names:
             raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
-        if action == DISMISS:
+        if action == wire.DISMISS:
             subject = _operator(now, subject)
         elif subject:
             log = reader.Remote(transport, [node], BlobStore(temporary / "blobs"))
@@ -363,7 +350,7 @@ async def _until_decided(transport: Transport, at: Sequence[str], decree: Decree
 
 
 async def _patiently(transport: Transport, at: Sequence[str], motion: Motion, what: str) -> Motions:
-    """The node's answer; asks again for SILENT_SECONDS while it does not answer. Raises RemoteError, a refusal at once."""
+    """The node's answer; asks again for SILENT_SECONDS while there is none. Raises RemoteError, a refusal at once."""
     loop, began = asyncio.get_running_loop(), math.inf
     while True:
         try:

@@ -1,8 +1,12 @@
 """`potluck doctor`: checks whether this machine can join a run. Each finding has one remedy.
 
 Without a run it checks the machine alone. With one it does what `potluck join` does before it trains, fetches nothing
-large, and predicts the machine's role in the next plan. Another process (peer/cli/examination.py) does the checks; it
-is killed when the time is over, so that this one ends in time.
+large, and predicts the machine's role in the next plan. Another process does the checks,
+
+    python -m peer.cli.doctor OPTIONS UNTIL
+
+and is killed when the time is over, so that the command ends in time. It prints a line of JSON for each step that it
+begins ({"step": ...}) and for each Finding. Its exit code is 0, or OUT_OF_TIME.
 """
 
 from __future__ import annotations
@@ -12,21 +16,37 @@ import contextlib
 import dataclasses
 import json as jsons
 import os
+import secrets
 import signal
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from peer import events
 from peer.cli import running
 from peer.cli.options import Devices, Dir, Host, Port, with_options
-from peer.net import children
-from peer.node.open_run import here, parse_run
-from protocol.errors import UsageError
+from peer.cli.plan import REACHED, known_by, part_lines
+from peer.net import children, descriptors, keyfile
+from peer.net.base import ClockWrong, Transport
+from peer.net.clock import Clock
+from peer.net.disk import LocalDisk
+from peer.net.relay import RelayedTransport
+from peer.node.config import JoinConfig, Machine
+from peer.node.open_run import KEY, Door, Run, here, manifest_of, parse_run
+from peer.node.way_in import WayIn
+from peer.training.device import Hardware, free_disk, name_of, parse_devices, parse_size, smallest_budget
+from peer.ui.monitor import Monitor
+from peer.ui.text import clean, rate, size
+from protocol.errors import PotluckError, UsageError
+from protocol.identity import Identity
+from protocol.run.manifest import Manifest
+from protocol.wire.announcement import VERSION, Announcement
 
 GOOD, WARNING, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
 MARKS = {GOOD: "✓", WARNING: "!", BAD: "✗", UNKNOWN: "?"}
@@ -46,6 +66,20 @@ LONGER_SECONDS = 300
 """Limit that is advised if the time was too short."""
 KILLED_SECONDS = 1.0
 """Wait for the system to end a killed process; one that hangs in the system cannot be killed."""
+PYTHONS = ((3, 11), (3, 13))
+TORCH_SECONDS = 40.0
+"""Limit for importing torch and a multiplication, in another process."""
+SPEED_SECONDS = 8.0
+ROLE_SECONDS = 3.0
+"""Time that the speed test leaves to the last step."""
+PROBE, PROBE_BYTES = "probe-", 64 * 1024 * 1024
+SLOW_DISK_BYTES_PER_SECOND = 20e6
+"""A checkpoint of a model of 178M parameters would take half a minute."""
+LEAST_DISK_BYTES = 2_000_000_000
+LEAST_MEMORY_BYTES = 500_000_000
+AHEAD_SECONDS, BEHIND_SECONDS = 120.0, 30.0
+"""Allowed offset of our clock from a node's last announcement: one a minute, valid for five."""
+TORCH = "import torch; x = torch.ones(64, 64, requires_grad=True); (x @ x).sum().backward(); print(torch.__version__)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +197,7 @@ async def _examined(options: DoctorOptions, time: Time, find: Find) -> None:
     steps = MACHINE_STEPS if options.run is None else MACHINE_STEPS + RUN_STEPS
     current, code = steps[0], OUT_OF_TIME
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "peer.cli.examination", options.to_json(), str(time.until)),
+        *(sys.executable, "-m", "peer.cli.doctor", options.to_json(), str(time.until)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,
@@ -217,3 +251,278 @@ async def _wait(child: asyncio.subprocess.Process, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await child.wait()
+
+
+# --- the checks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Look:
+    """The context of all checks."""
+
+    options: DoctorOptions
+    time: Time
+    clock: Clock = dataclasses.field(default_factory=Clock)
+
+    def at(self, step: str) -> None:
+        """Reports that a step begins."""
+        print(jsons.dumps({"step": step}), flush=True)
+
+    def find(self, finding: Finding) -> None:
+        """Reports a finding."""
+        print(jsons.dumps(dataclasses.asdict(finding)), flush=True)
+
+    @property
+    def door(self) -> Door:
+        """Where the peer would listen."""
+        return Door(host=self.options.host, port=self.options.port)
+
+
+async def examine(look: Look) -> None:
+    """Runs all checks; those of a run only if the machine could join one. Raises SystemExit when the time is over."""
+    try:
+        async with asyncio.timeout(look.time.left()):
+            await _examine(look)
+    except TimeoutError:
+        raise SystemExit(OUT_OF_TIME) from None
+
+
+async def _examine(look: Look) -> None:
+    run = None if look.options.run is None else parse_run(look.options.run)
+    look.at("python")
+    _python(look.find)
+    look.at("torch")
+    if not await _torch(look.find):
+        return
+    look.at("open files")
+    _files(look.find)
+    look.at("memory")
+    hardware = _memory(look)
+    look.at("port")
+    free = _port(look.door, look.find)
+    look.at("disk")
+    if _disk(look.options.dir, look.find) and free and run is not None and hardware is not None:
+        look.at("run")
+        try:
+            await _swarm(look, run, hardware)
+        except PotluckError as error:
+            look.find(_failed("clock" if isinstance(error, ClockWrong) else "run", error))
+
+
+def _failed(about: str, error: object, state: str = BAD) -> Finding:
+    """The finding of an error or a warning: `[about: ]text; remedy`."""
+    text, _, remedy = str(error).removeprefix(f"{about}: ").partition("; ")
+    return Finding(about, state, clean(text), clean(remedy))
+
+
+# --- this machine
+
+
+def _python(find: Find) -> None:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
+        find(Finding("python", GOOD, version))
+    else:
+        find(Finding("python", WARNING, f"{version} was not tried with Potluck", "use Python 3.11 to 3.13"))
+
+
+async def _torch(find: Find) -> bool:
+    """Imports torch in another process, which a broken installation may crash."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(TORCH_SECONDS):
+            said, complained = await child.communicate()
+    except TimeoutError:
+        find(Finding("torch", BAD, f"did nothing for {TORCH_SECONDS:g} s", "install PyTorch again"))
+        return False
+    finally:
+        children.send(child)
+    if child.returncode:
+        reason = (complained.decode(errors="replace").strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+        remedy = "install PyTorch again (python -m pip install --force-reinstall torch)"
+        find(Finding("torch", BAD, clean(reason), remedy))
+        return False
+    find(Finding("torch", GOOD, clean(said.decode(errors="replace").strip())))
+    return True
+
+
+def _files(find: Find) -> None:
+    from peer.net import sockets
+
+    too_low = descriptors.raise_limit()
+    if too_low is None:
+        find(Finding("open files", GOOD, f"{descriptors.limit():,} at once"))
+    else:
+        find(_failed("open files", too_low, WARNING))
+    left = sockets.sweep(sockets.socket_base())
+    if left:
+        find(Finding("leftovers", GOOD, f"sockets of killed processes, {left} of them, were removed"))
+
+
+def _disk(folder: Path, find: Find) -> bool:
+    """Whether the folder can be written and no other process uses it."""
+    disk, probe = LocalDisk(), folder / f".{PROBE}{secrets.token_hex(4)}"
+    made = not folder.exists()
+    try:
+        disk.make_folder(folder)
+        disk.lock(folder, "potluck process").close()
+        for left in folder.glob(f".*{PROBE}*"):  # of a check that was killed
+            left.unlink(missing_ok=True)
+        free, began = free_disk(folder), time.perf_counter()
+        disk.write(probe, os.urandom(PROBE_BYTES))
+        speed = PROBE_BYTES / max(time.perf_counter() - began, 1e-6)
+    except PotluckError as error:
+        find(_failed("folder", error))
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+        if made:
+            (folder / "lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    text = f"{size(free)} free, {size(speed)}/s are written"
+    if free < LEAST_DISK_BYTES:
+        find(Finding("disk", WARNING, text, "free some space, or choose another folder with --dir"))
+    elif speed < SLOW_DISK_BYTES_PER_SECOND:
+        find(Finding("disk", WARNING, text, "choose a folder on a faster disk with --dir"))
+    else:
+        find(Finding("disk", GOOD, text))
+    return True
+
+
+def _port(door: Door, find: Find) -> bool:
+    from peer.net import sockets
+
+    try:
+        sockets.check_port(door.host, door.port)
+    except PotluckError as error:
+        find(_failed("port", error))
+        return False
+    find(Finding("port", GOOD, f"{door.port} is free" if door.port else "any"))
+    return True
+
+
+def _memory(look: Look) -> Hardware | None:
+    options, find = look.options, look.find
+    try:
+        memory = None if options.memory == "auto" else parse_size(options.memory)
+        found = Hardware.find(parse_devices(options.device, options.devices), memory)
+    except PotluckError as error:
+        find(_failed("device", error))
+        return None
+    free, host = smallest_budget(found.devices), found.host_bytes
+    each = " of each" if len(found.devices) > 1 else ""
+    text = f"{name_of(found.devices)}, {size(found.memory_bytes)} would be offered{each}"
+    text += f", {size(host)} of the host's beside" if host else ""
+    if memory is not None and memory > free:
+        remedy = "offer less with --memory, or close other programs"
+        find(Finding("memory", WARNING, f"{text}, {size(free)} are free", remedy))
+    elif min(found.memory_bytes, host or found.memory_bytes) < LEAST_MEMORY_BYTES:
+        find(Finding("memory", WARNING, text, "close other programs, or join a run with a small model"))
+    else:
+        find(Finding("memory", GOOD, text))
+    return found
+
+
+# --- the run
+
+
+async def _swarm(look: Look, run: Run, hardware: Hardware) -> None:
+    """Checks what joining would need. Raises PotluckError."""
+    find, folder = look.find, look.options.dir
+    key = keyfile.load_or_create(folder / KEY)
+    way_in = WayIn(run, folder, look.door)
+    transport = await way_in.start()
+    try:
+        manifest = await manifest_of(run, transport)
+        text = f"{clean(manifest.name)} {manifest.run_id[:12]}, {manifest.rounds} rounds by its manifest"
+        find(Finding("run", GOOD, text))
+        hardware = hardware.useful(manifest, lambda why: find(_failed("devices", why, WARNING)))
+        look.at("reach")
+        transport, reached = await way_in.settle(transport, manifest)
+        if reached is not None and reached.how == "private":
+            remedy = "forward a TCP port of the router to this machine, and give it as --port: chains get faster by it"
+            find(Finding("reach", WARNING, REACHED[reached.how], remedy))
+        elif reached is not None:
+            find(Finding("reach", GOOD, REACHED[reached.how]))
+        transport = await RelayedTransport.begin(transport, key, manifest.operators)
+        config = JoinConfig(run=run, folder=folder, door=look.door, threads=look.options.threads)
+        await _role(look, manifest, key, transport, Machine(config, hardware, reached))
+    finally:
+        await transport.aclose()
+
+
+async def _role(look: Look, manifest: Manifest, key: Identity, transport: Transport, machine: Machine) -> None:
+    from peer.node.peer import Peer
+    from peer.state.storage import Storage
+
+    find, warnings = look.find, list[str]()
+
+    def emit(body: events.Body) -> None:
+        if isinstance(body, events.Warning):
+            warnings.append(body.text)
+        if isinstance(body, events.Measured) and body.round_trip_ms is not None:
+            line = f"{rate(body.up_bps)} up, {rate(body.down_bps)} down"
+            find(Finding("line", GOOD, f"{line}, {body.round_trip_ms:.0f} ms to a bootstrap node"))
+
+    look.at("clock")
+    monitor = Monitor(manifest, transport, bootstrap=machine.config.run.bootstrap)
+    known = await known_by(monitor)
+    check_nodes([monitor.peers[o] for o in manifest.operators if o in monitor.peers], look.clock, find)
+    look.at("line")
+    storage = Storage(look.options.dir)
+    try:
+        peer = Peer(manifest, key, transport, storage, machine, emit)
+        own = await peer.rehearse()
+    finally:
+        storage.close()
+    for warning in warnings:
+        find(_failed("line", warning, WARNING))
+    look.at("speed")
+    speed = await _speed(look, manifest, machine.hardware)
+    look.at("role")
+    for line in part_lines(known, dataclasses.replace(own, speed_flops=speed or 0)):
+        find(Finding("role", GOOD, line))
+
+
+async def _speed(look: Look, manifest: Manifest, hardware: Hardware) -> int | None:
+    """Operations per second; None if they cannot be measured in time."""
+    from peer.training import speed_test
+
+    options, within, began = look.options, look.time.left(but=ROLE_SECONDS), time.monotonic()
+    devices, memory = hardware.devices, hardware.memory_bytes
+    speed = await speed_test.together(manifest, options.dir, devices, options.threads, memory, SPEED_SECONDS, within)
+    if speed is None:
+        text = f"not known after {time.monotonic() - began:.0f} s of trying, others may be much faster"
+        remedy = "try again when this machine has less to do, give --device a GPU, or join a run with a smaller model"
+        look.find(Finding("speed", WARNING, text, remedy))
+    else:
+        added = ", without the time for adding up gradients" if len(hardware.devices) > 1 else ""
+        look.find(Finding("speed", GOOD, f"{speed / 1e12:.3g} TFLOP/s in training{added}"))
+    return speed
+
+
+def check_nodes(nodes: Sequence[Announcement], clock: Clock, find: Find) -> None:
+    """Compares our version and clock with the announcements of the operators' nodes; a minority cannot decide."""
+    other = next((node.version for node in nodes if node.version != VERSION), None)
+    if other is not None:
+        age = "older" if other < VERSION else "newer"
+        text = f"the run's nodes speak version {other} of the protocol, this is {VERSION}"
+        find(Finding("version", BAD, text, f"install the version of Potluck that the run has ({age} than this)"))
+    elif nodes:
+        find(Finding("version", GOOD, f"{VERSION}, as the run's nodes have"))
+    if nodes:
+        off = clock.wall() - statistics.median_low(node.serial for node in nodes) / 1000
+        if -BEHIND_SECONDS <= off <= AHEAD_SECONDS:
+            find(Finding("clock", GOOD, "as the run's nodes have it"))
+        else:
+            way = "ahead of" if off > 0 else "behind"
+            text = f"is {abs(off):,.0f} s {way} that of the run's nodes: they would refuse this machine's announcements"
+            find(Finding("clock", BAD, text, "set the time of this machine, best by NTP (timedatectl set-ntp true)"))
+
+
+if __name__ == "__main__":
+    options, limit = DoctorOptions.from_json(sys.argv[1]), Time(float(sys.argv[2]))
+    running.run(examine(Look(options, limit)), interrupted=1)

@@ -30,17 +30,7 @@ from protocol.planning.partition import Candidate
 from protocol.run import layout, presets
 from protocol.run import manifest as manifests
 from protocol.run.corpus import CorpusIndex
-from protocol.run.manifest import (
-    AdmissionSpec,
-    ChainSpec,
-    DataSpec,
-    Manifest,
-    OuterSpec,
-    TimingSpec,
-    TokenizerSpec,
-    TrainSpec,
-    why_no_quorum,
-)
+from protocol.run.manifest import Manifest
 from protocol.run.presets import PRESETS, Preset
 from protocol.wire.commit import liars_borne
 
@@ -122,7 +112,7 @@ command = with_options(InitOptions, lambda options, _: running.run(_init(options
 
 
 async def _init(options: InitOptions) -> None:
-    """Makes the folder. The manifest comes last: an interrupted command goes on when it is repeated. Raises UsageError."""
+    """Makes the folder. The manifest comes last: an interrupted command can be repeated. Raises UsageError."""
     preset, folder = PRESETS.get(options.preset), Path(options.name)
     if preset is None:
         raise UsageError(f"--preset {clean(options.preset)}: not known; choose one of {', '.join(PRESETS)}")
@@ -136,7 +126,7 @@ async def _init(options: InitOptions) -> None:
     for operator in operators:
         identity.public_key(operator)
     own = keyfile.load_or_create(folder / NODE / KEY).peer_id if (folder / NODE / KEY).is_file() else "not made yet"
-    refused = why_no_quorum(len({own, *operators}))
+    refused = manifests.why_no_quorum(len({own, *operators}))
     if refused is not None:
         raise UsageError(f"--operator: {refused}, the own node among them")
     candidates = read_peers(options.peers) if options.peers is not None else ()
@@ -217,7 +207,7 @@ def make_manifest(
 
     def with_rounds(rounds: int) -> Manifest:
         steps = rounds * preset.inner_steps
-        train = TrainSpec(
+        train = manifests.TrainSpec(
             inner_steps=preset.inner_steps,
             micro_batches=preset.micro_batches,
             rows=preset.rows,
@@ -235,14 +225,16 @@ def make_manifest(
             operators=operators,
             quorum=len(operators),
             model=model,
-            tokenizer=TokenizerSpec(digest=index.tokenizer),
-            data=DataSpec(corpus=index.digest),
+            tokenizer=manifests.TokenizerSpec(digest=index.tokenizer),
+            data=manifests.DataSpec(corpus=index.digest),
             train=train,
-            outer=OuterSpec(),
-            chains=ChainSpec(rank=preset.ranks),
+            outer=manifests.OuterSpec(),
+            chains=manifests.ChainSpec(rank=preset.ranks),
             checkpoint_rounds=presets.CHECKPOINT_ROUNDS,
-            timing=TimingSpec(round_seconds=preset.round_seconds, round_deadline=max(120.0, 2 * preset.round_seconds)),
-            admission=AdmissionSpec(
+            timing=manifests.TimingSpec(
+                round_seconds=preset.round_seconds, round_deadline=max(120.0, 2 * preset.round_seconds)
+            ),
+            admission=manifests.AdmissionSpec(
                 probation=min(presets.PROBATION, rounds // 10), range_sessions=presets.RANGE_SESSIONS
             ),
         )

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,17 +30,10 @@ from peer.net.disk import LocalDisk
 from peer.net.line import Downlink, measured_downlink
 from peer.net.own_addresses import interface_hosts
 from peer.node import hours as daily
+from peer.node import open_run
 from peer.node.config import JoinConfig, Machine
 from peer.node.hours import Hours
-from peer.node.open_run import (
-    KEY,
-    Door,
-    manifest_again,
-    manifest_of,
-    parse_run,
-    read_announced,
-    tokenizer_bytes,
-)
+from peer.node.open_run import KEY, Door
 from peer.node.way_in import WayIn
 from peer.training import device as devices_here
 from peer.training.device import Hardware, parse_rate, parse_size
@@ -61,40 +55,43 @@ if TYPE_CHECKING:
 PAUSE_CHECK_SECONDS = 5.0
 
 
-def read_config(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinOptions:
+    """The options of `potluck join` and `potluck service install`, as typed."""
+
     run: Annotated[
         str,
         typer.Argument(metavar="RUN", help="A manifest file, or the one-line address that a bootstrap node prints."),
-    ],
-    dir: Dir = Path("potluck-peer"),
-    host: Host = "0.0.0.0",
-    port: Port = 0,
-    announce: Announce = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    devices: Devices = None,
-    memory: Annotated[str, typer.Option(help='Memory to offer, such as "8GB"; auto: most of what is free.')] = "auto",
-    up: Annotated[str | None, typer.Option(help='Uplink to announce, such as "20Mbps" (default: measured).')] = None,
-    down: Annotated[
-        str | None, typer.Option(help='Downlink to announce, such as "100Mbps" (default: measured).')
-    ] = None,
+    ]
+    dir: Dir = Path("potluck-peer")
+    host: Host = "0.0.0.0"
+    port: Port = 0
+    announce: Announce = None
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto"
+    devices: Devices = None
+    memory: Annotated[str, typer.Option(help='Memory to offer, such as "8GB"; auto: most of what is free.')] = "auto"
+    up: Annotated[str | None, typer.Option(help='Uplink to announce, such as "20Mbps" (default: measured).')] = None
+    down: Annotated[str | None, typer.Option(help='Downlink to announce, such as "100Mbps" (default: measured).')] = (
+        None
+    )
     up_limit: Annotated[
         str | None,
         typer.Option(
-            help='Most uplink that chains and serving others may take, such as "18Mbps" (default: nine tenths of what was'
-            " measured; no limit with --up)."
+            help='Most uplink that chains and serving others may take, such as "18Mbps" (default: nine tenths of what'
+            " was measured; no limit with --up)."
         ),
-    ] = None,
-    store_limit: Annotated[str, typer.Option(help="Disk for payloads that are kept for others.")] = "4GB",
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads for training.")] = max(1, (os.cpu_count() or 2) // 2),
+    ] = None
+    store_limit: Annotated[str, typer.Option(help="Disk for payloads that are kept for others.")] = "4GB"
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads for training.")] = max(1, (os.cpu_count() or 2) // 2)
     trace: Annotated[
         Path | None,
         typer.Option(help="Record what this machine computes and waits for in this file, for ui.perfetto.dev."),
-    ] = None,
+    ] = None
     corpus: Annotated[
         Path | None,
         typer.Option(help="Folder with the run's corpus, if it is on this machine (default: it is fetched)."),
-    ] = None,
-    data_limit: Annotated[str, typer.Option(help="Disk for text that was fetched.")] = "2GB",
+    ] = None
+    data_limit: Annotated[str, typer.Option(help="Disk for text that was fetched.")] = "2GB"
     hours: Annotated[
         str | None,
         typer.Option(
@@ -102,65 +99,72 @@ def read_config(
             help="Train at these hours of this machine's clock only, such as 22-7 or 22:30-7:15.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     pause_when_busy: Annotated[
         bool,
         typer.Option(
             "--pause-when-busy",
             help="Leave while other programs use most of the processors, or the GPU, and come back.",
         ),
-    ] = False,
+    ] = False
     name: Annotated[
         str,
         typer.Option(
-            help="What screens call this machine, for everybody to see. Others may take the same; the id tells them apart.",
+            help="What screens call this machine, for everybody to see. Others may take the same; the id tells them"
+            " apart.",
             show_default=False,
         ),
-    ] = "",
+    ] = ""
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what this machine would do in the run, and leave before it trains.")
-    ] = False,
-    log_file: LogFile = None,
-    json: Json = False,
-) -> JoinConfig:
-    """Reads the options of `potluck join` and `potluck service install`. Raises UsageError."""
-    if dry_run and json:
-        raise UsageError("--dry-run: says what it finds in words; give it without --json")
-    if harmless_name(name) != name:
-        raise UsageError(
-            f"--name {clean(name, 40)}: a name has at most {LONGEST_NAME} letters, digits, spaces, - _ and .; give such"
-            f" as {typed('--name', harmless_name(name) or 'Ada')}"
+    ] = False
+    log_file: LogFile = None
+    json: Json = False
+
+    def read(self) -> JoinConfig:
+        """Parses and checks them; makes a key to announce an address. Raises UsageError."""
+        if self.dry_run and self.json:
+            raise UsageError("--dry-run: says what it finds in words; give it without --json")
+        if harmless_name(self.name) != self.name:
+            raise UsageError(
+                f"--name {clean(self.name, 40)}: a name has at most {LONGEST_NAME} letters, digits, spaces, - _ and .;"
+                f" give such as {typed('--name', harmless_name(self.name) or 'Ada')}"
+            )
+        found = open_run.parse_run(self.run)
+        announced: tuple[str, ...] = ()
+        if self.announce:
+            peer = keyfile.load_or_create(self.dir / KEY).peer_id
+            announced = open_run.read_announced(self.announce, self.port, peer)
+        return JoinConfig(
+            run=found,
+            folder=self.dir,
+            door=Door(host=self.host, port=self.port, announce=announced),
+            devices=devices_here.parse_devices(self.device, self.devices),
+            memory_bytes=None if self.memory == "auto" else parse_size(self.memory),
+            up_bps=None if self.up is None else parse_rate(self.up),
+            down_bps=None if self.down is None else parse_rate(self.down),
+            up_limit_bps=None if self.up_limit is None else parse_rate(self.up_limit),
+            store_bytes=parse_size(self.store_limit),
+            threads=self.threads,
+            trace=self.trace,
+            corpus=self.corpus,
+            data_bytes=parse_size(self.data_limit),
+            hours=None if self.hours is None else daily.parse(self.hours),
+            pause_when_busy=self.pause_when_busy,
+            name=self.name,
+            dry_run=self.dry_run,
+            log=self.log_file,
+            json=self.json,
         )
-    found = parse_run(run)
-    announced = read_announced(announce, port, keyfile.load_or_create(dir / KEY).peer_id) if announce else ()
-    return JoinConfig(
-        run=found,
-        folder=dir,
-        door=Door(host=host, port=port, announce=announced),
-        devices=devices_here.parse_devices(device, devices),
-        memory_bytes=None if memory == "auto" else parse_size(memory),
-        up_bps=None if up is None else parse_rate(up),
-        down_bps=None if down is None else parse_rate(down),
-        up_limit_bps=None if up_limit is None else parse_rate(up_limit),
-        store_bytes=parse_size(store_limit),
-        threads=threads,
-        trace=trace,
-        corpus=corpus,
-        data_bytes=parse_size(data_limit),
-        hours=None if hours is None else daily.parse(hours),
-        pause_when_busy=pause_when_busy,
-        name=name,
-        dry_run=dry_run,
-        log=log_file,
-        json=json,
-    )
 
 
-def _start(config: JoinConfig, context: typer.Context) -> None:
+def _start(options: JoinOptions, context: typer.Context) -> None:
+    with running.reporting():
+        config = options.read()
     running.run(join(config, context.obj.factories), log=config.log)
 
 
-command = with_options(read_config, _start)
+command = with_options(JoinOptions, _start)
 
 
 async def join(config: JoinConfig, factories: Factories | None = None) -> None:
@@ -242,8 +246,8 @@ async def join(config: JoinConfig, factories: Factories | None = None) -> None:
 
 async def _find(config: JoinConfig, transport: Transport, warn: Callable[[str], None]) -> Manifest:
     if config.dry_run:
-        return await manifest_of(config.run, transport)
-    return await manifest_again(config.run, config.folder, transport, warn)
+        return await open_run.manifest_of(config.run, transport)
+    return await open_run.manifest_again(config.run, config.folder, transport, warn)
 
 
 def _hardware(config: JoinConfig) -> Hardware:
@@ -288,7 +292,7 @@ async def fetch_tokenizer(
     """The tokenizer from a file, or from one of the `nodes`. Raises UsageError, RemoteError, TransportLost."""
     if _has_tokenizer(config.folder, manifest):
         return (config.folder / TOKENIZER).read_bytes()
-    raw = tokenizer_bytes(manifest, config.folder, config.corpus)
+    raw = open_run.tokenizer_bytes(manifest, config.folder, config.corpus)
     return raw if raw is not None else await reader.Remote(transport, nodes, blobs).tokenizer(manifest)
 
 

@@ -160,7 +160,7 @@ async def me(where: Log = None, dir: Dir = Path("potluck-peer")) -> None:
 
 @contextlib.asynccontextmanager
 async def log_of(typed: str | None) -> AsyncIterator[tuple[Manifest | None, Source]]:
-    """The manifest (None for a log without commits) and the log that DIR or RUN names. Raises UsageError, RemoteError."""
+    """The manifest (None for an empty log) and the log that DIR or RUN names. Raises UsageError, RemoteError."""
     text = here() if typed is None else typed
     if os.path.isdir(text) and ((Path(text) / logfile.LOG).is_file() or run_in(Path(text)) is None):
         folder = reader.Folder(Path(text), _note)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,8 +33,8 @@ ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0..."
 class LazyCommand:
     """A command, or a group of commands, that is imported when it is used."""
 
-    target: str
-    """`module:attribute` of a command function or a group."""
+    load: Callable[[], Any]
+    """Imports the command function or the group."""
     help: str
     example: str | None = None
     """Example to type; None for a group."""
@@ -42,90 +42,91 @@ class LazyCommand:
 
 COMMANDS = {
     "demo": LazyCommand(
-        "peer.cli.demo:command",
+        lambda: import_module("peer.cli.demo").command,
         "Train a small model on this machine with a whole swarm of processes: the same code as bootstrap and join.",
         "potluck demo --full 2 --chains 1 --stages 3 --out demo-run --json result.json",
     ),
     "doctor": LazyCommand(
-        "peer.cli.doctor:command",
+        lambda: import_module("peer.cli.doctor").command,
         "Find out whether this machine can join, and what it would do: one finding a line, each with its remedy."
         " Exit code 0: it can.",
         f"potluck doctor {ADDRESS}",
     ),
     "join": LazyCommand(
-        "peer.cli.join:command",
+        lambda: import_module("peer.cli.join").command,
         "Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost).",
         f"potluck join {ADDRESS} --memory 8GB",
     ),
     "monitor": LazyCommand(
-        "peer.cli.watch:command",
-        "Watch a run: peers, roles, chains, rounds, losses and bytes. Trains nothing. On a terminal, keys switch between"
-        " views.",
+        lambda: import_module("peer.cli.watch").command,
+        "Watch a run: peers, roles, chains, rounds, losses and bytes. Trains nothing. On a terminal, keys switch"
+        " between views.",
         f"potluck monitor {ADDRESS}",
     ),
     "me": LazyCommand(
-        "peer.cli.log:me",
+        lambda: import_module("peer.cli.log").me,
         "See how much of a run is yours: tokens, share, rank, rounds, and what was left out and why.",
         f"potluck me {ADDRESS}",
     ),
     "service": LazyCommand(
-        "peer.cli.service:app",
+        lambda: import_module("peer.cli.service").app,
         "Take part for weeks: the system runs a peer or a bootstrap node, and starts it again after crashes and when it"
         " starts itself.",
     ),
     "sample": LazyCommand(
-        "peer.cli.model:sample",
+        lambda: import_module("peer.cli.model").sample,
         "Let the model of a run write text, which is shown as it is made. A base model continues its prompt.",
         'potluck sample demo-run/bootstrap --prompt "Our allies" --tokens 100',
     ),
     "eval": LazyCommand(
-        "peer.cli.model:evaluate",
+        lambda: import_module("peer.cli.model").evaluate,
         "Measure how well the model of a run predicts given text: loss, perplexity and bits per byte.",
         "potluck eval demo-run/bootstrap text.txt more.jsonl",
     ),
     "export": LazyCommand(
-        "peer.cli.model:export",
-        "Write the model of a run as a folder that transformers loads. The log is checked commit by commit and replayed.",
+        lambda: import_module("peer.cli.model").export,
+        "Write the model of a run as a folder that transformers loads. The log is checked and replayed.",
         "potluck export demo-run/bootstrap --out demo-model",
     ),
     "init": LazyCommand(
-        "peer.cli.init:command",
+        lambda: import_module("peer.cli.init").command,
         "Make a run of your own: its manifest, its text and your node's key, in one folder.",
         "potluck init my-run text/*.parquet --preset 178m",
     ),
     "data": LazyCommand(
-        "peer.cli.data:app",
+        lambda: import_module("peer.cli.data").app,
         "Make the text of a run: a corpus of tokenized, shuffled sequences (docs/guides/data.md).",
     ),
     "bootstrap": LazyCommand(
-        "peer.cli.bootstrap:command",
+        lambda: import_module("peer.cli.bootstrap").command,
         "Run a bootstrap node: entry point, log, matchmaker and archive of a run.",
         "potluck bootstrap my-run.toml --host 0.0.0.0 --port 31337. "
         "With four operators, the nodes of the others: potluck bootstrap my-run.toml --initial-peer ADDRESS",
     ),
     "key": LazyCommand(
-        "peer.cli.bootstrap:key",
+        lambda: import_module("peer.cli.bootstrap").key,
         "Print the name of the node or peer in a folder, such as the first operator needs it; makes its key if there is"
         " none.",
         "potluck key --dir my-node",
     ),
     "invite": LazyCommand(
-        "peer.cli.decrees:invite",
-        "Print a line with which friends join a run that is closed: as an operator, with the key of your bootstrap node.",
+        lambda: import_module("peer.cli.decrees").invite,
+        "Print a line with which friends join a run that is closed: as an operator, with the key of your bootstrap"
+        " node.",
         "potluck invite my-run.toml --count 5 --expires 7d",
     ),
     "plan": LazyCommand(
-        "peer.cli.plan:plan",
+        lambda: import_module("peer.cli.plan").plan,
         "Print the plan that the matchmaker would make, its tokens per second, and why it is so. Changes nothing.",
         "potluck plan my-peers.toml --what-if +10:8GB,20Mbps,100Mbps,5TFLOPS",
     ),
     "run": LazyCommand(
-        "peer.cli.decrees:app",
-        "Change who may take part in a run, how long it is, its limits, and who operates it: as an operator, with the key"
-        " of your bootstrap node. With several operators, enough of them type the same.",
+        lambda: import_module("peer.cli.decrees").app,
+        "Change who may take part in a run, how long it is, its limits, and who operates it: as an operator, with the"
+        " key of your bootstrap node. With several operators, enough of them type the same.",
     ),
     "log": LazyCommand(
-        "peer.cli.log:app",
+        lambda: import_module("peer.cli.log").app,
         "Read the log of a run: from a bootstrap node's folder (only read, whether the node runs or not), or over the"
         " network.",
     ),
@@ -138,8 +139,7 @@ class _Loaded(Mapping[str, TyperCommand | TyperGroup]):
 
     def __getitem__(self, name: str) -> TyperCommand | TyperGroup:
         lazy, only = COMMANDS[name], group()
-        module, _, attribute = lazy.target.partition(":")
-        found = getattr(import_module(module), attribute)
+        found = lazy.load()
         if isinstance(found, typer.Typer):
             only.add_typer(found, name=name, help=lazy.help)
             return typer.main.get_group(only).commands[name]  # type: ignore[return-value]

@@ -420,7 +420,7 @@ async def evaluate(
 
 
 async def _files(choice: Choice, files: Sequence[str], column: str, json: bool) -> None:
-    """Prints loss, perplexity and bits per byte (peer/corpus/windows.py). Raises UsageError, LocalError, RemoteError."""
+    """Prints loss, perplexity and bits per byte (peer/corpus/windows.py). Raises PotluckError."""
     from peer.corpus import sources
     from peer.corpus.windows import Read, windows
     from peer.training import inference

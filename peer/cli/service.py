@@ -8,7 +8,6 @@ the handover, in which the peer still needs its network daemon.
 
 from __future__ import annotations
 
-import abc
 import hashlib
 import os
 import plistlib
@@ -27,7 +26,6 @@ from peer.cli import bootstrap, join, running
 from peer.cli.options import group, with_options
 from peer.config import home, user_name
 from peer.net.disk import LocalDisk
-from peer.node.config import JoinConfig
 from peer.ui.text import typed as as_typed
 from protocol.errors import FINAL, LocalError, UsageError
 
@@ -90,15 +88,17 @@ def _retyped(context: typer.Context) -> list[str]:
     return [*words, "--", *last]
 
 
-def _install_peer(config: JoinConfig, context: typer.Context) -> None:
+def _install_peer(options: join.JoinOptions, context: typer.Context) -> None:
     with running.reporting():
+        config = options.read()
         if config.dry_run:
             raise UsageError("--dry-run: a service trains; type potluck join with it instead")
         _install("join", config.folder, config.log, _retyped(context))
 
 
-def _install_node(config: bootstrap.NodeConfig, context: typer.Context) -> None:
+def _install_node(options: bootstrap.BootstrapOptions, context: typer.Context) -> None:
     with running.reporting():
+        config = options.read()
         _install("bootstrap", config.folder, config.log, _retyped(context))
 
 
@@ -107,12 +107,12 @@ app.command(
     help="Join a run for weeks: the system starts `potluck join` with these options now, again after crashes, and when"
     " it starts itself.",
     epilog="Example: potluck service install /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB",
-)(with_options(join.read_config, _install_peer))
+)(with_options(join.JoinOptions, _install_peer))
 app.command(
     "install-node",
     help="Run a bootstrap node for weeks: the system starts `potluck bootstrap` with these options, as it does a peer.",
     epilog="Example: potluck service install-node my-run/run.toml --dir my-run/node --corpus my-run/corpus",
-)(with_options(bootstrap.read_config, _install_node))
+)(with_options(bootstrap.BootstrapOptions, _install_node))
 
 
 def _install(command: str, folder: Path, given: Path | None, typed: list[str]) -> None:
@@ -149,33 +149,18 @@ def remove(dir: Dir = FOLDER) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Service(abc.ABC):
+class _Defined:
     """A service `name`, defined by `file`."""
 
     name: str
     file: Path
 
-    @abc.abstractmethod
-    def install(self, command: list[str], folder: Path) -> None:
-        """Defines and (re)starts it. command: words, the first an absolute path; folder: the peer's. Raises LocalError."""
 
-    @abc.abstractmethod
-    def installed(self) -> Iterator[str]:
-        """Notes for the user after the installation."""
-
-    @abc.abstractmethod
-    def state(self) -> tuple[bool, str]:
-        """Whether it runs, and a description. Raises LocalError."""
-
-    @abc.abstractmethod
-    def remove(self) -> None:
-        """Stops and deletes it. Raises LocalError."""
-
-
-class Systemd(Service):
+class Systemd(_Defined):
     """A unit of this user's systemd."""
 
     def install(self, command: list[str], folder: Path) -> None:
+        """Defines and (re)starts it. command: the first word is an absolute path. Raises LocalError."""
         text = systemd(command, Path.cwd(), folder)
         LocalDisk().make_folder(self.file.parent)
         LocalDisk().write(self.file, text.encode())
@@ -188,12 +173,14 @@ class Systemd(Service):
             raise
 
     def installed(self) -> Iterator[str]:
+        """Notes for the user after the installation."""
         user = user_name()
         if not (LINGERING / user).exists():
             needed = as_typed("loginctl", "enable-linger", user)
             yield f"to go on when you log out, and begin when the machine starts, it needs this once: {needed}"
 
     def state(self) -> tuple[bool, str]:
+        """Whether it runs, and a description. Raises LocalError."""
         asked = ("ActiveState", "SubState", "NRestarts", "ExecMainStatus", "ActiveEnterTimestamp")
         said = _ask("systemctl", "--user", "show", self.file.name, *(f"--property={name}" for name in asked))
         found = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
@@ -204,12 +191,13 @@ class Systemd(Service):
         return runs, f"{now}, exit code {found.get('ExecMainStatus')}"
 
     def remove(self) -> None:
+        """Stops and deletes it. Raises LocalError."""
         _ask("systemctl", "--user", "disable", "--now", self.file.name)
         self.file.unlink()
         _ask("systemctl", "--user", "daemon-reload")
 
 
-class Launchd(Service):
+class Launchd(_Defined):
     """An agent of this user's launchd."""
 
     def install(self, command: list[str], folder: Path) -> None:
@@ -244,7 +232,7 @@ def _domain() -> str:
     return f"gui/{os.getuid()}"
 
 
-def _service(folder: Path, *, installed: bool = False) -> Service:
+def _service(folder: Path, *, installed: bool = False) -> Systemd | Launchd:
     """The service of the peer in `folder`. Raises UsageError if it must be installed and is not."""
     name, own = name_of(folder), home()
     if own is None:
@@ -252,7 +240,7 @@ def _service(folder: Path, *, installed: bool = False) -> Service:
             f"service: user {user_name()} has no home folder, where services are kept; set HOME, or log in as a user"
             " who has one"
         )
-    found: Service
+    found: Systemd | Launchd
     if shutil.which("systemctl"):
         settings = Path(os.environ.get("XDG_CONFIG_HOME") or own / ".config")
         found = Systemd(name, settings / "systemd" / "user" / f"{name}.service")

@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import typer
 
 from peer.cli import running
 from peer.cli.options import with_options
-from peer.events import Event, Sink
+from peer.events import Event
 from peer.log import reader
 from peer.net import keyfile
 from peer.node.open_run import KEY, here, parse_run, read_manifest
@@ -37,8 +37,8 @@ class WatchOptions:
         str | None,
         typer.Argument(
             metavar="RUN",
-            help="A manifest file, or the one-line address that a bootstrap node prints (default: the run of the peer or"
-            " node in this folder).",
+            help="A manifest file, or the one-line address that a bootstrap node prints (default: the run of the peer"
+            " or node in this folder).",
             show_default=False,
         ),
     ] = None
@@ -71,21 +71,7 @@ class WatchOptions:
 command = with_options(WatchOptions, lambda options, _: running.run(_monitor(options)))
 
 
-class EventSource(Protocol):
-    """A run that goes on (Monitor) or a recording (Replay)."""
-
-    @property
-    def news_age(self) -> float | None:
-        """Seconds since a node of the run last answered; None in a recording."""
-        ...
-
-    async def poll(self, sink: Sink) -> None:
-        """Reports what there is now."""
-        ...
-
-    async def follow(self, sink: Sink) -> None:
-        """Reports everything until the end."""
-        ...
+EventSource = Monitor | Replay
 
 
 async def _monitor(options: WatchOptions) -> None:

@@ -27,17 +27,8 @@ from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
 from peer import events
 from peer.corpus.text import open_corpus
-from peer.demo.recipe import (
-    SEQUENCE,
-    TOKENIZER,
-    DemoOptions,
-    PeerSpec,
-    check,
-    demo_corpus,
-    identity_of,
-    make_manifest,
-    make_peers,
-)
+from peer.demo import recipe
+from peer.demo.recipe import DemoOptions, PeerSpec, demo_corpus, identity_of
 from peer.demo.report import Tally, audit, summary
 from peer.events import Emitter, Event, Sink, from_json
 from peer.net import directory
@@ -77,13 +68,13 @@ async def run(
     """
     out = options.out
     if manifest is None:
-        check(options)
+        recipe.check(options)
     if out.exists():
         raise UsageError(f"--out {out}: exists already; remove it or choose another folder")
-    corpus = await asyncio.to_thread(demo_corpus, SEQUENCE, lambda line: print(line, flush=True))
+    corpus = await asyncio.to_thread(demo_corpus, recipe.SEQUENCE, lambda line: print(line, flush=True))
     if manifest is None:
-        manifest = make_manifest(options, corpus.digest)
-    peers = make_peers(manifest, options)
+        manifest = recipe.make_manifest(options, corpus.digest)
+    peers = recipe.make_peers(manifest, options)
     try:
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +143,7 @@ async def run_in_memory(
     key = identity_of(options.seed, "bootstrap")
     archive = Archive(options.out / "bootstrap", manifest)
     archive.serve_corpus(corpus, open_corpus(corpus, LocalDisk(), manifest).raw)
-    archive.save_tokenizer((open_run.ASSETS / TOKENIZER).read_bytes())
+    archive.save_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes())
     node_transport = network.transport(key.peer_id, directory.valid_record(manifest.run_id))
     emit = Emitter("bootstrap", queue.put_nowait)
     serving = BootstrapNode(manifest, key, node_transport, archive, emit)

@@ -12,7 +12,7 @@ import hashlib
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from peer.net.asking import page
 from peer.net.base import Transport
@@ -38,29 +38,6 @@ class BadPayload(Exception):
     """A payload that a commit names is missing or wrong; the text says why."""
 
 
-class Source(Protocol):
-    """A place to read a log from."""
-
-    name: str
-    """For messages."""
-
-    def records(self) -> AsyncGenerator[bytes, None]:
-        """Every record, oldest first. Raises BadCommit for an unreadable record, UsageError, RemoteError, LocalError."""
-        ...
-
-    async def payload(self, digest: str, size: int) -> bytes:
-        """The blob with this digest. Raises BadPayload, RemoteError."""
-        ...
-
-    async def tokenizer(self, manifest: Manifest) -> bytes:
-        """The JSON file of the run's tokenizer. Raises UsageError, RemoteError."""
-        ...
-
-    async def said_names(self, run: str) -> dict[str, str]:
-        """Names that present peers announce, by peer id; raw, may be empty. Nothing if no node can be asked."""
-        ...
-
-
 async def checked(manifest: Manifest, source: Source) -> AsyncGenerator[Record, None]:
     """The records of a log, each checked against the one before.
 
@@ -80,6 +57,7 @@ async def checked(manifest: Manifest, source: Source) -> AsyncGenerator[Record, 
 class Folder:
     """The folder of a bootstrap node. Raises UsageError if it has no log.
 
+    name: for messages.
     note: receives what a reader should know about the log.
     """
 
@@ -90,6 +68,7 @@ class Folder:
             raise UsageError(f"directory {folder}: has no log; give the folder (--dir) of a bootstrap node, or RUN")
 
     async def records(self) -> AsyncGenerator[bytes, None]:
+        """Every record, oldest first. Raises BadCommit for an unreadable one, UsageError."""
         path, end = self._folder / logfile.LOG, 0
         try:
             with open(path, "rb") as file:
@@ -108,12 +87,14 @@ class Folder:
             raise UsageError(f"log {path}: {error.strerror}; give a folder that can be read") from None
 
     async def payload(self, digest: str, size: int) -> bytes:
+        """The blob with this digest. Raises BadPayload."""
         try:
             return await asyncio.to_thread((self._folder / "blobs" / _hex(digest)).read_bytes)
         except OSError as error:
             raise BadPayload(f"not in {self._folder / 'blobs'} ({error.strerror})") from None
 
     async def tokenizer(self, manifest: Manifest) -> bytes:
+        """The JSON file of the run's tokenizer. Raises UsageError."""
         path = self._folder / "tokenizer.json"
         try:
             return _checked(await asyncio.to_thread(path.read_bytes), manifest, str(path))
@@ -123,6 +104,7 @@ class Folder:
             ) from None
 
     async def said_names(self, run: str) -> dict[str, str]:
+        """Names that present peers announce, by peer id; raw, may be empty. A folder has none."""
         return {}
 
     async def manifest(self) -> Manifest | None:
@@ -161,7 +143,10 @@ def _hex(text: str) -> str:
 
 
 class Remote:
-    """The bootstrap nodes of a run; the first that answers is used. Payloads pass through `store`."""
+    """The bootstrap nodes of a run, with the methods of Folder; the first that answers is used.
+
+    All methods raise RemoteError if none answers. Payloads pass through `store`.
+    """
 
     def __init__(self, transport: Transport, nodes: Sequence[str], store: BlobStore) -> None:
         self.name = f"of {', '.join(map(short_peer, nodes))}"
@@ -172,7 +157,11 @@ class Remote:
 
     async def records(self) -> AsyncGenerator[bytes, None]:
         known = 0
-        while found := await self._any(lambda node: page(self._transport, node, known - 1)):
+
+        async def ask(node: str) -> list[bytes]:
+            return await page(self._transport, node, known - 1)
+
+        while found := await self._any(ask):
             for raw in found:
                 known += 1
                 yield raw
@@ -209,3 +198,6 @@ class Remote:
     async def aclose(self) -> None:
         """Cancels fetches under way."""
         await self._fetcher.aclose()
+
+
+Source = Folder | Remote

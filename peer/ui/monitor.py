@@ -247,7 +247,7 @@ def round_events(record: Record) -> Iterator[Event]:
 
 
 class Replay:
-    """Reports a recording: a process's output with `--json`, or a bootstrap node's log. Raises UsageError without it."""
+    """Reports a recording: a process's output with `--json`, or a bootstrap node's log. Raises UsageError."""
 
     def __init__(self, manifest: Manifest, file: Path) -> None:
         if not file.is_file():

@@ -13,7 +13,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -48,51 +48,42 @@ def can_read(fd: int) -> bool:
         return False
 
 
-class Keys:
-    """Reads single keys from the terminal `fd` in a thread and passes them to `press`. Restores the terminal at exit.
+@contextlib.contextmanager
+def keys(fd: int, press: Callable[[str], None]) -> Iterator[None]:
+    """Reads single keys from the terminal `fd` in a thread and passes them to `press`.
 
-    Ctrl-C and Ctrl-Z keep their meaning.
+    Ctrl-C and Ctrl-Z keep their meaning. The terminal is restored at the end, and at the exit of the process.
     """
+    before, (wake, end) = termios.tcgetattr(fd), os.pipe()
 
-    def __init__(self, fd: int, press: Callable[[str], None]) -> None:
-        self._fd, self._press = fd, press
-        self._before = termios.tcgetattr(fd)
-        self._wake, self._end = os.pipe()
-        self._thread = threading.Thread(target=self._read, daemon=True)
+    def restore() -> None:
+        with contextlib.suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
-    def __enter__(self) -> Keys:
-        atexit.register(self._restore)
-        tty.setcbreak(self._fd)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.write(self._end, b".")
-        self._thread.join()
-        os.close(self._wake)
-        os.close(self._end)
-        self._restore()
-        atexit.unregister(self._restore)
-
-    def _restore(self) -> None:
-        with contextlib.suppress(termios.error):  # it is gone
-            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
-
-    def _read(self) -> None:
-        while True:
-            ready, _, _ = select.select([self._fd, self._wake], [], [])
-            if self._wake in ready:
-                return
+    def read() -> None:
+        while wake not in select.select([fd, wake], [], [])[0]:
             try:
-                typed = os.read(self._fd, 256)
+                typed = os.read(fd, 256)
             except OSError:  # the terminal is gone
                 return
             if not typed:
                 return
             for key in _KEY.findall(typed.decode("utf-8", "replace")):
-                self._press(key)
+                press(key)
+
+    thread = threading.Thread(target=read, daemon=True)
+    atexit.register(restore)
+    tty.setcbreak(fd)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.write(end, b".")
+        thread.join()
+        os.close(wake)
+        os.close(end)
+        restore()
+        atexit.unregister(restore)
 
 
 @dataclass(slots=True)
@@ -220,7 +211,7 @@ class MonitorScreen(Screen):
         super().__enter__()
         if self._live is not None and can_read(_STDIN):
             self.browsing = Browsing()
-            self._keys.enter_context(Keys(_STDIN, self.press))
+            self._keys.enter_context(keys(_STDIN, self.press))
         return self
 
     def __exit__(

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from peer.cli import doctor, examination
+from peer.cli import doctor
 from peer.cli.doctor import BAD, GOOD, MACHINE_STEPS, RUN_STEPS, UNKNOWN, WARNING, Finding
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
@@ -421,7 +421,7 @@ def test_one_operator_of_three_does_not_decide_what_the_time_is() -> None:
         for o, s in zip(tiny.OPERATORS, (2**53, now, now), strict=False)
     ]
     for some in (nodes, [dataclasses.replace(nodes[0], serial=0), *nodes[1:]]):
-        examination.check_nodes(some, Clock(), found.append)
+        doctor.check_nodes(some, Clock(), found.append)
     assert [one.state for one in found] == [GOOD] * 4
 
 
