@@ -282,11 +282,9 @@ async def _decree(
         now = await asking.ask(transport, node, Motion())
         if operator.peer_id not in now.board.names:
             raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
-        if action == wire.DISMISS:
-            subject = _operator(now, subject)
-        elif subject:
+        if subject:
             log = reader.Remote(transport, [node], BlobStore(temporary / "blobs"))
-            subject = await _peer(manifest, log, subject)
+            subject = await _resolve(manifest, now, log, action, subject)
         decree = Decree(
             run=manifest.run_id,
             number=now.number,
@@ -300,24 +298,20 @@ async def _decree(
         await _until_decided(transport, found.bootstrap, decree, operator)
 
 
-async def _peer(manifest: Manifest, log: reader.Remote, text: str) -> str:
-    """Resolves a peer or invitation that is in the log or present now. Raises UsageError, RemoteError."""
+async def _resolve(manifest: Manifest, now: Motions, log: reader.Remote, action: str, text: str) -> str:
+    """Resolves an operator to dismiss; else a peer or invitation in the log or present. Raises UsageError, RemoteError."""
+    if action == wire.DISMISS:
+        found = meant("OPERATOR", text, now.board.names)
+        if found not in now.board.names:
+            known = ", ".join(map(clean, now.board.names))
+            raise UsageError(f"OPERATOR {found}: is no operator of the run; give one of {known}")
+        return found
     said = await log.said_names(manifest.run_id)
-    found = set(said)
+    ids = set(said)
     async for record in reader.checked(manifest, log):
-        found.update(record.commit.plan.peers if record.commit.plan is not None else ())
-        found.update(name for joined in record.commit.joined for name in (joined.peer, joined.invitation.key))
-    return meant("PEER", text, found, said)
-
-
-def _operator(now: Motions, text: str) -> str:
-    """Resolves an operator. Raises UsageError."""
-    found = meant("OPERATOR", text, now.board.names)
-    if found not in now.board.names:
-        raise UsageError(
-            f"OPERATOR {found}: is no operator of the run; give one of {', '.join(map(clean, now.board.names))}"
-        )
-    return found
+        ids.update(record.commit.plan.peers if record.commit.plan is not None else ())
+        ids.update(name for joined in record.commit.joined for name in (joined.peer, joined.invitation.key))
+    return meant("PEER", text, ids, said)
 
 
 async def _until_decided(transport: Transport, at: Sequence[str], decree: Decree, operator: Identity) -> None:

@@ -30,7 +30,7 @@ import typer
 
 from peer import events
 from peer.cli import running
-from peer.cli.options import Devices, Dir, Host, Port, with_options
+from peer.cli.options import DEFAULT_THREADS, Device, Devices, Dir, Host, Memory, Port, Threads, with_options
 from peer.cli.plan import REACHED, known_by, part_lines
 from peer.net import children, descriptors, keyfile
 from peer.net.base import ClockWrong, Transport
@@ -132,10 +132,10 @@ class DoctorOptions:
     dir: Dir = Path("potluck-peer")
     host: Host = "0.0.0.0"
     port: Port = 0
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto"
+    device: Device = "auto"
     devices: Devices = None
-    memory: Annotated[str, typer.Option(help='Memory to offer, such as "8GB"; auto: most of what is free.')] = "auto"
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads for training.")] = max(1, (os.cpu_count() or 2) // 2)
+    memory: Memory = "auto"
+    threads: Threads = DEFAULT_THREADS
     within: Annotated[
         float, typer.Option(min=1, help="Seconds that it may take; what was not looked at by then is said.")
     ] = WITHIN_SECONDS

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,20 @@ import typer
 
 from peer import events
 from peer.cli import plan, running
-from peer.cli.options import Announce, Devices, Dir, Host, Json, LogFile, Port, with_options
+from peer.cli.options import (
+    DEFAULT_THREADS,
+    Announce,
+    Device,
+    Devices,
+    Dir,
+    Host,
+    Json,
+    LogFile,
+    Memory,
+    Port,
+    Threads,
+    with_options,
+)
 from peer.events import Emitter
 from peer.log import reader
 from peer.net import bandwidth, descriptors, keyfile, known_line
@@ -67,9 +79,9 @@ class JoinOptions:
     host: Host = "0.0.0.0"
     port: Port = 0
     announce: Announce = None
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto"
+    device: Device = "auto"
     devices: Devices = None
-    memory: Annotated[str, typer.Option(help='Memory to offer, such as "8GB"; auto: most of what is free.')] = "auto"
+    memory: Memory = "auto"
     up: Annotated[str | None, typer.Option(help='Uplink to announce, such as "20Mbps" (default: measured).')] = None
     down: Annotated[str | None, typer.Option(help='Downlink to announce, such as "100Mbps" (default: measured).')] = (
         None
@@ -82,7 +94,7 @@ class JoinOptions:
         ),
     ] = None
     store_limit: Annotated[str, typer.Option(help="Disk for payloads that are kept for others.")] = "4GB"
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads for training.")] = max(1, (os.cpu_count() or 2) // 2)
+    threads: Threads = DEFAULT_THREADS
     trace: Annotated[
         Path | None,
         typer.Option(help="Record what this machine computes and waits for in this file, for ui.perfetto.dev."),
@@ -199,8 +211,10 @@ async def join(config: JoinConfig, factories: Factories | None = None) -> None:
             transport = await way_in.start()
             try:
                 if known is None:  # later starts do not need a bootstrap node
-                    find = _find(config, transport, warn)
-                    manifest, found = await asyncio.gather(find, asyncio.to_thread(_hardware, config))
+                    find = functools.partial(open_run.manifest_again, run, folder, transport, warn)
+                    if config.dry_run:
+                        find = functools.partial(open_run.manifest_of, run, transport)
+                    manifest, found = await asyncio.gather(find(), asyncio.to_thread(_hardware, config))
                     _check_ticket(run.ticket, manifest, key.peer_id)
                     emit(events.found(manifest))
                     known = manifest, found.useful(manifest, warn)
@@ -242,12 +256,6 @@ async def join(config: JoinConfig, factories: Factories | None = None) -> None:
             await Pauses(_checks(config, clock), emit, freed=devices_here.free).between(take_part)
     finally:
         storage.close()
-
-
-async def _find(config: JoinConfig, transport: Transport, warn: Callable[[str], None]) -> Manifest:
-    if config.dry_run:
-        return await open_run.manifest_of(config.run, transport)
-    return await open_run.manifest_again(config.run, config.folder, transport, warn)
 
 
 def _hardware(config: JoinConfig) -> Hardware:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -35,6 +36,10 @@ Announce = Annotated[
         show_default=False,
     ),
 ]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+Memory = Annotated[str, typer.Option(help='Memory to offer, such as "8GB"; auto: most of what is free.')]
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads for training.")]
+DEFAULT_THREADS = max(1, (os.cpu_count() or 2) // 2)
 Port = Annotated[int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")]
 Devices = Annotated[
     str | None,

@@ -123,8 +123,8 @@ class Folder:
             if manifest.run_id == run:
                 return manifest
         raise UsageError(
-            f"directory {self._folder}: {path.name} is not the manifest of run {shown(run[:12])}…; start its bootstrap node"
-            " once, or ask the node over the network"
+            f"directory {self._folder}: {path.name} is not the manifest of run {shown(run[:12])}…; start its bootstrap"
+            " node once, or ask the node over the network"
         )
 
 

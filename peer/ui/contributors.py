@@ -112,8 +112,8 @@ def own_lines(found: list[Contributor], peer: str, round: int, rounds: int, name
         yield "nothing of yours is in the model yet"
     if own.probation:
         yield (
-            f"on probation for {number(own.probation, 'round')}: your work was good and had no weight; it goes into the work"
-            " after it"
+            f"on probation for {number(own.probation, 'round')}: your work was good and had no weight; it goes into the"
+            " work after it"
         )
     if own.left_out:
         times = "once" if own.left_out == 1 else f"{own.left_out:,} times, the last time"

@@ -29,7 +29,7 @@ from peer.ui.text import (
     schedule_of,
     size,
 )
-from protocol.wire.commit import Commit, LeftOut
+from protocol.wire.commit import Commit
 from protocol.wire.decree import Decree
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.score import Score
@@ -165,7 +165,10 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Found() as f:
             model = f"{f.parameters / 1e6:,.1f}M parameters, rounds of {duration(f.round_seconds)}"
             text = f"run {f.run[:12]}… {f.name}: {model}; finding out how others reach this machine"
-            return [Said("info", text), *_probation(f.probation)]
+            rounds = "the first round" if f.probation == 1 else f"the first {f.probation} rounds"
+            newcomers = f"the work of newcomers has no weight in {rounds} that they bring; it is judged"
+            newcomers += ", and goes into their work after it"
+            return [Said("info", text), *([Said("info", newcomers)] if f.probation else [])]
         case events.ReadingLog() as log:
             return [_read_of_log(log)]
         case events.Fetching() as f:
@@ -230,12 +233,6 @@ def decreed(decree: Decree, names: Mapping[str, str]) -> str:
     return f"{decree.action}{who}" + (f": {decree.reason}" if decree.reason else "")
 
 
-def _probation(rounds: int) -> list[Said]:
-    first = "the first round" if rounds == 1 else f"the first {rounds} rounds"
-    text = f"the work of newcomers has no weight in {first} that they bring; it is judged"
-    return [Said("info", f"{text}, and goes into their work after it")] if rounds else []
-
-
 def _read_of_log(log: events.ReadingLog) -> Said:
     if log.round == log.newest:
         return Said("good", f"the log is read: {log.round - log.after:,} rounds in {log.seconds:.1f} s")
@@ -288,7 +285,9 @@ def _commit(commit: Commit, names: Mapping[str, str]) -> Iterator[Said]:
         loss = mean_loss(commit.contributions)
         text = f"round {commit.round}: {count(commit.contributions, 'replica')}"
         yield Said("good", text + (f", loss {loss:.3f}" if loss is not None else ""))
-        yield from (_without(commit.round, x, names) for x in commit.left_out)
+        for left in commit.left_out:
+            without = f"round {commit.round} without replica {left.replica}: {readable(left.reason, names)}"
+            yield Said("info" if left.probation else "warning", without)
     if commit.decree is not None:
         yield Said("warning", f"decreed by the operators: {decreed(commit.decree.decree, names)}")
     yield from _measured(commit.evaluations, commit.scores, names)
@@ -296,11 +295,6 @@ def _commit(commit: Commit, names: Mapping[str, str]) -> Iterator[Said]:
         why = f": {joined.invitation.reason}" if joined.invitation.reason else ""
         by = called(joined.operator, names)
         yield Said("info", f"{called(joined.peer, names)} comes in, invited by operator {by}{why}")
-
-
-def _without(round: int, left: LeftOut, names: Mapping[str, str]) -> Said:
-    text = f"round {round} without replica {left.replica}: {readable(left.reason, names)}"
-    return Said("info" if left.probation else "warning", text)
 
 
 def _goes_on(chain: events.ChainReconfigured, names: Mapping[str, str]) -> str:
