@@ -130,7 +130,7 @@ async def dismiss(
     reason: Reason = "",
     dir: Dir = FOLDER,
 ) -> None:
-    """End that somebody is an operator. Another one takes the place among those who decide; its node ends."""
+    """Dismiss an operator. Another one takes its place among those that decide; its node ends."""
     await _decree(run, dir, wire.DISMISS, reason, operator)
 
 

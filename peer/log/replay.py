@@ -130,10 +130,8 @@ async def verify(
     empty: allocates the model's arrays.
     until: the round whose state is wanted; the log is read as far as to its attestation.
 
-    Stops at the first invalid commit. A shard is replayed until a payload, or a list of parts that may name one, is
-    missing or wrong, or its state is not the attested one. Verdicts are recomputed (protocol/round/judging.py). Memory:
-    one commit, the payloads of two rounds and their notes (protocol/round/notes.py), and the model. Raises what
-    `records` raises, except BadCommit.
+    Stops at the first invalid commit. A shard is replayed until a payload or a list of parts is missing or wrong, or
+    its state is not the attested one. Raises what `records` raises, except BadCommit.
     """
     done = Verification()
     outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta, empty=empty)

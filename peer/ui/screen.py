@@ -39,7 +39,7 @@ FACT_LABEL_WIDTH = 13
 LEAST_NOTES = 3
 """Lines of messages."""
 LEAST_PLOT = 8
-"""Lines of the curve if the tables need space; beside many peers it has a third."""
+"""Lines of the curve if the tables need space; with many peers it has a third."""
 NAME_WIDTH = LONGEST_NAME + 1 + ID_END
 PEERS_WIDTH = 132
 """Widest row of the table of peers that the eye can follow."""
@@ -171,7 +171,7 @@ def _note_rows(view: RunView, height: int) -> int:
 
 
 def _table_rows(height: int, notes: int) -> int:
-    """Most lines of the table of peers beside `notes` lines of messages."""
+    """Most lines of the table of peers, given `notes` lines of messages."""
     free = height - 2 - notes
     return free if height < 20 else free - max(LEAST_PLOT, free // 3)
 

@@ -35,6 +35,7 @@ from tests.unit.test_tui import NAMES, PEERS, Story
 from tests.watched import decided
 
 KINDS = list(events.KINDS.values())
+BOARD = Board(operators=tuple(Operator(peer=peer) for peer in PEERS[:4]), quorum=4)
 NOT_SHOWN = {
     events.Leads: "who of several bootstrap nodes leads: the tests of their failures read it",
     events.Recovered: "from which state a newcomer replayed: a screen shows the round that it reached",
@@ -181,7 +182,7 @@ def test_every_field_of_the_screen_has_a_source() -> None:
         lambda: story.tell("bootstrap", events.Relayed(circuits=1, bytes=1, bps=1.0, refused=0)),
         lambda: story.tell("bootstrap", events.Refused(peer=PEERS[5], address="", reason="floods", seconds=1.0)),
         lambda: story.tell("bootstrap", events.Forked(round=1)),
-        lambda: story.tell("bootstrap", decided(2, plan=None, leader=PEERS[0], voters=(PEERS[0],), board=Board(operators=(Operator(peer=PEERS[0]),), quorum=1))),
+        lambda: story.tell("bootstrap", decided(2, plan=None, leader=PEERS[0], voters=(PEERS[0],), board=BOARD)),
         story.finish,
     ]  # fmt: skip
     for act in acts:
