@@ -127,7 +127,6 @@ async def verify(
 
     report: receives each problem at once.
     start: state to replay from (default: θ(0)).
-    empty: allocates the model's arrays.
     until: the round whose state is wanted; the log is read as far as to its attestation.
 
     Stops at the first invalid commit. A shard is replayed until a payload or a list of parts is missing or wrong, or
