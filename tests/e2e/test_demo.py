@@ -49,7 +49,7 @@ REQUIRED = [
 
 def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(tmp_path: Path) -> None:
     """P1 with a full replica and two chains of different k; and the oracle between transports."""
-    mixed = {"full": 1, "chains": 2, "rank": (8, 4), "inner_steps": 2}
+    mixed = {"full": 1, "chains": 2, "rank": "8,4", "inner_steps": 2}
     near = swarms.run(swarms.options(tmp_path / "memory", **mixed))
     far = swarms.run(swarms.options(tmp_path / "hivemind", **mixed, in_memory=False))
     assert set(REQUIRED) <= set(far)
@@ -83,7 +83,7 @@ def test_accelerators_give_the_bits_of_peers_without(tmp_path: Path) -> None:
                 worked.add((self.peer, shard))
             return found
 
-    mixed = {"full": 1, "chains": 1, "rank": (8,)}
+    mixed = {"full": 1, "chains": 1, "rank": "8"}
     expected = swarms.run(swarms.options(tmp_path / "host", **mixed))
     chosen = swarms.options(tmp_path / "device", **mixed)
     manifest = swarms.manifest(chosen)
