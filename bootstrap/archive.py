@@ -18,9 +18,8 @@ from bootstrap.text import ServedText
 from peer.net.blobs import BlobStore
 from peer.net.disk import Disk, LocalDisk, disk_error
 from protocol.errors import UsageError
-from protocol.ledger import board, stretches, validation
-from protocol.ledger.kept import NEWEST, Kept, unpacked
-from protocol.ledger.stretches import Stretch, Tip
+from protocol.ledger import board, history
+from protocol.ledger.history import NEWEST, Kept, Stretch, Tip, unpacked
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, framing, logfile
 from protocol.wire.ballot import Promise
@@ -161,9 +160,9 @@ class Archive:
         tip = Tip(len(self.commits) - 1, self.manifest.run_id if head is None else head.digest, members)
         proved = list[Stretch]()
         try:
-            for stretch in stretches.read(self.manifest, tip, [raw for _, raw in batch], "the log"):
+            for stretch in history.read(self.manifest, tip, [raw for _, raw in batch], "the log"):
                 before = unpacked(stretch.before[-1].body) if stretch.before else head
-                if validation.why_not_next(self.manifest, before, stretch.last) is not None:
+                if history.why_not_next(self.manifest, before, stretch.last) is not None:
                     raise MessageError("the log", "is wrong")
                 proved.append(stretch)
                 head = stretch.last.commit
@@ -179,7 +178,7 @@ class Archive:
         head = self.commits[-1] if self.commits else None
         try:
             record = encoding.decode_record(raw, "the log")
-            problem = validation.why_not_next(self.manifest, head, record)
+            problem = history.why_not_next(self.manifest, head, record)
         except MessageError:  # its checksum is right: no disk did that
             raise UsageError(
                 f"log {self.folder / 'log'}: the record at byte {at} is not as this version of Potluck writes it; start the"

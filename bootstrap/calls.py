@@ -10,7 +10,7 @@ from bootstrap.roster import Heard
 from bootstrap.sessions import unexpected
 from peer.net.base import Transport, serve_calls
 from protocol.wire import encoding, endpoints
-from protocol.wire.roster import Lookup, RosterRequest
+from protocol.wire.announcement import Lookup, RosterRequest
 from protocol.wire.session import LogRequest
 
 MAX_REQUEST = 8192

@@ -10,11 +10,11 @@ from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.ledger import access, board, schedule
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Petition
+from protocol.round.leader_events import DecreeSigned
 from protocol.wire import encoding, endpoints
 from protocol.wire.commit import votes_needed
 from protocol.wire.decree import Decree, Motion, Motions
-from protocol.wire.sealed import unseal_signed
+from protocol.wire.encoding import unseal_signed
 
 
 class Decrees:
@@ -24,7 +24,7 @@ class Decrees:
     def __init__(
         self,
         leader: Leader,
-        hand_in: Callable[[Petition], Awaitable[None]],
+        hand_in: Callable[[DecreeSigned], Awaitable[None]],
         spread: Callable[[Motion], None],
         living: Callable[[], frozenset[str]],
         tell: Callable[[str], None] = lambda text: None,
@@ -75,7 +75,7 @@ class Decrees:
         refused = self._why_not(decree)
         if refused is not None:
             raise RemoteError(operator, f"that decree cannot be: {refused}")
-        await self._hand_in(Petition(operator, decree, signature))
+        await self._hand_in(DecreeSigned(operator, decree, signature))
         self._say(decree)
         return decree
 

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from peer.net.clock import Clock
 from protocol.ledger import access
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Knock
-from protocol.wire.invitation import Joined
+from protocol.round.leader_events import JoinRequest
+from protocol.wire.decree import Joined
 from protocol.wire.session import NotAdmitted
 
 WAITS = "it is invited, and comes in with the next commit"
@@ -23,7 +23,7 @@ TOO_MANY = "it is invited, but too many wait to come in; it asks again"
 class Doorman:
     """Looks into the `leader`'s machine; `hand_in(event)` gives it an event, and is awaited."""
 
-    def __init__(self, leader: Leader, hand_in: Callable[[Knock], Awaitable[None]], clock: Clock) -> None:
+    def __init__(self, leader: Leader, hand_in: Callable[[JoinRequest], Awaitable[None]], clock: Clock) -> None:
         self._leader = leader
         self._hand_in = hand_in
         self._clock = clock
@@ -55,5 +55,5 @@ class Doorman:
         assert joining is not None, "it lets in whom nothing else does"
         if not self._leader.guests.has_place(joining, self._clock.steady()):
             return NotAdmitted(reason=TOO_MANY, waits=True)
-        await self._hand_in(Knock(joining))
+        await self._hand_in(JoinRequest(joining))
         return NotAdmitted(reason=WAITS, waits=True)

@@ -11,11 +11,10 @@ from collections.abc import Callable
 
 from bootstrap.latest_job import Lacking, wanted
 from peer.net.clock import Clock
-from protocol.quorum.paxos_events import Judged
-from protocol.quorum.unfair import Unfair
+from protocol.quorum.paxos_events import Judged, Objection
 from protocol.round import fairness
-from protocol.round.fairness import Doubts, Sight
-from protocol.round.judging import Known
+from protocol.round.fairness import DoubtRecord, NodeView
+from protocol.round.judging import Lookup
 from protocol.round.leader import Leader
 from protocol.wire.commit import Commit
 
@@ -24,7 +23,7 @@ log = logging.getLogger("potluck.fairness")
 
 class Fairness:
     """`put` takes the answers; `leader` is the node's own machine; `read`: payloads and lists of parts by their names, None for what is
-    not here; `known`: what was found in payloads (protocol/round/notes.py); `alive` says which members of the quorum give
+    not here; `known`: what was found in payloads (protocol/round/comparing.py); `alive` says which members of the quorum give
     signs of life, and which operators."""
 
     def __init__(
@@ -33,7 +32,7 @@ class Fairness:
         clock: Clock,
         put: Callable[[Judged], None],
         read: Callable[[str], bytes | None],
-        known: Known,
+        known: Lookup,
         alive: Callable[[], tuple[frozenset[str], frozenset[str]]],
     ) -> None:
         self._leader = leader
@@ -43,14 +42,14 @@ class Fairness:
         self._known = known
         self._alive = alive
         self._since = clock.steady()
-        self._doubts = Doubts()
-        self._questions: asyncio.Queue[tuple[str, Sight, Commit]] = asyncio.Queue()
+        self._doubts = DoubtRecord()
+        self._questions: asyncio.Queue[tuple[str, NodeView, Commit]] = asyncio.Queue()
 
     def ask(self, peer: str, commit: Commit) -> None:
         """Whether this node could have proposed what `peer` proposes, from what it has seen up to now."""
         now = self._clock.steady()
         settled = now - self._since >= self._leader.manifest.timing.gone_after
-        sight = fairness.sight_of(self._leader, self._clock.wall(), now, settled, *self._alive())
+        sight = fairness.view_of(self._leader, self._clock.wall(), now, settled, *self._alive())
         self._questions.put_nowait((peer, sight, commit))
 
     def decided(self, commit: Commit) -> None:
@@ -68,19 +67,19 @@ class Fairness:
             members = len(head.members if head is not None else sight.manifest.first_members)
             self._put(Judged(commit.digest, self._doubts.weigh(peer, commit.round, found, members)))
 
-    def _judge(self, sight: Sight, commit: Commit) -> Unfair | None:
+    def _judge(self, sight: NodeView, commit: Commit) -> Objection | None:
         found = fairness.lie_in(sight, commit)
         if found is not None:
             return found
         try:
-            found = fairness.unjust_in(sight, commit, self._read, self._known)
+            found = fairness.wrong_verdict_in(sight, commit, self._read, self._known)
             if found is not None:
                 return found
         except Lacking as error:
             log.info("the verdicts of round %d cannot be checked: %s", commit.round, error)
         except Exception:
             log.exception("the verdicts of round %d cannot be checked", commit.round)
-            return Unfair("cannot be judged", False)
+            return Objection("cannot be judged", False)
         try:
             return fairness.doubt_in(sight, commit)
         except Exception:  # a planner that cannot bear what peers announce ends no node, and is no reason to accuse one

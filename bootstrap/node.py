@@ -44,27 +44,25 @@ from peer.net.token_bucket import TokenBucket
 from protocol import identity as identities
 from protocol.errors import LocalError, RemoteError, shown
 from protocol.identity import Identity, short_peer
-from protocol.ledger import access, admission, claims, ranges
+from protocol.ledger import access, claims, ranges
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
 from protocol.quorum import paxos_events
 from protocol.quorum.paxos import Quorum
-from protocol.round import fairness, leader_events, presence
-from protocol.round.judging import Case
+from protocol.round import fairness, leader_events, offers, presence
+from protocol.round.judging import JudgingJob
 from protocol.round.leader import Leader
-from protocol.round.questions import Question
+from protocol.round.leader_events import Question
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import NODE_DEVICE, Announcement
-from protocol.wire.audit import Audit
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.claims import Audit, Evaluation, Score
 from protocol.wire.commit import Part, Record
 from protocol.wire.decree import Motion
 from protocol.wire.encoding import Message
-from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan
 from protocol.wire.schema import extend
-from protocol.wire.score import Score
 from protocol.wire.session import (
     Announced,
     Attest,
@@ -130,7 +128,7 @@ class BootstrapNode:
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
         self._heard = TokenBucket(HEARD_PER_SECOND, HEARD_AT_ONCE)
         self._ready: dict[str, Candidate] = {}
-        self._stays = presence.Stays()
+        self._stays = presence.PresenceRecord()
         self._latency = Latency(transport, self._clock, self._directory.placed, random.Random(identity.peer_id))
         self._payloads = Payloads(
             manifest, transport, archive, self._directory, emit, self._held, self._listed, self._refused
@@ -143,9 +141,9 @@ class BootstrapNode:
             pause=PLAN_PAUSE_SECONDS,
             failed=lambda question: leader_events.Planned(question, None),
         )
-        self._judging = LatestJob[Case, leader_events.Verdict](
+        self._judging = LatestJob[JudgingJob, leader_events.JudgingDone](
             "judge",
-            lambda case: leader_events.Verdict(case, case.answer(read, known)),
+            lambda case: leader_events.JudgingDone(case, case.answer(read, known)),
             self._events.put,
             pause=JUDGE_PAUSE_SECONDS,
         )
@@ -294,7 +292,7 @@ class BootstrapNode:
             self._announced(peer, self._directory.known[peer])
         match message:
             case Offer() | Attest() | Withdraw() | ChainFailure() | ChainReconfig():
-                if isinstance(message, Attest) and not admission.is_sound(self.manifest, message):
+                if isinstance(message, Attest) and not offers.is_sound_attestation(self.manifest, message):
                     raise RemoteError(peer, f"session of {short_peer(peer)}: attests what is no shard; it was closed")
                 if isinstance(message, Attest) and self._is_news(session, message):
                     self._emit(events.Attest(peer=peer, round=message.round, digests=message.digests))
@@ -399,9 +397,9 @@ class BootstrapNode:
             match effect:
                 case leader_events.Fetch(peer, part):
                     self._payloads.fetch((peer,), part, peer, self.leader.round)
-                case leader_events.Keep(parts):
+                case leader_events.StoreList(parts):
                     self._payloads.keep(parts, self.leader.round)
-                case leader_events.Tell(round, share):
+                case leader_events.AnnounceShare(round, share):
                     self._news.add(round, share)
                 case leader_events.MakePlan(question):
                     self._planning.ask(question)

@@ -17,8 +17,8 @@ from peer.net.asking import page
 from peer.net.base import Transport
 from peer.net.directory import Directory
 from protocol.errors import RemoteError
-from protocol.ledger import board, validation
-from protocol.ledger.validation import BadCommit
+from protocol.ledger import board, history
+from protocol.ledger.history import BadCommit
 from protocol.quorum.paxos import Quorum
 from protocol.wire import encoding
 from protocol.wire.commit import Commit, votes_needed
@@ -139,7 +139,7 @@ class Operators:
         found = await page(self._transport, node, -1 if head is None else head.round)
         for raw in found:
             try:
-                head = validation.follow(self._manifest, head, raw).commit
+                head = history.follow(self._manifest, head, raw).commit
             except BadCommit:
                 return False
             await asyncio.sleep(0)

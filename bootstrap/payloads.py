@@ -20,7 +20,7 @@ from protocol.identity import short_peer
 from protocol.ledger import part_lists
 from protocol.ledger.part_lists import Parts
 from protocol.round import comparing
-from protocol.round.notes import Notes
+from protocol.round.comparing import Notes
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Part, Share
 from protocol.wire.session import Withdraw

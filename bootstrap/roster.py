@@ -11,9 +11,8 @@ import random
 from collections import OrderedDict, deque
 
 from peer.net.base import MAX_RECORD
-from protocol.wire import encoding, endpoints, sealed
-from protocol.wire.announcement import Announcement
-from protocol.wire.roster import MOST_LOOKED_UP, Lookup, Roster, RosterRequest
+from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import MOST_LOOKED_UP, Announcement, Lookup, Roster, RosterRequest
 
 GONE = 4096
 """Peers that have gone of which we still tell."""
@@ -41,7 +40,7 @@ class Heard:
         """`peer` says this of itself. None where it is no announcement of this run by `peer`, or not newer than what is known."""
         if len(raw) > MAX_RECORD:
             return None
-        found = sealed.unseal_announcement(raw, peer, self._run)
+        found = encoding.unseal_announcement(raw, peer, self._run)
         if found is None or found.serial <= self._known.get(peer, (0, -1, b""))[1]:
             return None
         self._position += 1
@@ -52,7 +51,7 @@ class Heard:
     def find(self, peer: str) -> Announcement | None:
         """The newest announcement of `peer`."""
         known = self._known.get(peer)
-        return None if known is None else sealed.unseal_announcement(known[2], peer, self._run)
+        return None if known is None else encoding.unseal_announcement(known[2], peer, self._run)
 
     def remove(self, peer: str) -> None:
         """`peer` has gone."""

@@ -12,8 +12,8 @@ from protocol.identity import short_peer
 from protocol.ledger.audits import Audits
 from protocol.planning.partition import Candidate
 from protocol.quorum.paxos_events import Refused, Skipped
+from protocol.round.accusations import Accusation
 from protocol.round.leader_events import Moved, Report, Resting
-from protocol.round.quarrels import Quarrel
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.wire.commit import Commit
@@ -50,7 +50,7 @@ def against(effect: Refused | Skipped) -> events.Unfair | events.Warning:
 
 
 def of_round(
-    effect: Report | Moved | Resting | Quarrel,
+    effect: Report | Moved | Resting | Accusation,
 ) -> events.Diverged | events.Moved | events.Warning | events.Quarrel:
     """A peer has other bits; blocks go from one stage of a chain to another; a peer is planned more rarely, since it does not do what it
     is planned for, or since its work was scored badly; a chain's member says that its neighbour lies."""
@@ -64,7 +64,7 @@ def of_round(
             what = "it is planned again and again and brings nothing that counts"
             what = "its work does not make the model better, as those found who scored it" if scored else what
             return events.Warning(text=f"peer {short_peer(peer)}: {what}; it is in no plan up to round {until}")
-        case Quarrel(accuser, accused, reason, out):
+        case Accusation(accuser, accused, reason, out):
             return events.Quarrel(accuser=accuser, accused=accused, reason=reason, out=out)
 
 

@@ -25,10 +25,9 @@ from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import commit as wire
 from protocol.wire.announcement import Announcement, ChainReport
-from protocol.wire.evaluation import Evaluation
+from protocol.wire.claims import Evaluation, Score
 from protocol.wire.plan import Plan, StageSpec
 from protocol.wire.schema import SchemaError, build, plain
-from protocol.wire.score import Score
 
 # --- what a bootstrap node reports
 

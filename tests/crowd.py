@@ -23,7 +23,7 @@ from peer.net.disk import LocalDisk
 from peer.net.sockets import socket_base
 from protocol.identity import Identity
 from protocol.ledger import part_lists
-from protocol.wire import endpoints, sealed
+from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import NODE_DEVICE, Announcement, ChainReport
 from protocol.wire.commit import Commit, Contribution, Part, Record
 from tests import tiny
@@ -114,7 +114,7 @@ class Signing(MadeUp):
                 reachable=("direct", "mapped", "private", "")[index % 4],
                 name=self.name_of(index),
             )
-            out[peer] = sealed.seal(key, about)
+            out[peer] = encoding.seal(key, about)
         return out
 
 
@@ -150,7 +150,7 @@ class Node:
         about = Announcement(
             run=self.made.manifest.run_id, peer=tiny.OPERATOR.peer_id, device=NODE_DEVICE, serial=self._serial
         )
-        self.heard.take(tiny.OPERATOR.peer_id, sealed.seal(tiny.OPERATOR, about))
+        self.heard.take(tiny.OPERATOR.peer_id, encoding.seal(tiny.OPERATOR, about))
 
 
 @contextlib.asynccontextmanager

@@ -31,7 +31,7 @@ from peer.net.memory import MemoryNetwork
 from peer.net.uplink import Uplink
 from protocol.identity import Identity
 from protocol.planning.allotment import HEADROOM
-from protocol.run import corpus, data_order
+from protocol.run import corpus
 from protocol.run.corpus import CorpusIndex
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import DataSpec, Manifest, TrainSpec
@@ -55,7 +55,7 @@ class Noise:
 
     def slots(self, seed: bytes, at: range) -> NDArray[np.int64]:
         """What the slots `at` read."""
-        parts = [self.ids[r.start : r.stop] for r in data_order.sequences(seed, self.index.sequences, at)]
+        parts = [self.ids[r.start : r.stop] for r in corpus.sequences(seed, self.index.sequences, at)]
         return np.concatenate(parts)
 
 

@@ -24,9 +24,9 @@ from peer.chain.frames import BACKWARD, FORWARD, HEAD_BYTES, Frame, Head, Refuse
 from peer.chain.link import Link, Liveness
 from peer.chain.screening import Sample, Screen, log_rms
 from peer.net.base import Stream
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.errors import LocalError, UsageError
-from protocol.round.quarrels import LIES
+from protocol.round.accusations import LIES
 from protocol.wire.framing import MAX_FRAME
 
 
@@ -62,7 +62,7 @@ class Neighbours:
         self._ids: Sequence[NDArray[np.int64]] = ()
         self._sizes_sent: dict[int, float] = {}  # of activations, by micro-batch: what comes back is judged by them
         self._crossing, self._codec, self._statistics = crossing, codec, statistics
-        self._codes = {kind: boundary_formats.FORMATS.index(wire) for kind, wire in crossing.wires.items()}
+        self._codes = {kind: formats.FORMATS.index(wire) for kind, wire in crossing.wires.items()}
         self._sizes = {kind: quantize.size(crossing.shape, wire) for kind, wire in crossing.wires.items()}
         self._decoded = dict.fromkeys(crossing.wires, 0)
         self._beside = torch.cuda.Stream(crossing.device, priority=-1) if crossing.device.type == "cuda" else None

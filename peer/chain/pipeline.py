@@ -49,7 +49,7 @@ from peer.training.trainer import StageTrainer, cores, mean_loss
 from protocol.errors import LocalError, PotluckError
 from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import UNBOUNDED, Depths, LinkCost, StageCost
-from protocol.round.quarrels import LIES
+from protocol.round.accusations import LIES
 from protocol.run import layout
 from protocol.wire.announcement import Means
 

@@ -1,6 +1,6 @@
 """The only place where wire bytes become tensors, and tensors wire bytes. Little-endian; no header of its own; no state.
 
-Values of a token (the last dimension, W) as one of protocol/codec/boundary_formats.py's formats:
+Values of a token (the last dimension, W) as one of protocol/codec/formats.py's formats:
 
     bf16, fp32   rounded to nearest even
     int8, int4   s, then q = round(x / s) in -127..127 or -7..7; s = max |x| / 127 or 7, rounded up to bf16, one per token
@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from peer.training import compiled
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.errors import PotluckError
 
 LIMIT = 2.0**20
@@ -55,7 +55,7 @@ class BadTensor(PotluckError, ValueError):
 
 def size(shape: Sequence[int], wire: str) -> int:
     """Bytes of an encoded tensor of this shape."""
-    return math.prod(shape[:-1]) * boundary_formats.bytes_per_token(wire, shape[-1])
+    return math.prod(shape[:-1]) * formats.bytes_per_token(wire, shape[-1])
 
 
 def encode(x: Tensor, wire: str, *, limit: float = LIMIT / 2) -> bytes:
@@ -68,7 +68,7 @@ def encode(x: Tensor, wire: str, *, limit: float = LIMIT / 2) -> bytes:
         return _checked(_largest(x), (x,), limit)
     if wire == "tah4":
         _check(float(_largest(x)), limit)
-        return _encode_tiles(x.float().reshape(-1, boundary_formats.tile(x.shape[-1])))
+        return _encode_tiles(x.float().reshape(-1, formats.tah4_tile(x.shape[-1])))
     x_TW = x.reshape(-1, x.shape[-1])
     if wire == "sym2":
         largest, *parts = compiled.where_it_pays(_encode_sym2, x.device)(x_TW)
@@ -99,7 +99,7 @@ def decode_measured(
         x = _tensor(raw, torch.bfloat16 if wire == "bf16" else torch.float32, device).float()
         largest = _largest(x)
     elif wire == "tah4":
-        x = _decode_tiles(memoryview(raw), boundary_formats.tile(width), device)
+        x = _decode_tiles(memoryview(raw), formats.tah4_tile(width), device)
         largest = _largest(x)
     elif wire == "sym2":
         scale_T, packed = _scales_and_values(raw, tokens, torch.uint8, device)

@@ -148,7 +148,7 @@ async def serve(config: NodeConfig) -> None:
     from bootstrap.node import BootstrapNode
     from bootstrap.service import serve_bootstrap
     from peer.corpus.tokenizer import check_document_end
-    from protocol.round.questions import Question
+    from protocol.round.leader_events import Question
 
     manifest, folder, identity = config.manifest, config.folder, config.key
     archive = Archive(folder, manifest)

@@ -31,13 +31,12 @@ from peer.ui.text import clean, meant, schedule_of, typed
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity, short_peer
-from protocol.ledger import invitations, schedule
+from protocol.ledger import access, schedule
 from protocol.run.manifest import Manifest, why_no_quorum
 from protocol.wire import decree as wire
 from protocol.wire.bounds import LEAST_SHARE, LONGEST_PLACE, MAX_PROBATION, MAX_SESSIONS
-from protocol.wire.decree import Decree, Motion, Motions, Operator, Schedule
-from protocol.wire.invitation import LONGEST_NOTE, MOST_GUESTS
-from protocol.wire.sealed import seal
+from protocol.wire.decree import LONGEST_NOTE, MOST_GUESTS, Decree, Motion, Motions, Operator, Schedule
+from protocol.wire.encoding import seal
 
 ASK_SECONDS = 1.0
 SILENT_SECONDS = 180.0
@@ -384,7 +383,7 @@ async def invite(
         if operator.peer_id not in now.board.names:
             raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
     until = int(time.time()) + seconds
-    ticket = invitations.issue(operator, os.urandom(32), found.run_id, expires=until, count=count, reason=reason)
+    ticket = access.issue(operator, os.urandom(32), found.run_id, expires=until, count=count, reason=reason)
     place, key = f"{found.bootstrap[0]}#{found.run_id}", ticket.invitation.key
     print(f"{place}#{ticket.text()}", flush=True)
     end = typed("potluck", "run", "ban", place, key, *(() if folder == FOLDER else ("--dir", folder)))

@@ -22,7 +22,7 @@ from peer.net.disk import LocalDisk
 from peer.node.open_run import KEY
 from peer.ui.text import clean, count, duration, number, size, typed
 from protocol import identity
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.errors import UsageError, shown
 from protocol.identity import short_peer
 from protocol.planning import budget, memory
@@ -325,7 +325,7 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
         sparse.max_payload_size(manifest.outer.codec, layout.shapes(model, shard))
         for shard in layout.shard_names(model)
     )
-    frame = train.sequence * boundary_formats.bytes_per_token(manifest.chains.forward, manifest.chains.rank[-1])
+    frame = train.sequence * formats.bytes_per_token(manifest.chains.forward, manifest.chains.rank[-1])
     rounds_a_day = 86400 / manifest.timing.training_seconds
     yield f"a replica sends at most {size(update)} a round, {size(update * rounds_a_day)} a day"
     if not model.tie_word_embeddings:

@@ -52,8 +52,8 @@ from peer.training.device import Hardware, parse_rate, parse_size
 from peer.ui.lines import sink
 from peer.ui.text import LONGEST_NAME, clean, harmless_name, typed
 from protocol.errors import RemoteError, UsageError
-from protocol.ledger import invitations
-from protocol.ledger.invitations import Ticket
+from protocol.ledger import access
+from protocol.ledger.access import Ticket
 from protocol.planning import budget
 from protocol.run import layout
 from protocol.run.corpus import TOKENIZER
@@ -286,7 +286,7 @@ async def _run(peer: Peer, beside: Coroutine[Any, Any, None]) -> None:
 
 def _check_ticket(ticket: Ticket | None, manifest: Manifest, peer: str) -> None:
     """Raises UsageError if the invitation was altered. The nodes check the operator's signature and the expiry."""
-    why = None if ticket is None else invitations.why_invalid(manifest, ticket.joined(peer), 0.0, (ticket.operator,))
+    why = None if ticket is None else access.why_invalid(manifest, ticket.joined(peer), 0.0, (ticket.operator,))
     if why is not None:
         raise UsageError(f"RUN: {why}; copy the whole line, or ask for a new one")
 

@@ -71,8 +71,8 @@ class TextStore(BlobStore):
         """Of a range as a blob, or of leaves; empty where the leaves are not here."""
         if place.index < 0:
             return place.name + LEAVES
-        leaves, start = self._leaves_of(place), blob_hash.LEAF * place.index
-        return leaves[start : start + blob_hash.LEAF].hex()
+        leaves, start = self._leaves_of(place), blob_hash.LEAF_BYTES * place.index
+        return leaves[start : start + blob_hash.LEAF_BYTES].hex()
 
     def has(self, name: str) -> bool:
         return name in self._memory or super().has(name)
@@ -95,8 +95,8 @@ class TextStore(BlobStore):
         with self._lock:
             self._newest, self._read = self._newest + 2, place.name  # later than what came since
             leaves = self._leaves_of(place).hex()
-            for start in range(0, len(leaves), 2 * blob_hash.LEAF):
-                self._is_newest(leaves[start : start + 2 * blob_hash.LEAF])
+            for start in range(0, len(leaves), 2 * blob_hash.LEAF_BYTES):
+                self._is_newest(leaves[start : start + 2 * blob_hash.LEAF_BYTES])
             self._is_newest(place.name + LEAVES)
 
     def _is_newest(self, name: str) -> None:

@@ -21,7 +21,7 @@ from peer.net.base import now
 from peer.net.blobs import Coming, Fetcher, Place
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
-from protocol.run import data_order
+from protocol.run import corpus
 from protocol.run.corpus import CorpusIndex, Extent
 
 FULL = 0.8
@@ -64,7 +64,7 @@ class FetchedText:
         self._coming = fetcher.coming
         self._fetcher = RangeFetcher(store, fetcher, origins, self._warn, self._quiet, patience)
         self._dtype = np.dtype(f"<u{index.id_bytes}")
-        self._lookahead = Lookahead(-(-blob_hash.RANGE // index.stride))
+        self._lookahead = Lookahead(-(-blob_hash.RANGE_BYTES // index.stride))
         self._expected: list[range] = []
         self._read: dict[range, int] = {}
         self._began: float | None = None
@@ -151,7 +151,7 @@ class FetchedText:
         self._fetcher.want(places)
 
     def _extents(self, slots: range) -> Iterator[Extent]:
-        for numbers in data_order.sequences(self._seed, self._index.sequences, slots):
+        for numbers in corpus.sequences(self._seed, self._index.sequences, slots):
             yield from self._index.extents(numbers)
 
     # --- reading
@@ -170,7 +170,7 @@ class FetchedText:
         """The bytes of all extents; None where some are not here after all."""
         out = bytearray()
         for extent in extents:
-            begin = extent.ranges.start * blob_hash.RANGE
+            begin = extent.ranges.start * blob_hash.RANGE_BYTES
             self._store.touch(Place(extent.name, extent.size, -1))
             pieces = [self._store.read(Place(extent.name, extent.size, index)) for index in extent.ranges]
             if not all(pieces):

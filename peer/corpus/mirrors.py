@@ -89,7 +89,7 @@ class Mirror:
             self._requests[first] = request, now()
             if len(self._requests) > REQUESTS:
                 self._requests.popitem(last=False)
-        start = (place.index - first.index) * blob_hash.RANGE
+        start = (place.index - first.index) * blob_hash.RANGE_BYTES
         return (await asyncio.shield(request))[start : start + place.length]
 
     async def whole(self, path: str, limit: int) -> bytes:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from peer.net.disk import Disk
 from protocol.codec import blob_hash
 from protocol.errors import UsageError, apart
-from protocol.run import corpus, data_order
+from protocol.run import corpus
 from protocol.run.corpus import CHUNKS, INDEX, Extent
 
 _KEPT = 2
@@ -46,7 +46,7 @@ class CorpusReader:
 
     def slots(self, seed: bytes, at: range) -> NDArray[np.int64]:
         """What the slots `at` of a run with this seed read: ids int64 [n, L + 1]. Raises UsageError."""
-        return self.sequences(data_order.sequences(seed, self.index.sequences, at))
+        return self.sequences(corpus.sequences(seed, self.index.sequences, at))
 
     def held_out(self, limit: int) -> NDArray[np.int64]:
         """At most `limit` held-out sequences: int64 [n, L + 1]. They are in a pseudo-random order, so the first are as good as any.

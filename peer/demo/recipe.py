@@ -130,7 +130,7 @@ def make_manifest(options: DemoOptions, corpus: str, model: ModelSpec = MODEL) -
             warmup_steps=min(20, rounds * inner // 10),
             total_steps=rounds * inner,
         ),
-        outer=OuterSpec(topk=256, values="sym2"),
+        outer=OuterSpec(topk=256),
         chains=ChainSpec(rank=tuple(dict.fromkeys(options.ranks))),
         timing=TimingSpec(round_deadline=600.0, heartbeat=1.0, gone_after=20.0),
     )

@@ -21,8 +21,8 @@ from peer.net.blobs.named import fetch_named
 from peer.net.roster import RosterReader
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
-from protocol.ledger import validation
-from protocol.ledger.validation import BadCommit
+from protocol.ledger import history
+from protocol.ledger.history import BadCommit
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, logfile
@@ -46,7 +46,7 @@ async def checked(manifest: Manifest, source: Source) -> AsyncGenerator[Record, 
     before: Commit | None = None
     try:
         async for raw in source.records():
-            record = validation.follow(manifest, before, raw)
+            record = history.follow(manifest, before, raw)
             yield record
             before = record.commit
     except BadCommit as error:

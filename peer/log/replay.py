@@ -22,13 +22,13 @@ from protocol.codec.sparse import PayloadError
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, apart, shown
 from protocol.identity import short_peer
-from protocol.ledger import part_lists, rules, run_state, validation
+from protocol.ledger import history, part_lists, rules, run_state
+from protocol.ledger.history import BadCommit
 from protocol.ledger.part_lists import BadList, Lists, Parts
 from protocol.ledger.run_state import RunState
-from protocol.ledger.validation import BadCommit
 from protocol.planning import memory
 from protocol.round import comparing, judging
-from protocol.round.notes import Notes
+from protocol.round.comparing import Notes
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 from protocol.wire.bounds import LEAST_COMPARED
@@ -147,7 +147,7 @@ async def verify(
             raw = await anext(records, None)
             if raw is None:
                 break
-            commit = validation.follow(manifest, done.head, raw).commit
+            commit = history.follow(manifest, done.head, raw).commit
         except BadCommit as error:
             problem(0 if done.head is None else done.head.round + 1, None, f"the commit {error}")
             break
@@ -247,7 +247,7 @@ async def _unjust(before: RunState, commit: Commit, kept: _Kept) -> str | None:
         def why() -> str | None:
             updates = {c.replica: judging.held(manifest, c, kept.read, kept.notes.known) for c in commit.contributions}
             earlier = tuple(judging.held(manifest, c, kept.read, kept.notes.known) for c in last)
-            return judging.why_unjust(manifest, commit, updates, judging.Before(before.medians, earlier), trial)
+            return judging.why_unjust(manifest, commit, updates, judging.PreviousRound(before.medians, earlier), trial)
 
         return await asyncio.to_thread(why)
     except (BadPayload, BadList, PayloadError, RemoteError, KeyError):

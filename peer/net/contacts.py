@@ -17,11 +17,10 @@ from peer.net.base import Transport
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.run.manifest import Manifest
-from protocol.wire import endpoints, sealed
-from protocol.wire.announcement import Announcement
+from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import MOST_LOOKED_UP, Announcement
 from protocol.wire.decree import Board
 from protocol.wire.plan import Plan
-from protocol.wire.roster import MOST_LOOKED_UP
 
 T = TypeVar("T")
 
@@ -36,7 +35,7 @@ FIND_SECONDS = 5.0
 async def announcements(transport: Transport, run: str) -> dict[str, Announcement]:
     """What everybody announces for `run`, by peer id; each is signed by its peer. Raises RemoteError."""
     records = await transport.get(endpoints.announcements_key(run))
-    found = {subkey: sealed.unseal_announcement(record, subkey, run) for subkey, record in records.items()}
+    found = {subkey: encoding.unseal_announcement(record, subkey, run) for subkey, record in records.items()}
     return {peer: announcement for peer, announcement in found.items() if announcement is not None}
 
 

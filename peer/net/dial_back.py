@@ -21,7 +21,7 @@ from peer.net.token_bucket import Rate, TokenBucket, TokenBuckets
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import encoding, endpoints
-from protocol.wire.dial_back import Dialled, DialMe
+from protocol.wire.announcement import Dialled, DialMe
 
 MAX_REQUEST = 256
 EACH = Rate(1 / 30, 6.0)

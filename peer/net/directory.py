@@ -21,7 +21,7 @@ from peer.net.contacts import Contacts
 from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.run.manifest import Manifest
-from protocol.wire import endpoints, sealed
+from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import Announcement
 
 TTL_SECONDS = 300.0
@@ -98,7 +98,7 @@ class Directory(Contacts):
                 self._said, said_at = self.announcement, self._clock.steady()
                 serial = max(serial + 1, int(1000 * self._clock.wall()))  # the time of day may go back
                 self._serial = serial
-                self.sealed = sealed.seal(self._identity, dataclasses.replace(self._said, serial=serial))
+                self.sealed = encoding.seal(self._identity, dataclasses.replace(self._said, serial=serial))
                 tell(self.sealed)
             await asyncio.sleep(PUBLISH_SECONDS)
 
@@ -167,6 +167,6 @@ def valid_record(run: str) -> Validate:
     """Whether a DHT record is an announcement for `run` signed by the peer whose subkey it has. Nothing else is kept."""
 
     def valid(key: str, subkey: str, value: bytes) -> bool:
-        return key == endpoints.announcements_key(run) and sealed.unseal_announcement(value, subkey, run) is not None
+        return key == endpoints.announcements_key(run) and encoding.unseal_announcement(value, subkey, run) is not None
 
     return valid

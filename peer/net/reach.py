@@ -23,7 +23,7 @@ from peer.net.directory import Directory
 from peer.net.own_addresses import interface_hosts
 from protocol.errors import RemoteError
 from protocol.wire import encoding, endpoints
-from protocol.wire.dial_back import MOST_PORTS, Dialled, DialMe
+from protocol.wire.announcement import MOST_PORTS, Dialled, DialMe
 
 ANSWER_SECONDS = 10.0
 MOST_ANSWERED = 1024

@@ -1,4 +1,4 @@
-"""Asks bootstrap nodes who is there (protocol/wire/roster.py). Announcements are believed for their peers' signatures only."""
+"""Asks bootstrap nodes who is there (protocol/wire/announcement.py). Announcements are believed for their peers' signatures only."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from peer.net.base import Transport, call
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.wire import encoding, endpoints, sealed
-from protocol.wire.announcement import Announcement
-from protocol.wire.roster import Lookup, Roster, RosterRequest
+from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import Announcement, Lookup, Roster, RosterRequest
 
 CALL_SECONDS = 10.0
 MOST_PEERS = 32_768
@@ -42,7 +41,7 @@ async def look_up(
 def believed(raw: bytes, run: str) -> Announcement | None:
     """The announcement in an envelope, or None where it is none of `run` signed by its peer."""
     try:
-        peer, message = sealed.unseal(raw)
+        peer, message = encoding.unseal(raw)
     except encoding.MessageError:
         return None
     if not isinstance(message, Announcement) or message.peer != peer or message.run != run:

@@ -6,7 +6,7 @@ and applies what the log names. And it has nothing to train with (`NoTraining`),
 the held-out text only (`HeldOutText`): it measures every state that is due (peer/node/evaluating.py).
 
 What it attests is what the log gives. Its operator's node believes that before what anybody else attests
-(protocol/ledger/witnesses.py), and peers may fetch its checkpoints.
+(protocol/round/attestations.py), and peers may fetch its checkpoints.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures how well the run's model foretells the held-out text, when it is this peer's turn, and tells the nodes (protocol/ledger/evaluation.py).
+"""Measures how well the run's model foretells the held-out text, when it is this peer's turn, and tells the nodes (protocol/ledger/run_state.py).
 
 It goes on beside the rounds, on a thread that lets whoever computes go first, and holds nothing up: a figure that comes late goes into a
 later commit, and one that comes too late into none. The model is a copy of θ in fp32, on the device that has room for it. A mean over the same
@@ -32,15 +32,15 @@ from peer.node.scoring import Movable, Scorer
 from peer.state.storage import Shards
 from protocol.errors import PotluckError
 from protocol.identity import Identity
-from protocol.ledger import claims, evaluation
+from protocol.ledger import claims, run_state
 from protocol.ledger.scoring import Scoring, Turn
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds
+from protocol.wire.claims import LONGEST_SAMPLE, Evaluation
 from protocol.wire.commit import Commit
 from protocol.wire.encoding import Message
-from protocol.wire.evaluation import LONGEST_SAMPLE, Evaluation
 
 PROMPT_IDS, SAMPLE_IDS = 16, 48
 """Tokens of the held-out text that are given to the model, and so many it adds."""
@@ -111,9 +111,9 @@ class Evaluator:
         if any(x.peer == self._identity.peer_id for x in commit.evaluations):
             self._said = None
         turn, measures = self._scorer.follow(commit, scores) if self._scorer and scores else None, False
-        if evaluation.is_due(self._manifest, commit):
+        if run_state.evaluation_is_due(self._manifest, commit):
             self._said = None
-            measures = self._always or self._identity.peer_id in evaluation.evaluators(self._manifest, commit)
+            measures = self._always or self._identity.peer_id in run_state.evaluators(self._manifest, commit)
         whole = self._has_room and theta.keys() == set(layout.shard_names(self._manifest.model))
         if whole and (measures or turn is not None):
             self._begin(commit, theta, measures, turn, log)
@@ -182,7 +182,7 @@ class Evaluator:
 
     def _found(self, commit: Commit, sequences: int, loss: float, sample: str) -> None:
         """Signs and tells it; a model that has diverged so far that its loss is no number has none."""
-        told = bounds.told(loss)
+        told = bounds.reportable_loss(loss)
         if told is None:
             return
         said = Evaluation(

@@ -41,7 +41,7 @@ from protocol.planning import budget, memory
 from protocol.planning.budget import Budget
 from protocol.run import layout
 from protocol.run.manifest import Manifest
-from protocol.wire.audit import Audit
+from protocol.wire.claims import Audit
 from protocol.wire.commit import Commit, Contribution
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Work

@@ -39,7 +39,7 @@ from peer.training.several_devices import SeveralDevicesTrainer
 from protocol.errors import LocalError, PotluckError
 from protocol.ledger import schedule
 from protocol.planning import budget, memory, pipeline_model
-from protocol.planning.speed import Speedometer
+from protocol.planning.partition import Speedometer
 from protocol.round.chain_repair import SLOW
 from protocol.round.member_events import TrainOrder
 from protocol.run import layout

@@ -1,7 +1,7 @@
 """Reads the log of the run from the bootstrap nodes, as far as they have it: in pages, the next one on its way while one is looked at.
 
 A newcomer does so once, and who has lost commits, from where it is. It is a call of its own, and not the session, which carries what is decided
-meanwhile. What a page says is checked on a thread (protocol/ledger/stretches.py). Each page is asked of a node that has not been asked yet, and then
+meanwhile. What a page says is checked on a thread (protocol/ledger/history.py). Each page is asked of a node that has not been asked yet, and then
 of the one that was quickest the last time: so none of them decides alone how long it takes.
 """
 
@@ -15,8 +15,8 @@ from peer import events
 from peer.net.asking import page
 from peer.net.network import Network
 from protocol.errors import RemoteError
-from protocol.ledger import stretches
-from protocol.ledger.stretches import Stretch, Tip
+from protocol.ledger import history
+from protocol.ledger.history import Stretch, Tip
 from protocol.round import member_events
 from protocol.run.manifest import Manifest
 
@@ -81,7 +81,7 @@ class LogReader:
         return events.ReadingLog(round=tip.round, newest=max(newest, tip.round), after=first, seconds=round(seconds, 3))
 
     def _checked(self, tip: Tip, raws: Sequence[bytes], node: str) -> tuple[Stretch, ...]:
-        return tuple(stretches.read(self._manifest, tip, raws, node))
+        return tuple(history.read(self._manifest, tip, raws, node))
 
     async def _page(self, after: int, newest: Callable[[], int]) -> tuple[str, list[bytes]] | None:
         """Some records after this round, and who sent them; None where no node has any. Raises RemoteError where none answers."""

@@ -18,7 +18,7 @@ from peer.net.directory import latest_expiry, valid_record
 from peer.net.disk import LocalDisk
 from protocol.errors import RemoteError, UsageError, apart
 from protocol.identity import short_peer
-from protocol.ledger.invitations import Ticket, read_ticket
+from protocol.ledger.access import Ticket, read_ticket
 from protocol.run import manifest as manifests
 from protocol.run.corpus import TOKENIZER
 from protocol.run.manifest import Manifest
@@ -283,7 +283,7 @@ async def manifest_of(run: Run, transport: Transport) -> Manifest:
     peer = run.dialled[0]
     try:
         async with asyncio.timeout_at(max(end, loop.time() + MANIFEST_SECONDS)):
-            raw = await fetch_named(transport, peer, endpoints.MANIFEST_NAME, limit=manifests.MAX_BYTES)
+            raw = await fetch_named(transport, peer, endpoints.MANIFEST_NAME, limit=manifests.MAX_MANIFEST_BYTES)
     except TimeoutError:
         raise NobodyThere(
             f"manifest from {short_peer(peer)}: it did not come in {REACH_SECONDS:g} s; try again, or ask who operates the node"

@@ -342,10 +342,8 @@ class Peer:
                     rounds.put(member_events.Committed(message))
                 case Offered():
                     rounds.prefetch(message)
-                case TimeUp():
-                    rounds.put(member_events.TimeUp(message.round))
-                case TakeSeat():
-                    rounds.put(member_events.Seated(message.round, message.replica, message.seconds))
+                case TimeUp() | TakeSeat():
+                    rounds.put(message)
                 case ChainReconfig():
                     rounds.put(member_events.Reconfigured(message))
                 case Finished():
@@ -428,7 +426,7 @@ class Peer:
             case events.Role(role="full"):
                 self._directory.update(chain=None)
             case events.Step(round=round, step=step, loss=loss):
-                self._directory.update(phase="training", round=round, step=step, loss=bounds.told(loss))
+                self._directory.update(phase="training", round=round, step=step, loss=bounds.reportable_loss(loss))
             case events.Offered(round=round):
                 self._directory.update(phase="offered", round=round)
             case events.Withdrew(round=round):

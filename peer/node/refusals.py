@@ -18,13 +18,13 @@ import asyncio
 from peer.net.asking import page
 from peer.net.network import Network
 from protocol.errors import BannedError, ClosedError, RemoteError, UsageError, shown
-from protocol.ledger import access, validation
+from protocol.ledger import access, history
 from protocol.ledger.board import members_after
-from protocol.ledger.validation import BadCommit
+from protocol.ledger.history import BadCommit
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Commit, votes_needed
-from protocol.wire.invitation import Joined
+from protocol.wire.decree import Joined
 from protocol.wire.session import NotAdmitted
 
 
@@ -80,7 +80,7 @@ class Refusals:
             try:
                 while raws := await page(self._transport, node, -1 if self._head is None else self._head.round):
                     for raw in raws:
-                        self._head = commit = validation.follow(self._manifest, self._head, raw).commit
+                        self._head = commit = history.follow(self._manifest, self._head, raw).commit
                         self._access = self._access.after(commit.decree, commit.joined)
                 return True
             except (RemoteError, BadCommit):

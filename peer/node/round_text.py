@@ -8,7 +8,7 @@ from peer import events
 from peer.chain.reading import Ids, Read
 from peer.corpus.text import Text
 from protocol.errors import PotluckError, UsageError
-from protocol.run import data_order
+from protocol.run import corpus
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, Work
@@ -37,7 +37,7 @@ class TextAhead:
             replica = plan.replica(number)
             works = [replica.work, replica.following]
         rows = self._manifest.train.rows
-        self._expect([data_order.slots(w.slot, 0, w.steps * w.micro_batches * rows) for w in works if w is not None])
+        self._expect([corpus.slots(w.slot, 0, w.steps * w.micro_batches * rows) for w in works if w is not None])
 
 
 def reader(manifest: Manifest, text: Text, work: Work, first_step: int, warn: Callable[[events.Body], None]) -> Read:
@@ -46,7 +46,7 @@ def reader(manifest: Manifest, text: Text, work: Work, first_step: int, warn: Ca
 
     async def read(step: int) -> Ids:
         try:
-            return _checked(await text.sequences(data_order.slots(work.slot, step - first_step, rows)), manifest)
+            return _checked(await text.sequences(corpus.slots(work.slot, step - first_step, rows)), manifest)
         except PotluckError as error:
             if step > first_step:  # what was done is kept, and this is no reason to sit out (peer/chain/reading.py)
                 warn(events.Warning(text=f"{error}; the round ends early"))

@@ -45,9 +45,9 @@ from protocol.round.member import Member
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints
+from protocol.wire.calls import Handover
 from protocol.wire.commit import Commit, Part
 from protocol.wire.encoding import Message
-from protocol.wire.handover import Handover
 from protocol.wire.session import Offer, Offered
 
 T = TypeVar("T")
@@ -340,7 +340,7 @@ class Rounds:
             parts=tuple(parts),
             tokens=effect.tokens,
             steps=effect.steps,
-            loss=bounds.told(effect.loss),
+            loss=bounds.reportable_loss(effect.loss),
         )
         self._storage.save_offer(offer, self._feedback.given_back)
         return offer

@@ -30,9 +30,9 @@ from protocol.ledger.scoring import Scoring, Turn
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds
+from protocol.wire.claims import Mark, Score
 from protocol.wire.commit import Commit, Contribution
 from protocol.wire.encoding import Message
-from protocol.wire.score import Mark, Score
 
 STEP = 0.125
 SECONDS = 60.0
@@ -86,7 +86,7 @@ class Scorer:
     async def score(self, turn: Turn, log: Mapping[int, Commit], measure: Movable, aside: Aside) -> None:
         """Measures what is due, and tells it. Raises PotluckError."""
         commit, marks = log[turn.round], list[Mark]()
-        pool = await self._text.held_out(scoring.POOL)
+        pool = await self._text.held_out(scoring.HELD_OUT_POOL)
         other = pool[scoring.held_out(self._manifest, commit, len(pool))]
         plain = await aside(self._loss, measure, other)
         for contribution in commit.contributions:
@@ -97,7 +97,7 @@ class Scorer:
                 found = await aside(self.gains, measure, contribution, assigned, other, plain)
             except (PotluckError, TimeoutError, KeyError):
                 continue
-            gain, elsewhere = map(bounds.told_gain, found)
+            gain, elsewhere = map(bounds.reportable_gain, found)
             if gain is not None and elsewhere is not None:
                 marks.append(Mark(replica=contribution.replica, assigned=gain, other=elsewhere))
         if marks:

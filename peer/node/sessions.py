@@ -24,8 +24,8 @@ from protocol.identity import short_peer
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Record
+from protocol.wire.decree import Joined
 from protocol.wire.encoding import Message
-from protocol.wire.invitation import Joined
 from protocol.wire.session import (
     Announced,
     ChainReconfig,

@@ -27,7 +27,7 @@ from peer.node.orders import ChainOrders, InnerLoop, Result
 from peer.state.outer_optimizer import difference
 from peer.state.storage import Shards
 from protocol.ledger import retention, schedule
-from protocol.round import grace, member_events
+from protocol.round import member_events, stragglers
 from protocol.round.member_events import TrainOrder
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
@@ -44,7 +44,7 @@ class RoundEnd:
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock = clock
-        self._overrun = grace.OVERRUN * seconds
+        self._overrun = stragglers.OVERRUN * seconds
         self._at = math.inf
         self._step_began = clock.steady()
 

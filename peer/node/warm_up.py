@@ -1,6 +1,6 @@
 """The shards of a later role, fetched and kept up to date while this peer trains in the one that it has.
 
-A peer that will train other blocks (protocol/planning/changes.py) goes on as it is meanwhile. What it lacks is built here, beside its
+A peer that will train other blocks (protocol/planning/planner.py) goes on as it is meanwhile. What it lacks is built here, beside its
 own θ; each commit that comes before all is there is applied to it too. As soon as it stands at the state that the peer itself has, it is
 taken over, and attested.
 """

@@ -20,8 +20,8 @@ from protocol.errors import PotluckError, RemoteError
 from protocol.round import handover as rules
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints, framing
+from protocol.wire.calls import Handover, HandoverAnswer, Step
 from protocol.wire.commit import Commit
-from protocol.wire.handover import Handover, HandoverAnswer, Step
 from protocol.wire.plan import Plan
 from protocol.wire.schema import build, plain
 
@@ -177,7 +177,7 @@ class Giving:
 
     async def _is_much(self, shard: str) -> bool:
         norm = await asyncio.to_thread(self._outer.held, shard)
-        return norm > rules.LEFT * self._first.setdefault(shard, norm)
+        return norm > rules.LEFT_SHARE * self._first.setdefault(shard, norm)
 
     async def _give(self, heirs: Mapping[str, str], topk: int, until: float = math.inf) -> None:
         """Makes the feedback of these shards hand-overs, in one change of its file; those for which there is no time `until` then keep theirs."""

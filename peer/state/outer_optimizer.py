@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.codec import sparse
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.codec.sparse import Sparse
 from protocol.codec.topk import Empty, Kept, Map, in_memory
 from protocol.errors import LocalError

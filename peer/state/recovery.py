@@ -24,7 +24,7 @@ from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.storage import Storage
 from protocol.errors import RemoteError
-from protocol.ledger.kept import NEWEST, Commits
+from protocol.ledger.history import NEWEST, Commits
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 

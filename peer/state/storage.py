@@ -39,8 +39,8 @@ from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, UsageError
 from protocol.ledger import part_lists
 from protocol.run import layout
+from protocol.wire.calls import Handover
 from protocol.wire.commit import Part
-from protocol.wire.handover import Handover
 from protocol.wire.schema import SchemaError, build, plain
 from protocol.wire.session import Offer
 

@@ -19,7 +19,7 @@ from protocol.errors import PotluckError, RemoteError
 from protocol.round import handover as rules
 from protocol.run.manifest import Manifest
 from protocol.wire import framing
-from protocol.wire.handover import Handover, HandoverAnswer, Step
+from protocol.wire.calls import Handover, HandoverAnswer, Step
 from protocol.wire.schema import SchemaError, build, plain
 
 MOST, OF_A_GIVER = 64, 16

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import sparse
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.codec.sparse import PayloadError
 from protocol.run import layout
 from protocol.run.layout import ModelSpec

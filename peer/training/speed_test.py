@@ -2,7 +2,7 @@
 
     python -m peer.training.speed_test MANIFEST DEVICE THREADS MEMORY
 
-prints 0 when it begins to train, and then the speed, in operations a second (protocol/planning/speed.py), whenever it is known better.
+prints 0 when it begins to train, and then the speed, in operations a second (protocol/planning/partition.py), whenever it is known better.
 It goes on until it is stopped.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 from peer.net import children
 from protocol.planning import memory
 from protocol.planning.budget import Budget, holds_whole
-from protocol.planning.speed import Speedometer
+from protocol.planning.partition import Speedometer
 from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest

@@ -10,7 +10,7 @@ Order of magnitudes: a key of 64 bits has the bits of |x| above n - 1 - i for th
 of equal magnitudes the first has the largest key: the k' largest keys are one set, whatever order the device works in.
 
 Packed indices are what crosses to the host beside the feedback, and at most twice the payload. For an entry of a payload has at least
-b + 2 bits, b = ceil(log2 N), with `fixed` indices and 3 + r with `rice` (protocol/codec/rice.py): 12 bits are at most twice that where
+b + 2 bits, b = ceil(log2 N), with `fixed` indices and 3 + r with `rice` (protocol/codec/sparse.py): 12 bits are at most twice that where
 b >= 4 or r >= 3, and elsewhere the N bits of a map are.
 
 Shape letters: T tiles, N elements of a tile, K entries of a tile, E entries in all; of a chain's embedding V tokens, D model width, S subspace width.
@@ -32,7 +32,7 @@ from torch import Tensor
 from peer.training.device import is_shortage
 from peer.training.pinned import pinned
 from protocol.codec import topk
-from protocol.codec.settings import TILE
+from protocol.codec.formats import TILE
 from protocol.codec.topk import MARK, Array, Kept, Map, Tiling
 from protocol.errors import LocalError
 from protocol.planning.memory import LANES, PART

@@ -29,10 +29,9 @@ from peer.ui.text import (
     schedule_of,
     size,
 )
+from protocol.wire.claims import Evaluation, Score
 from protocol.wire.commit import Commit
 from protocol.wire.decree import Decree
-from protocol.wire.evaluation import Evaluation
-from protocol.wire.score import Score
 
 MARKS = {"info": "·", "good": "✓", "warning": "!", "error": "✗"}
 """First character of a line, by level."""

@@ -1,7 +1,7 @@
 """Event sources for screens: `Monitor` watches a run without taking part, `Replay` plays a recording.
 
 A monitor reads the log of commits and the peers' announcements, and trusts neither: each commit must have enough votes
-and follow the one before it (protocol/ledger/validation.py), and each announcement must have its peer's signature. A
+and follow the one before it (protocol/ledger/history.py), and each announcement must have its peer's signature. A
 peer announces itself every few seconds, so that the reported steps are a sample.
 
 It redials lost nodes as peers do (peer/net/contacts.py). `news_age` is the age of the last answer of a node.
@@ -27,8 +27,8 @@ from peer.net.contacts import Contacts, announcements
 from peer.net.roster import RosterReader
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import short_peer
-from protocol.ledger import board, schedule, validation
-from protocol.ledger.validation import BadCommit
+from protocol.ledger import board, history, schedule
+from protocol.ledger.history import BadCommit
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, logfile
 from protocol.wire.announcement import Announcement
@@ -172,7 +172,7 @@ class Monitor:
             before = None if self.head is None else self.head.commit
             self._members = self.manifest.first_members if before is None else before.members
             try:
-                self.head = validation.follow(self.manifest, before, raw)
+                self.head = history.follow(self.manifest, before, raw)
             except BadCommit as error:
                 self._answers[node] = False
                 round = 0 if before is None else before.round + 1

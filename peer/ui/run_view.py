@@ -13,14 +13,13 @@ from peer.events import Event
 from peer.ui.lines import Note, describe
 from peer.ui.text import LONGEST_TEXT, Names, blocks, called, cleaned, mean_loss, percent, readable
 from protocol.ledger.credits import Credits
-from protocol.ledger.witnesses import Witnesses
 from protocol.planning import memory
-from protocol.round import attestations
+from protocol.round.attestations import RoundAttestations, Witnesses
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import NODE_DEVICE, Announcement, ChainReport
+from protocol.wire.claims import Evaluation
 from protocol.wire.commit import Diverged
-from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import extend
 
@@ -670,6 +669,6 @@ class RunView:
         if latest is None:
             return
         found = self._attests[latest]
-        shards, right = layout.shard_names(self.manifest.model), attestations.majority(found, self._witnesses.weights())
-        wrong = tuple(d for d in attestations.diverged(found, right, ties=True) if d.shard in shards)
+        shards, of_round = layout.shard_names(self.manifest.model), RoundAttestations(self._witnesses.weights(), found)
+        wrong = tuple(d for d in of_round.diverged(ties=True) if d.shard in shards)
         self.compared = ComparisonView(latest, len(found), wrong)

@@ -1,8 +1,8 @@
 """Who has contributed what, as the log says. Pure.
 
-The tokens of a contribution belong to the members of its replica, to each as many as its blocks are of the model's: member i of a
-chain of L blocks, with blocks a up to b, has floor(tokens b / L) - floor(tokens a / L), so that the members' tokens add up to the
-contribution's. A spare that took a member's place has that member's.
+The tokens of a contribution belong to the members of its replica, to each as many as its blocks are of the model's:
+member i of a chain of L blocks, with blocks a up to b, has floor(tokens b / L) - floor(tokens a / L), so that the
+members' tokens add up to the contribution's. A spare that took a member's place has that member's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from protocol.wire.plan import Plan
 
 @dataclass(slots=True)
 class Credit:
-    """Of one peer. `tokens`: trained and committed; `rounds`: in so many commits; `streak`: so many rounds without a gap, up to
-    `last`, the newest; `left_out`: rounds in which it was planned and its replica's work was not taken, `reason` of
-    the newest of these; `probation`: rounds whose work was good, and had no weight since it was on probation."""
+    """Credit of one peer.
+
+    tokens: committed; rounds: commits with its work; streak: rounds without a gap up to `last`
+    left_out: rounds whose work was not taken, with the last reason; probation: rounds without weight
+    """
 
     peer: str
     tokens: int = 0
@@ -32,7 +34,7 @@ class Credit:
 
 
 class Credits:
-    """The credits of a run with models of `layers` blocks, after the commits that were added, in their order. `tokens`: of all."""
+    """Credits after the commits that were added, for models of `layers` blocks. tokens: of all peers."""
 
     def __init__(self, layers: int) -> None:
         self.tokens = 0

@@ -1,6 +1,7 @@
 """What was decided for a round, and the proof of it.
 
-A commit travels as a *record*, `{"c": body, "n": ballot, "v": {peer: signature of the vote}}` (protocol/wire/encoding.py).
+A commit travels as a *record*, `{"c": body, "n": ballot, "v": {peer: signature of the vote}}`
+(protocol/wire/encoding.py).
 """
 
 from __future__ import annotations
@@ -11,30 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from protocol.wire import framing
-from protocol.wire.audit import Audit
-from protocol.wire.bounds import (
-    MAX_SHARDS,
-    Ballot,
-    Count,
-    Loss,
-    Norm,
-    NormOfAll,
-    PeerId,
-    Round,
-    RunId,
-    Scale,
-    Shard,
-    Signature,
-    Size,
-    Time,
-)
-from protocol.wire.decree import Board, Enacted, Schedule
-from protocol.wire.evaluation import Evaluation
-from protocol.wire.invitation import MAX_JOINED, Joined
+from protocol.wire import bounds, framing
+from protocol.wire.claims import Audit, Evaluation, Score
+from protocol.wire.decree import MAX_JOINED, Board, Enacted, Joined, Schedule
 from protocol.wire.plan import Plan
 from protocol.wire.schema import LATER, MAX_ITEMS, AtMost, Digest, packed, row
-from protocol.wire.score import Score
 
 DOMAIN = b"potluck/1/"
 """The first bytes of every signed text of the protocol."""
@@ -48,13 +30,13 @@ MAX_AUDITS = 8
 class Part:
     """One shard's payload."""
 
-    shard: Shard
+    shard: bounds.Shard
     """Of what."""
     digest: Digest
     """The blob's name (protocol/codec/blob_hash.py)."""
-    size: Size
+    size: bounds.Size
     """Its bytes."""
-    norm: Norm
+    norm: bounds.Norm
     """L2 norm of what it sends."""
 
 
@@ -63,15 +45,15 @@ class Part:
 class Share:
     """One stage's parts within a contribution."""
 
-    peer: PeerId
+    peer: bounds.PeerId
     """The peer that made them."""
     root: Digest
     """The name of their list (protocol/ledger/part_lists.py)."""
-    size: Size
+    size: bounds.Size
     """Bytes of all payloads."""
-    norm: NormOfAll
+    norm: bounds.NormOfAll
     """L2 norm of all that they send."""
-    listed: Size
+    listed: bounds.Size
     """Bytes of the list itself."""
 
 
@@ -80,19 +62,19 @@ class Share:
 class Contribution:
     """One replica's committed contribution."""
 
-    replica: Count
+    replica: bounds.Count
     """The replica's number in the round's plan."""
-    tokens: Count
+    tokens: bounds.Count
     """Trained tokens; its weight in the mean is its share of all tokens."""
-    steps: Count
+    steps: bounds.Count
     """Inner steps."""
-    loss: Loss | None
+    loss: bounds.Loss | None
     """Nats per token of its first inner step, before the round changed anything; null if it is unknown."""
     shares: Annotated[tuple[Share, ...], AtMost(4096)]
     """Those of its members, in the order of the stages; a spare's in the place of a member that was lost."""
-    scale: Scale = 1.0
+    scale: bounds.Scale = 1.0
     """A factor of its update, less than 1 where it is longer than others' (protocol/round/judging.py)."""
-    standing: Scale = 1.0
+    standing: bounds.Scale = 1.0
     """A factor of its update, from what the log says of its members (protocol/ledger/standing.py)."""
 
     def __post_init__(self) -> None:
@@ -101,7 +83,6 @@ class Contribution:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Its members, in the order of the stages."""
         return tuple(share.peer for share in self.shares)
 
     @property
@@ -115,16 +96,17 @@ class Contribution:
 class LeftOut:
     """A planned replica whose work is not in the commit, and why."""
 
-    replica: Count
+    replica: bounds.Count
     """Its number."""
     reason: Annotated[str, AtMost(4096)]
     """Why, for a reader."""
     judged: Annotated[str, AtMost(64)] | None = None
     """The name of its contribution, which was complete, where that was judged (protocol/round/judging.py)."""
-    peers: Annotated[tuple[PeerId, ...], AtMost(4096)] = ()
+    peers: Annotated[tuple[bounds.PeerId, ...], AtMost(4096)] = ()
     """Who made it, in the order of the stages, where it was judged."""
     probation: bool = False
-    """Whether nothing is wrong with it, and it has no weight since its makers are on probation (protocol/ledger/standing.py)."""
+    """Whether nothing is wrong with it, and it has no weight since its makers are on probation
+    (protocol/ledger/standing.py)."""
 
 
 @row
@@ -132,9 +114,9 @@ class LeftOut:
 class Diverged:
     """A peer whose digest of `shard` after the previous round differs from the majority's."""
 
-    peer: PeerId
+    peer: bounds.PeerId
     """Who."""
-    shard: Shard
+    shard: bounds.Shard
     """In what."""
 
 
@@ -142,13 +124,13 @@ class Diverged:
 class Commit:
     """A decided round: whose updates enter the mean, and who trains what in the next round."""
 
-    run: RunId
+    run: bounds.RunId
     """The run's id."""
-    round: Round
+    round: bounds.Round
     """The decided round; 0 decides the first plan, and who may take part."""
-    parent: RunId
+    parent: bounds.RunId
     """The digest of the commit before; the run's id in round 0."""
-    time: Time
+    time: bounds.Time
     """When it was proposed, Unix seconds on its leader's clock."""
     contributions: Annotated[tuple[Contribution, ...], AtMost(MAX_ITEMS)]
     """The work that enters the mean."""
@@ -156,20 +138,20 @@ class Commit:
     """Replicas whose work does not, each with its reason."""
     diverged: Annotated[tuple[Diverged, ...], AtMost(MAX_ITEMS)]
     """Peers whose digest of a shard after the round before differs from the majority's."""
-    digests: Annotated[dict[Shard, Digest], AtMost(MAX_SHARDS)]
+    digests: Annotated[dict[bounds.Shard, Digest], AtMost(bounds.MAX_SHARDS)]
     """The majority's SHA-256 by shard, of the state before this round, as far as it was attested."""
     plan: Plan | None
     """The next round's replicas, stages and spares; null after the last round, or while nobody is there."""
-    leader: PeerId = ""
+    leader: bounds.PeerId = ""
     """The bootstrap node that proposed it."""
-    members: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
+    members: Annotated[tuple[bounds.PeerId, ...], AtMost(16)] = ()
     """The bootstrap nodes that vote on the next round."""
-    decrees: Count = 0
+    decrees: bounds.Count = 0
     """Decrees of the run so far, with the one of this commit."""
     decree: Enacted | None = None
     """A decision of the operators, if one comes with this commit."""
     evaluations: Annotated[tuple[Evaluation, ...], AtMost(MAX_EVALUATIONS)] = ()
-    """Held-out losses of an earlier state (protocol/ledger/evaluation.py)."""
+    """Held-out losses of an earlier state (protocol/ledger/run_state.py)."""
     joined: Annotated[tuple[Joined, ...], AtMost(MAX_JOINED)] = ()
     """Peers that come in by an invitation; the next plan may have them."""
     schedule: Schedule | None = None
@@ -180,7 +162,7 @@ class Commit:
     """How far contributions of earlier rounds agree with the same work done again (protocol/ledger/audits.py)."""
     board: Board | None = None
     """The operators of the run from here on; null: as the manifest says."""
-    idle: Count = field(default=0, metadata=LATER)
+    idle: bounds.Count = field(default=0, metadata=LATER)
     """Rounds that brought no work so far: the run has so many more (protocol/ledger/schedule.py)."""
 
     @functools.cached_property
@@ -189,7 +171,6 @@ class Commit:
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        """Those of all contributions, in commit order."""
         return tuple(share for c in self.contributions for share in c.shares)
 
     def tokens_of(self, peer: str) -> int:
@@ -197,7 +178,7 @@ class Commit:
         return sum(c.tokens for c in self.contributions if any(share.peer == peer for share in c.shares))
 
     def tried(self, peer: str) -> str:
-        """Why the work in which `peer` has a share has no weight, where that is its probation, for a reader; else nothing."""
+        """Why the work of `peer` has no weight because of its probation, for a reader; else empty."""
         return next((x.reason for x in self.left_out if x.probation and peer in x.peers), "")
 
     def includes(self, peer: str, root: str) -> bool:
@@ -205,7 +186,8 @@ class Commit:
         return any(s.peer == peer and s.root == root for s in self.shares)
 
     def payloads(self, shard: str, lists: Mapping[str, tuple[Part, ...]]) -> tuple[tuple[float, Part, str], ...]:
-        """(weight times scale and standing, part, sender) of every committed payload of `shard`, in commit order. `lists`: root -> parts of every share."""
+        """(weight times scale and standing, part, sender) of every committed payload of `shard`, in commit order.
+        `lists`: root -> parts of every share."""
         total = sum(c.tokens for c in self.contributions)
         return tuple(
             (c.tokens / total * (c.scale * c.standing), part, share.peer)
@@ -222,9 +204,9 @@ class Record:
 
     commit: Commit
     """The decision."""
-    ballot: Ballot
+    ballot: bounds.Ballot
     """The ballot in which it was decided."""
-    votes: Annotated[dict[PeerId, Signature], AtMost(16)]
+    votes: Annotated[dict[bounds.PeerId, bounds.Signature], AtMost(16)]
     """The signatures of the members that accepted it, by member."""
 
 
@@ -249,7 +231,7 @@ def liars_borne(members: int) -> int:
 
 
 def votes_needed(members: int) -> int:
-    """The votes that decide: n - f. Two such sets share f + 1 members, one of whom is honest, and f silent members stop nothing."""
+    """n - f votes decide: two such sets share an honest member, and f silent members stop nothing."""
     return members - liars_borne(members)
 
 

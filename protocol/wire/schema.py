@@ -1,12 +1,11 @@
-"""One strict decoder from plain data (TOML tables, msgpack maps) to frozen dataclasses.
+"""Strict decoder and encoder between plain data (TOML tables, msgpack maps) and frozen dataclasses.
 
-Used at both edges: manifests refuse unknown fields, network messages ignore them (design, section 4).
-Supported field types: bool, int, float, str, bytes, Digest, nested dataclasses, `tuple[T, ...]`, `dict[str, T]` and `T | None`; and
-each of them with bounds, `Annotated[int, Within(0, 9)]`, which are checked here and nowhere else (protocol/wire/bounds.py).
+Manifests refuse unknown fields, network messages ignore them. Field types: bool, int, float, str, bytes, Digest, nested
+dataclasses, `tuple[T, ...]`, `dict[str, T]`, `T | None`, and each with bounds, `Annotated[int, Within(0, 9)]`, which
+are checked here and nowhere else (protocol/wire/bounds.py).
 
-There are two plain forms. `plain` makes maps of names, for files and screens that people read; bytes are hexadecimal digits there. `packed`
-makes what travels: the same, but that a dataclass marked as a `row`, of which a message has many, is the list of its fields in their order,
-without those at the end that have their default values, and that a digest is 32 bytes. `build` reads both.
+`plain` makes maps for files and screens, with bytes as hexadecimal digits. `packed` makes what travels: a dataclass
+marked as a `row` is the list of its fields without defaults at the end, and a digest is 32 bytes. `build` reads both.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ Digest = Annotated[str, _HEX]
 """64 hexadecimal digits; 32 bytes where it travels. No other text is read in its place."""
 _rows: set[type] = set()
 LATER = {"later": True}
-"""The metadata of a field that was added to a dataclass later, and that `brief` leaves out where it has its default: what was written before
-there was the field keeps its form, and its digest."""
+"""Metadata of a later field: `brief` and messages omit it at its default, so that old digests stay."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class SchemaError(PotluckError):
 
 
 def row(cls: C) -> C:
-    """Marks a dataclass of which messages have many: it travels without its fields' names. New fields come last, with defaults."""
+    """Marks a dataclass that is encoded without its fields' names. New fields come last, with defaults."""
     _rows.add(cls)
     return cls
 
@@ -93,10 +91,7 @@ def _fields(cls: type) -> dict[str, tuple[Convert, bool]]:
 
 
 def build(cls: type[T], data: Any, *, where: str = "", ignore_unknown: bool = False) -> T:
-    """An instance of dataclass `cls` from the map `data`.
-
-    Raises SchemaError naming the dotted field. ValueErrors of a `__post_init__` become SchemaErrors of `where`.
-    """
+    """A `cls` from the map `data`. Raises SchemaError with the dotted field; `__post_init__` errors name `where`."""
     fields = _fields(cls)  # type: ignore[arg-type]
     if isinstance(data, list | tuple) and cls in _rows:
         if len(data) > len(fields) and not ignore_unknown:
@@ -123,7 +118,7 @@ def build(cls: type[T], data: Any, *, where: str = "", ignore_unknown: bool = Fa
 
 @functools.cache
 def _converter(hint: Any) -> Convert:
-    """For fields of this type: a dataclass, a tuple or a table of one type, an optional one, a digest, or a plain type."""
+    """The converter of a field type: dataclass, tuple, table, optional, digest or plain type."""
     origin = typing.get_origin(hint)
     if origin is Annotated:
         base, *marks = typing.get_args(hint)
@@ -245,7 +240,7 @@ def _names(cls: Any) -> tuple[str, ...] | None:
 
 
 def plain(value: Any) -> Any:
-    """The inverse of `build`: dataclasses become maps of their public fields, tuples lists, and bytes hexadecimal digits."""
+    """The inverse of `build`: maps of public fields, lists, and hexadecimal digits for bytes."""
     if isinstance(value, tuple | list):
         return [plain(v) for v in value]
     if isinstance(value, dict):
@@ -257,8 +252,9 @@ def plain(value: Any) -> Any:
 
 
 def extend(cls: type[T], value: Any, **more: Any) -> T:
-    """A `cls` with the fields that `value` has too, and with `more`: of a class that extends the class of `value`, or is extended by it."""
-    return cls(**{name: getattr(value, name) for name in _fields(cls) if hasattr(value, name)} | more)  # type: ignore[arg-type]
+    """A `cls` from the fields that `value` has too, and `more`; one class extends the other."""
+    names = _fields(cls)  # type: ignore[arg-type]
+    return cls(**{name: getattr(value, name) for name in names if hasattr(value, name)} | more)
 
 
 def brief(value: Any) -> Any:

@@ -49,7 +49,7 @@ from peer.chain.pipeline import StageSetup, run_steps
 from peer.net import p2p
 from peer.net.base import Stream
 from peer.training.trainer import make_worker
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import UNBOUNDED, Depths, LinkCost, StageCost
 from protocol.run import layout
@@ -106,7 +106,7 @@ class Case:
     def transfer(self) -> float:
         """Seconds that a frame occupies a link."""
         carried = LIMIT if self.limited else CARRIED
-        bits = self.tokens * boundary_formats.bytes_per_token(self.wire, D // self.divisor) * 8
+        bits = self.tokens * formats.bytes_per_token(self.wire, D // self.divisor) * 8
         return bits / (self.rate * 1e6 * carried)
 
     @property
@@ -421,7 +421,7 @@ def main() -> int:
     parser.add_argument("--latencies", type=float, nargs="*", default=LATENCIES, help="one-way ms")
     parser.add_argument("--divisors", type=int, nargs="*", default=(1, 8, 32), help="d/k")
     parser.add_argument("--micro-batches", type=int, nargs="*", default=(32, 128))
-    parser.add_argument("--formats", nargs="*", default=("int4",), choices=boundary_formats.FORMATS)
+    parser.add_argument("--formats", nargs="*", default=("int4",), choices=formats.FORMATS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--host", help=argparse.SUPPRESS)

@@ -30,8 +30,9 @@ from peer.training import moments
 from peer.training.schedule import Pace
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
-from protocol.codec.settings import Codec
-from protocol.run import data_order, init, layout
+from protocol.codec.formats import Codec
+from protocol.run import init, layout
+from protocol.run.corpus import slots
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import OPTIMIZERS, Manifest
 from tests.e2e.swarms import options
@@ -177,7 +178,7 @@ class Swarm:
         first = (r - 1) * train.inner_steps
         replica.trainer.begin_round(self.theta.theta, Pace(first, train.inner_steps, train.micro_batches))
         for step in range(train.inner_steps):
-            at = data_order.slots(self.slot, step, train.step_rows)
+            at = slots(self.slot, step, train.step_rows)
             step_ids = torch.tensor(self.corpus.slots(self.manifest.seed_bytes, at))
             for micro, ids in enumerate(step_ids.chunk(train.micro_batches)):
                 replica.trainer.forward(micro, ids)

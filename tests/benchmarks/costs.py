@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.costs [--presets tiny 178m 512m] [--replicas 8 32]
 
-*Judging.* A node decodes each payload when it comes, beside the round, and notes what is in it (protocol/round/notes.py). Between the last offer
+*Judging.* A node decodes each payload when it comes, beside the round, and notes what is in it (protocol/round/comparing.py). Between the last offer
 and the commit it compares the contributions (protocol/round/judging.py): the seconds of `Case.answer`, of what is noted and of lists on
 disk, on one thread beside nothing else. With as many of the round before, as in a run. The members judge once more before they vote, so
 the share of the preset's round, in which replicas train for `round_seconds`, is that of TIMES such answers. After a restart nothing is
@@ -43,7 +43,7 @@ from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
 from protocol.ledger import part_lists, scoring
 from protocol.round import comparing, judging
-from protocol.round.notes import Notes
+from protocol.round.comparing import Notes
 from protocol.run import init, layout, presets
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, OuterSpec, TrainSpec
@@ -116,7 +116,7 @@ def judged(name: str, replicas: list[int]) -> bool:
 
         for count in replicas:
             there, before = tuple(every[:count]), tuple(every[-count:])
-            case = judging.Case(
+            case = judging.JudgingJob(
                 manifest=manifest, round=1, parent="ab" * 32, contributions=there, last=before, medians=()
             )
             began = time.process_time()

@@ -36,7 +36,7 @@ from peer.node.own_work import OwnWork
 from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer, make_worker
 from protocol.codec import subspace
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.layout import ModelSpec

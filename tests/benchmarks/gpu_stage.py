@@ -33,7 +33,7 @@ from peer.net.base import Stream, Traffic
 from peer.net.flow import Flow
 from peer.net.stream import FrameStream
 from peer.training.trainer import StageTrainer
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.errors import RemoteError
 from protocol.run import layout
 from tests.chains import worker
@@ -65,7 +65,7 @@ class Feed:
 
     def head(self, kind: int, step: int, micro: int) -> Head:
         """That of a tensor's frame."""
-        code = boundary_formats.FORMATS.index(self.wires[kind == BACKWARD])
+        code = formats.FORMATS.index(self.wires[kind == BACKWARD])
         check = self.checks[micro] if kind == FORWARD else 0
         return Head(kind, code, DEPTH, step, micro, *self.shape, check, time.perf_counter())
 

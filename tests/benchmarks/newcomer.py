@@ -44,13 +44,13 @@ from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
 from peer.training import device
 from protocol.codec import blob_hash, sparse
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.identity import Identity
 from protocol.ledger import part_lists
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec
-from protocol.wire import endpoints, sealed
+from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Contribution, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -162,7 +162,7 @@ class WrongStream:
 
     async def send(self, *parts: bytes | memoryview, **options: Any) -> None:
         frame = b"".join(parts)
-        if len(frame) > blob_hash.RANGE // 2:
+        if len(frame) > blob_hash.RANGE_BYTES // 2:
             frame = bytes([frame[0] ^ 1]) + frame[1:]
         await self._stream.send(frame, **options)
 
@@ -196,7 +196,7 @@ class Holder:
         said = Announcement(
             run=manifest().run_id, peer=who.peer_id, addresses=self.transport.addresses, serial=int(time.time() * 1000)
         )
-        assert node.roster.take(who.peer_id, sealed.seal(who, said)) is not None
+        assert node.roster.take(who.peer_id, encoding.seal(who, said)) is not None
 
 
 @contextlib.asynccontextmanager

@@ -32,8 +32,7 @@ from typing import Any
 from bootstrap.latest_job import LatestJob
 from protocol.planning.arrange import Arranged, arrange
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Decided, Lead, MakePlan, Planned, Propose, Ready
-from protocol.round.questions import Question
+from protocol.round.leader_events import Decided, Lead, MakePlan, Planned, Propose, Question, Ready
 from protocol.wire.commit import Commit
 from tests import bounds, plans
 

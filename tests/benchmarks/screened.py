@@ -26,8 +26,8 @@ from peer.state.outer_optimizer import Outer
 from peer.training.schedule import Pace
 from peer.training.trainer import StageTrainer
 from protocol.codec import subspace
-from protocol.codec.settings import Codec
-from protocol.run import data_order, init, layout
+from protocol.codec.formats import Codec
+from protocol.run import corpus, init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import TrainSpec
 
@@ -87,7 +87,7 @@ class Chain:
             lr=setup.lr, warmup_steps=setup.warmup_steps, total_steps=setup.rounds * setup.inner_steps,
             optimizer=setup.optimizer,
         )  # fmt: skip
-        self.outer = Outer(self.spec, Codec(topk=setup.topk, indices="fixed"), 0.95, 1.0)
+        self.outer = Outer(self.spec, Codec(topk=setup.topk), 0.95, 1.0)
         for shard in layout.shard_names(self.spec):
             self.outer.theta[shard] = list(init.initial_shard(self.spec, self.key, shard))
         self.basis = subspace.basis(self.key, setup.width, setup.rank) if setup.rank else None
@@ -158,7 +158,7 @@ class Chain:
     def _text(self, round: int, steps: int) -> Iterator[Tensor]:
         rows = self.setup.micro_batches * self.setup.rows
         for step in range(steps):
-            at = data_order.slots(round * self.setup.inner_steps * rows, step, rows)
+            at = corpus.slots(round * self.setup.inner_steps * rows, step, rows)
             ids = torch.tensor(self.corpus.slots(self.key, at).astype(np.int64)) % self.setup.vocabulary
             yield ids[:, : self.setup.sequence + 1]
 

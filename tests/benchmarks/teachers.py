@@ -169,7 +169,7 @@ class Run:
         ]
         if not self.defended:
             return [1.0] * len(sent)
-        before = judging.Before(
+        before = judging.PreviousRound(
             tuple(self.medians[-run_state.MEDIANS_KEPT :]), tuple(Update(u.__getitem__) for u in self.committed)
         )
         names = [hashlib.sha256(f"{number} {i}".encode()).hexdigest() for i in range(len(sent))]

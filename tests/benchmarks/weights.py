@@ -46,7 +46,8 @@ from peer.demo.recipe import demo_corpus
 from peer.state.outer_optimizer import Outer
 from peer.training.schedule import Pace
 from peer.training.trainer import StageTrainer
-from protocol.run import data_order, init, layout
+from protocol.run import init, layout
+from protocol.run.corpus import slots
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import Work
@@ -117,7 +118,7 @@ def _train(manifest: Manifest, corpus: CorpusReader, trainer: StageTrainer, work
     rows = work.micro_batches * manifest.train.rows
     before = trainer.pace.before
     for step in range(work.steps):
-        at = data_order.slots(work.slot, step, rows)
+        at = slots(work.slot, step, rows)
         trainer.forward(0, torch.tensor(corpus.slots(manifest.seed_bytes, at)))
         trainer.backward(0)
         norm = math.sqrt(sum(square for _, square in trainer.grad_sumsq()))

@@ -25,7 +25,7 @@ from peer.node.peer import Factories
 from peer.state.outer_optimizer import Accumulate
 from peer.state.storage import Shards
 from peer.training.trainer import StageTrainer
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.errors import LocalError
 from protocol.round.member_events import TrainOrder
 from protocol.run import layout
@@ -108,8 +108,8 @@ def measured(manifest: Manifest, rank: int, first: events.Chain, last: events.Ch
     tokens, chain = manifest.train.step_tokens, manifest.chains
     for step in (first, last):
         assert 0 < step.busy_s + step.wait_forward_s + step.wait_backward_s <= step.seconds + 0.003
-    assert first.forward_bytes > tokens * boundary_formats.bytes_per_token(chain.forward, rank)
-    assert last.backward_bytes > tokens * boundary_formats.bytes_per_token(chain.backward, rank)
+    assert first.forward_bytes > tokens * formats.bytes_per_token(chain.forward, rank)
+    assert last.backward_bytes > tokens * formats.bytes_per_token(chain.backward, rank)
     assert first.activations is last.gradients is None
     for means in (first.gradients, last.activations):
         assert means is not None

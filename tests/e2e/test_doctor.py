@@ -24,7 +24,7 @@ from peer.cli.doctor import BAD, GOOD, MACHINE_STEPS, RUN_STEPS, UNKNOWN, WARNIN
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
 from peer.net.sockets import SocketFolder
-from protocol.wire import sealed
+from protocol.wire import encoding
 from protocol.wire.announcement import NODE_DEVICE, VERSION, Announcement
 from tests import crowd, tiny
 from tests.benchmarks import doctor as promises
@@ -404,7 +404,7 @@ def test_another_version(tmp_path: Path, version: int, named: str) -> None:
         said = Announcement(
             run=node.made.manifest.run_id, peer=tiny.OPERATOR.peer_id, device=NODE_DEVICE, version=version, serial=int(1000 * time.time())
         )  # fmt: skip
-        node.heard.take(tiny.OPERATOR.peer_id, sealed.seal(tiny.OPERATOR, said))
+        node.heard.take(tiny.OPERATOR.peer_id, encoding.seal(tiny.OPERATOR, said))
 
     with crowd.living(tmp_path / "node", spoil) as line:
         found, works = examined(line, "--dir", tmp_path / "b", "--host", "127.0.0.1")

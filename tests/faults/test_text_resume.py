@@ -16,7 +16,7 @@ from peer.net.disk import LocalDisk
 from peer.net.uplink import Uplink
 from protocol.codec import blob_hash
 from protocol.identity import Identity
-from protocol.run import data_order
+from protocol.run import corpus
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints
@@ -49,10 +49,10 @@ async def fetch(folder: Path, run: Manifest, address: str) -> None:
         disk=LocalDisk(),
     )
     text = await open_text(run, access)
-    slots = data_order.slots(0, 0, SEQUENCES)
+    slots = corpus.slots(0, 0, SEQUENCES)
     text.expect([slots])
     for step in range(SEQUENCES // STEP):
-        await text.sequences(data_order.slots(0, step, STEP))
+        await text.sequences(corpus.slots(0, step, STEP))
     await text.aclose()
     await transport.aclose()
 

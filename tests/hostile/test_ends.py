@@ -17,7 +17,7 @@ from peer.net.memory import MemoryNetwork
 from protocol.round.leader_events import Planned
 from protocol.run import layout
 from protocol.run.manifest import Manifest
-from protocol.wire import bounds, endpoints, framing, sealed
+from protocol.wire import bounds, encoding, endpoints, framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.schema import packed
 from protocol.wire.session import Announced
@@ -172,8 +172,8 @@ def test_announcements_that_cannot_be_are_not_believed(said: dict[str, Any]) -> 
     good = packed(Announcement(run="r" * 64, peer=me.peer_id, serial=1))
     for change, believed in (({}, True), (said, False)):
         body = encoded({"t": "announcement", **good, **change})
-        raw = framing.pack_message({"p": me.peer_id, "b": body, "s": me.sign(sealed.DOMAIN + body)})
-        assert (sealed.unseal_announcement(raw, me.peer_id, "r" * 64) is not None) == believed
+        raw = framing.pack_message({"p": me.peer_id, "b": body, "s": me.sign(encoding.DOMAIN + body)})
+        assert (encoding.unseal_announcement(raw, me.peer_id, "r" * 64) is not None) == believed
 
 
 def test_whoever_announces_the_most_that_there_is_can_be_planned_with(tmp_path: Path) -> None:
@@ -291,6 +291,6 @@ def test_a_planner_that_cannot_bear_what_is_announced_ends_no_node() -> None:
 
 def test_what_may_be_told_of_a_loss_is_always_a_loss() -> None:
     for loss in (float("nan"), float("inf"), float("-inf"), 1e308, -1e308, -1.0, 0.0, 3.5, None):
-        told = bounds.told(loss)
+        told = bounds.reportable_loss(loss)
         assert told is None or 0.0 <= told <= bounds.MAX_LOSS
     assert layout.MAX_LAYERS + 2 == bounds.MAX_SHARDS

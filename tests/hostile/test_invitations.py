@@ -9,7 +9,7 @@ from typing import Any
 
 from peer.events import Event
 from protocol.errors import ClosedError
-from protocol.ledger import invitations
+from protocol.ledger import access
 from protocol.run.manifest import AdmissionSpec
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.test_quorum import KEYS, four_nodes
@@ -76,7 +76,7 @@ def test_what_is_wrong_with_an_invitation_is_said_in_one_line(tmp_path: Path) ->
         stranger = swarm.folder / "stranger"
         assert typed("key", "--dir", stranger).returncode == 0
         line = typed("invite", place, "--dir", own).stdout.strip()
-        ticket = invitations.read_ticket(line.rpartition("#")[2], manifest.run_id)
+        ticket = access.read_ticket(line.rpartition("#")[2], manifest.run_id)
         more = dataclasses.replace(ticket, invitation=dataclasses.replace(ticket.invitation, count=9)).text()
         for arguments, reason in (
             (("invite", place, "--dir", stranger), "is no operator of"),

@@ -15,7 +15,7 @@ from peer.ui.run_view import RunView
 from peer.ui.screen import chart, render
 from peer.ui.text import clock
 from protocol.errors import RemoteError
-from protocol.ledger import validation
+from protocol.ledger import history
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import Commit, Contribution, Record, Share
@@ -134,9 +134,9 @@ def record(of: Manifest, **changes: object) -> bytes:
 )
 def test_a_log_with_what_cannot_be_is_refused_in_one_line(changes: dict[str, object]) -> None:
     """By `log show`, `log verify`, `monitor`, peers and nodes: they read records with one decoder."""
-    assert validation.follow(M, None, record(M)).commit.round == 0
-    with pytest.raises(validation.BadCommit) as refused:
-        validation.follow(M, None, record(M, **changes))
+    assert history.follow(M, None, record(M)).commit.round == 0
+    with pytest.raises(history.BadCommit) as refused:
+        history.follow(M, None, record(M, **changes))
     assert str(refused.value).isprintable()
     with pytest.raises(RemoteError):
         encoding.decode_record(record(M, **changes), "p")

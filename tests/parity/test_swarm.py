@@ -12,7 +12,8 @@ import pytest
 from bootstrap.archive import Archive
 from peer.demo.recipe import demo_corpus
 from protocol.codec import subspace
-from protocol.run import data_order, init, layout
+from protocol.run import init, layout
+from protocol.run.corpus import slots
 from protocol.run.layout import RopeScaling
 from tests.e2e import swarms
 from tests.parity import reference
@@ -52,7 +53,7 @@ def test_the_swarm_computes_what_the_equations_say(
         assert of_round is not None
         work = of_round.replicas[replica].work
         assert (work.steps, work.micro_batches) == (inner.inner_steps, inner.micro_batches)
-        at = data_order.slots(work.slot, step, inner.step_rows)
+        at = slots(work.slot, step, inner.step_rows)
         return corpus.slots(manifest.seed_bytes, at)
 
     config = {

@@ -54,8 +54,8 @@ BUGS: dict[str, Bug] = {
         (
             (
                 MEMBER,
-                "            case Committed(record):\n",
-                "            case Committed(record):\n"
+                "            case ev.Committed(record):\n",
+                "            case ev.Committed(record):\n"
                 "                if record.commit.round == self.applied and self.phase is Phase.WAITING:\n"
                 "                    self.applied -= 1\n",
             ),
@@ -131,7 +131,7 @@ BUGS: dict[str, Bug] = {
     "whoever decides next is taken for whoever decided": Bug(
         (
             (
-                "protocol/ledger/validation.py",
+                "protocol/ledger/history.py",
                 "    members = board.members_after(manifest, head)\n",
                 "    members = commit.members\n",
             ),

@@ -29,7 +29,7 @@ from peer.node.orders import ChainOrders, Result
 from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
 from protocol.identity import Identity
-from protocol.planning import speed
+from protocol.planning import partition
 from protocol.round.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec
@@ -133,7 +133,7 @@ class PacedTrainer(NoTraining):
         stage, work, train = replica.stage_of(self._peer), replica.work, self._manifest.train
         share = (stage.last - stage.first) / self._manifest.model.n_layers
         seconds = self._machine.pace * share * work.micro_batches / train.micro_batches
-        operations = speed.work(self._manifest)[stage.first, stage.last]
+        operations = partition.stage_operations(self._manifest)[stage.first, stage.last]
         self._announce(speed_flops=max(1, round(operations * train.micro_batches / (self._machine.pace * share))))
         key = (order.plan.round, order.replica, order.generation, replica.peers)
         training = asyncio.ensure_future(

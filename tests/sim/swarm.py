@@ -91,9 +91,7 @@ class Swarm:
             quorum=quorum,
             checkpoint_rounds=rng.choice((1, 2, 4)),
             admission=AdmissionSpec(probation=probation, share=SHARE if probation else 1.0),
-            outer=OuterSpec(
-                topk=1024, values="fp32", indices="fixed", beta=rng.choice((0.5, 1.0)), overlap=rng.choice((0, 1))
-            ),
+            outer=OuterSpec(topk=1024, beta=rng.choice((0.5, 1.0)), overlap=rng.choice((0, 1))),
         )
         drawn = weather(rng, seed)
         drawn = dataclasses.replace(drawn, calm_at=0.0) if calm else drawn

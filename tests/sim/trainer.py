@@ -21,8 +21,8 @@ from peer.chain.stop_sign import StopSign
 from peer.node.audit import NoTraining
 from peer.node.orders import ChainOrders, Result
 from protocol.ledger import retention
+from protocol.round.accusations import LIES
 from protocol.round.member_events import TrainOrder
-from protocol.round.quarrels import LIES
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from tests.sim.world import Process, World

@@ -12,16 +12,16 @@ from bootstrap.decrees import Decrees
 from peer.ui import monitor
 from peer.ui.lines import Lines
 from protocol.errors import RemoteError
-from protocol.ledger import access, capacity, run_state, schedule, validation
+from protocol.ledger import access, capacity, history, run_state, schedule
 from protocol.round import fairness
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Gone, Petition, Phase, Propose
+from protocol.round.leader_events import DecreeSigned, Gone, Phase, Propose
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import DOMAIN, Commit, Record
 from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, SET, Decree, Enacted, Limits, Motion, Schedule
+from protocol.wire.encoding import seal
 from protocol.wire.schema import packed
-from protocol.wire.sealed import seal
 from tests import tiny
 from tests.rules import of_access
 from tests.unit import test_leader as leading
@@ -136,7 +136,7 @@ def test_decrees_are_counted_so_that_none_is_used_twice() -> None:
 def test_the_log_cannot_have_what_is_unlawful() -> None:
     enacted = signed(decree(BAN, "a"), STRANGER)
     record = Record(commit=first(ONE, enacted), ballot=0, votes={ONE.operators[0]: b""})
-    reason = validation.why_not_next(ONE, None, record)
+    reason = history.why_not_next(ONE, None, record)
     assert reason == "has a decree that too few of its members signed"
 
 
@@ -154,7 +154,7 @@ def test_the_longest_decree_has_its_place_in_every_commit() -> None:
     names = [f"{i:064}" for i in range(16)]
     enacted = Enacted(decree=longest, signatures=dict.fromkeys(names, bytes(64)))
     with_it, without = (len(framing.pack_message({"c": packed(first(ONE, e))})) for e in (enacted, None))
-    reserved = capacity.reserved_for_a_decree()
+    reserved = capacity.cost(capacity.longest(Enacted))
     assert with_it - without <= reserved.size
 
 
@@ -170,11 +170,11 @@ def test_whoever_reads_the_log_is_told() -> None:
 
 
 def test_the_members_have_to_wish_the_same_and_the_newest_wish_counts() -> None:
-    petitions, wish = access.Petitions(), decree(BAN, "a", manifest=FOUR)
+    petitions, wish = access.SignedDecrees(), decree(BAN, "a", manifest=FOUR)
     other = dataclasses.replace(wish, subject="b")
 
     def sign(key: Any, what: Decree) -> None:
-        petitions.hear(key.peer_id, what, signed(what, key).signatures[key.peer_id])
+        petitions.add(key.peer_id, what, signed(what, key).signatures[key.peer_id])
 
     for key in KEYS[:2]:
         sign(key, wish)
@@ -190,9 +190,9 @@ def test_the_members_have_to_wish_the_same_and_the_newest_wish_counts() -> None:
 
 def test_a_node_takes_only_what_a_commit_can_have() -> None:
     """A signature of other bytes that read as the same decree would make an honest leader propose what all others refuse."""
-    heard: list[Petition] = []
+    heard: list[DecreeSigned] = []
 
-    async def hand_in(event: Petition) -> None:
+    async def hand_in(event: DecreeSigned) -> None:
         heard.append(event)
 
     key, wish = tiny.OPERATOR, decree(BAN, "a")
@@ -213,7 +213,7 @@ def test_a_node_takes_only_what_a_commit_can_have() -> None:
     assert hear(seal(key, dataclasses.replace(wish, action="crown"))) == "that decree says nothing"
     assert heard == []
     assert hear(seal(key, wish)) is None
-    assert heard == [Petition(key.peer_id, wish, signed(wish, key).signatures[key.peer_id])]
+    assert heard == [DecreeSigned(key.peer_id, wish, signed(wish, key).signatures[key.peer_id])]
 
 
 # --- the leader, voters, auditors
@@ -235,7 +235,7 @@ class Driver(leading.Driver):
 
     def sign(self, action: str, subject: str = "", *, number: int = 0) -> list[Any]:
         wish, key = decree(action, subject, number=number, manifest=self.manifest), tiny.OPERATOR
-        return self.do(Petition(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
+        return self.do(DecreeSigned(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
 
 
 def planned(commit: Commit) -> set[str]:
@@ -283,7 +283,7 @@ def test_voters_and_auditors_refuse_a_plan_of_somebody_banned() -> None:
     driver.sign(BAN, "b")
     (proposal,) = [e for e in driver.offered("a", "b") if isinstance(e, Propose)]
     other = Driver()
-    sight = fairness.sight_of(other.leader, 0.0, 0.0, True)
+    sight = fairness.view_of(other.leader, 0.0, 0.0, True)
     assert fairness.lie_in(sight, proposal.commit) is None
     assert other.leader.plan is not None
     kept = dataclasses.replace(other.leader.plan, round=2)
@@ -354,7 +354,7 @@ def test_a_schedule_that_does_not_end_with_the_run_is_said(part: float, said: st
 
 
 def test_a_node_tells_an_operator_who_comes_too_late() -> None:
-    async def hand_in(event: Petition) -> None:
+    async def hand_in(event: DecreeSigned) -> None:
         raise AssertionError("it was taken")
 
     head = dataclasses.replace(first(ONE, None, 0), round=ONE.rounds - 1, members=ONE.first_members)
@@ -366,7 +366,7 @@ def test_a_node_tells_an_operator_who_comes_too_late() -> None:
 def test_who_asks_whether_its_decree_was_decided_is_not_told_that_it_comes_too_late() -> None:
     """The run has one round more by it, which is open now: another decree could not set that."""
 
-    async def hand_in(event: Petition) -> None:
+    async def hand_in(event: DecreeSigned) -> None:
         """The machine knows it."""
 
     wish = longer(2)
@@ -384,7 +384,7 @@ def test_a_run_is_as_long_as_was_decreed_last(change: int) -> None:
     driver = Driver()
     rounds, key = driver.manifest.rounds + change, tiny.OPERATOR
     wish = longer(rounds, manifest=driver.manifest)
-    driver.do(Petition(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
+    driver.do(DecreeSigned(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
     commits = [driver.decide(driver.offered("a", "b"))]
     while commits[-1].plan is not None:
         driver.attest("a", "b")
@@ -402,7 +402,7 @@ def test_what_is_wished_too_late_is_in_no_commit() -> None:
         commit = driver.decide(driver.offered("a", "b"))
     driver.attest("a", "b")
     wish, key = longer(driver.manifest.rounds + 3, manifest=driver.manifest), tiny.OPERATOR
-    driver.do(Petition(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
+    driver.do(DecreeSigned(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
     commit = driver.decide(driver.offered("a", "b"))
     assert (commit.round, commit.plan, commit.decree) == (driver.manifest.rounds, None, None)
 
@@ -422,7 +422,7 @@ def test_nobody_plans_beyond_what_was_decreed() -> None:
         state = dataclasses.replace(
             begun, head=head, latest=plan, standing=dataclasses.replace(begun.standing, plan=plan)
         )
-        sight = fairness.Sight(state=state, chains=plan, wall=0.0)
+        sight = fairness.NodeView(state=state, chains=plan, wall=0.0)
         told = dataclasses.replace(commit, schedule=decreed)
         found = fairness.lie_in(sight, told)
         assert found is not None

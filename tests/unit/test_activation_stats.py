@@ -11,13 +11,13 @@ import torch
 
 from peer.chain import frames, quantize
 from peer.chain.activation_stats import EVERY, MEMORY, MOST, Measure, Running, Statistics, measure
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from tests.chains import SPEC, TRAIN, Recording, make_chain, run_chain
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("wire", boundary_formats.FORMATS)
+@pytest.mark.parametrize("wire", formats.FORMATS)
 def test_of_a_known_tensor(wire: str) -> None:
     x = torch.full((2, 3, 16), 2.0)
     x[:, :, ::2] = -4.0

@@ -19,7 +19,7 @@ from peer.net.memory import MemoryNetwork
 from protocol.errors import RemoteError
 from protocol.planning import memory
 from protocol.planning.arrange import arrange
-from protocol.planning.objective import DETOUR, PUNCHED, Swarm, padded
+from protocol.planning.objective import PUNCH_SUCCESS, RELAY_DETOUR, Swarm, padded
 from protocol.planning.partition import Candidate, candidate
 from protocol.wire.announcement import MOST_APART, Announcement
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -177,7 +177,7 @@ def test_private_neighbours_cost_a_detour_and_share_what_relays_pass_on() -> Non
     )
     row = padded([range(3)])
     straight, around = Swarm(manifest, open_peers), Swarm(manifest, peers)
-    assert around.latencies(row) == pytest.approx(DETOUR * straight.latencies(row))
+    assert around.latencies(row) == pytest.approx(RELAY_DETOUR * straight.latencies(row))
     bits, kinds = np.array([1e6, 2e6]), straight.kinds(row)
     assert np.array_equal(straight.boundaries(row, kinds, bits), around.boundaries(row, kinds, bits)), "no limit"
     limited = Swarm(manifest, peers, relay_bps=3e6)
@@ -188,7 +188,7 @@ def test_private_neighbours_cost_a_detour_and_share_what_relays_pass_on() -> Non
     rate = {relay: Swarm(manifest, peers, relay).rates(row, blocks)[0][0] for relay in (0.0, 1e4, 1e12)}
     assert rate[1e4] < rate[1e12]
     direct = Swarm(manifest, open_peers).rates(row, blocks)[0][0]
-    assert rate[0.0] == pytest.approx(PUNCHED**2 * direct), "without relays a hole has to be punched"
+    assert rate[0.0] == pytest.approx(PUNCH_SUCCESS**2 * direct), "without relays a hole has to be punched"
 
 
 def test_private_peers_stand_beside_others_where_there_are_any() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from protocol.planning import budget, explain, figures, memory, pipeline_model
 from protocol.planning.arrange import Arranged, arrange
-from protocol.planning.objective import CARRIED, Swarm, padded
+from protocol.planning.objective import USED_LINK_SHARE, Swarm, padded
 from protocol.planning.partition import Candidate
 from protocol.planning.pipeline_model import LinkCost, StageCost
 from protocol.run.layout import ModelSpec
@@ -204,7 +204,7 @@ def test_unknown_amounts_count_as_usual_ones() -> None:
     speeds = sorted(c.speed_flops for c in peers[:-1])
     swarm = Swarm(manifest, [*peers[:-1], dataclasses.replace(peers[-1], speed_flops=0, up_bps=0, down_bps=0)])
     assert swarm.speed[-1] == speeds[3]
-    assert swarm.up[-1] == pytest.approx(CARRIED * sorted(c.up_bps for c in peers[:-1])[3])
+    assert swarm.up[-1] == pytest.approx(USED_LINK_SHARE * sorted(c.up_bps for c in peers[:-1])[3])
     assert swarm.down[-1] == swarm.up[-1]
 
 

@@ -77,7 +77,7 @@ def test_a_replica_that_trains_on_other_text_is_found_and_no_other(tmp_path: Pat
     (first, *_) = [x for x in found if not x.examined]
     decided = next(c.round for c, known in known_before(commits) if first in known.found(c))
     assert first.round < decided
-    after = commits[decided + 1 : decided + standing.REST]
+    after = commits[decided + 1 : decided + standing.REST_ROUNDS]
     assert after
     for commit in after:
         assert commit.plan is not None

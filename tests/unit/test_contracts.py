@@ -36,7 +36,7 @@ PLANTED = [
     ("peer", "peer/net/base.py", "import peer.state.storage"),
     ("peer", "peer/demo/recipe.py", "import peer.cli.join"),
     ("protocol", "protocol/run/manifest.py", "import protocol.planning.planner"),
-    ("protocol", "protocol/wire/framing.py", "import protocol.codec.rice"),
+    ("protocol", "protocol/wire/framing.py", "import protocol.codec.sparse"),
     ("core", "protocol/errors.py", "import peer.events"),
     ("bootstrap", "bootstrap/node.py", "import peer.node.sessions"),
     ("siblings", "peer/node/peer.py", "import bootstrap.archive"),

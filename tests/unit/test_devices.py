@@ -15,7 +15,7 @@ from peer.training.pinned import pinned
 from peer.training.subspace import Boundary, t_perp, without_subspace
 from peer.training.trainer import StageTrainer
 from peer.training.update import DeviceUpdate
-from protocol.codec.settings import TILE
+from protocol.codec.formats import TILE
 from protocol.run import layout
 from tests.chains import BASIS, CUTS, SPEC, TRAIN, make_chain, random_theta, relative, run_chain
 

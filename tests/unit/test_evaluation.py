@@ -1,4 +1,4 @@
-"""Who measures the held-out loss, what of it has a place in a commit, and what readers make of it (protocol/ledger/evaluation.py)."""
+"""Who measures the held-out loss, what of it has a place in a commit, and what readers make of it (protocol/ledger/run_state.py)."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from peer.ui.run_view import HeldOutLosses, RunView
 from peer.ui.state import state
 from protocol.errors import UsageError
 from protocol.identity import Identity, short_peer
-from protocol.ledger import claims, evaluation
+from protocol.ledger import claims, run_state
 from protocol.ledger.claims import Claims
-from protocol.ledger.evaluation import EVALUATORS, Due
+from protocol.ledger.run_state import EVALUATORS, Due
 from protocol.round import fairness
 from protocol.round.leader_events import Received
 from protocol.run import layout
 from protocol.run.corpus import CorpusIndex
 from protocol.run.manifest import EvaluationSpec, TokenizerSpec
 from protocol.wire.bounds import MAX_BITS_PER_BYTE
+from protocol.wire.claims import Evaluation
 from protocol.wire.commit import MAX_EVALUATIONS, Commit
 from protocol.wire.encoding import Message
-from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
 from tests.rules import due as open_for
@@ -69,17 +69,17 @@ def says(who: Identity, due: Due, **changes: Any) -> Evaluation:
 
 
 def test_every_so_many_rounds_three_full_replicas_measure_by_turns() -> None:
-    assert [evaluation.is_due(RUN, planned(r)) for r in range(5)] == [True, False, True, False, True]
-    assert not evaluation.is_due(RUN, commit(2, None)), "nothing follows that could say what was found"
+    assert [run_state.evaluation_is_due(RUN, planned(r)) for r in range(5)] == [True, False, True, False, True]
+    assert not run_state.evaluation_is_due(RUN, commit(2, None)), "nothing follows that could say what was found"
     never = tiny.manifest(evaluation=EvaluationSpec(every=0))
-    assert not evaluation.is_due(never, planned(0))
-    turns = [evaluation.evaluators(RUN, planned(r)) for r in (0, 2, 4)]
+    assert not run_state.evaluation_is_due(never, planned(0))
+    turns = [run_state.evaluators(RUN, planned(r)) for r in (0, 2, 4)]
     assert turns == [NAMES[0:3], NAMES[3:6], (NAMES[6], NAMES[7], NAMES[0])]
-    assert evaluation.evaluators(RUN, planned(4, count=2)) == (NAMES[0], NAMES[1])
+    assert run_state.evaluators(RUN, planned(4, count=2)) == (NAMES[0], NAMES[1])
     assert len(turns[0]) == EVALUATORS
     chains = Plan(round=1, replicas=(replica(0, NAMES[0], NAMES[1]), replica(1, NAMES[2])))
-    assert evaluation.evaluators(RUN, commit(0, chains)) == (NAMES[2],)
-    assert evaluation.evaluators(RUN, commit(0, dataclasses.replace(chains, replicas=chains.replicas[:1]))) == ()
+    assert run_state.evaluators(RUN, commit(0, chains)) == (NAMES[2],)
+    assert run_state.evaluators(RUN, commit(0, dataclasses.replace(chains, replicas=chains.replicas[:1]))) == ()
 
 
 def test_what_is_measured_costs_a_fiftieth() -> None:
@@ -113,7 +113,7 @@ def test_what_has_no_place(said: Evaluation, why: str) -> None:
     assert DUE.why_not(said) == why
     assert (of_claims(DUE, commit(1, None, said))) == [f"has an evaluation that {why}"]
     heard = Claims()
-    heard.hear(open_for(DUE), said)
+    heard.add(open_for(DUE), said)
     assert heard.next(open_for(DUE), Evaluation) == ()
 
 
@@ -135,8 +135,8 @@ def test_a_commit_has_few_and_the_rest_follow() -> None:
     run = dataclasses.replace(RUN, operators=tuple(k.peer_id for k in tiny.OPERATORS[:3]))
     due, heard = Due(run).after(planned(0)), Claims()
     for key in keys:
-        heard.hear(open_for(due), says(key, due))
-        heard.hear(open_for(due), says(key, due, loss=9.0))
+        heard.add(open_for(due), says(key, due))
+        heard.add(open_for(due), says(key, due, loss=9.0))
     first = heard.next(open_for(due), Evaluation)
     assert len(first) == MAX_EVALUATIONS < len(keys)
     assert {x.loss for x in first} == {2.0}, "who has said something does not take it back"
@@ -170,7 +170,7 @@ def test_the_next_commit_says_what_was_measured_and_voters_look() -> None:
     found = driver.decide(driver.offered(*NAMES[:2]))
     assert found.evaluations == (said,)
     other.offered(*NAMES[:2])
-    sight = fairness.sight_of(other.leader, found.time, 0.0, True)
+    sight = fairness.view_of(other.leader, found.time, 0.0, True)
     assert fairness.lie_in(sight, found) is None
     false = dataclasses.replace(found, evaluations=(dataclasses.replace(said, loss=0.1),))
     lie = fairness.lie_in(sight, false)

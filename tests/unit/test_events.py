@@ -19,15 +19,13 @@ from peer import events
 from peer.events import Body, Emitter, Event, from_json
 from peer.ui.lines import describe, describe_own
 from peer.ui.run_view import PeerView, RunView
-from protocol.ledger import invitations
+from protocol.ledger import access
 from protocol.wire.announcement import AXES
-from protocol.wire.audit import Audit
+from protocol.wire.claims import Audit, Evaluation, Mark, Score
 from protocol.wire.commit import Diverged, LeftOut, Record
 from protocol.wire.decree import Board, Decree, Enacted, Limits, Operator, Schedule
-from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, Seat, Work
 from protocol.wire.schema import Digest
-from protocol.wire.score import Mark, Score
 from tests import tiny
 from tests.docs import events as document
 from tests.unit.test_monitor import BOB, commits
@@ -262,7 +260,7 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
         quorum=4,
     )
     tried = tuple(dataclasses.replace(x, peers=(BOB.peer_id,), probation=True) for x in last.left_out)
-    ticket = invitations.issue(tiny.OPERATOR, bytes(32), last.run, expires=9, count=2, reason="friends")
+    ticket = access.issue(tiny.OPERATOR, bytes(32), last.run, expires=9, count=2, reason="friends")
     commit = dataclasses.replace(
         last,
         contributions=(dataclasses.replace(last.contributions[0], replica=1),),

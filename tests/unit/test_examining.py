@@ -26,8 +26,8 @@ from protocol.round.member_events import TrainOrder
 from protocol.run import init, layout
 from protocol.run.corpus import CorpusIndex
 from protocol.run.manifest import JudgingSpec, Manifest, TrainSpec
-from protocol.wire.audit import Audit
 from protocol.wire.bounds import MAX_AGREEMENT
+from protocol.wire.claims import Audit
 from protocol.wire.commit import Commit, Contribution, Share
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
@@ -259,7 +259,7 @@ def test_whoever_comes_second_keeps_the_state_until_it_is_wanted_or_not() -> Non
         await one.aclose()
         return told
 
-    assert asyncio.run(work(audits.LEAST)) == []
+    assert asyncio.run(work(audits.LEAST_AGREEMENT)) == []
     (said,) = asyncio.run(work(0.0))
     assert isinstance(said, Audit)
 

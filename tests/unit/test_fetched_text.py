@@ -313,10 +313,10 @@ def test_a_full_disk_is_told_once_and_survived(noise: Noise, tmp_path: Path) -> 
 
 
 def test_the_chunk_that_was_read_longest_ago_goes_first(tmp_path: Path) -> None:
-    data = {i: random.Random(i).randbytes(3 * blob_hash.RANGE) for i in range(3)}
+    data = {i: random.Random(i).randbytes(3 * blob_hash.RANGE_BYTES) for i in range(3)}
     leaves = {i: blob_hash.leaves_of([data[i]])[1] for i in data}
     names = {i: blob_hash.name_of(data[i]) for i in data}
-    store = TextStore(tmp_path, 7 * blob_hash.RANGE, LocalDisk(), pytest.fail)
+    store = TextStore(tmp_path, 7 * blob_hash.RANGE_BYTES, LocalDisk(), pytest.fail)
 
     def place(number: int, index: int = -1) -> Place:
         return Place(names[number], len(data[number]), index)
@@ -330,15 +330,15 @@ def test_the_chunk_that_was_read_longest_ago_goes_first(tmp_path: Path) -> None:
     put(0)
     put(1)
     store.touch(place(0))
-    assert store.read(place(0, 2)) == data[0][2 * blob_hash.RANGE :]
+    assert store.read(place(0, 2)) == data[0][2 * blob_hash.RANGE_BYTES :]
     store.need([place(1, 1)])
     put(2)
     assert [store.holds(place(1, i)) for i in range(3)] == [False, True, False], "what is needed stays"
     assert sum(store.holds(place(0, i)) for i in range(3)) == 2
     assert all(store.holds(place(2, i)) for i in range(3))
-    assert store.used <= 7 * blob_hash.RANGE
-    again = TextStore(tmp_path, 3 * blob_hash.RANGE, LocalDisk(), pytest.fail)
-    assert again.used <= 3 * blob_hash.RANGE, "a smaller limit holds at once"
-    stranger = Place(names[2], 3 * blob_hash.RANGE - 1, -1)
+    assert store.used <= 7 * blob_hash.RANGE_BYTES
+    again = TextStore(tmp_path, 3 * blob_hash.RANGE_BYTES, LocalDisk(), pytest.fail)
+    assert again.used <= 3 * blob_hash.RANGE_BYTES, "a smaller limit holds at once"
+    stranger = Place(names[2], 3 * blob_hash.RANGE_BYTES - 1, -1)
     assert again.read(stranger) == b"", "somebody's wrong size is no reason to forget"
     assert again.holds(place(2)) == store.holds(place(2))

@@ -24,14 +24,14 @@ from protocol.round import handover as rules
 from protocol.run import layout
 from protocol.run.manifest import OuterSpec
 from protocol.wire import framing
+from protocol.wire.calls import Handover, HandoverAnswer, Step
 from protocol.wire.commit import Commit
-from protocol.wire.handover import Handover, HandoverAnswer, Step
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.schema import build, plain
 from tests import tiny
 from tests.sim.loop import VirtualLoop
 
-MANIFEST = tiny.manifest(outer=OuterSpec(topk=64, values="fp32", indices="fixed", beta=1.0))
+MANIFEST = tiny.manifest(outer=OuterSpec(topk=64, beta=1.0))
 LAYERS = MANIFEST.model.n_layers
 SHARDS = layout.shard_names(MANIFEST.model)
 SHARD = "block.1"
@@ -124,8 +124,8 @@ def test_a_giver_of_long_ago_is_not_known_any_more() -> None:
 
 
 def test_a_norm_is_compared_with_the_own_one() -> None:
-    assert not rules.is_too_large(rules.MOST, 1.0)
-    assert rules.is_too_large(1.01 * rules.MOST, 1.0)
+    assert not rules.is_too_large(rules.MOST_NORM, 1.0)
+    assert rules.is_too_large(1.01 * rules.MOST_NORM, 1.0)
     assert rules.is_too_large(float("nan"), 1.0)
 
 
@@ -268,7 +268,7 @@ async def until(world: World, done: Callable[[], bool]) -> None:
 
 
 def same(found: list[np.ndarray], wanted: list[np.ndarray]) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(found, wanted, strict=True))
+    return all(np.allclose(x, y, atol=1e-4) for x, y in zip(found, wanted, strict=True))
 
 
 def test_what_a_giver_loses_its_heir_gets(world: World) -> None:
@@ -332,7 +332,7 @@ def test_what_is_not_given_comes_back_to_who_trains_the_shard_again(world: World
 def test_a_part_that_is_too_large_is_refused_and_its_giver_keeps_it(world: World) -> None:
     a, b = world.sides["a"], world.sides["b"]
     first, own = [x.copy() for x in b.outer.feedback[SHARD]], [x.copy() for x in a.outer.feedback[SHARD]]
-    a.own_norm = b.outer.held(SHARD) / rules.MOST / 2
+    a.own_norm = b.outer.held(SHARD) / rules.MOST_NORM / 2
     asyncio.run(until(world, lambda: bool(b.storage.notes) and not b.giving.open))
     assert same(b.outer.feedback[SHARD], first)
     assert same(a.outer.feedback[SHARD], own)

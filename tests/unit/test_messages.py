@@ -14,12 +14,11 @@ from protocol.errors import LocalError
 from protocol.identity import Identity
 from protocol.ledger.part_lists import root_of, share_of
 from protocol.wire import encoding, framing
-from protocol.wire.announcement import Announcement, ChainReport, Means
-from protocol.wire.audit import Audit
+from protocol.wire.announcement import Announcement, ChainReport, Dialled, DialMe, Lookup, Means, Roster, RosterRequest
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.claims import Audit, Evaluation, Mark, Score
 from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Record, is_decided
-from protocol.wire.decree import Board, Decree, Enacted, Limits, Motion, Motions, Operator, Schedule
-from protocol.wire.dial_back import Dialled, DialMe
+from protocol.wire.decree import Board, Decree, Enacted, Invitation, Joined, Limits, Motion, Motions, Operator, Schedule
 from protocol.wire.encoding import (
     Message,
     MessageError,
@@ -29,14 +28,12 @@ from protocol.wire.encoding import (
     encode,
     encode_record,
     expect,
+    seal,
+    unseal,
+    unseal_announcement,
 )
-from protocol.wire.evaluation import Evaluation
-from protocol.wire.invitation import Invitation, Joined
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
-from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import plain
-from protocol.wire.score import Mark, Score
-from protocol.wire.sealed import seal, unseal, unseal_announcement
 from protocol.wire.session import (
     Announced,
     Attest,

@@ -22,7 +22,7 @@ from peer.ui.screen import Screen
 from peer.ui.state import state
 from protocol.identity import Identity, short_peer
 from protocol.ledger import part_lists
-from protocol.wire import encoding, endpoints, framing, schema, sealed
+from protocol.wire import encoding, endpoints, framing, schema
 from protocol.wire.announcement import Announcement, ChainReport, Means
 from protocol.wire.commit import Commit, Contribution, LeftOut, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
@@ -98,7 +98,7 @@ class Node:
         await serve_calls(self.transport, endpoints.LOG, answer)
 
     async def announce(self, who: Identity, ttl: float = 60.0, **changes: Any) -> None:
-        raw = sealed.seal(who, announcement(who, **changes))
+        raw = encoding.seal(who, announcement(who, **changes))
         assert await self.transport.store(endpoints.announcements_key(MANIFEST.run_id), who.peer_id, raw, ttl=ttl)
 
 
@@ -260,8 +260,8 @@ def test_only_changes_are_told() -> None:
 def test_announcements_of_others_are_not_believed() -> None:
     async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
         key = endpoints.announcements_key(MANIFEST.run_id)
-        forged = sealed.seal(BOB, announcement(ALICE))
-        foreign = sealed.seal(CAROL, announcement(CAROL, run="another"))
+        forged = encoding.seal(BOB, announcement(ALICE))
+        foreign = encoding.seal(CAROL, announcement(CAROL, run="another"))
         assert await node.transport.store(key, ALICE.peer_id, forged, ttl=60)
         assert await node.transport.store(key, CAROL.peer_id, foreign, ttl=60)
         assert await node.transport.store(key, "junk", b"junk", ttl=60)

@@ -23,10 +23,9 @@ from peer.net.stream import FrameStream
 from peer.net.uplink import Uplink
 from peer.node.sessions import Sessions
 from protocol.identity import Identity
-from protocol.wire import encoding, endpoints, sealed
-from protocol.wire.announcement import Announcement
+from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import Announcement, Lookup, RosterRequest
 from protocol.wire.encoding import Message
-from protocol.wire.roster import Lookup, RosterRequest
 from protocol.wire.session import Announced, Heartbeat
 from tests import tiny
 from tests.sim.loop import VirtualLoop
@@ -265,7 +264,7 @@ def test_a_peer_that_moves_is_announced_at_its_new_address_and_only_there() -> N
 
         def stored() -> bool:
             _, raw = internet.records[endpoints.announcements_key(M.run_id)][peer]
-            found = sealed.unseal_announcement(raw, peer, M.run_id)
+            found = encoding.unseal_announcement(raw, peer, M.run_id)
             return found is not None and found.addresses == (new,)
 
         await until(stored, PUBLISH_SECONDS)

@@ -37,7 +37,7 @@ from peer.net.sockets import FOLDER, LOCK, SocketFolder, sweep
 from peer.net.stream import NONSENSE, Endpoint, ending
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
-from protocol.wire import calls, endpoints, sealed
+from protocol.wire import calls, encoding, endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.calls import PipeHello
 from protocol.wire.framing import MAX_FRAME, FrameError, pack_message
@@ -850,11 +850,11 @@ def test_a_node_keeps_announcements_of_its_own_run_only() -> None:
     run, other = "1" * 64, "2" * 64
     who = Identity(b"w" * 32)
     valid = directory.valid_record(run)
-    good = sealed.seal(who, Announcement(run=run, peer=who.peer_id))
+    good = encoding.seal(who, Announcement(run=run, peer=who.peer_id))
     assert valid(endpoints.announcements_key(run), who.peer_id, good)
     assert not valid(endpoints.announcements_key(run), Identity(b"x" * 32).peer_id, good)
     assert not valid("something else", who.peer_id, good)
-    foreign = sealed.seal(who, Announcement(run=other, peer=who.peer_id))
+    foreign = encoding.seal(who, Announcement(run=other, peer=who.peer_id))
     assert not valid(endpoints.announcements_key(other), who.peer_id, foreign)
     assert not valid(endpoints.announcements_key(run), who.peer_id, foreign)
 

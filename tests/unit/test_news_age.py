@@ -25,7 +25,7 @@ from peer.ui.state import state
 from peer.ui.text import clock as time_of_day
 from protocol.errors import RemoteError
 from protocol.identity import Identity
-from protocol.wire import encoding, endpoints, framing, sealed
+from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.session import LogRequest
 from tests import tiny
@@ -208,7 +208,7 @@ def test_a_node_that_came_back_elsewhere_is_found_by_what_it_announces() -> None
         said = Announcement(
             run=MANIFEST.run_id, peer=tiny.OPERATOR.peer_id, addresses=node.transport.addresses, serial=1
         )
-        raw = sealed.seal(tiny.OPERATOR, said)
+        raw = encoding.seal(tiny.OPERATOR, said)
         key = endpoints.announcements_key(MANIFEST.run_id)
         assert await other.store(key, tiny.OPERATOR.peer_id, raw, ttl=60.0)
         monitor = Monitor(MANIFEST, moved, bootstrap=(old,))

@@ -13,7 +13,7 @@ from peer.state.outer_optimizer import Outer
 from peer.training import update
 from peer.training.trainer import StageTrainer
 from peer.training.update import DeviceUpdate, WithinSubspace
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.errors import LocalError
 from protocol.run import layout
 from tests.chains import BASIS, SPEC, TRAIN, ids_of, random_theta

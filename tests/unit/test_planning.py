@@ -19,10 +19,21 @@ from protocol.identity import Identity
 from protocol.planning.partition import Candidate
 from protocol.round.attestations import Attestations
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Decided, Effect, Event, Lead, MakePlan, Phase, Planned, Propose, Ready, Tick
-from protocol.round.questions import Question
+from protocol.round.leader_events import (
+    Decided,
+    Effect,
+    Event,
+    Lead,
+    MakePlan,
+    Phase,
+    Planned,
+    Propose,
+    Question,
+    Ready,
+    Tick,
+)
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding, endpoints, sealed
+from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION, Announcement
 from protocol.wire.commit import Record
 from protocol.wire.plan import Plan
@@ -165,7 +176,7 @@ async def opened(network: MemoryNetwork, manifest: Manifest, me: Identity) -> St
         serial=1,
     )
     await stream.send(encoding.encode(Hello(run=manifest.run_id, version=VERSION)))
-    await stream.send(encoding.encode(Announced(sealed=sealed.seal(me, about))))
+    await stream.send(encoding.encode(Announced(sealed=encoding.seal(me, about))))
     return stream
 
 

@@ -16,7 +16,7 @@ from protocol.planning import memory
 from protocol.planning.partition import Candidate
 from protocol.round import fairness
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Petition, Propose, Ready
+from protocol.round.leader_events import DecreeSigned, Propose, Ready
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import DOMAIN, Commit
@@ -186,7 +186,7 @@ def test_a_plan_for_one_range_is_doubted_by_whoever_sees_it() -> None:
     other.ready(*"abcd")
     for name in names:
         other.do(Ready(Candidate(peer=name, memory_bytes=FULL, up_bps=10**7, range=HOME)))
-    sight = fairness.sight_of(other.leader, commit.time, 1.0, True)
+    sight = fairness.view_of(other.leader, commit.time, 1.0, True)
     found = fairness.doubt_in(sight, commit)
     assert found is not None
     assert found.reason == "plans 88% for one range of addresses"
@@ -204,7 +204,7 @@ def decreed(driver: Driver, **changes: Any) -> Limits:
     limits = dataclasses.replace(last, **changes)
     lasts = Schedule(rounds=now.rounds, total_steps=now.train.total_steps, limits=limits)
     wish, key = Decree(run=now.run_id, number=0, action=SET, schedule=lasts), tiny.OPERATOR
-    driver.do(Petition(key.peer_id, wish, key.sign(DOMAIN + encoding.encode(wish))))
+    driver.do(DecreeSigned(key.peer_id, wish, key.sign(DOMAIN + encoding.encode(wish))))
     return limits
 
 
@@ -234,7 +234,7 @@ def test_limits_that_are_decreed_hold_from_the_commit_that_brings_them() -> None
     other.ready(*"abcd")
     for name in names:
         other.do(Ready(Candidate(peer=name, memory_bytes=FULL, up_bps=10**7, range=HOME)))
-    sight = fairness.sight_of(other.leader, commit.time, 1.0, True)
+    sight = fairness.view_of(other.leader, commit.time, 1.0, True)
     large = dataclasses.replace(before[-1].plan, round=commit.plan.round)
     found = fairness.doubt_in(sight, dataclasses.replace(commit, plan=large))
     assert found is not None

@@ -22,8 +22,7 @@ from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.reach import AGAIN_SECONDS, Around, Finding, Reach, find_out
 from protocol.errors import RemoteError
 from protocol.wire import encoding, endpoints, framing
-from protocol.wire.announcement import Announcement
-from protocol.wire.dial_back import MOST_PORTS, Dialled, DialMe
+from protocol.wire.announcement import MOST_PORTS, Announcement, Dialled, DialMe
 from tests.sim.loop import VirtualLoop
 from tests.unit.test_net import sockets, start
 

@@ -14,13 +14,12 @@ from peer.net.clock import Clock
 from peer.net.memory import MemoryNetwork
 from peer.node.refusals import Refusals
 from protocol.errors import BannedError, ClosedError, LocalError, UsageError
-from protocol.ledger import invitations
+from protocol.ledger import access
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import DOMAIN, Commit
-from protocol.wire.decree import ADMIT, BAN, CLOSE, OPEN, Decree, Enacted
-from protocol.wire.invitation import Joined
+from protocol.wire.decree import ADMIT, BAN, CLOSE, OPEN, Decree, Enacted, Joined
 from protocol.wire.session import LogRequest, NotAdmitted
 from tests import networks, tiny
 
@@ -169,7 +168,7 @@ def test_who_is_refused_again_after_it_was_let_in_ends_then() -> None:
 )
 def test_an_invitation_that_does_not_hold_any_more_is_named(expires: int, used: int, said: str) -> None:
     """It has expired by the time of the log, whatever this machine's clock says."""
-    made = invitations.issue(KEYS[0], b"i" * 32, CLOSED.run_id, expires=expires, count=1, reason="")
+    made = access.issue(KEYS[0], b"i" * 32, CLOSED.run_id, expires=expires, count=1, reason="")
     guest = made.joined(tiny.OPERATORS[5].peer_id)
     log = history(CLOSED, *(guest,) * used, None, time=10.0)
     error = ends(CLOSED, log, ALL, made.joined(ME))

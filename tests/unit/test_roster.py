@@ -24,10 +24,9 @@ from peer.net.token_bucket import TokenBucket
 from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding, endpoints, sealed
-from protocol.wire.announcement import Announcement
+from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import MOST_LOOKED_UP, Announcement, Lookup, Roster, RosterRequest
 from protocol.wire.encoding import MessageError
-from protocol.wire.roster import MOST_LOOKED_UP, Lookup, Roster, RosterRequest
 from tests import tiny
 from tests.sim.loop import VirtualLoop
 
@@ -44,7 +43,7 @@ def announcement(who: Identity, serial: int = 1, **changes: Any) -> Announcement
 
 
 def raw(who: Identity, serial: int = 1, **changes: Any) -> bytes:
-    return sealed.seal(who, announcement(who, serial, **changes))
+    return encoding.seal(who, announcement(who, serial, **changes))
 
 
 def answer(heard: Heard, request: Lookup | RosterRequest) -> Roster:
@@ -68,7 +67,7 @@ def test_an_announcement_counts_if_it_is_its_peers_and_newer() -> None:
         (A, raw(A, 4)),
         (A, raw(B, 6)),
         (B, raw(A, 6)),
-        (A, sealed.seal(B, announcement(A, 6))),
+        (A, encoding.seal(B, announcement(A, 6))),
         (A, raw(A, 6, run="another")),
         (A, raw(A, 6, device="d" * MAX_RECORD)),
         (A, b"junk"),
@@ -184,7 +183,7 @@ def test_a_long_roster_comes_in_pages() -> None:
 def test_a_node_that_lies_is_not_believed_and_does_not_keep_us() -> None:
     async def story(swarm: Nodes) -> None:
         reader = RosterReader(swarm.me, RUN)
-        forged = sealed.seal(B, announcement(A))
+        forged = encoding.seal(B, announcement(A))
         swarm.reply = Roster(announcements=(forged, b"junk", raw(A, run="another")), position=5)
         await reader.refresh([tiny.OPERATOR.peer_id])
         assert reader.known == {}

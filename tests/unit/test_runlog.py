@@ -21,7 +21,7 @@ from protocol.codec.topk import in_memory
 from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity
 from protocol.run import layout
-from protocol.wire import encoding, endpoints, framing, sealed
+from protocol.wire import encoding, endpoints, framing
 from protocol.wire.commit import Commit, Contribution
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import LogRequest
@@ -113,7 +113,7 @@ def test_a_node_that_answers_nonsense_is_named(answer: Callable[[int], bytes], r
     [
         ([b"junk"], "round 0: the commit cannot be believed: record from the log"),
         (
-            [sealed.seal(tiny.OPERATOR, LogRequest(after=1))],
+            [encoding.seal(tiny.OPERATOR, LogRequest(after=1))],
             "round 0: the commit cannot be believed: record from the log",
         ),
         (records(commits(1)) * 50, "round 1: the commit is not the one of round 1"),

@@ -22,7 +22,7 @@ from peer.chain.neighbours import Crossing, Neighbours
 from peer.chain.screening import LEAST_TOKENS, LEAST_WIDTH, MOST, NEW_FRAMES, NEW_ROUNDS, Place, Screen, Screens
 from peer.training.trainer import StageTrainer
 from protocol.errors import LocalError
-from protocol.round.quarrels import LIES
+from protocol.round.accusations import LIES
 from protocol.run.manifest import TrainSpec
 from tests.benchmarks import honest
 from tests.chains import SPEC, Wired, make_chain, read_of, steps_of, worker

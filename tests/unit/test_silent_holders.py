@@ -16,7 +16,7 @@ from peer.net.blobs.holders import REST_SECONDS
 from peer.net.blobs.jobs import OVERDUE_SECONDS, WAIT_SECONDS
 from peer.net.blobs.serving import PATIENCE
 from peer.net.memory import MemoryNetwork
-from protocol.codec.blob_hash import RANGE
+from protocol.codec.blob_hash import RANGE_BYTES
 from protocol.wire import endpoints, framing
 from tests.sim.loop import VirtualLoop
 
@@ -108,7 +108,7 @@ def unless_insisted(otherwise: Say, data: bytes) -> Say:
     return say
 
 
-@pytest.mark.parametrize("size", [5, 5 * RANGE])
+@pytest.mark.parametrize("size", [5, 5 * RANGE_BYTES])
 def test_who_has_nothing_does_not_hide_that_the_next_one_is_silent(tmp_path: Path, size: int) -> None:
     async def work() -> None:
         network = Network(tmp_path)

@@ -15,8 +15,8 @@ from peer.events import Event
 from peer.ui import metrics
 from peer.ui.run_view import RunView
 from peer.ui.state import MOST_PEERS, MOST_POINTS, State, state, thinned, to_json
+from protocol.wire.claims import Evaluation
 from protocol.wire.commit import Diverged, LeftOut
-from protocol.wire.evaluation import Evaluation
 from tests import tiny
 from tests.docs import metrics as document
 from tests.unit.test_events import every_field_has_a_value

@@ -17,7 +17,7 @@ from safetensors.numpy import load, save
 from peer.net.disk import LocalDisk
 from peer.state import tensor_file
 from peer.state.outer_optimizer import Outer
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.errors import UsageError
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec

@@ -21,8 +21,8 @@ from peer.net.disk import LocalDisk
 from peer.node import round_text
 from peer.node.audit import NoText
 from protocol.errors import UsageError
+from protocol.run import corpus
 from protocol.run import corpus as corpora
-from protocol.run import data_order
 from protocol.run.manifest import DataSpec, Manifest, TokenizerSpec
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
@@ -46,7 +46,7 @@ def test_an_inner_step_reads_what_seed_slots_and_corpus_say(step: int, tmp_path:
     found = asyncio.run(round_text.reader(run, text, work, 11, lambda body: None)(10 + step))
     numbers: list[int] = []
     for slot in range(COUNT - 7 + 3 * (step - 1), COUNT - 7 + 3 * step):
-        (one,) = data_order.sequences(run.seed_bytes, COUNT, range(slot, slot + 1))
+        (one,) = corpus.sequences(run.seed_bytes, COUNT, range(slot, slot + 1))
         numbers += one
     assert found.dtype == np.int64
     np.testing.assert_array_equal(found, ids[numbers])

@@ -19,7 +19,7 @@ from peer.state.recovery import Recovery
 from peer.state.storage import Shards, Storage
 from protocol.errors import UsageError
 from protocol.identity import Identity
-from protocol.ledger.kept import Commits
+from protocol.ledger.history import Commits
 from protocol.run import layout
 from protocol.wire import endpoints
 from tests import networks

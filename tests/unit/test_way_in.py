@@ -22,9 +22,8 @@ from peer.node.open_run import Door, Run
 from peer.node.way_in import RELAYS, REMEMBERED_SECONDS, WayIn
 from protocol.identity import Identity
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding, endpoints, sealed
-from protocol.wire.announcement import Announcement
-from protocol.wire.roster import Lookup
+from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import Announcement, Lookup
 from tests import tiny
 from tests.sim.loop import VirtualLoop
 
@@ -60,8 +59,8 @@ class Street:
         loop = asyncio.get_running_loop()
         await DialBack(made, Clock(steady=loop.time, wall=loop.time), self.greets).serve()
         said = Announcement(run=M.run_id, peer=who.peer_id, addresses=(address,), reachable=reachable, serial=1)
-        self.heard.take(who.peer_id, sealed.seal(who, said))
-        await made.store(endpoints.announcements_key(M.run_id), who.peer_id, sealed.seal(who, said), ttl=600.0)
+        self.heard.take(who.peer_id, encoding.seal(who, said))
+        await made.store(endpoints.announcements_key(M.run_id), who.peer_id, encoding.seal(who, said), ttl=600.0)
         if who.peer_id == OPERATOR:
 
             async def roster(peer: str, request: bytes) -> bytes:
@@ -187,7 +186,7 @@ def test_nodes_that_one_node_does_not_know_are_found_in_the_dht(tmp_path: Path) 
             addresses=(f"/ip4/198.51.100.2/tcp/31337/p2p/{VOLUNTEERS[0].peer_id}",),
         )
         key, node = endpoints.announcements_key(both.run_id), street.network.peers[VOLUNTEERS[0].peer_id]
-        await node.store(key, node.peer_id, sealed.seal(VOLUNTEERS[0], said), ttl=600.0)
+        await node.store(key, node.peer_id, encoding.seal(VOLUNTEERS[0], said), ttl=600.0)
         await street.settle(both)
         assert [address.rpartition("/")[2] for address in street.doors[-1].relays] == list(both.operators)
 

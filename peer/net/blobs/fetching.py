@@ -123,8 +123,10 @@ class Fetcher:
             return
         if not blob_hash.is_name(name.removesuffix(LEAVES) if place is not None else name):  # it would be a path
             raise RemoteError("nobody", "blob: its name is not 64 hexadecimal digits; nothing is fetched")
-        if not 0 <= size <= blob_hash.MAX_BLOB:
-            raise RemoteError("nobody", f"blob {name[:12]}: {size} bytes; at most {blob_hash.MAX_BLOB} are fetched")
+        if not 0 <= size <= blob_hash.MAX_BLOB_BYTES:
+            raise RemoteError(
+                "nobody", f"blob {name[:12]}: {size} bytes; at most {blob_hash.MAX_BLOB_BYTES} are fetched"
+            )
         task = self._running.get(name)
         if task is None:
             self._running[name] = task = asyncio.create_task(
@@ -182,7 +184,7 @@ class Fetcher:
         async def turn() -> None:
             job = self._begun.get(name)
             if job is None:
-                part = await asyncio.to_thread(self._store.part, name, size) if size > blob_hash.WHOLE else None
+                part = await asyncio.to_thread(self._store.part, name, size) if size > blob_hash.WHOLE_BYTES else None
                 missing = sorted(part.missing) if part is not None else [0]
                 self._begun[name] = job = Job(name, size, part, deque(missing), place, all_asked=all_asked)
                 if part is not None and part.leaves is not None:
@@ -208,7 +210,7 @@ class Fetcher:
         insisted: set[str] = set()
         waiting, busy, more = self._holders.order(holders, job.size), deque[str](), deque[str]()
         workers: dict[asyncio.Task[list[str]], Asked] = {}
-        parallel = min(PARALLEL, 1 + len(job.todo) * blob_hash.RANGE // PARALLEL_BYTES)
+        parallel = min(PARALLEL, 1 + len(job.todo) * blob_hash.RANGE_BYTES // PARALLEL_BYTES)
         last: RemoteError | None = None
         done, known = asyncio.create_task(job.done.wait()), asyncio.create_task(job.known.wait())
         clock = asyncio.get_running_loop().time
@@ -335,7 +337,7 @@ class Fetcher:
             speed = self._holders.speed(peer)
             if leaves:
                 assert job.part is not None
-                digests = await self._answer(stream, blob_hash.LEAF * blob_hash.count(job.size))
+                digests = await self._answer(stream, blob_hash.LEAF_BYTES * blob_hash.count(job.size))
                 if not job.known.is_set():
                     if not await asyncio.to_thread(job.part.learn, digests):
                         raise Corrupt(peer, f"{what} sent digests that are not those of the blob")
@@ -406,7 +408,7 @@ class Fetcher:
                 continue
             index = mine[0]
             begin, end = (0, job.size) if job.part is None else blob_hash.span(job.size, index)
-            data = await self._answer(stream, blob_hash.WHOLE)
+            data = await self._answer(stream, blob_hash.WHOLE_BYTES)
             now = clock()
             if not measured:
                 measured = True

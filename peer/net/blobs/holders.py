@@ -61,7 +61,7 @@ class Speed:
     def depth(self) -> int:
         """Enough ranges to fill the way there and back one and a half times, and some more."""
         ahead = (
-            SLACK + math.ceil(1.5 * self.latency / (self.seconds_per_byte * blob_hash.RANGE))
+            SLACK + math.ceil(1.5 * self.latency / (self.seconds_per_byte * blob_hash.RANGE_BYTES))
             if self.seconds_per_byte
             else 0
         )

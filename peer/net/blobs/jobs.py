@@ -92,7 +92,7 @@ class Job:
     @property
     def came(self) -> int:
         """Bytes that are here of a large blob, the last range taken to be whole."""
-        return max(0, self.size - blob_hash.RANGE * len(self.part.missing)) if self.part is not None else 0
+        return max(0, self.size - blob_hash.RANGE_BYTES * len(self.part.missing)) if self.part is not None else 0
 
     def is_missing(self, index: int) -> bool:
         """Whether a range is not here yet."""
@@ -120,7 +120,7 @@ class Job:
         if mine or not self.asked:
             return None
         index, since = min(self.asked.items(), key=lambda item: item[1])
-        late = asyncio.get_running_loop().time() - since - 4 * speed.expected(blob_hash.RANGE)
+        late = asyncio.get_running_loop().time() - since - 4 * speed.expected(blob_hash.RANGE_BYTES)
         return index if late > OVERDUE_SECONDS else None
 
     def ask(self, mine: deque[int], index: int) -> None:

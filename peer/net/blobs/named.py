@@ -31,7 +31,7 @@ async def fetch_named(transport: Transport, peer: str, name: str, *, limit: int,
             raise RemoteError(peer, f"{what}: {size} bytes; at most {limit} are taken")
         data = bytearray()
         while len(data) < size:
-            piece = await stream.recv(blob_hash.RANGE, timeout=timeout)
+            piece = await stream.recv(blob_hash.RANGE_BYTES, timeout=timeout)
             if not piece or len(data) + len(piece) > size:
                 raise RemoteError(peer, f"{what}: it sent another number of bytes than it said; ask another node")
             data += piece

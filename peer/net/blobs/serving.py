@@ -165,14 +165,14 @@ class BlobServer:
     async def _send_named(self, stream: Stream, data: bytes | None) -> None:
         await stream.send(framing.pack_message({"size": -1 if data is None else len(data)}))
         view = memoryview(data or b"")
-        for start in range(0, len(view), blob_hash.RANGE):
+        for start in range(0, len(view), blob_hash.RANGE_BYTES):
             async with self._pieces[stream.remote]:
-                await self.uplink.turn(stream.remote, blob_hash.RANGE)
-                await stream.send(view[start : start + blob_hash.RANGE])
+                await self.uplink.turn(stream.remote, blob_hash.RANGE_BYTES)
+                await stream.send(view[start : start + blob_hash.RANGE_BYTES])
 
     async def _answer(self, stream: Stream, name: str, request: Mapping[str, object]) -> None:
         size, peer = request.get("size"), stream.remote
-        if not isinstance(size, int) or not 0 <= size <= blob_hash.MAX_BLOB:
+        if not isinstance(size, int) or not 0 <= size <= blob_hash.MAX_BLOB_BYTES:
             raise MessageError(peer, f"blobs for {short_peer(peer)}: asks for an impossible size; it was closed")
         blob = self._store.find(name)
         coming = self._coming(name, peer, _named_by(request)) if blob is None else None
@@ -240,14 +240,14 @@ class BlobServer:
         if blob is None or leaves is None:
             return await _say(stream, "absent")
         await _say(stream, "here")
-        if request.get("whole") is True and size <= blob_hash.WHOLE:
+        if request.get("whole") is True and size <= blob_hash.WHOLE_BYTES:
             async with self._pieces[stream.remote]:
                 data = await asyncio.to_thread(self._read_whole, name, blob, leaves)
                 await self.uplink.turn(stream.remote, size)
                 await stream.send(data)
             sent[0] = size
             return
-        if request.get("leaves") is True and len(leaves) > blob_hash.LEAF:
+        if request.get("leaves") is True and len(leaves) > blob_hash.LEAF_BYTES:
             await self.uplink.turn(stream.remote, len(leaves))
             await stream.send(leaves)
         for _ in range(2 * blob_hash.count(size) + MOST_AHEAD):
@@ -317,7 +317,7 @@ def _place(said: object) -> Place | None:
     """What a request says of where a range is; None where there can be no such place."""
     match said:
         case [str(name), int(size), int(index)] if (
-            blob_hash.is_name(name) and 0 <= size <= blob_hash.MAX_BLOB and -1 <= index < blob_hash.count(size)
+            blob_hash.is_name(name) and 0 <= size <= blob_hash.MAX_BLOB_BYTES and -1 <= index < blob_hash.count(size)
         ):
             return Place(name, size, index)
     return None

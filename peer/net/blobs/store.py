@@ -53,7 +53,7 @@ class Place:
     def length(self) -> int:
         """Bytes."""
         if self.index < 0:
-            return blob_hash.LEAF * blob_hash.count(self.size)
+            return blob_hash.LEAF_BYTES * blob_hash.count(self.size)
         start, end = blob_hash.span(self.size, self.index)
         return end - start
 
@@ -271,7 +271,10 @@ class Part:
         return True
 
     def _learn(self, leaves: bytes) -> bool:
-        if len(leaves) != blob_hash.LEAF * blob_hash.count(self.size) or blob_hash.root(self.size, leaves) != self.name:
+        if (
+            len(leaves) != blob_hash.LEAF_BYTES * blob_hash.count(self.size)
+            or blob_hash.root(self.size, leaves) != self.name
+        ):
             return False
         with contextlib.suppress(FileNotFoundError), self._disk.open(self._path) as file:
             for index in sorted(self.missing):
@@ -290,7 +293,7 @@ class Part:
         if self.leaves is None or not blob_hash.is_leaf(self.leaves, index, data):
             return False
         try:
-            self._disk.write_at(self._path, index * blob_hash.RANGE, data)
+            self._disk.write_at(self._path, index * blob_hash.RANGE_BYTES, data)
         except OSError as error:
             self._discard()
             raise disk_error(self._store.folder, error) from None

@@ -1,21 +1,19 @@
-"""Who may be beside whom in a chain, after somebody said that what its neighbour sends are lies. Pure, and each node's own sight.
+"""Accusations between neighbours in a chain: who may stand next to whom. Pure, and each node's own view.
 
-Such a report (`ChainFailure` with a reason that begins with LIES; what makes it: peer/chain/screening.py) is only a claim: the accused may
-lie, or the accuser. So both pay. From then on they have a *quarrel*, and no plan and no repair puts them beside each other (`Candidate.apart`).
-At once one of the two loses its place to a spare: who has more quarrels, the accused if both have as many (`loser`). And a plan takes others
-in the place of the accused where it can: with each accuser it counts as half as likely to be there (`Candidate.presence`).
+A report that a neighbour sends wrong data (`ChainFailure` with a reason that begins with LIES, from
+peer/chain/screening.py) is only a claim, so both sides pay. No plan and no repair puts the two next to each other
+(`Candidate.apart`), one of them loses its place to a spare (`loser`: the one with more accusations, else the accused),
+and each accusation halves the accused peer's presence in plans (`Candidate.presence`).
 
-Who lies has quarrels wherever it is put, an honest peer only with liars. So all that have quarrels are looked at together: as long as anybody
-has OUT quarrels or more, the one with the most of them (then: who was accused most often) is *out*, and its quarrels no longer speak against
-others. Who is out is in no chain; it may still be a full replica.
+A liar collects accusations everywhere, an honest peer only from liars. As long as a peer has EXPEL_COUNT or more, the
+one with the most is *out* of all chains, and its accusations no longer speak against others. It may be a full replica.
 
-    a liar              comes after all others, and is out when a second neighbour has named it
-    one false accuser   costs each peer that it accuses one neighbour and some preference, and is out with the second
-    k false accusers    cost some peers their places in chains until they have made more quarrels than those have; then all these are back
+    a liar              ranks last, and is out when a second neighbour has named it
+    one false accuser   costs each accused peer one neighbour and some preference, and is out with the second
+    k false accusers    keep peers out of chains until they have made more accusations than those have
 
-A quarrel ends after FIRST_ROUNDS rounds, and each further one of the same two lasts twice as long, MOST_ROUNDS at most: an honest neighbour that was
-accused by mistake is one again soon, and a liar is found again within a round. All of them are forgotten where no replica can be planned without forgetting them: a run of two must not
-stand still for one false alarm, and where a lie was true, it is found again before anything of that round counts. All nodes hear the reports, so that whoever leads knows them; one that was started anew does not.
+An accusation ends after FIRST_ROUNDS; each further one of the same pair lasts twice as long, MOST_ROUNDS at most. All
+are forgotten where no replica could be planned otherwise. Every node hears the reports; a restarted one has forgotten.
 """
 
 from __future__ import annotations
@@ -30,15 +28,15 @@ from protocol.wire.session import ChainFailure
 
 LIES = "lies: "
 """How the reason of such a report begins."""
-OUT = 2
-TRUST = 0.5
+EXPEL_COUNT = 2
+ACCUSED_PRESENCE = 0.5
 FIRST_ROUNDS, MOST_ROUNDS = 16, 1024
-REMEMBERED = 1024
-"""Quarrels, and pairs that had some; the oldest is forgotten first."""
+REMEMBERED_PAIRS = 1024
+"""Accusations, and pairs that had some; the oldest is forgotten first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Quarrel:
+class Accusation:
     """Effect: show that `accuser` said of `accused` what `reason` says. `out`: who is in no chain from now on."""
 
     accuser: str
@@ -47,7 +45,7 @@ class Quarrel:
     out: tuple[str, ...]
 
 
-class Quarrels:
+class Accusations:
     """Those of a run. `out`: who is in no chain."""
 
     def __init__(self) -> None:
@@ -57,8 +55,8 @@ class Quarrels:
         self._with: dict[str, set[str]] = {}
         self._named = Counter[str]()
 
-    def hear(self, peer: str, failure: ChainFailure, chains: Iterable[ReplicaSpec | None]) -> list[Quarrel]:
-        """A member's report about its chain; `chains`: that chain as it was planned and as it is now. A Quarrel if it is news."""
+    def report(self, peer: str, failure: ChainFailure, chains: Iterable[ReplicaSpec | None]) -> list[Accusation]:
+        """A member's report about its chain (`chains`: as planned and as it is now); an Accusation if it is new."""
         key = peer, failure.peer
         if not failure.reason.startswith(LIES) or key in self._until:
             return []
@@ -69,10 +67,10 @@ class Quarrels:
         self._until[key] = failure.round + min(MOST_ROUNDS, FIRST_ROUNDS << times)
         self._times[key] = min(times + 1, MOST_ROUNDS.bit_length())
         for known in (self._until, self._times):
-            while len(known) > REMEMBERED:
+            while len(known) > REMEMBERED_PAIRS:
                 del known[next(iter(known))]
         self._look()
-        return [Quarrel(*key, failure.reason, tuple(sorted(self.out - before)))]
+        return [Accusation(*key, failure.reason, tuple(sorted(self.out - before)))]
 
     def begin(self, round: int) -> None:
         """This round begins: what has lasted long enough is over."""
@@ -94,18 +92,16 @@ class Quarrels:
         return accuser if len(self._with.get(accuser, ())) > len(self._with.get(accused, ())) else accused
 
     def may_take(self, spare: str, place: str, chain: ReplicaSpec) -> bool:
-        """Whether a spare may take the place of this member of a chain."""
         at = chain.peers.index(place)
         beside = chain.peers[max(at - 1, 0) : at] + chain.peers[at + 1 : at + 2]
         return spare not in self.out and self._with.get(spare, set()).isdisjoint(beside)
 
     def marked(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The candidates, as the planner is to see them."""
         return [self._mark(candidate) if candidate.peer in self._with else candidate for candidate in candidates]
 
     def _mark(self, candidate: Candidate) -> Candidate:
         apart = self._with[candidate.peer].union(candidate.apart)
-        presence = candidate.presence * TRUST ** self._named[candidate.peer]
+        presence = candidate.presence * ACCUSED_PRESENCE ** self._named[candidate.peer]
         alone = candidate.peer in self.out
         return dataclasses.replace(candidate, apart=tuple(sorted(apart)), presence=presence, alone=alone)
 
@@ -120,7 +116,7 @@ class Quarrels:
         out = set[str]()
         while left:
             worst = max(left, key=lambda peer: (len(left[peer]), named[peer], peer))
-            if len(left[worst]) < OUT:
+            if len(left[worst]) < EXPEL_COUNT:
                 break
             out.add(worst)
             for other in left.pop(worst):
