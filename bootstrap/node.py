@@ -473,7 +473,7 @@ class BootstrapNode:
                     following.append(paxos_events.Proposed(access.dated(commit, self._clock.wall())))
                 case leader_events.Send(peers, message, first):
                     if first and isinstance(message, ChainReconfig):
-                        self._emit(events.chain_reconfigured(message))
+                        self._emit(extend(events.ChainReconfigured, message))
                     self._sessions.post(peers, message)
                 case leader_events.Done(round):
                     self._finish(round)

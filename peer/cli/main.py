@@ -1,6 +1,7 @@
-"""The command `potluck`: the table of what can be typed.
+"""The command `potluck`: its subcommands, by name.
 
-Exit codes: 0 done, 2 bad usage or input, 1 anything else. The module of a command is imported when the command is typed: `--help` needs none.
+Exit codes: 0 done, 2 bad usage or input, 1 anything else. A subcommand's module is imported when it is typed;
+`potluck --help` imports none.
 """
 
 from __future__ import annotations
@@ -29,114 +30,120 @@ ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0..."
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
-    """A command, or a group of commands, whose module is imported when it is needed."""
+class LazyCommand:
+    """A command, or a group of commands, that is imported when it is used."""
 
     load: Callable[[], Any]
-    """Gives the function with the command's options, or the group."""
+    """Imports the command function or the group."""
     help: str
     example: str | None = None
-    """Something to type; None for a group."""
+    """Example to type; None for a group."""
 
 
 COMMANDS = {
-    "demo": Late(
-        lambda: import_module("peer.cli.demo").demo,
+    "demo": LazyCommand(
+        lambda: import_module("peer.cli.demo").command,
         "Train a small model on this machine with a whole swarm of processes: the same code as bootstrap and join.",
         "potluck demo --full 2 --chains 1 --stages 3 --out demo-run --json result.json",
     ),
-    "doctor": Late(
-        lambda: import_module("peer.cli.doctor").doctor,
-        "Find out whether this machine can join, and what it would do: one finding a line, each with its remedy. Exit code 0: it can.",
+    "doctor": LazyCommand(
+        lambda: import_module("peer.cli.doctor").command,
+        "Find out whether this machine can join, and what it would do: one finding a line, each with its remedy."
+        " Exit code 0: it can.",
         f"potluck doctor {ADDRESS}",
     ),
-    "join": Late(
+    "join": LazyCommand(
         lambda: import_module("peer.cli.join").command,
         "Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost).",
         f"potluck join {ADDRESS} --memory 8GB",
     ),
-    "monitor": Late(
-        lambda: import_module("peer.cli.watch").monitor,
-        "Watch a run: peers, roles, chains, rounds, losses and bytes. Trains nothing. On a terminal, keys switch between views.",
+    "monitor": LazyCommand(
+        lambda: import_module("peer.cli.watch").command,
+        "Watch a run: peers, roles, chains, rounds, losses and bytes. Trains nothing. On a terminal, keys switch"
+        " between views.",
         f"potluck monitor {ADDRESS}",
     ),
-    "me": Late(
+    "me": LazyCommand(
         lambda: import_module("peer.cli.log").me,
         "See how much of a run is yours: tokens, share, rank, rounds, and what was left out and why.",
         f"potluck me {ADDRESS}",
     ),
-    "service": Late(
+    "service": LazyCommand(
         lambda: import_module("peer.cli.service").app,
-        "Take part for weeks: the system runs a peer or a bootstrap node, and starts it again after crashes and when it starts itself.",
+        "Take part for weeks: the system runs a peer or a bootstrap node, and starts it again after crashes and when it"
+        " starts itself.",
     ),
-    "sample": Late(
-        lambda: import_module("peer.cli.sample").sample,
-        "Let the model of a run write text, which is shown as it is made. A base model goes on with what it is given.",
+    "sample": LazyCommand(
+        lambda: import_module("peer.cli.model").sample,
+        "Let the model of a run write text, which is shown as it is made. A base model continues its prompt.",
         'potluck sample demo-run/bootstrap --prompt "Our allies" --tokens 100',
     ),
-    "eval": Late(
-        lambda: import_module("peer.cli.eval").evaluate,
-        "Find out how well the model of a run foretells given text: loss, perplexity and bits per byte.",
+    "eval": LazyCommand(
+        lambda: import_module("peer.cli.model").evaluate,
+        "Measure how well the model of a run predicts given text: loss, perplexity and bits per byte.",
         "potluck eval demo-run/bootstrap text.txt more.jsonl",
     ),
-    "export": Late(
-        lambda: import_module("peer.cli.export").export,
-        "Write the model of a run as a folder that transformers loads. What is written is what the log gives, checked commit by commit.",
+    "export": LazyCommand(
+        lambda: import_module("peer.cli.model").export,
+        "Write the model of a run as a folder that transformers loads. The log is checked and replayed.",
         "potluck export demo-run/bootstrap --out demo-model",
     ),
-    "init": Late(
-        lambda: import_module("peer.cli.init").init,
+    "init": LazyCommand(
+        lambda: import_module("peer.cli.init").command,
         "Make a run of your own: its manifest, its text and your node's key, in one folder.",
         "potluck init my-run text/*.parquet --preset 178m",
     ),
-    "data": Late(
+    "data": LazyCommand(
         lambda: import_module("peer.cli.data").app,
         "Make the text of a run: a corpus of tokenized, shuffled sequences (docs/guides/data.md).",
     ),
-    "bootstrap": Late(
+    "bootstrap": LazyCommand(
         lambda: import_module("peer.cli.bootstrap").command,
         "Run a bootstrap node: entry point, log, matchmaker and archive of a run.",
         "potluck bootstrap my-run.toml --host 0.0.0.0 --port 31337. "
         "With four operators, the nodes of the others: potluck bootstrap my-run.toml --initial-peer ADDRESS",
     ),
-    "key": Late(
+    "key": LazyCommand(
         lambda: import_module("peer.cli.bootstrap").key,
-        "Print the name of the node or peer in a folder, such as the first operator needs it; makes its key if there is none.",
+        "Print the name of the node or peer in a folder, such as the first operator needs it; makes its key if there is"
+        " none.",
         "potluck key --dir my-node",
     ),
-    "invite": Late(
-        lambda: import_module("peer.cli.invite").invite,
-        "Print a line with which friends join a run that is closed: as an operator, with the key of your bootstrap node.",
+    "invite": LazyCommand(
+        lambda: import_module("peer.cli.decrees").invite,
+        "Print a line with which friends join a run that is closed: as an operator, with the key of your bootstrap"
+        " node.",
         "potluck invite my-run.toml --count 5 --expires 7d",
     ),
-    "plan": Late(
+    "plan": LazyCommand(
         lambda: import_module("peer.cli.plan").plan,
         "Print the plan that the matchmaker would make, its tokens per second, and why it is so. Changes nothing.",
         "potluck plan my-peers.toml --what-if +10:8GB,20Mbps,100Mbps,5TFLOPS",
     ),
-    "run": Late(
+    "run": LazyCommand(
         lambda: import_module("peer.cli.decrees").app,
-        "Change who may take part in a run, how long it is, its limits, and who operates it: as an operator, with the key of your bootstrap"
-        " node. With several operators, enough of them type the same.",
+        "Change who may take part in a run, how long it is, its limits, and who operates it: as an operator, with the"
+        " key of your bootstrap node. With several operators, enough of them type the same.",
     ),
-    "log": Late(
+    "log": LazyCommand(
         lambda: import_module("peer.cli.log").app,
-        "Read the log of a run: from a bootstrap node's folder (only read, whether the node runs or not), or over the network.",
+        "Read the log of a run: from a bootstrap node's folder (only read, whether the node runs or not), or over the"
+        " network.",
     ),
 }
-"""In the order in which most need them: try it, take part, use the model; then operate a run."""
+"""By expected use: try it, take part, use the model; then operate a run."""
 
 
 class _Loaded(Mapping[str, TyperCommand | TyperGroup]):
-    """The commands of the table, each made when it is asked for."""
+    """Imports and makes each command on access."""
 
     def __getitem__(self, name: str) -> TyperCommand | TyperGroup:
-        late, only = COMMANDS[name], group()
-        found = late.load()
+        lazy, only = COMMANDS[name], group()
+        found = lazy.load()
         if isinstance(found, typer.Typer):
-            only.add_typer(found, name=name, help=late.help)
+            only.add_typer(found, name=name, help=lazy.help)
             return typer.main.get_group(only).commands[name]  # type: ignore[return-value]
-        only.command(name, help=late.help, epilog=f"Example: {late.example}")(found)
+        only.command(name, help=lazy.help, epilog=f"Example: {lazy.example}")(found)
         return typer.main.get_command(only)  # type: ignore[return-value]
 
     def __iter__(self) -> Iterator[str]:
@@ -151,7 +158,7 @@ class _Potluck(Commands):
         super().__init__(**attributes | {"commands": _Loaded()})
 
     def helps(self) -> dict[str, str]:
-        return {name: late.help for name, late in COMMANDS.items()}
+        return {name: lazy.help for name, lazy in COMMANDS.items()}
 
 
 def _print_version(wanted: bool) -> None:
@@ -172,15 +179,12 @@ def before_any_command(
         bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    if context.invoked_subcommand not in (
-        "data",
-        "eval",
-    ):  # a build whose source is on a hub, and tasks, may read from it
+    if context.invoked_subcommand not in ("data", "eval"):  # only these may read from a hub
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def _check_pasted(arguments: Sequence[str]) -> None:
-    """Raises UsageError where a whole line, `potluck join ADDRESS`, stands where its last word belongs."""
+    """Raises UsageError if a whole line, `potluck join ADDRESS`, is pasted in place of ADDRESS."""
     at = next((i for i, word in enumerate(arguments) if "/p2p/" in word and "#" in word), 0)
     begin = 1 if not arguments or arguments[0] not in COMMANDS or COMMANDS[arguments[0]].example else 2
     more = arguments[begin:at]
@@ -192,10 +196,13 @@ def _check_pasted(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, factories: Factories | None = None) -> None:
-    """Entry point of the command. `arguments`: what is typed after `potluck` (default: what was). `factories`: what
-    `potluck join` makes a peer's parts with (default: the usual)."""
-    if arguments is None and isinstance(sys.stdout, io.TextIOWrapper):  # else the output is somebody else's
-        # for names of files that are no text, and terminals that show less
+    """Entry point of the program.
+
+    arguments: the words after `potluck` (default: the process's own).
+    factories: make the parts of the peer of `potluck join` (default: the usual ones).
+    """
+    if arguments is None and isinstance(sys.stdout, io.TextIOWrapper):
+        # file names may not be text, and a terminal may lack characters
         sys.stdout.reconfigure(errors="backslashreplace")
     with running.reporting():
         make_home()

@@ -1,14 +1,18 @@
-"""What is typed: options and arguments that several commands have, and how a group lists its commands."""
+"""Options that several commands share, command functions made from options, and groups of commands."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+import os
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
+
+from peer.cli import running
 
 T = TypeVar("T")
 Dir = Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.", show_default=True)]
@@ -27,11 +31,15 @@ Announce = Annotated[
     list[str] | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Where others reach this machine, if that is not where it listens, such as /ip4/203.0.113.5/tcp/40213, where a"
-        " provider has another port for the one of --port; may be repeated.",
+        help="Where others reach this machine, if that is not where it listens, such as /ip4/203.0.113.5/tcp/40213,"
+        " where a provider has another port for the one of --port; may be repeated.",
         show_default=False,
     ),
 ]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+Memory = Annotated[str, typer.Option(help='Memory to offer, such as "8GB"; auto: most of what is free.')]
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads for training.")]
+DEFAULT_THREADS = max(1, (os.cpu_count() or 2) // 2)
 Port = Annotated[int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")]
 Devices = Annotated[
     str | None,
@@ -44,21 +52,16 @@ Devices = Annotated[
 
 
 class Commands(TyperGroup):
-    """A group of commands. The list of what they do is wrapped, where the usual one cuts each line."""
+    """A group of commands whose list is wrapped; click's truncates each line."""
 
     def helps(self) -> dict[str, str]:
-        """What each command says of itself."""
+        """Help text by command."""
         return {name: command.help or "" for name, command in self.commands.items()}
 
     def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, _sentence(text)) for name, text in self.helps().items()])
-
-
-def _sentence(text: str) -> str:
-    """The first one."""
-    words = " ".join(text.split())
-    return words.split(". ")[0].removesuffix(".") + "."
+            sentences = {name: " ".join(text.split()).split(". ")[0] for name, text in self.helps().items()}
+            formatter.write_dl([(name, f"{first.removesuffix('.')}.") for name, first in sentences.items()])
 
 
 def group(cls: type[Commands] = Commands, help: str | None = None) -> typer.Typer:
@@ -73,13 +76,31 @@ def group(cls: type[Commands] = Commands, help: str | None = None) -> typer.Type
     )
 
 
-def with_options(
-    reads: Callable[..., T], work: Callable[[functools.partial[T], typer.Context], None]
-) -> Callable[..., None]:
-    """A command with the options of `reads`, which does `work` with a call that reads them."""
+def with_options(options: Callable[..., T], work: Callable[[T, typer.Context], None]) -> Callable[..., None]:
+    """Returns a command with the parameters of `options`; it calls work(options(...), context).
 
-    @functools.wraps(reads)
+    options: a dataclass, or a function that reads what was typed. Raises UsageError.
+    """
+
+    def command(context: typer.Context, **given: Any) -> None:
+        with running.reporting():
+            chosen = options(**given)
+        work(chosen, context)
+
+    context, _ = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [context, *inspect.signature(options, eval_str=True).parameters.values()]
+    named = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    command.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in named}
+    command.__doc__ = None
+    return command
+
+
+def coroutine(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Returns a command with the parameters of the coroutine function `work`. Exit code 1 after Ctrl-C."""
+
+    @functools.wraps(work)
     def command(**given: Any) -> None:
-        work(functools.partial(reads, **given), given["context"])
+        running.run(work(**given), interrupted=1)
 
     return command

@@ -21,7 +21,7 @@ class JoinConfig:
     folder: Path
     """Key, state and payloads."""
     door: Door = field(default_factory=lambda: Door(host="0.0.0.0"))
-    """Where the peer listens. `announce` is as typed."""
+    """Where the peer listens, and the addresses that its user announces."""
     devices: tuple[str, ...] = ("cpu",)
     """As typed: they may say `auto`, or name GPUs that are not there."""
     memory_bytes: int | None = None
@@ -66,7 +66,5 @@ class Machine:
     hardware: Hardware
     reached: Reachability | None = None
     """How others reach it (peer/net/reach.py); None: it listens to itself only."""
-    announced: tuple[str, ...] = ()
-    """Addresses, without the peer's id, at which its user says that others reach it."""
     downlink: Measurement | None = None
     """What was measured of the downlink; None: nothing."""

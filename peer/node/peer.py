@@ -120,7 +120,7 @@ class Peer:
         self._network = network = Network(transport, self._directory, self._factories.clock, emit, uplink)
         self._reach: ReachMonitor | None = None
         if machine.reached is not None:
-            around = reach.reach_context(self._directory, transport, machine.announced)
+            around = reach.reach_context(self._directory, transport, config.door.announce)
             self._reach = ReachMonitor(around, Reachability(how=machine.reached.how), self._reached)
         ticket = config.run.ticket
         joining = None if ticket is None else ticket.joined(identity.peer_id)

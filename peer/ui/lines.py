@@ -1,8 +1,7 @@
-"""Events as lines of text: the messages of the screen, and what a process prints where there is no terminal.
+"""Events as lines of text: messages of the screen, and the output of processes without a terminal.
 
-Printed is one short line a round, and what is rare: who comes and goes, the first plan, warnings, chains that go on
-with other members, blocks that move, the end. What each stage computes and waits for is on the screen and in the JSON
-lines only.
+The output is one short line a round, and rare events: arrivals and departures, the first plan, warnings, changes of
+chains, the end. Details of stages are on the screen and in the JSON lines only.
 """
 
 from __future__ import annotations
@@ -16,27 +15,40 @@ from typing import NamedTuple, TextIO, assert_never
 from peer import events
 from peer.events import Event, Sink
 from peer.net.address import host_of, is_link_local, is_loopback
-from peer.ui.names import Names
-from peer.ui.text import blocks, called, cleaned, clock, count, duration, mean_loss, rate, readable, schedule_of, size
+from peer.ui.text import (
+    Names,
+    blocks,
+    called,
+    cleaned,
+    clock,
+    count,
+    duration,
+    mean_loss,
+    rate,
+    readable,
+    schedule_of,
+    size,
+)
 from protocol.wire.claims import Evaluation, Score
-from protocol.wire.commit import Commit, LeftOut
+from protocol.wire.commit import Commit
 from protocol.wire.decree import Decree
 
 MARKS = {"info": "·", "good": "✓", "warning": "!", "error": "✗"}
-"""How a line begins, by its level."""
+"""First character of a line, by level."""
 _ASCII = str.maketrans({
     "◄": "<", "←": "<",
-    "·": "-", "✓": "+", "✗": "x", "…": "~", "×": "x", "−": "-", "█": "#", "░": ".", "●": "*", "○": "o", "→": ">",
+    "·": "-", "✓": "+", "✗": "x", "…": "~", "×": "x", "−": "-", "█": "#", "░": ".", "●": "*", "○": "o",
+    "→": ">",
     "▏": " ", "▎": " ", "▍": " ", "▌": " ", "▋": " ", "▊": " ", "▉": " ",
 })  # fmt: skip
 
 
 LONGEST_WARNING = 400
-"""Characters: what is to be done stands at its end, behind addresses."""
+"""Characters; the remedy is at the end, behind addresses."""
 
 
 class Said(NamedTuple):
-    """What an event says to a reader; `level`: info, good, warning or error."""
+    """A line for an event. level: info, good, warning or error."""
 
     level: str
     text: str
@@ -44,7 +56,7 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What happened, for a reader."""
+    """A message to a reader."""
 
     time: float
     """Unix seconds."""
@@ -55,15 +67,12 @@ class Note:
 
 
 def ascii(text: str) -> str:
-    """`text` for a terminal that shows nothing else than ASCII; each character keeps its place."""
+    """Replaces each character that is not ASCII by one that is."""
     return text.translate(_ASCII).encode("ascii", "replace").decode()
 
 
 def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
-    """A cleaned event as those see it who watch the whole run; `names`: how peers are called, by their ids.
-
-    Long because each kind of event has a line of its own.
-    """
+    """The lines of a cleaned event for a reader who watches the whole run. names: by peer id."""
     source = called(event.source, names)
     match event.body:
         case events.Listening(address=""):
@@ -123,21 +132,21 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Warning(text=text):
             return [Said("warning", readable(text, names, LONGEST_WARNING))]
         case events.Attest() | events.Leads() | events.Recovered():
-            return []  # everybody's, after every round; the quorum's own affair; a way that ends in `round`
+            return []  # after every round, of every peer; internal to the quorum; followed by `round`
         case events.Started() | events.Role() | events.Step() | events.Chain() | events.Announced() | events.Offered():
-            return []  # every peer's, in every round: the screen's table shows them
+            return []  # of every peer, in every round: in the screen's table
         case events.TextFetched() | events.Found() | events.ReadingLog() | events.Fetching() | events.Waiting():
-            return []  # every peer's own affair
+            return []  # for the peer's own user
         case events.Measured() | events.Reachable():
-            return []  # the node says it again, when it says that the peer is ready
+            return []  # repeated by the node with `ready`
         case events.Round() | events.Finished() | events.ChainFailed():
-            return []  # likewise; a failure of a chain is in what the node decides about it
+            return []  # likewise; the node reports its decision about a failed chain
         case never:
             assert_never(never)
 
 
 def _reaches(host: str) -> list[Said]:
-    """Where a line to join with works, if not for everybody who has a way to this machine."""
+    """A warning if the address to join works for some machines only."""
     if is_loopback(host):
         remedy = "for others, give --host 0.0.0.0, or --announce with the address at which they reach it"
         return [Said("warning", f"that line works on this machine only: the node has no other address; {remedy}")]
@@ -148,14 +157,17 @@ def _reaches(host: str) -> list[Said]:
 
 
 def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
-    """As `describe`, of what a peer tells of itself."""
+    """As `describe`, for the user of the peer that reports the event."""
     match event.body:
         case events.Started() as s:
             return [Said("info", f"{called(s.peer, names)} is here: {s.device}, {size(s.memory_bytes)}")]
         case events.Found() as f:
             model = f"{f.parameters / 1e6:,.1f}M parameters, rounds of {duration(f.round_seconds)}"
             text = f"run {f.run[:12]}… {f.name}: {model}; finding out how others reach this machine"
-            return [Said("info", text), *_probation(f.probation)]
+            rounds = "the first round" if f.probation == 1 else f"the first {f.probation} rounds"
+            newcomers = f"the work of newcomers has no weight in {rounds} that they bring; it is judged"
+            newcomers += ", and goes into their work after it"
+            return [Said("info", text), *([Said("info", newcomers)] if f.probation else [])]
         case events.ReadingLog() as log:
             return [_read_of_log(log)]
         case events.Fetching() as f:
@@ -183,7 +195,8 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Round(round=0) | events.Round(holds=False) as done:
             return list(_measured(done.evaluations, done.scores, names))
         case events.Round(round=round, own_tokens=tokens, probation=why) as done:
-            amounts = f"{size(done.bytes_sent)} sent, {size(done.bytes_received)} received and {size(done.bytes_written)} written to disk since the start"
+            amounts = f"{size(done.bytes_sent)} sent, {size(done.bytes_received)} received"
+            amounts += f" and {size(done.bytes_written)} written to disk since the start"
             own = f", with {tokens:,} tokens of this machine's work" if tokens else ""
             tried = [Said("info", f"round {round}, this machine's work: {readable(why, names)}")] if why else []
             return [
@@ -208,7 +221,7 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
 
 
 def decreed(decree: Decree, names: Mapping[str, str]) -> str:
-    """A decision of the operators."""
+    """A decree as text."""
     who = f" {called(decree.subject, names)}" if decree.subject else ""
     if decree.schedule is not None:
         who = f" {schedule_of(decree.schedule)}"
@@ -217,12 +230,6 @@ def decreed(decree: Decree, names: Mapping[str, str]) -> str:
     if decree.quorum is not None:
         who = f" {decree.quorum}"
     return f"{decree.action}{who}" + (f": {decree.reason}" if decree.reason else "")
-
-
-def _probation(rounds: int) -> list[Said]:
-    first = "the first round" if rounds == 1 else f"the first {rounds} rounds"
-    text = f"the work of newcomers has no weight in {first} that they bring; it is judged, and goes into their work after it"
-    return [Said("info", text)] if rounds else []
 
 
 def _read_of_log(log: events.ReadingLog) -> Said:
@@ -248,15 +255,16 @@ def _reached(how: str, addresses: Sequence[str]) -> list[Said]:
             return [Said("info", f"others connect to this machine through its router{where}")]
         case "private":
             text = (
-                "the router lets nobody in: neighbours behind such routers are reached through holes, or by a relay, which is slower;"
-                " to be reached by everybody, forward a TCP port of the router to this machine and give it with --port"
+                "the router lets nobody in: neighbours behind such routers are reached through holes, or by a relay,"
+                " which is slower; to be reached by everybody, forward a TCP port of the router to this machine and"
+                " give it with --port"
             )
             return [Said("info", text)]
     return []
 
 
 def _measured(evaluations: Sequence[Evaluation], scores: Sequence[Score], names: Mapping[str, str]) -> Iterator[Said]:
-    """What peers measured of the model and of contributions, as a commit has it."""
+    """A commit's held-out losses and scores."""
     for x in evaluations:
         text = f"loss {x.loss:.3f} after round {x.round}, {x.bits_per_byte:.3f} bits per byte"
         yield Said("good", f"held out: {text}, as {called(x.peer, names)} measured it")
@@ -276,7 +284,9 @@ def _commit(commit: Commit, names: Mapping[str, str]) -> Iterator[Said]:
         loss = mean_loss(commit.contributions)
         text = f"round {commit.round}: {count(commit.contributions, 'replica')}"
         yield Said("good", text + (f", loss {loss:.3f}" if loss is not None else ""))
-        yield from (_without(commit.round, x, names) for x in commit.left_out)
+        for left in commit.left_out:
+            without = f"round {commit.round} without replica {left.replica}: {readable(left.reason, names)}"
+            yield Said("info" if left.probation else "warning", without)
     if commit.decree is not None:
         yield Said("warning", f"decreed by the operators: {decreed(commit.decree.decree, names)}")
     yield from _measured(commit.evaluations, commit.scores, names)
@@ -284,11 +294,6 @@ def _commit(commit: Commit, names: Mapping[str, str]) -> Iterator[Said]:
         why = f": {joined.invitation.reason}" if joined.invitation.reason else ""
         by = called(joined.operator, names)
         yield Said("info", f"{called(joined.peer, names)} comes in, invited by operator {by}{why}")
-
-
-def _without(round: int, left: LeftOut, names: Mapping[str, str]) -> Said:
-    text = f"round {round} without replica {left.replica}: {readable(left.reason, names)}"
-    return Said("info" if left.probation else "warning", text)
 
 
 def _goes_on(chain: events.ChainReconfigured, names: Mapping[str, str]) -> str:
@@ -301,8 +306,7 @@ def _goes_on(chain: events.ChainReconfigured, names: Mapping[str, str]) -> str:
 
 
 class Lines:
-    """Turns events into lines. `own`: they are those of a peer that tells of itself; what it trains is said again when
-    that changes."""
+    """Formats events. own: for the user of the peer that reports them; its role is repeated only when it changes."""
 
     def __init__(self, names: Mapping[str, str] | None = None, *, own: bool = False) -> None:
         self._names = Names(names)
@@ -310,7 +314,7 @@ class Lines:
         self._role: tuple[object, ...] = ()
 
     def of(self, event: Event) -> list[str]:
-        """The lines that an event is worth, most often none."""
+        """The lines of an event, usually none."""
         event = cleaned(event)
         if self._own and isinstance(event.body, events.Role):
             b = event.body
@@ -324,12 +328,12 @@ class Lines:
 
 
 def sink(json: bool, *, own: bool = False) -> Sink:
-    """Prints events, as lines of JSON or for people. `own`: those of one peer, to its owner."""
+    """A sink that prints events, as JSON or as text. own: as of `Lines`."""
     return events.json_sink() if json else printer(Lines(own=own))
 
 
 def printer(lines: Lines, out: TextIO | None = None) -> Sink:
-    """Writes the lines of each event (default: to standard output); in ASCII where the output is not UTF-8."""
+    """A sink that writes each event's lines (default: to standard output), in ASCII unless the output is UTF-8."""
 
     def show(event: Event) -> None:
         file = out or sys.stdout

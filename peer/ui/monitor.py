@@ -1,11 +1,10 @@
-"""Watches a run without taking part: reads the log of commits and the announcements, and tells them as events.
+"""Event sources for screens: `Monitor` watches a run without taking part, `Replay` plays a recording.
 
-Nobody is believed. Every commit must have enough votes and follow the one before it
-(protocol/ledger/history.py), and every announcement must be signed by its peer. A peer announces itself every few
-seconds only, so the steps that it tells are a sample.
+A monitor reads the log of commits and the peers' announcements, and trusts neither: each commit must have enough votes
+and follow the one before it (protocol/ledger/history.py), and each announcement must have its peer's signature. A
+peer announces itself every few seconds, so that the reported steps are a sample.
 
-A node that is lost is looked for and dialled again as peers do it (peer/net/directory.py). What is known is as old as the last answer
-of a node, `news_age`.
+It redials lost nodes as peers do (peer/net/contacts.py). `news_age` is the age of the last answer of a node.
 """
 
 from __future__ import annotations
@@ -13,76 +12,83 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from peer import events
 from peer.events import Event, Sink
+from peer.log import reader
 from peer.net import node_calls
 from peer.net.address import peers_of
 from peer.net.base import Clock, Transport
 from peer.net.directory import Contacts, announcements
 from peer.net.node_calls import RosterReader
-from protocol.errors import RemoteError
+from protocol.errors import RemoteError, UsageError
 from protocol.identity import short_peer
 from protocol.ledger import board, history, schedule
 from protocol.ledger.history import BadCommit
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding
+from protocol.wire import encoding, logfile
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Record, is_decided
-from protocol.wire.plan import Plan
 from protocol.wire.schema import extend
 
 POLL_SECONDS = 1.0
-LONGEST_PAUSE = 5.0
-"""Seconds between two looks where nobody answers, at most."""
+LONGEST_PAUSE_SECONDS = 5.0
+"""Longest interval of polls while no node answers."""
 PEERS_A_POLL = 25
-"""Announcements cost most of what a monitor takes, since each has to be verified. In a swarm of more peers they are read less often."""
+"""With N times as many peers, announcements are read every Nth poll: verifying them is a monitor's main cost."""
 MOST_POLLS = 60
-"""Between two looks at the announcements, however many peers there are."""
+"""Longest interval of reading announcements, in polls."""
 COMPARE_POLLS = 10
-"""So often another operator's newest commit is compared with ours."""
+"""Interval of comparing the newest commit with another operator's, in polls."""
 COMPARE_SECONDS = 2.0
-"""That it has to show it; the log waits for it."""
+"""Limit for that comparison; the log waits for it."""
 NEWS = ("phase", "round", "step", "loss", "bytes_sent", "bytes_written", "refused", "chain")
-"""What is told again of an announcement when it changes."""
+"""Fields of an announcement whose changes are reported."""
+ROUND_SECONDS = 0.25
+"""Duration of a round in a replay."""
 
 
 class BadLog(RemoteError):
-    """A bootstrap node sent a log that cannot be believed."""
+    """A bootstrap node sent an invalid log."""
 
 
 @dataclass(slots=True)
 class Monitor:
-    """`bootstrap`: addresses where the run was found; `head`: the newest commit of the log; `peers`: the newest announcement of everyone who is
-    there. The commits before are told and not kept: a long run of many peers would take all memory."""
+    """Reports a run's events. Keeps the newest commit only: a long log of many peers would not fit into memory."""
 
     manifest: Manifest
     transport: Transport
     poll_seconds: float = POLL_SECONDS
     bootstrap: tuple[str, ...] = ()
+    """Known addresses of the run."""
     clock: Clock = field(default_factory=Clock)
     head: Record | None = None
+    """The newest commit."""
     peers: dict[str, Announcement] = field(default_factory=dict)
+    """The newest announcement of every present peer."""
     _contacts: Contacts = field(init=False)
     _roster: RosterReader = field(init=False)
     _heard: tuple[float, float] = field(init=False)
-    _answers: dict[str, bool] = field(default_factory=dict)  # whether a node did when it was asked last
+    _answers: dict[str, bool] = field(default_factory=dict)  # by node: whether the last call succeeded
     _polls: int = 0
-    _look_at: int = 0  # the poll that reads the announcements
+    _announcements_due: int = 0  # the poll that reads them
     _members: tuple[str, ...] = ()
     _forked: bool = False
 
     def __post_init__(self) -> None:
         self._contacts = Contacts(self.manifest, self.transport, self.bootstrap)
         self._roster = RosterReader(self.transport, self.manifest.run_id)
-        self._hear()  # whoever made it was just answered
+        self._hear()  # the run was just found
 
     @property
     def news_age(self) -> float | None:
-        """Seconds since a node last answered; None when the run is over, since nothing newer will come. While a machine sleeps its steady clock
-        may stand still, and the time of day goes on."""
+        """Seconds since a node last answered; None when the run is over.
+
+        The larger of two clocks counts: while a machine sleeps its steady clock may stand still.
+        """
         steady, wall = self._heard
         return None if self.finished else max(self.clock.steady() - steady, self.clock.wall() - wall)
 
@@ -90,7 +96,7 @@ class Monitor:
         self._heard = self.clock.steady(), self.clock.wall()
 
     async def follow(self, sink: Sink) -> None:
-        """Polls and tells until the run is over. What is wrong is a warning, told once until all is well again."""
+        """Polls until the run is over. Reports an error as a warning, once until a poll succeeds."""
         warned, pause = set[str](), self.poll_seconds
         while True:
             try:
@@ -98,7 +104,7 @@ class Monitor:
                 warned.clear()
                 pause = self.poll_seconds
             except RemoteError as error:
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 if str(error) not in warned:
                     warned.add(str(error))
                     sink(Event(time.time(), "monitor", events.Warning(text=str(error))))
@@ -107,16 +113,12 @@ class Monitor:
             await asyncio.sleep(pause)
 
     async def poll(self, sink: Sink) -> None:
-        """One look at the log and at the announcements. Raises RemoteError, LocalError."""
-
-        def tell(record: Record) -> None:
-            for event in told(record):
-                sink(event)
-
-        await self._read(tell)
-        if self._polls >= self._look_at or self.finished:
-            await self._announcements(sink)
-            self._look_at = self._polls + min(max(1, len(self.peers) // PEERS_A_POLL), MOST_POLLS)
+        """Reads the log and the announcements. Raises RemoteError, LocalError."""
+        while (page := await self._next_page())[1]:
+            self._take_page(*page, sink)
+        if self._polls >= self._announcements_due or self.finished:
+            await self._read_announcements(sink)
+            self._announcements_due = self._polls + min(max(1, len(self.peers) // PEERS_A_POLL), MOST_POLLS)
         self._polls += 1
         if self._polls % COMPARE_POLLS == 0 and self.head is not None and not self._forked:
             others = self.nodes
@@ -127,7 +129,7 @@ class Monitor:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Whom we ask: the nodes that we began with, and who operates the run."""
+        """The nodes to ask: those of `bootstrap` and the operators'."""
         return tuple(dict.fromkeys((*peers_of(self.bootstrap), *self._contacts.operators)))
 
     @property
@@ -135,19 +137,13 @@ class Monitor:
         """Whether the last round is committed."""
         return self.head is not None and schedule.is_over(self.manifest, self.head.commit)
 
-    async def _read(self, take: Callable[[Record], None]) -> None:
-        """Takes the records that the log has and we had not, checked, from any bootstrap node. Raises RemoteError where none answers."""
-        while (found := await self._next_page())[1]:
-            self._take_page(*found, take)
-
     async def _next_page(self) -> tuple[str, list[bytes]]:
-        """A node, and what its log has after what we have. Those that answered last time are asked before the others, in turn, so that none
-        that is cut off from the rest, or that lies, is the only one to be heard."""
-        after, answered, failed = (
-            -1 if self.head is None else self.head.commit.round,
-            dict[str, list[bytes]](),
-            list[RemoteError](),
-        )
+        """A node and the next records of its log. Raises RemoteError if none answers.
+
+        Nodes take turns, those that answered last time first: a single node may be cut off or lie.
+        """
+        after = -1 if self.head is None else self.head.commit.round
+        answered, failed = dict[str, list[bytes]](), list[RemoteError]()
 
         async def ask(node: str) -> bool:
             self._answers[node] = False
@@ -169,7 +165,8 @@ class Monitor:
         self._hear()
         return next(iter(answered.items()))
 
-    def _take_page(self, node: str, records: list[bytes], take: Callable[[Record], None]) -> None:
+    def _take_page(self, node: str, records: list[bytes], sink: Sink) -> None:
+        """Checks and reports records. Raises BadLog."""
         for raw in records:
             before = None if self.head is None else self.head.commit
             self._members = self.manifest.first_members if before is None else before.members
@@ -181,10 +178,11 @@ class Monitor:
                 where = f"log of {short_peer(node)}: the commit of round {round}"
                 raise BadLog(node, f"{where} {error}; ask another bootstrap node") from None
             self._contacts.follow(board.of(self.manifest, self.head.commit))
-            take(self.head)
+            for event in round_events(self.head):
+                sink(event)
 
     async def _compare(self, head: Record, node: str, sink: Sink) -> None:
-        """Tells whether `node` has another decided commit of the newest round: then the run is forked."""
+        """Reports a fork if `node` has another decided commit of the newest round."""
         commit = head.commit
         try:
             async with asyncio.timeout(COMPARE_SECONDS):
@@ -200,9 +198,9 @@ class Monitor:
             self._forked = True
             sink(Event(time.time(), "monitor", events.Forked(round=commit.round)))
 
-    async def _everybody(self) -> dict[str, Announcement]:
-        """The newest announcement of everyone whom a bootstrap node knows, and of the other nodes; without one, of those in the DHT.
-        Raises RemoteError where neither answers."""
+    async def _current_announcements(self) -> dict[str, Announcement]:
+        """The newest announcements by a bootstrap node, completed for other nodes from the DHT; without a node, by the
+        DHT. Raises RemoteError if neither answers."""
         try:
             await self._roster.refresh(sorted(self.nodes, key=lambda node: not self._answers.get(node, True)))
         except RemoteError:
@@ -216,9 +214,9 @@ class Monitor:
         self._contacts.learn(found[node] for node in self._contacts.operators if node in found)
         return found
 
-    async def _announcements(self, sink: Sink) -> None:
+    async def _read_announcements(self, sink: Sink) -> None:
         now = time.time()
-        found = await self._everybody()
+        found = await self._current_announcements()
         for peer in sorted(set(self.peers) - set(found)):
             del self.peers[peer]
             sink(Event(now, "bootstrap", events.Gone(peer=peer)))
@@ -237,18 +235,54 @@ class Monitor:
                 sink(Event(now, peer, extend(events.Announced, new)))
 
 
-def told(record: Record) -> Iterator[Event]:
-    """A decided round, and what its plan has everybody do."""
+def round_events(record: Record) -> Iterator[Event]:
+    """The events of a decided round: its commit, and the roles in its plan."""
     commit = record.commit
     yield Event(commit.time, "bootstrap", extend(events.Commit, commit, voters=tuple(sorted(record.votes))))
-    for peer, role in _roles(commit.plan):
-        yield Event(commit.time, peer, role)
+    if (plan := commit.plan) is not None:
+        for replica in plan.replicas:
+            for stage in replica.stages:
+                yield Event(commit.time, stage.peer, events.role(plan, replica.number, stage))
 
 
-def _roles(plan: Plan | None) -> list[tuple[str, events.Role]]:
-    """What the members of a plan's replicas begin to train."""
-    if plan is None:
-        return []
-    return [
-        (stage.peer, events.role(plan, replica.number, stage)) for replica in plan.replicas for stage in replica.stages
-    ]
+class Replay:
+    """Reports a recording: a process's output with `--json`, or a bootstrap node's log. Raises UsageError."""
+
+    def __init__(self, manifest: Manifest, file: Path) -> None:
+        if not file.is_file():
+            raise UsageError(f"--replay {file}: no such file; give a file of events or a bootstrap node's log")
+        self._manifest, self._file = manifest, file
+
+    @property
+    def news_age(self) -> None:
+        """A recording has none."""
+
+    async def poll(self, sink: Sink) -> None:
+        """Reports everything at once. Raises UsageError if there is nothing."""
+        found = False
+        async for event in self._events():
+            found = True
+            sink(event)
+        if not found:
+            raise UsageError(f"--replay {self._file}: has no events; give what a process printed with --json, or a log")
+
+    async def follow(self, sink: Sink) -> None:
+        """Reports round by round."""
+        async for event in self._events():
+            sink(event)
+            if isinstance(event.body, events.Commit):
+                await asyncio.sleep(ROUND_SECONDS)
+
+    async def _events(self) -> AsyncIterator[Event]:
+        if self._file.name == logfile.LOG:
+            async for record in reader.checked(self._manifest, reader.Folder(self._file.parent)):
+                for event in round_events(record):
+                    yield event
+            return
+        try:
+            with open(self._file, encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    if (parsed := events.from_json(line)) is not None:
+                        yield parsed
+        except OSError as error:
+            raise UsageError(f"--replay {self._file}: {error.strerror}; give a file that can be read") from None

@@ -85,7 +85,7 @@ QuorumSize = Annotated[int, Within(1, 7)]
 Word = Annotated[str, AtMost(48)]
 """One word of what somebody says of itself."""
 Name = Annotated[str, AtMost(64)]
-"""What a peer wants to be called; screens show less of it (peer/ui/names.py)."""
+"""What a peer wants to be called; screens show less of it (peer/ui/text.py)."""
 Reason = Annotated[str, Cut(400)]
 """Why, for a reader."""
 Signature = Annotated[bytes, AtMost(64)]

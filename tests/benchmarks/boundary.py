@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from peer.demo import recipe
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer
 from protocol.codec import formats, subspace

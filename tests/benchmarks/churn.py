@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from peer.corpus.text import CorpusReader
 from peer.demo import recipe
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.state.outer_optimizer import Array, Outer
 from peer.training import moments
 from peer.training.optimizer import Pace

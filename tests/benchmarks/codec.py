@@ -27,7 +27,7 @@ from hivemind.compression import serialize_torch_tensor
 from hivemind.proto.runtime_pb2 import CompressionType
 
 from peer.demo import recipe
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse, topk

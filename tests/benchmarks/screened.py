@@ -21,7 +21,7 @@ from torch import Tensor
 from peer.chain import quantize
 from peer.chain.frames import BACKWARD, FORWARD
 from peer.chain.screening import Place, Screen, Screens, log_rms
-from peer.demo.text import SEQUENCE, demo_corpus
+from peer.demo.recipe import SEQUENCE, demo_corpus
 from peer.state.outer_optimizer import Outer
 from peer.training.optimizer import Pace
 from peer.training.trainer import StageTrainer

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from peer.chain import frames
-from peer.cli import main as cli
 from peer.demo import recipe
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from protocol.codec import formats, sparse
 from protocol.planning import memory
 from protocol.run import layout
@@ -41,7 +40,7 @@ def run() -> dict[str, Any]:
 
 def main() -> int:
     result = json.loads(Path(sys.argv[1]).read_text()) if len(sys.argv) > 1 else run()
-    chosen = options(Path("unused"), full=2, chains=1, stages=3, rank=recipe.parse_rank(cli.DEMO_RANK))
+    chosen = options(Path("unused"), full=2, chains=1, stages=3, rank="64")
     manifest = recipe.make_manifest(chosen, demo_corpus().digest)
     wrong = 0
 

@@ -42,7 +42,7 @@ import torch
 
 from peer.corpus.text import CorpusReader
 from peer.demo import recipe
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.state.outer_optimizer import Outer
 from peer.training.optimizer import Pace
 from peer.training.trainer import StageTrainer

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from peer import events
-from peer.events import node, volunteer
 from peer.ui.contributors import Contributor
 from peer.ui.state import State
 from protocol.wire.commit import Record
@@ -60,10 +59,9 @@ def documentation() -> str:
     """The whole document."""
     kinds = list(events.KINDS.values())
     parts: list[str] = [HEAD.format(example=EXAMPLE.to_json().encode().decode("unicode_escape"))]
-    for title, module in (("What a bootstrap node tells", node), ("What a peer tells", volunteer)):
+    for title, union in (("What a bootstrap node tells", events.OfNode), ("What a peer tells", events.OfPeer)):
         parts.append(f"## {title}\n")
-        told = [kind for kind in kinds if kind.__module__ == module.__name__]
-        parts += [_section(f"`{events.kind_of(kind)}`", kind) for kind in told]
+        parts += [_section(f"`{events.kind_of(kind)}`", kind) for kind in typing.get_args(union)]
     parts.append("## What `potluck monitor --json` prints\n")
     parts.append(_section(OBJECTS[State], State))
     parts.append("## What `potluck log show --json` prints\n")

@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from peer import events
 from peer.cli.main import app
 from peer.cli.plan import read_peers
-from peer.ui.run_state import View
+from peer.ui.run_view import RunView
 from peer.ui.screen import render
 from protocol.errors import UsageError
 from protocol.run import manifest as manifests
@@ -368,7 +368,7 @@ def test_the_readme_begins_with_what_it_is_a_picture_and_one_command() -> None:
 
 
 def test_the_picture_stands_by_itself() -> None:
-    drawn = svg(render(View(tiny.manifest()), *DEMO), *DEMO, "potluck demo")
+    drawn = svg(render(RunView(tiny.manifest()), *DEMO), *DEMO, "potluck demo")
     for picture in (drawn, *map(text, ("docs/images/demo.svg", "docs/images/monitor.svg", "docs/images/many.svg"))):
         assert picture.startswith("<svg")
         assert "@font-face" not in picture

@@ -15,7 +15,7 @@ from peer import events
 from peer.cli.main import main
 from peer.corpus.text import CHUNKS, CorpusReader, LocalText, Text, open_corpus
 from peer.demo import swarm
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.events import from_json
 from peer.net.disk import Disk
 from peer.node.inner_loop import StageInnerLoop
@@ -48,7 +48,7 @@ REQUIRED = [
 
 def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(tmp_path: Path) -> None:
     """P1 with a full replica and two chains of different k; and the oracle between transports."""
-    mixed = {"full": 1, "chains": 2, "rank": (8, 4), "inner_steps": 2}
+    mixed = {"full": 1, "chains": 2, "rank": "8,4", "inner_steps": 2}
     near = swarms.run(swarms.options(tmp_path / "memory", **mixed))
     far = swarms.run(swarms.options(tmp_path / "hivemind", **mixed, in_memory=False))
     assert set(REQUIRED) <= set(far)
@@ -82,7 +82,7 @@ def test_accelerators_give_the_bits_of_peers_without(tmp_path: Path) -> None:
                 worked.add((self.peer, shard))
             return found
 
-    mixed = {"full": 1, "chains": 1, "rank": (8,)}
+    mixed = {"full": 1, "chains": 1, "rank": "8"}
     expected = swarms.run(swarms.options(tmp_path / "host", **mixed))
     chosen = swarms.options(tmp_path / "device", **mixed)
     manifest = swarms.manifest(chosen)

@@ -11,7 +11,7 @@ import pytest
 
 from peer.corpus.tokenizer import load_tokenizer
 from peer.demo import recipe
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.events import Event
 from peer.log import replay
 from peer.node.evaluating import PROMPT_IDS, SAMPLE_IDS

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from peer.ui.names import LONGEST, harmless_name
+from peer.ui.text import LONGEST_NAME, harmless_name
 from protocol.wire import encoding
 from protocol.wire.announcement import Announcement
 from tests import crowd
@@ -75,7 +75,7 @@ def said(*words: object) -> str:
 
 def harmless(text: str) -> str:
     assert (found := STEERS.search(text)) is None, text[max(0, found.start() - 80) : found.end() + 80]
-    assert "x" * (LONGEST + 1) not in text
+    assert "x" * (LONGEST_NAME + 1) not in text
     return text
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from peer.corpus.text import LocalText, Text
-from peer.demo.text import TOKENIZER, demo_corpus
+from peer.demo.recipe import TOKENIZER, demo_corpus
 from peer.log import replay
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.open_run import ASSETS

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peer.demo import recipe
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.events import Event
 from protocol.run.manifest import TimingSpec
 from tests import tiny

@@ -11,8 +11,8 @@ from rich.console import Console
 from peer import events
 from peer.events import Body, Event
 from peer.ui.lines import Lines
-from peer.ui.plot import chart
-from peer.ui.screen import View, render
+from peer.ui.run_view import RunView
+from peer.ui.screen import chart, render
 from peer.ui.text import clock
 from protocol.errors import RemoteError
 from protocol.ledger import history
@@ -51,15 +51,15 @@ def announced(loss: float | None, round: int = 1, step: int = 1) -> events.Annou
     return says("training", round, step, loss, bytes_sent=2**63, bytes_received=2**63)
 
 
-def drawn(view: View) -> list[str]:
+def drawn(view: RunView) -> list[str]:
     console = Console(file=io.StringIO(), width=WIDTH, height=HEIGHT, force_terminal=True, color_system=None)
     console.print(render(view, WIDTH, HEIGHT), end="")
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().split("\n")[:HEIGHT]
 
 
-def fed(*bodies: tuple[str, Body]) -> View:
-    view = View(M)
+def fed(*bodies: tuple[str, Body]) -> RunView:
+    view = RunView(M)
     view.feed(Event(1.7e9, "bootstrap", commit(0)))
     for source, body in bodies:
         view.feed(Event(1.7e9, source, body))

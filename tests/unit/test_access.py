@@ -161,7 +161,7 @@ def test_the_longest_decree_has_its_place_in_every_commit() -> None:
 def test_whoever_reads_the_log_is_told() -> None:
     enacted = signed(decree(BAN, "a", reason="noise\x1b[2J"), tiny.OPERATOR)
     record = Record(commit=first(ONE, enacted), ballot=0, votes={})
-    (event,) = monitor.told(record)
+    (event,) = monitor.round_events(record)
     line = Lines().of(event)[-1]
     assert line.endswith("decreed by the operators: ban a: noise [2J")
 

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from peer.cli.trained import Choice, replayed
+from peer.cli.model import Choice, replayed
 from peer.log import export
 from peer.log.replay import State
 from peer.net.disk import Disk

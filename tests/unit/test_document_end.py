@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
-from peer.cli import own_folder
+from peer.cli import join
 from peer.cli.main import main
 from peer.corpus.tokenizer import check_document_end
 from peer.net import keyfile
@@ -88,7 +89,10 @@ async def checked(manifest: Manifest, machine: Machine, served: bytes | None) ->
     try:
         async with asyncio.timeout(60):
             blobs = BlobStore(machine.config.folder / "blobs")
-            await own_folder.check_document_end(manifest, machine, peer, blobs, manifest.operators)
+            tokenizer = functools.partial(
+                join.fetch_tokenizer, manifest, machine.config, peer, blobs, manifest.operators
+            )
+            await join.check_document_end(manifest, tokenizer)
     finally:
         await peer.aclose()
         await node.aclose()

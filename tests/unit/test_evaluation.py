@@ -19,9 +19,8 @@ from peer.events import Event
 from peer.node.evaluating import SAMPLE_IDS, Evaluator, Tools
 from peer.ui.lines import describe
 from peer.ui.metrics import exposition
-from peer.ui.run_state import HeldOut
+from peer.ui.run_view import HeldOutLosses, RunView
 from peer.ui.state import state
-from peer.ui.watched import Watched
 from protocol.errors import UsageError
 from protocol.identity import Identity, short_peer
 from protocol.ledger import claims, run_state
@@ -321,7 +320,7 @@ def with_these(evaluations: tuple[Evaluation, ...], round: int = 9) -> Event:
 
 
 def test_readers_see_the_text_that_most_tell() -> None:
-    held = HeldOut()
+    held = HeldOutLosses()
     for evaluations, seen in (
         (told(2, "once upon", a=3.0), "once upon"),
         (told(2, "buy this", b=3.0), ""),
@@ -331,7 +330,7 @@ def test_readers_see_the_text_that_most_tell() -> None:
         held.add(evaluations)
         assert held.newest is not None
         assert held.newest.sample == seen
-    watched = Watched(RUN)
+    watched = RunView(RUN)
     watched.feed(with_these(told(2, "once \x1b[2Jupon", a=3.0)))
     shown = state(watched, 2.0)
     assert shown.held_out is not None
@@ -339,7 +338,7 @@ def test_readers_see_the_text_that_most_tell() -> None:
 
 
 def test_readers_see_the_median_and_who_measured() -> None:
-    held = HeldOut()
+    held = HeldOutLosses()
     assert held.newest is None
     for evaluations in (told(2, a=3.0, b=1e6), told(2, c=3.5, a=9.0), told(0, a=5.0)):
         held.add(evaluations)
@@ -348,7 +347,7 @@ def test_readers_see_the_median_and_who_measured() -> None:
     assert newest is not None
     assert (newest.loss, newest.bits_per_byte) == (3.5, 1.75), "one liar of three is not believed"
     assert [(said.peer, said.loss) for said in newest.by] == [("a", 3.0), ("b", 1e6), ("c", 3.5)]
-    watched = Watched(RUN)
+    watched = RunView(RUN)
     watched.feed(with_these(told(0, a=5.0), 8))
     watched.feed(with_these(told(2, **{"\x1b[2J": 3.0}), 9))
     shown = state(watched, 2.0)
@@ -361,7 +360,7 @@ def test_readers_see_the_median_and_who_measured() -> None:
 
 
 def test_a_long_run_keeps_a_bounded_number_of_points() -> None:
-    held = HeldOut()
+    held = HeldOutLosses()
     for round in range(9000):
         held.add(told(round, a=1.0))
     assert len(held.found) <= 4000

@@ -18,7 +18,7 @@ import peer
 from peer import events
 from peer.events import Body, Emitter, Event, from_json
 from peer.ui.lines import describe, describe_own
-from peer.ui.run_state import PeerView, View
+from peer.ui.run_view import PeerView, RunView
 from protocol.ledger import access
 from protocol.wire.announcement import AXES
 from protocol.wire.claims import Audit, Evaluation, Mark, Score
@@ -30,8 +30,10 @@ from tests import tiny
 from tests.docs import events as document
 from tests.unit.test_monitor import BOB, commits
 from tests.unit.test_tui import NAMES, PEERS, Story
+from tests.watched import decided
 
 KINDS = list(events.KINDS.values())
+BOARD = Board(operators=tuple(Operator(peer=peer) for peer in PEERS[:4]), quorum=4)
 NOT_SHOWN = {
     events.Leads: "who of several bootstrap nodes leads: the tests of their failures read it",
     events.Recovered: "from which state a newcomer replayed: a screen shows the round that it reached",
@@ -123,7 +125,7 @@ def sources() -> Iterator[tuple[Path, ast.Call, type[Body]]]:
 
 def _is_events(tree: ast.Module, call: ast.expr, path: Path) -> bool:
     """Whether a call means the type of events: others have the same names."""
-    return isinstance(call, ast.Attribute) or path.parent.name == "events"
+    return isinstance(call, ast.Attribute) or path.name == "events.py"
 
 
 def test_events_are_made_with_the_fields_of_their_types() -> None:
@@ -144,7 +146,7 @@ def test_every_kind_is_sent_by_somebody() -> None:
 # --- where they go
 
 
-def state(view: View) -> str:
+def state(view: RunView) -> str:
     return repr([getattr(view, f.name) for f in dataclasses.fields(view) if f.name not in ("now", "began", "notes")])
 
 
@@ -175,14 +177,18 @@ def test_every_field_of_the_screen_has_a_source() -> None:
         lambda: story.chain(PEERS[3], 1.0),
         lambda: story.round(1, 2.5, left_out=(LeftOut(replica=2, reason="late"),)),
         lambda: story.tell("bootstrap", events.Gone(peer=PEERS[5])),
+        lambda: story.tell("bootstrap", events.Relayed(circuits=1, bytes=1, bps=1.0, refused=0)),
+        lambda: story.tell("bootstrap", events.Refused(peer=PEERS[5], address="", reason="floods", seconds=1.0)),
+        lambda: story.tell("bootstrap", events.Forked(round=1)),
+        lambda: story.tell("bootstrap", decided(2, plan=None, leader=PEERS[0], voters=(PEERS[0],), board=BOARD)),
         story.finish,
     ]  # fmt: skip
     for act in acts:
         act()
-        found |= changed(story.view, View(tiny.manifest()))
+        found |= changed(story.view, RunView(tiny.manifest()))
         for p in story.view.peers.values():
             of_peers |= changed(p, PeerView(p.peer, p.name))
-    assert found | {"manifest", "news_age"} == {f.name for f in public(View)}
+    assert found | {"manifest", "news_age"} == {f.name for f in public(RunView)}
     assert of_peers | {"peer", "name"} == {f.name for f in public(PeerView)}
 
 

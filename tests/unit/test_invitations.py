@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from bootstrap.sessions import TOO_MANY, WAITS, AdmissionControl
-from peer.cli.invite import seconds_in
+from peer.cli import log
+from peer.cli.decrees import seconds_in
 from peer.net.base import Clock
 from peer.node.open_run import parse_run
-from peer.ui import log_text, monitor
+from peer.ui import monitor
 from peer.ui.lines import Lines
 from protocol.errors import LocalError, UsageError
 from protocol.identity import Identity
@@ -188,10 +189,10 @@ def test_a_ban_of_the_peer_of_the_invitation_or_of_its_operator_ends_it() -> Non
 def test_whoever_reads_the_log_is_told() -> None:
     made = ticket(reason="friends\x1b[2J").joined(FRIENDS[0])
     record = Record(commit=commit_of(made), ballot=0, votes={})
-    (event,) = monitor.told(record)
+    (event,) = monitor.round_events(record)
     line = Lines().of(event)[-1]
     assert line.endswith(f"{FRIENDS[0][-8:]} comes in, invited by operator {OPERATOR.peer_id[-8:]}: friends [2J")
-    shown = [line for line in log_text.round_lines(record, None, 5) if "invited" in line]
+    shown = [line for line in log.round_lines(record, None, 5) if "invited" in line]
     assert len(shown) == 1
     assert FRIENDS[0][-8:] in shown[0]
 

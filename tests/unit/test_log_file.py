@@ -47,14 +47,14 @@ def test_a_bug_is_kept_too_and_nothing_of_what_was_there_is_lost(tmp_path: Path)
 
 def test_the_files_together_have_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "x" * 100_000
-    lines = 2 * (running.KEPT + 1) * running.MAX_BYTES // len(line)
+    lines = 2 * (running.OLDER_LOG_FILES + 1) * running.LOG_FILE_BYTES // len(line)
     with running.keeping(tmp_path / "a.log"):
         for number in range(lines):
             print(number, line)
     capsys.readouterr()
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"a.log", *(f"a.log.{i + 1}" for i in range(running.KEPT))}
-    assert all(path.stat().st_size <= running.MAX_BYTES for path in tmp_path.iterdir())
+    assert names == {"a.log", *(f"a.log.{i + 1}" for i in range(running.OLDER_LOG_FILES))}
+    assert all(path.stat().st_size <= running.LOG_FILE_BYTES for path in tmp_path.iterdir())
     newest = (tmp_path / "a.log").read_text().splitlines()[-1]
     assert newest.split()[1] == str(lines - 1)
 

@@ -17,10 +17,9 @@ from peer.events import Event
 from peer.net.base import Stream, Transport, serve_calls
 from peer.net.memory import MemoryNetwork
 from peer.ui.monitor import COMPARE_POLLS, BadLog, Monitor
-from peer.ui.run_state import View
+from peer.ui.run_view import RunView
 from peer.ui.screen import Screen
 from peer.ui.state import state
-from peer.ui.watched import Watched
 from protocol.identity import Identity, short_peer
 from protocol.ledger import part_lists
 from protocol.wire import encoding, endpoints, framing, schema
@@ -151,8 +150,8 @@ def test_a_whole_run_becomes_events_and_a_screen() -> None:
     assert news[ALICE.peer_id] == schema.extend(kinds.Announced, said)
     (left,) = [e.body.left_out for e in events if isinstance(e.body, kinds.Commit)][-1]
     assert left == LeftOut(replica=1, reason=f"peer {BOB.peer_id[-8:]}: gone", judged="0" * 64)
-    watched = Watched(MANIFEST)
-    view = watched.view
+    watched = RunView(MANIFEST)
+    view = watched
     for event in events[:-1]:
         watched.feed(event)
     alice, bob = view.peers[ALICE.peer_id], view.peers[BOB.peer_id]
@@ -160,7 +159,7 @@ def test_a_whole_run_becomes_events_and_a_screen() -> None:
     assert (bob.phase, bob.sent_bytes) == ("waiting", 900)
     assert {p.peer: p.busy for p in state(watched, 0.0).peers if p.busy} == {BOB.peer_id: 0.93}
     watched.feed(events[-1])
-    assert view.committed == {1: 2.0, 2: 1.0}
+    assert view.losses == [(1, 2.0), (2, 1.0)]
     assert view.finished
     shown = [(p.phase, p.busy) for p in state(watched, 0.0).peers if p.here]
     assert shown == [("finished", None)] * len(shown), "nobody is busy with a run that is over, on the page neither"
@@ -173,7 +172,7 @@ def test_of_many_peers_the_announcements_are_read_less_often(peers: int, looks: 
     many = {f"peer-{i}": dataclasses.replace(announcement(ALICE), peer=f"peer-{i}") for i in range(peers)}
 
     class Counted(Monitor):
-        async def _everybody(self) -> dict[str, Announcement]:
+        async def _current_announcements(self) -> dict[str, Announcement]:
             asked.append("announcements")
             return many
 
@@ -229,7 +228,7 @@ def test_a_chain_that_only_announces_is_shown() -> None:
         assert (news.step, news.chain) == (4, REPORT)
 
     events = play(story)
-    view = View(MANIFEST)
+    view = RunView(MANIFEST)
     for event in events:
         view.feed(event)
     assert view.chains[0].slowest == f"{CAROL.peer_id[-8:]} computes 93 %"

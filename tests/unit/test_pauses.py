@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peer import events
-from peer.cli.pauses import Pauses, by_hours, while_busy
+from peer.cli.join import Pauses, by_hours, while_busy
 from peer.net.base import Clock
 from peer.node.pausing import Busy, CpuTimes, Hours, OtherPrograms, Use, gpu_share, others_share
 from protocol.errors import UsageError

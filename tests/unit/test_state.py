@@ -13,8 +13,8 @@ import pytest
 from peer import events
 from peer.events import Event
 from peer.ui import metrics
+from peer.ui.run_view import RunView
 from peer.ui.state import MOST_PEERS, MOST_POINTS, State, state, thinned, to_json
-from peer.ui.watched import Watched
 from protocol.wire.claims import Evaluation
 from protocol.wire.commit import Diverged, LeftOut
 from tests import tiny
@@ -29,8 +29,8 @@ HOSTILE = "<script>alert(1)</script>\x1b[31m‮\n" + "x" * 10_000
 EXTREMES = (1e308, -1e308, float("inf"), float("-inf"), float("nan"))
 
 
-def watched(made: MadeUp, rounds: int) -> Watched:
-    out = Watched(made.manifest)
+def watched(made: MadeUp, rounds: int) -> RunView:
+    out = RunView(made.manifest)
     for event in made.all(rounds):
         out.feed(event)
     return out
@@ -93,7 +93,7 @@ def test_every_field_of_the_state_has_a_source() -> None:
     old = watched(made, 3)
     for peer in made.ids[:2]:
         old.feed(Event(BEGAN, "bootstrap", events.Attest(peer=peer, round=3, digests={"embed": "0" * 64})))
-    old.view.news_age = 40.0
+    old.news_age = 40.0
     told = (state(watched(made, 3), NOW), state(old, NOW), state(one, NOW))
     every_field_has_a_value(State, told, but=LOG_ONLY)
 
@@ -111,7 +111,7 @@ def test_its_size_is_bounded_however_many_peers_there_are(peers: int) -> None:
 
 def test_charts_of_long_runs_have_a_few_hundred_points() -> None:
     made = MadeUp(1, rounds=100_000)
-    one = Watched(made.manifest)
+    one = RunView(made.manifest)
     for round in range(9001):
         one.feed(made.commit(round))
     found = state(one, NOW)
@@ -178,7 +178,7 @@ def test_the_document_of_the_metrics_is_todays() -> None:
 
 
 def test_before_anything_happened() -> None:
-    found = json.loads(to_json(state(Watched(tiny.manifest()), NOW)))
+    found = json.loads(to_json(state(RunView(tiny.manifest()), NOW)))
     assert (found["round"], found["loss"], found["peers"], found["recent"]) == (0, None, [], [])
     assert found["health"]["operators"][0]["here"] is False
 
@@ -186,7 +186,7 @@ def test_before_anything_happened() -> None:
 def test_refusals_of_the_operators_nodes_are_counted_across_their_restarts() -> None:
     """Not those of peers, who may say what they like."""
     one = watched(MadeUp(5), 2)
-    node, peer = one.view.manifest.operators[0], one.view.listed()[0].peer
+    node, peer = one.manifest.operators[0], one.listed()[0].peer
 
     def told(source: str, refused: int) -> None:
         body = says("", 0, 0, refused=refused)
@@ -197,7 +197,7 @@ def test_refusals_of_the_operators_nodes_are_counted_across_their_restarts() -> 
     told(peer, 10**9)
     shown = state(one, NOW)
     assert shown.health.refused_total == 8 + 2
-    assert f'potluck_refused_total{{run="{one.view.manifest.run_id[:12]}"}} 10\n' in metrics.exposition(shown)
+    assert f'potluck_refused_total{{run="{one.manifest.run_id[:12]}"}} 10\n' in metrics.exposition(shown)
     one.feed(Event(NOW, "bootstrap", events.Refused(peer=peer, address="", reason="says too much", seconds=60.0)))
     assert state(one, NOW).health.refused_total == 11, "a node's own recording"
 

@@ -14,10 +14,9 @@ from rich.console import Console
 from peer import events
 from peer.events import Body, Event
 from peer.ui.lines import Lines, printer
-from peer.ui.names import Names
-from peer.ui.plot import chart
-from peer.ui.screen import Screen, View, render
-from peer.ui.text import clean, duration, size
+from peer.ui.run_view import RunView
+from peer.ui.screen import Screen, chart, render
+from peer.ui.text import Names, clean, duration, size
 from protocol.identity import Identity, short_peer
 from protocol.wire.announcement import Means
 from protocol.wire.commit import LeftOut
@@ -52,7 +51,7 @@ class Story:
 
     def __init__(self, names: dict[str, str] | None = NAMES) -> None:
         self.events: list[Event] = []
-        self.view = View(tiny.manifest(), Names(names))
+        self.view = RunView(tiny.manifest(), Names(names))
         self.sent = dict.fromkeys(PEERS, 100)
 
     def tell(self, source: str, body: Body) -> None:
@@ -120,13 +119,13 @@ def ready(peer: str) -> events.Ready:
     return events.Ready(run="run", peer=peer, memory_bytes=64_000_000, up_bps=20_000_000, device="cpu")
 
 
-def draw(view: View, width: int, height: int, ascii_only: bool = False) -> list[str]:
+def draw(view: RunView, width: int, height: int, ascii_only: bool = False) -> list[str]:
     console = Console(width=width, height=height, file=io.StringIO(), record=True, legacy_windows=False)
     console.print(render(view, width, height, ascii_only=ascii_only))
     return console.export_text().rstrip("\n").split("\n")
 
 
-def text(view: View, width: int = 120, height: int = 40) -> str:
+def text(view: RunView, width: int = 120, height: int = 40) -> str:
     return "\n".join(draw(view, width, height))
 
 
@@ -424,7 +423,7 @@ def printed(story: Story) -> list[str]:
     with Screen(tiny.manifest(), NAMES, Console(file=out, width=80)) as screen:
         for event in story.events:
             screen.feed(event)
-    assert screen.view.committed == story.view.committed
+    assert screen.view.losses == story.view.losses
     return [line.partition(" ")[2] for line in out.getvalue().splitlines()]
 
 
@@ -611,7 +610,7 @@ def test_a_replica_on_probation_is_no_warning() -> None:
 def test_nothing_of_a_small_run_is_cut(width: int, height: int) -> None:
     """With a line's rate, a share that is computed and a sum that has been sent as wide as they come."""
     made = MadeUp(5)
-    view = View(made.manifest)
+    view = RunView(made.manifest)
     for event in made.all(20):
         if isinstance(event.body, events.Ready):
             event = dataclasses.replace(event, body=dataclasses.replace(event.body, up_bps=20_200_000))
@@ -626,7 +625,7 @@ def test_nothing_of_a_small_run_is_cut(width: int, height: int) -> None:
 @pytest.mark.parametrize("width", [80, 104, 120, 200])
 def test_long_names_cut_nothing(width: int) -> None:
     made = MadeUp(5)
-    view = View(made.manifest)
+    view = RunView(made.manifest)
     for event in made.all(2):
         if isinstance(event.body, events.Ready):
             event = dataclasses.replace(event, body=dataclasses.replace(event.body, name="old laptop-7"))
@@ -643,7 +642,7 @@ def test_long_names_cut_nothing(width: int) -> None:
 def test_a_rounds_loss_stands_where_the_round_began() -> None:
     """The log has the loss of its first step."""
     made = MadeUp(5)
-    view = View(made.manifest)
+    view = RunView(made.manifest)
     for event in made.all(4):
         view.feed(event)
     console = Console(file=io.StringIO(), width=120, height=40)
@@ -656,7 +655,7 @@ def test_a_rounds_loss_stands_where_the_round_began() -> None:
 
 def test_who_left_after_the_plan_was_made_does_not_train() -> None:
     made = MadeUp(5)
-    view = View(made.manifest)
+    view = RunView(made.manifest)
     for event in made.begin():
         view.feed(event)
     peer = made.ids[0]
