@@ -19,7 +19,7 @@ Sizes change by factors while a model learns, and a screen must not take that fo
 - Within a round sizes drift with the steps, and the usual size follows. At a round's beginning all stages go back to the state of the
   run, of which an outer step has taken over something between nothing and all of the round before. So anything is usual between the size of
   the first frames of the round before and that of its last ones; with each frame, the interval shrinks towards what comes.
-- A stage's texts may be so different that sizes are, too; the spread of what came says so. It counts as MOST_SPREAD at most.
+- A stage's texts may be so different that sizes are, too; the spread of what was accepted says so. It counts as MOST_SPREAD at most.
 
 One suspicious frame says nothing: a rare text brings some. It adds 1 to one of three scores, as it is too large, too small or, of a usual
 size, does not fit its text; any other takes HONEST from the largest of them. Where one is ALARM + HOP x hops the neighbour is accused. A lie goes on in one way; honest
