@@ -66,7 +66,7 @@ INFORMATIVE = 0.12
 SPREADS = 3.0
 MOST_SPREAD = 0.6
 """Of sizes; larger ones count as this."""
-ALARM = 6.0
+ALARM = 7.0
 HOP = 1.5
 HONEST = 0.34
 FIRST, LEVEL_MEMORY, MEMORY, CLASS_MEMORY = 4, 6, 12, 24
