@@ -338,6 +338,9 @@ async def _torch(find: Find) -> bool:
         return False
     finally:
         processes.send_signal(child)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_SECONDS):
+                await child.communicate()  # its pipes are closed before the loop is
     if child.returncode:
         reason = (complained.decode(errors="replace").strip().splitlines() or [f"exit code {child.returncode}"])[-1]
         remedy = "install PyTorch again (python -m pip install --force-reinstall torch)"

@@ -90,16 +90,16 @@ def _retyped(context: typer.Context) -> list[str]:
 
 def _install_peer(options: join.JoinOptions, context: typer.Context) -> None:
     with running.reporting():
-        config = options.read()
+        system, config = _service(options.dir), options.read()
         if config.dry_run:
             raise UsageError("--dry-run: a service trains; type potluck join with it instead")
-        _install("join", config.folder, config.log, _retyped(context))
+        _install(system, "join", config.folder, config.log, _retyped(context))
 
 
 def _install_node(options: bootstrap.BootstrapOptions, context: typer.Context) -> None:
     with running.reporting():
-        config = options.read()
-        _install("bootstrap", config.folder, config.log, _retyped(context))
+        system, config = _service(options.dir), options.read()
+        _install(system, "bootstrap", config.folder, config.log, _retyped(context))
 
 
 app.command(
@@ -115,9 +115,8 @@ app.command(
 )(with_options(bootstrap.BootstrapOptions, _install_node))
 
 
-def _install(command: str, folder: Path, given: Path | None, typed: list[str]) -> None:
+def _install(system: Systemd | Launchd, command: str, folder: Path, given: Path | None, typed: list[str]) -> None:
     """Installs the service of `folder`. given: the log file that was typed."""
-    system = _service(folder)
     log = given or folder / LOG
     kept = [] if given else [f"--log={log}"]
     system.install([sys.executable, "-P", "-m", "peer.cli", command, *kept, *typed], folder.resolve())

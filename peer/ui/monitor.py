@@ -4,7 +4,7 @@ A monitor reads the log of commits and the peers' announcements, and trusts neit
 and follow the one before it (protocol/ledger/history.py), and each announcement must have its peer's signature. A
 peer announces itself every few seconds, so that the reported steps are a sample.
 
-It redials lost nodes as peers do (peer/net/contacts.py). `news_age` is the age of the last answer of a node.
+It redials lost nodes as peers do (peer/net/directory.py). `news_age` is the age of the last answer of a node.
 """
 
 from __future__ import annotations

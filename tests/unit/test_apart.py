@@ -22,6 +22,7 @@ from protocol.planning.objective import PUNCH_SUCCESS, RELAY_DETOUR, Swarm, padd
 from protocol.planning.partition import Candidate, candidate
 from protocol.wire.announcement import MOST_APART, Announcement
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.schema import SchemaError, build, plain
 from tests import networks, plans
 
 PLAN = Plan(
@@ -105,8 +106,8 @@ def test_what_is_remembered_and_announced_is_bounded() -> None:
 
     told = run(story)
     assert max(map(len, told.announced)) == MOST_APART
-    with pytest.raises(ValueError, match="at most 16"):
-        Announcement(run="r", peer="p", apart=("x",) * (MOST_APART + 1))
+    with pytest.raises(SchemaError, match="at most 16"):
+        build(Announcement, plain(Announcement(run="r", peer="p", apart=("x",) * (MOST_APART + 1))))
 
 
 def test_a_neighbour_that_cannot_be_dialled_is_announced() -> None:
