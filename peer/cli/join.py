@@ -197,7 +197,7 @@ async def join(config: JoinConfig, factories: Factories | None = None) -> None:
         emit(events.Warning(text=text))
 
     async def measure(transport: Transport) -> None:
-        """Measures the downlink over a first connection, which usually ends then (peer/net/line.py)."""
+        """Measures the downlink over a first connection, which usually ends then (peer/net/link_monitor.py)."""
         nonlocal downlink
         if known is not None and config.down_bps is None and downlink is None:
             downlink = await _measured_downlink(transport, known[0], folder)
