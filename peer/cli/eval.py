@@ -78,7 +78,8 @@ async def _files(choice: Choice, files: Sequence[str], column: str, json: bool) 
     sources.forbid_the_hub(found)
     model = await trained(choice)
     read, nats, tokens = Read(), 0.0, 0
-    for ids in windows(found, sources.Reading(column=column), model.tokenizer, model.window, read):
+    reading = sources.Reading(column=column, options=("--column",))
+    for ids in windows(found, reading, model.tokenizer, model.window, read):
         nats += inference.nats(model.stage, ids)
         tokens += ids[:, 1:].size
         await asyncio.sleep(0)  # here Ctrl-C ends it

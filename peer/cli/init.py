@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 MANIFEST, NODE, CORPUS, TOKENIZER = "run.toml", "node", "corpus", "tokenizer.json"
 """In the run's folder: its manifest, the operator's node, the text, and the tokenizer that was made for it."""
+BUILT = "potluck data build {}, whose folder goes with --corpus"
+"""How an option is given that this command has not."""
 WARM_UP = 0.03
 """Of all inner steps; of a short run a tenth, at most 100."""
 MOST_READINGS = 1000
@@ -213,6 +215,7 @@ async def _build(options: InitOptions, preset: Preset, folder: Path, say: Callab
         tokenizer=raw,
         sequence=preset.sequence,
         out=folder / CORPUS,
+        reading=sources.Reading(options=(), instead=BUILT),
         seed=options.seed,
         workers=os.cpu_count() or 1,
     )
@@ -229,13 +232,14 @@ async def _build(options: InitOptions, preset: Preset, folder: Path, say: Callab
 
 async def _tokenizer(folder: Path, found: tuple[Source, ...], preset: Preset, say: Callable[[str], None]) -> bytes:
     """The tokenizer that was made for this text; it is made if it is not there. Raises UsageError."""
+    from peer.corpus.sources import Reading
     from peer.corpus.tokenizer import parse_tokenizer, vocabulary
     from peer.corpus.training import train_tokenizer
 
     path, disk = folder / TOKENIZER, LocalDisk()
     if not path.exists():
         say(f"tokenizer: {preset.vocab_size:,} ids are made from the text")
-        raw = await asyncio.to_thread(train_tokenizer, found, preset.vocab_size)
+        raw = await asyncio.to_thread(train_tokenizer, found, preset.vocab_size, Reading(options=(), instead=BUILT))
         disk.make_folder(folder)
         disk.write(path, raw)
         if (made := vocabulary(parse_tokenizer(raw, "tokenizer"))) < preset.vocab_size:

@@ -237,9 +237,10 @@ def _read_all(
             if due or gathered.ids >= request.most_ids:
                 gathered.spill(where)
     if not seen.tokens:
-        raise UsageError("source: has no text; name a source that has, or its column with --column")
+        how = request.reading.option("--column")
+        raise UsageError(f"source: has no text; name a source that has, or its column with {how}")
     if _description(request) != disk.read(request.out / BUILDING / _REQUEST):
-        raise UsageError("source: changed while it was read; remove the folder of --out, and start again")
+        raise UsageError(f"source: changed while it was read; remove the folder {request.out}, and start again")
     gathered.spill(Position(source=len(request.sources), document=cutter.document, done=True))
 
 

@@ -13,6 +13,10 @@ UNIT_ROWS = 64
 """A unit of rows is done when it has so many, whatever is in them."""
 
 
+OPTIONS = ("--column", "--split", "--skip-bad-rows")
+"""Of `potluck data build`, that mend what errors tell of."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """What is read of rows: the column with the text; of a data set of the hub also the split and, where it has several, the subset."""
@@ -22,6 +26,14 @@ class Reading:
     subset: str = ""
     skip_bad_rows: bool = False
     """Rows that cannot be read are left out and counted, instead of an error."""
+    options: tuple[str, ...] = OPTIONS
+    """Those of OPTIONS that the command has which reads, so that its errors name no others."""
+    instead: str = ""
+    """How `{}`, an option that it has not, is to be given, if it can be."""
+
+    def option(self, name: str) -> str:
+        """How an error names an option, or several; empty where what it does cannot be had."""
+        return name if name.split(",")[0] in self.options else self.instead.format(name)
 
 
 @dataclass(slots=True)

@@ -151,12 +151,12 @@ def _text(file: File, number: int, offset: int) -> Iterator[Unit]:
 def _rows(file: File, reading: Reading, number: int, first: int) -> Iterator[Unit]:
     """A document a row. Its places are numbers of rows, from 0."""
     unit, chars, read = Unit(), 0, first
-    for row in rows(file, reading.column, first):
+    for row in rows(file, reading, first):
         read += 1
         if row.bad:
             if not reading.skip_bad_rows:
                 remedy = "" if "--column" in row.bad else "; mend or remove that row"
-                raise refused(file, f"{row.place}: {row.bad}{remedy}, or leave such rows out: --skip-bad-rows")
+                raise refused(file, f"{row.place}: {row.bad}{remedy}{_or_skip(reading)}")
             unit.left_out += 1
             unit.first_left_out = unit.first_left_out or f"{row.place}: {row.bad}"
         chars += add(unit, row.text or "")
@@ -166,6 +166,11 @@ def _rows(file: File, reading: Reading, number: int, first: int) -> Iterator[Uni
             unit, chars = Unit(), 0
     unit.state = [number + 1, 0]
     yield unit
+
+
+def _or_skip(reading: Reading) -> str:
+    skip = reading.option("--skip-bad-rows")
+    return f", or leave such rows out: {skip}" if skip else ""
 
 
 # --- data sets of the hub
@@ -193,7 +198,7 @@ def _hub(source: Source, reading: Reading, state: Any) -> Iterator[Unit]:
     except StopIteration:
         return  # this is how `datasets` says that a JSON file is empty
     except Exception as error:  # whatever datasets, pyarrow, a decompressor or the network raise
-        raise _explained(source, error, f"near row {number + 1}: ") from None
+        raise _explained(source, reading, error, f"near row {number + 1}: ") from None
 
 
 def _add_row(source: Source, reading: Reading, unit: Unit, text: object, number: int) -> int:
@@ -206,8 +211,8 @@ def _add_row(source: Source, reading: Reading, unit: Unit, text: object, number:
         bad = f"column {reading.column} has no text but {type(text).__name__}"
     if not reading.skip_bad_rows:
         raise UsageError(
-            f"source {source}: row {number}: {bad}; name the column with the text with --column, or leave such rows out:"
-            " --skip-bad-rows"
+            f"source {source}: row {number}: {bad}; name the column with the text with {reading.option('--column')}"
+            f"{_or_skip(reading)}"
         )
     unit.left_out += 1
     unit.first_left_out = unit.first_left_out or f"row {number}: {bad}"
@@ -222,7 +227,7 @@ def _column(source: Source, reading: Reading, table: Any, number: int) -> list[o
         return found
     except UnicodeDecodeError:
         where = f"rows {number + 1} to {number + len(table)}"
-        raise UsageError(f"source {source}: {where}: not UTF-8; mend or remove those rows") from None
+        raise UsageError(f"source {source}: {where}: not UTF-8; {_fetch(source)}") from None
 
 
 def _open(source: Source, reading: Reading) -> Any:
@@ -232,21 +237,20 @@ def _open(source: Source, reading: Reading) -> Any:
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs what it raises
     datasets.disable_progress_bars()
     try:
-        stream = datasets.load_dataset(
-            source.name,
-            name=reading.subset or None,
-            split=reading.split,
-            revision=source.revision,
-            streaming=True,
-        )
+        builder = datasets.load_dataset_builder(source.name, name=reading.subset or None, revision=source.revision)
+        if hasattr(
+            builder.config, "on_mixed_types"
+        ):  # or one number among the texts has a whole block of them in quotes
+            builder.config.on_mixed_types = None
+        stream = builder.as_streaming_dataset(split=reading.split)
         features = stream.features
         if features is not None and reading.column not in features:
             raise _no_column(source, reading, list(features))
         kind = None if features is None else getattr(features[reading.column], "dtype", "a nested one")
         if kind is not None and kind not in ("string", "large_string", "string_view", "null"):
             raise UsageError(
-                f"source {source}: column {reading.column} has no text but {kind}; name the column with the text with --column,"
-                " or fetch the files and name them"
+                f"source {source}: column {reading.column} has no text but {kind}; name the column with the text with"
+                f" {reading.option('--column')}, or where only some rows have none: {_fetch(source)}"
             )
         if features is not None:
             stream = stream.select_columns([reading.column])
@@ -254,15 +258,21 @@ def _open(source: Source, reading: Reading) -> Any:
     except UsageError:
         raise
     except Exception as error:
-        raise _explained(source, error) from None
+        raise _explained(source, reading, error) from None
 
 
 def _no_column(source: Source, reading: Reading, names: list[str]) -> UsageError:
-    there = ", ".join(names[:12])
-    return UsageError(f"source {source}: has no column {reading.column}; it has {there}: name one with --column")
+    there, how = ", ".join(names[:12]), reading.option("--column")
+    return UsageError(f"source {source}: has no column {reading.column}; it has {there}: name one with {how}")
 
 
-def _explained(source: Source, error: Exception, where: str = "") -> UsageError:
+def _fetch(source: Source) -> str:
+    """What to do where `datasets` cannot say which row is bad, nor leave it out."""
+    command = f"hf download {source.name} --repo-type dataset --revision {source.revision} --local-dir DIR"
+    return f"fetch its files ({command}) and name those: then bad rows are named, too, and can be left out"
+
+
+def _explained(source: Source, reading: Reading, error: Exception, where: str = "") -> UsageError:
     """One line for whatever `datasets` raised."""
     reason = first_line(error)
     if isinstance(error, UnicodeError):
@@ -273,4 +283,7 @@ def _explained(source: Source, error: Exception, where: str = "") -> UsageError:
         return UsageError(
             f"source {source}: {where}the hub cannot be reached: {reason}; start again when it can: it goes on where it was"
         )
-    return UsageError(f"source {source}: {where}{reason}; check --split, --subset and --column")
+    if type(error).__name__ == "ArrowInvalid" or isinstance(error.__cause__, ValueError):
+        return UsageError(f"source {source}: {where}{reason.rstrip('.')}; {_fetch(source)}")
+    options = "--split, --subset and --column"
+    return UsageError(f"source {source}: {where}{reason}; check {reading.option(options)}")
