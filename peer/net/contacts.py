@@ -31,6 +31,8 @@ FIRST_SECONDS = 3.0
 """The same where its announcement is not known: after these it is looked for, since it may be elsewhere."""
 FIND_SECONDS = 5.0
 """That the search for a peer has that is not where it was; then it is dialled there again."""
+SEEK_SECONDS = 1.0
+"""Between two searches for a node that is silent, while its answer is waited for."""
 
 
 async def announcements(transport: Transport, run: str) -> dict[str, Announcement]:
@@ -53,6 +55,8 @@ class Contacts:
         self._transport = transport
         self._bootstrap = tuple(bootstrap)
         self._reached: set[str] = set()
+        self._dialled: dict[str, asyncio.Event] = {}
+        """Set when a peer that is dialled is found to be elsewhere."""
         self._wanted: dict[str, None] = {}
         self._asking = asyncio.Lock()
         self._planned: tuple[str, ...] = ()
@@ -92,40 +96,83 @@ class Contacts:
                 continue
             if known is not None and known.addresses != announcement.addresses:
                 self._reached.discard(announcement.peer)
+            before = self.addresses(announcement.peer)
             self.known[announcement.peer] = announcement
+            if announcement.peer in self._dialled and not set(before).issuperset(announcement.addresses):
+                self._dialled[announcement.peer].set()
 
     async def reach(self, peer: str) -> None:
         """Connects to `peer`, once, at the addresses it announced or that we began with; where it is at none of these, at those that it
         announces by now. Raises RemoteError."""
         if peer in self._reached:
             return
+        was_known, dialled = peer in self.known, self.addresses(peer)
         try:
-            await self._dial(peer, DIAL_SECONDS if peer in self.known else FIRST_SECONDS)
+            await self._dial(peer, DIAL_SECONDS if was_known else FIRST_SECONDS)
         except RemoteError:
-            if peer in self.known:
+            if was_known and self.addresses(peer) == dialled:
                 raise
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FIND_SECONDS if self.addresses(peer) else None):
-                    await self._find(peer)
+            if peer not in self.known:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(FIND_SECONDS if dialled else None):
+                        await self._find(peer)
             if not self.addresses(peer):
                 raise
             await self._dial(peer, DIAL_SECONDS)
 
     async def _dial(self, peer: str, seconds: float) -> None:
-        addresses = self.addresses(peer)
-        if not addresses:
-            raise RemoteError(peer, f"peer {short_peer(peer)}: no announcement is found; it is tried again")
-        await self._transport.connect(addresses, timeout=seconds)
-        self._reached.add(peer)
+        """Connects to it; where it is found to be elsewhere meanwhile, there."""
+        while addresses := self.addresses(peer):
+            elsewhere = self._dialled[peer] = asyncio.Event()
+            dialling = asyncio.ensure_future(self._transport.connect(addresses, timeout=seconds))
+            found = asyncio.ensure_future(elsewhere.wait())
+            try:
+                await asyncio.wait({dialling, found}, return_when=asyncio.FIRST_COMPLETED)
+                if dialling.done():
+                    dialling.result()
+                    self._reached.add(peer)
+                    return
+            finally:
+                self._dialled.pop(peer, None)
+                dialling.cancel()
+                found.cancel()
+                await asyncio.gather(dialling, found, return_exceptions=True)
+        raise RemoteError(peer, f"peer {short_peer(peer)}: no announcement is found; it is tried again")
 
-    async def call(self, peer: str, ask: Callable[[Transport, str], Awaitable[T]]) -> T:
-        """What `peer` answers; it is reached before that, and again where it was lost. Raises RemoteError."""
+    async def call(self, node: str, ask: Callable[[Transport, str], Awaitable[T]]) -> T:
+        """What a node answers, to somebody who announces nothing; it is reached before that, and again where it was lost. While it is silent, it is
+        looked for: it, or we, may be elsewhere by now, and then it is asked again. Raises RemoteError."""
+        silent = asyncio.Event()
+        seeking = asyncio.create_task(self._seek(node, silent))
         try:
-            await self.reach(peer)
-            return await ask(self._transport, peer)
+            await self.reach(node)
+            try:
+                return await ask(self._transport, node)
+            except RemoteError:
+                if not silent.is_set():
+                    raise
+            self._reached.discard(node)
+            await self.reach(node)
+            return await ask(self._transport, node)
         except RemoteError:
-            self.lost(peer)
+            self.lost(node)
             raise
+        finally:
+            seeking.cancel()
+            await asyncio.gather(seeking, return_exceptions=True)
+
+    async def _seek(self, node: str, silent: asyncio.Event) -> None:
+        """Begins when the node has not answered at once: ends a connection on which nobody answers any more, and learns the node's
+        announcements until it is cancelled. Raises TransportLost."""
+        await asyncio.sleep(asking.NEXT_SECONDS)
+        silent.set()
+        await self._transport.look()
+        self._transport.doubt(node)
+        while True:
+            with contextlib.suppress(RemoteError):
+                found = await announcements(self._transport, self.manifest.run_id)
+                self.learn(found[name] for name in self.operators if name in found)
+            await asyncio.sleep(SEEK_SECONDS)
 
     def addresses(self, peer: str) -> list[str]:
         """Those that `peer` announced, as far as we know, or that we began with."""

@@ -67,6 +67,8 @@ class Directory(Contacts):
         self._found: tuple[str, ...] = ()
         self._listed = frozenset(a for a in transport.addresses if not is_circuit(a))
         self._direct = self._where(circuits=False)
+        self._elsewhere, self._told = asyncio.Event(), asyncio.Event()
+        """Set when others reach us elsewhere than we have said, and when that has been said."""
         self._place = int.from_bytes(hashlib.sha256(identity.peer_id.encode()).digest()[:8]) / 2**64
 
     def update(self, **fields: object) -> None:
@@ -90,23 +92,32 @@ class Directory(Contacts):
         return self._identity.peer_id in self.operators or self._place * max(self.crowd, SAMPLE) < SAMPLE
 
     async def announce(self, tell: Callable[[bytes], None]) -> None:
-        """Seals the announcement and has it told whenever it changed, and again now and then. Never returns."""
+        """Seals the announcement and has it told whenever it changed, and again now and then; at once where others do not find us any more at
+        what we said. Never returns."""
         said_at, serial = float("-inf"), 0
         while True:
-            quiet = self._clock.steady() - said_at
-            if (self.announcement != self._said and quiet >= self.pace) or quiet >= max(REPEAT_SECONDS, self.pace):
+            elsewhere, quiet = self._elsewhere.is_set(), self._clock.steady() - said_at
+            self._elsewhere.clear()
+            if (
+                elsewhere
+                or (self.announcement != self._said and quiet >= self.pace)
+                or quiet >= max(REPEAT_SECONDS, self.pace)
+            ):
                 self._said, said_at = self.announcement, self._clock.steady()
                 serial = max(serial + 1, int(1000 * self._clock.wall()))  # the time of day may go back
                 self._serial = serial
                 self.sealed = sealed.seal(self._identity, dataclasses.replace(self._said, serial=serial))
                 tell(self.sealed)
-            await asyncio.sleep(PUBLISH_SECONDS)
+                if elsewhere:
+                    self._told.set()
+            await _set(self._elsewhere, PUBLISH_SECONDS)
 
     async def publish(self) -> None:
         """Keeps an announcement in the DHT, if we are one of those whose is; `announce` is begun before. What it says besides addresses
         gets old there. Never returns. Raises TransportLost."""
         stored_at, stored = float("-inf"), tuple[str, ...]()
         while True:
+            self._told.clear()
             quiet, said = self._clock.steady() - stored_at, self._said
             if said is not None and self.is_sampled and (quiet > TTL_SECONDS / 3 or said.addresses != stored):
                 with contextlib.suppress(RemoteError):
@@ -114,7 +125,7 @@ class Directory(Contacts):
                     ttl = min(self._serial / 1000 + TTL_SECONDS - self._clock.wall(), MAX_TTL)
                     if await self._transport.store(key, self._transport.peer_id, self.sealed, ttl=max(ttl, 1.0)):
                         stored_at, stored = self._clock.steady(), said.addresses
-            await asyncio.sleep(PUBLISH_SECONDS)
+            await _set(self._told, PUBLISH_SECONDS)
 
     def found(self, addresses: Sequence[str]) -> None:
         """Others get through to us at these too, which the transport may not know of."""
@@ -141,6 +152,7 @@ class Directory(Contacts):
             self.update(addresses=self._where())
             before, self._direct = self._direct, self._where(circuits=False)
             if set(self._direct) != set(before):
+                self._elsewhere.set()
                 self._moved(self._direct)
                 self._reached.clear()
                 gate = asyncio.Semaphore(DIALS)
@@ -150,6 +162,13 @@ class Directory(Contacts):
         async with gate:
             with contextlib.suppress(RemoteError):  # it finds us by our announcement
                 await self.reach(peer)
+
+
+async def _set(event: asyncio.Event, seconds: float) -> None:
+    """Returns when the event is set, and after so many seconds at the latest."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 def latest_expiry(run: str) -> Callable[[bytes], float]:

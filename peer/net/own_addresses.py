@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from peer.net.address import host_of, is_circuit, is_link_local, is_loopback, is_public, parse
+from peer.net.address import host_of, is_circuit, is_link_local, is_loopback, is_public, parse, port_of, tcp
 from peer.net.base import BadAddress
 
 
@@ -67,6 +67,19 @@ def best_first(addresses: Iterable[str]) -> list[str]:
         return kind, outward.index(host) if host in outward else len(outward)
 
     return sorted((a for a in addresses if ":" not in host_of(a) or not is_link_local(host_of(a))), key=rank)
+
+
+def on_interfaces(listed: Iterable[str], hosts: Iterable[str]) -> list[str]:
+    """The addresses of a peer that listens on all interfaces, which have these `hosts`. Its daemon lists new ones up to five seconds later, and nobody
+    finds it meanwhile; the port is in the address for this machine alone, which is always `listed`."""
+    inner = [a for a in listed if not is_circuit(a) and is_loopback(host_of(a))]
+    ports = {":" in host_of(a): (port_of(a), parse(a).peer) for a in inner}
+    return [
+        f"{tcp(host, port)}/p2p/{peer}"
+        for host in sorted(hosts)
+        for port, peer in [ports.get(":" in host, (0, ""))]
+        if port
+    ]
 
 
 def _is_ip(host: str) -> bool:

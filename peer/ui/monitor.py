@@ -92,14 +92,15 @@ class Monitor:
 
     async def follow(self, sink: Sink) -> None:
         """Polls and tells until the run is over. What is wrong is a warning, told once until all is well again."""
-        warned, pause = set[str](), self.poll_seconds
+        warned, longer = set[str](), self.poll_seconds
         while True:
+            pause = self.poll_seconds
             try:
                 await self.poll(sink)
                 warned.clear()
-                pause = self.poll_seconds
+                longer = self.poll_seconds
             except RemoteError as error:
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause, longer = longer, min(2 * longer, LONGEST_PAUSE)
                 if str(error) not in warned:
                     warned.add(str(error))
                     sink(Event(time.time(), "monitor", events.Warning(text=str(error))))
