@@ -56,6 +56,8 @@ WARM_UP = 0.03
 MOST_READINGS = 1000
 """Of the text in a run. What a reading brings falls as exp(-n / 15.4) (Muennighoff et al., 2023, arXiv:2305.16264): after 60 it is 2 %, and
 nothing long before so many."""
+MOST_ROUNDS, MOST_PEERS, MOST_SEED = 10**9, 10**6, 2**63 - 1
+"""That may be typed. A TOML file has no larger whole numbers."""
 FEW_HELD_OUT = 8
 """Sequences; of fewer the loss says little."""
 ABOUT = {
@@ -128,9 +130,11 @@ def init(
     peers: Annotated[
         Path | None, typer.Option(help="TOML file of machines that there will be (docs/guides/plan.md), for estimates.")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds (default: what the size needs).")] = None,
-    start_peers: Annotated[int, typer.Option(min=1, help="Begin when so many peers are there.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the run.")] = 0,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, max=MOST_ROUNDS, help="Rounds (default: what the size needs).")
+    ] = None,
+    start_peers: Annotated[int, typer.Option(min=1, max=MOST_PEERS, help="Begin when so many peers are there.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the run.")] = 0,
 ) -> None:
     """`potluck init`.
 
