@@ -216,7 +216,7 @@ class Announced:
     refused: int = 0
     """How often it has refused somebody who used too much of it, since it was started."""
     bytes_written: int = 0
-    """All bytes that it has written to disk since it was started, as of its last whole round."""
+    """All bytes that it has written to disk since it was started, as of its last whole round, but for state that it keeps in mapped files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +301,7 @@ class Round:
     peak_rss_bytes: int = 0
     """The most memory that its process has had resident so far; 0 where nobody measures it."""
     bytes_written: int = 0
-    """All bytes that it has written to disk since it was started."""
+    """All bytes that it has written to disk since it was started, but for state that it keeps in mapped files: the system writes that when it likes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,7 +171,8 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 class LocalDisk:
-    """The machine's file systems. `written_bytes`: that it was given to write; files in memory do not count."""
+    """The machine's file systems. `written_bytes`: that it was given to write; files in memory do not count, nor does what the system writes of
+    `arrays`."""
 
     written_bytes = 0
     _counting = threading.Lock()
