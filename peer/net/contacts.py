@@ -31,8 +31,10 @@ FIRST_SECONDS = 3.0
 """The same where its announcement is not known: after these it is looked for, since it may be elsewhere."""
 FIND_SECONDS = 5.0
 """That the search for a peer has that is not where it was; then it is dialled there again."""
-SEEK_SECONDS = 1.0
-"""Between two searches for a node that is silent, while its answer is waited for."""
+SEEK_SECONDS, SEEK_LONGEST = 1.0, 15.0
+"""Between two searches for a node that is silent, while its answer is waited for; and how long it is looked for so often. Each search has the daemon
+dial whoever may know of it, and after each failed dial libp2p leaves an address alone for longer: where our own line is dead, that is
+everybody's."""
 
 
 async def announcements(transport: Transport, run: str) -> dict[str, Announcement]:
@@ -55,6 +57,7 @@ class Contacts:
         self._transport = transport
         self._bootstrap = tuple(bootstrap)
         self._reached: set[str] = set()
+        self._silent: dict[str, float] = {}  # since when a node is that was asked, in seconds of the loop
         self._dialled: dict[str, asyncio.Event] = {}
         """Set when a peer that is dialled is found to be elsewhere."""
         self._wanted: dict[str, None] = {}
@@ -147,13 +150,15 @@ class Contacts:
         try:
             await self.reach(node)
             try:
-                return await ask(self._transport, node)
+                answer = await ask(self._transport, node)
             except RemoteError:
                 if not silent.is_set():
                     raise
-            self._reached.discard(node)
-            await self.reach(node)
-            return await ask(self._transport, node)
+                self._reached.discard(node)
+                await self.reach(node)
+                answer = await ask(self._transport, node)
+            self._silent.pop(node, None)
+            return answer
         except RemoteError:
             self.lost(node)
             raise
@@ -163,12 +168,15 @@ class Contacts:
 
     async def _seek(self, node: str, silent: asyncio.Event) -> None:
         """Begins when the node has not answered at once: ends a connection on which nobody answers any more, and learns the node's
-        announcements until it is cancelled. Raises TransportLost."""
+        announcements, until it is cancelled or that has been tried for long. Raises TransportLost."""
         await asyncio.sleep(asking.NEXT_SECONDS)
         silent.set()
         await self._transport.look()
-        self._transport.doubt(node)
-        while True:
+        if node in self._reached:  # or the daemon would dial it
+            self._transport.doubt(node)
+        now = asyncio.get_running_loop().time
+        until = self._silent.setdefault(node, now()) + SEEK_LONGEST
+        while now() < until:
             with contextlib.suppress(RemoteError):
                 found = await announcements(self._transport, self.manifest.run_id)
                 self.learn(found[name] for name in self.operators if name in found)
