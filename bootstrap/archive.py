@@ -1,26 +1,28 @@
-"""A bootstrap node's disk: the log of rounds, its vote, and every payload.
+"""A bootstrap node's disk: the log of rounds, its vote, every payload, and the run's text.
 
-DIR/log is the run's log (protocol/wire/logfile.py); what a crash left half-written at its end is cut off at the next start.
-DIR/manifest.json is the run's manifest, so that the folder can be verified by itself. DIR/vote is the newest promise of the
-quorum's acceptor, `crc32 | promise`.
+DIR/log is the run's log (protocol/wire/logfile.py); a record that a crash left incomplete is cut off at the next start.
+DIR/manifest.json is the manifest, so that the folder can be verified by itself. DIR/vote is the newest promise of the
+quorum's acceptor, `crc32 | promise`. DIR/blobs keeps all that was committed.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import threading
 import zlib
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bootstrap.text import ServedText
-from peer.net.blobs import BlobStore
-from peer.net.disk import Disk, LocalDisk, disk_error
+from peer.net.blobs import Blob, BlobStore, Coming, Place
+from peer.net.disk import Disk, disk_error
+from protocol.codec import blob_hash
 from protocol.errors import UsageError
-from protocol.ledger import board, stretches, validation
-from protocol.ledger.kept import NEWEST, Kept, unpacked
-from protocol.ledger.stretches import Stretch, Tip
+from protocol.ledger import board, history
+from protocol.ledger.history import NEWEST, Kept, Stretch, Tip, unpacked
+from protocol.run import corpus
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, framing, logfile
 from protocol.wire.ballot import Promise
@@ -28,62 +30,122 @@ from protocol.wire.commit import Commit, Record
 from protocol.wire.encoding import MessageError
 from protocol.wire.schema import SchemaError
 
-READ = 256 * 1024
-"""Bytes of records that are read from disk at once."""
+CACHED_CHUNKS = 1024
+"""Chunks whose range digests are kept in memory, 16 KiB each."""
+READ_BYTES = 256 * 1024
+"""Records that are read from disk at once."""
+
+
+class ServedText:
+    """The run's text, served from the folder of a corpus (docs/guides/data.md), which is only read and checked.
+
+    index: the corpus's index, as it is sent
+    warn: called once for each damaged chunk
+    """
+
+    def __init__(self, folder: Path, index: bytes, disk: Disk) -> None:
+        self.index = index
+        self.warn: Callable[[str], None] = lambda line: None
+        self._folder = folder
+        self._disk = disk
+        self._damaged: set[str] = set()
+        self._leaves: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, place: Place) -> bytes:
+        """Returns a range of a chunk, or its leaves; empty if it is missing or damaged."""
+        with self._lock:
+            leaves = self._leaves.get(place.name, b"") or self._read_leaves(place.name, place.size)
+            if len(leaves) != place.leaves.length:
+                return b""
+            self._leaves[place.name] = leaves
+            self._leaves.move_to_end(place.name)
+            if len(self._leaves) > CACHED_CHUNKS:
+                self._leaves.popitem(last=False)
+        if place.index < 0:
+            return leaves
+        try:
+            data = Blob(self._disk, self._folder / corpus.CHUNKS / place.name, 0, place.size).read(place.index)
+        except OSError:
+            data = b""
+        if not blob_hash.is_leaf(leaves, place.index, data):
+            self._tell(place.name)
+            return b""
+        return data
+
+    def coming(self, place: Place, peer: str, named_by: str) -> Coming | None:
+        """Returns None: nothing is being fetched."""
+
+    def _read_leaves(self, name: str, size: int) -> bytes:
+        """Returns a chunk's leaves, from their file or computed; empty if there is no such chunk."""
+        path = self._folder / corpus.CHUNKS / name
+        try:
+            if self._disk.stat(path)[0] != size:
+                return b""
+            try:
+                leaves = self._disk.read(path.with_name(name + corpus.LEAVES))
+            except FileNotFoundError:
+                leaves = b""
+            if blob_hash.root(size, leaves) != name:
+                leaves = Blob(self._disk, path, 0, size).leaves()
+        except OSError:
+            return b""
+        if blob_hash.root(size, leaves) != name:
+            self._tell(name)
+            return b""
+        return leaves
+
+    def _tell(self, name: str) -> None:
+        if name not in self._damaged:
+            self._damaged.add(name)
+            self.warn(f"corpus {self._folder}: chunk {name[:12]}… is damaged; copy it again, or build the corpus again")
 
 
 class Archive:
-    """DIR/log, DIR/vote, DIR/tokenizer.json and DIR/blobs (which keeps all that was committed) of one bootstrap node. One process at a time. Raises
-    UsageError."""
+    """The folder DIR of one bootstrap node, for one process at a time. Raises UsageError."""
 
     def __init__(self, folder: Path, manifest: Manifest, disk: Disk | None = None) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._disk: Disk = disk or LocalDisk()
+        self._disk: Disk = disk or Disk()
         self._lock = self._disk.lock(folder, "bootstrap node")
         try:
             self._open()
         except BaseException:
-            self.close()  # whoever mends it may try again in this process
+            self.close()
             raise
 
     def _open(self) -> None:
-        """Reads what is there."""
         if logfile.MANIFEST not in self._disk.names(self.folder):
             self._disk.write(self.folder / logfile.MANIFEST, self.manifest.to_bytes())
         self.blobs = BlobStore(self.folder / "blobs", disk=self._disk)
         self._ends: list[int] = []
         self._reading = threading.Lock()
-        """Whether the file and `_ends` are of one moment: calls read it on threads of their own."""
+        """Held while the file and `_ends` are read together, by calls on threads."""
         self.records = Kept(lambda round: self._read_raws(round, round + 1)[0])
-        """Of each round, as it was sent: the newest are in memory, older ones on disk."""
-        self.tokenizer = self._read_tokenizer()
+        """Each round's record as it was sent: the newest in memory, older ones on disk."""
+        self.tokenizer: bytes | None = None
+        with contextlib.suppress(FileNotFoundError):
+            self.tokenizer = self._disk.read(self.folder / "tokenizer.json")
         self.text: ServedText | None = None
         """The run's corpus, if this node serves it."""
         self.commits = Kept(lambda round: encoding.commit_in(self.records[round]))
-        """What the records decide."""
+        """Each round's commit."""
         self.named: set[str] = set()
-        """Everybody whom a decree of the log has named as an operator."""
+        """All nodes that decrees of the log have named as operators."""
         self._read()
         self.vote = self._read_vote()
 
     def close(self) -> None:
-        """Lets another process use the folder."""
         self._lock.close()
 
     def save_tokenizer(self, data: bytes) -> None:
-        """Keeps the file of the run's tokenizer, to serve it by name. Raises UsageError."""
+        """Stores the run's tokenizer file, which is served by name. Raises UsageError."""
         self._disk.write(self.folder / "tokenizer.json", data)
         self.tokenizer = data
 
-    def _read_tokenizer(self) -> bytes | None:
-        try:
-            return self._disk.read(self.folder / "tokenizer.json")
-        except FileNotFoundError:
-            return None
-
     def serve_corpus(self, folder: Path, index: bytes) -> None:
-        """Has the run's corpus in `folder`, which is only read, served; `index`: the bytes of its index, which were checked."""
+        """Serves the run's corpus in `folder`; `index`: the bytes of its index, already checked."""
         self.text = ServedText(folder, index, self._disk)
 
     def append(self, record: Record) -> None:
@@ -99,24 +161,20 @@ class Archive:
         self.vote = vote
 
     def since(self, round: int) -> Iterator[bytes]:
-        """The records after `round`; each is read when it is asked for."""
-        yield from self._from(round + 1)
-
-    def _from(self, round: int) -> Iterator[bytes]:
-        """The records of this round and later ones: those that are on disk many at a time."""
-        round = max(round, 0)
+        """Yields the records after `round`; those on disk are read READ_BYTES at a time."""
+        round = max(round + 1, 0)
         while round < self.records.old:
-            last = bisect.bisect_right(self._ends, self._begin(round) + READ, round + 1)
+            last = bisect.bisect_right(self._ends, self._begin(round) + READ_BYTES, round + 1)
             yield from self._read_raws(round, last)
             round = last
         yield from (self.records[each] for each in range(round, len(self.records)))
 
     def _begin(self, round: int) -> int:
-        """Where the record of a round begins in the file."""
+        """Returns the position of a round's record in the file."""
         return self._ends[round - 1] if round else 0
 
     def _read_raws(self, first: int, last: int) -> list[bytes]:
-        """The records of the rounds from `first` to before `last`, from disk. Raises UsageError."""
+        """Reads the records of rounds `first` to `last` - 1 from disk. Raises UsageError."""
         path = self.folder / logfile.LOG
         with self._reading:
             places = [self._begin(round) for round in range(first, min(last, len(self._ends)) + 1)]
@@ -128,10 +186,10 @@ class Archive:
         return [logfile.unpack(data[a - begin : b - begin], path, a) for a, b in itertools.pairwise(places)]
 
     def after(self, round: int) -> bytes:
-        """The reply to a LOG call: records after `round`, as many as fit."""
+        """Returns the reply to a LOG call: as many records after `round` as fit."""
         out: list[bytes] = []
         size = 0
-        for raw in self._from(round + 1):
+        for raw in self.since(round):
             size += len(raw) + 8
             if out and size > endpoints.LOG_REPLY:
                 break
@@ -154,16 +212,15 @@ class Archive:
             raise disk_error(self.folder, error) from None
 
     def _take_all(self, batch: list[tuple[int, bytes]]) -> None:
-        """Takes these records, (position, record), which come next: as one that reads the log from others does; where something is wrong
-        with them, one by one, to say with which."""
+        """Takes the next records, (position, record), by stretches; where one is wrong, one by one, to name it."""
         head = self.commits[-1] if self.commits else None
         members = board.members_after(self.manifest, head)
         tip = Tip(len(self.commits) - 1, self.manifest.run_id if head is None else head.digest, members)
         proved = list[Stretch]()
         try:
-            for stretch in stretches.read(self.manifest, tip, [raw for _, raw in batch], "the log"):
+            for stretch in history.read(self.manifest, tip, [raw for _, raw in batch], "the log"):
                 before = unpacked(stretch.before[-1].body) if stretch.before else head
-                if validation.why_not_next(self.manifest, before, stretch.last) is not None:
+                if history.why_not_next(self.manifest, before, stretch.last) is not None:
                     raise MessageError("the log", "is wrong")
                 proved.append(stretch)
                 head = stretch.last.commit
@@ -176,32 +233,27 @@ class Archive:
             self._add(raw, last.get(len(self.records)))
 
     def _take(self, raw: bytes, at: int) -> None:
-        head = self.commits[-1] if self.commits else None
+        head, where = self.commits[-1] if self.commits else None, f"log {self.folder / 'log'}: the record at byte {at}"
         try:
             record = encoding.decode_record(raw, "the log")
-            problem = validation.why_not_next(self.manifest, head, record)
-        except MessageError:  # its checksum is right: no disk did that
+            problem = history.why_not_next(self.manifest, head, record)
+        except MessageError:  # its checksum is right, so the disk is not at fault
             raise UsageError(
-                f"log {self.folder / 'log'}: the record at byte {at} is not as this version of Potluck writes it; start the"
-                " version that wrote it, or choose another --dir"
+                f"{where} is not as this version of Potluck writes it; start the version that wrote it,"
+                " or choose another --dir"
             ) from None
         if problem is not None:
-            raise UsageError(
-                f"log {self.folder / 'log'}: the record at byte {at} {problem}; restore the file or choose another --dir"
-            )
+            raise UsageError(f"{where} {problem}; restore the file or choose another --dir")
         self._add(raw, record.commit)
 
     def _add(self, raw: bytes, commit: Commit | None) -> None:
-        """The next record; its commit, unless that is looked at later and says nothing of who decides."""
+        """Adds the next record. `commit`: None if it is to be decoded later; then it changes no operators."""
         self._ends.append(logfile.end_of(self._ends[-1] if self._ends else 0, raw))
         self.records.append(raw)
         if commit is None:
             self.commits.append_older()
             return
         self.commits.append(commit)
-        self._note(commit)
-
-    def _note(self, commit: Commit) -> None:
         if commit.board is not None:
             self.named.update(commit.board.names)
 

@@ -1,39 +1,145 @@
-"""The calls that a bootstrap node answers anybody: of the log, and of who is there. How often one asks
-is bounded where its streams come in (peer/net/guests.py)."""
+"""The calls that a bootstrap node answers: for the log, for the roster, and for the operators' decrees.
+
+Guests bounds how often one peer may call (peer/net/guests.py).
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from bootstrap.archive import Archive
-from bootstrap.roster import Heard
+from bootstrap.roster import AnnouncementTable
 from bootstrap.sessions import unexpected
 from peer.net.base import Transport, serve_calls
+from protocol.errors import RemoteError
+from protocol.identity import short_peer
+from protocol.ledger import access, board, schedule
+from protocol.round.leader import Leader
+from protocol.round.leader_events import DecreeSigned
 from protocol.wire import encoding, endpoints
-from protocol.wire.roster import Lookup, RosterRequest
+from protocol.wire.announcement import Lookup, RosterRequest
+from protocol.wire.commit import votes_needed
+from protocol.wire.decree import Decree, Motion, Motions
+from protocol.wire.encoding import unseal_signed
 from protocol.wire.session import LogRequest
 
-MAX_REQUEST = 8192
+MAX_REQUEST_BYTES = 8192
 
 
-class Calls:
-    """Answers from the `archive` and the `roster`."""
+class LogAndRosterHandler:
+    """Answers anyone from the `archive` and the `roster`."""
 
-    def __init__(self, archive: Archive, roster: Heard) -> None:
+    def __init__(self, archive: Archive, roster: AnnouncementTable) -> None:
         self._archive = archive
         self._roster = roster
 
     async def serve(self, transport: Transport) -> None:
-        """Lets others ask."""
-        await serve_calls(transport, endpoints.LOG, self._log, limit=MAX_REQUEST)
-        await serve_calls(transport, endpoints.ROSTER, self._who_is_there, limit=MAX_REQUEST)
+        await serve_calls(transport, endpoints.LOG, self._read_log, limit=MAX_REQUEST_BYTES)
+        await serve_calls(transport, endpoints.ROSTER, self._read_roster, limit=MAX_REQUEST_BYTES)
 
-    async def _log(self, remote: str, request: bytes) -> bytes:
+    async def _read_log(self, remote: str, request: bytes) -> bytes:
         ask = encoding.expect(LogRequest, encoding.decode(request, remote), remote)
         return await asyncio.to_thread(self._archive.after, ask.after)
 
-    async def _who_is_there(self, remote: str, request: bytes) -> bytes:
+    async def _read_roster(self, remote: str, request: bytes) -> bytes:
         ask = encoding.decode(request, remote)
         if not isinstance(ask, Lookup | RosterRequest):
             raise unexpected(remote, "roster", ask)
         return self._roster.answer(ask)
+
+
+class DecreeHandler:
+    """The call with which operators change who may take part in a run (protocol/ledger/access.py), and its length.
+
+    submit: gives an event to the leader's machine, and is awaited
+    spread: sends a motion to the other operators' nodes
+    living: the operators that give signs of life, by the quorum's machine
+    tell: called with a text for this node's operator
+    """
+
+    def __init__(
+        self,
+        leader: Leader,
+        submit: Callable[[DecreeSigned], Awaitable[None]],
+        spread: Callable[[Motion], None],
+        living: Callable[[], frozenset[str]],
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._leader = leader
+        self._submit = submit
+        self._spread = spread
+        self._living = living
+        self._tell = tell
+        self._told: tuple[Decree | None, tuple[str, ...]] = (None, ())
+
+    async def serve(self, transport: Transport) -> None:
+        await serve_calls(transport, endpoints.DECREES, self.answer, limit=MAX_REQUEST_BYTES)
+
+    async def answer(self, remote: str, request: bytes) -> bytes:
+        """Takes a motion, if the call has one. Returns how the run stands by its decrees. Raises RemoteError."""
+        motion = encoding.expect(Motion, encoding.decode(request, remote), remote)
+        decree = await self.receive(motion) if motion.sealed else None
+        if decree is not None and not self._is_past(decree):
+            self._spread(motion)
+        manifest, head = self._leader.manifest, self._leader.head
+        answer = Motions(
+            number=access.decrees_after(head),
+            schedule=schedule.of(manifest, head),
+            board=board.of(manifest, head),
+            wanted=self._votes_needed,
+            signed=() if decree is None else self._leader.petitions.signers(decree),
+            newest=self._leader.access.newest,
+        )
+        return encoding.encode(answer)
+
+    @property
+    def _votes_needed(self) -> int:
+        return votes_needed(len(board.members_after(self._leader.manifest, self._leader.head)))
+
+    async def receive(self, motion: Motion) -> Decree:
+        """Checks a decree that an operator has signed, and gives it to the leader's machine. Raises RemoteError."""
+        operator, message, signature = unseal_signed(motion.sealed)
+        decree, manifest = encoding.expect(Decree, message, operator), self._leader.manifest
+        if self._is_past(decree):
+            return decree  # decided; its signer, who may be no operator any more, asks whether it was
+        if operator not in board.members_after(manifest, self._leader.head):
+            raise RemoteError(operator, f"{short_peer(operator)} is not among the operators who decide rounds now")
+        if decree.run != manifest.run_id:
+            raise RemoteError(operator, "that decree is of another run")
+        if not access.is_signed(operator, decree, signature):  # such as with fields that this version does not know
+            raise RemoteError(operator, "that decree is signed in a form that no commit has")
+        if not decree.is_sound:
+            raise RemoteError(operator, "that decree says nothing")
+        refused = self._why_not(decree)
+        if refused is not None:
+            raise RemoteError(operator, f"that decree cannot be: {refused}")
+        await self._submit(DecreeSigned(operator, decree, signature))
+        self._report(decree)
+        return decree
+
+    def _report(self, decree: Decree) -> None:
+        """Tells the operator once that a decree waits for other operators to sign it."""
+        signers, wanted = self._leader.petitions.signers(decree), self._votes_needed
+        if (decree, signers) == self._told or len(signers) >= wanted:
+            return
+        self._told = decree, signers
+        names = ", ".join(map(short_peer, signers))
+        self._tell(
+            f"decree {decree.action}: {len(signers)} of {wanted} operators have signed it ({names});"
+            " it waits for others"
+        )
+
+    def _is_past(self, decree: Decree) -> bool:
+        """Whether the run already has a decree with this one's number."""
+        return decree.number < access.decrees_after(self._leader.head)
+
+    def _why_not(self, decree: Decree) -> str | None:
+        """Returns why the decree cannot come next, as far as this node knows."""
+        manifest, head = self._leader.manifest, self._leader.head
+        if decree.schedule is not None:
+            return schedule.why_not(manifest, head, decree.schedule)
+        if decree.action in board.CHANGES:
+            refused = board.why_not(manifest, head, decree)
+            return refused or board.why_too_few(manifest, head, decree, self._living())
+        return None

@@ -1,10 +1,8 @@
-"""A bootstrap node as a process: pumps sessions, votes, DHT records and payloads through the leader's and the quorum's machines.
+"""A bootstrap node: connects sessions, votes, DHT records and payloads to the leader's and the quorum's state machines.
 
-One task owns both machines (`_pump`). Handlers of streams only put events into its queue. Nothing is decided here: who leads and
-what is decided follows from the machines, who is there from protocol/round/presence.py. A vote is on disk before it is sent, a
-commit before anybody hears of it. Every operator's node hears every peer, so that any of them can lead.
-
-Long because the effects of both machines are carried out here; what decides anything has a module of its own.
+One task (`_pump`) owns both machines; stream handlers only queue events for it. The machines decide who leads and what
+is decided, protocol/round/presence.py decides which peers are present. A vote is on disk before it is sent, a commit
+before anyone hears of it. Every operator's node hears every peer, so that any of them can lead.
 """
 
 from __future__ import annotations
@@ -13,57 +11,53 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from bootstrap import told
 from bootstrap.archive import Archive
-from bootstrap.bandwidth import Bandwidth
-from bootstrap.calls import Calls
-from bootstrap.decrees import Decrees
-from bootstrap.doorman import Doorman
-from bootstrap.fairness import Fairness
-from bootstrap.inbox import Inbox
-from bootstrap.latest_job import LatestJob, wanted
-from bootstrap.links import Links
-from bootstrap.news import News
+from bootstrap.background_jobs import LatestJob, ProposalChecker, require
+from bootstrap.calls import DecreeHandler, LogAndRosterHandler
 from bootstrap.operators import Dismissed, Operators
 from bootstrap.payloads import Payloads
-from bootstrap.roster import Heard
-from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
+from bootstrap.roster import AnnouncementTable
+from bootstrap.sessions import OUTBOX, AdmissionControl, OfferAnnouncer, Session, Sessions, unexpected
 from peer import events
-from peer.net.base import Transport
+from peer.net.bandwidth import BandwidthServer
+from peer.net.base import Clock, Transport
 from peer.net.blobs import NODE_COPIES, BlobServer
-from peer.net.clock import Clock
-from peer.net.dial_back import DialBack
 from peer.net.directory import Directory
 from peer.net.latency import Latency
-from peer.net.token_bucket import TokenBucket
+from peer.net.rate_limits import TokenBucket
+from peer.net.reach import DialBackServer
+from peer.net.relay import RelayServer
 from protocol import identity as identities
 from protocol.errors import LocalError, RemoteError, shown
 from protocol.identity import Identity, short_peer
-from protocol.ledger import access, admission, claims, ranges
+from protocol.ledger import access, claims, ranges
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
 from protocol.quorum import paxos_events
 from protocol.quorum.paxos import Quorum
-from protocol.round import fairness, leader_events, presence
-from protocol.round.judging import Case
+from protocol.quorum.paxos_events import Refused, Skipped
+from protocol.round import fairness, leader_events, offers, presence
+from protocol.round.accusations import Accusation
+from protocol.round.judging import JudgingJob
 from protocol.round.leader import Leader
-from protocol.round.questions import Question
-from protocol.run.manifest import Manifest
+from protocol.round.leader_events import Moved, Question, Report, Resting
+from protocol.run import layout
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import NODE_DEVICE, Announcement
-from protocol.wire.audit import Audit
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Part, Record
+from protocol.wire.claims import Audit, Evaluation, Score
+from protocol.wire.commit import Record
 from protocol.wire.decree import Motion
 from protocol.wire.encoding import Message
-from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan
-from protocol.wire.score import Score
+from protocol.wire.schema import extend
 from protocol.wire.session import (
     Announced,
     Attest,
@@ -78,20 +72,71 @@ from protocol.wire.session import (
     Withdraw,
 )
 
+log = logging.getLogger("potluck.node")
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class QueuedEvent(Generic[T]):
+    """An event; `done` is resolved once it is handled, where its submitter waits for that."""
+
+    event: T
+    done: asyncio.Future[None] | None = None
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Marks the event as handled, or as failed with `error`."""
+        waits = self.done is not None and not self.done.done()
+        if error is not None and not waits:
+            log.error("a message could not be dealt with, and its sender is gone", exc_info=error)
+        elif self.done is not None and waits:
+            self.done.set_result(None) if error is None else self.done.set_exception(error)
+
+
+class EventQueue(Generic[T]):
+    """A node's events in order of arrival.
+
+    A handler that submits a peer's message waits up to `patience` seconds until it is handled, so each peer has at
+    most one event queued. What a machine raises for it is raised in that handler and ends that stream only.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._queue: asyncio.Queue[QueuedEvent[T]] = asyncio.Queue()
+        self.get = self._queue.get
+
+    def put(self, event: T) -> None:
+        """Queues an event of this node itself."""
+        self._queue.put_nowait(QueuedEvent(event))
+
+    async def submit(self, event: T) -> None:
+        """Queues a remote event and waits until it is handled. Raises what the handling raised."""
+        done = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(QueuedEvent(event, done))
+        if (await asyncio.wait({done}, timeout=self._patience))[0]:
+            done.result()
+        else:
+            done.cancel()
+
+
 POLL_SECONDS = 1.0
-PLAN_PAUSE_SECONDS, JUDGE_PAUSE_SECONDS = 5.0, 1.0
-"""After a plan that could not be made, and before what could not be judged, such as a payload on its way here, is looked at again."""
-HEARD_PER_SECOND, HEARD_AT_ONCE = 200.0, 1000.0
-"""Announcements that are looked at, besides the first one of each session."""
+RELAY_REPORT_SECONDS = 60.0
+"""Interval of the `Relayed` events, while anything is relayed."""
+PLAN_RETRY_SECONDS, JUDGE_RETRY_SECONDS = 5.0, 1.0
+"""Pause before a failed plan or scoring is tried again, for example until a missing payload has arrived."""
+ANNOUNCEMENTS_PER_SECOND, ANNOUNCEMENT_BURST = 200.0, 1000.0
+"""Rate limit of all announcements together, except for the first one of each session."""
 
 
 class BootstrapNode:
-    """See the module's docstring. `initial_peers`: addresses of other bootstrap nodes of the run, as far as known; `answer` makes plans,
-    on a thread."""
+    """See the module's docstring.
+
+    initial_peers: known addresses of other bootstrap nodes of the run
+    answer: makes a plan; called on a thread
+    auditors: peers whose evaluations this node trusts above all others
+    """
 
     def __init__(
         self,
-        manifest: Manifest,
         identity: Identity,
         transport: Transport,
         archive: Archive,
@@ -99,125 +144,128 @@ class BootstrapNode:
         initial_peers: Sequence[str] = (),
         clock: Clock | None = None,
         answer: Callable[[Question], Plan | None] = Question.answer,
+        auditors: frozenset[str] = frozenset(),
     ) -> None:
-        """Long because it makes all that a node has."""
-        self.manifest = manifest
+        self.manifest = manifest = archive.manifest
         self.archive = archive
         self._identity = identity
         self._transport = transport
         self._emit = emit
-        self._clock = clock or Clock()
-        own, addresses = identity.peer_id, tuple(transport.addresses)
+        self._clock = clock = clock or Clock()
+        own, held, now = identity.peer_id, list(archive.blobs), clock.steady()
+        self.leader = Leader(manifest, archive.commits, held, now, auditors)
+        self.quorum = quorum = Quorum(
+            manifest, own, archive.commits, archive.vote, held, identity.sign, identities.verify, now
+        )
+        addresses = tuple(transport.addresses)
         announcement = Announcement(
             run=manifest.run_id, peer=own, addresses=addresses, device=NODE_DEVICE, phase="serving"
         )
         self._directory = Directory(
-            manifest,
-            identity,
-            transport,
-            initial_peers,
-            announcement,
-            self._clock,
-            lambda addresses: emit(events.listening(manifest.run_id, addresses)),
+            manifest, identity, transport, initial_peers, announcement, clock, self._say_addresses
         )
-        transport.guests.tell = told.refusing(emit, self._directory)
-        self._events = Inbox[leader_events.Event | paxos_events.Event](manifest.timing.heartbeat)
-        self._operators = Operators(self._directory, transport, archive, initial_peers, lambda: self.quorum, self._told)
-        self._links = Links(transport, self._directory, self._vote, self._operators.knocks)
-        self._news = News(self._tell_offered, lambda: len(self._sessions.open))
-        self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
-        self._heard = TokenBucket(HEARD_PER_SECOND, HEARD_AT_ONCE)
+        transport.guests.follow(self._refused)
+        self._events = EventQueue[leader_events.Event | paxos_events.Event](manifest.timing.heartbeat)
+        self._operators = Operators(
+            self._directory, transport, archive, initial_peers, quorum, self._on_vote, self._tell_operator
+        )
+        self._offers = OfferAnnouncer(self._send_offered, lambda: len(self._sessions.open))
+        self.roster = AnnouncementTable(manifest.run_id, int(1000 * clock.wall()))
+        self._announcements = TokenBucket(ANNOUNCEMENTS_PER_SECOND, ANNOUNCEMENT_BURST)
         self._ready: dict[str, Candidate] = {}
-        self._stays = presence.Stays()
-        self._latency = Latency(transport, self._clock, self._directory.placed, random.Random(identity.peer_id))
-        self._payloads = Payloads(
-            manifest, transport, archive, self._directory, emit, self._held, self._listed, self._refused
-        )
-        known, read = self._payloads.notes.known, wanted(archive.blobs.get)
+        self._stays = presence.PresenceRecord()
+        self._latency = Latency(transport, clock, self._directory.placed, random.Random(own))
+        self._payloads = Payloads(transport, archive, self._directory, emit, self._events.put)
+        known, read = self._payloads.notes.known, require(archive.blobs.get)
         self._planning = LatestJob[Question, leader_events.Planned](
             "planner",
             lambda question: leader_events.Planned(question, answer(question)),
             self._events.put,
-            pause=PLAN_PAUSE_SECONDS,
+            retry_seconds=PLAN_RETRY_SECONDS,
             failed=lambda question: leader_events.Planned(question, None),
         )
-        self._judging = LatestJob[Case, leader_events.Verdict](
+        self._judging = LatestJob[JudgingJob, leader_events.JudgingDone](
             "judge",
-            lambda case: leader_events.Verdict(case, case.answer(read, known)),
+            lambda case: leader_events.JudgingDone(case, case.answer(read, known)),
             self._events.put,
-            pause=JUDGE_PAUSE_SECONDS,
+            retry_seconds=JUDGE_RETRY_SECONDS,
         )
         self._finished: Finished | None = None
         self._stalled = False
-        held, now = list(archive.blobs), self._clock.steady()
-        self.leader = Leader(manifest, archive.commits, held, now)
-        doorman = Doorman(self.leader, self._events.hand_in, self._clock)
-        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport, doorman)
-        self.decrees = Decrees(
+        admission_control = AdmissionControl(self.leader, self._events.submit, clock)
+        self._sessions = Sessions(manifest, clock, self._on_message, self._opened, transport, admission_control)
+        self.decrees = DecreeHandler(
             self.leader,
-            self._events.hand_in,
-            self._spread,
-            lambda: self._alive()[1],
-            self._told,
+            self._events.submit,
+            self._operators.broadcast,
+            lambda: quorum.leadership.present,
+            self._tell_operator,
         )
-        self._fairness = Fairness(self.leader, self._clock, self._events.put, archive.blobs.get, known, self._alive)
-        self.quorum = Quorum(
-            manifest,
-            identity.peer_id,
-            archive.commits,
-            archive.vote,
-            held,
-            identity.sign,
-            identities.verify,
-            now,
-        )
+        self._proposals = ProposalChecker(self.leader, quorum, clock, self._events.put, archive.blobs.get, known)
 
-    def _alive(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The members that give signs of life, and the operators that do."""
-        return self.quorum.living, self.quorum.leadership.present
+    async def serve(self, relay_bps: int = 0) -> None:
+        """Runs the node, and a relay of at most `relay_bps` bits a second for its peers, until it is cancelled.
+
+        Raises UsageError when the disk refuses.
+        """
+        self._say_addresses(self._transport.addresses)
+        if not relay_bps:
+            return await self.run()
+        relay = RelayServer(self._transport, relay_bps, self.has_session)
+        await relay.serve()
+        reporting = asyncio.create_task(self._report_relay(relay))
+        try:
+            await self.run()
+        finally:
+            reporting.cancel()
+            relay.close()
 
     async def run(self) -> None:
         """Serves until it is cancelled, or the operators dismiss this node. Raises UsageError when the disk refuses."""
-        await self._operators.follow(self._links)
-        await self._transport.serve(endpoints.SESSION, self._sessions.serve)
-        await self._links.serve()
-        await Calls(self.archive, self.roster).serve(self._transport)
-        await self.decrees.serve(self._transport)
+        transport, archive, named = self._transport, self.archive, {endpoints.MANIFEST_NAME: self.manifest.to_bytes()}
+        await self._operators.follow()
+        await transport.serve(endpoints.SESSION, self._sessions.serve)
+        await self._operators.serve()
+        await LogAndRosterHandler(archive, self.roster).serve(transport)
+        await self.decrees.serve(transport)
         await self._latency.serve()
-        await Bandwidth(self._clock).serve(self._transport)
-        await DialBack(self._transport, self._clock).serve()
-        named = {endpoints.MANIFEST_NAME: self.manifest.to_bytes()}
-        if self.archive.tokenizer is not None:
-            named[endpoints.TOKENIZER_NAME] = self.archive.tokenizer
+        await BandwidthServer(self._clock).serve(transport)
+        await DialBackServer(transport, self._clock).serve()
+        if archive.tokenizer is not None:
+            named[endpoints.TOKENIZER_NAME] = archive.tokenizer
         await self._serve_blobs(named)
-        if self.archive.commits:
-            self._emit(events.commit_of(self.archive.commits[-1]))
-        self._forget(await self._payloads.sweep(self.archive.commits))
-        self._payloads.complete(itertools.islice(self.archive.commits, len(self.archive.commits)))
+        if archive.commits:
+            self._emit(extend(events.Commit, archive.commits[-1]))
+        self._forget(await self._payloads.sweep(archive.commits))
+        self._payloads.complete(itertools.islice(archive.commits, len(archive.commits)))
+        own = transport.peer_id
+        tasks = (
+            self._pump(),
+            self._watch(),
+            self._planning.run(),
+            self._judging.run(),
+            self._proposals.run(),
+            self._directory.announce(lambda sealed: self.roster.add(own, sealed)),
+            self._directory.publish(),
+            self._directory.watch(),
+            self._offers.run(),
+            self._latency.run(lambda: tuple(self._sessions.open)),
+            self._operators.run(),
+            self._operators.watch(),
+        )
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._pump())
-                group.create_task(self._watch())
-                group.create_task(self._planning.run())
-                group.create_task(self._judging.run())
-                group.create_task(self._fairness.run())
-                group.create_task(self._directory.announce(self._announce_own))
-                group.create_task(self._directory.publish())
-                group.create_task(self._directory.watch())
-                group.create_task(self._news.run())
-                group.create_task(self._latency.run(lambda: tuple(self._sessions.open)))
-                group.create_task(self._links.run())
-                group.create_task(self._operators.watch(self._links))
+                for task in tasks:
+                    group.create_task(task)
         except* Dismissed:
-            self._told("the operators dismissed this one, and others decide now; it ends, as potluck log show says why")
+            self._tell_operator(
+                "the operators dismissed this one, and others decide now; it ends, as potluck log show says why"
+            )
         finally:
             await self._payloads.aclose()
 
-    def _told(self, text: str) -> None:
-        self._emit(events.Warning(text=f"run {shown(self.manifest.name)}: {text}"))
-
     async def _serve_blobs(self, named: dict[str, bytes]) -> None:
-        """Payloads, the run's text, and what has a name."""
+        """Serves payloads, the run's text, and the files in `named`."""
         text, coming = self.archive.text, self._payloads.fetcher.coming
         if text is not None:
             named[endpoints.CORPUS_NAME] = text.index
@@ -228,103 +276,108 @@ class BootstrapNode:
         await blobs.serve(self._transport)
 
     def has_session(self, peer: str) -> bool:
-        """Whether `peer` is connected to us."""
         return peer in self._sessions.open
+
+    # --- what the operator reads
+
+    def _tell_operator(self, text: str) -> None:
+        self._emit(events.Warning(text=f"run {shown(self.manifest.name)}: {text}"))
+
+    def _say_addresses(self, addresses: Sequence[str]) -> None:
+        self._emit(events.listening(self.manifest.run_id, addresses))
+
+    def _refused(self, refused: events.Refused) -> None:
+        """Reports a refused peer, and counts it in this node's announcement for those who monitor the run."""
+        self._emit(refused)
+        self._directory.update(refused=self._directory.announcement.refused + 1)
+
+    async def _report_relay(self, relay: RelayServer) -> None:
+        passed, refused = 0, 0
+        while True:
+            await asyncio.sleep(RELAY_REPORT_SECONDS)
+            # further refusals alone are not worth a line each time
+            if relay.passed == passed and (refused or not relay.refused):
+                continue
+            bps = 8 * (relay.passed - passed) / RELAY_REPORT_SECONDS
+            passed, refused = relay.passed, relay.refused
+            self._emit(events.Relayed(circuits=relay.circuits, bytes=passed, refused=refused, bps=bps))
 
     # --- the other operators' nodes
 
-    async def _vote(self, node: str, message: Message | Record) -> None:
+    async def _on_vote(self, node: str, message: Message | Record) -> None:
         match message:
             case Record():
-                await self._events.hand_in(paxos_events.Learned(node, message))
+                await self._events.submit(paxos_events.Learned(node, message))
             case Prepare() | Promise() | Accept() | Pledge() | Vote() | Reject() | Heartbeat():
-                await self._events.hand_in(paxos_events.Heard(node, message))
+                await self._events.submit(paxos_events.Heard(node, message))
             case LogRequest(after=after):
-                if node in self._links.to:
-                    self._send_log(self._links.to[node], after)
+                if node in self._operators.links:
+                    self._send_log(self._operators.links[node], after)
             case Evaluation():
-                await self._events.hand_in(leader_events.Received(node, message))
+                await self._events.submit(leader_events.Received(node, message))
             case Motion():
-                with contextlib.suppress(
-                    RemoteError
-                ):  # its node knew other members, perhaps, and is not to be cut off for it
-                    await self.decrees.hear(message)
+                # a node that knows other members is not cut off for what it forwards
+                with contextlib.suppress(RemoteError):
+                    await self.decrees.receive(message)
             case _:
                 raise unexpected(node, "votes", message)
 
-    def _spread(self, motion: Motion) -> None:
-        """Tells the other nodes what an operator has signed."""
-        for link in self._links.to.values():
-            link.post(encoding.encode(motion))
-
     # --- the peers
 
-    def _announce_own(self, sealed: bytes) -> None:
-        self.roster.take(self._transport.peer_id, sealed)
-
     def _opened(self, session: Session) -> None:
-        """Says what the newest round is, so that the peer knows how far it has to read, and that the run is over, if it is."""
+        """Sends the newest record, so that the peer knows how far it has to read, and the end of the run, if any."""
         if self.archive.records:
             session.post(self.archive.records[-1])
-        self._tell_end(session)
+        self._send_end(session)
 
-    def _tell_end(self, session: Session) -> None:
-        """Again with every answer about the log, since a message may find no place."""
+    def _send_end(self, session: Session) -> None:
+        """Sends the end of the run, if any; repeated with every answer about the log, as a full outbox drops it."""
         if self._finished is not None:
             session.post(encoding.encode(self._finished))
 
-    async def _hear(self, peer: str, session: Session, message: Message) -> None:
+    async def _on_message(self, peer: str, session: Session, message: Message) -> None:
         if isinstance(message, Leave):
             session.leaves = True
             self._lost(peer)
-            await self._events.hand_in(leader_events.Gone(peer, leaves=True))
+            await self._events.submit(leader_events.Gone(peer, leaves=True))
             return
         if isinstance(message, Announced):
-            if not session.leaves and session.may_announce(self._heard, self._clock.steady()):
-                announcement = self.roster.take(peer, message.sealed)
+            if not session.leaves and session.may_announce(self._announcements, self._clock.steady()):
+                announcement = self.roster.add(peer, message.sealed)
                 if announcement is not None:
                     self._directory.learn([announcement])
                     self._announced(peer, announcement)
             return
-        if (
-            not session.leaves and peer not in self._ready and peer in self._directory.known
-        ):  # it was gone, in the same session
-            self._announced(peer, self._directory.known[peer])
+        if not session.leaves and peer not in self._ready and peer in self._directory.known:
+            self._announced(peer, self._directory.known[peer])  # it was absent and is back, in the same session
         match message:
-            case Offer() | Attest() | Withdraw() | ChainFailure() | ChainReconfig():
-                if isinstance(message, Attest) and not admission.is_sound(self.manifest, message):
+            case Attest():
+                if not offers.is_sound_attestation(self.manifest, message):
                     raise RemoteError(peer, f"session of {short_peer(peer)}: attests what is no shard; it was closed")
-                if isinstance(message, Attest) and self._is_news(session, message):
+                is_recent = abs(message.round - self.leader.round + 1) <= 2
+                if is_recent and session.may_tell(message.round, self._clock.steady()):
                     self._emit(events.Attest(peer=peer, round=message.round, digests=message.digests))
-                await self._events.hand_in(leader_events.Received(peer, message))
+                await self._events.submit(leader_events.Received(peer, message))
             case Evaluation() if peer in self.leader.witnesses.auditors:
-                await self._events.hand_in(leader_events.Received(self._identity.peer_id, self._signed(message)))
-            case Evaluation() | Score() | Audit():
-                await self._events.hand_in(leader_events.Received(peer, message))
+                said = claims.signed(self._identity, self.leader.state.due.of, message)
+                self._operators.broadcast(said)
+                await self._events.submit(leader_events.Received(self._identity.peer_id, said))
+            case Offer() | Withdraw() | ChainFailure() | ChainReconfig() | Evaluation() | Score() | Audit():
+                await self._events.submit(leader_events.Received(peer, message))
             case LogRequest(after=after):
                 self._send_log(session, after)
-                self._tell_end(session)
+                self._send_end(session)
             case Heartbeat():
                 phase = "stalled" if self._stalled else "leading" if self.quorum.leads else "following"
                 session.post(encoding.encode(Heartbeat(phase=phase, round=self.leader.round)))
             case _:
                 raise unexpected(peer, "session", message)
 
-    def _signed(self, found: Evaluation) -> Evaluation:
-        """What our auditor has found, as we say it; the other nodes hear of it."""
-        said = claims.signed(self._identity, self.leader.state.due.of, found)
-        for link in self._links.to.values():
-            link.post(encoding.encode(said))
-        return said
-
-    def _is_news(self, session: Session, attest: Attest) -> bool:
-        return abs(attest.round - self.leader.round + 1) <= 2 and session.may_tell(attest.round, self._clock.steady())
-
     def _send_log(self, session: Session, after: int) -> None:
         session.post_records(itertools.islice(self.archive.since(after), OUTBOX // 2), self._clock.steady())
 
     async def _watch(self) -> None:
-        """Turns silences into events."""
+        """Turns silence into events, every POLL_SECONDS."""
         while True:
             now, heard, timing = self._clock.steady(), self._sessions.heard, self.manifest.timing
             for peer in presence.gone(self._ready, heard, timing, now):
@@ -333,8 +386,8 @@ class BootstrapNode:
                     self._directory.lost(peer)
                 self._events.put(leader_events.Gone(peer))
             self._sessions.forget(self._ready)
-            known, there = self._directory.known, (self._ready, self._sessions.open, self._links.to)
-            for peer in [p for p in known if not any(p in some for some in there)]:
+            known, present = self._directory.known, (self._ready, self._sessions.open, self._operators.links)
+            for peer in [p for p in known if not any(p in some for some in present)]:
                 self._directory.lost(peer)
             await self._sessions.dismiss()
             absent = presence.absent(self._ready, self._sessions.open, heard, timing, now)
@@ -345,14 +398,13 @@ class BootstrapNode:
             await asyncio.sleep(POLL_SECONDS)
 
     def _lost(self, peer: str) -> None:
-        """A peer is there no more."""
         if self._ready.pop(peer, None) is not None:
             self._stays.lost(peer)
             self.roster.remove(peer)
             self._emit(events.Gone(peer=peer))
 
     def _announced(self, peer: str, announcement: Announcement) -> None:
-        """A peer with a session says this of itself."""
+        """Takes a connected peer's announcement: it is a candidate for plans."""
         stays = round(self._stays.of(peer), 2)
         where = ranges.range_of(self._transport.seen_at(peer))
         candidate = dataclasses.replace(partition.candidate(announcement), presence=stays, range=where)
@@ -360,8 +412,17 @@ class BootstrapNode:
         if known != candidate:
             self._ready[peer] = candidate
             self._events.put(leader_events.Ready(candidate))
-            if told.is_news(known, candidate):
-                self._emit(events.ready(announcement))
+            # what is measured again and again is no news
+            same = {name: getattr(known, name) for name in ("speed_flops", "coordinates", "presence") if known}
+            if known != dataclasses.replace(candidate, **same):
+                self._emit(extend(events.Ready, announcement))
+
+    def _send_offered(self, offered: Offered) -> None:
+        """Sends it to strong uplinks first, since the first to ask for a payload pass it on to the others."""
+        peers = list(self._sessions.open)
+        random.shuffle(peers)
+        peers.sort(key=lambda p: -self._ready[p].up_bps if p in self._ready else 0)
+        self._sessions.post((p for p in peers if not self._sessions.open[p].is_crowded), offered)
 
     # --- the machines
 
@@ -369,15 +430,18 @@ class BootstrapNode:
         await self._directory.connect()
         while True:
             entry = await self._events.get()
-            entry.finish(await self._tell(entry.event))
+            entry.finish(await self._process(entry.event))
 
-    async def _tell(self, event: leader_events.Event | paxos_events.Event) -> Exception | None:
-        """Gives an event to its machine, and then those that its effects bring about: in their order, each when all effects of
-        the one before are done, or an older effect would undo what a newer one said. What a peer's message raised, if it did."""
+    async def _process(self, event: leader_events.Event | paxos_events.Event) -> Exception | None:
+        """Gives an event to its machine, then the events that follow from its effects, in order.
+
+        Each waits until all effects of the one before are carried out; otherwise an older effect would undo a newer
+        one. Returns what a peer's message raised.
+        """
         todo, failure = deque([event]), None
         while todo:
             event = todo.popleft()
-            if self._is_gone(event):
+            if self._is_outdated(event):
                 continue
             if isinstance(event, paxos_events.Event):
                 todo.extend(await self._tell_quorum(event))
@@ -397,10 +461,10 @@ class BootstrapNode:
             match effect:
                 case leader_events.Fetch(peer, part):
                     self._payloads.fetch((peer,), part, peer, self.leader.round)
-                case leader_events.Keep(parts):
+                case leader_events.StoreList(parts):
                     self._payloads.keep(parts, self.leader.round)
-                case leader_events.Tell(round, share):
-                    self._news.add(round, share)
+                case leader_events.AnnounceShare(round, share):
+                    self._offers.add(round, share)
                 case leader_events.MakePlan(question):
                     self._planning.ask(question)
                 case leader_events.Judge(case):
@@ -409,37 +473,38 @@ class BootstrapNode:
                     following.append(paxos_events.Proposed(access.dated(commit, self._clock.wall())))
                 case leader_events.Send(peers, message, first):
                     if first and isinstance(message, ChainReconfig):
-                        self._emit(events.chain_reconfigured(message))
+                        self._emit(extend(events.ChainReconfigured, message))
                     self._sessions.post(peers, message)
                 case leader_events.Done(round):
                     self._finish(round)
                 case _:
-                    self._emit(told.of_round(effect))
+                    self._emit(_leader_event(effect))
 
     async def _tell_quorum(self, event: paxos_events.Event) -> list[leader_events.Event | paxos_events.Event]:
         following: list[leader_events.Event | paxos_events.Event] = []
+        links = self._operators.links
         if isinstance(event, paxos_events.Proposed):
             ours = self.quorum.of_ours(event.commit)
-            await asyncio.to_thread(lambda: ours.digest)  # it is kept there, and long work for many replicas
+            await asyncio.to_thread(lambda: ours.digest)  # cached; takes long for many replicas
             event = paxos_events.Proposed(ours)
         for effect in self.quorum.handle(event, self._clock.steady()):
             match effect:
                 case paxos_events.Save(vote):
                     await asyncio.to_thread(self.archive.save_vote, vote)
                 case paxos_events.Send(peer, message):
-                    if peer in self._links.to:
-                        self._links.to[peer].post(encoding.encode(message))
+                    if peer in links:
+                        links[peer].post(encoding.encode(message))
                 case paxos_events.SendLog(peer, after):
-                    if peer in self._links.to:
-                        self._send_log(self._links.to[peer], after)
+                    if peer in links:
+                        self._send_log(links[peer], after)
                 case paxos_events.Fetch(holders, part):
                     self._payloads.fetch(holders, part, holders[-1], self.leader.round)
                 case paxos_events.FetchList(holders, share):
                     self._payloads.fetch_list(holders, share, self.leader.round)
                 case paxos_events.Judge(peer, commit):
-                    self._fairness.ask(peer, commit)
+                    self._proposals.ask(peer, commit)
                 case paxos_events.Refused() | paxos_events.Skipped():
-                    self._emit(told.against(effect))
+                    self._emit(_deposed_leader(effect))
                 case paxos_events.Append(record):
                     await asyncio.to_thread(self.archive.append, record)
                     following.append(paxos_events.Appended(record))
@@ -447,7 +512,7 @@ class BootstrapNode:
                     following.append(leader_events.Decided(record.commit))
                     self._forget(await self._payloads.settle(record.commit))
                     self._decided(record)
-                    await self._operators.follow(self._links)
+                    await self._operators.follow()
                 case paxos_events.Leads(leads):
                     self._emit(events.Leads(leads=leads))
                     following.append(leader_events.Lead(leads))
@@ -458,58 +523,81 @@ class BootstrapNode:
     def _decided(self, record: Record) -> None:
         if record.commit.plan is not None:
             self._directory.planned(record.commit.plan)
-        self._emit(events.commit_of(record.commit))
-        if record.commit.decree is not None:
-            self._emit(events.decreed(record.commit.round, record.commit.decree))
-        for measured in events.measured(record.commit):
-            self._emit(measured)
-        for warning in told.found(self.leader.standing.audits, record.commit):
-            self._emit(warning)
-        for joined in record.commit.joined:
-            self._emit(events.invited(record.commit.round, joined))
-        self._fairness.decided(record.commit)
+        self._emit(extend(events.Commit, record.commit))
+        for x in self.leader.standing.audits.found(record.commit):
+            what = f"its work of round {x.round} is not what it says, as two found who trained it again"
+            if x.examined:
+                what = f"it trained work of round {x.round} again and found what two others did not find"
+            self._emit(events.Warning(text=f"peer {short_peer(x.peer)}: {what}"))
+        self._proposals.decided(record.commit)
         self._stays.begin(self._ready)
         self._sessions.post_all(self.archive.records[record.commit.round])
         self._payloads.complete([record.commit])
 
     def _finish(self, round: int) -> None:
-        self._emit(told.finished(self.manifest.model, round, self.leader.attestations.majority(round)))
+        final, model = self.leader.attestations.majority(round), self.manifest.model
+        whole = set(layout.shard_names(model)) <= set(final)
+        digest = layout.state_digest(model, final) if whole else None
+        self._emit(events.RunFinished(round=round, state_digest=digest))
         self._finished = Finished(round=round)
         self._sessions.post_all(encoding.encode(self._finished))
 
     def _stall(self, missing: tuple[str, ...]) -> None:
+        """Reports that too few members of the quorum give signs of life or, where none is `missing`, enough again."""
         self._stalled = bool(missing)
-        if missing and not self._operators.is_named:
-            return  # it waits for something else, and says so (bootstrap/operators.py)
-        self._emit(told.stalled(len(self.quorum.members), missing, self.quorum.round))
+        members, round = len(self.quorum.members), self.quorum.round
+        if not missing:
+            text = f"quorum: enough of the {members} bootstrap nodes are back; round {round} goes on"
+        elif self._operators.is_named:
+            names = ", ".join(short_peer(m) for m in missing)
+            text = (
+                f"quorum: {members - len(missing)} of {members} bootstrap nodes give signs of life (none: {names});"
+                f" round {round} waits, start one of them again"
+            )
+        else:
+            return  # a node that is not appointed waits for that, and says so (bootstrap/operators.py)
+        self._emit(events.Warning(text=text))
 
     # --- payloads
 
     def _forget(self, gone: set[str]) -> None:
-        """These are in the archive no more: an offer of them has to be fetched again. Before any other event is looked at."""
+        """Has blobs that left the archive fetched again when they are offered again."""
         self.leader.offers.held -= gone
         self.quorum.acceptor.held -= gone
 
-    def _is_gone(self, event: object) -> bool:
-        """Whether what has come went again before the machines hear that it came."""
+    def _is_outdated(self, event: object) -> bool:
+        """Whether the event reports a blob that has left the archive since."""
         match event:
             case paxos_events.Held(name) | paxos_events.Listed(name) | leader_events.Held(name):
                 return not self.archive.blobs.has(name)
         return False
 
-    def _held(self, digest: str) -> None:
-        """A payload is in the archive: the machines hear of it."""
-        self._events.put(paxos_events.Held(digest))
-        self._events.put(leader_events.Held(digest))
 
-    def _listed(self, root: str, parts: tuple[Part, ...]) -> None:
-        """The same of a list of parts."""
-        self._events.put(paxos_events.Listed(root, parts))
-        self._events.put(leader_events.Held(root))
+def _deposed_leader(effect: Refused | Skipped) -> events.Unfair | events.Warning:
+    """The event for a node that another one replaces as leader: its proposal was refused, or its round stood still."""
+    who = f"node {short_peer(effect.peer)}"
+    if isinstance(effect, Skipped):
+        return events.Warning(text=f"{who}: it leads and does not decide round {effect.round}; another node leads")
+    if effect.unfair.accuses:
+        return events.Unfair(peer=effect.peer, round=effect.round, reason=effect.unfair.reason)
+    return events.Warning(
+        text=f"{who}: its commit of round {effect.round} {effect.unfair.reason}; another node leads this round"
+    )
 
-    def _tell_offered(self, offered: Offered) -> None:
-        peers = told.in_turn(self._sessions.open, self._ready)
-        self._sessions.post((p for p in peers if not self._sessions.open[p].is_crowded), offered)
 
-    def _refused(self, peer: str, withdraw: Withdraw) -> None:
-        self._events.put(leader_events.Received(peer, withdraw))
+def _leader_event(
+    effect: Report | Moved | Resting | Accusation,
+) -> events.Diverged | events.Moved | events.Warning | events.Quarrel:
+    """The event for an effect of the leader's machine that only informs."""
+    match effect:
+        case Report(round, peer, shard):
+            return events.Diverged(peer=peer, round=round, shard=shard)
+        case Moved(round, replica, before, after, reason):
+            was, now = before.blocks, after.blocks
+            return events.Moved(round=round, replica=replica, peers=after.peers, before=was, after=now, reason=reason)
+        case Resting(peer, until, scored):
+            what = "it is planned again and again and brings nothing that counts"
+            what = "its work does not make the model better, as those found who scored it" if scored else what
+            return events.Warning(text=f"peer {short_peer(peer)}: {what}; it is in no plan up to round {until}")
+        case Accusation(accuser, accused, reason, out):
+            return events.Quarrel(accuser=accuser, accused=accused, reason=reason, out=out)

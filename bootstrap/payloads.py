@@ -1,93 +1,95 @@
-"""How payloads, and the lists that name them, come into a bootstrap node's archive: fetched, checked within all their bounds, stored, and
-only then held. What was offered to a round and is not committed goes when the round is decided."""
+"""Fetches payloads, and the lists that name them, into a bootstrap node's archive.
+
+They are checked within all their bounds and stored before they count as held. When a round is decided, what was
+offered to it and is not committed is removed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from bootstrap.archive import Archive
 from peer import events
 from peer.net.base import Transport
 from peer.net.blobs import Fetcher
+from peer.net.blobs.holders import Holders
 from peer.net.directory import Directory
-from peer.net.token_bucket import TokenBucket
+from peer.net.rate_limits import Rate, TokenBucket
 from protocol.codec import sparse
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.ledger import part_lists
 from protocol.ledger.part_lists import Parts
-from protocol.round import comparing
-from protocol.round.notes import Notes
-from protocol.run.manifest import Manifest
+from protocol.quorum import paxos_events
+from protocol.round import comparing, leader_events
+from protocol.round.comparing import Notes
 from protocol.wire.commit import Commit, Part, Share
 from protocol.wire.session import Withdraw
 
 RETRY_SECONDS = 2.0
-WARNINGS = (1.0, 50.0)
-"""That are told in a second, and at once: others decide how often a fetch fails."""
+WARNINGS = Rate(1.0, 50.0)
+"""Warnings about failed fetches, whose number other peers decide."""
 SWEPT_ROUNDS = 64
-"""Of the newest rounds what is not committed is looked for at the start: a crash may have left it."""
+"""Newest rounds of which a start removes what is not committed: a crash may have left it."""
 _FOR_GOOD = 2**31
-"""The round for which something is wanted that the log names."""
+"""In place of a round: for a blob that the log names."""
 
 
 class Payloads:
-    """`held(digest)` is called when a payload is here, `listed(root, parts)` when a list of parts is, `refused(peer, withdraw)` when
-    something is no payload: that takes its sender out of the round."""
+    """`put` gets events for the node's machines: what is held now, and withdrawals of invalid payloads."""
 
     def __init__(
         self,
-        manifest: Manifest,
         transport: Transport,
         archive: Archive,
         directory: Directory,
         emit: events.Emit,
-        held: Callable[[str], None],
-        listed: Callable[[str, Parts], None],
-        refused: Callable[[str, Withdraw], None],
+        put: Callable[[leader_events.Event | paxos_events.Event], None],
     ) -> None:
-        self._manifest = manifest
+        self._manifest = archive.manifest
         self._transport = transport
         self._archive = archive
         self._directory = directory
         self._emit = emit
-        self._held = held
-        self._listed = listed
-        self._refused = refused
+        self._put = put
         self.notes = Notes(lock=threading.Lock())
-        """What is in payloads that are judged soon."""
+        """What was found in payloads that are judged soon."""
         self._fetching: set[str] = set()
-        self._wanted: dict[str, int] = {}  # the newest round that what is under way, or was lately, is for
+        self._wanted: dict[str, int] = {}  # by blob that is or was lately being fetched: the newest round it is for
         self._decided = -1
         self._warnings = TokenBucket(*WARNINGS)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.fetcher = Fetcher(transport, archive.blobs, reach=directory.reach, warn=self._warn, sync=True)
+        holders = Holders(self._warn)
+        self.fetcher = Fetcher(transport, archive.blobs, reach=directory.reach, sync=True, holders=holders)
 
     def complete(self, commits: Iterable[Commit]) -> None:
-        """Begins to get what the commits name and the archive lacks, until it has it."""
+        """Starts fetching what the commits name and the archive lacks, until it has it."""
         self._spawn(self._complete(commits))
 
     def fetch(self, holders: Sequence[str], part: Part, sender: str, round: int) -> None:
-        """Begins to get a payload of `sender`'s offer to `round` from one of `holders` or another operator's node."""
+        """Starts fetching a payload of `sender`'s offer to `round`, from `holders` or the other operators' nodes."""
         self._want(part.digest, round)
         self._spawn(self._fetch(holders, part, sender, round))
 
     def fetch_list(self, holders: Sequence[str], share: Share, round: int) -> None:
-        """Begins to get the list of parts of a share, of a commit of `round` or offered to it, as `fetch` does; or to read it, if it is here."""
+        """Starts fetching a share's list of parts, or reading it if it is here."""
         self._want(share.root, round)
         self._spawn(self._fetch_list(holders, share, round))
 
     def keep(self, parts: Parts, round: int) -> None:
-        """Begins to store the list of an offer to `round`."""
+        """Starts storing the list of an offer to `round`."""
         self._want(part_lists.root_of(parts), round)
         self._spawn(self._keep(parts, round))
 
     async def settle(self, commit: Commit) -> set[str]:
-        """The commit's round is decided: what was offered to it and is not in it goes, and so do fetches of it, and what other fetches began
-        and nobody goes on with. The names of what is gone; where a list of the commit is not here yet, nothing is."""
+        """Removes what was offered to a decided round and not committed, and abandoned fetches.
+
+        Returns the names of the removed blobs. Removes nothing while a list of the commit is missing.
+        """
         committed = await asyncio.to_thread(self._names, commit)
         if committed is None:
             return set()
@@ -103,17 +105,16 @@ class Payloads:
                 self._archive.blobs.remove(name)
                 gone.add(name)
         self._wanted = {n: r for n, r in self._wanted.items() if r > commit.round or n in self._fetching}
-        self._archive.blobs.drop_parts(
-            {*self.fetcher.running, *self._fetching} - late
-        )  # at once, or one might just have begun
+        # nothing is awaited before, or another fetch might have begun
+        self._archive.blobs.drop_parts({*self.fetcher.running, *self._fetching} - late)
         return gone
 
     async def sweep(self, commits: Sequence[Commit]) -> set[str]:
-        """Before anything is offered: as `settle`, for the newest of these commits."""
+        """Does `settle` for the newest of these commits, before anything is offered."""
         return set().union(*[await self.settle(commit) for commit in commits[-SWEPT_ROUNDS:]])
 
     def _names(self, commit: Commit) -> set[str] | None:
-        """Everything that a commit names, None where a list is not here."""
+        """Returns all names in a commit, None while a list of it is missing."""
         names: set[str] = set()
         for share in commit.shares:
             raw = self._archive.blobs.get(share.root)
@@ -123,18 +124,25 @@ class Payloads:
         return names
 
     def _is_late(self, name: str) -> bool:
-        """Whether what has just come is for a round that was decided without it; then it is not kept."""
+        """Whether a blob came after its round was decided without it; then it is removed."""
         round = self._wanted.get(name, _FOR_GOOD)
         if round > self._decided or self._archive.blobs.round_of(name) != round:
             return False
         self._archive.blobs.remove(name)
         return True
 
+    @contextlib.contextmanager
+    def _busy(self, name: str) -> Iterator[None]:
+        self._fetching.add(name)
+        try:
+            yield
+        finally:
+            self._fetching.discard(name)
+
     def _want(self, name: str, round: int) -> None:
         self._wanted[name] = max(round, self._wanted.get(name, -1))
 
     async def aclose(self) -> None:
-        """Ends what is under way."""
         for task in self._tasks:
             task.cancel()
         await self.fetcher.aclose()
@@ -155,27 +163,25 @@ class Payloads:
                     self._wanted.pop(part.digest, None)
 
     async def _keep(self, parts: Parts, round: int) -> None:
-        self._fetching.add(root := part_lists.root_of(parts))
-        try:
+        with self._busy(root := part_lists.root_of(parts)):
             await asyncio.to_thread(self._archive.blobs.put, part_lists.pack(parts), round)
-        finally:
-            self._fetching.discard(root)
-        if not self._is_late(root):
-            self._listed(root, parts)
+        self._report_list(root, parts)
 
     async def _fetch_list(self, holders: Sequence[str], share: Share, round: int) -> None:
         if share.root in self._fetching:
             return
-        self._fetching.add(share.root)
-        try:
+        with self._busy(share.root):
             parts = await self._list_of(holders, share, round)
-        finally:
-            self._fetching.discard(share.root)
-        if parts is not None and not self._is_late(share.root):
-            self._listed(share.root, parts)
+        if parts is not None:
+            self._report_list(share.root, parts)
+
+    def _report_list(self, root: str, parts: Parts) -> None:
+        if not self._is_late(root):
+            self._put(paxos_events.Listed(root, parts))
+            self._put(leader_events.Held(root))
 
     async def _list_of(self, holders: Sequence[str], share: Share, round: int) -> Parts | None:
-        """A share's list, once it is here; None where it cannot be had now."""
+        """Returns a share's list, None if it cannot be had now."""
         if not part_lists.may_be_fetched(self._manifest, share):
             return None
         try:
@@ -190,7 +196,6 @@ class Payloads:
     async def _fetch(self, holders: Sequence[str], part: Part, sender: str, round: int) -> None:
         if part.digest in self._fetching:
             return
-        self._fetching.add(part.digest)
 
         def check(data: bytes) -> None:
             found = comparing.examine(self._manifest, part.shard, data)
@@ -201,15 +206,16 @@ class Payloads:
 
         try:
             asked = self._asked(holders)
-            await self.fetcher.fetch(part.digest, part.size, asked, round=round, check=check, owner=sender)
+            with self._busy(part.digest):
+                await self.fetcher.fetch(part.digest, part.size, asked, round=round, check=check, owner=sender)
             if not self._is_late(part.digest):
-                self._held(part.digest)
+                self._put(paxos_events.Held(part.digest))
+                self._put(leader_events.Held(part.digest))
         except sparse.PayloadError as error:
-            self._refused(sender, Withdraw(round=round, reason=f"payload of {part.shard}: {error}"))
+            withdraw = Withdraw(round=round, reason=f"payload of {part.shard}: {error}")
+            self._put(leader_events.Received(sender, withdraw))
         except RemoteError as error:
             self._warn(str(error))
-        finally:
-            self._fetching.discard(part.digest)
 
     def _asked(self, holders: Sequence[str]) -> list[str]:
         asked = dict.fromkeys((*holders, *self._directory.operators))

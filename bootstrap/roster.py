@@ -1,7 +1,7 @@
-"""Who is there, as far as peers have announced themselves in their sessions with this node, and what others are told of it.
+"""The announcements of the peers that have a session with this node, and the answers to questions about them.
 
-Nothing remote decides what this costs: a peer is heard as often as its allowance says, all peers together as often as this
-node's does, an announcement is small, and only those of peers with sessions are kept. A newer one never gives way to an older one.
+Its cost is bounded: announcements are small and limited in rate, for each peer and for all together, and only those
+of peers with sessions are kept. An older announcement never replaces a newer one.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import random
 from collections import OrderedDict, deque
 
 from peer.net.base import MAX_RECORD
-from protocol.wire import encoding, endpoints, sealed
-from protocol.wire.announcement import Announcement
-from protocol.wire.roster import MOST_LOOKED_UP, Lookup, Roster, RosterRequest
+from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import MOST_LOOKED_UP, Announcement, Lookup, Roster, RosterRequest
 
-GONE = 4096
-"""Peers that have gone of which we still tell."""
-_OVERHEAD = 96
-"""Bytes of an entry of an answer besides its announcement, at most: a peer id and heads."""
+MAX_GONE = 4096
+"""Departed peers that answers still name."""
+_ENTRY_BYTES = 96
+"""Most bytes of an entry of an answer besides its announcement: a peer id and heads."""
 
 
-class Heard:
-    """The newest announcement of each peer, in the order in which they came. `position`: where the count of changes begins; later
-    than where any node of this name was before, so that nobody takes our numbers for another's."""
+class AnnouncementTable:
+    """The newest announcement of each peer, in order of arrival.
+
+    position: where the count of changes begins; later than any position of this node in an earlier life
+    """
 
     def __init__(self, run: str, position: int) -> None:
         self._run = run
@@ -37,11 +38,11 @@ class Heard:
     def __len__(self) -> int:
         return len(self._known)
 
-    def take(self, peer: str, raw: bytes) -> Announcement | None:
-        """`peer` says this of itself. None where it is no announcement of this run by `peer`, or not newer than what is known."""
+    def add(self, peer: str, raw: bytes) -> Announcement | None:
+        """Keeps a sealed announcement. Returns None if it is not one of this run by `peer`, or not newer."""
         if len(raw) > MAX_RECORD:
             return None
-        found = sealed.unseal_announcement(raw, peer, self._run)
+        found = encoding.unseal_announcement(raw, peer, self._run)
         if found is None or found.serial <= self._known.get(peer, (0, -1, b""))[1]:
             return None
         self._position += 1
@@ -49,21 +50,15 @@ class Heard:
         self._known.move_to_end(peer)
         return found
 
-    def find(self, peer: str) -> Announcement | None:
-        """The newest announcement of `peer`."""
-        known = self._known.get(peer)
-        return None if known is None else sealed.unseal_announcement(known[2], peer, self._run)
-
     def remove(self, peer: str) -> None:
-        """`peer` has gone."""
         if self._known.pop(peer, None) is not None:
             self._position += 1
             self._gone.append((self._position, peer))
-            if len(self._gone) > GONE:
+            if len(self._gone) > MAX_GONE:
                 self._begin, _ = self._gone.popleft()
 
     def answer(self, request: Lookup | RosterRequest) -> bytes:
-        """The reply to a call, at most ROSTER_REPLY bytes."""
+        """Returns the reply to a call, at most ROSTER_REPLY bytes."""
         reply = self._look_up(request) if isinstance(request, Lookup) else self._since(request.position)
         return encoding.encode(reply)
 
@@ -86,17 +81,17 @@ class Heard:
             newest = itertools.takewhile(lambda gone: gone[0] > position, reversed(self._gone))
             changes += [(at, peer, b"") for at, peer in newest]
         changes.sort()
-        size, fit = _OVERHEAD, 0
+        size, fit = _ENTRY_BYTES, 0
         for _, _, raw in changes:
-            size += _OVERHEAD + len(raw)
+            size += _ENTRY_BYTES + len(raw)
             if size > endpoints.ROSTER_REPLY:
                 break
             fit += 1
-        told, more = changes[:fit], fit < len(changes)
+        sent, more = changes[:fit], fit < len(changes)
         return Roster(
-            announcements=tuple(raw for _, _, raw in told if raw),
-            gone=tuple(peer for _, peer, raw in told if not raw),
-            position=told[-1][0] if more else self._position,
+            announcements=tuple(raw for _, _, raw in sent if raw),
+            gone=tuple(peer for _, peer, raw in sent if not raw),
+            position=sent[-1][0] if more else self._position,
             more=more,
             anew=anew,
         )

@@ -1,97 +1,154 @@
-"""The sessions of a run's peers with a bootstrap node: who has one, what waits to be sent, and when each peer was heard.
+"""The peers' sessions with a bootstrap node: admission, rate limits, outboxes, and when each peer was last heard.
 
-A peer may say so much a second, in messages and in bytes. Whoever says more is read more slowly, and who goes on so for long is refused
-for a while (peer/net/guests.py). The next message of a session is read when the one before was dealt with: so each has the same share of
-this node's time, however much any of them says. A peer has one session: a new one ends the one before.
+Each session has a limit of messages and bytes a second. A peer above it is read more slowly, and one that goes on for
+long is refused for a while (peer/net/guests.py). A session's next message is read when the one before is handled, so
+every session gets the same share of this node's time. A peer has one session: a new one ends the one before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Awaitable, Callable, Container, Iterable
 from dataclasses import dataclass, field
 
-from bootstrap.doorman import Doorman
-from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Stream, Transport, answer
-from peer.net.clock import Clock
-from peer.net.token_bucket import Rate, TokenBucket
+from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Clock, Stream, Transport, answer
+from peer.net.rate_limits import Rate, TokenBucket
 from protocol.errors import RemoteError, apart, shown
 from protocol.identity import short_peer
-from protocol.ledger import part_lists
+from protocol.ledger import access, part_lists
 from protocol.ledger.ranges import range_of
+from protocol.round.leader import Leader
+from protocol.round.leader_events import JoinRequest
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.announcement import VERSION
+from protocol.wire.commit import Share
+from protocol.wire.decree import Joined
 from protocol.wire.encoding import Message
-from protocol.wire.session import Hello, NotAdmitted
+from protocol.wire.session import Hello, NotAdmitted, Offered
 
-LONGEST_HELLO = 2048
-"""Bytes of one with the longest invitation."""
-LONGEST = 64 * 1024
-"""Bytes of a message of a session, besides a list of all the model's parts or digests: names of a chain's members, an announcement."""
-ANNOUNCED_PER_SECOND, ANNOUNCED_AT_ONCE = 0.5, 4.0
-"""Announcements of one peer that are looked at."""
+MAX_HELLO_BYTES = 2048
+"""Of a Hello with the longest invitation."""
+MAX_MESSAGE_BYTES = 64 * 1024
+"""Of a session's message, besides a list of all the model's parts or digests."""
 MESSAGES = Rate(50.0, 100.0)
-"""Of one session: a dozen in a round, and a heartbeat now and then."""
+"""Messages of one session: a dozen a round, and heartbeats."""
 ROUNDS_PER_SECOND = 10.0
-"""Of a run so small that rounds are quick: so often a peer may say the longest that there is to say."""
-PATIENCE_SECONDS, MANY_IN_A_ROW, PAUSE_SECONDS = 10.0, 100, 0.002
-"""A session whose next message was always there already, for so long and so many of them, says too much."""
-RECORDS_PER_SECOND, RECORDS_AT_ONCE = 1000.0, 4096.0
-"""Of the log, that one peer is sent when it asks."""
+"""The fastest rounds, of a tiny run: each peer may send the longest message once a round."""
+ANNOUNCEMENTS = Rate(0.5, 4.0)
+ATTEST_EVENTS = Rate(0.2, 10.0)
+RECORDS = Rate(1000.0, 4096.0)
+"""Records of the log that are sent to one peer."""
+FLOOD_SECONDS, FLOOD_MESSAGES, PAUSE_SECONDS = 10.0, 100, 0.002
+"""A session floods after so many messages in a row, over so long, without a pause between two of them."""
 OUTBOX = 1024
-"""Messages that wait for one peer; to somebody who does not read, later ones are dropped."""
+"""Most messages queued for one peer; further ones are dropped."""
+OFFER_PAUSE_SECONDS = 0.005
+"""For each session; sending one message to one takes about 50 microseconds."""
+MAX_SHARES = 4096
+"""Most shares in one Offered message."""
+WAITS = "it is invited, and comes in with the next commit"
+TOO_MANY = "it is invited, but too many wait to come in; it asks again"
+
+
+class AdmissionControl:
+    """Decides which peers get a session: those that may take part, and a few unknown ones of each address range.
+
+    A peer with a valid invitation waits for the commit that admits it. Of an unknown peer nothing is kept but what an
+    operator has signed, and no more of one invitation than it admits (protocol/ledger/access.py: Guests).
+
+    submit: gives an event to the leader's machine, and is awaited
+    """
+
+    def __init__(self, leader: Leader, submit: Callable[[JoinRequest], Awaitable[None]], clock: Clock) -> None:
+        self._leader = leader
+        self._submit = submit
+        self._clock = clock
+
+    def why_not(self, peer: str) -> str | None:
+        """Returns why `peer` may not take part now; this node's own auditor always may."""
+        return None if peer in self._leader.witnesses.auditors else self._leader.access.why_not(peer)
+
+    def crowded(self, peer: str, others: Iterable[str]) -> NotAdmitted | None:
+        """Returns a refusal if too many unknown peers of its address range, of the `others` there, have a session."""
+        standing = self._leader.standing
+        most = standing.limits.range_sessions
+        if not most or standing.is_exempt(peer) or sum(not standing.is_exempt(other) for other in others) < most:
+            return None
+        reason = f"{most} others from its range of addresses take part, which is all that may"
+        return NotAdmitted(reason=f"{reason}; it asks again, or an operator admits it", waits=True)
+
+    async def welcome(self, peer: str, joining: Joined | None) -> NotAdmitted | None:
+        """Returns None if `peer` is admitted, else a refusal, after its invitation `joining` was queued."""
+        if self.why_not(peer) is None:
+            return None
+        leader, time = self._leader, self._clock.wall()
+        refused = access.why_kept_out(leader.manifest, leader.access, leader.head, peer, joining, time)
+        if refused is not None:
+            return NotAdmitted(reason=refused)
+        assert joining is not None, "only an invitation admits a peer that is kept out"
+        if not self._leader.guests.has_place(joining, self._clock.steady()):
+            return NotAdmitted(reason=TOO_MANY, waits=True)
+        await self._submit(JoinRequest(joining))
+        return NotAdmitted(reason=WAITS, waits=True)
+
+
+def _bucket(rate: Rate) -> Callable[[], TokenBucket]:
+    return lambda: TokenBucket(*rate)
 
 
 @dataclass(slots=True)
 class Session:
-    """One peer's open stream; `outbox` is drained by the session's own task. `range`: where it comes from (protocol/ledger/ranges.py).
-    `leaves`: it has said so."""
+    """One peer's open stream.
+
+    outbox: drained by the session's own task
+    """
 
     outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
-    messages: TokenBucket = field(default_factory=lambda: TokenBucket(*MESSAGES))
-    amounts: TokenBucket = field(default_factory=lambda: TokenBucket(1e6, 1e7))
+    messages: TokenBucket = field(default_factory=_bucket(MESSAGES))
+    amounts: TokenBucket = field(default_factory=_bucket(Rate(1e6, 1e7)))
     paused_at: float = 0.0
     in_a_row: int = 0
-    records: TokenBucket = field(default_factory=lambda: TokenBucket(RECORDS_PER_SECOND, RECORDS_AT_ONCE))
-    announcements: TokenBucket = field(default_factory=lambda: TokenBucket(ANNOUNCED_PER_SECOND, ANNOUNCED_AT_ONCE))
+    records: TokenBucket = field(default_factory=_bucket(RECORDS))
+    announcements: TokenBucket = field(default_factory=_bucket(ANNOUNCEMENTS))
     has_announced: bool = False
     attested: int = -1
-    tells: TokenBucket = field(default_factory=lambda: TokenBucket(0.2, 10.0))
-    range: str = ""
-    leaves: bool = False
+    attests: TokenBucket = field(default_factory=_bucket(ATTEST_EVENTS))
+    range: str = ""  # the address range that it comes from (protocol/ledger/ranges.py)
+    leaves: bool = False  # whether it has said so
 
-    def may_announce(self, all_of_them: TokenBucket, now: float) -> bool:
-        """Whether an announcement is to be looked at; the first one is, whatever the allowance of all peers together."""
+    def may_announce(self, all_sessions: TokenBucket, now: float) -> bool:
+        """Whether an announcement is within the limits; the first one of a session needs none of `all_sessions`."""
         first, self.has_announced = not self.has_announced, True
-        return self.announcements.take(now) and (first or all_of_them.take(now))
+        return self.announcements.take(now) and (first or all_sessions.take(now))
 
     def may_tell(self, round: int, now: float) -> bool:
-        """Whether an attestation is worth an event: the first of a newer round is, others now and then; what is told is kept on disks."""
+        """Whether an attestation is worth an event, which disks keep: the first of a newer round, others at a rate."""
         if round > self.attested:
             self.attested = round
             return True
-        return self.tells.take(now)
+        return self.attests.take(now)
 
     def pace(self, size: int, now: float) -> float:
-        """Seconds until the next message of this session is read, after one of so many bytes."""
+        """Seconds until the next message is read, after one of `size` bytes."""
         return max(self.messages.spend(now), self.amounts.spend(now, size))
 
     def floods(self, waited: float, now: float) -> bool:
-        """Whether it has said so much for so long without a pause that nobody honest does. `waited`: seconds for its newest message."""
+        """Whether the session floods (FLOOD_MESSAGES). `waited`: seconds until its newest message came."""
         if waited > PAUSE_SECONDS:
             self.paused_at, self.in_a_row = now, 0
         self.in_a_row += 1
-        return self.in_a_row > MANY_IN_A_ROW and now - self.paused_at > PATIENCE_SECONDS
+        return self.in_a_row > FLOOD_MESSAGES and now - self.paused_at > FLOOD_SECONDS
 
     def post(self, raw: bytes) -> None:
-        """Queues a message. One that finds no place is dropped: what matters is asked for or sent again."""
+        """Queues a message, or drops it when the outbox is full: what matters is asked for or sent again."""
         with contextlib.suppress(asyncio.QueueFull):
             self.outbox.put_nowait(raw)
 
     def post_records(self, records: Iterable[bytes], now: float) -> None:
-        """Queues as much of the log as may be asked for, now."""
+        """Queues as many of the log's records as the limit allows."""
         for raw in records:
             if not self.records.take(now):
                 return
@@ -99,44 +156,49 @@ class Session:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether only what decides something should be queued: commits must find space."""
+        """Whether the outbox is half full: the rest is for commits."""
         return self.outbox.qsize() >= OUTBOX // 2
 
 
 class Sessions:
-    """All of them. `heard`: when each peer gave its last sign of life, in steady seconds. `hear(peer, session, message)` is awaited with
-    whatever a peer says, `opened(session)` once it has said who it is, `doubt(peer)` when it has been silent for some heartbeats, or
-    begins anew. `doorman`: whom it lets in; None: everybody."""
+    """All of a node's sessions.
+
+    receive: awaited with (peer, session, message) for each message
+    opened: called with a new session, once its peer is known
+    admission: decides which peers get one; None: all of them
+    heard: when each peer was last heard, in steady seconds
+    """
 
     def __init__(
         self,
         manifest: Manifest,
         clock: Clock,
-        hear: Callable[[str, Session, Message], Awaitable[None]],
+        receive: Callable[[str, Session, Message], Awaitable[None]],
         opened: Callable[[Session], None],
         transport: Transport,
-        doorman: Doorman | None = None,
+        admission: AdmissionControl | None = None,
     ) -> None:
         self.open: dict[str, Session] = {}
         self.heard: dict[str, float] = {}
         self._manifest = manifest
         self._clock = clock
-        self._hear = hear
+        self._receive = receive
         self._opened = opened
         self._doubt = transport.doubt
         self._seen_at = transport.seen_at
         self._guests = transport.guests
-        self._doorman = doorman
+        self._admission = admission
         self._streams: dict[str, Stream] = {}
-        self._longest = LONGEST + part_lists.longest(manifest)
-        self._bytes = Rate(ROUNDS_PER_SECOND * self._longest, 4 * ROUNDS_PER_SECOND * self._longest)
+        self._max_message_bytes = MAX_MESSAGE_BYTES + part_lists.longest(manifest)
+        bytes_per_second = ROUNDS_PER_SECOND * self._max_message_bytes
+        self._bytes = Rate(bytes_per_second, 4 * bytes_per_second)
         self._silence = SILENT_HEARTBEATS * manifest.timing.heartbeat
 
     async def serve(self, stream: Stream) -> None:
-        """One session, from Hello to its end."""
+        """Serves one session, from its Hello to its end."""
         peer = stream.remote
         hello = encoding.expect(
-            Hello, encoding.decode(await stream.recv(LONGEST_HELLO, timeout=REQUEST_SECONDS), peer), peer
+            Hello, encoding.decode(await stream.recv(MAX_HELLO_BYTES, timeout=REQUEST_SECONDS), peer), peer
         )
         if hello.run != self._manifest.run_id:
             asked, served = apart(shown(hello.run), self._manifest.run_id)
@@ -146,33 +208,31 @@ class Sessions:
             await stream.send(encoding.encode(NotAdmitted(reason=reason, version=VERSION)))
             raise RemoteError(peer, f"peer {short_peer(peer)}: {reason}; its session was refused")
         where = range_of(self._seen_at(peer))
-        refusal = await self._doorman.welcome(peer, hello.joining) if self._doorman is not None else None
-        if refusal is None and where and self._doorman is not None:
+        refusal = await self._admission.welcome(peer, hello.joining) if self._admission is not None else None
+        if refusal is None and where and self._admission is not None:
             others = (p for p, session in self.open.items() if session.range == where and p != peer)
-            refusal = self._doorman.crowded(peer, others)
+            refusal = self._admission.crowded(peer, others)
         if refusal is not None:
             await stream.send(encoding.encode(refusal))
             raise RemoteError(peer, f"peer {short_peer(peer)}: {refusal.reason}; its session was refused")
         before = self._streams.get(peer)
         session = Session(amounts=TokenBucket(*self._bytes), paused_at=self._clock.steady(), range=where)
-        self.open[peer], self._streams[peer] = (
-            session,
-            stream,
-        )  # at once: of several new ones, too, each ends the one before
+        # before anything is awaited: of several new ones each ends the one before
+        self.open[peer], self._streams[peer] = session, stream
         self.heard[peer] = self._clock.steady()
         sender = asyncio.create_task(self._send(stream, session))
         try:
             self._opened(session)
             if before is not None:
-                self._doubt(peer)  # it has moved: that session's connection is dead, and others would be opened on it
+                self._doubt(peer)  # it has moved: its old connection is dead
                 await before.close()
             while True:
                 began = self._clock.steady()
-                raw = await answer(stream, self._doubt, self._longest, silence=self._silence)
+                raw = await answer(stream, self._doubt, self._max_message_bytes, silence=self._silence)
                 self.heard[peer] = now = self._clock.steady()
                 if session.floods(now - began, now):
                     self._guests.refuse(peer, "says too much in its session", asyncio.get_running_loop().time())
-                await self._hear(peer, session, encoding.decode(raw, peer))
+                await self._receive(peer, session, encoding.decode(raw, peer))
                 await asyncio.sleep(session.pace(len(raw), self._clock.steady()))
         finally:
             sender.cancel()
@@ -185,28 +245,63 @@ class Sessions:
             await stream.send(await session.outbox.get())
 
     def forget(self, ready: Container[str]) -> None:
-        """Forgets when those were heard who have no session and are not `ready`."""
+        """Forgets when peers were heard that have no session and are not `ready`."""
         for peer in [p for p in self.heard if p not in self.open and p not in ready]:
             del self.heard[peer]
 
     async def dismiss(self) -> None:
-        """Ends the sessions of those who may take part no more."""
-        for peer in [p for p in self.open if self._doorman is not None and self._doorman.why_not(p) is not None]:
+        """Ends the sessions of peers that are no longer admitted."""
+        for peer in [p for p in self.open if self._admission is not None and self._admission.why_not(p) is not None]:
             await self._streams[peer].close()
 
     def post(self, peers: Iterable[str], message: Message) -> None:
-        """To those of `peers` who have a session."""
+        """Queues a message for those of `peers` that have a session."""
         raw = encoding.encode(message)
         for peer in peers:
             if peer in self.open:
                 self.open[peer].post(raw)
 
     def post_all(self, raw: bytes) -> None:
-        """To everybody who has a session."""
         for session in self.open.values():
             session.post(raw)
 
 
 def unexpected(peer: str, where: str, message: object) -> encoding.MessageError:
-    """For a message that has no place `where` it came."""
+    """Returns the error for a message that has no place `where` it came."""
     return encoding.MessageError(peer, f"{where} of {short_peer(peer)}: unexpected {type(message).__name__}")
+
+
+class OfferAnnouncer:
+    """Announces the shares of offers that may be fetched, to all sessions, in batches.
+
+    A pause in proportion to the number of sessions follows each batch, and the next one has the shares that came
+    meanwhile: so the announcements take the same share of this node's time in a swarm of any size.
+
+    send: sends a message to all sessions
+    sessions: their number
+    """
+
+    def __init__(self, send: Callable[[Offered], None], sessions: Callable[[], int]) -> None:
+        self._send = send
+        self._sessions = sessions
+        self._waiting: deque[tuple[int, Share]] = deque()
+        self._added = asyncio.Event()
+
+    def add(self, round: int, share: Share) -> None:
+        """Queues a share, offered to `round`, whose payloads are all here."""
+        self._waiting.append((round, share))
+        self._added.set()
+
+    async def run(self) -> None:
+        """Never returns."""
+        while True:
+            await self._added.wait()
+            rounds: dict[int, list[Share]] = {}
+            for _ in range(min(MAX_SHARES, len(self._waiting))):
+                round, share = self._waiting.popleft()
+                rounds.setdefault(round, []).append(share)
+            if not self._waiting:
+                self._added.clear()
+            for round, shares in rounds.items():
+                self._send(Offered(round=round, shares=tuple(shares)))
+                await asyncio.sleep(OFFER_PAUSE_SECONDS * self._sessions())

@@ -1,5 +1,5 @@
 """The pure core of Potluck: bytes, events, `now` and seeds in; bytes and effects out.
 
-No sockets, no files, no clock, no randomness and no torch (numpy only). Import order, lowest first:
-errors, schema, identity, framing, layout, seeded, subspace, sparse, manifest, messages, planner, quorum, leader, member.
+No sockets, files, clock, randomness or torch. Lowest first: errors, identity, wire and codec, run, planning, ledger,
+quorum, round. The docstring of each package names its front door.
 """

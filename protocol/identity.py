@@ -1,7 +1,7 @@
 """Who a peer is: an Ed25519 key pair in libp2p's encodings.
 
-A peer id (`12D3Koo…`) is the base58 form of an identity multihash of the protobuf-encoded public key, so it *contains* the
-key: whoever knows a peer id can check that peer's signatures. Source: libp2p specification, peer-ids.
+A peer id (`12D3Koo…`) is the base58 form of an identity multihash of the protobuf-encoded public key, so it *contains*
+the key: whoever knows a peer id can check that peer's signatures. Source: libp2p specification, peer-ids.
 """
 
 from __future__ import annotations

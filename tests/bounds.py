@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, sparse
 
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.planning import memory
 from protocol.planning.partition import Candidate
 from protocol.run.manifest import Manifest
@@ -100,8 +100,7 @@ class _Chains:
         self.layers, tokens = layers, train.rows * train.sequence
         width = min(rank or manifest.model.d_model for rank in manifest.chains.rank)
         there, back = (
-            8 * tokens * boundary_formats.bytes_per_token(f, width)
-            for f in (manifest.chains.forward, manifest.chains.backward)
+            8 * tokens * formats.bytes_per_token(f, width) for f in (manifest.chains.forward, manifest.chains.backward)
         )
         sent = {FIRST: there, MIDDLE: 2 * (there + back), LAST: back}
         up = np.array([plans.CARRIED * c.up_bps for c in candidates])

@@ -13,17 +13,17 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
 from bootstrap.archive import Archive
-from bootstrap.calls import Calls
-from bootstrap.roster import Heard
+from bootstrap.calls import LogAndRosterHandler
+from bootstrap.roster import AnnouncementTable
 from peer import events
 from peer.net import directory, p2p
 from peer.net.base import Handler
 from peer.net.blobs import BlobServer
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.net.sockets import socket_base
 from protocol.identity import Identity
 from protocol.ledger import part_lists
-from protocol.wire import endpoints, sealed
+from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import NODE_DEVICE, Announcement, ChainReport
 from protocol.wire.commit import Commit, Contribution, Part, Record
 from tests import tiny
@@ -88,7 +88,10 @@ class Signing(MadeUp):
         out = {}
         chained = {p for r in self.plan(round).replicas if r.is_chain for p in r.peers}
         for index, (peer, key) in enumerate(self.keys.items()):
-            load = ChainReport(times_ms=(2000, 400 + index, 100, 200, 900, 300), counts=(12_000, 4_500, 7, 3))
+            load = ChainReport(
+                seconds=2.0, busy_s=(400 + index) / 1000, wait_forward_s=0.1, wait_backward_s=0.2, forward_link_s=0.9, backward_link_s=0.3,
+                forward_bytes=12_000, backward_bytes=4_500, depth=7, queued=3,
+            )  # fmt: skip
             about = Announcement(
                 run=self.manifest.run_id,
                 peer=peer,
@@ -111,7 +114,7 @@ class Signing(MadeUp):
                 reachable=("direct", "mapped", "private", "")[index % 4],
                 name=self.name_of(index),
             )
-            out[peer] = sealed.seal(key, about)
+            out[peer] = encoding.seal(key, about)
         return out
 
 
@@ -122,8 +125,8 @@ class Node:
         self.made = made
         self.line = f"{transport.addresses[0]}#{made.manifest.run_id}"
         self.transport = transport
-        self.archive = Archive(folder / "archive", made.manifest, LocalDisk())
-        self.heard = Heard(made.manifest.run_id, 0)
+        self.archive = Archive(folder / "archive", made.manifest, Disk())
+        self.heard = AnnouncementTable(made.manifest.run_id, 0)
         self.away: frozenset[str] = frozenset()
         self._serial = 0
 
@@ -143,11 +146,11 @@ class Node:
             if peer in self.away:
                 self.heard.remove(peer)
             else:
-                assert self.heard.take(peer, raw) is not None
+                assert self.heard.add(peer, raw) is not None
         about = Announcement(
             run=self.made.manifest.run_id, peer=tiny.OPERATOR.peer_id, device=NODE_DEVICE, serial=self._serial
         )
-        self.heard.take(tiny.OPERATOR.peer_id, sealed.seal(tiny.OPERATOR, about))
+        self.heard.add(tiny.OPERATOR.peer_id, encoding.seal(tiny.OPERATOR, about))
 
 
 @contextlib.asynccontextmanager
@@ -162,7 +165,7 @@ async def node(made: Signing, folder: Path, instead: Mapping[str, Handler] | Non
     found = Node(made, folder, transport)
     try:
         if endpoints.LOG not in (instead or {}):
-            await Calls(found.archive, found.heard).serve(transport)
+            await LogAndRosterHandler(found.archive, found.heard).serve(transport)
         if endpoints.BLOB not in (instead or {}):
             named = {endpoints.MANIFEST_NAME: made.manifest.to_bytes()}
             await BlobServer(found.archive.blobs, named=named).serve(transport)

@@ -24,7 +24,7 @@ from tests.liars import Liar
 from tests.volunteers import MODEL, Swarm, Volunteer
 
 MADE_UP = [Identity(hashlib.sha256(b"made up %d" % number).digest()) for number in range(30)]
-LARGE = OuterSpec(topk=512, indices="fixed")
+LARGE = OuterSpec(topk=512)
 """Payloads of ten rounds are more bytes than a state: so newcomers take one."""
 FALSE = {
     shard: [np.full(shape, 7.0, np.float32) for shape in layout.shapes(MODEL, shard)]

@@ -13,7 +13,7 @@ from protocol.identity import Identity
 from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding, endpoints, framing, sealed
+from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import VERSION, Announcement
 from protocol.wire.commit import Part, Record
 from protocol.wire.encoding import Message
@@ -85,7 +85,7 @@ class Liar:
                 beating = None
                 try:
                     await self._say(stream, Hello(run=self.manifest.run_id, version=VERSION))
-                    await self._say(stream, Announced(sealed=sealed.seal(self.identity, self._announcement())))
+                    await self._say(stream, Announced(sealed=encoding.seal(self.identity, self._announcement())))
                     beating = asyncio.create_task(self._beat(stream))
                     while True:
                         message = encoding.decode_any(bytes(await stream.recv()), node)

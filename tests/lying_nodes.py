@@ -76,7 +76,7 @@ class LyingNode(BootstrapNode):
         self.told: Counter[str] = Counter()
         self._rng = rng
         self._honest = self.quorum.handle
-        self._sign_as_us = arguments[1].sign
+        self._sign_as_us = arguments[0].sign
         self.quorum.handle = self._handle  # type: ignore[method-assign]
 
     def _handle(self, event: Event, now: float) -> list[Effect]:

@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Sequence
 
-from protocol.codec import boundary_formats, sparse
+from protocol.codec import formats, sparse
 from protocol.planning import budget, memory, partition
 from protocol.planning.arrange import Arranged
 from protocol.planning.partition import Candidate
@@ -35,8 +35,8 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank
     tokens, last = train.rows * train.sequence, len(members) - 1
     stages = [seconds(manifest, c, a, b) for c, (a, b) in zip(members, ranges, strict=True)]
     width = rank or model.d_model
-    there = 8 * tokens * boundary_formats.bytes_per_token(manifest.chains.forward, width)
-    back = 8 * tokens * boundary_formats.bytes_per_token(manifest.chains.backward, width)
+    there = 8 * tokens * formats.bytes_per_token(manifest.chains.forward, width)
+    back = 8 * tokens * formats.bytes_per_token(manifest.chains.backward, width)
 
     def busy(i: int, own: int, other: int) -> int:
         """Bits a micro-batch over a link of member i that carries `own`, if it is an end, and `other` too, if it is not."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from protocol.ledger import rules, run_state
 from protocol.ledger.access import Access
 from protocol.ledger.audits import Audits
-from protocol.ledger.evaluation import Due
 from protocol.ledger.rules import Rule
+from protocol.ledger.run_state import Due
 from protocol.ledger.scoring import Scoring
 from protocol.ledger.standing import Standing
 from protocol.run.manifest import Manifest

@@ -16,33 +16,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bootstrap.text import ServedText
+from bootstrap.archive import ServedText
 from peer import events
-from peer.corpus.chunks import ChunkWriter
-from peer.corpus.fetched import FetchedText
+from peer.corpus.fetched import FetchedText, FetchTimeouts, TextAccess, open_text
 from peer.corpus.mirrors import Mirrors
-from peer.corpus.open_text import Access, open_text
-from peer.corpus.range_fetcher import Patience
+from peer.corpus.records import ChunkWriter
 from peer.net import p2p
 from peer.net.base import Stream, Transport
 from peer.net.blobs import BlobServer, BlobStore
-from peer.net.disk import Disk, LocalDisk
+from peer.net.disk import Disk
 from peer.net.memory import MemoryNetwork
 from peer.net.uplink import Uplink
 from protocol.identity import Identity
 from protocol.planning.allotment import HEADROOM
-from protocol.run import corpus, data_order
+from protocol.run import corpus
 from protocol.run.corpus import CorpusIndex
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import DataSpec, Manifest, TrainSpec
 from protocol.wire import endpoints, framing
-from tests import tiny
+from tests import networks, tiny
 
 L, VOCAB = 1023, 4096
 """A sequence has 2,048 bytes, a range sixteen sequences."""
 STEP = 16
 """Sequences of an inner step."""
-PATIENCE = Patience(retry=0.05, hopeless=20.0)
+PATIENCE = FetchTimeouts(retry=0.05, hopeless=20.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +53,14 @@ class Noise:
 
     def slots(self, seed: bytes, at: range) -> NDArray[np.int64]:
         """What the slots `at` read."""
-        parts = [self.ids[r.start : r.stop] for r in data_order.sequences(seed, self.index.sequences, at)]
+        parts = [self.ids[r.start : r.stop] for r in corpus.sequences(seed, self.index.sequences, at)]
         return np.concatenate(parts)
 
 
 def write_noise(folder: Path, count: int, seed: int = 0) -> Noise:
     """A corpus of `count` sequences of noise, and 8 that are held out."""
     ids = np.random.default_rng(seed).integers(0, VOCAB, (count + 8, L + 1)).astype("<u2")
-    disk, each = LocalDisk(), corpus.sequences_per_chunk(L, VOCAB)
+    disk, each = Disk(), corpus.sequences_per_chunk(L, VOCAB)
     disk.make_folder(folder / corpus.CHUNKS)
     train, held = (ChunkWriter(disk, folder / corpus.CHUNKS, each, lambda number: None) for _ in range(2))
     for writer, rows in ((train, ids[:count]), (held, ids[count:])):
@@ -215,7 +213,7 @@ class TextSwarm:
         for i in range(self._count):
             transport = await self._transport(f"node-{i}", self._identities[i])
             member = Member(transport)
-            served = ServedText(self.noise.folder, self.noise.index.to_bytes(), LocalDisk())
+            served = ServedText(self.noise.folder, self.noise.index.to_bytes(), Disk())
             named = {endpoints.CORPUS_NAME: served.index}
             store = BlobStore(self.folder / f"node-{i}")
             server = BlobServer(store, named=named, uplink=self._uplink)
@@ -237,24 +235,20 @@ class TextSwarm:
         folder: Path | None = None,
         disk: Disk | None = None,
         mirrors: Mirrors | None = None,
-        patience: Patience = PATIENCE,
+        patience: FetchTimeouts = PATIENCE,
     ) -> Reader:
         """A peer, in a new folder unless one is given."""
         number = next(self._numbers)
         transport = await self._transport(f"peer-{number}", Identity(bytes([number]) * 32))
         folder = folder or self.folder / f"text-{number}"
         told: list[events.Body] = []
-        access = Access(
-            transport=transport,
+        access = TextAccess(
+            network=networks.network(transport, self._reach(transport), emit=told.append, nodes=lambda: self.operating),
             folder=folder,
             limit=limit,
-            disk=disk or LocalDisk(),
-            reach=self._reach(transport),
-            lost=lambda peer: None,
-            emit=told.append,
+            disk=disk or Disk(),
             patience=patience,
             mirrors=mirrors,
-            nodes=lambda: self.operating,
         )
         text = await open_text(self.manifest, access)
         self._stack.push_async_callback(text.aclose)

@@ -9,11 +9,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.corpus.reader import CHUNKS, INDEX
 from peer.corpus.sources import Unit
+from peer.corpus.text import CHUNKS, INDEX
+from peer.node.audit import HeldOutText
 from protocol.codec import blob_hash
 from protocol.run import corpus
 from protocol.run.corpus import CorpusIndex
+
+
+class NoText(HeldOutText):
+    """A text of which nothing is read."""
+
+    def __init__(self) -> None: ...
 
 
 def write_corpus(

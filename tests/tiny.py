@@ -11,7 +11,7 @@ from protocol.ledger import part_lists
 from protocol.planning import memory, partition
 from protocol.planning.budget import Budget
 from protocol.round import leader_events
-from protocol.round.judging import Case, Judged
+from protocol.round.judging import JudgingJob, Verdict
 from protocol.round.leader import Leader
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import DataSpec, Manifest, TimingSpec, TokenizerSpec, TrainSpec
@@ -76,13 +76,13 @@ def digest(text: str) -> str:
     return blob_hash.name_of(text.encode())
 
 
-def all_count(case: Case) -> list[Judged]:
+def all_count(case: JudgingJob) -> list[Verdict]:
     """A verdict: whole, and everybody."""
-    return [Judged(1.0)] * len(case.contributions)
+    return [Verdict(1.0)] * len(case.contributions)
 
 
 def handle(
-    leader: Leader, event: leader_events.Event, now: float, judge: Callable[[Case], list[Judged]] = all_count
+    leader: Leader, event: leader_events.Event, now: float, judge: Callable[[JudgingJob], list[Verdict]] = all_count
 ) -> list[leader_events.Effect]:
     """What the machine does upon an event, where every plan that it asks for is made at once, and what is offered is judged at once."""
     effects: list[leader_events.Effect] = []
@@ -91,7 +91,7 @@ def handle(
             answer = leader_events.Planned(effect.question, effect.question.answer())
             effects += handle(leader, answer, now, judge)
         elif isinstance(effect, leader_events.Judge):
-            verdict = leader_events.Verdict(effect.case, tuple(judge(effect.case)))
+            verdict = leader_events.JudgingDone(effect.case, tuple(judge(effect.case)))
             effects += handle(leader, verdict, now, judge)
         else:
             effects.append(effect)
@@ -103,6 +103,6 @@ def names(effect: object) -> tuple[str, ...]:
     match effect:
         case leader_events.Fetch(_, part):
             return (part.digest,)
-        case leader_events.Keep(parts):
+        case leader_events.StoreList(parts):
             return (part_lists.root_of(parts),)
     return ()

@@ -15,18 +15,16 @@ import numpy as np
 
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
-from bootstrap.service import serve_bootstrap
-from peer.chain.stop_sign import StopSign
-from peer.config import JoinConfig
+from peer.chain.reading import StopSign
 from peer.corpus.text import Text
 from peer.events import Emitter, Event
 from peer.net import directory
 from peer.net.base import Transport, Validate
-from peer.net.disk import LocalDisk, Piece
+from peer.net.disk import Disk, Piece
 from peer.net.memory import MemoryNetwork
-from peer.node.audit import NoTraining, held_out_text
-from peer.node.orders import ChainOrders, InnerLoop, Result
+from peer.node.audit import held_out_text
 from peer.node.peer import Factories, Peer
+from peer.node.training import ChainOrders, InnerLoop, Result
 from peer.state.storage import Storage
 from protocol.identity import Identity
 from protocol.planning.memory import stage_memory
@@ -36,7 +34,7 @@ from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec
 from protocol.wire import endpoints
-from tests import tiny
+from tests import machines, tiny
 
 TOKENIZER = b'{"not": "read"}'
 MODEL = ModelSpec(vocab_size=512, d_model=64, n_layers=4, n_heads=2, d_ff=128, context=8)
@@ -76,7 +74,7 @@ class Network(Protocol):
         ...
 
 
-class Noise(NoTraining):
+class Noise(InnerLoop):
     """In place of the inner loop of a stage. `hold(peer, round)` is awaited before a round's work is done."""
 
     def __init__(self, hold: Hold, manifest: Manifest, peer: str) -> None:
@@ -105,7 +103,7 @@ class Noise(NoTraining):
         return [(array, None) for array in noise(self.manifest.model, self.peer, self.round, shard)]
 
 
-class QuickDisk(LocalDisk):
+class QuickDisk(Disk):
     """Nothing here loses power."""
 
     def write(self, path: Path, *pieces: Piece, sync: bool = True, **options: Any) -> None:
@@ -178,8 +176,8 @@ class Swarm:
         self.archive.save_tokenizer(self.tokenizer)
         self.boot = self.network.transport(tiny.OPERATOR.peer_id, directory.valid_record(self.manifest.run_id))
         emit = Emitter("bootstrap", self._hear(self.events))
-        self.machine = BootstrapNode(self.manifest, tiny.OPERATOR, self.boot, self.archive, emit)
-        self.node = asyncio.create_task(serve_bootstrap(self.machine, self.boot, emit, self.relay_bps))
+        self.machine = BootstrapNode(tiny.OPERATOR, self.boot, self.archive, emit)
+        self.node = asyncio.create_task(self.machine.serve(self.relay_bps))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -203,17 +201,15 @@ class Swarm:
         transport = self.network.transport(who.peer_id, directory.valid_record(self.manifest.run_id))
         folder = self.folder / name
         storage, events = Storage(folder, limit, self.disk), list[Event]()
-        chosen = JoinConfig(
-            folder=folder,
-            device="cpu",
-            memory_bytes=memory or stage_memory(self.manifest, 0, self.manifest.model.n_layers),
-            up_bps=config.pop("up_bps", 10**8),
-            down_bps=10**8,
-            **config,
+        machine = machines.machine(
+            folder,
+            memory or stage_memory(self.manifest, 0, self.manifest.model.n_layers),
+            nodes=self.boot.addresses,
+            **{"up_bps": 10**8, "down_bps": 10**8, **config},
         )
         emit = Emitter(who.peer_id, self._hear(events))
         made = Factories(text=self.text, inner_loop=self.inner_loop)
-        peer = Peer(self.manifest, who, transport, storage, chosen, self.boot.addresses, emit, made)
+        peer = Peer(self.manifest, who, transport, storage, machine, emit, made)
         task = asyncio.create_task(peer.run())
         task.add_done_callback(lambda _: self._happened.set())
         self.peers[name] = Volunteer(name, who, folder, transport, storage, peer, task, events)

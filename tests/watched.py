@@ -6,11 +6,13 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from peer import events
 from peer.events import Event
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import LeftOut
+from protocol.wire.announcement import ChainReport
+from protocol.wire.commit import Contribution, LeftOut, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import tiny
 
@@ -23,6 +25,26 @@ def peer_id(number: int) -> str:
     """As long as a real one, and different from all others."""
     digest = hashlib.sha256(str(number).encode()).digest()
     return "12D3KooW" + "".join(_DIGITS[byte % len(_DIGITS)] for byte in digest + digest)[:44]
+
+
+def made(replica: int, loss: float | None, *peers: str, tokens: int = 64, size: int = 100) -> Contribution:
+    """One replica's contribution of `size` bytes by `peers`, by nobody in particular where none are given."""
+    each = size // max(1, len(peers))
+    shares = tuple(Share(peer=peer, root="0" * 64, size=each, norm=1.0, listed=8) for peer in peers or ("",))
+    return Contribution(replica=replica, tokens=tokens, steps=4, loss=loss, shares=shares)
+
+
+def decided(round: int, *contributions: Contribution, plan: Plan | None, **changes: Any) -> events.Commit:
+    """The event of a commit."""
+    values: dict[str, Any] = {"left_out": (), "diverged": (), "digests": {}, **changes}
+    return events.Commit(
+        run="run", round=round, parent="run", time=BEGAN, contributions=contributions, plan=plan, **values
+    )
+
+
+def says(phase: str, round: int, step: int, loss: float | None = None, **changes: Any) -> events.Announced:
+    """The event of an announcement."""
+    return events.Announced(run="run", peer="", phase=phase, round=round, step=step, loss=loss, **changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +91,14 @@ class MadeUp:
         yield Event(
             BEGAN,
             "bootstrap",
-            events.Ready(peer=node, memory_bytes=0, up_bps=0, down_bps=0, speed_flops=0, device="bootstrap"),
+            events.Ready(run="run", peer=node, device="bootstrap"),
         )
         for i, peer in enumerate(self.ids):
             yield Event(
                 BEGAN,
                 "bootstrap",
                 events.Ready(
+                    run="run",
                     peer=peer,
                     memory_bytes=(4 + i % 20) * 10**9,
                     up_bps=(5 + i % 40) * 10**6,
@@ -94,16 +117,11 @@ class MadeUp:
         out = [before.replicas[round % len(before.replicas)].number] if round % 10 == 9 else []
         for replica in before.replicas if round else ():
             if replica.number not in out:
-                contributions.append(
-                    events.Contribution(
-                        replica=replica.number, tokens=2048, steps=4, loss=said, bytes=100_000, peers=replica.peers
-                    )
-                )
-        body = events.Commit(
-            round=round,
-            contributions=tuple(contributions),
+                contributions.append(made(replica.number, said, *replica.peers, tokens=2048, size=100_000))
+        body = decided(
+            round,
+            *contributions,
             left_out=tuple(LeftOut(replica=n, reason="its offer came too late") for n in out),
-            diverged=(),
             plan=self.plan(round + 1),
             leader=self.manifest.operators[0],
             voters=self.manifest.operators,
@@ -120,23 +138,22 @@ class MadeUp:
                 yield Event(
                     when,
                     peer,
-                    events.Announced(
-                        phase="training",
-                        round=round,
-                        step=step,
-                        loss=loss if position == len(replica.peers) - 1 else None,
+                    says(
+                        "training",
+                        round,
+                        step,
+                        loss if position == len(replica.peers) - 1 else None,
                         bytes_sent=(round - 1) * 200_000,
-                        bytes_received=0,
                         bytes_written=(round - 1) * 30_000,
-                        load=load,
+                        chain=load,
                     ),
                 )
 
     @staticmethod
-    def _load(seed: int) -> events.AnnouncedLoad:
-        return events.AnnouncedLoad(
+    def _load(seed: int) -> ChainReport:
+        return ChainReport(
             seconds=2.0, busy_s=0.4 + 0.1 * (seed % 15), wait_forward_s=0.1, wait_backward_s=0.2, forward_link_s=0.9, backward_link_s=0.3,
-            forward_bytes=12_000, backward_bytes=4_500, depth=7, queued=3, activations=None, gradients=None,
+            forward_bytes=12_000, backward_bytes=4_500, depth=7, queued=3,
         )  # fmt: skip
 
     def all(self, rounds: int) -> Iterator[Event]:
@@ -147,10 +164,7 @@ class MadeUp:
                 yield from self.steps(round, step)
             for replica in self.plan(round).replicas:
                 for peer in replica.peers:
-                    done = events.Announced(
-                        phase="waiting", round=round, step=4, loss=None, bytes_sent=round * 200_000, bytes_received=0, load=None,
-                        bytes_written=round * 30_000,
-                    )  # fmt: skip
+                    done = says("waiting", round, 4, bytes_sent=round * 200_000, bytes_written=round * 30_000)
                     yield Event(BEGAN + round * ROUND_SECONDS - 1, peer, done)
             yield self.commit(round)
         for step in (1, 2, 3):

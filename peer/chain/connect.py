@@ -1,36 +1,46 @@
 """The streams between a chain's neighbours: the earlier stage dials, the later one accepts.
 
-A pipe is several streams (peer/net/striped_stream.py). Each of them begins with a hello that names its stripe. A pipe belongs to one
-*generation* of a replica's chain in a round (protocol/round/chain_repair.py), so the members of different chains never meet. A
-member may not be ready yet: it still applies the round before, does not know of the new generation, or waits for its other
-neighbour. It then sends signs of life.
+A pipe is several streams (peer/net/striped_stream.py); each begins with a hello that names its stripe. A pipe belongs
+to one *generation* of a replica's chain in a round (protocol/round/chain_repair.py), so members of different chains
+never meet. A stage that is not ready yet (it still applies the round before, does not know the new generation, or waits
+for its other neighbour) sends signs of life.
+
+A failed dial may have met a machine that was just switched off. After the second failure in a row the peer is *apart*
+from us, in our announcement, and the planner takes others as our neighbours (protocol/planning/objective.py). It is
+tried again after a while, which doubles with each further failure.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from peer.chain.apart import Apart
 from peer.chain.frames import NeighbourLost
 from peer.chain.link import LIVENESS, Liveness, keep_alive
-from peer.net.base import REQUEST_SECONDS, Stream, Transport
+from peer.net.base import REQUEST_SECONDS, Stream
+from peer.net.network import Network
+from peer.net.rate_limits import Cooldown
 from peer.net.striped_stream import STRIPES, StripedStream
-from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import calls, endpoints
+from protocol.wire.announcement import MOST_APART
 from protocol.wire.calls import PipeHello
 from protocol.wire.plan import Plan
 
-MAX_PIPES = 64
-PIPES_OF_A_PEER = 4
-"""Pipes, of all and of one peer, that may wait here for a chain that we do not know of yet: a neighbour may be ahead of us. Strangers
-who take these places keep no neighbour out whom our plan names; it dials until then."""
-AHEAD = 3
+APART_SECONDS, MOST_APART_SECONDS = 600.0, 6 * 3600.0
+"""How long a peer counts as apart the first time, and at most."""
+REMEMBERED = 4 * MOST_APART
+"""Peers whose failures are remembered."""
+MAX_EARLY_PIPES, MAX_EARLY_OF_A_PEER = 64, 4
+"""Pipes of all peers and of one that wait for a chain that we do not know yet: a neighbour may be ahead of us. A
+neighbour in our plan needs none of these places, and dials until then."""
+ROUNDS_AHEAD = 3
 """A neighbour may be one commit ahead of us, and train one round ahead of that."""
+REDIAL_SECONDS = 0.5
 
 Key = tuple[int, int, int, str]
 """Round, generation, replica, peer."""
@@ -38,8 +48,12 @@ Key = tuple[int, int, int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How many seconds a neighbour may take: to answer a dial; to dial us in a round's first chain, when it may still fetch shards; and
-    to dial us in a later generation of the chain."""
+    """Seconds that a neighbour may take.
+
+    dial: to answer a dial.
+    accept: to dial us in a round's first chain; it may still fetch shards.
+    reconfigured: to dial us in a later generation.
+    """
 
     dial: float = 10.0
     accept: float = 90.0
@@ -49,50 +63,97 @@ class Patience:
 PATIENCE = Patience()
 
 
-class Pipes:
-    """A peer's pipes, one object per peer. `reach(peer)` connects to a peer; `lost(peer)` forgets how it was reached. Frames take turns
-    in `uplink`. `apart` hears whether neighbours could be dialled."""
+class UnreachablePeers:
+    """The peers that are apart from us. `announce(apart=peers)` changes our announcement, `warn` gets each peer
+    once."""
+
+    def __init__(self, announce: Callable[..., None], warn: Callable[[str], None]) -> None:
+        self._announce = announce
+        self._warn = warn
+        self._failed: OrderedDict[str, None] = OrderedDict()  # those whose last dial failed
+        self._cooldown = Cooldown(APART_SECONDS, MOST_APART_SECONDS, REMEMBERED)
+        self._apart: dict[str, asyncio.TimerHandle] = {}
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Those that no plan should put beside us."""
+        return tuple(self._apart)
+
+    def reached(self, peer: str) -> None:
+        """A dial of `peer` succeeded."""
+        self._failed.pop(peer, None)
+        self._cooldown.end(peer)
+        if peer in self._apart:
+            self._end(peer)
+
+    def failed(self, peer: str, why: str) -> None:
+        """A dial of `peer` failed until its timeout."""
+        known = peer in self._failed
+        self._failed[peer] = None
+        self._failed.move_to_end(peer)
+        if len(self._failed) > REMEMBERED:
+            self._failed.popitem(last=False)
+        if not known or peer in self._apart:
+            return
+        if len(self._apart) == MOST_APART:
+            self._apart.pop(self.peers[0]).cancel()
+        loop = asyncio.get_running_loop()
+        self._apart[peer] = loop.call_later(self._cooldown.begin(peer, loop.time()), self._end, peer)
+        self._announce(apart=self.peers)
+        if self._cooldown.times(peer) == 1:
+            self._warn(
+                f"chain: peer {short_peer(peer)} cannot be reached: {why}; plans put it elsewhere for a while,"
+                " forward this machine's port in its router, or let a bootstrap node relay"
+            )
+
+    def close(self) -> None:
+        """Ends all timers."""
+        for timer in self._apart.values():
+            timer.cancel()
+        self._apart.clear()
+
+    def _end(self, peer: str) -> None:
+        self._apart.pop(peer).cancel()
+        self._announce(apart=self.peers)
+
+
+class PipelineStreams:
+    """A peer's pipes to its neighbours in chains. `unreachable` gets the results of dials."""
 
     def __init__(
         self,
-        transport: Transport,
-        reach: Callable[[str], Awaitable[None]],
-        lost: Callable[[str], None],
-        uplink: Uplink,
+        network: Network,
         *,
-        apart: Apart | None = None,
+        unreachable: UnreachablePeers | None = None,
         patience: Patience = PATIENCE,
         liveness: Liveness = LIVENESS,
     ) -> None:
-        self._transport = transport
-        self._reach = reach
-        self._lost = lost
-        self._uplink = uplink
-        self._apart = apart
+        self._network = network
+        self._unreachable = unreachable
         self._patience = patience
         self._beat_s = liveness.beat_s
         self._incoming: dict[Key, asyncio.Future[Stream]] = {}
         self._stripes: dict[Key, dict[int, Stream]] = {}
         self._taken: set[Key] = set()
-        self._awaited: set[Key] = set()  # those that our own plan names
+        self._awaited: set[Key] = set()  # by our own plan
         self._living: set[asyncio.Task[None]] = set()
         self._oldest = (0, 0)
-        self._over = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def waiting(self) -> int:
-        """Streams that were dialled to us for chains that are not over."""
+        """Incoming streams of chains that are not over."""
         return sum(len(stripes) for stripes in self._stripes.values())
 
     def doubt(self, peer: str) -> None:
-        """It is silent; it may be elsewhere now, and our connection to it be dead."""
-        self._transport.doubt(peer)
-        self._lost(peer)
+        """`peer` is silent: it may have moved, and our connection be dead."""
+        self._network.transport.doubt(peer)
+        self._network.directory.lost(peer)
 
     async def neighbours(
         self, plan: Plan, replica: int, generation: int, position: int
     ) -> tuple[Stream | None, Stream | None]:
-        """Streams to the stages before and after `position`, None where there is none. Raises NeighbourLost."""
+        """Pipes to the stages before and after `position`, None where there is none. Raises NeighbourLost."""
         self.forget(plan.round, generation)
         stages, complete = plan.replica(replica).stages, asyncio.Event()
         tasks: dict[str, asyncio.Task[Stream]] = {}
@@ -100,8 +161,8 @@ class Pipes:
             key = (plan.round, generation, replica, stages[position - 1].peer)
             tasks["previous"] = asyncio.create_task(self._accept(key))
         if position + 1 < len(stages):
-            work = self._dial(plan.round, generation, replica, stages[position + 1].peer, complete)
-            tasks["following"] = asyncio.create_task(work)
+            hello = PipeHello(round=plan.round, generation=generation, replica=replica, stripe=0)
+            tasks["following"] = asyncio.create_task(self._dial(stages[position + 1].peer, hello, complete))
         try:
             found = dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
             if position:
@@ -117,38 +178,38 @@ class Pipes:
         finally:
             complete.set()
 
-    async def _dial(self, round: int, generation: int, replica: int, peer: str, complete: asyncio.Event) -> Stream:
-        """A stream to a later stage. We send signs of life on it until all neighbours are there."""
+    async def _dial(self, peer: str, hello: PipeHello, complete: asyncio.Event) -> Stream:
+        """A pipe to a later stage, with signs of life on it until both neighbours are `complete`."""
         why = "it did not answer"
         try:
             async with asyncio.timeout(self._patience.dial):
                 while True:
                     try:
-                        await self._reach(peer)
-                        hello = PipeHello(round=round, generation=generation, replica=replica, stripe=0)
+                        await self._network.directory.reach(peer)
                         pipe = await self._open(peer, hello)
-                        living = asyncio.create_task(keep_alive(pipe, complete.is_set, self._beat_s))
-                        self._living.add(living)
-                        living.add_done_callback(self._living.discard)
-                        if self._apart is not None:
-                            self._apart.reached(peer)
-                        return pipe
+                        break
                     except RemoteError as error:
                         why = str(error)
-                        self._lost(peer)  # it may have come back elsewhere
-                        await asyncio.sleep(0.5)
+                        self._network.directory.lost(peer)  # it may have moved
+                        await asyncio.sleep(REDIAL_SECONDS)
         except TimeoutError:
-            if self._apart is not None:
-                self._apart.failed(peer, why)
+            if self._unreachable is not None:
+                self._unreachable.failed(peer, why)
             raise NeighbourLost(peer, f"did not answer for {self._patience.dial:g} s") from None
+        living = asyncio.create_task(keep_alive(pipe, complete.is_set, self._beat_s))
+        self._living.add(living)
+        living.add_done_callback(self._living.discard)
+        if self._unreachable is not None:
+            self._unreachable.reached(peer)
+        return pipe
 
-    async def _open(self, peer: str, chain: PipeHello) -> Stream:
+    async def _open(self, peer: str, hello: PipeHello) -> Stream:
         """A pipe of all stripes. Raises RemoteError."""
         streams: dict[int, Stream] = {}
 
         async def open(stripe: int) -> None:
-            streams[stripe] = await self._transport.open(peer, endpoints.PIPE, timeout=self._patience.dial)
-            await streams[stripe].send(calls.write(dataclasses.replace(chain, stripe=stripe)))
+            streams[stripe] = await self._network.transport.open(peer, endpoints.PIPE, timeout=self._patience.dial)
+            await streams[stripe].send(calls.write(dataclasses.replace(hello, stripe=stripe)))
 
         tasks = [asyncio.create_task(open(stripe)) for stripe in range(STRIPES)]
         try:
@@ -160,7 +221,7 @@ class Pipes:
             for stream in streams.values():
                 await stream.close()
             raise
-        return StripedStream([streams[stripe] for stripe in range(STRIPES)], self._uplink)
+        return StripedStream([streams[stripe] for stripe in range(STRIPES)], self._network.uplink)
 
     async def _accept(self, key: Key) -> Stream:
         seconds = self._patience.reconfigured if key[1] else self._patience.accept
@@ -177,46 +238,44 @@ class Pipes:
         return self._incoming[key]
 
     def _has_room(self, peer: str) -> bool:
-        """Whether one more pipe that nobody here waits for yet may wait; those that we wait for need no room."""
+        """Whether one more early pipe may wait."""
         early = [key for key in self._incoming if key not in self._awaited]
-        return len(early) < MAX_PIPES and sum(key[3] == peer for key in early) < PIPES_OF_A_PEER
+        return len(early) < MAX_EARLY_PIPES and sum(key[3] == peer for key in early) < MAX_EARLY_OF_A_PEER
 
     def forget(self, round: int, generation: int = 0) -> None:
-        """Ends the handlers of the pipes that are older."""
+        """Ends the handlers of older pipes."""
         self._oldest = max(self._oldest, (round, generation))
         for key in [k for k in self._incoming if k[:2] < (round, generation)]:
             self._incoming.pop(key).cancel()
             self._stripes.pop(key, None)
             self._taken.discard(key)
             self._awaited.discard(key)
-        self._wake()
+        self._wake_handlers()
 
-    def _wake(self) -> None:
-        """Lets the handlers see whether they are needed still."""
-        self._over.set()
-        self._over = asyncio.Event()
+    def _wake_handlers(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def serve(self, stream: Stream, applied: int) -> None:
-        """An incoming pipe: hands the stream to the training that waits for it, and stays until that is over."""
-        hello = calls.read(PipeHello, await stream.recv(256, timeout=REQUEST_SECONDS), stream.remote, "pipe")
+        """Handles an incoming stream until the training that takes its pipe is over."""
+        peer = stream.remote
+        hello = calls.read(PipeHello, await stream.recv(256, timeout=REQUEST_SECONDS), peer, "pipe")
         round, generation, stripe = hello.round, hello.generation, hello.stripe
-        if not applied < round <= applied + AHEAD or (round, generation) < self._oldest or stripe >= STRIPES:
-            raise RemoteError(stream.remote, f"pipe of {short_peer(stream.remote)}: not for this chain; it was closed")
-        key = (round, generation, hello.replica, stream.remote)
-        if key not in self._incoming and not self._has_room(stream.remote):
-            raise RemoteError(stream.remote, f"pipe of {short_peer(stream.remote)}: too many wait here; it was closed")
+        key = (round, generation, hello.replica, peer)
+        if not applied < round <= applied + ROUNDS_AHEAD or (round, generation) < self._oldest or stripe >= STRIPES:
+            raise RemoteError(peer, f"pipe of {short_peer(peer)}: not for this chain; it was closed")
+        if key not in self._incoming and not self._has_room(peer):
+            raise RemoteError(peer, f"pipe of {short_peer(peer)}: too many wait here; it was closed")
         waiting = self._expect(key)
         if waiting.done():
-            raise RemoteError(
-                stream.remote, f"pipe of {short_peer(stream.remote)}: there is one already; it was closed"
-            )
+            raise RemoteError(peer, f"pipe of {short_peer(peer)}: there is one already; it was closed")
         stripes = self._stripes.setdefault(key, {})
         before, stripes[stripe] = stripes.get(stripe), stream
-        if before is not None:  # it is of a dial that failed
-            self._wake()
+        if before is not None:  # of a dial that failed
+            self._wake_handlers()
         if len(stripes) == STRIPES:
-            pipe = StripedStream([stripes[i] for i in range(STRIPES)], self._uplink)
+            pipe = StripedStream([stripes[i] for i in range(STRIPES)], self._network.uplink)
             waiting.set_result(pipe)
             await keep_alive(pipe, lambda: key in self._taken or key not in self._incoming, self._beat_s)
         while key in self._incoming and stripes[stripe] is stream:
-            await self._over.wait()
+            await self._changed.wait()

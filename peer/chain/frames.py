@@ -5,11 +5,11 @@ The header (`Head`) is packed big-endian. Kinds:
     FORWARD, BACKWARD   a micro-batch's activations to the next stage, or its gradients to the previous one
     NORM, TOTAL         the end of an inner step (peer/chain/grad_norm.py)
     RESUME, DONE        where a repaired chain goes on, and the end of a round (the same)
-    PING, ECHO          measure the link (peer/chain/timing.py)
+    PING, ECHO          measure the link (peer/chain/link.py)
     BEAT                a sign of life (peer/chain/link.py)
-    ABORT               a goodbye; the body names the member who is to blame, and is empty if it is the sender itself
+    ABORT               a goodbye; the body names the member to blame, and is empty if that is the sender
 
-Nothing that a neighbour sends is believed: a frame that is not the one that may come now is refused in the neighbour's name.
+Nothing that a neighbour sends is trusted: any frame but the expected one is refused in the neighbour's name.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ HEAD_BYTES = _HEAD.size
 
 
 class NeighbourLost(RemoteError):
-    """A member left, fell silent or sent what cannot be; `peer` is the member to blame, `reason` what it did. `told`: whether somebody
-    has heard of it already."""
+    """A member left, fell silent or sent impossible content.
 
-    told = False
+    peer: the member to blame.
+    reason: what it did.
+    reported: whether it was reported already.
+    """
+
+    reported = False
 
     def __init__(self, peer: str, reason: str) -> None:
         super().__init__(peer, f"chain member {peer}: {reason}; it needs a spare in its place")
@@ -40,15 +44,19 @@ class NeighbourLost(RemoteError):
 
 
 class Refused(NeighbourLost):
-    """A member sent a frame that is not the one which may come now, or has impossible content."""
+    """A member sent another frame than the expected one, or one with impossible content."""
 
 
 class Head(NamedTuple):
-    """A frame's header. What a kind does not need is 0.
+    """A frame's header; fields that a kind does not need are 0.
 
-    `code`: the number format of the values; `depth`: how many micro-batches may be under way; `step`: the inner step, counted
-    over the run; `micro`: the micro-batch, from 0; `rows`, `length`, `width`: the tensor's shape; `check`: CRC-32 of the
-    micro-batch's token ids, in a PING the last round trip in microseconds; `stamp`: seconds, by the sender's clock.
+    code: the number format of the values.
+    depth: micro-batches that may be under way.
+    step: the inner step, counted over the run.
+    micro: the micro-batch, from 0.
+    rows, length, width: the tensor's shape.
+    check: CRC-32 of the micro-batch's token ids; in a PING the last round trip in microseconds.
+    stamp: seconds, by the sender's clock.
     """
 
     kind: int
@@ -73,7 +81,7 @@ class Head(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What came. `value`: the decoded body of a FORWARD or BACKWARD frame, once it is awaited."""
+    """A received frame. `value`: the decoded body of a FORWARD or BACKWARD frame."""
 
     head: Head
     body: memoryview
@@ -81,7 +89,7 @@ class Frame(NamedTuple):
 
 
 def parse(remote: str, frame: memoryview) -> tuple[Head, memoryview]:
-    """The header and the body of a frame of `remote`. Raises NeighbourLost where there are none, or the frame is a goodbye."""
+    """The header and the body of a frame. Raises NeighbourLost if it is too short, or a goodbye."""
     if len(frame) < HEAD_BYTES:
         raise NeighbourLost(remote, f"sent a frame of {len(frame)} bytes")
     head, body = Head.unpack(frame), frame[HEAD_BYTES:]
@@ -96,7 +104,7 @@ def parse(remote: str, frame: memoryview) -> tuple[Head, memoryview]:
 
 
 def compare(remote: str, head: Head, body: memoryview, expected: Head, body_bytes: int | None) -> None:
-    """Raises Refused if this is not the frame that may come now. Depth, check and stamp may have any value."""
+    """Raises Refused for another frame than the expected one. Depth, check and stamp may have any value."""
     known = head._replace(depth=expected.depth, check=expected.check, stamp=expected.stamp)
     if known != expected or (body_bytes is not None and len(body) != body_bytes):
         raise Refused(remote, f"sent {head} with {len(body)} bytes, not {expected} with {body_bytes}")

@@ -1,20 +1,21 @@
 """One stage boundary: frames both ways over one pipe (peer/net/striped_stream.py), with a queue on either side.
 
-Frames are written, read and decoded while the computation goes on. What was read waits in a queue of bounded length. When the
-queue is full nothing more is read, and the stream holds the sender back. What is to be written is bounded by the micro-batches
-under way.
+Frames are written, read and decoded while the computation goes on. Read frames wait in a bounded queue; when it is full
+nothing more is read, and the stream holds the sender back. Frames to be written are bounded by the micro-batches under
+way.
 
-Signs of life: a side that has nothing else to write sends a BEAT every `Liveness.beat_s` seconds. The event loop sends it, and
-the event loop is free while the model computes. What counts as life is bytes, not frames, so a large frame on a slow link is no
-silence. A neighbour is broken when no byte came for `silent_s` and TRIPS round trips, or for GAPS times the longest silence
-of late (a link that jitters, a loaded machine), but at the latest after `longest_s`. No time counts while nothing is read because
-the queue is full, and while this process itself was stopped.
+Signs of life: a side that writes nothing else sends a BEAT every `Liveness.beat_s` seconds, from the event loop, which
+is free while the model computes. Life is bytes, not frames, so a large frame on a slow link is no silence. A link is
+broken after a silence of `silent_s` and TRIPS round trips, or of GAPS times the longest recent one (a link that
+jitters, a loaded machine), but at the latest of `longest_s`. Time does not count while the queue is full, and while
+this process was stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -36,19 +37,20 @@ from peer.chain.frames import (
     compare,
     parse,
 )
-from peer.chain.timing import LinkClock
 from peer.net.base import Stream
 from protocol.errors import RemoteError
 from protocol.wire.framing import MAX_FRAME
 
 GOODBYE_S = 1.0
-"""How long a broken link waits for the neighbour's goodbye, which may blame somebody else."""
+"""For the goodbye of a neighbour whose link broke; it may blame another member."""
 HEAD_START_S = 0.25
-"""Between saying that a neighbour lies and leaving the chain: the neighbour will say that we left, and of two reports the first counts."""
-TRIPS = 4
-GAPS = 3
+"""Between the report of a lying neighbour and leaving the chain: it will report that we left, and the first report
+counts."""
+TRIPS, GAPS = 4, 3
+CLOCK_STEPS = 4
+"""Steps whose smallest delay counts; clocks drift apart in the long run."""
 RECENT = 64
-"""Silences that are remembered: those of half a minute or more."""
+"""Silences that are remembered, of half a minute or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +65,69 @@ class Liveness:
 LIVENESS = Liveness()
 
 
-class Link:
-    """A neighbour, as a stage sees it. Its tasks live in `group`.
+class LinkClock:
+    """Measures the way from a neighbour to us. Times are seconds; `stamp` is by the neighbour's clock, all others by
+    ours.
 
-    `arrived` is set whenever something comes, and when the link breaks. `failed` then says why, once all frames that came before
-    are taken. `decode` begins to decode a micro-batch's values. `queue`: how many frames wait here unread at most; `limit`: how
-    many bytes one of them has at most; `timeout`: seconds that the neighbour has to read one.
+    Each header has the time of its sending. A stage pings the next one when an inner step begins, and gets an echo.
+    Both frames are small and meet an idle link: `arrival - stamp` is the latency plus the offset of the two clocks,
+    which cancels between the two directions. A frame occupies the link from the later of `stamp + that delay` and the
+    arrival of the frame before, until it has arrived. A ping waits where its receiver does not read yet, as in a
+    round's first step; then the quickest frame counts.
+
+    trip: round trip of the last ping, at most `most_trip` where we measured it.
+    """
+
+    def __init__(self, most_trip: float) -> None:
+        self.trip = 0.0
+        self._most_trip = most_trip
+        self._pinged = 0.0
+        self._delays: deque[float] = deque(maxlen=CLOCK_STEPS)
+        self._frames: list[tuple[float, float]] = []  # of this step's micro-batches: stamp, arrival
+
+    def pinged(self, now: float) -> None:
+        """A ping leaves."""
+        self._pinged = now
+
+    def echoed(self, now: float) -> None:
+        """Its echo has come."""
+        self.trip = min(now - self._pinged, self._most_trip)
+
+    def set_trip(self, trip: float) -> None:
+        """Takes the neighbour's round trip."""
+        self.trip = trip
+
+    def small(self, stamp: float, arrival: float) -> None:
+        """A ping or an echo has come, over an idle link."""
+        self._delays.append(arrival - stamp)
+
+    def frame(self, stamp: float, arrival: float) -> None:
+        """A micro-batch's frame has come."""
+        self._frames.append((stamp, arrival))
+
+    def measured(self) -> tuple[float, float]:
+        """(delay, transfer) of this step: latency plus clock offset, and the mean time of a frame on the link. Begins
+        the next step."""
+        frames, self._frames = self._frames, []
+        if not frames or not self._delays:
+            return 0.0, 0.0
+        delay = min(*self._delays, *(arrival - stamp for stamp, arrival in frames))
+        before, total = -math.inf, 0.0
+        for stamp, arrival in frames:
+            total += max(0.0, arrival - max(stamp + delay, before))
+            before = arrival
+        return delay, total / len(frames)
+
+
+class Link:
+    """One neighbour. Its tasks live in `group`.
+
+    arrived: is set whenever a frame comes, and when the link breaks.
+    decode: begins to decode a micro-batch's values.
+    queue: unread frames, at most.
+    limit: bytes of a body, at most.
+    timeout: seconds for the neighbour to read a frame.
+    failed: why the link broke; counts once all frames before are taken.
     """
 
     def __init__(
@@ -98,7 +157,7 @@ class Link:
         self._living = [group.create_task(self._beat()), group.create_task(self._watch())]
 
     async def stop(self) -> None:
-        """Ends the tasks, after what is under way was written."""
+        """Writes the frames in the queue, and ends the tasks."""
         if self.failed is None:
             await self._out.join()
         for task in (self._reading, self._writing, *self._living):
@@ -116,7 +175,7 @@ class Link:
         self._out.put_nowait((head, body))
 
     def ping(self) -> None:
-        """Measures the way there and back, and tells the neighbour what the last ping found."""
+        """Measures the round trip, and sends the last result."""
         self.clock.pinged(time.perf_counter())
         self.send(Head(PING, check=round(self.clock.trip * 1e6)), b"", 0)
 
@@ -129,20 +188,20 @@ class Link:
                 await self._send_whole(head._replace(stamp=time.perf_counter()), body)
                 self._sending = False
             except RemoteError as error:
-                await asyncio.wait({self._reading}, timeout=GOODBYE_S)  # a goodbye may name somebody else
+                await asyncio.wait({self._reading}, timeout=GOODBYE_S)  # a goodbye may name another member
                 self._fail(NeighbourLost(self.stream.remote, str(error)))
                 return
             self._out.task_done()
 
     async def _send_whole(self, head: Head, body: bytes) -> None:
-        """Is not cancelled in the middle: half a frame would leave no way to say goodbye."""
+        """Not cancelled in the middle: after half a frame no goodbye could follow."""
         sending = asyncio.ensure_future(self.stream.send(head.pack(), body, timeout=self.timeout))
-        sending.add_done_callback(_heard)
+        sending.add_done_callback(_retrieve)
         await asyncio.shield(sending)
 
     async def _beat(self) -> None:
         """Past the queue, because the frame at its head may still be encoded."""
-        with contextlib.suppress(RemoteError):  # the writing or the reading side tells
+        with contextlib.suppress(RemoteError):  # the writing or the reading task reports it
             while True:
                 await asyncio.sleep(self._liveness.beat_s)
                 if not self._sending:
@@ -156,7 +215,7 @@ class Link:
         return not self._in.empty() or self.failed is not None
 
     def take(self, expected: Head, body_bytes: int | None) -> Frame:
-        """The one frame that may come now. `body_bytes`: its length, None for any. Raises NeighbourLost."""
+        """The expected frame, whose body has `body_bytes` bytes (None: any). Raises NeighbourLost."""
         if self._in.empty():
             assert self.failed is not None
             raise self.failed
@@ -186,18 +245,18 @@ class Link:
             self._fail(NeighbourLost(self.stream.remote, str(error)))
 
     def _measure(self, head: Head, now: float) -> None:
-        """Takes a small frame that came at `now`; a PING is answered."""
+        """Handles a small frame that came at `now`."""
         if head.kind != BEAT:
             self.clock.small(head.stamp, now)
         if head.kind == PING:
-            self.clock.told(head.check / 1e6)
+            self.clock.set_trip(head.check / 1e6)
             if self._out.empty():
                 self.send(Head(ECHO), b"", 0)
         elif head.kind == ECHO:
             self.clock.echoed(now)
 
     async def _watch(self) -> None:
-        """Breaks the link when the neighbour gives no sign of life; see the module's docstring."""
+        """Breaks the link without a sign of life; see the module's docstring."""
         patience = self._liveness
         gaps: deque[float] = deque([0.0], maxlen=RECENT)
         silence, received, tick = 0.0, -1, patience.beat_s / 2
@@ -217,7 +276,7 @@ class Link:
                 return
 
     def silent(self) -> NoReturn:
-        """Nothing came in time: raises NeighbourLost in this neighbour's name."""
+        """Raises NeighbourLost for a frame that did not come."""
         self.blame(f"nothing came for {self.timeout:g} s")
 
     def blame(self, reason: str) -> NoReturn:
@@ -229,14 +288,13 @@ class Link:
         raise Refused(self.stream.remote, reason)
 
 
-def _heard(sending: asyncio.Future[None]) -> None:
-    """Nobody waits for it any more: the run is over."""
+def _retrieve(sending: asyncio.Future[None]) -> None:
     if not sending.cancelled():
         sending.exception()
 
 
 async def keep_alive(stream: Stream, over: Callable[[], bool], beat_s: float) -> None:
-    """Sends BEATs on a stream that no Link has yet, because its peer waits for us and is to know that we live. Until `over()`."""
+    """Sends BEATs until `over()` on a stream without a Link, whose peer waits for us."""
     with contextlib.suppress(RemoteError):
         while not over():
             await stream.send(Head(BEAT).pack())

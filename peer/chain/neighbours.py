@@ -1,40 +1,111 @@
-"""A stage's neighbours: the links to both, and the tensors that cross them.
+"""A stage's neighbours: the links to both, the tensors that cross them, and statistics of what comes.
 
-A tensor is encoded, and decoded, on a thread of its boundary while the model computes; on a GPU, on a stream of its own. It travels with
-the checksum of its micro-batch's token ids: every stage knows the ids from the data assignment, so peers with different text notice it at once.
-What came in is screened before it is computed with (peer/chain/screening.py).
+A tensor is encoded, and decoded, on a thread of its boundary while the model computes; on a GPU, on a stream of its
+own. It travels with the checksum of its micro-batch's token ids, which every stage knows from the data assignment:
+peers with other text notice at once. Received tensors are screened before the model uses them
+(peer/chain/screening.py).
+
+Over the values x of an accepted frame, as they were decoded (Z, or whole activations where the rank is 0), for n = 1,
+2, ...
+
+    largest = max |x|           of every frame: the check finds it anyway
+    rms = sqrt(mean of x²)      of every RMS_EVERY-th frame: of all, a quarter of the time of decoding bf16
+    m += (value - m) / min(n, MEAN_FRAMES)
+
+the plain mean of the first MEAN_FRAMES, then one that forgets exponentially, for each neighbour, direction and width,
+across rounds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from peer.chain import activation_stats, quantize
-from peer.chain.activation_stats import Measure, Running, Statistics
+from peer.chain import quantize
 from peer.chain.frames import BACKWARD, FORWARD, HEAD_BYTES, Frame, Head, Refused
 from peer.chain.link import Link, Liveness
 from peer.chain.screening import Sample, Screen, log_rms
 from peer.net.base import Stream
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.errors import LocalError, UsageError
-from protocol.round.quarrels import LIES
+from protocol.round.accusations import LIES
 from protocol.wire.framing import MAX_FRAME
+
+RMS_EVERY = 8
+MEAN_FRAMES = 64
+MOST_BOUNDARIES = 16
+"""Boundaries with statistics; the oldest is forgotten first."""
+
+
+class Measure(NamedTuple):
+    """Of one frame's values; `rms` is None where it was not computed."""
+
+    largest: float
+    rms: float | None
+
+
+def measure(x: Tensor, largest: float, nth: int) -> Measure:
+    """Of the `nth` frame, from 0; `x` is not empty, and `largest` its largest magnitude (quantize.decode_measured)."""
+    if nth % RMS_EVERY:
+        return Measure(largest, None)
+    flat = x.flatten().float()
+    return Measure(largest, math.sqrt(torch.dot(flat, flat).item() / flat.numel()))
+
+
+@dataclass(slots=True)
+class Running:
+    """Means of `rms` over `sampled` frames, and of `largest` over `frames`, all that were accepted; and `refused`
+    frames."""
+
+    rms: float = 0.0
+    largest: float = 0.0
+    sampled: int = 0
+    frames: int = 0
+    refused: int = 0
+
+    def add(self, seen: Measure) -> None:
+        """Adds an accepted frame."""
+        self.frames += 1
+        self.largest += (seen.largest - self.largest) / min(self.frames, MEAN_FRAMES)
+        if seen.rms is not None:
+            self.sampled += 1
+            self.rms += (seen.rms - self.rms) / min(self.sampled, MEAN_FRAMES)
+
+
+class Statistics:
+    """Of all boundaries of a peer."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[str, int, int], Running] = {}
+
+    def of(self, neighbour: str, kind: int, width: int) -> Running:
+        key = (neighbour, kind, width)
+        if key not in self._running and len(self._running) >= MOST_BOUNDARIES:
+            del self._running[next(iter(self._running))]
+        return self._running.setdefault(key, Running())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
-    """What crosses a chain's boundaries. `shape`: of a micro-batch's values [rows, tokens, width]; `wires`: the number format of each
-    kind of frame; `micro_batches`: of an inner step; `most_depth`: how many of them this stage holds at most; `most_bytes`: of the
-    other frames' bodies; `form`: the number format in which this stage, on `device`, wants what came in."""
+class BoundarySpec:
+    """The frames that cross a chain's boundaries.
+
+    shape: of a micro-batch's values [rows, tokens, width].
+    wires: the number format of each kind of frame.
+    micro_batches: of an inner step.
+    most_depth: micro-batches that this stage holds at most.
+    most_bytes: of the bodies of other frames.
+    device, form: of the decoded values.
+    """
 
     shape: tuple[int, int, int]
     wires: dict[int, str]
@@ -45,14 +116,19 @@ class Crossing:
     form: torch.dtype
 
 
-class Neighbours:
-    """The previous and the following stage, None where there is none. `arrived` is set whenever anything comes, or breaks.
+Decoded = tuple[Tensor, Measure, Sample | None] | quantize.BadTensor
 
-    `depth`: how many micro-batches may be under way. The first stage sets it, the others take it from what they get. `checks`: the
-    checksums of this inner step's micro-batches. `screens`: by the kind of frame; nothing is screened where there is none.
+
+class Neighbours:
+    """The previous and the following stage, None where there is none.
+
+    arrived: set whenever a frame comes, or a link breaks.
+    depth: micro-batches under way; the first stage sets it, the others take it from activations.
+    checks: the checksums of this step's micro-batches.
+    screens: by the kind of frame; frames of other kinds are not screened.
     """
 
-    def __init__(self, crossing: Crossing, codec: Executor, statistics: Statistics, depth: int) -> None:
+    def __init__(self, spec: BoundarySpec, codec: Executor, statistics: Statistics, depth: int) -> None:
         self.previous: Link | None = None
         self.following: Link | None = None
         self.arrived = asyncio.Event()
@@ -60,12 +136,12 @@ class Neighbours:
         self.checks: Sequence[int] = ()
         self.screens: dict[int, Screen] = {}
         self._ids: Sequence[NDArray[np.int64]] = ()
-        self._sizes_sent: dict[int, float] = {}  # of activations, by micro-batch: what comes back is judged by them
-        self._crossing, self._codec, self._statistics = crossing, codec, statistics
-        self._codes = {kind: boundary_formats.FORMATS.index(wire) for kind, wire in crossing.wires.items()}
-        self._sizes = {kind: quantize.size(crossing.shape, wire) for kind, wire in crossing.wires.items()}
-        self._decoded = dict.fromkeys(crossing.wires, 0)
-        self._beside = torch.cuda.Stream(crossing.device, priority=-1) if crossing.device.type == "cuda" else None
+        self._sizes_sent: dict[int, float] = {}  # of activations, by micro-batch: gradients are judged by them
+        self._spec, self._codec, self._statistics = spec, codec, statistics
+        self._codes = {kind: formats.FORMATS.index(wire) for kind, wire in spec.wires.items()}
+        self._sizes = {kind: quantize.size(spec.shape, wire) for kind, wire in spec.wires.items()}
+        self._decoded = dict.fromkeys(spec.wires, 0)
+        self._gpu_stream = torch.cuda.Stream(spec.device, priority=-1) if spec.device.type == "cuda" else None
 
     @property
     def links(self) -> list[Link]:
@@ -73,19 +149,19 @@ class Neighbours:
         return [link for link in (self.previous, self.following) if link is not None]
 
     def connect(self, stream: Stream, group: asyncio.TaskGroup, timeout: float, liveness: Liveness) -> Link:
-        """A link that takes what this stage may be sent. Raises UsageError if a micro-batch is too large for a frame."""
+        """A link for this stage's frames. Raises UsageError if a micro-batch is too large for a frame."""
         if (frame := HEAD_BYTES + max(self._sizes.values())) > MAX_FRAME:
             raise UsageError(
                 f"micro-batch: a frame has {frame} bytes, at most {MAX_FRAME}; the manifest needs fewer rows"
             )
-        limit = max(*self._sizes.values(), self._crossing.most_bytes)
-        queue = min(self._crossing.micro_batches, self._crossing.most_depth) + 1
+        limit = max(*self._sizes.values(), self._spec.most_bytes)
+        queue = min(self._spec.micro_batches, self._spec.most_depth) + 1
         return Link(
             stream, group, self.arrived, self._decode, queue=queue, limit=limit, timeout=timeout, liveness=liveness
         )
 
     def begin_step(self, checks: Sequence[int], ids: Sequence[NDArray[np.int64]]) -> None:
-        """The token ids [B, L+1] of the step's micro-batches and their checksums are known."""
+        """Sets the token ids [B, L+1] of the step's micro-batches, and their checksums."""
         self.checks, self._ids = checks, ids
 
     def end_step(self, rate: float) -> None:
@@ -96,13 +172,13 @@ class Neighbours:
     # --- waiting
 
     def check(self) -> None:
-        """Raises what broke a link. Nothing that came before it is of use to a stage that has to wait."""
+        """Raises what broke a link: a stage that has to wait cannot use the frames before it."""
         for link in self.links:
             if link.failed is not None:
                 raise link.failed
 
     async def wait(self, owing: Link | None) -> None:
-        """Waits for anything to come. If nothing does, raises NeighbourLost in the name of the neighbour who owes it."""
+        """Waits for a frame. After the timeout raises NeighbourLost in the name of the owing neighbour."""
         assert owing is not None
         self.check()
         try:
@@ -112,8 +188,8 @@ class Neighbours:
             owing.silent()
 
     async def receive(self, link: Link, expected: Head, body_bytes: int | None) -> Frame:
-        """The one frame of `link` that may come now. `body_bytes`: its length, None for any. Raises NeighbourLost, also where the other
-        link broke."""
+        """The expected frame of `link`, whose body has `body_bytes` bytes (None: any). Raises NeighbourLost, also for
+        the other link."""
         try:
             async with asyncio.timeout(link.timeout):
                 while not link.ready:
@@ -134,7 +210,7 @@ class Neighbours:
             if kind == FORWARD:
                 self._take_depth(link, frame.head, micro)
             assert frame.value is not None
-            found: tuple[Tensor, Measure, Sample | None] | quantize.BadTensor = await frame.value
+            found: Decoded = await frame.value
             if isinstance(found, quantize.BadTensor):
                 link.refuse(f"sent bad {'activations' if kind == FORWARD else 'gradients'}: {found}")
             value, seen, sample = found
@@ -149,7 +225,7 @@ class Neighbours:
         return value
 
     def _take_depth(self, link: Link, head: Head, micro: int) -> None:
-        most = self._crossing.most_depth
+        most = self._spec.most_depth
         if head.check != self.checks[micro]:
             link.refuse("trains on other text; all peers of a run need the same files")
         if not 1 <= head.depth <= most:
@@ -157,54 +233,52 @@ class Neighbours:
         self.depth = head.depth
 
     def send(self, link: Link | None, kind: int, step: int, micro: int, values: Tensor | None) -> None:
-        """Has the tensor encoded, and sends it in its turn; without a link nothing happens."""
+        """Queues the tensor for encoding and sending; without a link does nothing."""
         if link is not None:
             body = asyncio.get_running_loop().run_in_executor(self._codec, self._encoded, kind, micro, values)
             link.send(self._head(kind, step, micro), body, self._sizes[kind])
 
     def running(self, link: Link, kind: int) -> Running:
-        """The statistics of what comes from a neighbour."""
-        return self._statistics.of(link.stream.remote, kind, self._crossing.shape[-1])
+        """The statistics of a neighbour's frames."""
+        return self._statistics.of(link.stream.remote, kind, self._spec.shape[-1])
 
     def _head(self, kind: int, step: int, micro: int) -> Head:
         check = self.checks[micro] if kind == FORWARD else 0
-        return Head(kind, self._codes[kind], self.depth, step, micro, *self._crossing.shape, check)
+        return Head(kind, self._codes[kind], self.depth, step, micro, *self._spec.shape, check)
 
     def _encoded(self, kind: int, micro: int, values: Tensor) -> bytes:
         back = self.screens.get(BACKWARD) if kind == FORWARD else None
         try:
-            with self._stream():  # the values are there: a job's end is told when the device has done it
+            with self._stream():  # the values are there: the device has ended the job
                 if back is not None:
                     self._sizes_sent[micro] = log_rms(back.sample(values))
-                return quantize.encode(values, self._crossing.wires[kind])
+                return quantize.encode(values, self._spec.wires[kind])
         except quantize.BadTensor as error:
-            for screen in self.screens.values():  # lies may make anything
+            for screen in self.screens.values():  # a lie may have made it
                 if screen.doubt is not None:
                     raise Refused(screen.neighbour, f"{LIES}{screen.doubt}, {error}") from error
             raise LocalError(f"training: {error}; the run's learning rate may be too high") from error
 
-    def _decode(
-        self, kind: int, body: memoryview
-    ) -> Awaitable[tuple[Tensor, Measure, Sample | None] | quantize.BadTensor]:
+    def _decode(self, kind: int, body: memoryview) -> Awaitable[Decoded]:
         """Begins to decode."""
-        crossing, screen = self._crossing, self.screens.get(kind)
-        what = crossing.shape, crossing.wires[kind], crossing.device, crossing.form
+        spec, screen = self._spec, self.screens.get(kind)
+        what = spec.shape, spec.wires[kind], spec.device, spec.form
         nth, self._decoded[kind] = self._decoded[kind], self._decoded[kind] + 1
 
-        def decode() -> tuple[Tensor, Measure, Sample | None] | quantize.BadTensor:
+        def decode() -> Decoded:
             try:
                 with self._stream():
                     x, largest = quantize.decode_measured(body, *what)
                     sample = screen.sample(x) if screen is not None else None
-                    measured = activation_stats.measure(x, largest, nth)
+                    measured = measure(x, largest, nth)
             except quantize.BadTensor as error:
                 return error
-            if self._beside is not None:
-                # else its memory would be given away while the model still reads it
-                x.record_stream(torch.cuda.default_stream(crossing.device))
+            if self._gpu_stream is not None:
+                # else its memory would be reused while the model reads it
+                x.record_stream(torch.cuda.default_stream(spec.device))
             return x, measured, sample
 
         return asyncio.get_running_loop().run_in_executor(self._codec, decode)
 
     def _stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
+        return nullcontext() if self._gpu_stream is None else torch.cuda.stream(self._gpu_stream)

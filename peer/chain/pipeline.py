@@ -3,19 +3,18 @@
 Streams are bidirectional, one per boundary (peer/chain/link.py). An inner step, per stage:
 
     micro-batches   FORWARD  Z  to the next stage        BACKWARD  G U  to the previous one
-    gather          NORM, TOTAL: one gradient norm for all (peer/chain/grad_norm.py); every stage steps, the first one at once
+    gather          NORM, TOTAL: one gradient norm for all (peer/chain/grad_norm.py); every stage steps
     the end         DONE, after the last step; in a repaired chain RESUME comes before the first
 
-A stage that is free goes forward and backward in turn, where both can be done (peer/chain/scheduler.py). Both directions are
-first in, first out, so gradients add up in micro-batch order whatever arrives when: the bits do not depend on timing. The first
-stage limits how many micro-batches are under way in the chain. After each step it picks this depth from what all stages measured
-(peer/chain/timing.py), within what their memory holds. A stage whose memory is too small for the activations of so many goes
-forward with as many as it has room for, and lets the others wait; at depths for which it has not even room to let them wait it keeps
-only what came in, and computes the rest a second time before it goes backward.
+The schedule is 1F1B: a free stage goes forward and backward in turn, where both can be done (peer/chain/worker.py).
+Both directions are first in, first out, so gradients add up in micro-batch order and the bits do not depend on timing.
+The first stage limits the micro-batches under way in the chain, the *depth*, and sets it after each step from what all
+stages measured (peer/chain/grad_norm.py), within their memory. A stage with memory for fewer lets the others wait in
+its queue; at depths where even the queue does not fit, it keeps the inputs only and computes the forward a second time.
 
-A full replica runs the same code without neighbours. The model's work runs on one worker thread (peer/chain/worker.py); frames are
-encoded and decoded on other threads (peer/chain/neighbours.py). What a stage keeps when its chain breaks is its `StageProgress`
-(peer/chain/progress.py).
+A full replica runs the same code without neighbours. The model computes on one worker thread; frames are encoded and
+decoded on other threads (peer/chain/neighbours.py). What survives a broken chain is in `StageProgress`
+(peer/chain/grad_norm.py).
 """
 
 from __future__ import annotations
@@ -23,46 +22,52 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from peer.chain import grad_norm, quantize
-from peer.chain.activation_stats import Running, Statistics
 from peer.chain.frames import ABORT, BACKWARD, FORWARD, NAME_BYTES, Head, NeighbourLost
-from peer.chain.grad_norm import Norms
+from peer.chain.grad_norm import Costs, Norms, StageProgress, StageTiming, StepReport, catch_up, costs
 from peer.chain.link import GOODBYE_S, HEAD_START_S, LIVENESS, Link, Liveness
-from peer.chain.neighbours import Crossing, Neighbours
-from peer.chain.progress import StageProgress, catch_up
-from peer.chain.reading import Read, Reading
-from peer.chain.scheduler import AlternatingScheduler
+from peer.chain.neighbours import BoundarySpec, Neighbours, Statistics
+from peer.chain.reading import Ids, Read, Reading, StopSign
 from peer.chain.screening import Place
-from peer.chain.step_text import Text, ready
-from peer.chain.stop_sign import StopSign
-from peer.chain.timing import Costs, StageTiming, StepReport, costs
 from peer.chain.trace import Trace
-from peer.chain.worker import OTHER, TimedWorker
+from peer.chain.worker import AlternatingScheduler, TimedWorker
 from peer.net.base import Stream
-from peer.training.trainer import StageTrainer, cores, mean_loss
+from peer.training.trainer import StageTrainer, mean_loss, set_thread_cores
 from protocol.errors import LocalError, PotluckError
 from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import UNBOUNDED, Depths, LinkCost, StageCost
-from protocol.round.quarrels import LIES
+from protocol.round.accusations import LIES
 from protocol.run import layout
+from protocol.wire.announcement import Means
 
 __all__ = ["NeighbourLost", "StageSetup", "run_steps"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSetup:
-    """What a stage needs for inner steps, whoever its neighbours are.
+    """What a stage needs for inner steps with any neighbours.
 
-    `worker`: an executor with one thread. `wires`: number formats forward and backward. `read(step)` gives the replica's token ids
-    [micro_batches * rows, L+1], and may wait for them (peer/chain/reading.py). `timeout`: seconds to wait for one frame of a neighbour.
-    `depth`: micro-batches under way in the first step, used by the first stage. `depths`: for how many this stage has memory. `stop` ends
-    the steps of all stages after the one under way; `on_step` hears of every step, `on_lost` of a lost neighbour before that one can notice. `statistics` go on with these steps, as does what the step before them `took` (None: nobody knows). `place`: of the screens that look at what comes in; None: nothing is screened.
+    worker: an executor with one thread.
+    wires: number formats forward and backward.
+    read: gives a step's token ids [micro_batches * rows, L+1]; may wait (peer/chain/reading.py).
+    timeout: seconds to wait for one frame of a neighbour.
+    depth: micro-batches under way in the first step, used by the first stage.
+    depths: that fit into this stage's memory.
+    stop: ends the steps of all stages after the one under way.
+    on_step: gets the report of every step.
+    statistics: of received values; they go on with these steps.
+    place: finds the screens of received values; None: nothing is screened.
+    on_lost: gets a lost neighbour, before that one notices.
+    took: costs of the step before; None: unknown.
     """
 
     trainer: StageTrainer
@@ -84,6 +89,20 @@ class StageSetup:
     took: Costs | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StepText:
+    """The token ids of an inner step by micro-batch, [B, L+1] each.
+
+    tensors: for the trainer; pinned for a GPU.
+    arrays: the same on the host.
+    checks: their CRC-32.
+    """
+
+    tensors: Sequence[Tensor] = ()
+    arrays: Sequence[NDArray[np.int64]] = ()
+    checks: Sequence[int] = ()
+
+
 class _Run:
     """The state of one call of `run_steps`."""
 
@@ -91,11 +110,11 @@ class _Run:
         trainer = setup.trainer
         self.setup, self.trainer, self.train, self.first_step = setup, trainer, trainer.train, steps.start
         self.depths = depths
-        self.worker, self._waiter = TimedWorker(trainer, setup.worker, setup.trace), waiter
-        self.reading = Reading(ready(setup.read, trainer, codec), steps.stop - 1, setup.stop, setup.trace)
+        self.worker, self._codec, self._waiter = TimedWorker(trainer, setup.worker, setup.trace), codec, waiter
+        self.reading = Reading(self._read, steps.stop - 1, setup.stop, setup.trace)
         names = layout.shard_names(trainer.spec)
         self._behind = len(names) - names.index(trainer.shards[0]) - len(trainer.shards)
-        crossing = Crossing(
+        boundary = BoundarySpec(
             shape=(self.train.rows, self.train.sequence, trainer.width),
             wires={FORWARD: setup.wires[0], BACKWARD: setup.wires[1]},
             micro_batches=self.train.micro_batches,
@@ -104,21 +123,38 @@ class _Run:
             device=trainer.device,
             form=trainer.stage.form,
         )
-        self.near = Neighbours(crossing, codec, setup.statistics, min(setup.depth, depths.most))
-        self._text = Text()
+        self.near = Neighbours(boundary, codec, setup.statistics, min(setup.depth, depths.most))
+        self._text = StepText()
         self._losses: list[Tensor] = []
-        self._seconds_per_microbatch, self._stage_seconds = 0.0, tuple[float, ...]()
+        self._stage_seconds: tuple[float, ...] = ()
         self._transfers, self._took = (0.0, 0.0), setup.took
 
     def screen(self, kind: int, neighbour: str) -> None:
-        """From now on what comes from a neighbour is screened."""
+        """Screens what comes from a neighbour from now on."""
         if self.setup.place is not None:
             shard = self.trainer.shards[0 if kind == FORWARD else -1]
             wire = self.setup.wires[kind == BACKWARD]
             self.near.screens[kind] = self.setup.place.of(kind, neighbour, shard, self.trainer.width, wire)
 
+    async def _read(self, step: int) -> StepText | quantize.BadTensor:
+        """The text of a step, prepared on a codec thread, or its fault."""
+
+        def prepare(ids: Ids) -> StepText | quantize.BadTensor:
+            train, trainer = self.train, self.trainer
+            try:
+                whole = quantize.ids_from(ids, (train.step_rows, train.sequence + 1), trainer.spec.vocab_size)
+            except quantize.BadTensor as error:
+                return error
+            if trainer.device.type == "cuda":
+                whole = whole.pin_memory()
+            tensors = whole.reshape(train.micro_batches, train.rows, -1).unbind()
+            arrays = [part.numpy() for part in tensors]
+            return StepText(tensors, arrays, [zlib.crc32(part.astype("<i8", copy=False)) for part in arrays])
+
+        return await asyncio.get_running_loop().run_in_executor(self._codec, prepare, await self.setup.read(step))
+
     async def step(self, step: int, progress: StageProgress) -> StepReport:
-        """One inner step; `progress.total` says whether somebody wishes to stop after it."""
+        """One inner step; `progress.total` says whether a stage asks to stop after it."""
         near = self.near
         start, sent, depth = time.perf_counter(), self._sent(), near.depth
         self.worker.begin_step()
@@ -135,7 +171,7 @@ class _Run:
         near.begin_step(text.checks, text.arrays)
         await self._micro_batches(step)
         progress.summed = True
-        await self._gather(step, progress)
+        own = await self._gather(step, progress)
         await self.worker.begin(self._waiter, self.trainer.step, step, progress.total.norm)
         if near.screens:
             near.end_step(self.trainer.pace.rate(self.train, step))
@@ -157,9 +193,9 @@ class _Run:
             backward_bytes=after[1] - sent[1],
             depth=depth if near.previous is None else near.depth,
             queued=max((link.most_waiting for link in near.links), default=0),
-            activations=self._seen(near.previous, FORWARD),
-            gradients=self._seen(near.following, BACKWARD),
-            seconds_per_microbatch=self._seconds_per_microbatch,
+            activations=self._received(near.previous, FORWARD),
+            gradients=self._received(near.following, BACKWARD),
+            seconds_per_microbatch=own.seconds_per_microbatch,
             stage_seconds_per_microbatch=self._stage_seconds,
             took=self._took,
         )
@@ -171,47 +207,44 @@ class _Run:
         following, previous = self.near.following, self.near.previous
         return following.sent_bytes if following else 0, previous.sent_bytes if previous else 0
 
-    def _seen(self, link: Link | None, kind: int) -> Running | None:
-        return None if link is None else replace(self.near.running(link, kind))
+    def _received(self, link: Link | None, kind: int) -> Means | None:
+        return None if link is None else Means(**asdict(self.near.running(link, kind)))
 
     # --- micro-batches
 
     async def _micro_batches(self, step: int) -> None:
         """Every micro-batch forward and backward."""
-        near, last = self.near, self.near.following is None
+        near, previous, following, count = self.near, self.near.previous, self.near.following, self.train.micro_batches
         ended, prepared = {FORWARD: 0, BACKWARD: 0}, {FORWARD: 0, BACKWARD: 0}
 
         def done(kind: int, outward: Tensor | None) -> None:
-            if kind == FORWARD and not last:
-                near.send(near.following, FORWARD, step, ended[kind], outward)
+            if kind == FORWARD and following is not None:
+                near.send(following, FORWARD, step, ended[kind], outward)
             else:
-                near.send(near.previous, BACKWARD, step, ended[kind], outward)
+                near.send(previous, BACKWARD, step, ended[kind], outward)
             ended[kind] += 1
 
-        def comes() -> bool:
-            """Whether there is what the next forward needs, and room for it."""
-            if near.previous is not None and not near.previous.ready:
+        def has_input_and_room() -> bool:
+            if previous is not None and not previous.ready:
                 return False
-            return last or prepared[FORWARD] - prepared[BACKWARD] < self._window()
+            return following is None or prepared[FORWARD] - prepared[BACKWARD] < self._window()
 
         async def prepare() -> bool:
-            """Whether there was something to prepare."""
+            """Prepares one job. False where there is none."""
             micro = prepared[BACKWARD]
-            may = micro < self.train.micro_batches and not turns.has(BACKWARD)
-            if may and near.following is not None and near.following.ready:
-                gradient = await near.take(near.following, BACKWARD, step, micro)
+            if following is not None and micro < count and following.ready and not turns.has(BACKWARD):
+                gradient = await near.take(following, BACKWARD, step, micro)
                 if micro >= ended[FORWARD]:
-                    near.following.blame("sent gradients before it got activations")
+                    following.blame("sent gradients before it got activations")
                 prepared[BACKWARD] += 1
-                turns.put(BACKWARD, self.worker.launching(BACKWARD, self._backward, micro, gradient))
+                turns.put(BACKWARD, self.worker.job(BACKWARD, self._backward, micro, gradient))
                 return True
             micro = prepared[FORWARD]
-            may = micro < self.train.micro_batches and not turns.has(FORWARD)
-            if may and comes():
-                inward = None if near.previous is None else await near.take(near.previous, FORWARD, step, micro)
+            if micro < count and not turns.has(FORWARD) and has_input_and_room():
+                inward = None if previous is None else await near.take(previous, FORWARD, step, micro)
                 prepared[FORWARD] += 1
-                after = 0 if last else prepared[FORWARD] - self._window()
-                turns.put(FORWARD, self.worker.launching(FORWARD, self._forward, micro, inward), after=after)
+                after = 0 if following is None else prepared[FORWARD] - self._window()
+                turns.put(FORWARD, self.worker.job(FORWARD, self._forward, micro, inward), after=after)
                 return True
             return False
 
@@ -219,34 +252,34 @@ class _Run:
             self.worker.executor, self._waiter, (BACKWARD, FORWARD), done, near.arrived.set, self.worker.waited
         )
         try:
-            while ended[FORWARD if last else BACKWARD] < self.train.micro_batches:
+            while ended[FORWARD if following is None else BACKWARD] < count:
                 near.arrived.clear()
                 turns.check()
                 if await prepare():
                     continue
                 if turns.idle:
-                    waits_behind = prepared[FORWARD] > prepared[BACKWARD] or near.previous is None
-                    await near.wait(near.following if waits_behind and not last else near.previous)
+                    waits_behind = prepared[FORWARD] > prepared[BACKWARD] or previous is None
+                    await near.wait(following if waits_behind and following is not None else previous)
                 else:
                     await near.arrived.wait()
         finally:
             turns.end()
 
-    def _again(self) -> bool:
-        """Whether activations are computed anew in this step."""
+    def _recomputes(self) -> bool:
+        """Whether forwards are computed a second time in this step."""
         if self.near.following is None:
             return False
-        if self._took is None or self.near.depth > self.depths.held:  # `took` may be of a time when there was more room
+        if self._took is None or self.near.depth > self.depths.held:  # `took` may be of a time with more room
             return self.near.depth > self.depths.held
         return self.setup.computes_twice(*self._took, self.train.micro_batches, self.near.depth)
 
     def _window(self) -> int:
-        """How many micro-batches may be between their forward and their backward here."""
-        return self.depths.window(self.near.depth, self._again())
+        """The most micro-batches between their forward and their backward here."""
+        return self.depths.window(self.near.depth, self._recomputes())
 
     def _forward(self, micro: int, inward: Tensor | None) -> Tensor | None:
         """On the worker: one forward; in the last stage its backward too. Returns what is to be sent."""
-        outward = self.trainer.forward(micro, self._text.tensors[micro], inward, recompute=self._again())
+        outward = self.trainer.forward(micro, self._text.tensors[micro], inward, recompute=self._recomputes())
         if micro + 1 < self.train.micro_batches:
             self.trainer.expect(self._text.tensors[micro + 1])
         if self.near.following is not None:
@@ -254,40 +287,41 @@ class _Run:
         self._losses.append(outward)
         gradient = self._backward(micro)
         if micro + 1 == self.train.micro_batches:
-            self.trainer.synchronize()  # the step's seconds are told from here on
+            self.trainer.synchronize()  # the step's seconds are counted from here on
         return gradient
 
     def _backward(self, micro: int, gradient: Tensor | None = None) -> Tensor | None:
         """On the worker: one backward. Returns what is to be sent."""
         inward = self.trainer.backward(micro, gradient)
         if micro + 1 == self.train.micro_batches:
-            self.trainer.expect_sumsq()
+            self.trainer.launch_norms()
         return inward
 
     # --- the end of a step
 
-    async def _gather(self, step: int, progress: StageProgress) -> None:
-        """Makes `progress.total` the replica's norm, its mean loss and the wish to stop: the same on every stage."""
+    async def _gather(self, step: int, progress: StageProgress) -> StageTiming:
+        """Makes `progress.total` the replica's norm, its mean loss and the wish to stop: the same on every stage.
+        Returns what this stage measured."""
         near = self.near
-        sums = [value for _, value in await self.worker.run(OTHER, self.trainer.grad_sumsq)]
+        sums = [value for _, value in await self.worker.run(self.trainer.grad_sumsq)]
         stop = (self.setup.stop is not None and self.setup.stop.is_set()) or not await self.reading.has_next()
         behind = await grad_norm.from_behind(near, step, self._behind)
-        loss = behind.loss if behind is not None else await self.worker.run(OTHER, mean_loss, self._losses)
-        norms = Norms(stop, loss, sums, [self._measured()])
-        self._seconds_per_microbatch = norms.stages[0].seconds_per_microbatch
+        loss = behind.loss if behind is not None else await self.worker.run(mean_loss, self._losses)
+        norms = Norms(stop, loss, sums, [own := self._measured()])
         if behind is not None:
             norms = norms.before(behind)
         self._took = costs(norms.stages)
-        progress.total = await grad_norm.settle(near, step, norms, step - self.first_step + 1)
+        progress.total = await grad_norm.exchange_total(near, step, norms, step - self.first_step + 1)
         if near.previous is None and near.following is not None:
             self._stage_seconds = tuple(m.seconds_per_microbatch for m in norms.stages)
-            depth = self.setup.pick_depth(*costs(norms.stages), self.train.micro_batches)
+            depth = self.setup.pick_depth(*self._took, self.train.micro_batches)
             near.depth = min(depth, self.depths.most)
+        return own
 
     def _measured(self) -> StageTiming:
         near, count = self.near, self.train.micro_batches
         forward, backward = self.worker.seconds[FORWARD] / count, self.worker.seconds[BACKWARD] / count
-        if self._again():
+        if self._recomputes():
             backward = max(0.0, backward - forward)
         ahead = near.previous.clock.measured() if near.previous is not None else (0.0, 0.0)
         behind = near.following.clock.measured() if near.following is not None else (0.0, 0.0)
@@ -305,12 +339,13 @@ async def run_steps(
     progress: StageProgress | None = None,
     resume: bool = False,
 ) -> tuple[StepReport, ...]:
-    """Runs inner steps `first_step` .. `first_step + steps - 1` (counted from 1 over the run) of this stage.
+    """Runs inner steps `first_step` .. `first_step + steps - 1` (counted from 1 over the run) of this stage. Returns
+    their reports: fewer if `stop` was set on any stage. Raises NeighbourLost (names the member) or LocalError.
 
-    `resume`: the chain was repaired. All its stages begin where `progress`, kept from the round's chain before, and that of the
-    others let them. Returns the steps of this call: fewer if `stop` was set on any stage. Streams stay open on success; on a failure
-    the neighbours are told, and then and on cancellation they are closed. `progress` is right even then. Raises NeighbourLost (names
-    the member) or LocalError.
+    Streams stay open on success. On a failure the neighbours get a goodbye; then, and on cancellation, they are closed.
+
+    progress: of the round so far; right even after a failure.
+    resume: the chain was repaired; its stages agree where to begin.
     """
     trainer = setup.trainer
     if ("embed" in trainer.shards) != (previous is None) or ("head" in trainer.shards) != (following is None):
@@ -323,7 +358,7 @@ async def run_steps(
     progress = progress or StageProgress()
     streams = [stream for stream in (previous, following) if stream is not None]
     reports: list[StepReport] = []
-    codec = ThreadPoolExecutor(len(streams) or 1, "boundary", initializer=cores, initargs=(1,))
+    codec = ThreadPoolExecutor(len(streams) or 1, "boundary", initializer=set_thread_cores, initargs=(1,))
     waiter = ThreadPoolExecutor(1, "device")
     run = _Run(setup, codec, waiter, depths, range(first_step, first_step + steps))
     near = run.near
@@ -339,7 +374,7 @@ async def run_steps(
                 best = await grad_norm.resume(near, progress.total, steps)
                 await catch_up(trainer, setup.worker, progress, best, first_step)
             else:
-                await run.worker.run(OTHER, trainer.reset)
+                await run.worker.run(trainer.reset)
             while progress.total.steps < steps and not progress.total.stop:
                 report = await run.step(first_step + progress.total.steps, progress)
                 reports.append(report)
@@ -352,7 +387,7 @@ async def run_steps(
         error = _worst(failures)
         if isinstance(error, NeighbourLost) and setup.on_lost is not None:
             setup.on_lost(error)
-            error.told = True
+            error.reported = True
             if error.reason.startswith(LIES):
                 await asyncio.sleep(HEAD_START_S)
         await _leave(streams, error.peer if isinstance(error, NeighbourLost) else "")

@@ -1,27 +1,31 @@
-"""The only place where wire bytes become tensors, and tensors wire bytes. Little-endian; no header of its own; no state.
+"""The only place where wire bytes become tensors, and tensors wire bytes. Little-endian; no header of its own; no
+state.
 
-Values of a token (the last dimension, W) as one of protocol/codec/boundary_formats.py's formats:
+Values of a token (the last dimension, W) as one of protocol/codec/formats.py's formats:
 
     bf16, fp32   rounded to nearest even
-    int8, int4   s, then q = round(x / s) in -127..127 or -7..7; s = max |x| / 127 or 7, rounded up to bf16, one per token
-    sym2         s = rms of the token as bf16, then 2 bits a value: whether x >= 0, and whether |x| >= 0.982 s; read as +-0.453 s or
-                 +-1.510 s, the least mean square error of two bits for a normal distribution (Max, 1960)
-    tah4         tiles of 64 after TAH-Quant; p, low, s, then q = round((x - low) / s) in 0..15, low = min, s = (max - min) / 15
+    int8, int4   s, then q = round(x / s) in -127..127 or -7..7; s = max |x| / 127 or 7, rounded up to bf16, per token
+    sym2         s = rms of the token as bf16, then 2 bits a value: whether x >= 0, and whether |x| >= 0.982 s; read as
+                 +-0.453 s or +-1.510 s, the least mean square error of two bits for a normal distribution (Max, 1960)
+    tah4         tiles of 64 after TAH-Quant; p, low, s, then q = round((x - low) / s) in 0..15, low = min,
+                 s = (max - min) / 15
 
-int4's q are stored as q + 8; of two 4-bit values the first is in the low half of its byte, and so on for four of 2 bits (the
-sign is the lower one); `sym2` fills a token's last byte with zeros. In a tile of `tah4` whose largest
-magnitude is over twice the second largest, that value changes places with the first and the tile is rotated by the
-orthonormal Hadamard matrix: the outlier becomes an offset of all values, which `low` takes up. p is its place, 255 without
-rotation. Each part of an encoding is one block: all s, then all q; all p, all low, all s, all q. (The paper gives 3 bits
-to the tiles of low entropy; here all have 4. Our `int4` is symmetric and has zero.) `sym2` is for gradients: what it loses
-of them is small beside the noise that they have, while of activations it is lost in every token (docs/results/boundary.md).
+int4's q are stored as q + 8; of two 4-bit values the first is in the low half of its byte, and so on for four of 2 bits
+(the sign is the lower one); `sym2` fills a token's last byte with zeros. In a tile of `tah4` whose largest magnitude is
+over twice the second largest, that value changes places with the first and the tile is rotated by the orthonormal
+Hadamard matrix: the outlier becomes an offset of all values, which `low` takes up. p is its place, 255 without
+rotation. Each part of an encoding is one block: all s, then all q; all p, all low, all s, all q. (The paper gives 3
+bits to the tiles of low entropy; here all have 4. Our `int4` is symmetric and has zero.) `sym2` is for gradients: what
+it loses of them is small beside the noise that they have, while of activations it is lost in every token
+(docs/results/boundary.md).
 
-No value that is accepted is larger than LIMIT in magnitude: a sum over 2^16 tokens of products of two such values, squared, is 2^112, which
-fp32 still holds (2^128), so nothing that is computed from accepted values in one step overflows. Activations of an honest
-run are below 2^16 even where single channels run away, gradients of a mean loss below 1.
+No value that is accepted is larger than LIMIT in magnitude: a sum over 2^16 tokens of products of two such values,
+squared, is 2^112, which fp32 still holds (2^128), so nothing that is computed from accepted values in one step
+overflows. Activations of an honest run are below 2^16 even where single channels run away, gradients of a mean loss
+below 1.
 
-Token ids never travel: every stage knows them. Decoding copies into memory that torch allocated: kernels may sum in another
-order at another alignment, and where the network put the bytes must not change bits.
+Token ids never travel: every stage knows them. Decoding copies into memory that torch allocated: kernels may sum in
+another order at another alignment, and where the network put the bytes must not change bits.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from peer.training import compiled
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.errors import PotluckError
 
 LIMIT = 2.0**20
@@ -55,11 +59,12 @@ class BadTensor(PotluckError, ValueError):
 
 def size(shape: Sequence[int], wire: str) -> int:
     """Bytes of an encoded tensor of this shape."""
-    return math.prod(shape[:-1]) * boundary_formats.bytes_per_token(wire, shape[-1])
+    return math.prod(shape[:-1]) * formats.bytes_per_token(wire, shape[-1])
 
 
 def encode(x: Tensor, wire: str, *, limit: float = LIMIT / 2) -> bytes:
-    """The values of `x` [.., W] as bytes. Raises BadTensor if one is not finite or over `limit`, by default half of what is accepted."""
+    """The values of `x` [.., W] as bytes. Raises BadTensor if one is not finite or over `limit`, by default half of
+    what is accepted."""
     x = x.detach()
     if not x.numel():
         return b""
@@ -68,7 +73,7 @@ def encode(x: Tensor, wire: str, *, limit: float = LIMIT / 2) -> bytes:
         return _checked(_largest(x), (x,), limit)
     if wire == "tah4":
         _check(float(_largest(x)), limit)
-        return _encode_tiles(x.float().reshape(-1, boundary_formats.tile(x.shape[-1])))
+        return _encode_tiles(x.float().reshape(-1, formats.tah4_tile(x.shape[-1])))
     x_TW = x.reshape(-1, x.shape[-1])
     if wire == "sym2":
         largest, *parts = compiled.where_it_pays(_encode_sym2, x.device)(x_TW)
@@ -89,7 +94,8 @@ def decode_measured(
     device: torch.device,
     form: torch.dtype = torch.float32,
 ) -> tuple[Tensor, float]:
-    """What `decode` gives, rounded to `form`, and its largest magnitude before, which the check has to look for anyway."""
+    """What `decode` gives, rounded to `form`, and its largest magnitude before, which the check has to look for
+    anyway."""
     if len(raw) != size(shape, wire):
         raise BadTensor(f"has {len(raw)} bytes of values, not {size(shape, wire)} for {wire} {tuple(shape)}")
     width, tokens = shape[-1], math.prod(shape[:-1])
@@ -99,7 +105,7 @@ def decode_measured(
         x = _tensor(raw, torch.bfloat16 if wire == "bf16" else torch.float32, device).float()
         largest = _largest(x)
     elif wire == "tah4":
-        x = _decode_tiles(memoryview(raw), boundary_formats.tile(width), device)
+        x = _decode_tiles(memoryview(raw), formats.tah4_tile(width), device)
         largest = _largest(x)
     elif wire == "sym2":
         scale_T, packed = _scales_and_values(raw, tokens, torch.uint8, device)
@@ -125,7 +131,8 @@ def _checked(largest: Tensor, parts: Sequence[Tensor], limit: float) -> bytes:
 
 
 def _fetched(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of all of them, on the host. The GPU is waited for once, when everything is on its way, and only for what this stream has."""
+    """The bytes of all of them, on the host. The GPU is waited for once, when everything is on its way, and only for
+    what this stream has."""
     flat = [x.contiguous().view(-1).view(torch.uint8) for x in tensors]
     whole = torch.empty(sum(map(len, flat)), dtype=torch.uint8, pin_memory=True)
     for part, there in zip(flat, whole.split([len(part) for part in flat]), strict=True):
@@ -255,7 +262,8 @@ def _decode_tiles(raw: memoryview, size: int, device: torch.device) -> Tensor:
 
 
 def _round_up(x: Tensor) -> Tensor:
-    """The smallest bf16 that is not below x (finite fp32). By its bits: a compiler may leave out a rounding that is only between two steps."""
+    """The smallest bf16 that is not below x (finite fp32). By its bits: a compiler may leave out a rounding that is
+    only between two steps."""
     bits = x.view(torch.int32)
     return (torch.where(bits > 0, bits + 0xFFFF, bits) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
 

@@ -1,7 +1,7 @@
-"""A recorded trace of what a stage did: the JSON array of trace events that chrome://tracing and ui.perfetto.dev open.
+"""A recorded trace of a stage's work: a JSON array of trace events, for chrome://tracing and ui.perfetto.dev.
 
-Times are microseconds of Unix time, so traces of machines whose clocks agree can be laid side by side. The file is whole after
-every `flush`; what is recorded between two is kept in memory.
+Times are microseconds of Unix time, so traces of machines with the same time can be laid side by side. The file is
+whole after every `flush`; later spans are in memory.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from typing import Protocol
 
 from protocol.errors import UsageError
 
+SHORTEST_WAIT_SECONDS = 1e-4
+"""Shorter waits are left out."""
 _ROWS = ("inner step", "compute", "wait")
 
 
 class Trace(Protocol):
-    """Takes what a stage did, and when (time.perf_counter)."""
+    """Takes spans of a stage's work (time.perf_counter)."""
 
     def __call__(self, name: str, start: float, end: float, /, **facts: int | float) -> None: ...
 
 
 class TraceFile:
-    """Takes spans from any thread; `flush` and `close` belong to one. Raises UsageError if the file cannot be written."""
+    """Takes spans from any thread; `flush` and `close` belong to one. Raises UsageError if the file cannot be
+    written."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._offset = time.time() - time.perf_counter()
-        self._spans: list[dict[str, object]] = [
-            {"name": "process_name", "ph": "M", "pid": os.getpid(), "args": {"name": name}},
-            *(
-                {"name": "thread_name", "ph": "M", "pid": os.getpid(), "tid": i, "args": {"name": row}}
-                for i, row in enumerate(_ROWS)
-            ),
-        ]
+        head = {"ph": "M", "pid": os.getpid()}
+        rows = [head | {"name": "thread_name", "tid": i, "args": {"name": row}} for i, row in enumerate(_ROWS)]
+        self._spans: list[dict[str, object]] = [head | {"name": "process_name", "args": {"name": name}}, *rows]
         try:
             self._file = path.open("w", encoding="utf-8")
         except OSError as error:
@@ -43,7 +42,7 @@ class TraceFile:
         self.flush()
 
     def __call__(self, name: str, start: float, end: float, /, **facts: int | float) -> None:
-        """A span from `start` to `end`, by time.perf_counter."""
+        """Records a span."""
         row = "wait" if name.startswith("wait") else name if name in _ROWS else "compute"
         span = {
             "name": name, "ph": "X", "ts": round((start + self._offset) * 1e6, 1), "dur": round((end - start) * 1e6, 1),
@@ -52,7 +51,7 @@ class TraceFile:
         self._spans.append(span)
 
     def flush(self) -> None:
-        """Writes what was recorded."""
+        """Writes all spans."""
         spans, self._spans = self._spans, []
         if spans:
             self._file.seek(self._end)
@@ -63,6 +62,6 @@ class TraceFile:
             self._file.flush()
 
     def close(self) -> None:
-        """Writes the rest and closes the file."""
+        """Writes all spans and closes the file."""
         self.flush()
         self._file.close()

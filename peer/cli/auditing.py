@@ -1,7 +1,7 @@
-"""`potluck bootstrap --audit`: a process of its own follows the log beside the node (peer/node/audit.py).
+"""`potluck bootstrap --audit`: a process that audits the log beside the node (peer/node/audit.py).
 
-The child is `python -m peer.cli.auditing LINE FOLDER`. It tells its events as JSON lines, and ends when its standard input does: so it
-outlives nobody. If it dies, it is started again, and goes on from its last checkpoint.
+The child is `python -m peer.cli.auditing LINE FOLDER`. It prints its events as JSON lines, and ends when its standard
+input does, so that it cannot outlive the node. If it dies, it is started again and goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -14,57 +14,60 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peer import events
-from peer.config import JoinConfig
 from peer.events import Emitter, json_sink
-from peer.net import children, keyfile
+from peer.net import keyfile, processes
 from peer.net.address import host_of, is_loopback
 from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
 from protocol.errors import PotluckError
 from protocol.identity import short_peer
 
 FOLDER = "audit"
-"""Of the auditor, in the node's."""
-AGAIN_SECONDS = 5.0
+"""The auditor's folder in the node's."""
+RESTART_SECONDS = 5.0
 LINE_BYTES = 1 << 20
-RATE = 10**9
-"""Bits a second: it is beside its node, and measures nothing."""
+LOCAL_BPS = 10**9
+"""Bandwidth to the node on the same machine."""
 
 
 def auditor(folder: Path) -> str:
-    """The peer id of the auditor of the node in `folder`. Raises UsageError."""
+    """Peer id of the auditor of the node in `folder`. Raises UsageError."""
     return keyfile.load_or_create(folder / FOLDER / KEY).peer_id
 
 
 async def audit(line: str, folder: Path) -> None:
-    """Follows the log of the run behind `line`, until it is over or whoever started us is gone. Raises PotluckError."""
-    from peer.node.audit import NoTraining, held_out_text
+    """Audits the run at `line` until it is over or the parent process is gone. Raises PotluckError."""
+    from peer.node.audit import held_out_text
+    from peer.node.config import JoinConfig, Machine
     from peer.node.peer import Factories, Peer
+    from peer.node.training import InnerLoop
     from peer.state.storage import Storage
+    from peer.training.device import Hardware
 
     run, key = parse_run(line), keyfile.load_or_create(folder / KEY)
     storage, transport = Storage(folder), await start_transport(folder, Door(host="127.0.0.1", port=0), run.run_id)
     try:
         await transport.connect(run.bootstrap, timeout=10.0)
         manifest = await manifest_of(run, transport)
-        config = JoinConfig(folder=folder, memory_bytes=0, up_bps=RATE, down_bps=RATE, audit=True)
-        made = Factories(text=held_out_text, inner_loop=NoTraining)
+        config = JoinConfig(run=run, folder=folder, up_bps=LOCAL_BPS, down_bps=LOCAL_BPS, audit=True)
+        machine = Machine(config, Hardware(("cpu",), 0))
+        made = Factories(text=held_out_text, inner_loop=InnerLoop)
         emit = Emitter(key.peer_id, json_sink())
-        peer = Peer(manifest, key, transport, storage, config, run.bootstrap, emit, made)
-        following, alone = asyncio.create_task(peer.run()), asyncio.create_task(_until_alone())
+        peer = Peer(manifest, key, transport, storage, machine, emit, made)
+        following, orphaned = asyncio.create_task(peer.run()), asyncio.create_task(_parent_gone())
         try:
-            await asyncio.wait({following, alone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({following, orphaned}, return_when=asyncio.FIRST_COMPLETED)
             if following.done():
                 following.result()
         finally:
-            for task in (following, alone):
+            for task in (following, orphaned):
                 task.cancel()
-            await asyncio.gather(following, alone, return_exceptions=True)
+            await asyncio.gather(following, orphaned, return_exceptions=True)
     finally:
         await transport.aclose()
         storage.close()
 
 
-async def _until_alone() -> None:
+async def _parent_gone() -> None:
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     await reader.read()
@@ -79,10 +82,14 @@ async def audit_beside(
     addresses: Sequence[str],
     emit: events.Emit,
     program: Sequence[str] = PROGRAM,
-    again: float = AGAIN_SECONDS,
+    again: float = RESTART_SECONDS,
 ) -> None:
-    """Runs the auditor of the node in `folder`, which listens at `addresses`, until the run is over. Whatever becomes of it, the node goes
-    on. `program`: the command before its arguments; `again`: seconds until it is started again, and that it has to end."""
+    """Runs the auditor of the node in `folder` until the run is over; restarts it after failures.
+
+    addresses: of the node.
+    program: the command without its arguments.
+    again: seconds before a restart, and for its end.
+    """
     address = next((a for a in addresses if is_loopback(host_of(a))), next(iter(addresses), ""))
     command = [*program, f"{address}#{run}", str(folder / FOLDER)]
     while True:
@@ -91,14 +98,17 @@ async def audit_beside(
             if code == 0:
                 return
             ended = f"ended with exit code {code}"
-        except (OSError, ValueError) as error:  # it could not be started, or says what no auditor says
+        except (OSError, ValueError) as error:  # it could not be started, or its output is not an auditor's
             ended = f"could not be followed ({error})"
         emit(events.Warning(text=f"audit: its process {ended}; it is started again"))
         await asyncio.sleep(again)
 
 
 async def _follow(command: Sequence[str], emit: events.Emit, patience: float) -> int:
-    """Runs an auditor to its end, and tells what it warns of; its exit code. Raises OSError, and ValueError for a line over LINE_BYTES."""
+    """Runs an auditor to its end, passes on its warnings, and returns its exit code.
+
+    Raises OSError, and ValueError for a line over LINE_BYTES.
+    """
     child = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=LINE_BYTES
     )
@@ -116,18 +126,18 @@ async def _follow(command: Sequence[str], emit: events.Emit, patience: float) ->
 
 
 async def _end(child: asyncio.subprocess.Process, patience: float) -> None:
-    """Lets it write its state, if it has not ended."""
+    """Lets the child write its state, then kills it."""
     if child.returncode is None and child.stdin is not None:
         child.stdin.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(_rest(child), patience)
     if child.returncode is None:
-        children.send(child)
+        processes.send_signal(child)
         await _rest(child)
 
 
 async def _rest(child: asyncio.subprocess.Process) -> None:
-    """Waits for its end. What it still writes is read and dropped: it is not known to have ended before its pipe has."""
+    """Waits for the child's end. Drains its pipe, without which the end is not reported."""
     assert child.stdout is not None
     while await child.stdout.read(LINE_BYTES):
         pass
@@ -135,11 +145,7 @@ async def _rest(child: asyncio.subprocess.Process) -> None:
 
 
 if __name__ == "__main__":
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # those of a process group are for the node, which ends us
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the group; the node ends this process
         signal.signal(number, signal.SIG_IGN)
     try:
         asyncio.run(audit(sys.argv[1], Path(sys.argv[2])))

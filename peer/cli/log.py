@@ -1,69 +1,80 @@
-"""`potluck log`: the log of a run, from a bootstrap node's folder or over the network."""
+"""`potluck log` and `potluck me`: the log of a run, from a bootstrap node's folder or over the network."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json as jsons
 import os
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from peer.cli import running
-from peer.cli.listing import Commands
+from peer.cli.options import Dir, coroutine, group
 from peer.config import cache_folder
 from peer.log import reader
 from peer.net import keyfile
 from peer.net.blobs import BlobStore
-from peer.net.disk import LocalDisk
-from peer.node.open_run import KEY, Door, here, manifest_of, parse_run, run_in, start_transport
-from peer.ui import log_text
+from peer.net.disk import Disk
+from peer.node.open_run import KEY, here, parse_run, run_in
 from peer.ui.contributors import contributors, own_lines, table_lines
-from peer.ui.names import Names
-from protocol.errors import UsageError
-from protocol.ledger import schedule
+from peer.ui.lines import decreed
+from peer.ui.text import Names, clean, cleaned, count, mean_loss, readable, size
+from protocol.errors import LocalError, UsageError
+from protocol.identity import short_peer
+from protocol.ledger import part_lists, schedule, standing
+from protocol.ledger.audits import LEAST_AGREEMENT
+from protocol.ledger.credits import Credits
+from protocol.ledger.standing import Standing
+from protocol.planning import partition
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
 from protocol.wire import logfile
+from protocol.wire.commit import Commit, Record
+from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
 
 if TYPE_CHECKING:
     from peer.log.reader import Source
+    from peer.log.replay import Problem
     from protocol.codec.topk import Empty
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    help="Read the log of a run: from a bootstrap node's folder (only read, whether the node runs or not), or over the network.",
-)
+app = group()
 
 Log = Annotated[
     str | None,
     typer.Argument(
         metavar="DIR|RUN",
-        help="A bootstrap node's folder; or a manifest file or one-line address, as for join (default: the run of the peer or node in this"
-        " folder).",
+        help="A bootstrap node's folder; or a manifest file or one-line address, as for join (default: the run of the"
+        " peer or node in this folder).",
         show_default=False,
     ),
 ]
 
 
 @app.command("show", epilog="Example: potluck log show demo-run/bootstrap")
-def show(
+@coroutine
+async def show(
     where: Log = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per round.")] = False,
 ) -> None:
     """Show a run's rounds: who contributed with what weight, bytes, norm and loss, who was left out and why."""
-
-    running.run(_show(where, json), interrupted=1)
+    async with log_of(where) as (manifest, source):
+        if manifest is None:
+            return _note(f"log {source.name}: has no rounds yet")
+        async for line in json_lines(manifest, source) if json else lines(manifest, source):
+            print(line, flush=True)
 
 
 @app.command("verify", epilog="Example: potluck log verify demo-run/bootstrap")
-def verify(
+@coroutine
+async def verify(
     where: Log = None,
     checkpoint: Annotated[
         Path | None,
@@ -76,129 +87,238 @@ def verify(
 
     One line per problem. Exit code 0: all is well; 1: it is not; 2: bad usage or input.
     """
+    from peer.log import replay
 
-    running.run(_verify(where, checkpoint), interrupted=1)
+    def report(problem: Problem) -> None:
+        print(clean(str(problem), 400), flush=True)
+
+    async with log_of(where) as (manifest, source):
+        if manifest is None:
+            return _note(f"log {source.name}: has no rounds yet")
+        empty = room_for(manifest.model)
+        start = replay.start_from(manifest, checkpoint, empty) if checkpoint else None
+        done = await replay.verify(manifest, source.records(), source.payload, report, start, empty)
+    head = done.head.round if done.head else -1
+    if start is not None and start.round >= head:
+        raise UsageError(
+            f"checkpoint {checkpoint}: is of round {start.round}, the log ends at round {head}; give an older one"
+        )
+    print(
+        f"run {manifest.run_id[:12]} {clean(manifest.name)}: {count(range(head + 1), 'commit')},"
+        f" {count(range(done.contributions), 'contribution')}; replayed {count(range(done.payloads), 'payload')}"
+        f" ({size(done.payload_bytes)}) from round {start.round if start else 0} on"
+    )
+    print(f"{done.agreed} of {done.attested} attested digests of shards are what the replay gives")
+    if head >= 0 and set(layout.shard_names(manifest.model)) <= set(done.digests):
+        print(f"state after round {head}: {layout.state_digest(manifest.model, done.digests)}")
+    if done.problems:
+        raise LocalError(
+            f"log {source.name}: {count(done.problems, 'problem')}; compare with another node's before you build on it"
+        )
 
 
 @app.command(epilog="Example: potluck log credits demo-run/bootstrap")
-def credits(
+@coroutine
+async def credits(
     where: Log = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per contributor (docs/events.md).")
     ] = False,
 ) -> None:
     """Show who has contributed what, as the log says: tokens, share of the run, rounds, and what was left out."""
+    async with log_of(where) as (manifest, source):
+        if manifest is None:
+            return _note(f"log {source.name}: has no rounds yet")
+        credits, standing, _ = await _credits_of(manifest, source)
+        names = await _names(manifest, source)
+    found = contributors(credits, names, standing)
+    for line in map(jsons.dumps, map(plain, found)) if json else table_lines(found, credits.round):
+        print(line)
 
-    running.run(_credits(where, json), interrupted=1)
+
+@coroutine
+async def me(where: Log = None, dir: Dir = Path("potluck-peer")) -> None:
+    key = dir / KEY
+    if not key.is_file():
+        raise UsageError(f"--dir {dir}: has no key of a peer; give the folder with which you joined")
+    peer = keyfile.load_or_create(key).peer_id
+    async with log_of(here(dir) if where is None else where) as (manifest, source):
+        if manifest is None:
+            raise UsageError(f"log {source.name}: has no rounds yet; ask again when the run has begun")
+        credits, standing, head = await _credits_of(manifest, source)
+        names = await _names(manifest, source)
+    rounds = schedule.last_round(manifest, head)
+    for line in own_lines(contributors(credits, names, standing), peer, credits.round, rounds, names):
+        print(line)
+    refusal = standing.access.why_not(peer)
+    if refusal is not None:
+        print(f"you may not take part now: {refusal}; an operator lets you in: potluck run admit RUN {peer}")
+
+
+# --- where a log is
 
 
 @contextlib.asynccontextmanager
 async def log_of(typed: str | None) -> AsyncIterator[tuple[Manifest | None, Source]]:
-    """The manifest (None for a log without commits) and the log that DIR or RUN names. Raises UsageError, RemoteError."""
-    import tempfile
-
+    """The manifest (None for an empty log) and the log that DIR or RUN names. Raises UsageError, RemoteError."""
     text = here() if typed is None else typed
     if os.path.isdir(text) and ((Path(text) / logfile.LOG).is_file() or run_in(Path(text)) is None):
-        folder = reader.Folder(Path(text))
+        folder = reader.Folder(Path(text), _note)
         yield await folder.manifest(), folder
         return
     run = parse_run(text)
-    with tempfile.TemporaryDirectory(prefix="potluck-log-") as name:
-        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
+    async with running.visiting(run) as (manifest, transport, temporary):
+        nodes = list(dict.fromkeys([*run.dialled, *manifest.operators]))
+        source = reader.Remote(transport, nodes, BlobStore(temporary / "blobs"))
         try:
-            manifest = await manifest_of(run, transport)
-            nodes = list(dict.fromkeys([*run.dialled, *manifest.operators]))
-            source = reader.Remote(transport, nodes, BlobStore(Path(name) / "blobs"))
-            try:
-                yield manifest, source
-            finally:
-                await source.aclose()
+            yield manifest, source
         finally:
-            await transport.aclose()
+            await source.aclose()
 
 
 def _note(text: str) -> None:
     print(f"potluck: note: {text}", file=sys.stderr)
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-async def _show(text: str | None, json: bool) -> None:
-    """`potluck log show`."""
-    import json as jsons
-
-    async with log_of(text) as (manifest, source):
-        if manifest is None:
-            _note(f"log {source.name}: has no rounds yet")
-        elif json:
-            await log_text.show_json(manifest, source, lambda fields: _say(jsons.dumps(fields)), _note)
-        else:
-            await log_text.show(manifest, source, _say, _note)
-
-
-async def _verify(text: str | None, checkpoint: Path | None) -> None:
-    """`potluck log verify`."""
-
-    async with log_of(text) as (manifest, source):
-        if manifest is None:
-            _note(f"log {source.name}: has no rounds yet")
-        else:
-            await log_text.verify(manifest, source, checkpoint, _say, _note, room_for(manifest.model))
-
-
-async def _credits(text: str | None, json: bool) -> None:
-    """`potluck log credits`."""
-    import json as jsons
-
-    async with log_of(text) as (manifest, source):
-        if manifest is None:
-            _note(f"log {source.name}: has no rounds yet")
-            return
-        credits, standing, _ = await log_text.credits_of(manifest, source, _note)
-        names = await _names(manifest, source)
-    found = contributors(credits, names, standing)
-    for line in map(jsons.dumps, map(plain, found)) if json else table_lines(found, credits.round):
-        _say(line)
+async def _credits_of(manifest: Manifest, source: Source) -> tuple[Credits, Standing, Commit | None]:
+    """Credits and reputations by the log, and the newest commit. Raises LocalError, and what `source` raises."""
+    credits, now, head = Credits(manifest.model.n_layers), standing.of(manifest), None
+    async for record in reader.checked(manifest, source):
+        credits.add(head := record.commit)
+        now = now.after(head)
+    return credits, now, head
 
 
 async def _names(manifest: Manifest, source: Source) -> Names:
-    """How the peers that are there are called; a name is not in the log."""
+    """Names of the peers that are present; the log has none."""
     names = Names()
     for peer, said in (await source.said_names(manifest.run_id)).items():
         names.learn(peer, said)
     return names
 
 
-async def me(where: str | None, folder: Path) -> None:
-    """`potluck me`."""
-    key = folder / KEY
-    if not key.is_file():
-        raise UsageError(f"--dir {folder}: has no key of a peer; give the folder with which you joined")
-    peer = keyfile.load_or_create(key).peer_id
-    async with log_of(here(folder) if where is None else where) as (manifest, source):
-        if manifest is None:
-            raise UsageError(f"log {source.name}: has no rounds yet; ask again when the run has begun")
-        credits, standing, head = await log_text.credits_of(manifest, source, _note)
-        names = await _names(manifest, source)
-    rounds = schedule.last_round(manifest, head)
-    for line in own_lines(contributors(credits, names, standing), peer, credits.round, rounds, names):
-        _say(line)
-    kept_out = standing.access.why_not(peer)
-    if kept_out is not None:
-        _say(f"you may not take part now: {kept_out}; an operator lets you in: potluck run admit RUN {peer}")
-
-
 def room_for(spec: ModelSpec) -> Empty:
-    """Makes the arrays of a model's state: in memory, or in files of the cache folder where that is not enough for the model and for
-    the next state of a shard."""
+    """Allocates a model's state in memory, or in files of the cache folder if memory is too small for it.
+
+    Counts the state and the next state of one shard.
+    """
     from peer.training import device
     from protocol.codec.topk import in_memory
 
     shards = [layout.shard_bytes(spec, shard) for shard in layout.shard_names(spec)]
     if sum(shards) + max(shards) <= device.memory_budget("cpu"):
         return in_memory
-    disk, folder = LocalDisk(), cache_folder()
+    disk, folder = Disk(), cache_folder()
     disk.make_folder(folder)
     return functools.partial(disk.arrays, folder)
+
+
+# --- rounds as text
+
+
+async def lines(manifest: Manifest, source: Source) -> AsyncIterator[str]:
+    """A log's rounds as text. Raises LocalError at an invalid commit, and what `source` raises."""
+    yield f"run {manifest.run_id[:12]} {clean(manifest.name)}: log {source.name}"
+    plan: Plan | None = None
+    async for record in reader.checked(manifest, source):
+        for line in round_lines(record, plan, schedule.last_round(manifest, record.commit)):
+            yield line
+        plan = record.commit.plan
+
+
+async def json_lines(manifest: Manifest, source: Source) -> AsyncIterator[str]:
+    """A log's records as JSON, with their commits' digests. Raises like `lines`."""
+    async for record in reader.checked(manifest, source):
+        yield jsons.dumps({"digest": record.commit.digest, **plain(record)})
+
+
+def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
+    """A record as text. plan: of its round; rounds: of the run."""
+    record = cleaned(record)
+    commit, total = record.commit, sum(c.tokens for c in record.commit.contributions)
+    lines = [_title(record, plan)]
+    for c in commit.contributions:
+        own, norm = "-" if c.loss is None else f"{c.loss:.3f}", part_lists.total(share.norm for share in c.shares)
+        lines.append(
+            f"  {_name(plan, c.replica):<13} weight {c.tokens / total:.3f}  loss {own:>6}  steps {c.steps:<3}"
+            f" {size(c.size):>8}  norm {norm:<6.3g}  {_peers(c.peers)}"
+            + (f"  counts as {c.standing:.0%}" if c.standing < 1 else "")
+        )
+    for left in commit.left_out:
+        what = "no weight yet" if left.probation else "left out"
+        spec = plan.find(left.replica) if plan is not None else None
+        peers = left.peers or (spec.peers if spec is not None else ())
+        lines.append(f"  {_name(plan, left.replica):<13} {what}: {readable(left.reason, {})}  {_peers(peers)}")
+    for d in commit.diverged:
+        lines.append(f"  {'diverged':<13} {_peers((d.peer,))} in {d.shard} after round {commit.round - 1}")
+    for x in commit.evaluations:
+        figures = f"loss {x.loss:.3f}, {x.bits_per_byte:.3f} bits per byte, {count(range(x.sequences), 'sequence')}"
+        lines.append(f"  {'held out':<13} {figures}, after round {x.round}  {_peers((x.peer,))}")
+        if x.sample:
+            lines.append(f"  {'it writes':<13} {x.sample}")
+    for said in commit.scores:
+        for mark in said.marks:
+            figures = f"{mark.assigned:+.5f} on its own text, {mark.other:+.5f} on other"
+            lines.append(
+                f"  {'scored':<13} replica {mark.replica} of round {said.round}: {figures}  {_peers((said.peer,))}"
+            )
+    for audit in commit.audits:
+        found = "is what it says" if audit.agreement >= LEAST_AGREEMENT else "is not what it says"
+        what = f"replica {audit.replica} in round {audit.round} {found}: agreement {audit.agreement:.1f}"
+        lines.append(f"  {'trained again':<13} {what}  {_peers((audit.peer,))}")
+    if commit.decree is not None:
+        lines.append(f"  {'decree':<13} {decreed(commit.decree.decree, {})}")
+    for guest in commit.joined:
+        why = f": {guest.invitation.reason}" if guest.invitation.reason else ""
+        by = f"by {_peers((guest.operator,))}, invitation {_peers((guest.invitation.key,))}"
+        lines.append(f"  {'invited':<13} {_peers((guest.peer,))} {by}{why}")
+    if commit.plan is not None and (plan is None or _members(commit.plan) != _members(plan)):
+        lines += _plan_lines(commit.plan, plan)
+    elif commit.plan is None and commit.round < rounds:
+        lines.append(f"  {'plan':<13} none: nobody was there to train the next round")
+    return lines
+
+
+def _title(record: Record, plan: Plan | None) -> str:
+    commit = record.commit
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(max(commit.time, 0.0), 2.0**32)))
+    title = f"round {commit.round}  {when}"
+    if commit.round:
+        loss = mean_loss(commit.contributions)
+        title += f"  {len(commit.contributions)} of {count(plan.replicas if plan else (), 'replica')}"
+        title += f"  loss {loss:.3f}" if loss is not None else ""
+        title += f"  {size(sum(c.size for c in commit.contributions))}"
+    if len(commit.members) > 1:
+        title += f"  {len(record.votes)} votes, led by {short_peer(commit.leader)}"
+    return title
+
+
+def _plan_lines(plan: Plan, before: Plan | None) -> list[str]:
+    """The next round's `plan`, and the blocks that move since the plan `before`."""
+    chains = [r for r in plan.replicas if r.is_chain]
+    lengths = f" of {', '.join(str(len(r.stages)) for r in chains)}" if chains else ""
+    lines = [
+        f"  {'plan':<13} {len(plan.replicas) - len(chains)} full, {count(chains, 'chain')}{lengths},"
+        f" {count(plan.spares, 'spare')}" + (f", {len(plan.forming)} forming" if plan.forming else "")
+    ]
+    for replica, old, new in partition.moves(before, plan):
+        shapes = " become ".join(" > ".join(map(str, chain.blocks)) for chain in (old, new))
+        lines.append(f"  {f'{replica} moved':<13} blocks {shapes}  {_peers(new.peers)}")
+    return lines
+
+
+def _members(plan: Plan) -> tuple[object, ...]:
+    places = [(r.number, r.rank, r.stages) for r in (*plan.replicas, *plan.forming)]
+    return places, len(plan.forming), plan.spares
+
+
+def _name(plan: Plan | None, number: int) -> str:
+    """A replica's number and its kind in the round's plan."""
+    spec = plan.find(number) if plan is not None else None
+    if spec is None:
+        return f"{number} unplanned"
+    return f"{number} chain rank {spec.rank}" if spec.is_chain else f"{number} full"
+
+
+def _peers(peers: Sequence[str]) -> str:
+    return " > ".join(map(short_peer, peers))

@@ -1,16 +1,20 @@
-"""What is typed: options that bootstrap nodes and peers have in common, and a line that was pasted whole."""
+"""Options that several commands share, command functions made from options, and groups of commands."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+import os
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
-from peer.ui.text import typed
-from protocol.errors import UsageError
+from peer.cli import running
 
+T = TypeVar("T")
 Dir = Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.", show_default=True)]
 Json = Annotated[bool, typer.Option("--json", help="Print events as JSON lines (fields: docs/events.md).")]
 LogFile = Annotated[
@@ -27,21 +31,76 @@ Announce = Annotated[
     list[str] | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Where others reach this machine, if that is not where it listens, such as /ip4/203.0.113.5/tcp/40213, where a"
-        " provider has another port for the one of --port; may be repeated.",
+        help="Where others reach this machine, if that is not where it listens, such as /ip4/203.0.113.5/tcp/40213,"
+        " where a provider has another port for the one of --port; may be repeated.",
         show_default=False,
     ),
 ]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+Memory = Annotated[str, typer.Option(help='Memory to offer, such as "8GB"; auto: most of what is free.')]
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads for training.")]
+DEFAULT_THREADS = max(1, (os.cpu_count() or 2) // 2)
 Port = Annotated[int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,...",
+        help="Train on these GPUs of this machine together, as one peer, such as 0,1,2,3; --memory is then of each.",
+        show_default=False,
+    ),
+]
 
-_GROUPS = ("log", "run", "data", "service")
+
+class Commands(TyperGroup):
+    """A group of commands whose list is wrapped; click's truncates each line."""
+
+    def helps(self) -> dict[str, str]:
+        """Help text by command."""
+        return {name: command.help or "" for name, command in self.commands.items()}
+
+    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        with formatter.section("Commands"):
+            sentences = {name: " ".join(text.split()).split(". ")[0] for name, text in self.helps().items()}
+            formatter.write_dl([(name, f"{first.removesuffix('.')}.") for name, first in sentences.items()])
 
 
-def check_pasted(arguments: Sequence[str]) -> None:
-    """Raises UsageError where a whole line, `potluck join ADDRESS`, stands where its last word belongs."""
-    at = next((i for i, word in enumerate(arguments) if "/p2p/" in word and "#" in word), 0)
-    begin = 2 if arguments[:1] and arguments[0] in _GROUPS else 1
-    more = arguments[begin:at]
-    if {"potluck", "join", "join:"}.intersection(more) and not any(word.startswith("-") for word in more):
-        right = typed("potluck", *arguments[:begin], *arguments[at:])
-        raise UsageError(f"RUN: other words are typed beside the address; type: {right}")
+def group(cls: type[Commands] = Commands, help: str | None = None) -> typer.Typer:
+    """An empty group of commands, with plain texts and errors."""
+    return typer.Typer(
+        cls=cls,
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        help=help,
+    )
+
+
+def with_options(options: Callable[..., T], work: Callable[[T, typer.Context], None]) -> Callable[..., None]:
+    """Returns a command with the parameters of `options`; it calls work(options(...), context).
+
+    options: a dataclass, or a function that reads what was typed. Raises UsageError.
+    """
+
+    def command(context: typer.Context, **given: Any) -> None:
+        with running.reporting():
+            chosen = options(**given)
+        work(chosen, context)
+
+    context, _ = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [context, *inspect.signature(options, eval_str=True).parameters.values()]
+    named = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    command.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in named}
+    command.__doc__ = None
+    return command
+
+
+def coroutine(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Returns a command with the parameters of the coroutine function `work`. Exit code 1 after Ctrl-C."""
+
+    @functools.wraps(work)
+    def command(**given: Any) -> None:
+        running.run(work(**given), interrupted=1)
+
+    return command

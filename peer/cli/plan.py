@@ -1,4 +1,7 @@
-"""What `potluck plan` does: peers from a file or from a run, changed by `--what-if`, and the plan that the matchmaker would make."""
+"""`potluck plan` and `potluck join --dry-run`: the plan that the matchmaker would make.
+
+Peers come from a file or from a run, changed by `--what-if`.
+"""
 
 from __future__ import annotations
 
@@ -6,65 +9,89 @@ import dataclasses
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from peer.node.open_run import Door, here, manifest_of, parse_run, read_manifest, start_transport
+import typer
+
+from peer.cli import running
+from peer.cli.options import coroutine
+from peer.net.base import Transport
+from peer.node.open_run import here, parse_run, read_manifest
 from peer.ui.monitor import Monitor
-from peer.ui.names import meant
-from peer.ui.text import clean
+from peer.ui.text import blocks, clean, count, duration, meant, rate, size
 from protocol.errors import UsageError, shown
+from protocol.identity import short_peer
+from protocol.ledger import schedule
 from protocol.planning import memory
 from protocol.planning.budget import Budget, holds_whole
 from protocol.planning.partition import Candidate, candidate
+from protocol.run import corpus, layout
 from protocol.run.manifest import Manifest
-from protocol.wire.announcement import NODE_DEVICE, REACHABLE
+from protocol.wire.announcement import NODE_DEVICE, REACHABLE, Announcement
+from protocol.wire.commit import Commit
 from protocol.wire.plan import ReplicaSpec
 
 if TYPE_CHECKING:
+    from peer.node.peer import Peer
     from protocol.planning.arrange import Arranged
+    from protocol.planning.explain import Explained
 
 _SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:flops|flop/s)?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _FIELDS = {
-    "name",
-    "memory",
-    "up",
-    "down",
-    "speed",
-    "devices",
-    "count",
-    "coordinates",
-    "presence",
-    "reachable",
-    "device",
+    "name", "memory", "up", "down", "speed", "devices", "count", "coordinates", "presence", "reachable", "device",
     "host",
-}
+}  # fmt: skip
 MAX_PEERS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What a plan is made of."""
+    """The input of a plan."""
 
     manifest: Manifest
     candidates: tuple[Candidate, ...]
     replicas: tuple[ReplicaSpec, ...] = ()
     """Of the run's newest plan."""
     said: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What the peers of a run call themselves."""
+    """Names that the peers of a run announce."""
 
 
-async def plan(text: str | None, what_if: Sequence[str], figures: bool, say: Callable[[str], None]) -> None:
-    """`potluck plan`. Raises UsageError, RemoteError."""
-    from peer.ui import plan_text
+@coroutine
+async def plan(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN|FILE",
+            help="A run, as for monitor; or a TOML file with a list of peers (docs/guides/plan.md).",
+            show_default=False,
+        ),
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CHANGE",
+            help="Peers that come, +N:MEMORY,UP,DOWN,SPEED, or one that leaves, -PEER; may be repeated.",
+        ),
+    ] = None,
+    figures: Annotated[
+        bool, typer.Option("--figures", help="Print Figures 2 and 3 of the main paper from the same cost model.")
+    ] = False,
+) -> None:
+    async for line in lines(run, what_if or (), figures):
+        print(line, flush=True)
+
+
+async def lines(text: str | None, what_if: Sequence[str], figures: bool) -> AsyncIterator[str]:
+    """The output of `potluck plan`. Raises UsageError, RemoteError."""
     from protocol.planning.arrange import arrange
 
     if figures:
-        for line in plan_text.figure_lines():
-            say(line)
+        for line in _figure_lines():
+            yield line
     if text is None:
         if figures:
             return
@@ -78,13 +105,15 @@ async def plan(text: str | None, what_if: Sequence[str], figures: bool, say: Cal
         present = {c.peer for c in candidates}
         stay = [replica for replica in replicas if present.issuperset(replica.members)]
         replicas, spares = arrange(known.manifest, candidates, stay)
-        say(plan_text.change_line(before, sum(replica.rate for replica in replicas)))
-    for line in plan_text.plan_lines(known.manifest, candidates, replicas, spares):
-        say(line)
+        after = sum(replica.rate for replica in replicas)
+        share = f" ({after / before - 1:+.1%})" if before > 0 else ""
+        yield f"what if: {before:,.0f} tokens per second become {after:,.0f}{share}"
+    for line in plan_lines(known.manifest, candidates, replicas, spares):
+        yield line
 
 
 def next_plan(known: Known) -> tuple[tuple[Arranged, ...], tuple[str, ...]]:
-    """The replicas that the matchmaker would make, those of the newest plan kept as far as that pays, and the spares."""
+    """The matchmaker's replicas and spares. It keeps replicas of the newest plan as far as that pays."""
     from protocol.planning.arrange import arrange
     from protocol.planning.planner import arranged, still_fit
 
@@ -97,7 +126,7 @@ def next_plan(known: Known) -> tuple[tuple[Arranged, ...], tuple[str, ...]]:
 
 
 def _lists_peers(text: str) -> bool:
-    """Whether this names a file with a list of peers, and not a run."""
+    """Whether `text` names a file with a list of peers; else it names a run."""
     path = Path(text)
     return os.path.isfile(path) and re.search(rb"^\[\[peers\]\]", path.read_bytes(), re.MULTILINE) is not None
 
@@ -113,7 +142,7 @@ def _from_file(path: Path) -> Known:
 
 
 def read_peers(path: Path) -> tuple[Candidate, ...]:
-    """The tables `[[peers]]` of a TOML file, whatever run they are for. Raises UsageError."""
+    """The tables `[[peers]]` of a TOML file. Raises UsageError."""
     return _peers_in(_toml(path), path)
 
 
@@ -141,8 +170,11 @@ def _peers_in(data: dict[str, Any], path: Path, manifest: Manifest | None = None
 
 
 def _described(peer: dict[str, Any], name: str, source: str, manifest: Manifest | None = None) -> list[Candidate]:
-    """One peer as a person describes it, as often as `count` says. Several devices add up where each holds the whole model of the run; so they do where the
-    run is not known. Raises UsageError."""
+    """A described peer, `count` times.
+
+    The speeds of several devices add up if each holds the run's whole model, or if the run is not known. Raises
+    UsageError.
+    """
     from peer.training.device import MOST_DEVICES, parse_rate, parse_size
 
     if "memory" not in peer:
@@ -203,21 +235,13 @@ def _unique(candidates: Sequence[Candidate], source: str) -> None:
 
 
 async def _from_run(text: str) -> Known:
-    """What the run's peers announce, and its newest plan."""
-    import tempfile
-
     run = parse_run(text)
-    with tempfile.TemporaryDirectory(prefix="potluck-plan-") as name:
-        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
-        try:
-            manifest = await manifest_of(run, transport)
-            return await known_by(Monitor(manifest, transport, bootstrap=run.bootstrap))
-        finally:
-            await transport.aclose()
+    async with running.visiting(run) as (manifest, transport, _):
+        return await known_by(Monitor(manifest, transport, bootstrap=run.bootstrap))
 
 
 async def known_by(monitor: Monitor) -> Known:
-    """What the announcements and the log say. Raises RemoteError."""
+    """The candidates by their announcements, and the newest plan. Raises RemoteError."""
     await monitor.poll(lambda event: None)
     newest = None if monitor.head is None else monitor.head.commit.plan
     return Known(
@@ -228,11 +252,11 @@ async def known_by(monitor: Monitor) -> Known:
     )
 
 
-# --- what becomes of them
+# --- --what-if
 
 
 def _changed(candidates: Sequence[Candidate], what_if: Sequence[str], said: Mapping[str, str]) -> tuple[Candidate, ...]:
-    """The peers after `+N:MEMORY,UP,DOWN,SPEED` and `-PEER`; `said`: what they call themselves. Raises UsageError."""
+    """The peers after `+N:MEMORY,UP,DOWN,SPEED` and `-PEER`. said: announced names. Raises UsageError."""
     found = list(candidates)
     for change in what_if:
         number, colon, text = change[1:].partition(":")
@@ -249,7 +273,128 @@ def _changed(candidates: Sequence[Candidate], what_if: Sequence[str], said: Mapp
             found.remove(peers[gone])
         else:
             raise UsageError(
-                f"--what-if {clean(change)}: not understood; write +10:8GB,20Mbps,100Mbps,5TFLOPS to add peers, -PEER to remove one"
+                f"--what-if {clean(change)}: not understood; write +10:8GB,20Mbps,100Mbps,5TFLOPS to add peers, -PEER"
+                " to remove one"
             )
     _unique(found, "--what-if")
     return tuple(found)
+
+
+# --- join --dry-run
+
+REACHED = {
+    "": "not asked",
+    "direct": "others reach it directly",
+    "mapped": "others reach it through a port of its router",
+    "private": "its router lets nobody in: others reach it through relays or through holes in the router",
+}
+
+
+async def dry_run(peer: Peer, transport: Transport) -> Iterator[str]:
+    """The peer's part in the run, as text. Raises PotluckError, as joining would."""
+    own = await peer.rehearse()
+    monitor = Monitor(peer.manifest, transport, bootstrap=peer.bootstrap)
+    known = await known_by(monitor)
+    return _dry_run_lines(known, own, None if monitor.head is None else monitor.head.commit)
+
+
+def _dry_run_lines(known: Known, own: Announcement, head: Commit | None) -> Iterator[str]:
+    manifest = known.manifest
+    others = [c for c in known.candidates if c.peer != own.peer and c.memory_bytes]
+    rounds = schedule.last_round(manifest, head)
+    begun = f"round {head.round} of {rounds} is decided" if head is not None and head.round else "it has not begun"
+    yield f"run {manifest.run_id[:12]} {clean(manifest.name)}: {begun}, {count(others, 'other peer')} there"
+    beside = f" and {size(own.host_bytes)} of the host's" if own.host_bytes else ""
+    yield f"this machine: {clean(own.device)}, {size(own.memory_bytes)}{beside} offered; {REACHED[own.reachable]}"
+    yield f"its line: {rate(own.up_bps)} up, {rate(own.down_bps)} down"
+    yield from part_lines(known, own)
+    yield "nothing was trained; the same command without --dry-run joins"
+
+
+def part_lines(known: Known, announced: Announcement) -> Iterator[str]:
+    """The announced peer's part in the next plan, as text. Without a known speed there are no rates."""
+    manifest, own = known.manifest, candidate(announced)
+    others = [c for c in known.candidates if c.peer != own.peer and c.memory_bytes]
+    replicas, _ = next_plan(dataclasses.replace(known, candidates=(*others, own)))
+    replica = next((r for r in replicas if own.peer in r.members), None)
+    if replica is None:
+        from protocol.planning.explain import why_spare
+
+        yield f"it would wait as a spare: {why_spare(manifest, own)}"
+        return
+    first, last = replica.ranges[replica.members.index(own.peer)]
+    whole = len(replica.members) == 1
+    part = "a full replica" if whole else f"{blocks(first, last)} of a chain of {len(replica.members)}"
+    state = sum(layout.shard_bytes(manifest.model, shard) for shard in memory.held_shards(manifest, first, last))
+    fetches = f"it would fetch {size(state)} of state first ({duration(8 * state / max(own.down_bps, 1))} by its line)"
+    if not own.speed_flops:
+        yield f"it would be {part}; how much it would train a day is not known, since its speed is not"
+        yield fetches
+        return
+    a_day = replica.rate * 86400 / 1e6
+    yield f"it would be {part}: {replica.rate:,.0f} tokens per second by its measured speed, {a_day:,.0f} million a day"
+    text = replica.rate * manifest.timing.training_seconds * corpus.id_bytes(manifest.model.vocab_size)
+    yield f"{fetches}, and then about {size(text)} of text a round"
+
+
+# --- plans as text
+
+MOST_SPARES = 20
+"""Spares with a line each."""
+
+
+def plan_lines(
+    manifest: Manifest, candidates: Sequence[Candidate], replicas: Sequence[Arranged], spares: Sequence[str]
+) -> Iterator[str]:
+    """A plan as text, replica by replica."""
+    from protocol.planning.explain import explain, why_spare
+
+    explained = explain(manifest, candidates, replicas)
+    total = sum(replica.rate for replica in explained)
+    yield (
+        f"run {manifest.run_id[:12]} {clean(manifest.name)}: {count(candidates, 'peer')}, {count(replicas, 'replica')},"
+        f" {count(spares, 'spare')}: {total:,.0f} tokens per second"
+    )
+    for number, replica in enumerate(explained):
+        yield from _replica_lines(manifest, number, replica)
+    there = {c.peer: c for c in candidates}
+    for peer in spares[:MOST_SPARES]:
+        yield f"  spare  {_short_name(peer)}: {why_spare(manifest, there[peer])}"
+    if len(spares) > MOST_SPARES:
+        yield f"  and {len(spares) - MOST_SPARES} more spares"
+
+
+def _replica_lines(manifest: Manifest, number: int, replica: Explained) -> Iterator[str]:
+    chain = len(replica.roles) > 1
+    kind = f"chain of {len(replica.roles)}, rank {replica.rank}" if chain else "full"
+    yield (
+        f"  {number} {kind}: {replica.rate:,.0f} tokens per second, {replica.rate / replica.ideal:.0%} of what its"
+        f" computing could; limit: {replica.limit}"
+    )
+    for role in replica.roles:
+        part = blocks(role.first, role.last) if chain else "the whole model"
+        yield f"      {_short_name(role.peer)}  {part}, {role.seconds:.2g} s a micro-batch: {role.why}"
+
+
+def _short_name(peer: str) -> str:
+    """A name from a file of peers, or the end of a peer id."""
+    from protocol.planning.explain import LEAST_ID
+
+    return clean(peer if len(peer) < LEAST_ID else short_peer(peer))
+
+
+def _figure_lines() -> Iterator[str]:
+    from protocol.planning import figures
+
+    yield "Figure 2: share of the time that a chain of 4 stages computes (70 billion parameters, d = 8192, H = 50)"
+    yield f"  {'stage':>13}  {'k/d':>4}  " + "  ".join(f"{bps / 1e6:>6.0f} Mb/s" for bps in figures.FIGURE_2_BPS)
+    for flops, ratio, shares in figures.figure_2():
+        row = "  ".join(f"{100 * share:>9.1f} %" for share in shares)
+        yield f"  {flops / 1e12:>6.0f} TFLOP/s  {_ratio(ratio):>4}  {row}"
+    yield "Figure 3: hours of one chain of 4 stages of 400 TFLOP/s at 1 Gb/s (512 million parameters, d = 1536)"
+    for ratio, tokens, hours in figures.figure_3():
+        yield f"  {tokens / 1e9:>3.0f} billion tokens  {_ratio(ratio):>4}  {hours:>6.1f} h"
+
+
+def _ratio(ratio: float) -> str:
+    return "1" if ratio == 1 else f"1/{round(1 / ratio)}"

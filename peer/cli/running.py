@@ -1,28 +1,63 @@
-"""How a command runs: its work to the end, a signal that ends it cleanly, and one line for whatever goes wrong."""
+"""How a command runs: signals end it cleanly, an error is one line, a log file, a file that shows that it is alive."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import logging
 import math
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
+import tempfile
+import traceback
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from peer.cli import log_file
+from peer.net.disk import disk_error
 from protocol.errors import PotluckError
+
+if TYPE_CHECKING:
+    from peer.net.base import Transport
+    from peer.node.open_run import Run
+    from peer.node.peer import Factories
+    from protocol.run.manifest import Manifest
 
 T = TypeVar("T")
 TOGETHER_SECONDS = 1.0
-"""In which several signals are one: `timeout`, systemd and shells send them to a process and to its group."""
+"""Signals within this time are one: `timeout`, systemd and shells send them to a process and to its group."""
+LOG_FILE_BYTES = 10_000_000
+"""Size at which a log file is rotated."""
+OLDER_LOG_FILES = 3
+"""FILE.1 is the newest."""
+ALIVE = "alive"
+"""Liveness file in the folder of a peer or a node. Health checks read its age (docker/*.Dockerfile)."""
+TOUCH_SECONDS = 10.0
+"""Interval of touching it; a health check allows a minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The program `potluck`; the `context.obj` of its commands."""
+
+    main: Callable[[Sequence[str]], None]
+    """Runs the program with other arguments, for other processes."""
+    factories: Factories | None
+    """Make the parts of the peer of `potluck join`; None: the defaults."""
 
 
 def run(work: Coroutine[Any, Any, T], interrupted: int = 0, log: Path | None = None) -> T:
-    """What a command's work gives; SIGTERM, Ctrl-C and a terminal that is closed end it cleanly, with exit code `interrupted`. A second SIGTERM or Ctrl-C
-    breaks off what it does in the end. `log`: a file that keeps what it prints."""
+    """Runs the work of a command and returns its result.
+
+    SIGTERM, Ctrl-C and a closed terminal cancel it; a second SIGTERM or Ctrl-C cancels its cleanup.
+
+    interrupted: exit code after a signal.
+    log: file that keeps what is printed.
+    """
 
     signalled = -math.inf
 
@@ -46,17 +81,19 @@ def run(work: Coroutine[Any, Any, T], interrupted: int = 0, log: Path | None = N
             loop.add_signal_handler(number, stop, number)
         return await task
 
-    with _kept(log, work), reporting():
-        try:
+    try:
+        with reporting(), keeping(log), reporting():
             return asyncio.run(guarded())
-        except asyncio.CancelledError:
-            if math.isinf(signalled):
-                raise
-            raise SystemExit(interrupted) from None
+    except asyncio.CancelledError:
+        if math.isinf(signalled):
+            raise
+        raise SystemExit(interrupted) from None
+    finally:
+        work.close()  # it has not begun where there is no log file
 
 
 def _forget_terminals(descriptors: Sequence[int]) -> None:
-    """Prints nothing more there: a terminal that is gone fails every write, and there is work to be done yet."""
+    """Redirects output to nowhere: every write to a closed terminal fails, and there is cleanup to do."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         os.dup2(nothing, descriptor)
@@ -64,40 +101,135 @@ def _forget_terminals(descriptors: Sequence[int]) -> None:
 
 
 @contextlib.contextmanager
-def _kept(log: Path | None, work: Coroutine[Any, Any, Any]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        with reporting():
-            try:
-                stack.enter_context(log_file.keeping(log))
-            except PotluckError:
-                work.close()
-                raise
+def reporting() -> Iterator[None]:
+    """Ends the command with one line for an error within."""
+    try:
         yield
+    except BrokenPipeError:  # as with `potluck log show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except (Exception, BaseExceptionGroup) as raised:
+        error: BaseException = raised
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if not isinstance(error, PotluckError):
+            raise
+        print(f"potluck: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+
+
+# --- the log file
+
+
+class _File(RotatingFileHandler):
+    def keep(self, text: str) -> None:
+        self.handle(logging.makeLogRecord({"msg": text}))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Closes the file, without a report, which would be printed into it. The next line opens it again."""
+        stream, self.stream = self.stream, None  # type: ignore[assignment]
+        with contextlib.suppress(OSError):
+            if stream is not None:
+                stream.close()
+
+
+class _Kept(io.TextIOBase):
+    """Standard output or error; copies every complete line to `file`."""
+
+    def __init__(self, out: TextIO, file: _File) -> None:
+        self._out, self._file, self._begun = out, file, ""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._out.encoding
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._file.keep(line)
+        return self._out.write(text)
+
+    def flush(self) -> None:
+        self._out.flush()
+
+    def fileno(self) -> int:
+        return self._out.fileno()
+
+    def isatty(self) -> bool:
+        return self._out.isatty()
 
 
 @contextlib.contextmanager
-def reporting() -> Iterator[None]:
-    """Ends the command with one line for whatever goes wrong within."""
+def keeping(path: Path | None) -> Iterator[None]:
+    """Copies what is printed in the block, and the traceback of an exception, to the file `path`.
+
+    A line begins with its date, unless it is JSON. On a full disk lines are missing. Raises UsageError.
+    """
+    if path is None:
+        yield
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _File(path, maxBytes=LOG_FILE_BYTES, backupCount=OLDER_LOG_FILES, encoding="utf-8")
+    except OSError as error:
+        raise disk_error(path.parent, error) from None
+    file.setFormatter(_Dated())
+    out, errors = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Kept(out, file), _Kept(errors, file)
     try:
         yield
-    except BrokenPipeError:  # whoever read our output has seen enough, as with `potluck log show … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
-    except BaseExceptionGroup as group:
-        _fail(_first(group))
-    except Exception as error:
-        _fail(error)
+    except Exception:
+        file.keep(traceback.format_exc())
+        raise
+    finally:
+        sys.stdout, sys.stderr = out, errors
+        with contextlib.suppress(OSError):
+            file.close()
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+class _Dated(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        return text if text.startswith("{") else f"{self.formatTime(record, '%Y-%m-%d')} {text}"
 
 
-def _fail(error: BaseException) -> NoReturn:
-    if not isinstance(error, PotluckError):
-        raise error
-    print(f"potluck: {error}", file=sys.stderr)
-    raise SystemExit(error.exit_code) from None
+# --- the sign of life
+
+
+@contextlib.asynccontextmanager
+async def shown_alive(folder: Path) -> AsyncIterator[None]:
+    """Touches the liveness file in `folder` while this event loop runs; removes it at the end."""
+    file = folder / ALIVE
+
+    async def touch() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                file.touch()
+            await asyncio.sleep(TOUCH_SECONDS)
+
+    touching = asyncio.create_task(touch())
+    try:
+        yield
+    finally:
+        touching.cancel()
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+# --- a connection for commands that only read
+
+
+@contextlib.asynccontextmanager
+async def visiting(run: Run, *, sparing: bool = False) -> AsyncIterator[tuple[Manifest, Transport, Path]]:
+    """The run's manifest, a connection to it under a temporary identity, and a temporary folder.
+
+    sparing: as in peer/net/p2p.py. Raises UsageError, RemoteError.
+    """
+    from peer.node.open_run import Door, manifest_of, start_transport
+
+    with tempfile.TemporaryDirectory(prefix="potluck-") as name:
+        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id, sparing=sparing)
+        try:
+            yield await manifest_of(run, transport), transport, Path(name)
+        finally:
+            await transport.aclose()

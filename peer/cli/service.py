@@ -1,47 +1,77 @@
-"""`potluck service`: a peer or a bootstrap node that the system keeps running, by systemd on Linux and by launchd on macOS. Only this user's own services are
-touched, so nothing needs an administrator."""
+"""`potluck service`: a peer or a bootstrap node that the system keeps running, without an administrator.
+
+systemd (Linux) or launchd (macOS) starts the command when the user's services start, and again after a crash, after a
+pause that grows to LONGEST_PAUSE_SECONDS. It does not after exit code 0 (the run is over) or one of FINAL (bad usage,
+the peer is banned, or the run is closed to it). To stop, it sends SIGTERM to the peer alone; STOP_SECONDS are left for
+the handover, in which the peer still needs its network daemon.
+"""
 
 from __future__ import annotations
 
-import abc
+import hashlib
 import os
+import plistlib
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from peer.cli import commands, running, units
-from peer.cli.listing import Commands
+from peer.cli import bootstrap, join, running
+from peer.cli.options import group, with_options
 from peer.config import home, user_name
-from peer.net.disk import LocalDisk
-from peer.node.open_run import parse_run
+from peer.net.disk import Disk
 from peer.ui.text import typed as as_typed
-from protocol.errors import LocalError, UsageError
+from protocol.errors import FINAL, LocalError, UsageError
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    help="Take part for weeks: the system runs a peer or a bootstrap node, and starts it again after crashes and when it starts itself.",
-)
+app = group()
 Dir = Annotated[
     Path, typer.Option("--dir", help="The folder of the peer or node, as it was given to install.", show_default=True)
 ]
 FOLDER = Path("potluck-peer")
 LOG = "potluck.log"
-"""In the peer's folder, unless another is named."""
+"""Default log file, in the peer's folder."""
 LINGERING = Path("/var/lib/systemd/linger")
-"""Has a file for every user whose services run while he is not logged in."""
-WAIT_SECONDS = 2 * units.STOP_SECONDS
-"""That the system may take to stop a peer."""
+"""Has a file for every user whose services run without a login."""
+FIRST_PAUSE_SECONDS = 10
+"""Between a crash and the next start."""
+LONGEST_PAUSE_SECONDS = 320
+"""systemd before version 254 keeps the first pause."""
+STOP_SECONDS = 90
+"""Twenty for the inner step under way and the handover (handover.LEAVE_SECONDS), the rest for a checkpoint on a slow
+disk. systemd gives 120 to all services of a user."""
+WAIT_SECONDS = 2 * STOP_SECONDS
+"""Limit for a command of systemd or launchd."""
+
+_FINAL_CODES = "|".join(f":{code}" for code in FINAL)
+_RESTARTS = f"""\
+stop= child= told=
+tell() {{ [ -z "$stop" ] || [ -z "$child" ] || [ -n "$told" ] || {{ told=1; kill -TERM "$child" 2>/dev/null; }}; }}
+trap 'stop=1; tell' TERM INT
+pause={FIRST_PAUSE_SECONDS}
+while :; do
+    child=; "$@" & child=$!; tell
+    wait "$child"; code=$?
+    while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
+    case "$stop:$code" in :0|{_FINAL_CODES}|1:*) exit 0 ;; esac
+    child=; sleep "$pause" & child=$!; tell
+    wait "$child"
+    [ -z "$stop" ] || exit 0
+    pause=$((pause * 2)); [ "$pause" -le {LONGEST_PAUSE_SECONDS} ] || pause={LONGEST_PAUSE_SECONDS}
+done
+"""
+"""launchd has neither growing pauses nor final exit codes. A signal ends `wait` early, while the process goes on. One
+that comes before the process has started is passed on afterwards; the process gets one signal, since a second would
+end its handover."""
 
 
-def retyped(context: typer.Context) -> list[str]:
-    """What was typed behind the command of `context`, as far as it is not the default, such that it can be typed again."""
+def _retyped(context: typer.Context) -> list[str]:
+    """The words of the command line of `context`, in a form that can be typed again."""
     words: list[str] = []
     last: list[str] = []
     for parameter in context.command.params:
@@ -58,27 +88,36 @@ def retyped(context: typer.Context) -> list[str]:
     return [*words, "--", *last]
 
 
-def install(options: commands.JoinOptions, typed: list[str]) -> None:
-    """`potluck service install`; `typed` is what `join` is to be given."""
+def _install_peer(options: join.JoinOptions, context: typer.Context) -> None:
     with running.reporting():
-        if options.dry_run:
+        config = options.read()
+        if config.dry_run:
             raise UsageError("--dry-run: a service trains; type potluck join with it instead")
-        system = _system(options.folder)
-        parse_run(options.run)
-        commands.config_of(options)
-        _install(system, "join", options.folder, options.log, typed)
+        _install("join", config.folder, config.log, _retyped(context))
 
 
-def install_node(options: commands.NodeOptions, typed: list[str]) -> None:
-    """`potluck service install-node`; `typed` is what `bootstrap` is to be given."""
+def _install_node(options: bootstrap.BootstrapOptions, context: typer.Context) -> None:
     with running.reporting():
-        system = _system(options.folder)
-        commands.node_of(options)
-        _install(system, "bootstrap", options.folder, options.log, typed)
+        config = options.read()
+        _install("bootstrap", config.folder, config.log, _retyped(context))
 
 
-def _install(system: Service, command: str, folder: Path, given: Path | None, typed: list[str]) -> None:
-    """`given`: a log file that was typed."""
+app.command(
+    "install",
+    help="Join a run for weeks: the system starts `potluck join` with these options now, again after crashes, and when"
+    " it starts itself.",
+    epilog="Example: potluck service install /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB",
+)(with_options(join.JoinOptions, _install_peer))
+app.command(
+    "install-node",
+    help="Run a bootstrap node for weeks: the system starts `potluck bootstrap` with these options, as it does a peer.",
+    epilog="Example: potluck service install-node my-run/run.toml --dir my-run/node --corpus my-run/corpus",
+)(with_options(bootstrap.BootstrapOptions, _install_node))
+
+
+def _install(command: str, folder: Path, given: Path | None, typed: list[str]) -> None:
+    """Installs the service of `folder`. given: the log file that was typed."""
+    system = _service(folder)
     log = given or folder / LOG
     kept = [] if given else [f"--log={log}"]
     system.install([sys.executable, "-P", "-m", "peer.cli", command, *kept, *typed], folder.resolve())
@@ -92,8 +131,7 @@ def _install(system: Service, command: str, folder: Path, given: Path | None, ty
 def status(dir: Dir = FOLDER) -> None:
     """See whether the service of a folder runs. Exit code 0: it does."""
     with running.reporting():
-        system = _system(dir)
-        system.require()
+        system = _service(dir, installed=True)
         runs, said = system.state()
         print(f"service {system.name}: {said}")
         print(f"its file: {system.file}")
@@ -105,48 +143,27 @@ def status(dir: Dir = FOLDER) -> None:
 def remove(dir: Dir = FOLDER) -> None:
     """Stop the service of a folder politely, and forget it. The folder with its key and state stays."""
     with running.reporting():
-        system = _system(dir)
-        system.require()
+        system = _service(dir, installed=True)
         system.remove()
         print(f"service {system.name}: stopped and removed; {dir} is as it was")
 
 
 @dataclass(frozen=True, slots=True)
-class Service(abc.ABC):
-    """One that has `name` and is described by `file`."""
+class _Defined:
+    """A service `name`, defined by `file`."""
 
     name: str
     file: Path
 
-    def require(self) -> None:
-        """Raises UsageError where it is not installed."""
-        if not self.file.exists():
-            raise UsageError(f"service: {self.file} is not there; give the --dir of the peer, or install it first")
 
-    @abc.abstractmethod
-    def install(self, command: list[str], folder: Path) -> None:
-        """Describes what runs `command` for the peer in `folder`, and starts it, anew if it runs. Raises LocalError, and leaves nothing then."""
-
-    @abc.abstractmethod
-    def installed(self) -> Iterator[str]:
-        """When it begins, and what else there is to say once it is installed."""
-
-    @abc.abstractmethod
-    def state(self) -> tuple[bool, str]:
-        """Whether it runs, and how, in words. Raises LocalError."""
-
-    @abc.abstractmethod
-    def remove(self) -> None:
-        """Stops it, and it is not started any more. Raises LocalError."""
-
-
-class Systemd(Service):
+class Systemd(_Defined):
     """A unit of this user's systemd."""
 
     def install(self, command: list[str], folder: Path) -> None:
-        text = units.systemd(command, Path.cwd(), folder)
-        LocalDisk().make_folder(self.file.parent)
-        LocalDisk().write(self.file, text.encode())
+        """Defines and (re)starts it. command: the first word is an absolute path. Raises LocalError."""
+        text = systemd(command, Path.cwd(), folder)
+        Disk().make_folder(self.file.parent)
+        Disk().write(self.file, text.encode())
         try:
             _ask("systemctl", "--user", "daemon-reload")
             _ask("systemctl", "--user", "enable", self.file.name)
@@ -156,11 +173,14 @@ class Systemd(Service):
             raise
 
     def installed(self) -> Iterator[str]:
+        """Notes for the user after the installation."""
         user = user_name()
         if not (LINGERING / user).exists():
-            yield f"to go on when you log out, and begin when the machine starts, it needs this once: {as_typed('loginctl', 'enable-linger', user)}"
+            needed = as_typed("loginctl", "enable-linger", user)
+            yield f"to go on when you log out, and begin when the machine starts, it needs this once: {needed}"
 
     def state(self) -> tuple[bool, str]:
+        """Whether it runs, and a description. Raises LocalError."""
         asked = ("ActiveState", "SubState", "NRestarts", "ExecMainStatus", "ActiveEnterTimestamp")
         said = _ask("systemctl", "--user", "show", self.file.name, *(f"--property={name}" for name in asked))
         found = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
@@ -171,19 +191,20 @@ class Systemd(Service):
         return runs, f"{now}, exit code {found.get('ExecMainStatus')}"
 
     def remove(self) -> None:
+        """Stops and deletes it. Raises LocalError."""
         _ask("systemctl", "--user", "disable", "--now", self.file.name)
         self.file.unlink()
         _ask("systemctl", "--user", "daemon-reload")
 
 
-class Launchd(Service):
+class Launchd(_Defined):
     """An agent of this user's launchd."""
 
     def install(self, command: list[str], folder: Path) -> None:
         if self.file.exists():
             self.remove()
-        LocalDisk().make_folder(self.file.parent)
-        LocalDisk().write(self.file, units.launchd(self.name, command, Path.cwd()))
+        Disk().make_folder(self.file.parent)
+        Disk().write(self.file, launchd(self.name, command, Path.cwd()))
         try:
             _ask("launchctl", "bootstrap", _domain(), str(self.file))
         except LocalError:
@@ -207,30 +228,35 @@ class Launchd(Service):
 
 
 def _domain() -> str:
-    """Where launchd has what belongs to this user's session."""
+    """launchd's name for this user's session."""
     return f"gui/{os.getuid()}"
 
 
-def _system(folder: Path) -> Service:
-    """The service of the peer in `folder`, on this system. Raises UsageError."""
-    name = units.name_of(folder)
-    own = home()
+def _service(folder: Path, *, installed: bool = False) -> Systemd | Launchd:
+    """The service of the peer in `folder`. Raises UsageError if it must be installed and is not."""
+    name, own = name_of(folder), home()
     if own is None:
         raise UsageError(
-            f"service: user {user_name()} has no home folder, where services are kept; set HOME, or log in as a user who has one"
+            f"service: user {user_name()} has no home folder, where services are kept; set HOME, or log in as a user"
+            " who has one"
         )
+    found: Systemd | Launchd
     if shutil.which("systemctl"):
         settings = Path(os.environ.get("XDG_CONFIG_HOME") or own / ".config")
-        return Systemd(name, settings / "systemd" / "user" / f"{name}.service")
-    if shutil.which("launchctl"):
-        return Launchd(name, own / "Library" / "LaunchAgents" / f"{name}.plist")
-    raise UsageError(
-        "service: this system has neither systemd nor launchd; let what starts programs here run potluck join"
-    )
+        found = Systemd(name, settings / "systemd" / "user" / f"{name}.service")
+    elif shutil.which("launchctl"):
+        found = Launchd(name, own / "Library" / "LaunchAgents" / f"{name}.plist")
+    else:
+        raise UsageError(
+            "service: this system has neither systemd nor launchd; let what starts programs here run potluck join"
+        )
+    if installed and not found.file.exists():
+        raise UsageError(f"service: {found.file} is not there; give the --dir of the peer, or install it first")
+    return found
 
 
 def _ask(*command: str) -> str:
-    """What a program of the system prints. Raises LocalError where it fails."""
+    """Runs a program of the system and returns its output. Raises LocalError."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -238,6 +264,71 @@ def _ask(*command: str) -> str:
     if done.returncode:
         why = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise LocalError(
-            f"service: {' '.join(command[:3])}: {why}; it needs a session of this user, as after logging in (not su or sudo)"
+            f"service: {' '.join(command[:3])}: {why}; it needs a session of this user, as after logging in (not su or"
+            " sudo)"
         )
     return done.stdout
+
+
+# --- definitions
+
+
+def name_of(folder: Path) -> str:
+    """The name of the service of `folder`: readable and unique."""
+    whole = folder.resolve()
+    words = re.sub(r"[^A-Za-z0-9]+", "-", whole.name).strip("-").removeprefix("potluck-") or "peer"
+    return f"potluck-{words[:40]}-{hashlib.sha256(bytes(whole)).hexdigest()[:6]}"
+
+
+def systemd(command: Sequence[str], at: Path, folder: Path) -> str:
+    """A unit of systemd. at: working directory. Raises UsageError."""
+    return f"""\
+[Unit]
+Description=Potluck in {_literal(str(folder))}
+StartLimitIntervalSec=0
+
+[Service]
+WorkingDirectory={_literal(str(at))}
+ExecStart={_words(command)}
+Restart=on-failure
+RestartPreventExitStatus={" ".join(map(str, FINAL))}
+RestartSec={FIRST_PAUSE_SECONDS}
+RestartSteps=5
+RestartMaxDelaySec={LONGEST_PAUSE_SECONDS}
+KillMode=mixed
+TimeoutStopSec={STOP_SECONDS}
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def _literal(text: str) -> str:
+    """Escapes the value of a setting. Raises UsageError."""
+    if not text.isprintable() or text != text.strip() or text.endswith("\\"):
+        raise UsageError(
+            f"service: {text!a} cannot be written into a unit of systemd; choose a folder with another name"
+        )
+    return text.replace("%", "%%")
+
+
+def _words(command: Sequence[str]) -> str:
+    """Escapes a command: quoted words with C's escapes; the colon makes $ literal. Raises UsageError."""
+    if any("\0" in word for word in command):
+        raise UsageError("service: a word of the command has a zero byte; leave it out")
+    escaped = (re.sub(r'["\\]', r"\\\g<0>", word).replace("%", "%%") for word in (f":{command[0]}", *command[1:]))
+    return " ".join('"' + re.sub(r"[\n\r\t]", lambda found: f"\\x{ord(found[0]):02x}", word) + '"' for word in escaped)
+
+
+def launchd(name: str, command: Sequence[str], at: Path) -> bytes:
+    """An agent of launchd. Parameters as of `systemd`."""
+    return plistlib.dumps(
+        {
+            "Label": name,
+            "ProgramArguments": ["/bin/sh", "-c", _RESTARTS, "sh", *command],
+            "WorkingDirectory": str(at),
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ExitTimeOut": STOP_SECONDS,
+        }
+    )

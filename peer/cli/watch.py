@@ -1,65 +1,80 @@
-"""What the command monitor does: a run or a recording, shown on a terminal, as JSON, to browsers and to Prometheus."""
+"""`potluck monitor`: shows a run or a recording on a terminal, as JSON, to browsers and to Prometheus."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated
 
-from peer.events import Event, Sink
+import typer
+
+from peer.cli import running
+from peer.cli.options import with_options
+from peer.events import Event
 from peer.log import reader
 from peer.net import keyfile
-from peer.node.open_run import KEY, Door, manifest_of, parse_run, read_manifest, start_transport
+from peer.node.open_run import KEY, here, parse_run, read_manifest
 from peer.ui import metrics, web
-from peer.ui.monitor import Monitor
+from peer.ui.monitor import Monitor, Replay
 from peer.ui.monitor_screen import MonitorScreen
-from peer.ui.replay import Replay
-from peer.ui.run_state import SILENT_SECONDS
-from peer.ui.state import State
+from peer.ui.run_view import SILENT_SECONDS
+from peer.ui.state import to_json
 from protocol.errors import UsageError
 from protocol.run.manifest import Manifest
-from protocol.wire.schema import fields
 
 CHANGE_SECONDS = 1.0
-"""How often `--json` looks for changes."""
+"""Interval of `--json`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchOptions:
-    """What was typed; see `potluck monitor --help`."""
+    """The options of `potluck monitor`."""
 
-    run: str
-    once: bool = False
-    json: bool = False
-    web: str | None = None
-    metrics: str | None = None
-    replay: Path | None = None
-    dir: Path = Path("potluck-peer")
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="A manifest file, or the one-line address that a bootstrap node prints (default: the run of the peer"
+            " or node in this folder).",
+            show_default=False,
+        ),
+    ] = None
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and leave.")] = False
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the state as a line of JSON at every change; with --once, one line."),
+    ] = False
+    web: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT", help="Serve a page with charts to browsers (default: of this machine only)."
+        ),
+    ] = None
+    metrics: Annotated[
+        str | None, typer.Option(metavar="[HOST:]PORT", help="Serve the main figures to Prometheus, under /metrics.")
+    ] = None
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Show a recorded run: a file of events, or a bootstrap node's log; RUN is its manifest.",
+        ),
+    ] = None
+    dir: Annotated[
+        Path, typer.Option("--dir", help="Your peer's folder, if you have one: for the view of yourself.")
+    ] = Path("potluck-peer")
 
 
-class Told(Protocol):
-    """A run that tells what happens: a Monitor, or a Replay."""
-
-    @property
-    def news_age(self) -> float | None:
-        """Seconds since a node of the run last answered, where that matters."""
-        ...
-
-    async def poll(self, sink: Sink) -> None:
-        """What there is to tell now."""
-        ...
-
-    async def follow(self, sink: Sink) -> None:
-        """All, until the end."""
-        ...
+command = with_options(WatchOptions, lambda options, _: running.run(_monitor(options)))
 
 
-async def monitor(options: WatchOptions) -> None:
-    """`potluck monitor`."""
+EventSource = Monitor | Replay
+
+
+async def _monitor(options: WatchOptions) -> None:
     if options.once and (options.web or options.metrics):
         raise UsageError("--once: leaves at once; give it without --web and --metrics")
     where = {
@@ -68,47 +83,41 @@ async def monitor(options: WatchOptions) -> None:
         if text is not None
     }
     with contextlib.suppress(asyncio.CancelledError):
-        async with _opened(options) as (manifest, told):
+        async with _opened(options) as (manifest, source):
             if options.once:
-                await _once(options, manifest, told)
+                await _once(options, manifest, source)
             else:
-                await _watch(options, manifest, told, where)
+                await _watch(options, manifest, source, where)
 
 
 @contextlib.asynccontextmanager
-async def _opened(options: WatchOptions) -> AsyncIterator[tuple[Manifest, Told]]:
-    """The run that is watched, or its recording. Raises UsageError, RemoteError."""
-    import tempfile
-
+async def _opened(options: WatchOptions) -> AsyncIterator[tuple[Manifest, EventSource]]:
+    """The run or the recording, and its manifest. Raises UsageError, RemoteError."""
+    text = here(options.dir) if options.run is None else options.run
     if options.replay is not None:
-        path = Path(options.run)
+        path = Path(text)
         manifest = await reader.Folder(path).manifest() if path.is_dir() else read_manifest(path)
         if manifest is None:
             raise UsageError(f"log in {path}: has no rounds yet; give the run's manifest")
         yield manifest, Replay(manifest, options.replay)
         return
-    run = parse_run(options.run)
-    with tempfile.TemporaryDirectory(prefix="potluck-monitor-") as name:
-        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id, sparing=True)
-        try:
-            manifest = await manifest_of(run, transport)
-            yield manifest, Monitor(manifest, transport, bootstrap=run.bootstrap)
-        finally:
-            await transport.aclose()
+    run = parse_run(text)
+    async with running.visiting(run, sparing=True) as (manifest, transport, _):
+        yield manifest, Monitor(manifest, transport, bootstrap=run.bootstrap)
 
 
-async def _once(options: WatchOptions, manifest: Manifest, told: Told) -> None:
-    if not options.json:
-        screen = MonitorScreen(manifest)
-        await told.poll(screen.take)
-        screen.console.print(screen.frame(screen.console.size.height - 1))  # the prompt takes a line
-    elif isinstance(told, Monitor):
-        print(await told.snapshot_json())
+async def _once(options: WatchOptions, manifest: Manifest, source: EventSource) -> None:
+    screen = MonitorScreen(manifest, news_age=lambda: source.news_age)
+    await source.poll(screen.take)
+    if options.json:
+        print(to_json(screen.state()))
     else:
-        raise UsageError("--replay: has no snapshot; give --json without --once")
+        screen.console.print(screen.frame(screen.console.size.height - 1))  # the prompt takes a line
 
 
-async def _watch(options: WatchOptions, manifest: Manifest, told: Told, where: dict[str, tuple[str, int]]) -> None:
+async def _watch(
+    options: WatchOptions, manifest: Manifest, source: EventSource, where: dict[str, tuple[str, int]]
+) -> None:
     enough, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def leave() -> None:
@@ -116,14 +125,14 @@ async def _watch(options: WatchOptions, manifest: Manifest, told: Told, where: d
 
     key = options.dir / KEY
     me = keyfile.load_or_create(key).peer_id if key.is_file() else None
-    screen = MonitorScreen(manifest, leave=leave, me=me, news_age=lambda: told.news_age)
+    screen = MonitorScreen(manifest, leave=leave, me=me, news_age=lambda: source.news_age)
     with contextlib.ExitStack() as stack:
         for server in _servers(screen, where):
             stack.enter_context(server)
             screen.say(f"{' and '.join(server.paths)} at {server.url}")
         if not options.json:
             stack.enter_context(screen)
-        work = asyncio.ensure_future(_print_changes(told, screen) if options.json else told.follow(screen.feed))
+        work = asyncio.ensure_future(_print_changes(source, screen) if options.json else source.follow(screen.feed))
         left = asyncio.ensure_future(enough.wait())
         try:
             await asyncio.wait([work, left], return_when=asyncio.FIRST_COMPLETED)
@@ -137,21 +146,20 @@ async def _watch(options: WatchOptions, manifest: Manifest, told: Told, where: d
 
 
 def _servers(screen: MonitorScreen, where: dict[str, tuple[str, int]]) -> list[web.Server]:
-    """One for each address, `where` by the options that name them. Raises UsageError where one cannot be had."""
+    """A server for each address. where: addresses by option. Raises UsageError if an address cannot be used."""
     paths: dict[tuple[str, int], web.Paths] = {}
     if "--web" in where:
         page = web.page()
-        state = web.Fresh("application/json", lambda: to_json(screen.state()), screen.heard)
+        state = web.CachedAnswer("application/json", lambda: to_json(screen.state()), screen.version)
         paths[where["--web"]] = {"/": lambda: page, "/state.json": state}
     if "--metrics" in where:
-        figures = web.Fresh(metrics.KIND, lambda: metrics.exposition(screen.state()), screen.heard)
+        figures = web.CachedAnswer(metrics.KIND, lambda: metrics.exposition(screen.state()), screen.version)
         paths[where["--metrics"]] = {**paths.get(where["--metrics"], {}), "/metrics": figures}
     return [web.Server(address, served) for address, served in paths.items()]
 
 
-async def _print_changes(told: Told, screen: MonitorScreen) -> None:
-    """Prints the state when something has happened, once in CHANGE_SECONDS at most, and in the end; once in SILENT_SECONDS where no node
-    answers."""
+async def _print_changes(source: EventSource, screen: MonitorScreen) -> None:
+    """Prints the state after changes, once in CHANGE_SECONDS at most; once in SILENT_SECONDS while no node answers."""
     changed, silence = False, 0.0
 
     def take(event: Event) -> None:
@@ -159,11 +167,11 @@ async def _print_changes(told: Told, screen: MonitorScreen) -> None:
         changed = True
         screen.take(event)
 
-    work = asyncio.ensure_future(told.follow(take))
+    work = asyncio.ensure_future(source.follow(take))
     try:
         while not work.done():
             await asyncio.wait([work], timeout=CHANGE_SECONDS)
-            _, silent = screen.heard()
+            _, silent = screen.version()
             over = silence if silent is None else silent >= silence + SILENT_SECONDS
             if changed or over:
                 changed, silence = False, silent or 0.0
@@ -171,8 +179,3 @@ async def _print_changes(told: Told, screen: MonitorScreen) -> None:
         work.result()
     finally:
         work.cancel()
-
-
-def to_json(state: State) -> str:
-    """A state on one line."""
-    return json.dumps(state, default=fields, separators=(",", ":"), allow_nan=False)

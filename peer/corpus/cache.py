@@ -1,9 +1,9 @@
-"""The text that is here: ranges of chunks and the digests of their ranges, on disk as blobs, within a limit, checked when they are read.
+"""The cache of text: ranges of chunks and their digests, as blobs on disk, within a limit, checked when they are read.
 
-A range is a blob of its own (peer/net/blobs/store.py): what a kill leaves is whole, and every range can go by itself. In place of rounds
-blobs are of chunks here, by when one was read last: when space is needed, ranges of the chunk go that was read longest ago, but never
-those that are needed soon. Whatever happens to the folder shows when a range is read, and costs no more than to fetch it again. Where
-the disk refuses, or all that fits is needed, ranges are kept in memory, a few.
+A range is a blob of its own (peer/net/blobs/store.py), so it is whole after a kill and evicted by itself. In place of
+rounds, blobs are ordered by chunk: ranges of the least recently read chunk are evicted first, but never those that are
+needed soon. Damage shows when a range is read, and costs one more fetch. Where the disk refuses, or all that fits is
+needed, a few ranges are kept in memory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ CHUNKS = 1024
 
 
 class TextStore(BlobStore):
-    """See the module's docstring. `limit`: bytes on disk. `warn` hears of a disk that refuses. Raises UsageError where the folder cannot be
-    made."""
+    """See the module's docstring. Raises UsageError if the folder cannot be made.
+
+    limit: bytes on disk
+    warn: called when the disk refuses
+    """
 
     def __init__(
         self,
@@ -62,41 +65,41 @@ class TextStore(BlobStore):
         return MEMORY_BYTES if self._clock() < self._disk_again else max(self._bytes, MEMORY_BYTES)
 
     def need(self, places: Iterable[Place]) -> None:
-        """From now on these are never removed; those before may be."""
+        """Protects these in place of those before."""
         self._needed = tuple(places)
         with self._lock:
             self.protected = {name for place in self._needed if (name := self.name(place))}
 
     def name(self, place: Place) -> str:
-        """Of a range as a blob, or of leaves; empty where the leaves are not here."""
+        """Returns the blob name of a range or of leaves; empty for a range without leaves here."""
         if place.index < 0:
             return place.name + LEAVES
-        leaves, start = self._leaves_of(place), blob_hash.LEAF * place.index
-        return leaves[start : start + blob_hash.LEAF].hex()
+        leaves, start = self._leaves_of(place), blob_hash.LEAF_BYTES * place.index
+        return leaves[start : start + blob_hash.LEAF_BYTES].hex()
 
     def has(self, name: str) -> bool:
         return name in self._memory or super().has(name)
 
     def holds(self, place: Place) -> bool:
-        """Whether a range, or leaves, were here when they were last looked for."""
+        """Whether a range, or leaves, are here, unless they were damaged since."""
         return bool(self._leaves_of(place)) if place.index < 0 else self.has(self.name(place))
 
     def read(self, place: Place) -> bytes:
-        """A range, or leaves; empty where they are not here. What is damaged is removed."""
+        """Returns a range, or leaves; empty if missing. Damaged ones are removed."""
         if place.index < 0:
             return self._leaves_of(place)
         name = self.name(place)
         return self._memory.get(name) or (self.get(name) if name else None) or b""
 
     def touch(self, place: Place) -> None:
-        """The chunk is the one that was read last."""
+        """Marks the chunk as the most recently read."""
         if self._read == place.name:
             return
         with self._lock:
             self._newest, self._read = self._newest + 2, place.name  # later than what came since
             leaves = self._leaves_of(place).hex()
-            for start in range(0, len(leaves), 2 * blob_hash.LEAF):
-                self._is_newest(leaves[start : start + 2 * blob_hash.LEAF])
+            for start in range(0, len(leaves), 2 * blob_hash.LEAF_BYTES):
+                self._is_newest(leaves[start : start + 2 * blob_hash.LEAF_BYTES])
             self._is_newest(place.name + LEAVES)
 
     def _is_newest(self, name: str) -> None:
@@ -106,7 +109,7 @@ class TextStore(BlobStore):
     def put(
         self, data: bytes, round: int = 0, *, name: str | None = None, protect: bool = False, sync: bool = True
     ) -> str:
-        """Keeps a range, or the leaves of a chunk under that `name`, which are right."""
+        """Keeps a range, or a chunk's leaves under `name`, already checked."""
         name = name or blob_hash.name_of(data)
         with self._lock:
             if not self.has(name) and not self._write(data, name):
@@ -119,7 +122,7 @@ class TextStore(BlobStore):
         return name
 
     def _write(self, data: bytes, name: str) -> bool:
-        """Whether the disk took it."""
+        """Returns whether the disk took it."""
         if not self.make_space(len(data)) or self._clock() < self._disk_again:
             return False
         try:
@@ -141,7 +144,7 @@ class TextStore(BlobStore):
         return True
 
     def _leaves_of(self, place: Place) -> bytes:
-        """The leaves of a chunk, if they are here and the chunk has that size."""
+        """Returns a chunk's leaves, empty if they are missing or of another size."""
         if blob_hash.count(place.size) == 1:
             return bytes.fromhex(place.name)
         size, leaves = self._leaves.get(place.name, (place.size, b""))

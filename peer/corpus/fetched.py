@@ -1,97 +1,220 @@
-"""A corpus of which a peer has what it reads: fetched ahead, each range checked, kept within a limit, and served to others.
+"""A corpus of which a peer has what it reads: fetched ahead, each range checked, kept within a limit, served to others.
 
-How far ahead: peer/corpus/lookahead.py. From whom: origins.py, mirrors.py. What is kept: cache.py. Shapes: n sequences, L positions.
+Each range is a small blob for the downloader (peer/net/blobs/fetching.py). It asks one origin after the other, a second
+one when the first is slow, and the peers that a node names. What is kept: cache.py.
+
+A plan gives a replica more slots than it is expected to read (protocol/planning/allotment.py), and all of its steps
+while its pace is not known. Fetching all of that would cost more than a fifth too much. So what is fetched at once is
+what was read in the last rounds, and from there on a little more than was read already:
+
+    max(usual, read + MARGIN max(usual, read)),        usual = min(most, MOST_ABOVE_MEAN mean) of the last ROUNDS rounds
+
+all in slots; in the first round a quarter of the given slots. The trainer asks for a step's text while it computes the
+one before (peer/chain/reading.py), so little more is enough.
+
+Shapes: n sequences, L positions.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+import contextlib
+import hashlib
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
+from peer.corpus import text
 from peer.corpus.cache import TextStore
-from peer.corpus.lookahead import Lookahead
-from peer.corpus.origins import Origins
-from peer.corpus.range_fetcher import PATIENCE, Patience, RangeFetcher
+from peer.corpus.mirrors import Mirror, MirrorBusy, Mirrors
 from peer.net.base import now
-from peer.net.blobs import Coming, Fetcher, Place
+from peer.net.blobs import Coming, Fetcher, Place, fetch_named
+from peer.net.blobs.holders import Absent, Corrupt, Holders
+from peer.net.disk import Disk
+from peer.net.network import Network
+from peer.net.rate_limits import Cooldown
 from protocol.codec import blob_hash
-from protocol.errors import UsageError
-from protocol.run import data_order
+from protocol.errors import RemoteError, UsageError
+from protocol.identity import short_peer
+from protocol.run import corpus
 from protocol.run.corpus import CorpusIndex, Extent
+from protocol.run.manifest import Manifest
+from protocol.wire import endpoints
 
-FULL = 0.8
-"""Share of what can be kept that is fetched ahead."""
-MOST_AHEAD = 256 << 20
-"""Bytes."""
-TRIES = 5
-"""How often what was damaged on disk between its coming and its reading is fetched again."""
+ROUNDS = 4
+MOST_ABOVE_MEAN = 1.1
+MARGIN = 0.08
+FIRST_ROUND_PART = 4
+CACHE_SHARE = 0.8
+"""Share of the cache that is filled ahead of reading."""
+MAX_AHEAD_BYTES = 256 << 20
+MAX_AHEAD = 16
+"""Ranges that are fetched at once: 512 KiB, 0.04 s of a link of 100 Mb/s, and all that a kill can cost."""
+MAX_URGENT = 8
+"""Further ranges at once, while a reader waits."""
+MAX_READ_TRIES = 5
+"""How often a range that was damaged on disk before it was read is fetched again."""
+POLL_SECONDS = 0.25
+REST_SECONDS = (2.0, 30.0)
+"""An origin that failed is not asked for so long: at first, and at most; twice as long each time."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """`read_bytes`: of sequences that were trained on. `waits`: how often a reader found something missing; `reads`: how often one read."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchTimeouts:
+    """Seconds."""
 
-    read_bytes: int = 0
-    reads: int = 0
-    waits: int = 0
+    retry: float = 1.0  # until a range that no origin gave is asked for again
+    hopeless: float = 45.0  # a reader fails after so long without a new range
+    silence: float = 10.0  # an origin that does not answer counts as gone after so long
+
+
+FETCH_TIMEOUTS = FetchTimeouts()
+
+
+class Lookahead:
+    """Decides how many slots are fetched ahead. `least`: slots that one range has anyway."""
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._rounds: deque[int] = deque(maxlen=ROUNDS)
+
+    def end(self, read: int) -> None:
+        """Ends a round in which `read` slots were read."""
+        if read:
+            self._rounds.append(read)
+
+    def usual(self, given: int) -> int:
+        """Slots that are likely to be read of those that a plan has given."""
+        if not self._rounds:
+            return min(given, max(self._least, given // FIRST_ROUND_PART))
+        mean = sum(self._rounds) / len(self._rounds)
+        return min(given, max(self._rounds), math.ceil(MOST_ABOVE_MEAN * mean))
+
+    def target(self, given: int, read: int) -> int:
+        """Slots, from the first given one on, that should be here once `read` of them were read."""
+        usual = self.usual(given)
+        margin = max(self._least, math.ceil(MARGIN * max(usual, read)))
+        return min(given, max(usual, read + margin if read else 0))
+
+
+class Origins(Holders):
+    """The holders of text: the run's bootstrap nodes, peers that these name, and mirrors.
+
+    Nodes are asked for a chunk in an order that all peers share, so that they hear of each other; then the mirrors.
+
+    nodes: returns the run's nodes
+    warn: called once for each node or mirror that fails, and for each holder that lies
+    """
+
+    def __init__(self, nodes: Callable[[], Iterable[str]], mirrors: Sequence[str], warn: Callable[[str], None]) -> None:
+        super().__init__(lambda line: warn(f"text: {line}"))
+        self._nodes = nodes
+        self._mirrors = tuple(mirrors)
+        self._rests = Cooldown(*REST_SECONDS)
+
+    def of(self, chunk: str) -> list[str]:
+        """Returns the origins to ask for a chunk, in order, without those that rest."""
+        nodes = sorted(self._nodes(), key=lambda node: hashlib.sha256(f"{chunk} {node}".encode()).digest())
+        return [origin for origin in (*nodes, *self._mirrors) if not self.is_avoided(origin)]
+
+    def order(self, holders: Sequence[str], size: int) -> deque[str]:
+        """Returns them as they are given, those that did not answer lately last."""
+        return deque(sorted(dict.fromkeys(holders), key=self.is_last))
+
+    def is_avoided(self, peer: str) -> bool:
+        return super().is_avoided(peer) or self._rests.is_resting(peer, now())
+
+    def gave(self, peer: str) -> None:
+        super().gave(peer)
+        self._rests.end(peer)
+
+    def failed(self, peer: str, error: RemoteError) -> None:
+        """Several requests that fail at the same time count once."""
+        super().failed(peer, error)
+        is_known = peer in self._mirrors or peer in self._nodes()
+        if isinstance(error, Absent) and not is_known:
+            return
+        if is_known and not self._rests.times(peer) and not isinstance(error, Absent | Corrupt):
+            self._warn(f"{error}; others are asked")
+        if not self._rests.is_resting(peer, now()) or isinstance(error, MirrorBusy):
+            self._rests.begin(peer, now(), error.seconds if isinstance(error, MirrorBusy) else 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextAccess:
+    """What text is fetched with."""
+
+    network: Network
+    folder: Path  # of the cache
+    limit: int  # bytes of the cache
+    disk: Disk
+    patience: FetchTimeouts = FETCH_TIMEOUTS
+    mirrors: Mirrors | None = None  # the client of the manifest's mirrors, closed with the text; None: a new one
+
+    @property
+    def nodes(self) -> list[str]:
+        """The operators' nodes now, without ourselves."""
+        return [node for node in self.network.directory.operators if node != self.network.transport.peer_id]
 
 
 class FetchedText:
-    """See the module's docstring, and Text. `seed`: the run's; `closes` are called in the end."""
+    """See the module's docstring, and peer.corpus.text.Text. Made by `open_text`.
+
+    fetched_bytes: of all ranges that came and were right
+    read_bytes: of sequences that were read
+    waits: how often a reader found something missing
+    """
 
     def __init__(
         self,
         index: CorpusIndex,
         seed: bytes,
         store: TextStore,
-        fetcher: Fetcher,
         origins: Origins,
-        emit: events.Emit,
-        patience: Patience = PATIENCE,
-        closes: Sequence[Callable[[], Awaitable[None]]] = (),
+        fetcher: Fetcher,
+        access: TextAccess,
+        mirrors: Mirrors,
     ) -> None:
-        self._closes = closes
-        self.counts = Counts()
-        self._index = index
+        self.index = index
+        self.fetched_bytes = self.read_bytes = self.waits = 0
         self._seed = seed
         self._store = store
-        self._emit = emit
-        self._coming = fetcher.coming
-        self._fetcher = RangeFetcher(store, fetcher, origins, self._warn, self._quiet, patience)
+        self._origins = origins
+        self._fetcher = fetcher
+        self._network = access.network
+        self._patience = access.patience
+        self._mirrors = mirrors
         self._dtype = np.dtype(f"<u{index.id_bytes}")
-        self._lookahead = Lookahead(-(-blob_hash.RANGE // index.stride))
+        self._lookahead = Lookahead(-(-blob_hash.RANGE_BYTES // index.stride))
         self._expected: list[range] = []
         self._read: dict[range, int] = {}
         self._began: float | None = None
-        self._told = False
-
-    @property
-    def index(self) -> CorpusIndex:
-        """Of the run's corpus."""
-        return self._index
-
-    @property
-    def fetched_bytes(self) -> int:
-        """Bytes that came, and were right."""
-        return self._fetcher.fetched_bytes
+        self._has_reported = False
+        self._todo: deque[Place] = deque()
+        self._urgent: Counter[Place] = Counter()
+        self._tasks: dict[Place, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._last: RemoteError | None = None
+        self._paused_until = float("-inf")
+        self._has_warned = False
+        self._again: asyncio.TimerHandle | None = None
 
     @property
     def is_fetching(self) -> bool:
         """Whether text that will be read soon is still missing."""
-        return self._fetcher.is_busy
+        return bool(self._tasks or self._todo or self._urgent)
 
     async def sequences(self, slots: range) -> NDArray[np.int64]:
-        """The ids [n, L + 1] of these slots, in order; waits until they are there. Raises RemoteError, UsageError."""
         extents = list(self._extents(slots))
-        self.counts.reads += 1
-        self.counts.waits += not all(map(self._store.holds, _places(extents)))
+        self.waits += not all(map(self._store.holds, _places(extents)))
         found = await self._rows(extents)
-        self.counts.read_bytes += found.size * self._index.id_bytes
+        self.read_bytes += found.size * self.index.id_bytes
         for expected in self._expected:
             if expected.start <= slots.start and slots.stop <= expected.stop:
                 self._read[expected] = max(self._read.get(expected, 0), slots.stop - expected.start)
@@ -99,8 +222,6 @@ class FetchedText:
         return found
 
     def expect(self, slots: Sequence[range]) -> None:
-        """These slots will be read soon, in this order, though perhaps not all. Replaces what was expected before. The first may have been
-        read in part."""
         new = [given for given in slots if len(given)]
         for old in self._expected:
             if old not in new:
@@ -109,68 +230,45 @@ class FetchedText:
         self._look_ahead()
 
     async def held_out(self, limit: int) -> NDArray[np.int64]:
-        """At most `limit` held-out sequences [n, L + 1], always the same. Raises RemoteError, UsageError."""
-        chunk, count = self._index.held_out_chunk(), min(limit, self._index.held_out_sequences)
-        return await self._rows([Extent(chunk.name, chunk.size, 0, count * self._index.stride)] if count else [])
+        chunk, count = self.index.held_out_chunk(), min(limit, self.index.held_out_sequences)
+        return await self._rows([Extent(chunk.name, chunk.size, 0, count * self.index.stride)] if count else [])
 
     def read(self, place: Place) -> bytes:
-        """A range of a chunk, or its leaves, for others; empty where they are not here."""
+        """Returns a range of a chunk, or its leaves, for other peers; empty if it is not here."""
         return self._store.read(place)
 
     def coming(self, place: Place, peer: str, named_by: str) -> Coming | None:
-        """The same, where they are on their way (see Fetcher.coming)."""
-        return self._coming(self._store.name(place), peer, named_by)
+        """See Fetcher.coming."""
+        return self._fetcher.coming(self._store.name(place), peer, named_by)
 
     async def aclose(self) -> None:
         """Ends what is under way; what came stays on disk."""
+        self._todo.clear()
+        if self._again is not None:
+            self._again.cancel()
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self._fetcher.aclose()
-        for close in self._closes:
-            await close()
-
-    # --- ahead
-
-    def _look_ahead(self) -> None:
-        """Has fetched what will be read."""
-        room, places, seen = min(MOST_AHEAD, int(FULL * self._store.capacity)), list[Place](), set[Place]()
-        for given in self._expected:
-            read = self._read.get(given, 0)
-            begin = max(0, read - 1)
-            target = self._lookahead.target(len(given), read)
-            for place in _places(self._extents(range(given.start + begin, given.start + target))):
-                if place not in seen:
-                    seen.add(place)
-                    places.append(place)
-                    room -= place.length
-                if room < 0:
-                    break
-            if room < 0:
-                break
-        if self._began is None and not all(map(self._store.holds, places)):  # who comes back has the first ones
-            self._began = now()
-        self._store.need(places)
-        self._fetcher.want(places)
-
-    def _extents(self, slots: range) -> Iterator[Extent]:
-        for numbers in data_order.sequences(self._seed, self._index.sequences, slots):
-            yield from self._index.extents(numbers)
+        await self._mirrors.aclose()
 
     # --- reading
 
     async def _rows(self, extents: list[Extent]) -> NDArray[np.int64]:
         places = list(dict.fromkeys(_places(extents)))
-        for _ in range(TRIES):
-            await self._fetcher.need(places)
+        for _ in range(MAX_READ_TRIES):
+            await self._need(places)
             data = await asyncio.to_thread(self._bytes, extents)
             if data is not None:
-                ids = np.frombuffer(data, self._dtype).reshape(-1, self._index.sequence + 1)
+                ids = np.frombuffer(data, self._dtype).reshape(-1, self.index.sequence + 1)
                 return ids.astype(np.int64)
         raise UsageError("text: what was fetched is gone or damaged whenever it is read; check the disk")
 
     def _bytes(self, extents: list[Extent]) -> bytes | None:
-        """The bytes of all extents; None where some are not here after all."""
+        """Returns the bytes of all extents, None if some are not here after all."""
         out = bytearray()
         for extent in extents:
-            begin = extent.ranges.start * blob_hash.RANGE
+            begin = extent.ranges.start * blob_hash.RANGE_BYTES
             self._store.touch(Place(extent.name, extent.size, -1))
             pieces = [self._store.read(Place(extent.name, extent.size, index)) for index in extent.ranges]
             if not all(pieces):
@@ -178,24 +276,187 @@ class FetchedText:
             out += b"".join(pieces)[extent.start - begin : extent.end - begin]
         return bytes(out)
 
-    # --- what is told
+    def _extents(self, slots: range) -> Iterator[Extent]:
+        for numbers in corpus.sequences(self._seed, self.index.sequences, slots):
+            yield from self.index.extents(numbers)
 
-    def _quiet(self) -> None:
-        """All that is wanted is here."""
-        if not self._told and self._began is not None and self.fetched_bytes:
-            self._told = True
-            tokens = self._index.sequences * self._index.sequence
-            self._emit(
-                events.TextFetched(bytes=self.fetched_bytes, seconds=round(now() - self._began, 3), tokens=tokens)
-            )
+    # --- fetching
 
-    def _warn(self, line: str) -> None:
-        self._emit(events.Warning(text=line))
+    def _look_ahead(self) -> None:
+        """Has what will be read fetched, in order, as far as the cache has room."""
+        room = min(MAX_AHEAD_BYTES, int(CACHE_SHARE * self._store.capacity))
+        places: dict[Place, None] = {}
+        for place in self._ahead():
+            if place not in places:
+                places[place] = None
+                room -= place.length
+            if room < 0:
+                break
+        if self._began is None and not all(map(self._store.holds, places)):  # a restarted peer has the first ones
+            self._began = now()
+        self._store.need(places)
+        self._todo = deque(place for place in places if not self._store.holds(place))
+        self._pump()
+
+    def _ahead(self) -> Iterator[Place]:
+        for given in self._expected:
+            read = self._read.get(given, 0)
+            target = self._lookahead.target(len(given), read)
+            yield from _places(self._extents(range(given.start + max(0, read - 1), given.start + target)))
+
+    async def _need(self, places: Sequence[Place]) -> None:
+        """Returns when these are here. Raises RemoteError when they cannot be had."""
+        began = now()
+        missing = waited = [place for place in places if not self._store.holds(place)]
+        self._urgent.update(waited)
+        try:
+            while missing:
+                self._pump()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_SECONDS):
+                        await self._changed.wait()
+                left = [place for place in missing if not self._store.holds(place)]
+                if len(left) < len(missing):
+                    began = now()
+                elif now() - began > self._patience.hopeless:
+                    raise self._last or RemoteError("nobody", "text: nobody gives it; it is tried again")
+                missing = left
+        finally:
+            self._urgent -= Counter(waited)
+
+    def _pump(self) -> None:
+        """Starts as many fetches as may run at once. Ranges fetched ahead do not delay a reader that waits."""
+        if now() < self._paused_until:
+            return
+        for place in self._urgent:
+            if len(self._tasks) < MAX_AHEAD + MAX_URGENT and not self._store.holds(place):
+                self._begin(place)
+        waits: list[Place] = []  # for its chunk's leaves
+        while self._todo and len(self._tasks) < MAX_AHEAD and len(waits) < MAX_AHEAD:
+            place = self._todo.popleft()
+            if not self._store.holds(place) and not self._begin(place):
+                waits.append(place)
+        self._todo.extendleft(reversed(waits))
+
+    def _begin(self, place: Place) -> bool:
+        """Fetches a range, or first the leaves of its chunk. Returns whether the range is on its way."""
+        wanted = place if self._store.holds(place.leaves) else place.leaves
+        if wanted not in self._tasks:
+            self._tasks[wanted] = task = asyncio.create_task(self._fetch(wanted))
+            task.add_done_callback(lambda task: self._ended(wanted, task))
+        return wanted == place
+
+    def _ended(self, place: Place, task: asyncio.Task[None]) -> None:
+        del self._tasks[place]
+        if task.cancelled():
+            return
+        task.result()
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self._pump()
+        if not self.is_fetching and not self._has_reported and self._began is not None and self.fetched_bytes:
+            self._has_reported = True
+            seconds, tokens = round(now() - self._began, 3), self.index.sequences * self.index.sequence
+            self._network.emit(events.TextFetched(bytes=self.fetched_bytes, seconds=seconds, tokens=tokens))
+
+    async def _fetch(self, place: Place) -> None:
+        name, origins = self._store.name(place), self._origins.of(place.name)
+        try:
+            if not origins:
+                raise self._last or RemoteError("nobody", "text: nobody can be asked for it; it is tried again")
+            self._store.remove(name)  # what is there is damaged
+            await self._fetcher.fetch(name, place.length, origins, owner=name, place=place)
+        except RemoteError as error:
+            self._last = error if error is self._last else RemoteError(error.peer, f"text: {error}")
+            self._todo.appendleft(place)
+            self._pause()
+        else:
+            self.fetched_bytes += place.length
+            self._has_warned = False
+
+    def _pause(self) -> None:
+        """Pauses before the next try, since no origin gave a range."""
+        self._paused_until = now() + self._patience.retry
+        if not self._has_warned:
+            self._has_warned = True
+            self._network.warn(f"text: nobody gives what is to be read ({self._last}); it is tried again")
+        if self._again is not None:
+            self._again.cancel()
+        self._again = asyncio.get_running_loop().call_later(self._patience.retry, self._pump)
 
 
 def _places(extents: Iterable[Extent]) -> Iterator[Place]:
-    """What has to be here to read these bytes, in order."""
+    """Yields what these bytes are read from, in order."""
     for extent in extents:
         yield Place(extent.name, extent.size, -1)
         for index in extent.ranges:
             yield Place(extent.name, extent.size, index)
+
+
+# --- opening
+
+
+async def open_text(manifest: Manifest, access: TextAccess) -> FetchedText:
+    """Opens the run's text. Raises RemoteError where no origin has its index, UsageError."""
+    network, directory = access.network, access.network.directory
+    mirrors = access.mirrors or Mirrors()
+    try:
+        places = mirrors.all(manifest.data.mirrors)
+        await asyncio.to_thread(access.disk.make_folder, access.folder)
+        index = await _index(manifest.data.corpus, access, places)
+        text.check(index, manifest)
+        store = await asyncio.to_thread(TextStore, access.folder, access.limit, access.disk, network.warn)
+    except BaseException:
+        await mirrors.aclose()
+        raise
+    sources = {mirror.name: mirror for mirror in places}
+    origins = Origins(lambda: access.nodes, list(sources), network.warn)
+    fetcher = Fetcher(
+        network.transport,
+        store,
+        reach=directory.reach,
+        lost=directory.lost,
+        timeout=access.patience.silence,
+        holders=origins,
+        sources=sources,
+    )
+    return FetchedText(index, manifest.seed_bytes, store, origins, fetcher, access, mirrors)
+
+
+async def _index(digest: str, access: TextAccess, mirrors: list[Mirror]) -> CorpusIndex:
+    """Returns the corpus's index, from our disk, a bootstrap node or a mirror. Raises RemoteError."""
+    path = access.folder / corpus.INDEX
+    try:
+        raw = await asyncio.to_thread(access.disk.read, path)
+    except OSError:
+        raw = b""
+    if blob_hash.name_of(raw) != digest:
+        raw = await _fetch_index(digest, access, mirrors)
+        with contextlib.suppress(UsageError):  # a full disk shows again where it matters
+            await asyncio.to_thread(access.disk.write, path, raw)
+    return corpus.from_bytes(raw, f"{digest[:12]}…")
+
+
+async def _fetch_index(digest: str, access: TextAccess, mirrors: list[Mirror]) -> bytes:
+    why, network = "nobody is asked", access.network
+    places: list[str | Mirror] = [*access.nodes, *mirrors]
+    for place in places:
+        try:
+            if isinstance(place, Mirror):
+                name, raw = place.name, await place.whole(corpus.INDEX, corpus.MAX_INDEX)
+            else:
+                await network.directory.reach(place)
+                name = short_peer(place)
+                raw = await fetch_named(network.transport, place, endpoints.CORPUS_NAME, limit=corpus.MAX_INDEX)
+        except RemoteError as error:
+            why = str(error)
+            continue
+        if blob_hash.name_of(raw) == digest:
+            return raw
+        why = f"index from {name}: not that of the run's corpus"
+        network.warn(f"text: {why}; others are asked")
+    raise RemoteError(
+        "nobody",
+        f"text: nobody gives the index of the run's corpus ({why}); tell the operator,"
+        " or name its folder with --corpus",
+    )

@@ -1,13 +1,14 @@
-"""Which files a source has: what each is read as, and what is left out and why.
+"""The files of a source: what each is read as, and what is left out and why.
 
-A folder is walked in the order of the names' bytes, folder by folder. Names decide nothing but the format, by their endings in any case:
+A folder is walked in the order of the names' bytes, folder by folder. Names decide only the format, by their endings in
+any case:
 
     .jsonl .ndjson .json .csv .tsv .parquet .pq .arrow     rows: a document a row
     any other                                              UTF-8 text: the file is a document
 
-Behind each may stand .gz, .zst, .bz2 or .xz; gzip, zstandard and xz are also known by their first bytes. Of a folder, files and folders
-whose names begin with a dot are left out, and so are empty files, what is no regular file, and files that are not text by their first
-bytes, if their endings do not say that they are. A file that is named by itself is read.
+A further ending may be .gz, .zst, .bz2 or .xz; gzip, zstandard and xz are also known by their first bytes. Of a folder,
+hidden files and folders are left out, and empty files, irregular files, and files that are not text by their first
+bytes, unless their endings say that they are. A file that is named by itself is read.
 """
 
 from __future__ import annotations
@@ -56,10 +57,8 @@ class File:
     """One file that is read."""
 
     path: str
-    format: str
-    """text, jsonl, json, csv, tsv, parquet or arrow."""
-    compression: str
-    """gzip, zstandard, bzip2, xz or nothing."""
+    format: str  # text, jsonl, json, csv, tsv, parquet or arrow.
+    compression: str  # gzip, zstandard, bzip2, xz or nothing.
     size_bytes: int
 
     def __str__(self) -> str:
@@ -239,7 +238,7 @@ def blocks(file: File, offset: int = 0) -> Iterator[bytes]:
 
 
 def utf8_blocks(file: File, offset: int = 0) -> Iterator[bytes]:
-    """The same of a file that should be UTF-8, without a byte-order mark. Raises UsageError where its first bytes say that it is not."""
+    """As `blocks`, without a byte-order mark. Raises UsageError if the first bytes are not UTF-8."""
     for number, block in enumerate(blocks(file, offset)):
         if number or offset:
             yield block

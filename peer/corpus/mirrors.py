@@ -1,7 +1,8 @@
 """Mirrors of a corpus: folders on web servers, and data set repositories of the Hugging Face hub.
 
-A mirror has the files of a corpus's folder (docs/guides/data.md) under its address: `index`, `chunks/<name>` and `chunks/<name>.leaves`. It is asked
-for parts of files (RFC 9110, section 14), a few ranges at a time, since text is read in order. Whatever it answers, we bound bytes, seconds and redirects; only https is spoken.
+A mirror has the files of a corpus's folder (docs/guides/data.md) under its address: `index`, `chunks/<name>` and
+`chunks/<name>.leaves`. It is asked for parts of files (RFC 9110, section 14), a few ranges at a time, as text is read
+in order. Bytes, seconds and redirects of its answers are bounded; only https is spoken.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from urllib.parse import urlsplit
 import httpx2
 from huggingface_hub import hf_hub_url
 
-from peer.corpus.origins import Busy
 from peer.net.base import now
 from peer.net.blobs import Place
 from peer.net.blobs.holders import Corrupt
@@ -41,9 +41,21 @@ BUSY_SECONDS = (1.0, 600.0)
 """Least and most that a mirror's Retry-After is believed."""
 
 
+class MirrorBusy(RemoteError):
+    """A mirror asks for a pause of `seconds`."""
+
+    def __init__(self, peer: str, message: str, seconds: float) -> None:
+        super().__init__(peer, message)
+        self.seconds = seconds
+
+
 class Mirrors:
-    """The client of all mirrors of a run. `verify`: which certificates are trusted (default: those that the system trusts); `hub`: where the hub
-    is (default: as `huggingface_hub` finds it); `silence`: seconds without an answer."""
+    """The client of all mirrors of a run.
+
+    verify: trusted certificates (default: the system's)
+    hub: the hub's address (default: as `huggingface_hub` finds it)
+    silence: longest time without an answer, in seconds
+    """
 
     def __init__(
         self, verify: ssl.SSLContext | None = None, hub: str | None = None, silence: float = SILENT_SECONDS
@@ -59,7 +71,6 @@ class Mirrors:
         return [Mirror(self._client, address, self._hub, self._silence) for address in addresses]
 
     async def aclose(self) -> None:
-        """Closes all connections."""
         await self._client.aclose()
 
 
@@ -89,7 +100,7 @@ class Mirror:
             self._requests[first] = request, now()
             if len(self._requests) > REQUESTS:
                 self._requests.popitem(last=False)
-        start = (place.index - first.index) * blob_hash.RANGE
+        start = (place.index - first.index) * blob_hash.RANGE_BYTES
         return (await asyncio.shield(request))[start : start + place.length]
 
     async def whole(self, path: str, limit: int) -> bytes:
@@ -157,7 +168,7 @@ class Mirror:
         if status in (429, 503):
             seconds = _retry_after(response.headers.get("retry-after", ""))
             if seconds is not None:
-                raise Busy(self.name, f"{self.name}: answers {status}, asks for {seconds:.0f} s of rest", seconds)
+                raise MirrorBusy(self.name, f"{self.name}: answers {status}, asks for {seconds:.0f} s of rest", seconds)
         if span is None and status == 200:
             return
         if span is not None and status == 200:
@@ -173,7 +184,10 @@ class Mirror:
 
 
 def _repository(address: str) -> tuple[str, str | None, str] | None:
-    """(OWNER/NAME, revision, folder in it) of hf://datasets/OWNER/NAME[@REVISION][/FOLDER]; None of a web address. Raises UsageError."""
+    """Splits hf://datasets/OWNER/NAME[@REVISION][/FOLDER] into (OWNER/NAME, revision, folder); None: a web address.
+
+    Raises UsageError.
+    """
     kind, _, rest = address.partition("://")
     if kind != "hf":
         return None
@@ -191,13 +205,10 @@ def _has_failed(request: asyncio.Task[bytes]) -> bool:
 
 
 def _retry_after(text: str) -> float | None:
-    """Seconds, within our bounds, that a Retry-After asks for (RFC 9110, section 10.2.3)."""
+    """Returns the seconds, within BUSY_SECONDS, of a Retry-After (RFC 9110, section 10.2.3)."""
     try:
-        seconds = float(text) if text.strip().isdecimal() else _until(text)
+        is_seconds = text.strip().isdecimal()
+        seconds = float(text) if is_seconds else email.utils.parsedate_to_datetime(text).timestamp() - time.time()
     except (TypeError, ValueError, OverflowError):
         return None
     return min(max(seconds, BUSY_SECONDS[0]), BUSY_SECONDS[1])
-
-
-def _until(date: str) -> float:
-    return email.utils.parsedate_to_datetime(date).timestamp() - time.time()

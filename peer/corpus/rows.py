@@ -1,7 +1,7 @@
-"""The rows of a file, as its format says and not as its values look: the text is a string, or there is none (null).
+"""The rows of a file, by its format: the text is a string, or missing (null).
 
-Whatever else is in the column makes a bad row, which has a number, and in a file of lines a line; both count from 1. Where a format cannot be
-read on behind what is wrong with it, UsageError is raised.
+Other values make a bad row, which is named by its number and, in a file of lines, its line; both count from 1. An error
+behind which a format cannot be read raises UsageError.
 """
 
 from __future__ import annotations
@@ -16,23 +16,43 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO, Any
 
-from peer.corpus.documents import Reading
 from peer.corpus.files import File, mark_bytes, opened, refused, utf8_blocks
 from peer.corpus.tokenizer import first_line
 from protocol.errors import UsageError
 
 MOST_ROW_BYTES = 1 << 28
 """A row has to fit into memory; a longer document is a file of its own."""
+OPTIONS = ("--column", "--split", "--skip-bad-rows")
+"""Options of `potluck data build` that errors name as remedies."""
 _BATCH_ROWS = 64
-_NAMES: dict[type, str] = {bool: "true or false", float: "a number", list: "a list", dict: "an object"}
+_NAMES: dict[type, str] = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How rows are read: the column with the text; of a data set of the hub also its split and subset.
+
+    options: those of OPTIONS that the command has, so that its errors name no others
+    instead: how an option `{}` that it lacks is given elsewhere; empty if it cannot be
+    """
+
+    column: str = "text"
+    split: str = "train"
+    subset: str = ""
+    skip_bad_rows: bool = False  # rows that cannot be read are left out and counted, instead of an error
+    options: tuple[str, ...] = OPTIONS
+    instead: str = ""
+
+    def option(self, name: str) -> str:
+        """Returns how an error names an option, or several; empty if the command cannot have it."""
+        return name if name.split(",")[0] in self.options else self.instead.format(name)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A row's text, None where it has none; or what is wrong with it."""
 
-    place: str
-    """`row 3`, or `row 3, line 4`."""
+    place: str  # `row 3`, or `row 3, line 4`.
     text: str | None = None
     bad: str = ""
 
@@ -137,10 +157,10 @@ def _of_object(value: Any, reading: Reading, place: str) -> Row:
         return Row(place, bad=f"has no column {column}; it has {there or 'none'}: name one with {how}")
     if column in value.twice:
         return Row(place, bad=f"has the column {column} twice")
-    return _of_value(value[column], column, place)
+    return of_value(value[column], column, place)
 
 
-def _of_value(text: object, column: str, place: str) -> Row:
+def of_value(text: object, column: str, place: str) -> Row:
     if text is None:
         return Row(place)
     if not isinstance(text, str):
@@ -313,15 +333,10 @@ def _table(file: File, reading: Reading, first: int) -> Iterator[Row]:
                     yield _of_bytes(value, reading.column, f"row {number}")
         except UsageError:
             raise
-        except OSError as error:
-            reason = error.strerror or first_line(error)
-            raise refused(
-                file, f"behind row {number}: {reason}; it must be whole {file.format}: get it again"
-            ) from None
         except Exception as error:  # whatever pyarrow raises
-            raise refused(
-                file, f"behind row {number}: {first_line(error)}; it must be whole {file.format}: get it again"
-            ) from None
+            reason = error.strerror if isinstance(error, OSError) else None
+            text = f"behind row {number}: {reason or first_line(error)}; it must be whole {file.format}: get it again"
+            raise refused(file, text) from None
 
 
 def _of_bytes(value: bytes | None, column: str, place: str) -> Row:

@@ -1,12 +1,12 @@
-"""Documents from anything that has text.
+"""Documents from the sources of a corpus.
 
-    sotu                          the text that comes with Potluck, a document a message
-    FILE                          rows, a document each, or UTF-8 text, one document: as its ending says (peer/corpus/files.py)
-    FOLDER                        all files in it and below, each read as if it were named by itself
-    hub:OWNER/NAME@REVISION       a data set of the hub; the revision is a commit or a tag, so that it stays the same text
+    sotu                      the text that comes with Potluck, a document a message
+    FILE                      rows, a document each, or UTF-8 text, one document: by its ending (peer/corpus/files.py)
+    FOLDER                    all files in it and below, each read as if it were named by itself
+    hub:OWNER/NAME@REVISION   a data set of the hub; the revision is a commit or a tag, so that the text cannot change
 
-Documents come in a fixed order, as *units* of pieces of text. A unit says from where to go on behind it: `state`, plain data. No
-document has to fit into memory that is a file by itself; a row has to. Only data sets of the hub are read through `datasets`.
+Documents come in a fixed order, as *units* of pieces of text. A unit's `state`, plain data, says where to resume behind
+it. A row has to fit into memory, a file of text does not. Only data sets of the hub are read through `datasets`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,54 @@ import importlib.metadata
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from peer.corpus import files
-from peer.corpus.documents import PIECE_CHARS, UNIT_CHARS, UNIT_ROWS, Reading, Unit, add, cut
 from peer.corpus.files import File, LeftOut, mark_bytes, refused
-from peer.corpus.rows import decoded, rows
+from peer.corpus.rows import Reading, Row, decoded, of_value, rows
 from peer.corpus.tokenizer import first_line
 from protocol.errors import UsageError
 
-__all__ = ["PIECE_CHARS", "Reading", "Source", "Unit", "fingerprint", "forbid_the_hub", "parse", "units"]
+PIECE_CHARS = 1 << 16
+"""No more than so much of a document is tokenized in one go; pieces end at a line's end where there is one."""
+UNIT_CHARS = 1 << 19
+"""A unit is done when it has so many: about a second's work of one core."""
+UNIT_ROWS = 64
+"""A unit of rows is done when it has so many, whatever is in them."""
+
+
+@dataclass(slots=True)
+class Unit:
+    """Pieces of text (UTF-8), and for each whether its document ends with it. An empty document is an empty piece."""
+
+    pieces: list[bytes] = field(default_factory=list)
+    ends: list[bool] = field(default_factory=list)
+    state: Any = None  # from where to go on behind this unit; None where that cannot be said, in the middle of rows
+    begins: bool = True  # whether the first piece begins a document
+    file: str = ""  # what the text is of: a file, or a whole source that is not read file by file
+    left_out: int = 0
+    """Rows that could not be read. Each counts as an empty document, so that the others keep their numbers."""
+    first_left_out: str = ""  # why the first of them could not
+
+
+def cut(text: str, start: int) -> int:
+    """Where the piece that begins at `start` ends."""
+    end = start + PIECE_CHARS
+    return len(text) if len(text) <= end else text.rfind("\n", start, end) + 1 or end
+
+
+def add(unit: Unit, text: str) -> int:
+    """Adds a whole document; its characters. Raises UnicodeEncodeError."""
+    start = 0
+    while True:
+        end = cut(text, start)
+        unit.pieces.append(text[start:end].encode())
+        unit.ends.append(end == len(text))
+        start = end
+        if unit.ends[-1]:
+            return len(text)
+
 
 _HUB_ROWS = 64
 _HUB = "hub:"
@@ -35,30 +72,26 @@ _HUB = "hub:"
 class Source:
     """What a person has named."""
 
-    kind: str
-    """sotu, file, folder or hub."""
-    name: str
-    """A path, or the data set's name."""
+    kind: str  # sotu, file, folder or hub.
+    name: str  # a path, or the data set's name
     revision: str = ""
-    files: tuple[File, ...] = ()
-    """What is read of a file or a folder, in its order."""
-    left_out: tuple[LeftOut, ...] = ()
-    """What is not read of a folder."""
+    files: tuple[File, ...] = ()  # what is read of a file or a folder, in its order
+    left_out: tuple[LeftOut, ...] = ()  # what is not read of a folder
 
     def __str__(self) -> str:
         return f"{_HUB}{self.name}@{self.revision}" if self.kind == "hub" else files.printable(self.name)
 
 
 def parse(text: str) -> Source:
-    """A source as a person names it; of a file or a folder, what will be read is known behind this. Raises UsageError."""
+    """Parses the name of a source, and finds the files of a file or folder. Raises UsageError."""
     if text == "sotu":
         return Source("sotu", "sotu")
     if text.startswith(_HUB) and not os.path.exists(text):
         name, _, revision = text.removeprefix(_HUB).partition("@")
         if not name or not revision:
             raise UsageError(
-                f"source {text}: names no revision; write {_HUB}OWNER/NAME@REVISION with a commit or a tag of the data set,"
-                " so that its text cannot change"
+                f"source {text}: names no revision; write {_HUB}OWNER/NAME@REVISION with a commit or a tag"
+                " of the data set, so that its text cannot change"
             )
         return Source("hub", name, revision)
     if os.path.isdir(text):
@@ -72,7 +105,7 @@ def parse(text: str) -> Source:
 
 
 def fingerprint(source: Source) -> list[Any]:
-    """What tells whether a source is still what it was: a version, or the names, sizes and times of its files. Raises UsageError."""
+    """Returns what changes with a source: a version, or its files' names, sizes and times. Raises UsageError."""
     if source.kind == "sotu":
         return ["sotu", importlib.metadata.version("sotu")]
     if source.kind == "hub":
@@ -90,7 +123,7 @@ def fingerprint(source: Source) -> list[Any]:
 
 
 def forbid_the_hub(found: Sequence[Source]) -> None:
-    """Nothing is asked of any hub in this process, unless one of these sources is there. To be called before any is read."""
+    """Turns the hub off in this process, unless a source is there. Called before any is read."""
     if not any(source.kind == "hub" for source in found):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -149,17 +182,12 @@ def _text(file: File, number: int, offset: int) -> Iterator[Unit]:
 
 
 def _rows(file: File, reading: Reading, number: int, first: int) -> Iterator[Unit]:
-    """A document a row. Its places are numbers of rows, from 0."""
+    """Yields a document a row. Its places are numbers of rows, from 0."""
     unit, chars, read = Unit(), 0, first
     for row in rows(file, reading, first):
         read += 1
-        if row.bad:
-            if not reading.skip_bad_rows:
-                remedy = "" if "--column" in row.bad else "; mend or remove that row"
-                raise refused(file, f"{row.place}: {row.bad}{remedy}{_or_skip(reading)}")
-            unit.left_out += 1
-            unit.first_left_out = unit.first_left_out or f"{row.place}: {row.bad}"
-        chars += add(unit, row.text or "")
+        remedy = "" if "--column" in row.bad else "; mend or remove that row"
+        chars += _add_row(unit, row, reading, file, remedy)
         if chars >= UNIT_CHARS or len(unit.ends) >= UNIT_ROWS:
             unit.state = [number, read]
             yield unit
@@ -168,18 +196,26 @@ def _rows(file: File, reading: Reading, number: int, first: int) -> Iterator[Uni
     yield unit
 
 
-def _or_skip(reading: Reading) -> str:
-    skip = reading.option("--skip-bad-rows")
-    return f", or leave such rows out: {skip}" if skip else ""
+def _add_row(unit: Unit, row: Row, reading: Reading, source: File | Source, remedy: str = "") -> int:
+    """Adds a row to a unit, a bad one as an empty document. Returns its characters. Raises UsageError for a bad one."""
+    if row.bad:
+        if not reading.skip_bad_rows:
+            skip = reading.option("--skip-bad-rows")
+            leave_out = f", or leave such rows out: {skip}" if skip else ""
+            raise UsageError(f"source {source}: {row.place}: {row.bad}{remedy}{leave_out}")
+        unit.left_out += 1
+        unit.first_left_out = unit.first_left_out or f"{row.place}: {row.bad}"
+    return add(unit, row.text or "")
 
 
 # --- data sets of the hub
 
 
 def _hub(source: Source, reading: Reading, state: Any) -> Iterator[Unit]:
-    """Rows through `datasets`. The state is [rows that were read, the stream's own]."""
+    """Yields rows through `datasets`. The state is [rows that were read, the stream's own]."""
     number, begun = (0, None) if state is None else state
     stream = _open(source, reading)
+    remedy = f"; name the column with the text with {reading.option('--column')}"
     try:
         if begun is not None:
             stream.load_state_dict(begun)
@@ -187,7 +223,8 @@ def _hub(source: Source, reading: Reading, state: Any) -> Iterator[Unit]:
             unit, chars = Unit(file=str(source)), 0
             for text in _column(source, reading, table, number):
                 number += 1
-                chars += _add_row(source, reading, unit, text, number)
+                row = of_value(text, reading.column, f"row {number}")
+                chars += _add_row(unit, row, reading, source, remedy)
                 if chars >= UNIT_CHARS:
                     yield unit
                     unit, chars = Unit(file=str(source)), 0
@@ -199,24 +236,6 @@ def _hub(source: Source, reading: Reading, state: Any) -> Iterator[Unit]:
         return  # this is how `datasets` says that a JSON file is empty
     except Exception as error:  # whatever datasets, pyarrow, a decompressor or the network raise
         raise _explained(source, reading, error, f"near row {number + 1}: ") from None
-
-
-def _add_row(source: Source, reading: Reading, unit: Unit, text: object, number: int) -> int:
-    if text is None or isinstance(text, str):
-        try:
-            return add(unit, text or "")
-        except UnicodeEncodeError:
-            bad = f"column {reading.column} is not UTF-8"
-    else:
-        bad = f"column {reading.column} has no text but {type(text).__name__}"
-    if not reading.skip_bad_rows:
-        raise UsageError(
-            f"source {source}: row {number}: {bad}; name the column with the text with {reading.option('--column')}"
-            f"{_or_skip(reading)}"
-        )
-    unit.left_out += 1
-    unit.first_left_out = unit.first_left_out or f"row {number}: {bad}"
-    return add(unit, "")
 
 
 def _column(source: Source, reading: Reading, table: Any, number: int) -> list[object]:
@@ -238,9 +257,7 @@ def _open(source: Source, reading: Reading) -> Any:
     datasets.disable_progress_bars()
     try:
         builder = datasets.load_dataset_builder(source.name, name=reading.subset or None, revision=source.revision)
-        if hasattr(
-            builder.config, "on_mixed_types"
-        ):  # or one number among the texts has a whole block of them in quotes
+        if hasattr(builder.config, "on_mixed_types"):  # or one number puts a whole block of texts in quotes
             builder.config.on_mixed_types = None
         stream = builder.as_streaming_dataset(split=reading.split)
         features = stream.features
@@ -267,7 +284,7 @@ def _no_column(source: Source, reading: Reading, names: list[str]) -> UsageError
 
 
 def _fetch(source: Source) -> str:
-    """What to do where `datasets` cannot say which row is bad, nor leave it out."""
+    """The remedy for a bad row that `datasets` can neither name nor leave out."""
     command = f"hf download {source.name} --repo-type dataset --revision {source.revision} --local-dir DIR"
     return f"fetch its files ({command}) and name those: then bad rows are named, too, and can be left out"
 
@@ -281,7 +298,8 @@ def _explained(source: Source, reading: Reading, error: Exception, where: str = 
         return UsageError(f"source {source}: {reason}; check its name and its revision")
     if isinstance(error, OSError):
         return UsageError(
-            f"source {source}: {where}the hub cannot be reached: {reason}; start again when it can: it goes on where it was"
+            f"source {source}: {where}the hub cannot be reached: {reason}; start again when it can:"
+            " it goes on where it was"
         )
     if type(error).__name__ == "ArrowInvalid" or isinstance(error.__cause__, ValueError):
         return UsageError(f"source {source}: {where}{reason.rstrip('.')}; {_fetch(source)}")

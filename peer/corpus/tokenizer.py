@@ -47,7 +47,7 @@ def parse_tokenizer(raw: bytes, name: str) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """The id that ends a document, if the tokenizer has one: what it says stands between two texts (`with_end`), or a usual name."""
+    """Returns the id that ends a document: the one between two texts in the file (`with_end`), or a usual name's."""
     processor = tokenizer.post_processor
     said = json.loads(processor.__getstate__()) if processor is not None else {}
     pair: list[Any] = (
@@ -60,13 +60,16 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
 
 
 def with_end(raw: bytes, token: str) -> bytes:
-    """The tokenizer's file with `token` as what ends a document: written as the template of a pair of texts, which stands in the file
-    itself, so that whoever has it knows. The ids of a single text stay the same. Raises UsageError."""
+    """Returns the tokenizer's file with `token` as what ends a document, written as the template of a pair of texts.
+
+    The ids of a single text stay the same. Raises UsageError.
+    """
     tokenizer = parse_tokenizer(raw, "tokenizer")
     number = tokenizer.token_to_id(token)
     if number is None:
         raise UsageError(
-            f"--end {token}: the tokenizer has no such token; name one that it has, such as {', '.join(specials(tokenizer)) or 'none'}"
+            f"--end {token}: the tokenizer has no such token; name one that it has, such as"
+            f" {', '.join(specials(tokenizer)) or 'none'}"
         )
     tokenizer.post_processor = TemplateProcessing(
         single="$A", pair=["$A", token, "$B"], special_tokens=[(token, number)]
@@ -81,10 +84,10 @@ def specials(tokenizer: Tokenizer) -> list[str]:
 
 
 class TextEncoder:
-    """Turns text into ids: whatever the text says, it never becomes a special token, nor the one that ends a document.
+    """Turns text into ids; no text becomes a special token, nor the one that ends a document.
 
-    The library is given a copy of the tokenizer in which these tokens have names that no text has. Where a piece goes on with a document, the
-    copy puts no space before it, as some tokenizers do at the beginning of a text.
+    It uses a copy of the tokenizer in which these tokens have names that no text has. For a piece that continues a
+    document, the copy puts no space before it, as some tokenizers do at the beginning of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -156,7 +159,7 @@ def _without_prefix(plain: dict[str, Any]) -> bool:
 
 
 def check_document_end(model: ModelSpec, raw: bytes) -> None:
-    """Raises UsageError where the model looks for the ends of documents, and the text made with the tokenizer in these bytes has others, or none."""
+    """Raises UsageError if the model's `document_end_id` is not what this tokenizer ends documents with."""
     said = model.document_end_id
     if said < 0:
         return
@@ -177,5 +180,50 @@ def vocabulary(tokenizer: Tokenizer) -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's first line, short."""
     return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
+_BAD = "\ufffd"
+"""What the library writes for bytes that are not UTF-8, or not yet."""
+_LONGEST = 4
+"""Bytes of a character: so many tokens may share one."""
+_CONTEXT = 8
+"""Ids before the first one that say how it is written: some tokenizers drop a text's first space."""
+
+
+class Decoder:
+    """Decodes the ids that come after `before`, as soon as each character's bytes are there.
+
+    Ids are decoded together until none is in the middle of a character. Bytes that are not UTF-8 become U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._before = list(before[-_CONTEXT:])
+        self._pending: list[int] = []
+        self._written = 0
+
+    def add(self, new: int) -> str:
+        """The text that is known now and was not before `new`."""
+        self._pending.append(new)
+        text = self._text()
+        bad = len(text) - len(text.rstrip(_BAD))
+        if bad and len(self._pending) >= _LONGEST:  # only the last of them can still become a character
+            bad = min(bad, _LONGEST - 1)
+        return self._write(text, len(text) - bad)
+
+    def rest(self) -> str:
+        """What was held back, where no id comes any more."""
+        text = self._text()
+        return self._write(text, len(text))
+
+    def _text(self) -> str:
+        decode = self._tokenizer.decode
+        return decode(self._before + self._pending)[len(decode(self._before)) :]
+
+    def _write(self, text: str, end: int) -> str:
+        found = text[self._written : end]
+        self._written = max(self._written, end)
+        if end == len(text):
+            self._before, self._pending, self._written = self._pending, [], 0
+        return found

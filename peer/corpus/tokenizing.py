@@ -1,15 +1,29 @@
-"""Tokenizes on all cores: one process a core, each fed by a thread.
+"""Text to ids: on all cores for a build, in windows for an evaluation; and training a tokenizer.
 
-Processes instead of the library's own threads, since turning its results into arrays takes Python's lock. A worker is
-`python -m peer.corpus.tokenizing TOKENIZER ID-BYTES`. It reads messages from its standard input and answers each on its standard
-output, both with their length in front, and ends with its input: so it outlives nobody.
+*Build.* One process a core, each fed by a thread: turning the library's results into arrays needs Python's lock, so its
+own threads do not help. A worker, `python -m peer.corpus.tokenizing TOKENIZER ID-BYTES`, answers messages from its
+standard input on its standard output, both with their length in front, and ends with its input.
 
     -> [pieces of text, for each piece whether a document ends with it, whether the first begins one]
     <- [ids of all pieces (little-endian), how many there are of each piece (int64)]
+
+*Evaluation.* All documents are concatenated as in a corpus, each followed by the end-of-text token, if the tokenizer
+has one. A window has L + 1 ids, and the next one begins with its last: so each id is predicted once, from those before
+it in its window. The end-of-text token stands before the first id; without one the first id is not counted.
+
+These are the disjoint windows of lm-evaluation-harness (`get_rolling_token_windows` with a context of one), except that
+they go on across documents, as in training, and that the last one may be short. Of all predictions' loss, in nats, and
+the text's UTF-8 bytes:
+
+    loss = nats / tokens        perplexity = e ^ loss        bits per byte = nats / (ln 2 x bytes)
+
+The last is that of the Pile (Gao et al., 2020, arXiv:2101.00027, section 3.1): (tokens / bytes) x loss / ln 2. It does
+not depend on the tokenizer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -25,9 +39,12 @@ from typing import IO
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from peer.corpus.documents import Unit
-from peer.corpus.tokenizer import TextEncoder, parse_tokenizer
+from peer.corpus import sources
+from peer.corpus.rows import Reading
+from peer.corpus.sources import Source, Unit
+from peer.corpus.tokenizer import END_OF_TEXT, TextEncoder, parse_tokenizer
 from protocol.errors import LocalError
 
 AHEAD = 2
@@ -72,10 +89,11 @@ class Pool:
         for process in self._processes:
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    with_no_error(pipe)
+                    with contextlib.suppress(OSError):
+                        pipe.close()
 
     def run(self, units: Iterable[Unit]) -> Iterator[Tokenized]:
-        """Every unit tokenized, in the order in which they come. Raises LocalError where a worker dies, and what `units` raises."""
+        """Tokenizes units, in order. Raises LocalError if a worker dies, and what `units` raises."""
         waiting: deque[Future[Tokenized]] = deque()
         for unit in units:
             waiting.append(self._threads.submit(self._tokenize, unit))
@@ -97,19 +115,11 @@ class Pool:
             self._free.put(process)
         if not answer:
             raise LocalError(
-                f"tokenizer: a process that tokenizes ended (exit code {process.wait()}); see the lines above, free memory or"
-                " use fewer --threads, then start again: it goes on where it was"
+                f"tokenizer: a process that tokenizes ended (exit code {process.wait()}); see the lines above,"
+                " free memory or use fewer --threads, then start again: it goes on where it was"
             )
         ids, lengths = msgpack.unpackb(answer)
         return Tokenized(unit, np.frombuffer(ids, self._dtype), np.frombuffer(lengths, "<i8"))
-
-
-def with_no_error(pipe: IO[bytes]) -> None:
-    """Closes a pipe, whether anybody still reads it or not."""
-    try:
-        pipe.close()
-    except OSError:
-        return
 
 
 def _send(pipe: IO[bytes], data: bytes) -> None:
@@ -125,8 +135,10 @@ def _receive(pipe: IO[bytes]) -> bytes:
 
 
 def encode(encoder: TextEncoder, pieces: Sequence[bytes], ends: Sequence[bool], begins: bool) -> list[list[int]]:
-    """The ids of each piece of a unit; behind the last one of a document that ends with it comes the end of the text, if the tokenizer
-    has one. An empty document has none at all. `begins`: whether the first piece begins a document."""
+    """Returns the ids of each piece of a unit, with the end-of-text token, if there is one, behind each document.
+
+    An empty document has no ids. `begins`: whether the first piece begins a document.
+    """
     tail = [] if encoder.end is None else [encoder.end]
     found = encoder.pieces([piece.decode() for piece in pieces], [begins, *ends][: len(pieces)])
     return [ids + tail if piece and last else ids for ids, piece, last in zip(found, pieces, ends, strict=True)]
@@ -142,12 +154,77 @@ def serve(tokenizer_file: Path, id_bytes: int) -> None:
         _send(sys.stdout.buffer, msgpack.packb([b"".join(array.tobytes() for array in arrays), lengths.tobytes()]))
 
 
+ROWS = 8
+"""Windows that are given at once."""
+
+
+@dataclass(slots=True)
+class Read:
+    """What was read so far: documents, and bytes of their text."""
+
+    documents: int = 0
+    text_bytes: int = 0
+
+
+def windows(
+    of: Sequence[Source], reading: Reading, tokenizer: Tokenizer, length: int, read: Read
+) -> Iterator[NDArray[np.int64]]:
+    """Windows [n, L + 1] of `length` L, the last one perhaps shorter; `read` counts. Raises UsageError."""
+    encoder = TextEncoder(tokenizer)
+    held: list[int] = [] if encoder.end is None else [encoder.end]
+    for source in of:
+        for unit in sources.units(source, reading):
+            read.documents += sum(map(bool, unit.ends))
+            read.text_bytes += sum(map(len, unit.pieces))
+            for ids in encode(encoder, unit.pieces, unit.ends, unit.begins):
+                held += ids
+                while len(held) > ROWS * length:
+                    yield _rows(held, ROWS, length)
+                    held = held[ROWS * length :]
+    if count := (len(held) - 1) // length:
+        yield _rows(held, count, length)
+        held = held[count * length :]
+    if len(held) > 1:
+        yield np.array([held], np.int64)
+
+
+def _rows(ids: Sequence[int], count: int, length: int) -> NDArray[np.int64]:
+    return np.array([ids[row * length : (row + 1) * length + 1] for row in range(count)], np.int64)
+
+
+ENOUGH_BYTES = 100_000_000
+"""Of the text, from its beginning: merges hardly change with more, and memory grows with it."""
+
+
+def train_tokenizer(found: Sequence[Source], vocab_size: int, reading: Reading) -> bytes:
+    """The JSON file of a tokenizer with at most `vocab_size` ids, the first of which ends a text. Raises UsageError."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_pieces(found, reading), trainer)
+    return tokenizer.to_str().encode()
+
+
+def _pieces(found: Sequence[Source], reading: Reading) -> Iterator[str]:
+    left = ENOUGH_BYTES // max(1, len(found))
+    for source in found:
+        taken = 0
+        for unit in sources.units(source, reading):
+            for piece in unit.pieces:
+                taken += len(piece)
+                yield piece.decode()
+            if taken >= left:
+                break
+
+
 if __name__ == "__main__":
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # those of a process group are for the one who feeds us
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which are for the process that feeds us
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # and nobody is told when that one has died
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends us silently when that process has died
     serve(Path(sys.argv[1]), int(sys.argv[2]))

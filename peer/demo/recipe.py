@@ -1,61 +1,85 @@
-"""What the demo trains, and who takes part."""
+"""The demo's options, its text, model and peers."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
-from peer.demo.text import SEQUENCE, TOKENIZER
+import typer
+from filelock import FileLock
+
+from peer.config import cache_folder
+from peer.corpus import sources
+from peer.corpus.build import Request, build
+from peer.corpus.text import CorpusReader
+from peer.net.disk import Disk, disk_error
 from peer.node import open_run
+from peer.node.open_run import ASSETS
 from protocol.errors import UsageError
 from protocol.identity import Identity
 from protocol.planning import partition
 from protocol.planning.arrange import arrange
 from protocol.planning.budget import Budget, needs_of
 from protocol.planning.partition import Candidate
+from protocol.run import corpus
+from protocol.run.corpus import INDEX
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, DataSpec, Manifest, OuterSpec, TimingSpec, TokenizerSpec, TrainSpec
 
 MODEL = ModelSpec(vocab_size=4096, d_model=128, n_layers=4, n_heads=4, d_ff=352, context=128)
-HOME_BPS = 20_000_000
-"""An uplink."""
+HOME_UP_BPS = 20_000_000
 ROUNDS = 30
 INNER_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What was typed; see `potluck demo --help`."""
+    """The options of `potluck demo`."""
 
-    rounds: int | None
-    full: int
-    chains: int
-    stages: int
-    spares: int
-    rank: tuple[int, ...]
-    inner_steps: int | None
-    seed: int
-    device: str
-    out: Path
-    json: Path | None
-    screen: bool
-    in_memory: bool
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds to train (default: the demo's recipe).")] = None
+    full: Annotated[int, typer.Option(min=0, help="Full replicas.")] = 2
+    chains: Annotated[int, typer.Option(min=0, help="Pipeline chains of weak peers.")] = 1
+    stages: Annotated[int, typer.Option(min=2, max=16, help="Members of each chain.")] = 3
+    spares: Annotated[int, typer.Option(min=0, help="Weak peers more than the chains need.")] = 0
+    rank: Annotated[
+        str,
+        typer.Option(help="Values per token at chain boundaries; 0 = whole; a list gives one for each chain."),
+    ] = "64"
+    inner_steps: Annotated[int | None, typer.Option(min=1, help="Inner steps per round, H.")] = None
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the model, the data order and the demo's keys.")] = 0
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "cpu"
+    out: Annotated[Path, typer.Option(help="Folder for everything that the demo writes; must not exist yet.")] = Path(
+        "demo-run"
+    )
+    json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None
+    screen: Annotated[bool, typer.Option("--screen/--no-screen", help="Live screen, or plain lines.")] = True
+    in_memory: Annotated[
+        bool,
+        typer.Option("--in-memory", help="The same run in one process, without hivemind (for comparison)."),
+    ] = False
 
-
-def parse_rank(text: str) -> tuple[int, ...]:
-    """ "16" or "16,8" as numbers. Raises UsageError."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(
-            f'--rank {text}: not a number or a list of numbers; write for example "16" or "16,8"'
-        ) from None
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """`16` or `16,8` as numbers. Raises UsageError."""
+        try:
+            return tuple(int(part) for part in self.rank.split(","))
+        except ValueError:
+            raise UsageError(
+                f'--rank {self.rank}: not a number or a list of numbers; write for example "16" or "16,8"'
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSpec:
-    """One peer of the demo and what it is told to announce."""
+    """A peer of the demo and the resources that it announces."""
 
     name: str
     identity: Identity
@@ -64,28 +88,27 @@ class PeerSpec:
 
 
 def identity_of(seed: int, name: str) -> Identity:
-    """A key that depends on the demo's seed only, so that two demos order their peers alike. For demos, not for the open."""
+    """A key that depends on the demo's seed only, so that two demos order their peers alike. Not a secret."""
     return Identity(hashlib.sha256(f"potluck/demo/{seed}/{name}".encode()).digest())
 
 
 def check(options: DemoOptions, model: ModelSpec = MODEL) -> None:
-    """Raises UsageError where what was typed cannot be."""
+    """Raises UsageError for impossible options."""
     if options.full + options.chains == 0:
         raise UsageError("--full 0 --chains 0: nobody would train; ask for at least one replica")
     if options.chains and options.stages > model.n_layers:
         raise UsageError(
             f"--stages {options.stages}: the demo's model has {model.n_layers} blocks; ask for at most so many"
         )
-    if len(options.rank) not in (1, max(options.chains, 1)):
-        raise UsageError(
-            f"--rank: {len(options.rank)} values for {options.chains} chains; give one, or one for each chain"
-        )
-    if any(not 0 <= rank <= model.d_model for rank in options.rank):
+    ranks = options.ranks
+    if len(ranks) not in (1, max(options.chains, 1)):
+        raise UsageError(f"--rank: {len(ranks)} values for {options.chains} chains; give one, or one for each chain")
+    if any(not 0 <= rank <= model.d_model for rank in ranks):
         raise UsageError(f"--rank: the demo's model is {model.d_model} wide; give values from 0 (off) to that")
 
 
 def make_manifest(options: DemoOptions, corpus: str, model: ModelSpec = MODEL) -> Manifest:
-    """The demo's recipe, changed by what was typed. `corpus`: the digest of its text (peer/demo/text.py). Raises UsageError."""
+    """The demo's recipe with the options. corpus: digest of its text. Raises UsageError."""
     check(options, model)
     rounds, inner = options.rounds or ROUNDS, options.inner_steps or INNER_STEPS
     tokenizer = (open_run.ASSETS / TOKENIZER).read_bytes()
@@ -107,17 +130,17 @@ def make_manifest(options: DemoOptions, corpus: str, model: ModelSpec = MODEL) -
             warmup_steps=min(20, rounds * inner // 10),
             total_steps=rounds * inner,
         ),
-        outer=OuterSpec(topk=256, values="sym2"),
-        chains=ChainSpec(rank=tuple(dict.fromkeys(options.rank))),
+        outer=OuterSpec(topk=256),
+        chains=ChainSpec(rank=tuple(dict.fromkeys(options.ranks))),
         timing=TimingSpec(round_deadline=600.0, heartbeat=1.0, gone_after=20.0),
     )
 
 
 def make_peers(manifest: Manifest, options: DemoOptions) -> list[PeerSpec]:
-    """The peers, with memories and uplinks that make the matchmaker plan what was asked for. Raises UsageError."""
+    """The peers, with memory and uplinks that make the matchmaker plan the requested swarm. Raises UsageError."""
     from peer.training.device import host_budget
 
-    layers = manifest.model.n_layers
+    layers, ranks = manifest.model.n_layers, options.ranks
     some = Budget(0, options.device, 0 if host_budget(options.device) == 0 else None)
     whole, last = (_needed(manifest, some, first, layers) for first in (0, layers - 1))
     wanted = [(f"full-{i}", whole, 1_000_000_000) for i in range(options.full)]
@@ -125,29 +148,27 @@ def make_peers(manifest: Manifest, options: DemoOptions) -> list[PeerSpec]:
     rooms = _rooms(some, rest, options.stages, last)
     for chain in range(options.chains):
         # each chain a little slower than the one before, so that the matchmaker does not mix their members
-        up = int(
-            _uplink(manifest, rooms, options.rank[chain % len(options.rank)]) * (1 + 0.01 * (options.chains - chain))
-        )
+        up = int(_uplink(manifest, rooms, ranks[chain % len(ranks)]) * (1 + 0.01 * (options.chains - chain)))
         for stage in range(options.stages):
             wanted.append((f"chain-{chain}-{stage}", last if stage == options.stages - 1 else rest, up))
     for spare in range(options.spares):
-        wanted.append((f"spare-{spare}", max(last, rest), _uplink(manifest, rooms, options.rank[-1])))
+        wanted.append((f"spare-{spare}", max(last, rest), _uplink(manifest, rooms, ranks[-1])))
     return [PeerSpec(name, identity_of(options.seed, name), size, up) for name, size, up in wanted]
 
 
 def _needed(manifest: Manifest, some: Budget, first: int, last: int) -> int:
-    """How much of it has to be offered for these blocks."""
+    """Memory to offer for these blocks."""
     own, host = needs_of(manifest, first, last, some.device)
     return own if some.is_split else own + host
 
 
 def _rooms(some: Budget, rest: int, stages: int, last: int) -> list[Budget]:
-    """Of a chain's members, of whom the last has `last` bytes and the others `rest`."""
+    """Budgets of a chain: `last` bytes for the last member, `rest` for the others."""
     return [replace(some, memory_bytes=size) for size in [rest] * (stages - 1) + [last]]
 
 
 def _least_memory(manifest: Manifest, some: Budget, stages: int, last: int, whole: int) -> int:
-    """The least memory with which `stages` - 1 equal peers and one with `last` bytes hold the model, for all of which `whole` is enough."""
+    """The least memory of `stages` - 1 equal peers that hold the model with a last one of `last` bytes."""
     low, high = 0, whole
     while low + 1 < high:
         middle = (low + high) // 2
@@ -159,15 +180,14 @@ def _least_memory(manifest: Manifest, some: Budget, stages: int, last: int, whol
 
 
 def _uplink(manifest: Manifest, rooms: list[Budget], rank: int) -> int:
-    """An uplink, in bits per second, at which the matchmaker chooses `rank` for a chain of members with this memory: that of a home, where
-    it does."""
+    """An uplink, in bits per second, at which the matchmaker chooses `rank` for a chain of these members."""
 
     def is_chosen(up: int) -> bool:
-        """Also by a chain that is a hundredth quicker or two."""
+        """Also for a chain that is two percent faster."""
         return _rank(manifest, rooms, up) == _rank(manifest, rooms, up * 51 // 50) == rank
 
-    if is_chosen(HOME_BPS):
-        return HOME_BPS
+    if is_chosen(HOME_UP_BPS):
+        return HOME_UP_BPS
     up = 100
     while not is_chosen(up):
         up = max(up + 1, up * 26 // 25)
@@ -177,16 +197,42 @@ def _uplink(manifest: Manifest, rooms: list[Budget], rank: int) -> int:
 
 
 def _rank(manifest: Manifest, rooms: list[Budget], up: int) -> int:
+    some = Candidate(peer="", memory_bytes=0, up_bps=up, down_bps=up)
     members = [
-        Candidate(
-            peer=str(i),
-            memory_bytes=room.memory_bytes,
-            device=room.device,
-            host_bytes=room.host_bytes,
-            up_bps=up,
-            down_bps=up,
-        )
+        replace(some, peer=str(i), memory_bytes=room.memory_bytes, device=room.device, host_bytes=room.host_bytes)
         for i, room in enumerate(rooms)
     ]
     replicas, _ = arrange(manifest, members)
     return replicas[0].rank
+
+
+TOKENIZER = "sotu-4k.json"
+SEQUENCE = 128
+"""Tokens: the demo's train.sequence."""
+
+
+def demo_corpus(sequence: int = SEQUENCE, say: Callable[[str], None] = lambda line: None) -> CorpusReader:
+    """The demo's corpus in the user's cache folder, built there unless it is complete. Raises UsageError.
+
+    sequence: tokens. One of several processes builds; the others wait.
+    """
+    source, disk = sources.parse("sotu"), Disk()
+    tokenizer = (ASSETS / TOKENIZER).read_bytes()
+    follows_from = [corpus.FORMAT, sources.fingerprint(source), hashlib.sha256(tokenizer).hexdigest(), sequence]
+    folder = cache_folder() / f"corpus-{hashlib.sha256(json.dumps(follows_from).encode()).hexdigest()[:32]}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            if (folder / INDEX).exists():
+                with contextlib.suppress(UsageError):  # it is damaged
+                    if not (found := CorpusReader(folder, disk)).missing():
+                        return found
+                shutil.rmtree(folder)
+            say(f"builds the demo's text, once: {folder}")
+            request = Request(
+                sources=(source,), tokenizer=tokenizer, sequence=sequence, out=folder, workers=os.cpu_count() or 1
+            )
+            build(request, disk, lambda line: None, threading.Event())
+    except OSError as error:
+        raise disk_error(folder, error) from None
+    return CorpusReader(folder, disk)

@@ -1,4 +1,4 @@
-"""What came of a demo: counted while it runs, replayed from the log at its end."""
+"""The result of a demo: counted while it runs, replayed from the log at its end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 from bootstrap.archive import Archive
 from peer import events
 from peer.corpus.tokenizer import TextEncoder, load_tokenizer
-from peer.demo.recipe import DemoOptions
-from peer.demo.text import TOKENIZER, demo_corpus
+from peer.demo.recipe import TOKENIZER, DemoOptions, demo_corpus
 from peer.events import Event
 from peer.log import replay
 from peer.node import open_run
@@ -25,7 +24,7 @@ PROMPT = "The people of the United States"
 
 @dataclass(slots=True)
 class Tally:
-    """What the events of a run add up to."""
+    """Totals of a run's events."""
 
     manifest: Manifest
     names: dict[str, str]
@@ -82,7 +81,7 @@ class Tally:
 
 
 def audit(options: DemoOptions, manifest: Manifest, tally: Tally, seconds: float) -> dict[str, Any]:
-    """Replays the log; the result that `--json` writes. Runs in a process of its own: it needs torch, the screen does not."""
+    """Replays the log; returns the result for `--json`. Runs in a process of its own, since it needs torch."""
     import torch
 
     from peer.training import inference, trainer
@@ -127,7 +126,7 @@ def audit(options: DemoOptions, manifest: Manifest, tally: Tally, seconds: float
         "state_digest": layout.state_digest(manifest.model, digests[rounds]),
         "bytes_sent_per_peer_per_round": {n: b[-1] / len(b) for n, b in sorted(tally.sent.items())},
         "payload_bytes_per_replica_per_round": _mean(
-            [c.bytes for commit in tally.commits.values() for c in commit.contributions]
+            [c.size for commit in tally.commits.values() for c in commit.contributions]
         ),
         "dense_fp32_bytes": 4 * layout.total_parameters(manifest.model),
         "boundary_bytes_per_token": _mean([b[0] / b[2] for b in first_stages]),
@@ -159,14 +158,15 @@ def _mean_phases(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """A few lines for a person."""
+    """The result as text."""
     payload = result["payload_bytes_per_replica_per_round"]
     lines = [
         "",
         f"{result['rounds']} rounds, {result['tokens']:,} tokens in {result['seconds']:.0f} s",
         f"validation loss {result['val_loss_first']:.3f} -> {result['val_loss_last']:.3f} nats per token"
         f" ({result['val_bits_per_byte_last']:.3f} bits per byte)",
-        f"{100 * result['below_unigram']:.1f} % below {result['unigram_entropy']:.3f}, the loss of guesses by each token's frequency",
+        f"{100 * result['below_unigram']:.1f} % below {result['unigram_entropy']:.3f}, the loss of guesses by each"
+        " token's frequency",
         f"same bits on every peer after every round: {'yes' if result['same_bits'] else 'NO'}, state"
         f" {result['state_digest'][:16]}…",
     ]

@@ -1,9 +1,8 @@
-"""`potluck demo`: a whole swarm on this machine, and an audit of what it did.
+"""`potluck demo`: a whole swarm on this machine, and an audit of its log.
 
-Starts one bootstrap node and every peer as a process of its own (the same commands that strangers use, on loopback), reads
-their events, and shows them. At the end an auditor replays the log from θ(0): the validation losses, the text sample and the
-digests that it prints come from that replay, not from what the peers say. `--in-memory` runs the same bootstrap node and the same
-daemons in this process over the in-memory transport.
+Starts one bootstrap node and every peer as a process (the same commands that volunteers use, on loopback), reads their
+events, and shows them. With `--in-memory` they are tasks of this process over the in-memory transport. At the end an
+auditor replays the log from θ(0): validation losses, sample and digests come from that replay, not from the peers.
 """
 
 from __future__ import annotations
@@ -11,21 +10,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import multiprocessing
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import TYPE_CHECKING
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from peer.demo.in_memory import run_in_memory
-from peer.demo.processes import Command, run_processes
-from peer.demo.recipe import DemoOptions, check, identity_of, make_manifest, make_peers
+from bootstrap.archive import Archive
+from bootstrap.node import BootstrapNode
+from peer import events
+from peer.corpus.text import open_corpus
+from peer.demo import recipe
+from peer.demo.recipe import DemoOptions, PeerSpec, demo_corpus, identity_of
 from peer.demo.report import Tally, audit, summary
-from peer.demo.text import SEQUENCE, demo_corpus
-from peer.events import Event
-from peer.net.disk import disk_error
+from peer.events import Emitter, Event, Sink, from_json
+from peer.net import directory
+from peer.net.disk import Disk, disk_error
+from peer.node import open_run
 from peer.ui import screen as tui
 from protocol.errors import LocalError, UsageError
 from protocol.run import manifest as manifests
@@ -34,6 +41,17 @@ from protocol.run.manifest import Manifest
 if TYPE_CHECKING:
     from peer.node.peer import Factories
 
+SILENCE_SECONDS = 900.0
+END_SECONDS = 60.0
+"""Time for the node to report the end of the run after all peers have ended."""
+LAST_NEWS_SECONDS = 3.0
+"""The node stays so long after the end for a monitor in another terminal, which polls every two seconds."""
+PRELOAD = ("peer.node.peer", "peer.net.p2p", "peer.training.device")
+"""Imports of every process of the swarm besides the command."""
+
+Command = Callable[[Sequence[str]], None]
+"""The program `potluck`: a module's function, for other processes; takes the arguments."""
+
 
 async def run(
     options: DemoOptions,
@@ -41,18 +59,21 @@ async def run(
     manifest: Manifest | None = None,
     factories: Mapping[str, Factories] | None = None,
 ) -> None:
-    """Everything, from an empty folder to the summary. `command`: what the processes of the swarm run, which is `potluck`.
-    `manifest`: the run (default: the demo's recipe). `factories`: see run_in_memory, which alone takes them. Raises
-    PotluckError."""
+    """Runs a demo, from an empty folder to the summary. Raises PotluckError.
+
+    command: the program `potluck`, for the processes of the swarm.
+    manifest: the run (default: the demo's recipe).
+    factories: of `run_in_memory`.
+    """
     out = options.out
     if manifest is None:
-        check(options)
+        recipe.check(options)
     if out.exists():
         raise UsageError(f"--out {out}: exists already; remove it or choose another folder")
-    corpus = await asyncio.to_thread(demo_corpus, SEQUENCE, lambda line: print(line, flush=True))
+    corpus = await asyncio.to_thread(demo_corpus, recipe.SEQUENCE, lambda line: print(line, flush=True))
     if manifest is None:
-        manifest = make_manifest(options, corpus.digest)
-    peers = make_peers(manifest, options)
+        manifest = recipe.make_manifest(options, corpus.digest)
+    peers = recipe.make_peers(manifest, options)
     try:
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -93,6 +114,200 @@ async def run(
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if not result["same_bits"]:
         first = result["diverged"][0] if result["diverged"] else {"peer": "a peer", "shard": "a shard", "round": "?"}
-        raise LocalError(
-            f"same_bits: {first['peer']} had other bits in {first['shard']} after round {first['round']}; see {out}"
+        at = f"in {first['shard']} after round {first['round']}"
+        raise LocalError(f"same_bits: {first['peer']} had other bits {at}; see {out}")
+
+
+async def run_in_memory(
+    options: DemoOptions,
+    manifest: Manifest,
+    peers: list[PeerSpec],
+    corpus: Path,
+    feed: Sink,
+    factories: Mapping[str, Factories],
+) -> AsyncGenerator[None, None]:
+    """Runs the swarm as tasks of this process over the in-memory transport; yields after every event.
+
+    corpus: folder of the text, for the node.
+    factories: make a peer's parts, by the peer's name (default: the usual ones).
+    """
+    from peer.net.memory import MemoryNetwork
+    from peer.node.config import JoinConfig, Machine
+    from peer.node.peer import Peer
+    from peer.state.storage import Storage
+    from peer.training.device import Hardware
+
+    queue: asyncio.Queue[Event] = asyncio.Queue()
+    network = MemoryNetwork()
+    key = identity_of(options.seed, "bootstrap")
+    archive = Archive(options.out / "bootstrap", manifest)
+    archive.serve_corpus(corpus, open_corpus(corpus, Disk(), manifest).raw)
+    archive.save_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes())
+    node_transport = network.transport(key.peer_id, directory.valid_record(manifest.run_id))
+    emit = Emitter("bootstrap", queue.put_nowait)
+    serving = BootstrapNode(key, node_transport, archive, emit)
+    node = asyncio.create_task(serving.serve())
+    tasks: set[asyncio.Task[Any]] = {node}
+    storages = []
+    for peer in peers:
+        storage = Storage(options.out / peer.name)
+        storages.append(storage)
+        run = open_run.Run(None, manifest.run_id, node_transport.addresses)
+        config = JoinConfig(run=run, folder=options.out / peer.name, up_bps=peer.up_bps, down_bps=peer.up_bps)
+        machine = Machine(config, Hardware.find((options.device,), peer.memory_bytes))
+        emit = Emitter(peer.identity.peer_id, queue.put_nowait)
+        transport = network.transport(peer.identity.peer_id, directory.valid_record(manifest.run_id))
+        made = factories.get(peer.name)
+        member = Peer(manifest, peer.identity, transport, storage, machine, emit, made)
+        tasks.add(asyncio.create_task(member.run()))
+    try:
+        while True:
+            getter = asyncio.create_task(queue.get())
+            done: set[asyncio.Task[Any]]
+            done, _ = await asyncio.wait({getter, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {getter}:
+                task.result()
+                tasks.remove(task)
+            if getter not in done:
+                getter.cancel()
+                continue
+            event = getter.result()
+            feed(event)
+            if isinstance(event.body, events.RunFinished):
+                await asyncio.gather(*(tasks - {node}))
+            yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        archive.close()
+        for storage in storages:
+            storage.close()
+
+
+class _Child:
+    """A process of the swarm, forked from a server that has imported everything once."""
+
+    def __init__(self, command: Command, folder: Path, arguments: list[str]) -> None:
+        self.folder = folder
+        context = multiprocessing.get_context("forkserver")
+        self.output, theirs = context.Pipe(duplex=False)
+        errors = str(folder / "stderr.txt")
+        self.process = context.Process(target=_be_potluck, args=(command, theirs, errors, arguments))
+        self.process.start()
+        theirs.close()
+
+    def failure(self) -> str:
+        """Why it ended."""
+        lines = (self.folder / "stderr.txt").read_text(errors="replace").strip().splitlines()
+        return lines[-1].removeprefix("potluck: ") if lines else f"exit code {self.process.exitcode}"
+
+
+def _be_potluck(command: Command, output: Connection, errors: str, arguments: list[str]) -> None:
+    """Runs the command in the child, with the pipe as its standard output."""
+    os.dup2(output.fileno(), 1)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
+    output.close()
+    command(arguments)
+
+
+async def run_processes(
+    options: DemoOptions, command: Command, peers: list[PeerSpec], corpus: Path, feed: Sink
+) -> AsyncGenerator[None, None]:
+    """Runs the swarm as processes; yields after every event.
+
+    Ends with the bootstrap node, or raises LocalError when all peers have ended. corpus: folder of the text, for the
+    node.
+    """
+    multiprocessing.set_forkserver_preload([command.__module__, *PRELOAD])
+    queue: asyncio.Queue[tuple[str, Event | None]] = asyncio.Queue()
+    children: dict[str, _Child] = {}
+    readers: list[asyncio.Task[None]] = []
+
+    async def start(name: str, *arguments: str) -> None:
+        children[name] = await asyncio.to_thread(_Child, command, options.out / name, [*arguments, "--json"])
+        readers.append(asyncio.create_task(read(name, children[name])))
+
+    async def read(name: str, child: _Child) -> None:
+        stream = asyncio.StreamReader(limit=1 << 22)
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(os.dup(child.output.fileno()), "rb")
         )
+        with open(child.folder / "events.jsonl", "ab") as log:
+            while line := await stream.readline():
+                log.write(line)
+                log.flush()
+                event = from_json(line.decode("utf-8", "replace"))
+                if event is not None:
+                    queue.put_nowait((name, event))
+        pipe.close()
+        child.output.close()
+        await asyncio.to_thread(child.process.join)
+        queue.put_nowait((name, None))
+
+    try:
+        folder = str(options.out / "bootstrap")
+        run_file = str(options.out / "run.toml")
+        here = ("--host", "127.0.0.1", "--port", "0", "--corpus", str(corpus))
+        await start("bootstrap", "bootstrap", run_file, "--dir", folder, *here)
+        left: set[str] = set()
+        nobody: LocalError | None = None
+        end = math.inf
+        while True:
+            name, event = await asyncio.wait_for(queue.get(), min(SILENCE_SECONDS, end - time.monotonic()))
+            if event is None:
+                failure = children[name].failure()
+                if name == "bootstrap":
+                    raise LocalError(f"bootstrap node: {failure}")
+                left.add(name)
+                if children[name].process.exitcode:
+                    feed(Event(time.time(), name, events.Warning(text=f"{name} ended: {failure}")))
+                if len(left) == len(peers):
+                    nobody = LocalError(f"every peer ended, the last one ({name}) with: {failure}; see {options.out}")
+                    if any(children[peer.name].process.exitcode for peer in peers):
+                        raise nobody
+                    end = time.monotonic() + END_SECONDS
+                continue
+            feed(event)
+            if isinstance(event.body, events.Listening):
+                for peer in peers:
+                    await start(peer.name, *_join_arguments(options, peer, event.body.address))
+            if isinstance(event.body, events.RunFinished):
+                await asyncio.to_thread(_all_ended, [c for n, c in children.items() if n != "bootstrap"])
+                await asyncio.sleep(LAST_NEWS_SECONDS)
+            yield
+    except TimeoutError:
+        silence = LocalError(f"the swarm: nothing happened for {SILENCE_SECONDS:g} s; see {options.out}")
+        raise nobody or silence from None
+    finally:
+        for child in children.values():
+            child.process.terminate()
+        await asyncio.to_thread(_all_ended, list(children.values()))
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+def _join_arguments(options: DemoOptions, peer: PeerSpec, address: str) -> list[str]:
+    """The command line of a volunteer with this machine."""
+    values = {
+        "--dir": options.out / peer.name,
+        "--host": "127.0.0.1",
+        "--port": 0,
+        "--device": options.device,
+        "--memory": peer.memory_bytes,
+        "--up": f"{peer.up_bps}bps",
+        "--down": f"{peer.up_bps}bps",
+        "--threads": 1,
+    }
+    return ["join", address, *(str(x) for pair in values.items() for x in pair)]
+
+
+def _all_ended(children: list[_Child]) -> None:
+    """Waits a minute for processes to end, then kills them."""
+    end = time.monotonic() + 60
+    for child in children:
+        child.process.join(max(0.0, end - time.monotonic()))
+        if child.process.is_alive():
+            child.process.kill()
+            child.process.join()

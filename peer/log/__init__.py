@@ -1,1 +1,1 @@
-"""The log of a run, read and replayed by whoever wants to."""
+"""Reads, replays, verifies and exports the log of a run."""

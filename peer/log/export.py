@@ -1,8 +1,8 @@
-"""A run's model as a folder that the library transformers loads: LlamaForCausalLM, or Qwen3ForCausalLM where queries and keys are normalized, in
-fp32, and the run's tokenizer.
+"""A run's model as a folder for the library transformers.
 
-Documents that do not see each other are nothing that a configuration of transformers says: text of one document gives equal logits, and of
-several where `position_ids` begin anew in each. `document_end_id` is in the file for Potluck.
+LlamaForCausalLM, or Qwen3ForCausalLM for models with normalized queries and keys, in fp32, with the run's tokenizer.
+transformers cannot express that documents do not attend to each other: logits are equal for text of one document, and
+of several if `position_ids` restart in each. `document_end_id` is in the file for Potluck.
 """
 
 from __future__ import annotations
@@ -46,18 +46,20 @@ _ROPE = {
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What `write` wrote. `name`: the run's; `sequence`: of its training."""
+    """An exported model."""
 
     spec: ModelSpec
     theta: Shards
     tokenizer: bytes
     name: str
+    """The run's."""
     round: int
     sequence: int
+    """Tokens of a sequence in training."""
 
 
 def config(spec: ModelSpec, end: int | None) -> dict[str, object]:
-    """What transformers calls the configuration of such a model. `end`: the id that ends a text."""
+    """The configuration for transformers. end: the id that ends a text."""
     scaling: dict[str, object] = {}
     if spec.rope_scaling is not None:
         kind = spec.rope_scaling.rope_type
@@ -90,7 +92,7 @@ def config(spec: ModelSpec, end: int | None) -> dict[str, object]:
 
 
 def _spec(found: dict[str, Any]) -> ModelSpec:
-    """The model of a configuration that `config` made. Raises ValueError, KeyError or TypeError."""
+    """The inverse of `config`. Raises ValueError, KeyError or TypeError."""
     heads, shared = found["num_attention_heads"], found["num_key_value_heads"]
     rope = found.get("rope_scaling")
     return ModelSpec(
@@ -104,7 +106,7 @@ def _spec(found: dict[str, Any]) -> ModelSpec:
 
 
 def write(manifest: Manifest, state: State, tokenizer: bytes, folder: Path, disk: Disk) -> None:
-    """Makes `folder`, which must not exist, or is left as it was. The same state gives the same bytes. Raises UsageError."""
+    """Writes the folder, all or nothing; it must not exist. The same state gives the same bytes. Raises UsageError."""
     if folder.exists():
         raise UsageError(f"--out {folder}: is there already; choose another folder")
     spec = manifest.model
@@ -144,7 +146,7 @@ def write(manifest: Manifest, state: State, tokenizer: bytes, folder: Path, disk
 
 
 def read(folder: Path, disk: Disk, room_for: Callable[[ModelSpec], Empty]) -> Exported:
-    """What `write` wrote into `folder`, in arrays for which there is room. Raises UsageError."""
+    """Reads a folder that `write` wrote. room_for: makes the allocator of the arrays. Raises UsageError."""
     try:
         found = json.loads(disk.read(folder / CONFIG))
         spec = _spec(found)

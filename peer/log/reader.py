@@ -1,7 +1,7 @@
-"""The log of a run, read from a bootstrap node's folder or over the network, and verified.
+"""Reads the log of a run from a bootstrap node's folder or over the network.
 
-A folder is only read: no lock is taken, nothing is changed or removed, a node may be writing there. Its manifest lies beside
-the log, and its digest is the run's id; so a folder has all that its verification needs.
+A folder is only read, without a lock: its node may be writing there. The manifest lies beside the log, and its digest
+is the run's id; so a folder has everything that verification needs.
 """
 
 from __future__ import annotations
@@ -10,65 +10,64 @@ import asyncio
 import contextlib
 import hashlib
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
-from peer.net.asking import page
 from peer.net.base import Transport
 from peer.net.blobs import BlobStore, Fetcher
-from peer.net.blobs.named import fetch_named
-from peer.net.roster import RosterReader
+from peer.net.blobs.fetching import fetch_named
+from peer.net.node_calls import RosterReader, log_page
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
-from protocol.ledger.validation import BadCommit
+from protocol.ledger import history
+from protocol.ledger.history import BadCommit
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, logfile
+from protocol.wire.commit import Commit, Record
 
-CALL_SECONDS = 20.0
-MAX_TOKENIZER = 64 * 1024 * 1024
-"""Bytes."""
+T = TypeVar("T")
+
+TOKENIZER_BYTES = 64 * 1024 * 1024
+"""Most of a tokenizer's file."""
 
 
 class BadPayload(Exception):
-    """A payload that a commit names cannot be had, or is not what the commit says; the text is why."""
+    """A payload that a commit names is missing or wrong; the text says why."""
 
 
-class Source(Protocol):
-    """Where a log is read. `name` is how messages name it."""
+async def checked(manifest: Manifest, source: Source) -> AsyncGenerator[Record, None]:
+    """The records of a log, each checked against the one before.
 
-    name: str
-
-    def records(self, note: Callable[[str], None]) -> AsyncGenerator[bytes, None]:
-        """Every record, oldest first; `note` hears what a reader should know. Raises BadCommit where a record cannot be
-        read, UsageError, RemoteError, LocalError."""
-        ...
-
-    async def payload(self, digest: str, size: int) -> bytes:
-        """What is kept under that name. Raises BadPayload, RemoteError."""
-        ...
-
-    async def tokenizer(self, manifest: Manifest) -> bytes:
-        """The JSON file of the run's tokenizer. Raises UsageError, RemoteError."""
-        ...
-
-    async def said_names(self, run: str) -> dict[str, str]:
-        """What the peers that are there now call themselves, by their ids, as they say it, empty where they have no name; nothing where no node can be
-        asked."""
-        ...
+    Raises LocalError at the first invalid one, and what the source raises.
+    """
+    before: Commit | None = None
+    try:
+        async for raw in source.records():
+            record = history.follow(manifest, before, raw)
+            yield record
+            before = record.commit
+    except BadCommit as error:
+        round = 0 if before is None else before.round + 1
+        raise LocalError(f"log {source.name}: round {round}: the commit {error}; compare with another node's") from None
 
 
 class Folder:
-    """The folder of a bootstrap node. Raises UsageError where there is no log."""
+    """The folder of a bootstrap node. Raises UsageError if it has no log.
 
-    def __init__(self, folder: Path) -> None:
+    name: for messages.
+    note: receives what a reader should know about the log.
+    """
+
+    def __init__(self, folder: Path, note: Callable[[str], None] = lambda text: None) -> None:
         self.name = str(folder / logfile.LOG)
-        self._folder = folder
+        self._folder, self._note = folder, note
         if not (folder / logfile.LOG).is_file():
             raise UsageError(f"directory {folder}: has no log; give the folder (--dir) of a bootstrap node, or RUN")
 
-    async def records(self, note: Callable[[str], None]) -> AsyncGenerator[bytes, None]:
+    async def records(self) -> AsyncGenerator[bytes, None]:
+        """Every record, oldest first. Raises BadCommit for an unreadable one, UsageError."""
         path, end = self._folder / logfile.LOG, 0
         try:
             with open(path, "rb") as file:
@@ -77,8 +76,9 @@ class Folder:
                     end = logfile.end_of(at, raw)
                     yield raw
                 if end < size:
-                    note(
-                        f"after byte {end} there is a record that is not whole: a crash cut it off, or it is being written"
+                    self._note(
+                        f"after byte {end} there is a record that is not whole: a crash cut it off, or it is being"
+                        " written"
                     )
         except logfile.Damaged as error:
             raise BadCommit(f"cannot be read: its record at byte {error.at} is damaged") from None
@@ -86,12 +86,14 @@ class Folder:
             raise UsageError(f"log {path}: {error.strerror}; give a folder that can be read") from None
 
     async def payload(self, digest: str, size: int) -> bytes:
+        """The blob with this digest. Raises BadPayload."""
         try:
             return await asyncio.to_thread((self._folder / "blobs" / _hex(digest)).read_bytes)
         except OSError as error:
             raise BadPayload(f"not in {self._folder / 'blobs'} ({error.strerror})") from None
 
     async def tokenizer(self, manifest: Manifest) -> bytes:
+        """The JSON file of the run's tokenizer. Raises UsageError."""
         path = self._folder / "tokenizer.json"
         try:
             return _checked(await asyncio.to_thread(path.read_bytes), manifest, str(path))
@@ -101,12 +103,13 @@ class Folder:
             ) from None
 
     async def said_names(self, run: str) -> dict[str, str]:
+        """Names that present peers announce, by peer id; raw, may be empty. A folder has none."""
         return {}
 
     async def manifest(self) -> Manifest | None:
         """The run's manifest, None for an empty log. Raises UsageError."""
         try:
-            async with contextlib.aclosing(self.records(lambda text: None)) as log:
+            async with contextlib.aclosing(self.records()) as log:
                 raw = await anext(log, None)
             if raw is None:
                 return None
@@ -119,8 +122,8 @@ class Folder:
             if manifest.run_id == run:
                 return manifest
         raise UsageError(
-            f"directory {self._folder}: {path.name} is not the manifest of run {shown(run[:12])}…; start its bootstrap node"
-            " once, or ask the node over the network"
+            f"directory {self._folder}: {path.name} is not the manifest of run {shown(run[:12])}…; start its bootstrap"
+            " node once, or ask the node over the network"
         )
 
 
@@ -134,12 +137,15 @@ def _checked(tokenizer: bytes, manifest: Manifest, name: str) -> bytes:
 
 
 def _hex(text: str) -> str:
-    """`text` if it can be the name of a blob: a stranger's may lead out of the folder."""
+    """`text` if it can be a blob's name: a remote one may be a path out of the folder."""
     return text if len(text) == 64 and set(text) <= set("0123456789abcdef") else "none"
 
 
 class Remote:
-    """The bootstrap nodes of a run, whichever answers. Payloads pass through `store`."""
+    """The bootstrap nodes of a run, with the methods of Folder; the first that answers is used.
+
+    All methods raise RemoteError if none answers. Payloads pass through `store`.
+    """
 
     def __init__(self, transport: Transport, nodes: Sequence[str], store: BlobStore) -> None:
         self.name = f"of {', '.join(map(short_peer, nodes))}"
@@ -148,19 +154,24 @@ class Remote:
         self._store = store
         self._fetcher = Fetcher(transport, store)
 
-    async def records(self, note: Callable[[str], None]) -> AsyncGenerator[bytes, None]:
+    async def records(self) -> AsyncGenerator[bytes, None]:
         known = 0
-        while found := await self._page(known - 1):
+
+        async def ask(node: str) -> list[bytes]:
+            return await log_page(self._transport, node, known - 1)
+
+        while found := await self._any(ask):
             for raw in found:
                 known += 1
                 yield raw
 
-    async def _page(self, after: int) -> list[bytes]:
+    async def _any(self, ask: Callable[[str], Awaitable[T]]) -> T:
+        """The first answer of a node. Raises the last one's RemoteError."""
         *others, last = self._nodes
         for node in others:
             with contextlib.suppress(RemoteError):
-                return await page(self._transport, node, after)
-        return await page(self._transport, last, after)
+                return await ask(node)
+        return await ask(last)
 
     async def payload(self, digest: str, size: int) -> bytes:
         await self._fetcher.fetch(digest, size, self._nodes)
@@ -171,11 +182,11 @@ class Remote:
         return data
 
     async def tokenizer(self, manifest: Manifest) -> bytes:
-        *others, last = self._nodes
-        for node in others:
-            with contextlib.suppress(RemoteError):
-                return await self._tokenizer_of(node, manifest)
-        return await self._tokenizer_of(last, manifest)
+        async def fetch(node: str) -> bytes:
+            raw = await fetch_named(self._transport, node, endpoints.TOKENIZER_NAME, limit=TOKENIZER_BYTES)
+            return _checked(raw, manifest, f"of {short_peer(node)}")
+
+        return await self._any(fetch)
 
     async def said_names(self, run: str) -> dict[str, str]:
         roster = RosterReader(self._transport, run)
@@ -183,10 +194,9 @@ class Remote:
             await roster.refresh(self._nodes)
         return {peer: found.name for peer, found in roster.known.items()}
 
-    async def _tokenizer_of(self, node: str, manifest: Manifest) -> bytes:
-        raw = await fetch_named(self._transport, node, endpoints.TOKENIZER_NAME, limit=MAX_TOKENIZER)
-        return _checked(raw, manifest, f"of {short_peer(node)}")
-
     async def aclose(self) -> None:
-        """Ends what is under way."""
+        """Cancels fetches under way."""
         await self._fetcher.aclose()
+
+
+Source = Folder | Remote

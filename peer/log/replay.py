@@ -1,8 +1,8 @@
-"""An auditor: replays a run from θ(0), the commits and their payloads, and says what the state was after each round.
+"""Replays a run from its log, and verifies the log.
 
     the model at round r  =  θ(0)  +  the commits 1..r  +  the sparse payloads that they name
 
-It believes nobody: it needs the log and the payloads only, and what it computes is compared with what the peers attested.
+Verification trusts no peer: it needs the log and the payloads, and compares its result with the attested digests.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from protocol.codec.sparse import PayloadError
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, apart, shown
 from protocol.identity import short_peer
-from protocol.ledger import part_lists, rules, run_state, validation
+from protocol.ledger import history, part_lists, rules, run_state
+from protocol.ledger.history import BadCommit
 from protocol.ledger.part_lists import BadList, Lists, Parts
 from protocol.ledger.run_state import RunState
-from protocol.ledger.validation import BadCommit
 from protocol.planning import memory
 from protocol.round import comparing, judging
-from protocol.round.notes import Notes
+from protocol.round.comparing import Notes
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 from protocol.wire.bounds import LEAST_COMPARED
 from protocol.wire.commit import Commit, Contribution, Part, Share
 from protocol.wire.plan import Plan
 
-FETCHES = 8
-"""Payloads that are asked for at once."""
+CONCURRENT_FETCHES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,11 @@ def _initial(manifest: Manifest, empty: Empty = in_memory) -> Shards:
 
 
 def replay(manifest: Manifest, commits: Sequence[Commit], payload: Callable[[str], bytes | None]) -> Iterator[State]:
-    """The state after each of `commits` (from round 0 on, without gaps). `payload`: payloads and lists of parts by their names. Raises LocalError
-    for a missing one."""
+    """Yields the state after each commit.
+
+    commits: from round 0 on, without gaps.
+    payload: payloads and lists of parts by name. Raises LocalError for a missing one.
+    """
     outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
     outer.theta = _initial(manifest)
     shards = layout.shard_names(manifest.model)
@@ -74,19 +76,20 @@ def replay(manifest: Manifest, commits: Sequence[Commit], payload: Callable[[str
         yield State(commit.round, dict(outer.theta), {shard: outer.digest(shard) for shard in shards})
 
 
-# --- verifying a log that nobody needs to be believed for
+# --- verification
 
 
 Payload = Callable[[str, int], Awaitable[bytes]]
-"""(digest, size) -> the bytes that are kept under that name. Raises BadPayload, RemoteError."""
+"""(digest, size) -> the blob with this digest. Raises BadPayload, RemoteError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something in a log that should not be. `shard` is None where it is about the commit."""
+    """A violation in a log."""
 
     round: int
     shard: str | None
+    """None for the whole commit."""
     reason: str
 
     def __str__(self) -> str:
@@ -95,17 +98,19 @@ class Problem:
 
 @dataclass(slots=True)
 class Verification:
-    """What `verify` found. `attested`, `agreed`: how many digests of shards the commits carry, and how many of them the
-    replay gives too; `theta`, `digests`: the last state, of the shards that could be replayed all the way."""
+    """The result of `verify`."""
 
     head: Commit | None = None
     contributions: int = 0
     payloads: int = 0
     payload_bytes: int = 0
     attested: int = 0
+    """Digests of shards in the commits."""
     agreed: int = 0
+    """Digests that the replay confirms."""
     problems: list[Problem] = field(default_factory=list)
     theta: Shards = field(default_factory=dict)
+    """The last state, of the shards that could be replayed to the end."""
     digests: dict[str, str] = field(default_factory=dict)
 
 
@@ -118,12 +123,14 @@ async def verify(
     empty: Empty = in_memory,
     until: int | None = None,
 ) -> Verification:
-    """Checks a whole log, commit by commit, and replays it shard by shard: from θ(0), or from the shards of `start`. `until`: the round
-    whose state is wanted; the log is read as far as to what the peers say of it.
+    """Checks a log commit by commit and replays it shard by shard.
 
-    `report` hears of each problem at once. The reading ends at the first commit that cannot be believed. A shard is
-    replayed until one of its payloads, or a list of parts that may name one, is missing or wrong, or its state is not what the peers attested; the others go on.
-    Each verdict is recomputed (protocol/round/judging.py). Memory: one commit, the payloads of two rounds, what is in them (protocol/round/notes.py), and the model in arrays that `empty` makes. Raises what `records` raises, except BadCommit.
+    report: receives each problem at once.
+    start: state to replay from (default: θ(0)).
+    until: the round whose state is wanted; the log is read as far as to its attestation.
+
+    Stops at the first invalid commit. A shard is replayed until a payload or a list of parts is missing or wrong, or
+    its state is not the attested one. Raises what `records` raises, except BadCommit.
     """
     done = Verification()
     outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta, empty=empty)
@@ -140,7 +147,7 @@ async def verify(
             raw = await anext(records, None)
             if raw is None:
                 break
-            commit = validation.follow(manifest, done.head, raw).commit
+            commit = history.follow(manifest, done.head, raw).commit
         except BadCommit as error:
             problem(0 if done.head is None else done.head.round + 1, None, f"the commit {error}")
             break
@@ -190,17 +197,17 @@ async def verify(
 
 
 class _Kept:
-    """The lists and payloads of this round and the one before, by their names."""
+    """The lists and payloads of this round and the previous one, by name."""
 
     def __init__(self, payload: Payload) -> None:
         self.notes = Notes()
-        """What is in them."""
+        """Summaries of the payloads."""
         self._payload = payload
         self._before: dict[str, bytes] = {}
         self._now: dict[str, bytes] = {}
 
     def begin(self) -> None:
-        """The next round's are read."""
+        """Begins the next round."""
         self.notes.settle(self._now.keys())
         self._before, self._now = self._now, {}
 
@@ -211,7 +218,7 @@ class _Kept:
         return found
 
     async def fetch(self, manifest: Manifest, contributions: Sequence[Contribution]) -> None:
-        """All that these name. Raises BadPayload, BadList, RemoteError."""
+        """Fetches everything that these name. Raises BadPayload, BadList, RemoteError."""
         for share in (share for c in contributions for share in c.shares):
             if part_lists.may_be_fetched(manifest, share):
                 for part in part_lists.unpack(await self.payload(share.root, share.listed)):
@@ -225,8 +232,10 @@ class _Kept:
 
 
 async def _unjust(before: RunState, commit: Commit, kept: _Kept) -> str | None:
-    """Why the verdict of a commit is not the rule's; None if it is, or if that cannot be known, since something is missing or wrong that
-    is a problem of its own. `before`: the state before it."""
+    """Why a commit's verdict differs from the rule's; None if it does not, or if a payload is missing or wrong.
+
+    before: the state before the commit.
+    """
     manifest, trial = before.manifest, before.standing.tried(commit)
     judged = len(commit.contributions) + sum(x.judged is not None for x in commit.left_out)
     last = before.last if judged >= LEAST_COMPARED else ()
@@ -238,45 +247,41 @@ async def _unjust(before: RunState, commit: Commit, kept: _Kept) -> str | None:
         def why() -> str | None:
             updates = {c.replica: judging.held(manifest, c, kept.read, kept.notes.known) for c in commit.contributions}
             earlier = tuple(judging.held(manifest, c, kept.read, kept.notes.known) for c in last)
-            return judging.why_unjust(manifest, commit, updates, judging.Before(before.medians, earlier), trial)
+            return judging.why_unjust(manifest, commit, updates, judging.PreviousRound(before.medians, earlier), trial)
 
         return await asyncio.to_thread(why)
     except (BadPayload, BadList, PayloadError, RemoteError, KeyError):
         return None
 
 
-def _shares(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[tuple[Share, tuple[str, ...]]]:
-    """Every share of a commit, with the shards that `plan` wants of it: all, where it does not know."""
-    for contribution in commit.contributions:
-        spec = plan.find(contribution.replica) if plan is not None else None
-        fits = spec is not None and len(spec.stages) == len(contribution.shares)
-        for index, share in enumerate(contribution.shares):
-            if spec is not None and fits:
-                yield share, memory.stage_shards(manifest, spec.stages[index].first, spec.stages[index].last)
-            else:
-                yield share, layout.shard_names(manifest.model)
-
-
 async def _lists(
     manifest: Manifest, plan: Plan | None, commit: Commit | None, payload: Payload
 ) -> tuple[dict[str, Parts], list[str], set[str]]:
-    """The lists of parts of all shares by their roots, what is wrong with them, and the shards of which not all parts can be known; nothing
-    for no commit. `plan`: of the round."""
+    """The lists of parts by root, their problems, and the shards with unknown parts; empty without a commit.
+
+    plan: of the round.
+    """
     lists: dict[str, Parts] = {}
     wrong: list[str] = []
     unknown: set[str] = set()
-    for share, shards in _shares(manifest, plan, commit) if commit is not None else ():
-        reasons, parts = await _list_of(manifest, share, shards, payload)
-        wrong += reasons
-        unknown.update(shards if parts is None else ())
-        lists[share.root] = parts or ()
+    for contribution in commit.contributions if commit is not None else ():
+        spec = plan.find(contribution.replica) if plan is not None else None
+        fits = spec is not None and len(spec.stages) == len(contribution.shares)
+        for index, share in enumerate(contribution.shares):
+            shards = layout.shard_names(manifest.model)
+            if spec is not None and fits:
+                shards = memory.stage_shards(manifest, spec.stages[index].first, spec.stages[index].last)
+            reasons, parts = await _list_of(manifest, share, shards, payload)
+            wrong += reasons
+            unknown.update(shards if parts is None else ())
+            lists[share.root] = parts or ()
     return lists, wrong, unknown
 
 
 async def _list_of(
     manifest: Manifest, share: Share, shards: tuple[str, ...], payload: Payload
 ) -> tuple[list[str], Parts | None]:
-    """What is wrong with a share's list of parts, which should be of `shards`, and the parts; None if they cannot be known."""
+    """The problems of a share's list of parts, and the parts; None if unknown. shards: the planned ones."""
     name = f"list of parts {share.root[:12]} of {short_peer(share.peer)}"
     if not part_lists.may_be_fetched(manifest, share):
         return [f"{name}: {share.listed} bytes are more than a list can have"], None
@@ -294,8 +299,8 @@ async def _list_of(
 async def _payloads(
     manifest: Manifest, commit: Commit, shard: str, lists: Lists, kept: _Kept
 ) -> tuple[list[str], list[tuple[float, bytes]] | None]:
-    """What is wrong with one shard's payloads of a round, and (weight, payload) of all; None if they cannot be applied."""
-    gate = asyncio.Semaphore(FETCHES)
+    """The problems of a shard's payloads of a round, and (weight, payload) of all; None if they cannot be applied."""
+    gate = asyncio.Semaphore(CONCURRENT_FETCHES)
 
     async def one(weight: float, part: Part, sender: str) -> tuple[float, bytes, str | None]:
         try:
@@ -309,8 +314,8 @@ async def _payloads(
             raise BadPayload(f"payload {part.digest[:12]} of {short_peer(sender)}: {error}") from None
         if comparing.is_true(part.norm, norm := examined.norm):
             return weight, data, None
-        said = f"payload {part.digest[:12]} of {short_peer(sender)}: its norm is {norm:.6g}, the commit says {part.norm:.6g}"
-        return weight, data, said
+        name = f"payload {part.digest[:12]} of {short_peer(sender)}"
+        return weight, data, f"{name}: its norm is {norm:.6g}, the commit says {part.norm:.6g}"
 
     found = await asyncio.gather(*(one(*item) for item in commit.payloads(shard, lists)), return_exceptions=True)
     wrong: list[str] = []
@@ -327,7 +332,7 @@ async def _payloads(
 
 
 def start_from(manifest: Manifest, folder: Path, empty: Empty = in_memory) -> State:
-    """The state in a peer's checkpoint. Raises UsageError where it is not one of the run's model."""
+    """Reads a peer's checkpoint. Raises UsageError unless it is one of the run's model."""
     round, theta = read_theta(folder, empty)
     names = layout.shard_names(manifest.model)
     for shard, arrays in theta.items():

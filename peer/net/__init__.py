@@ -1,1 +1,1 @@
-"""How peers talk: one interface (base), one implementation in memory, one over libp2p (p2p, the only user of hivemind)."""
+"""The network: one interface (base), implemented in memory and over libp2p (p2p, the only user of hivemind)."""

@@ -1,17 +1,21 @@
-"""Addresses of peers, as text: `/ip4/203.0.113.5/tcp/4001/p2p/12D3Koo…` (libp2p's multiaddr, TCP only).
+"""Addresses of peers, as text: `/ip4/203.0.113.5/tcp/4001/p2p/12D3Koo…` (libp2p's multiaddr, TCP only); and our own.
 
-py-multiaddr reads them. It takes more than we can use, and other spellings of the same address, so what it read has to be one of two
-forms, written in the usual way. QUIC is refused: hivemind's daemon loses the last messages of a stream over it, and would dial
-whatever is announced.
+py-multiaddr reads them. It accepts more than we can use, and several spellings of one address, so only two forms in
+the usual spelling are accepted. QUIC is refused: hivemind's daemon loses the last messages of a stream over it.
+
+Our own addresses are those that the daemon lists. It also lists addresses at which other peers have seen us, which is
+how it knows the router's; but it goes on to list a lost address for half an hour, so `OwnAddresses` leaves those out.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import psutil
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
@@ -83,17 +87,14 @@ def parse(text: str) -> Address:
 
 
 def _is_host(kind: str, host: str) -> bool:
-    """Whether `host` names a machine to everybody: an address with a scope means something on one machine only."""
+    """Whether `host` means the same machine everywhere: a scope (%) means something on one machine only."""
     if kind not in ("ip4", "ip6"):
         return _NAME.fullmatch(host) is not None
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return f"ip{address.version}" == kind and "%" not in host
+    address = _ip(host)
+    return address is not None and f"ip{address.version}" == kind and "%" not in host
 
 
-# --- what an address says, without a check of all of it: ours, or one that was parsed before
+# --- parts of an address that is ours, or was parsed before
 
 
 def peers_of(addresses: Iterable[str]) -> tuple[str, ...]:
@@ -107,7 +108,6 @@ def is_circuit(address: str) -> bool:
 
 
 def host_of(address: str) -> str:
-    """Its host, or nothing."""
     return address.split("/")[2] if address.count("/") > 2 else ""
 
 
@@ -117,30 +117,115 @@ def port_of(address: str) -> int:
     return int(parts[4]) if len(parts) > 4 and parts[3] == "tcp" and parts[4].isdecimal() else 0
 
 
-def is_public(host: str) -> bool:
-    """Whether `host` is an IP address that means the same to everybody."""
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return not any(ipaddress.ip_address(host) in network for network in _LOCAL)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return None
+
+
+def is_public(host: str) -> bool:
+    """Whether `host` is an IP address that is not local to a machine or network."""
+    address = _ip(host)
+    return address is not None and not any(address in network for network in _LOCAL)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` means the machine itself, on every machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    address = _ip(host)
+    return address is not None and address.is_loopback
 
 
 def is_link_local(host: str) -> bool:
-    """Whether `host` is an IP address that means something on one cable or one Wi-Fi only; of IPv6, only together with the name of an interface."""
-    try:
-        return ipaddress.ip_address(host).is_link_local
-    except ValueError:
-        return False
+    """Whether `host` is an IP address of one cable or Wi-Fi only; in IPv6, only together with an interface's name."""
+    address = _ip(host)
+    return address is not None and address.is_link_local
 
 
 def tcp(host: str, port: int) -> str:
     """The address of an IP host and a port, without a peer."""
     return f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}"
+
+
+# --- our own
+
+
+class OwnAddresses:
+    """Our addresses.
+
+    listed: in the daemon's order, as of the last time that there were any
+    hosts: the interfaces' addresses then
+    """
+
+    def __init__(self) -> None:
+        self.listed: tuple[str, ...] = ()
+        self.hosts: frozenset[str] = frozenset()
+        self._lost: frozenset[str] = frozenset()
+
+    def update(self, listed: Iterable[str], hosts: frozenset[str]) -> bool:
+        """Takes what the daemon lists and the interfaces have now. Returns whether an interface has lost an address."""
+        lost = self.hosts - hosts
+        self.hosts, self._lost = hosts, (self._lost | lost) - hosts
+        found = {a: host for a in listed if (host := _host(a)) not in (None, *self._lost)}
+        between_networks = set(map(_host, self.listed)) & self._lost and all(
+            is_circuit(address) or is_loopback(host or "") for address, host in found.items()
+        )
+        if found and not between_networks:
+            self.listed = tuple(found)
+        return bool(lost)
+
+
+def _host(address: str) -> str | None:
+    try:
+        return parse(address).dial.split("/")[2]
+    except BadAddress:
+        return None
+
+
+def best_first(addresses: Iterable[str]) -> list[str]:
+    """Sorts addresses: public ones first, those of this machine alone last, without link-local IPv6.
+
+    Among several of a kind, the one of the interface that leads to the internet comes before virtual networks.
+    """
+    outward = tuple(filter(None, map(_source, ("192.0.2.1", "2001:db8::1"))))
+
+    def rank(address: str) -> tuple[int, int]:
+        host = host_of(address)
+        if is_circuit(address):
+            return 0, len(outward)
+        is_local = _ip(host) is not None and not is_public(host)
+        kind = 3 if is_loopback(host) else 2 if is_link_local(host) else 1 if is_local else 0
+        return kind, outward.index(host) if host in outward else len(outward)
+
+    return sorted((a for a in addresses if ":" not in host_of(a) or not is_link_local(host_of(a))), key=rank)
+
+
+def on_interfaces(listed: Iterable[str], hosts: Iterable[str]) -> list[str]:
+    """Our addresses at an interface's `hosts`, if we listen on all of them: the daemon lists new ones only 5 s later.
+
+    The port is in the address for this machine alone, which is always `listed`.
+    """
+    inner = [a for a in listed if not is_circuit(a) and is_loopback(host_of(a))]
+    ports = {":" in host_of(a): (port_of(a), parse(a).peer) for a in inner}
+    return [
+        f"{tcp(host, port)}/p2p/{peer}"
+        for host in sorted(hosts)
+        for port, peer in [ports.get(":" in host, (0, ""))]
+        if port
+    ]
+
+
+def _source(towards: str) -> str:
+    """Our address that packets to `towards`, a documentation address, would come from; empty if nothing leads there."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in towards else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def interface_hosts() -> frozenset[str]:
+    """The IP addresses of this machine's interfaces, as text."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    every = [a for addresses in psutil.net_if_addrs().values() for a in addresses if a.family in families]
+    return frozenset(a.address.partition("%")[0] for a in every)

@@ -1,8 +1,8 @@
-"""The transport: what every part of Potluck that talks to other peers is written against.
+"""The transport interface that all communication between peers uses.
 
-One mechanism: streams of frames (protocol/wire/framing.py) between two peers, under a protocol name. A call is one request and
-one reply over a fresh stream. `finish` says explicitly that nothing more comes; a stream that ends without it raises Closed
-at the other side, so a dead peer is never mistaken for a finished one.
+It has one mechanism: streams of frames (protocol/wire/framing.py) between two peers, under a protocol name. A call is
+one request and one reply over a fresh stream. `finish` says that nothing more comes; a stream that ends without it
+raises Closed at the other side, so a dead peer is never mistaken for a finished one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,18 @@ from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import short_peer
 from protocol.wire.framing import MAX_FRAME
 
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """The two clocks of a process, created by the composition root.
+
+    wall: seconds since 1970; may jump, so nothing waits by it: it is written into commits, announcements and events
+    """
+
+    steady: Callable[[], float] = time.monotonic  # only goes forward, in seconds; measures leases, deadlines and pauses
+    wall: Callable[[], float] = time.time
+
+
 log = logging.getLogger("potluck.net")
 
 MAX_RECORD = 4096
@@ -28,13 +41,13 @@ MAX_RECORD = 4096
 MAX_TTL = 600.0
 """A DHT record may expire at most this many seconds ahead."""
 REQUEST_SECONDS = 30.0
-"""How long a called peer waits for the request of a call."""
+"""A called peer waits so long for the request."""
 SILENT_SECONDS = 3.0
-"""After which it is made sure that there is still a way to a peer who owes us an answer."""
+"""After so long without the answer that a peer owes us, the connection to it is checked."""
 SILENT_HEARTBEATS = 3
-"""The same of a session: after so many heartbeats without a word."""
+"""The same for a session, in heartbeats."""
 SEND_SECONDS = 60.0
-"""How long one send waits for a peer that does not read, unless told otherwise."""
+"""A send waits so long for a peer that does not read, by default."""
 
 _OK, _FAILED = b"\x00", b"\x01"
 
@@ -44,19 +57,19 @@ class Unreachable(RemoteError):
 
 
 class NotServed(Unreachable):
-    """The peer is there, and has nothing under that name."""
+    """The peer does not serve that protocol."""
 
 
 class Closed(RemoteError):
-    """The stream is over although its sender did not say so: the peer, its link or our own side ended it."""
+    """The stream is over without `finish`: the peer, its link or our own side ended it."""
 
 
 class Malformed(Closed):
-    """The other side sent a frame that is longer than any that has a place there; the stream is over."""
+    """The other side sent a frame that is longer than allowed; the stream is over."""
 
 
 class Ended(Closed):
-    """The sender said that nothing more comes, and all of it was read."""
+    """The sender has finished, and all of it was read."""
 
 
 class Timeout(RemoteError):
@@ -64,7 +77,7 @@ class Timeout(RemoteError):
 
 
 class PortInUse(UsageError):
-    """The port that we are to listen on is taken."""
+    """The port to listen on is in use."""
 
 
 class StartFailed(UsageError):
@@ -72,44 +85,46 @@ class StartFailed(UsageError):
 
 
 class BadAddress(UsageError, ValueError):
-    """Not an address that Potluck can use."""
+    """An address that Potluck cannot use."""
 
 
 class TransportLost(LocalError):
-    """Our own side of the network is gone; the transport must be built again."""
+    """Our own network has failed; the transport must be started again."""
 
 
 class ClockWrong(LocalError):
-    """Our clock differs from the others' by more than the DHT tolerates."""
+    """Our clock differs from other peers' by more than the DHT tolerates."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of frames, prefixes included, in total and per protocol name, since the start. `waiting`: how many sends wait until a peer reads,
-    by peer. `heard(peer, sent, received)` is called with all bytes, if somebody wants to know whose they are."""
+    """Bytes of frames with their prefixes since the start, in total and by protocol name."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
-    waiting: Counter[str] = field(default_factory=Counter)
-    heard: Callable[[str, int, int], None] | None = None
+    waiting: Counter[str] = field(default_factory=Counter)  # sends that wait until a peer reads, by peer
+    _heard: Callable[[str, int, int], None] | None = None
+
+    def follow(self, heard: Callable[[str, int, int], None]) -> None:
+        """Calls `heard(peer, sent, received)` for all bytes from now on."""
+        self._heard = heard
 
     def count_sent(self, name: str, peer: str, size: int) -> None:
         self.bytes_sent += size
         self.sent[name] += size
-        if self.heard is not None:
-            self.heard(peer, size, 0)
+        if self._heard is not None:
+            self._heard(peer, size, 0)
 
     def count_received(self, name: str, peer: str, size: int) -> None:
         self.bytes_received += size
         self.received[name] += size
-        if self.heard is not None:
-            self.heard(peer, 0, size)
+        if self._heard is not None:
+            self._heard(peer, 0, size)
 
     @contextlib.contextmanager
     def waits(self, peer: str) -> Iterator[None]:
-        """While a send waits until `peer` reads."""
         self.waiting[peer] += 1
         try:
             yield
@@ -120,50 +135,56 @@ class Traffic:
 
 
 class Stream(Protocol):
-    """Frames both ways between us and `remote` (its authenticated peer id) under protocol `name`. `received`: bytes that came so
-    far, those of unfinished frames too."""
+    """Frames both ways between us and `remote`, its authenticated peer id, under the protocol `name`."""
 
     remote: str
     name: str
 
     @property
-    def received(self) -> int: ...
+    def received(self) -> int:
+        """Bytes that came so far, those of unfinished frames too."""
+        ...
 
     @property
     def pending(self) -> int:
-        """Bytes that were taken from the network and that `recv` has not given yet."""
+        """Bytes that came and that `recv` has not returned yet."""
         ...
 
-    def costs(self, turns: float) -> None:
-        """The newest frame asked for so much that it takes this many turns more than others (peer/net/turns.py)."""
-
     async def send(self, *parts: bytes | memoryview, timeout: float = SEND_SECONDS) -> None:
-        """One frame whose body is the parts; returns when it is on its way, the parts may change then. Waits while the
-        other side does not read, at most `timeout` seconds. A send that fails or is cancelled within a frame closes the
-        stream. Raises Closed, Timeout, FrameError for a frame over MAX_FRAME."""
+        """Sends a frame whose body is the parts, which may change once it returns.
+
+        Waits up to `timeout` seconds while the other side does not read. A send that fails or is cancelled within a
+        frame closes the stream. Raises Closed, Timeout, FrameError for a frame over MAX_FRAME.
+        """
 
     async def recv(self, limit: int = MAX_FRAME, *, timeout: float | None = None) -> bytes:
-        """The next frame's body. None waits as long as the stream lives. May be cancelled, and called again after a
-        Timeout, without losing anything. Raises Ended, Closed (also for a frame above `limit`), Timeout."""
+        """Returns the next frame's body. Without `timeout` it waits as long as the stream lives.
+
+        It may be cancelled, and called again after a Timeout, without losing anything. Raises Ended, Closed (also for a
+        frame above `limit`), Timeout.
+        """
 
     async def finish(self) -> None:
-        """Says that we send nothing more; the other side reads on to here. Raises like send; a second one does nothing."""
+        """Says that we send nothing more. Raises like send; a second call does nothing."""
 
     async def close(self) -> None:
-        """Ends both directions; never raises. Without `finish` before it, what is under way may be lost and the other side
-        sees Closed; after it, the other side is given a few seconds to read and finish too."""
+        """Ends both directions; never raises.
+
+        Without `finish` before it, data under way may be lost and the other side sees Closed; after it, the other side
+        gets a few seconds to read and to finish too.
+        """
 
 
 Handler = Callable[[Stream], Awaitable[None]]
 """Serves one stream. Returning finishes the stream, raising closes it."""
 CallHandler = Callable[[str, bytes], Awaitable[bytes]]
-"""(peer id, request) -> reply. The text of a RemoteError goes to the caller, nothing of other exceptions does."""
+"""(peer id, request) -> reply. Only the text of a RemoteError goes to the caller."""
 Validate = Callable[[str, str, bytes], bool]
 """(key, subkey, value) of a DHT record -> whether it may be stored and believed."""
 
 
 class Transport(Protocol):
-    """One peer's access to the network. `guests`: what others may use of us; `lost` is set when it has failed for good (its daemon died)."""
+    """A peer's access to the network. `lost` is set when it has failed for good, as its daemon died."""
 
     peer_id: str
     traffic: Traffic
@@ -179,38 +200,43 @@ class Transport(Protocol):
         """Lets others open streams under `name`."""
 
     async def open(self, peer: str, name: str, *, timeout: float) -> Stream:
-        """A stream to `peer`. Raises Unreachable, Timeout, TransportLost. Where `peer` does not serve `name`, that shows
-        here (Unreachable) or at the first `recv` (Closed)."""
+        """Opens a stream to `peer`. Raises Unreachable, Timeout, TransportLost.
+
+        If `peer` does not serve `name`, this raises Unreachable or the first `recv` raises Closed.
+        """
 
     async def connect(self, addresses: Sequence[str], *, timeout: float) -> None:
-        """Tries all addresses at once, joins the DHT there if we are not in it, and returns when one peer or more was
-        reached and answered. A connection that was there before and is dead is made anew. Raises Unreachable when none was,
-        ClockWrong, TransportLost."""
+        """Dials all addresses at once, and returns when one peer has answered and we are in the DHT.
+
+        A dead connection is replaced. Raises Unreachable, ClockWrong, TransportLost.
+        """
 
     async def look(self) -> bool:
-        """Asks again where others reach us, and whether that has changed; `addresses` has the answer. Where an address is lost, ends the
-        connections on which nobody answers any more. Raises TransportLost."""
+        """Updates `addresses`. Returns whether they have changed. Raises TransportLost.
+
+        When an address is lost, connections on which no peer answers any more are ended.
+        """
 
     def doubt(self, peer: str) -> None:
-        """Asks `peer` whether it is there. If it does not answer within seconds, or one of several connections may be dead, the
-        connections to it end, and so do their streams."""
+        """Pings `peer`. If it does not answer, or one of several connections may be dead, all of them end."""
 
     def seen_at(self, peer: str) -> str:
-        """The address at the other end of our newest stream with `peer`, without its id; empty where that is not known."""
+        """Returns the other end of our newest stream with `peer`, without its id; empty if it is not known."""
 
     async def disconnect(self, peer: str) -> None:
-        """Ends the connections to `peer`, and so all streams: the next one begins with nothing that TCP has learned. Raises Timeout,
-        TransportLost."""
+        """Ends all connections to `peer`, so that the next one is fresh for TCP. Raises Timeout, TransportLost."""
 
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
-        """Stores a signed value for `ttl` seconds; False if it was refused. Raises UsageError over MAX_RECORD or MAX_TTL,
-        TransportLost."""
+        """Stores a signed value for `ttl` seconds. Returns whether it was accepted.
+
+        Raises UsageError over MAX_RECORD or MAX_TTL, TransportLost.
+        """
 
     def prefer(self, peers: Collection[str]) -> None:
-        """The records of these, as subkeys, are kept before those of others where there is no space for all."""
+        """Keeps the records with these subkeys before others when there is no space for all."""
 
     async def get(self, key: str) -> dict[str, bytes]:
-        """The valid values under `key` by subkey; what cannot be found is missing. Raises Timeout, TransportLost."""
+        """Returns the valid values under `key` that are found, by subkey. Raises Timeout, TransportLost."""
 
     async def aclose(self) -> None:
         """Closes all streams and leaves; never raises."""
@@ -229,8 +255,10 @@ async def answer(
     timeout: float | None = None,
     silence: float = SILENT_SECONDS,
 ) -> bytes:
-    """The next frame of a peer who owes us one, as `recv` gives it. Whenever nothing came for so much silence, `doubt(peer)` is called:
-    the transport ends the stream (Closed) if there is no way to the peer any more."""
+    """Receives the frame that a peer owes us.
+
+    After each `silence`, in seconds, it calls `doubt(peer)`: the transport ends a dead connection, which raises Closed.
+    """
     clock = asyncio.get_running_loop().time
     end = math.inf if timeout is None else clock() + timeout
     while True:
@@ -245,13 +273,12 @@ async def answer(
 
 
 def nothing_came(stream: Stream, timeout: float | None) -> Timeout:
-    """What `recv` raises after so many seconds."""
     text = f"stream {stream.name} from {short_peer(stream.remote)}: nothing came for {timeout:g} s; try again"
     return Timeout(stream.remote, text)
 
 
 def check_record(value: bytes, ttl: float) -> None:
-    """Raises UsageError for a DHT record that everyone would refuse."""
+    """Raises UsageError for a DHT record over the limits."""
     if len(value) > MAX_RECORD:
         raise UsageError(f"DHT record: {len(value)} bytes; at most {MAX_RECORD} are allowed")
     if not 0 < ttl <= MAX_TTL:
@@ -261,9 +288,9 @@ def check_record(value: bytes, ttl: float) -> None:
 async def call(
     transport: Transport, peer: str, name: str, request: bytes, *, timeout: float, limit: int = MAX_FRAME - 1
 ) -> bytes:
-    """One request, one reply of at most `limit` bytes, all within `timeout` seconds.
+    """Sends one request. Returns the reply, of at most `limit` bytes, within `timeout` seconds.
 
-    Raises Unreachable, Closed, Timeout, TransportLost, and RemoteError with the text that the peer answered instead.
+    Raises Unreachable, Closed, Timeout, TransportLost, and RemoteError with the text of a refusal.
     """
     try:
         async with asyncio.timeout(timeout):
@@ -286,7 +313,7 @@ async def call(
 async def serve_calls(
     transport: Transport, name: str, handler: CallHandler, *, limit: int = MAX_FRAME, timeout: float = REQUEST_SECONDS
 ) -> None:
-    """Answers calls of `name`, with requests of at most `limit` bytes, which must come within `timeout` seconds."""
+    """Answers calls of `name`, whose requests have `limit` bytes at most and come within `timeout` seconds."""
 
     async def serve(stream: Stream) -> None:
         request = await stream.recv(limit, timeout=timeout)

@@ -1,14 +1,15 @@
 """hivemind's network daemon (p2pd): its process, its sockets, and our requests to it.
 
 Deviations from plain hivemind 1.1.12, each because of something it does:
-- requests go over connections of our own, because its `stream_open` leaks a socket, here and in the daemon, when it fails;
-- the daemon is watched, because calls hang for ever when it dies; its sockets live in a folder of their own, which is swept;
-- its pending calls are kept by `Pending`, because an answer to a call that was just given up ends its reader of all answers;
-- whether a port is free is tried first, because libp2p itself shares it (SO_REUSEPORT) with another daemon of the same user;
-- it offers no relay but libp2p's usual one, for signals: 128 KiB and two minutes a circuit, with small buffers (docs/adr/0023-dial-back.md);
-- the socket that the daemon brings streams to is ours (peer/net/entry.py): hivemind makes a task and buffers for each before it looks who came;
-- it has a lower priority than the process that it serves: what strangers make it do is not to take the time of rounds;
-- it is in a process group of its own: Ctrl-C and `timeout` signal all of ours, and who leaves needs the daemon until all is sent; it ends with us.
+- requests use connections of our own, as a failed `stream_open` leaks a socket, here and in the daemon;
+- the daemon is watched, as calls hang for ever when it dies; its sockets live in a folder of their own, which is swept;
+- its pending calls are a `Pending`, as an answer to a call that was just given up ends its reader of all answers;
+- a port is probed first, as libp2p shares it (SO_REUSEPORT) with another daemon of the same user;
+- it offers only libp2p's usual relay, for signals: 128 KiB and two minutes a circuit (docs/adr/0023-dial-back.md);
+- incoming streams come to a socket of ours (peer/net/incoming.py), as hivemind makes a task for each of them;
+- it has a lower priority than the process that it serves, as strangers make it work;
+- it has its own process group, as Ctrl-C and `timeout` signal all of ours, and a leaving peer needs it until all is
+  sent; it ends with us.
 """
 
 from __future__ import annotations
@@ -38,13 +39,11 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
-from peer.net import children
+from peer.net import processes
 from peer.net import sockets as sockets_of
-from peer.net.address import Address, is_circuit, tcp
+from peer.net.address import Address, best_first, interface_hosts, is_circuit, on_interfaces, tcp
 from peer.net.base import BadAddress, NotServed, StartFailed, Timeout, TransportLost, Unreachable, log
-from peer.net.entry import Arrive, Came, Entry
-from peer.net.expelling import Expelling
-from peer.net.own_addresses import best_first, interface_hosts, on_interfaces
+from peer.net.incoming import Arrive, Disconnector, StreamListener, StreamOrigin
 from peer.net.sockets import SocketFolder, port_error
 from protocol.errors import RemoteError, shown
 from protocol.identity import short_peer
@@ -54,25 +53,27 @@ T = TypeVar("T")
 START_SECONDS = 60.0
 CLOSE_SECONDS = 5.0
 SPARING = "GOGC=20"
-"""For a daemon that is to need little memory: it looks for garbage when it has a fifth more than it needs, not twice as much."""
+"""For a daemon with little memory: it collects garbage at a fifth more than it needs, not at twice as much."""
 NICE = 5
-"""By how much lower its priority is: beside a busy process of ours it gets a quarter of a core, and all that nobody else wants."""
+"""Lowers its priority: besides a busy process of ours it gets a quarter of a core."""
 PING = "/ipfs/ping/1.0.0"
-"""libp2p's ping: 32 bytes that come back. The other daemon answers, however busy its process is."""
+"""libp2p's ping: 32 bytes that the other daemon sends back, however busy its process is."""
 PING_BYTES = 32
 ANSWER_SECONDS = 5.0
-"""After which a connection without an answer is dead. libp2p itself takes 40 s to find that out."""
+"""A connection without an answer counts as dead after so long; libp2p itself takes 40 s."""
 
 logging.getLogger("hivemind").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrance:
-    """How others come to us. `announce`: addresses (without a peer id) at which they do, whatever our own are. `relays`: full addresses of public
-    peers that carry the signals of those who cannot connect to us, since our router lets nobody in; empty: it does, or that is
-    not known."""
+    """How others reach us.
 
-    announce: tuple[str, ...] = ()
+    relays: full addresses of public peers that carry signals to us, if our router blocks connections; empty: it does
+        not, or that is not known
+    """
+
+    announce: tuple[str, ...] = ()  # addresses (without a peer id) to announce besides our own
     relays: tuple[str, ...] = ()
 
 
@@ -81,7 +82,7 @@ _SILENT = "network daemon: it does not answer; start this peer again"
 
 
 class Pending(dict[Any, asyncio.Future[Any]]):
-    """hivemind's unary calls in progress. Not among them: those that are answered or cancelled, but not yet cleared away."""
+    """hivemind's unary calls in progress, without those that are answered or cancelled and not yet cleared away."""
 
     def __contains__(self, call: object) -> bool:
         future = self.get(call)
@@ -89,7 +90,7 @@ class Pending(dict[Any, asyncio.Future[Any]]):
 
 
 class Net(P2P):  # type: ignore[misc]
-    """P2P with the daemon's flags that `create` hides, with its sockets in `folder`, and at a lower priority. Streams go elsewhere."""
+    """P2P with daemon flags that `create` hides, its sockets in `folder`, a lower priority, and no stream handling."""
 
     sparing = False
 
@@ -100,7 +101,14 @@ class Net(P2P):  # type: ignore[misc]
         little = ("env", SPARING) if cls.sparing and shutil.which("env") else ()
         nice = ("nice", "-n", NICE) if shutil.which("nice") else ()
         return P2P._make_process_args(
-            *children.apart(), *little, *nice, *args, **kwargs, connHi=4096, connLo=2048, relayService=False
+            *processes.own_group_command(),
+            *little,
+            *nice,
+            *args,
+            **kwargs,
+            connHi=4096,
+            connLo=2048,
+            relayService=False,
         )
 
     @classmethod
@@ -108,11 +116,11 @@ class Net(P2P):  # type: ignore[misc]
         return type("Net", (cls,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/", "sparing": sparing})
 
     def _start_listening(self) -> None:
-        """`Daemon.enter` does."""
+        """See `Daemon.enter`."""
 
 
 class Daemon:
-    """A daemon that runs. `p2p` is hivemind's handle of it; `lost` is set when it has ended. Made by `start`."""
+    """A running daemon. `p2p` is hivemind's handle of it; `lost` is set when it has ended. Made by `start`."""
 
     def __init__(self, p2p: P2P, folder: SocketFolder, port: int = 0, everywhere: bool = False) -> None:
         self.p2p = p2p
@@ -129,15 +137,15 @@ class Daemon:
         self._watcher: asyncio.Task[None] | None = None
         control = p2p._client.control
         self._entry_path = str(control.listen_maddr.value_for_protocol("unix"))
-        self._entry: Entry | None = None
-        self.expelling = Expelling(str(control.daemon_connector.control_maddr.value_for_protocol("unix")), _ending)
+        self._entry: StreamListener | None = None
+        self.expelling = Disconnector(str(control.daemon_connector.control_maddr.value_for_protocol("unix")), _ending)
 
     def enter(self, arrive: Arrive) -> None:
-        """Streams that others open come to `arrive` from now on, of names that are `served`."""
-        self._entry = Entry(self._entry_path, _came, arrive)
+        """Hands incoming streams of the served names to `arrive` from now on."""
+        self._entry = StreamListener(self._entry_path, _came, arrive)
 
     async def serve(self, name: str) -> None:
-        """Lets others open streams under `name`. Raises TimeoutError, TransportLost."""
+        """Accepts streams under `name`. Raises TimeoutError, TransportLost."""
         await self.within(self.p2p.add_binary_stream_handler(name, None), CLOSE_SECONDS)
 
     @classmethod
@@ -151,8 +159,11 @@ class Daemon:
         entrance: Entrance = OPEN,
         sparing: bool = False,
     ) -> Daemon:
-        """A daemon that listens on TCP `host`:`port` (0: any). Its folder of sockets is made in `sockets`. `sparing`: with little memory,
-        for more processor time. Raises UsageError (PortInUse, StartFailed)."""
+        """Starts a daemon that listens on TCP `host`:`port` (0: any), with its folder of sockets in `sockets`.
+
+        sparing: use little memory, for more processor time
+        Raises UsageError (PortInUse, StartFailed).
+        """
         hosts = sockets_of.hosts(host, port) or [host]
         folder = SocketFolder(sockets)
         try:
@@ -204,7 +215,6 @@ class Daemon:
             raise TransportLost("network daemon: it has ended; start this peer again")
 
     async def addresses(self) -> list[str]:
-        """Where others may reach us."""
         listed: list[str] = []
         with contextlib.suppress(ValueError):  # a node without addresses
             listed += [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
@@ -218,8 +228,11 @@ class Daemon:
     async def ask(
         self, request: Any, peer: str, what: str, timeout: float
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
-        """One request over a connection of its own, which is closed unless the daemon says yes, and the address at the other end of the stream
-        that was opened, if one was. `what` names the other side in errors. Raises Unreachable, Timeout, TransportLost."""
+        """Sends a request over its own connection. Returns that, and the other end's address if it opened a stream.
+
+        what: names the other side in errors
+        Raises Unreachable, Timeout, TransportLost.
+        """
         self.check()
         writer: asyncio.StreamWriter | None = None
         agreed = False
@@ -245,13 +258,12 @@ class Daemon:
                 writer.transport.abort()
 
     async def connected(self, *, circuits: bool = False) -> list[str]:
-        """The peer of every connection there is, alive or not; or of every circuit, which is none."""
+        """Returns the peer of every connection, alive or dead, or of every circuit, which is no connection."""
         listed = await self.p2p.list_peers()
         return [p.peer_id.to_base58() for p in listed if any(is_circuit(str(a)) for a in p.addrs) == circuits]
 
     async def answers(self, peer: str, timeout: float) -> str | None:
-        """The address at which `peer` answers a ping, over the connection that a stream would take; empty if that is not known, None if it
-        does not answer. Raises TransportLost."""
+        """Pings `peer`. Returns the address at which it answers, empty if it is not known, None without an answer."""
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_OPEN,
             streamOpen=p2pd_pb2.StreamOpenRequest(peer=raw_id(peer), proto=[PING], timeout=math.ceil(timeout)),
@@ -278,7 +290,7 @@ class Daemon:
             writer.close()
 
     async def within(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
-        """`work` under a deadline (TimeoutError) and only as long as the daemon lives (TransportLost)."""
+        """Awaits `work` under a deadline, while the daemon lives. Raises TimeoutError, TransportLost."""
         try:
             self.check()
         except TransportLost:
@@ -302,11 +314,10 @@ class Daemon:
             await asyncio.gather(task, lost, return_exceptions=True)
 
     def closing(self) -> None:
-        """From now on nothing is asked, and the end of the daemon is no surprise."""
+        """Sends no more requests, and expects the daemon to end."""
         self._closing = True
 
     async def aclose(self) -> None:
-        """Ends the daemon; never raises."""
         self.closing()
         self.expelling.close()
         if self._entry is not None:
@@ -322,22 +333,24 @@ async def stop(p2p: P2P) -> None:
     """Ends a daemon's process and everything that hivemind leaves running for it."""
     child, control = p2p._child, p2p._client.control
     own = (p2p._listen_task, p2p._reader_task, control._read_task, control._write_task)
-    children.send(child, signal.SIGTERM)
-    p2p._child = None  # it would be sent the signal in another way (peer/net/children.py)
+    processes.send_signal(child, signal.SIGTERM)
+    p2p._child = None  # else it would be signalled otherwise (peer/net/processes.py)
     p2p._terminate()
     try:
         async with asyncio.timeout(CLOSE_SECONDS):
             await child.wait()
     except TimeoutError:
-        children.send(child)
+        processes.send_signal(child)
         await child.wait()
     await asyncio.gather(*(task for task in own if task is not None), return_exceptions=True)
     child._transport.close()
 
 
 def dial_bytes(address: Address) -> bytes:
-    """What the daemon dials, not by hivemind's library: the daemon cannot read how that writes a relay's peer id. Raises BadAddress: the
-    library knows more rules about host names than we do."""
+    """Encodes an address for the daemon, which cannot read relays' peer ids as hivemind writes them.
+
+    Raises BadAddress.
+    """
     try:
         return bytes(multiaddr.Multiaddr(address.dial).to_bytes())
     except (MultiaddrError, ValueError) as error:
@@ -345,7 +358,7 @@ def dial_bytes(address: Address) -> bytes:
 
 
 def raw_id(peer: str) -> bytes:
-    """A peer id as the daemon takes it. Raises Unreachable."""
+    """Encodes a peer id for the daemon. Raises Unreachable."""
     try:
         return bytes(PeerID.from_base58(peer).to_bytes())
     except ValueError:
@@ -363,13 +376,13 @@ def _ending(peer: str) -> bytes:
 
 
 @functools.lru_cache(4096)
-def _came(raw: bytes) -> Came:
-    """What the daemon says of a stream; the same for all of one peer's of one name. Raises ValueError."""
+def _came(raw: bytes) -> StreamOrigin:
+    """Parses what the daemon says of a stream, the same for all of a peer's of one name. Raises ValueError."""
     try:
         info = StreamInfo.from_protobuf(p2pd_pb2.StreamInfo.FromString(raw))
     except Exception as error:  # protobuf's, the library's of addresses, or that of peer ids
         raise ValueError(shown(error)) from None
-    return Came(info.peer_id.to_base58(), str(info.addr), info.proto)
+    return StreamOrigin(info.peer_id.to_base58(), str(info.addr), info.proto)
 
 
 NOT_SERVED = "does not serve this; it may be another version"
@@ -391,11 +404,11 @@ _REASONS = (
     ("dial to self attempted", "it is this peer itself"),
 )
 PASSING = ("no answer in time", "could not be reached a moment ago")
-"""Reasons of a busy machine, or of libp2p's own memory of one: dialled again while there is time."""
+"""Reasons for which a peer is dialled again while there is time."""
 
 
 def _reason(text: str) -> str:
-    """The daemon's many lines in a few words."""
+    """Shortens the daemon's error."""
     for known, said in _REASONS:
         if known in text:
             return said

@@ -3,7 +3,7 @@
 Deviations from plain hivemind 1.1.12, each because of something it does:
 - its msgpack decoder is replaced (`safe_loads`), because it can be made to recurse until the process crashes;
 - what a DHT node keeps is bounded (`Storage`), because an answer with too many records never arrives;
-- a request has few keys, and a peer makes few requests (`_bounded`): each key costs as much time as a whole request may;
+- keys of a request, and requests of a peer, are limited (`_bounded`): a key costs as much time as a request may;
 - a peer is one node: whom hivemind meets under a new name, it sends all records that such a node should have;
 - a record's value repeats the key, so that a validator learns it (hivemind has only the key's hash).
 """
@@ -53,8 +53,8 @@ SKEW_SECONDS = 60.0
 MAX_KEY_BYTES = 3 << 20
 """Most bytes of records that we keep under one key. The daemon drops an answer of over 4 MiB without a word."""
 MOST_RECORDS = 512
-"""Under one key. Of more, those are kept of whom somebody knows (`Dht.prefer`), and of the others some by chance: a stranger may make as many
-names as it likes, but cannot choose which stay."""
+"""Under one key. Of more, preferred ones are kept, and a random part of the others: a stranger may make many names, but
+cannot choose which stay."""
 MOST_KEYS = 16
 """In one request; hivemind asks for one."""
 _SUBKEY_BYTES = 128
@@ -99,13 +99,13 @@ MSGPackSerializer.loads = staticmethod(safe_loads)
 
 Rpc = Callable[[DHTProtocol, Any, P2PContext], Awaitable[Any]]
 _guests: WeakKeyDictionary[DHTProtocol, Guests] = WeakKeyDictionary()
-"""Of those protocols whose transport counts what others ask."""
+"""The guests of the protocols whose requests are counted."""
 _counted: contextvars.ContextVar[bool] = contextvars.ContextVar("counted", default=False)
-"""Whether this is part of a request that counts already: hivemind takes each store and each question for a ping, too, in a task of its own."""
+"""Whether this is part of a counted request: hivemind takes each request for a ping, too, in a task of its own."""
 
 
 def _bounded(rpc: Rpc) -> Rpc:
-    """A handler of hivemind's, for requests that are not too large, of peers that do not ask too often."""
+    """Wraps a handler of hivemind's, to refuse requests that are too large or too many."""
 
     @functools.wraps(rpc)
     async def bounded(self: DHTProtocol, request: Any, context: P2PContext) -> Any:
@@ -136,8 +136,10 @@ Latest = Callable[[bytes], float]
 
 
 class Validator(RecordValidatorBase):  # type: ignore[misc]
-    """Caps size and expiry, checks the form, and asks `validate`; refuses records without subkey. `latest`: see above. Of two records of one
-    writer the newer one so has the later expiry, and wins, however often somebody else stores the older one again."""
+    """Checks a record's size, expiry and form, and asks `validate`; refuses records without subkey.
+
+    By `latest` a writer's newer record has the later expiry, and wins however often the older one is stored again.
+    """
 
     def __init__(
         self, validate: Validate, now: Callable[[], float] = time.time, latest: Latest = lambda value: math.inf
@@ -145,7 +147,6 @@ class Validator(RecordValidatorBase):  # type: ignore[misc]
         self._validate, self._now, self._latest = validate, now, latest
 
     def allows(self, key: str, subkey: str, value: bytes) -> bool:
-        """What `validate` says."""
         return self._validate(key, subkey, value)
 
     def validate(self, record: DHTRecord) -> bool:
@@ -172,8 +173,10 @@ class Validator(RecordValidatorBase):  # type: ignore[misc]
 
 
 class Storage(DHTLocalStorage):  # type: ignore[misc]
-    """What we keep for others: for each key at most MAX_KEY_BYTES, so that our answer to a reader can arrive, and nothing of a
-    record that is not newer than the one we have. `preferred`: whose records stay before all others."""
+    """Keeps MAX_KEY_BYTES of records for each key, so that our answers can arrive, and only newer ones than before.
+
+    preferred: subkeys whose records are kept before all others
+    """
 
     def __init__(self, preferred: set[str]) -> None:
         super().__init__()
@@ -181,7 +184,7 @@ class Storage(DHTLocalStorage):  # type: ignore[misc]
         self._salt = secrets.token_bytes(16)
 
     def _order(self, subkey: str) -> tuple[bool, bytes]:
-        """The last go first. Which strangers those are is this node's secret."""
+        """The last ones are dropped first; a secret salt decides between strangers."""
         return subkey not in self._preferred, hashlib.sha256(self._salt + subkey.encode()).digest()
 
     def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
@@ -203,7 +206,7 @@ class Storage(DHTLocalStorage):  # type: ignore[misc]
 
 
 class Dht:
-    """Our node of the DHT. `node` is hivemind's. Made by `begin`."""
+    """Our DHT node; `node` is hivemind's. Made by `begin`."""
 
     def __init__(self, node: DHTNode, validator: Validator, daemon: Daemon, preferred: set[str]) -> None:
         self.node = node
@@ -212,11 +215,11 @@ class Dht:
         self._preferred = preferred
 
     def count(self, guests: Guests) -> None:
-        """From now on what others ask counts as what they use of us."""
+        """Counts requests against the limits of `guests` from now on."""
         _guests[self.node.protocol] = guests
 
     def prefer(self, peers: Collection[str]) -> None:
-        """The records of these are kept before those of others."""
+        """See peer.net.base.Transport."""
         self._preferred.clear()
         self._preferred.update(peers)
 
@@ -228,7 +231,7 @@ class Dht:
         rpc_seconds: float = RPC_SECONDS,
         latest: Latest = lambda value: math.inf,
     ) -> Dht:
-        """A node that knows nobody yet."""
+        """Starts a node that knows no other yet."""
         validator, preferred = Validator(validate, latest=latest), set[str]()
         node = await DHTNode.create(
             p2p=daemon.p2p,
@@ -243,8 +246,7 @@ class Dht:
         return cls(node, validator, daemon, preferred)
 
     async def join(self, peer: str, timeout: float) -> None:
-        """Enters the DHT through a connected peer, unless we are in it, within `timeout` seconds. Raises ClockWrong, Unreachable,
-        TransportLost."""
+        """Joins the DHT through a connected peer, if we are outside. Raises ClockWrong, Unreachable, TransportLost."""
         protocol, loop = self.node.protocol, asyncio.get_running_loop()
         if len(protocol.routing_table.uid_to_peer_id):
             return
@@ -256,7 +258,8 @@ class Dht:
             except ValidationError as error:
                 if "local time" in str(error):
                     raise ClockWrong(
-                        f"clock: it differs by more than 3 s from that of {short_peer(peer)}; set it right (NTP), try again"
+                        f"clock: it differs by more than 3 s from that of {short_peer(peer)};"
+                        " set it right (NTP), try again"
                     ) from None
             except TimeoutError:
                 pass
@@ -272,7 +275,6 @@ class Dht:
             await self._daemon.within(self.node.find_nearest_nodes([self.node.node_id]), end - loop.time())
 
     async def store(self, key: str, subkey: str, value: bytes, ttl: float) -> bool:
-        """See peer.net.base.Transport."""
         check_record(value, ttl)
         if not self._validator.allows(key, subkey, value):
             return False
@@ -283,7 +285,6 @@ class Dht:
             return False
 
     async def get(self, key: str) -> dict[str, bytes]:
-        """See peer.net.base.Transport."""
         try:
             found = await self._daemon.within(self.node.get(key, latest=True), DHT_SECONDS)
         except TimeoutError:
@@ -293,5 +294,4 @@ class Dht:
         return {subkey: item.value[1] for subkey, item in found.value.items()}
 
     async def leave(self, timeout: float) -> None:
-        """Ends the node."""
         await self._daemon.within(self.node.shutdown(), timeout)

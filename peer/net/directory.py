@@ -1,8 +1,8 @@
-"""Who is where: a node's own announcement, and those of others as far as it has them (peer/net/contacts.py).
+"""The members of a run: finding them, connecting to them, and our own announcement.
 
-An announcement does not travel through the daemon: `Directory` tells ours and reads the others'. A peer tells it to the bootstrap nodes, in
-its sessions, and asks them for the announcement of whomever it needs. In the DHT are the announcements of the bootstrap nodes and of
-about SAMPLE peers only: a way for those who have lost the nodes, whose cost does not grow with the swarm.
+Announcements do not travel through the daemon. A peer sends its own to the bootstrap nodes, in its sessions, and asks
+them for those of other peers. The DHT has the announcements of the bootstrap nodes and of about SAMPLE peers only: a
+fallback for peers that have lost the nodes, whose cost does not grow with the swarm.
 """
 
 from __future__ import annotations
@@ -11,40 +11,280 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
 
-from peer.net import roster
+from peer.net import node_calls
 from peer.net.address import is_circuit
-from peer.net.base import MAX_TTL, Transport, Validate
-from peer.net.clock import Clock
-from peer.net.contacts import Contacts
+from peer.net.base import MAX_TTL, Clock, Transport, Validate
 from protocol.errors import RemoteError
-from protocol.identity import Identity
+from protocol.identity import Identity, short_peer
 from protocol.run.manifest import Manifest
-from protocol.wire import endpoints, sealed
-from protocol.wire.announcement import Announcement
+from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import MOST_LOOKED_UP, Announcement
+from protocol.wire.decree import Board
+from protocol.wire.plan import Plan
+
+T = TypeVar("T")
+
+DIAL_SECONDS = 10.0
+"""A dialled peer has so long to answer."""
+FIRST_SECONDS = 3.0
+"""The same without its announcement; then that is looked for, as it may have moved."""
+FIND_SECONDS = 5.0
+"""Longest search for the announcement of a peer that did not answer; then it is dialled again."""
+SEEK_SECONDS, SEEK_LONGEST_SECONDS = 1.0, 15.0
+"""Interval of the searches for a silent node, and for how long they are repeated.
+
+In a search the daemon dials others, and libp2p waits longer after each failed dial: for everybody, if our own line is
+dead.
+"""
+
+
+async def announcements(transport: Transport, run: str) -> dict[str, Announcement]:
+    """Returns the signed announcements for `run` in the DHT, by peer id. Raises RemoteError."""
+    records = await transport.get(endpoints.announcements_key(run))
+    found = {subkey: encoding.unseal_announcement(record, subkey, run) for subkey, record in records.items()}
+    return {peer: announcement for peer, announcement in found.items() if announcement is not None}
+
+
+class Contacts:
+    """Finds and connects to the members of a run, for peers, nodes, and observers that announce nothing.
+
+    A node is asked for an announcement, the DHT if none answers. A lost peer is dialled again at the addresses that we
+    began with and at those that it announces by then.
+
+    bootstrap: addresses to begin with
+    crowd: known number of the run's peers
+    """
+
+    def __init__(self, manifest: Manifest, transport: Transport, bootstrap: Sequence[str]) -> None:
+        self.manifest = manifest
+        self.known: dict[str, Announcement] = {}
+        self.crowd = manifest.start_peers
+        self.operators = manifest.operators
+        """The nodes that are known to operate the run."""
+        self._transport = transport
+        self._bootstrap = tuple(bootstrap)
+        self._reached: set[str] = set()
+        self._silent: dict[str, float] = {}  # since when a node that was asked is silent, in seconds of the loop
+        self._dialled: dict[str, asyncio.Event] = {}
+        """Set when a peer that is dialled is found to be elsewhere."""
+        self._wanted: dict[str, None] = {}
+        self._asking = asyncio.Lock()
+        self._planned: tuple[str, ...] = ()
+        self._places: tuple[str, ...] = ()
+        transport.prefer(manifest.operators)
+
+    def planned(self, plan: Plan) -> None:
+        """Notes the run's newest plan, whose peers' records are kept before others."""
+        self.crowd = plan.count
+        self._planned = tuple(plan.peers)
+        self._transport.prefer((*self.operators, *self._planned))
+
+    def follow(self, board: Board, others: Iterable[str] = ()) -> None:
+        """Notes the nodes that operate the run now, and `others` that count as operators."""
+        operators = tuple(dict.fromkeys((*board.names, *others)))
+        self._places = tuple(
+            a.removesuffix(f"/p2p/{o.peer}").rstrip("/") + f"/p2p/{o.peer}" for o in board.operators for a in o.places
+        )
+        if operators != self.operators:
+            self.operators = operators
+            self._transport.prefer((*self.operators, *self._planned))
+
+    async def peers(self) -> list[str]:
+        """Returns a random sample of the announced peers. Raises RemoteError."""
+        for node in self.nodes():
+            with contextlib.suppress(RemoteError):
+                found = await node_calls.look_up_peers(
+                    self._transport, self.manifest.run_id, node, sample=MOST_LOOKED_UP
+                )
+                self.learn(found.values())
+                return list(found)
+        found = await announcements(self._transport, self.manifest.run_id)
+        self.learn(found.values())
+        return list(found)
+
+    def learn(self, found: Iterable[Announcement]) -> None:
+        """Remembers announcements that are newer than the known ones; a peer that has moved is dialled again."""
+        for announcement in found:
+            known = self.known.get(announcement.peer)
+            if known is not None and known.serial >= announcement.serial:
+                continue
+            if known is not None and known.addresses != announcement.addresses:
+                self._reached.discard(announcement.peer)
+            before = self.addresses(announcement.peer)
+            self.known[announcement.peer] = announcement
+            if announcement.peer in self._dialled and not set(before).issuperset(announcement.addresses):
+                self._dialled[announcement.peer].set()
+
+    async def reach(self, peer: str) -> None:
+        """Connects to `peer`, unless we are connected, at its known addresses or those that it announces by now.
+
+        Raises RemoteError.
+        """
+        if peer in self._reached:
+            return
+        was_known, dialled = peer in self.known, self.addresses(peer)
+        try:
+            await self._dial(peer, DIAL_SECONDS if was_known else FIRST_SECONDS)
+        except RemoteError:
+            if was_known and self.addresses(peer) == dialled:
+                raise
+            if peer not in self.known:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(FIND_SECONDS if dialled else None):
+                        await self._find(peer)
+            if not self.addresses(peer):
+                raise
+            await self._dial(peer, DIAL_SECONDS)
+
+    async def _dial(self, peer: str, seconds: float) -> None:
+        """Connects to `peer`; if it is found to be elsewhere meanwhile, there. Raises RemoteError."""
+        while addresses := self.addresses(peer):
+            elsewhere = self._dialled[peer] = asyncio.Event()
+            dialling = asyncio.ensure_future(self._transport.connect(addresses, timeout=seconds))
+            found = asyncio.ensure_future(elsewhere.wait())
+            try:
+                await asyncio.wait({dialling, found}, return_when=asyncio.FIRST_COMPLETED)
+                if dialling.done():
+                    dialling.result()
+                    self._reached.add(peer)
+                    return
+            finally:
+                self._dialled.pop(peer, None)
+                dialling.cancel()
+                found.cancel()
+                await asyncio.gather(dialling, found, return_exceptions=True)
+        raise RemoteError(peer, f"peer {short_peer(peer)}: no announcement is found; it is tried again")
+
+    async def call(self, node: str, ask: Callable[[Transport, str], Awaitable[T]]) -> T:
+        """Connects to a node, and returns what `ask` gets from it, for observers that announce nothing.
+
+        A silent node is looked for, as it or we may have moved, and then asked again. Raises RemoteError.
+        """
+        silent = asyncio.Event()
+        seeking = asyncio.create_task(self._seek(node, silent))
+        try:
+            await self.reach(node)
+            try:
+                answer = await ask(self._transport, node)
+            except RemoteError:
+                if not silent.is_set():
+                    raise
+                self._reached.discard(node)
+                await self.reach(node)
+                answer = await ask(self._transport, node)
+            self._silent.pop(node, None)
+            return answer
+        except RemoteError:
+            self.lost(node)
+            raise
+        finally:
+            seeking.cancel()
+            await asyncio.gather(seeking, return_exceptions=True)
+
+    async def _seek(self, node: str, silent: asyncio.Event) -> None:
+        """Looks for a node that has not answered at once, until cancelled or after SEEK_LONGEST_SECONDS.
+
+        Has its connection checked, and learns the nodes' announcements. Raises TransportLost.
+        """
+        await asyncio.sleep(node_calls.NEXT_SECONDS)
+        silent.set()
+        await self._transport.look()
+        if node in self._reached:  # or the daemon would dial it
+            self._transport.doubt(node)
+        now = asyncio.get_running_loop().time
+        until = self._silent.setdefault(node, now()) + SEEK_LONGEST_SECONDS
+        while now() < until:
+            with contextlib.suppress(RemoteError):
+                found = await announcements(self._transport, self.manifest.run_id)
+                self.learn(found[name] for name in self.operators if name in found)
+            await asyncio.sleep(SEEK_SECONDS)
+
+    def addresses(self, peer: str) -> list[str]:
+        """Returns the known addresses of `peer`: those that we began with, and announced ones."""
+        announced = self.known[peer].addresses if peer in self.known else ()
+        known = dict.fromkeys((*self._bootstrap, *self._places))
+        return [*(a for a in known if a.endswith(f"/p2p/{peer}")), *announced]
+
+    async def _find(self, peer: str) -> None:
+        """Looks for the announcement of `peer`, together with others that are wanted meanwhile. Raises RemoteError."""
+        self._wanted[peer] = None
+        async with self._asking:
+            if peer not in self._wanted:
+                return  # the caller before us has asked for it too
+            wanted = [peer, *(p for p in self._wanted if p != peer)][:MOST_LOOKED_UP]
+            for name in wanted:
+                del self._wanted[name]
+            if not set(wanted) <= set(self.operators):
+                await self._ask_nodes(wanted)
+                if all(name in self.known for name in wanted):
+                    return
+            found = await announcements(self._transport, self.manifest.run_id)
+            self.learn(found[name] for name in wanted if name in found)
+
+    async def _ask_nodes(self, wanted: Sequence[str]) -> None:
+        """Asks one node after the other, as not every one knows a new peer yet. Raises TransportLost."""
+
+        async def ask(node: str) -> bool:
+            with contextlib.suppress(RemoteError):
+                missing = [name for name in wanted if name not in self.known]
+                found = await node_calls.look_up_peers(self._transport, self.manifest.run_id, node, missing)
+                self.learn(found[name] for name in missing if name in found)
+            return all(name in self.known for name in wanted)
+
+        await node_calls.ask_in_turn(self.nodes(), ask)
+
+    def nodes(self) -> list[str]:
+        """The bootstrap nodes, in any order."""
+        others = [node for node in self.operators if node != self._transport.peer_id]
+        random.shuffle(others)
+        return others
+
+    @property
+    def reached(self) -> Sequence[str]:
+        return tuple(self._reached)
+
+    def lost(self, peer: str) -> None:
+        """Forgets how `peer` was reached, as it may come back elsewhere."""
+        self._reached.discard(peer)
+        self.known.pop(peer, None)
+
+    async def connect(self) -> None:
+        """Connects to any of the addresses that we began with; callers that need one try again."""
+        known = dict.fromkeys((*self._bootstrap, *self._places))
+        others = [a for a in known if not a.endswith(f"/p2p/{self._transport.peer_id}")]
+        if others:
+            with contextlib.suppress(RemoteError):
+                await self._transport.connect(others, timeout=DIAL_SECONDS)
+
 
 TTL_SECONDS = 300.0
-"""Of a record in the DHT; it is stored again after a third of it. To store one costs everybody who keeps it a reading of all."""
+"""Of a record in the DHT, which is renewed after a third: each store costs its keepers a reading of all records."""
 PUBLISH_SECONDS = 5.0
-"""Between two announcements of a peer, at least; in a large swarm more, see TOGETHER."""
+"""Least time between two announcements of a peer; longer in a large swarm, see TOGETHER."""
 TOGETHER = 100.0
-"""Announcements that all peers together make in a second, at most."""
+"""Most announcements a second of all peers together."""
 REPEAT_SECONDS = 60.0
-"""After which an announcement is told again although nothing changed: one may have been dropped."""
+"""An unchanged announcement is repeated after so long, as one may have been dropped."""
 LOOK_SECONDS = 2.0
-"""How often we ask the daemon whether our own addresses have changed; it looks every five seconds."""
+"""Interval of the checks of our own addresses; the daemon itself looks every five seconds."""
 CIRCUITS = 4
-"""Addresses through libp2p's relays that are told, at most: they carry signals only, and a record is short."""
+"""Most announced addresses through libp2p's relays: they carry signals only, and a record is short."""
 DIALS = 32
-"""Peers that are dialled at once when they have."""
+"""Peers that are dialled at once after our addresses have changed."""
 SAMPLE = 32
-"""Peers that are in the DHT, about. Each store makes each of the five who keep the key send all of it: 10 kB a second."""
+"""Approximate number of peers in the DHT: each store makes the five keepers of the key send all of it, 10 kB/s."""
 
 
 class Directory(Contacts):
-    """Who is where: our announcement and everybody else's. `sealed`: our newest announcement as others get it; empty before the first.
-    `moved(addresses)` is called when others reach us elsewhere than before, relays aside."""
+    """Contacts, and our own announcement.
+
+    sealed: our newest announcement as others get it; empty before the first
+    moved: called with our addresses when they have changed, relays aside
+    """
 
     def __init__(
         self,
@@ -68,22 +308,22 @@ class Directory(Contacts):
         self._listed = frozenset(a for a in transport.addresses if not is_circuit(a))
         self._direct = self._where(circuits=False)
         self._elsewhere, self._told = asyncio.Event(), asyncio.Event()
-        """Set when others reach us elsewhere than we have said, and when that has been said."""
+        """Set when others reach us elsewhere than announced, and when that has been announced."""
         self._place = int.from_bytes(hashlib.sha256(identity.peer_id.encode()).digest()[:8]) / 2**64
 
     def update(self, **fields: object) -> None:
-        """Changes what the next announcement says."""
+        """Changes fields of the next announcement."""
         self.announcement = dataclasses.replace(self.announcement, **fields)  # type: ignore[arg-type]
 
     def placed(self, coordinates: tuple[float, ...]) -> None:
-        """We are there (protocol/planning/coordinates.py)."""
+        """Announces our network coordinates (protocol/planning/coordinates.py)."""
         self.update(coordinates=coordinates)
 
-    # --- what we say
+    # --- our announcement
 
     @property
     def pace(self) -> float:
-        """Seconds between two of our announcements, at least."""
+        """Least seconds between two of our announcements."""
         return max(PUBLISH_SECONDS, self.crowd / TOGETHER)
 
     @property
@@ -91,9 +331,11 @@ class Directory(Contacts):
         """Whether our announcement is in the DHT."""
         return self._identity.peer_id in self.operators or self._place * max(self.crowd, SAMPLE) < SAMPLE
 
-    async def announce(self, tell: Callable[[bytes], None]) -> None:
-        """Seals the announcement and has it told whenever it changed, and again now and then; at once where others do not find us any more at
-        what we said. Never returns."""
+    async def announce(self, tell: Callable[[bytes], object]) -> None:
+        """Seals our announcement and calls `tell` whenever it changed, and every REPEAT_SECONDS. Never returns.
+
+        Where others no longer find us at the announced addresses, that is told at once.
+        """
         said_at, serial = float("-inf"), 0
         while True:
             elsewhere, quiet = self._elsewhere.is_set(), self._clock.steady() - said_at
@@ -106,15 +348,17 @@ class Directory(Contacts):
                 self._said, said_at = self.announcement, self._clock.steady()
                 serial = max(serial + 1, int(1000 * self._clock.wall()))  # the time of day may go back
                 self._serial = serial
-                self.sealed = sealed.seal(self._identity, dataclasses.replace(self._said, serial=serial))
+                self.sealed = encoding.seal(self._identity, dataclasses.replace(self._said, serial=serial))
                 tell(self.sealed)
                 if elsewhere:
                     self._told.set()
             await _set(self._elsewhere, PUBLISH_SECONDS)
 
     async def publish(self) -> None:
-        """Keeps an announcement in the DHT, if we are one of those whose is; `announce` is begun before. What it says besides addresses
-        gets old there. Never returns. Raises TransportLost."""
+        """Keeps our announcement in the DHT, if we are sampled; fields besides the addresses may be old there.
+
+        Never returns; `announce` runs besides. Raises TransportLost.
+        """
         stored_at, stored = float("-inf"), tuple[str, ...]()
         while True:
             self._told.clear()
@@ -128,26 +372,27 @@ class Directory(Contacts):
             await _set(self._told, PUBLISH_SECONDS)
 
     def found(self, addresses: Sequence[str]) -> None:
-        """Others get through to us at these too, which the transport may not know of."""
+        """Adds addresses at which others reach us and which the transport may not know."""
         self._found = tuple(addresses)
         self._direct = self._where(circuits=False)
         self.update(addresses=self._where())
 
     def _where(self, *, circuits: bool = True) -> tuple[str, ...]:
-        """Where others may try to reach us."""
         listed = self._transport.addresses
         through = [address for address in listed if is_circuit(address)][: CIRCUITS if circuits else 0]
         return tuple(dict.fromkeys([*(a for a in listed if not is_circuit(a)), *self._found, *through]))
 
     async def watch(self) -> None:
-        """Notices when our own addresses have changed: the next announcement says so, and whomever we know is dialled again, because
-        they may not find us. Never returns. Raises TransportLost."""
+        """Announces changes of our addresses, and dials known peers again, as they may not find us.
+
+        Never returns. Raises TransportLost.
+        """
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if not await self._transport.look():
                 continue
             listed, self._listed = self._listed, frozenset(a for a in self._transport.addresses if not is_circuit(a))
-            if listed - self._listed:  # what others found was of the addresses before; they are asked again
+            if listed - self._listed:  # what others found is of the old addresses
                 self._found = ()
             self.update(addresses=self._where())
             before, self._direct = self._direct, self._where(circuits=False)
@@ -165,27 +410,29 @@ class Directory(Contacts):
 
 
 async def _set(event: asyncio.Event, seconds: float) -> None:
-    """Returns when the event is set, and after so many seconds at the latest."""
+    """Returns when the event is set, after `seconds` at the latest."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
 
 
 def latest_expiry(run: str) -> Callable[[bytes], float]:
-    """Until when a record of `run` may be kept: it follows from when its announcement was made, which is signed. So nobody can store an
-    old one again that outlives the newer ones."""
+    """Returns a function that gives the latest expiry of a record, by the signed time of its announcement.
+
+    So an old record that is stored again cannot outlive newer ones.
+    """
 
     def latest(value: bytes) -> float:
-        found = roster.believed(value, run)
+        found = node_calls.believed(value, run)
         return 0.0 if found is None else found.serial / 1000 + TTL_SECONDS + 1.0
 
     return latest
 
 
 def valid_record(run: str) -> Validate:
-    """Whether a DHT record is an announcement for `run` signed by the peer whose subkey it has. Nothing else is kept."""
+    """Returns a check that a DHT record is an announcement for `run`, signed by the peer of its subkey."""
 
     def valid(key: str, subkey: str, value: bytes) -> bool:
-        return key == endpoints.announcements_key(run) and sealed.unseal_announcement(value, subkey, run) is not None
+        return key == endpoints.announcements_key(run) and encoding.unseal_announcement(value, subkey, run) is not None
 
     return valid

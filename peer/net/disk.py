@@ -1,11 +1,11 @@
-"""Everything that Potluck writes to disk, as one small interface, and the real disk behind it.
+"""All that Potluck writes to disk.
 
-Blobs, checkpoints, votes and the log are written through a `Disk`. The composition root hands it in, so that the simulation can
-hand in one that dies between any two operations, tears what was being written and forgets what was not synced (tests/sim/disk.py).
+Blobs, checkpoints, votes and the log are written through a `Disk`, which the composition root hands in. The simulation
+hands in one that dies between any two operations, tears what was being written and forgets what was not synced
+(tests/sim/disk.py).
 
-`write` and `append` are the two ways to keep something. A file that was written appears whole or not at all. What was appended
-may be torn by a crash; whoever reads it back checks it. With `sync` both hold for a machine that loses power; without, only for a
-process that is killed.
+`write` and `append` are the two ways to keep something. A written file appears whole or not at all. A crash may tear
+what was appended, so readers check it. With `sync` both survive a loss of power, without it only the end of a process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO
 
 from protocol.errors import LocalError, UsageError
 
@@ -35,80 +35,15 @@ if TYPE_CHECKING:
 
 Piece = bytes | memoryview
 MEMORY = Path("/dev/shm")
-"""A file system in memory, where Linux has one for everybody."""
-
-
-class Disk(Protocol):
-    """`written_bytes`: that it was given to write; files in memory do not count. All methods but `write`, `append`, `lock` and `make_folder`, which raise UsageError, raise OSError where the disk refuses."""
-
-    written_bytes: int
-
-    def lock(self, folder: Path, who: str) -> Lock:
-        """Keeps other processes out of `folder`, which is made, until the lock is closed. `who`: what uses it. Raises UsageError."""
-
-    def make_folder(self, path: Path) -> None:
-        """Makes a folder and those above it, if they are not there."""
-
-    def names(self, folder: Path) -> list[str]:
-        """The names in a folder, sorted."""
-
-    def stat(self, path: Path) -> tuple[int, int]:
-        """(bytes, modification time in seconds). Raises FileNotFoundError."""
-
-    def read(self, path: Path, start: int = 0, size: int = -1) -> bytes:
-        """At most `size` bytes from byte `start` on (-1: all). Raises FileNotFoundError."""
-
-    def open(self, path: Path) -> BinaryIO:
-        """The file, for reading. Raises FileNotFoundError."""
-
-    def arrays(self, folder: Path, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
-        """Arrays in a file of `folder` that has no name: the system keeps in memory what is used of them, and the space is free when
-        the last one is. Values are not set. Raises UsageError."""
-
-    def memory(self, size: int) -> Path | None:
-        """A folder of this user in memory, whose files outlive a process that is killed, not a loss of power; None where there is none with
-        room for so many bytes."""
-
-    def write(
-        self, path: Path, *pieces: Piece, seconds: int | None = None, sync: bool = True, over: Path | None = None
-    ) -> None:
-        """Puts a file there, whole or not at all. `seconds`: its modification time. `over`: a file that is not needed any more,
-        whose space on disk and in the page cache is taken: fresh pages cost more than the bytes. Raises UsageError."""
-
-    def append(self, path: Path, data: bytes) -> None:
-        """Adds to the end of a file, synced. Raises UsageError; then the file is as before."""
-
-    def write_at(self, path: Path, start: int, data: Piece) -> None:
-        """Puts bytes into a file, which is made if it is not there; not synced."""
-
-    def truncate(self, path: Path, size: int) -> None:
-        """Cuts a file off."""
-
-    def sync(self, path: Path) -> None:
-        """Makes a file's bytes, or the names in a folder, survive a loss of power."""
-
-    def set_seconds(self, path: Path, seconds: int) -> None:
-        """Sets a file's modification time."""
-
-    def rename(self, old: Path, new: Path) -> None:
-        """Moves a file or a folder; a file that is there already is replaced."""
-
-    def remove(self, path: Path) -> None:
-        """Removes a file, or a folder with all that is in it, if it is there."""
-
-
-class Lock(Protocol):
-    """A folder that is kept for one process."""
-
-    def close(self) -> None:
-        """Lets others have the folder."""
+"""Linux's shared file system in memory."""
 
 
 def disk_error(path: Path, error: OSError) -> LocalError:
-    """One line for a failed write under `path`; exit code 2, since only the user can mend it."""
+    """Returns the error for a failed write under `path`, which only the user can fix."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return UsageError(
-            f"directory {path}: {error.strerror}; raise the hard limit (ulimit -Hn, LimitNOFILE= of a service), then start again"
+            f"directory {path}: {error.strerror}; raise the hard limit (ulimit -Hn, LimitNOFILE= of a service),"
+            " then start again"
         )
     return UsageError(
         f"directory {path}: {error.strerror or error}; free space or choose another folder, then start again"
@@ -119,15 +54,13 @@ def disk_error(path: Path, error: OSError) -> LocalError:
 NOT_THERE = frozenset(
     (errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.ENOTTY, errno.ENOLCK)
 )
-"""What a file system answers to what it has not: hard links, locks, folders that are synced. Others mean that something is wrong."""
-
-
-KILLED_SECONDS = 3.0
-"""Seconds that a lock is waited for: a process that was killed has it until the system has freed its memory."""
+"""Errors of file systems without hard links, locks or synced folders. Others mean that something is wrong."""
+LOCK_SECONDS = 3.0
+"""Longest wait for a lock: a killed process has it until the system has freed its memory."""
 
 
 def flush(descriptor: int, *, folder: bool = False) -> None:
-    """Makes what was written survive a loss of power, as far as the file system can; some cannot for the names in a folder. Raises OSError."""
+    """Syncs a file, or a folder where the file system can. Raises OSError."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -136,7 +69,7 @@ def flush(descriptor: int, *, folder: bool = False) -> None:
 
 
 def try_lock(file: BinaryIO) -> bool:
-    """Whether the file is this process's now, as long as it is open; False where another process has it. Raises OSError where there are no locks."""
+    """Locks a file while it is open. Returns False if another process has it. Raises OSError without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -147,8 +80,10 @@ def try_lock(file: BinaryIO) -> bool:
 
 
 def _stand_in(folder: Path) -> BinaryIO | None:
-    """A file to lock for a folder on a file system without locks, which this machine's processes share; None where there is no place for it either.
-    Other machines that have the same folder are not kept out."""
+    """Returns a file to lock in place of a folder on a file system without locks, None where that fails too.
+
+    This machine's processes share it; other machines with the same folder are not kept out.
+    """
     name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
     path = Path(tempfile.gettempdir()) / f"potluck-lock-{name}"
     try:
@@ -158,7 +93,7 @@ def _stand_in(folder: Path) -> BinaryIO | None:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Makes a file `size` bytes long and takes the space, so that no write to its pages can fail later: that would be a signal."""
+    """Allocates a file of `size` bytes, as a write to its pages that fails later would be a signal."""
     if hasattr(os, "posix_fallocate"):
         try:
             return os.posix_fallocate(descriptor, 0, size)
@@ -170,19 +105,26 @@ def _reserve(descriptor: int, size: int) -> None:
         os.pwrite(descriptor, zeros[: size - start], start)
 
 
-class LocalDisk:
-    """The machine's file systems. `written_bytes`: that it was given to write; files in memory do not count, nor does what the system writes of
-    `arrays`."""
+class Disk:
+    """The machine's file systems. Methods raise OSError where the disk refuses, unless they say UsageError.
+
+    memory: a file system in memory
+    """
 
     written_bytes = 0
+    """Bytes written so far, except to files in memory and what the system writes of `arrays`."""
     _counting = threading.Lock()
     _memory = MEMORY
 
     def __init__(self, memory: Path = MEMORY) -> None:
-        """`memory`: a file system in memory."""
         self._memory = memory
 
     def lock(self, folder: Path, who: str) -> BinaryIO:
+        """Keeps other processes out of `folder`, which is made, until the lock is closed.
+
+        who: what uses it, for the error
+        Raises UsageError.
+        """
         self.make_folder(folder)
         try:
             file = open(folder / "lock", "wb")  # noqa: SIM115  (held until it is closed)
@@ -192,7 +134,7 @@ class LocalDisk:
             held = _stand_in(folder) if stand_in else file
             if held is None:
                 break
-            until = time.monotonic() + KILLED_SECONDS
+            until = time.monotonic() + LOCK_SECONDS
             try:
                 while not (mine := try_lock(held)) and time.monotonic() < until:
                     time.sleep(0.05)
@@ -203,30 +145,39 @@ class LocalDisk:
                 held.close()
                 raise UsageError(f"directory {folder}: another {who} uses it; stop that one or choose another folder")
             return held
-        return open(folder / "lock", "wb")  # nowhere are locks: whoever runs two in one folder is on his own
+        return open(folder / "lock", "wb")  # no locks anywhere: two processes in one folder are the user's risk
 
     def make_folder(self, path: Path) -> None:
+        """Makes a folder and those above it. Raises UsageError."""
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise disk_error(path, error) from None
 
     def names(self, folder: Path) -> list[str]:
+        """Returns the names in a folder, sorted."""
         return sorted(os.listdir(folder))
 
     def stat(self, path: Path) -> tuple[int, int]:
+        """Returns (bytes, modification time in seconds). Raises FileNotFoundError."""
         found = path.stat()
         return found.st_size, int(found.st_mtime)
 
     def read(self, path: Path, start: int = 0, size: int = -1) -> bytes:
+        """Reads at most `size` bytes from byte `start` on; -1: all. Raises FileNotFoundError."""
         with open(path, "rb") as file:
             file.seek(start)
             return file.read(size)
 
     def open(self, path: Path) -> BinaryIO:
+        """Opens a file for reading. Raises FileNotFoundError."""
         return open(path, "rb")
 
     def arrays(self, folder: Path, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
+        """Returns uninitialized arrays in an unnamed file of `folder`, whose space is freed with the last of them.
+
+        The system keeps in memory what is used of them. Raises UsageError.
+        """
         import numpy as np
 
         sizes = [-(-4 * math.prod(shape) // mmap.PAGESIZE) * mmap.PAGESIZE for shape in shapes]
@@ -245,6 +196,10 @@ class LocalDisk:
         ]
 
     def memory(self, size: int) -> Path | None:
+        """Returns this user's folder in a file system in memory, None where there is none with room for `size` bytes.
+
+        Its files outlive a process that is killed, but not a loss of power.
+        """
         folder = self._memory / f"potluck-{os.getuid()}"
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -257,6 +212,11 @@ class LocalDisk:
     def write(
         self, path: Path, *pieces: Piece, seconds: int | None = None, sync: bool = True, over: Path | None = None
     ) -> None:
+        """Writes a file, whole or not at all. Raises UsageError.
+
+        seconds: its modification time
+        over: a file that is no longer needed and whose pages are reused, as fresh ones cost more than the bytes
+        """
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
             if over is not None:
@@ -279,6 +239,7 @@ class LocalDisk:
             raise disk_error(path.parent, error) from None
 
     def append(self, path: Path, data: bytes) -> None:
+        """Adds to the end of a file, synced. Raises UsageError; then the file is as before."""
         size = None
         try:
             with open(path, "ab") as file:
@@ -296,6 +257,7 @@ class LocalDisk:
             raise disk_error(path.parent, error) from None
 
     def write_at(self, path: Path, start: int, data: Piece) -> None:
+        """Writes into a file, which is made if it is missing; not synced."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             view = memoryview(data)
@@ -314,6 +276,7 @@ class LocalDisk:
         os.truncate(path, size)
 
     def sync(self, path: Path) -> None:
+        """Makes a file's bytes, or the names in a folder, survive a loss of power."""
         folder = path.is_dir()
         try:
             descriptor = os.open(path, os.O_RDONLY)
@@ -334,9 +297,11 @@ class LocalDisk:
                 raise
 
     def rename(self, old: Path, new: Path) -> None:
+        """Moves a file or a folder, in place of a file that is there."""
         os.replace(old, new)
 
     def remove(self, path: Path) -> None:
+        """Removes a file, or a folder with all its contents, if it is there."""
         if path.is_dir():
             shutil.rmtree(path)
         else:

@@ -1,8 +1,8 @@
-"""Whether a libp2p host greets at an address, found out before the daemon dials it.
+"""Checks whether a libp2p host answers at an address before the daemon dials it, and why a host name fails.
 
-After each failed dial libp2p leaves an address alone for longer, up to five minutes, so a peer that comes back is not found for as long.
-A plain TCP connection has no such memory. A libp2p that lives says its first bytes as soon as it is connected to: a process that is
-stopped, whose connections its kernel still takes, does not.
+After each failed dial libp2p leaves an address alone for longer, up to five minutes, so a peer that comes back is not
+found for so long. A plain TCP connection has no such memory. A live libp2p host sends its greeting at once; a stopped
+process, whose connections its kernel still accepts, does not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from peer.net.address import host_of, port_of
 from protocol.errors import shown
@@ -28,16 +28,16 @@ _REASONS = {
 
 
 async def why_silent(addresses: Iterable[str], seconds: float) -> str:
-    """Empty as soon as a libp2p greets us at one of these direct addresses, or where only the daemon can say why it does not;
-    otherwise the last reason."""
-    tasks = {asyncio.create_task(_why(address, seconds)) for address in addresses}
+    """Returns empty once a libp2p host greets us at one of these direct addresses, or if only the daemon can tell.
+
+    Otherwise returns the last reason for which none does.
+    """
+    tasks = [asyncio.create_task(_why(address, seconds)) for address in addresses]
     reason = SILENT
     try:
-        while tasks:
-            done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                if not (reason := task.result()):
-                    return ""
+        for answer in asyncio.as_completed(tasks):
+            if not (reason := await answer):
+                break
     finally:
         for task in tasks:
             task.cancel()
@@ -58,7 +58,7 @@ async def _why(address: str, seconds: float) -> str:
 
 
 async def is_given(host: str, port: int) -> bool:
-    """Whether a libp2p host greets there. Takes as long as the other side likes. Raises OSError where nobody takes the connection."""
+    """Whether a libp2p host greets there, without a deadline. Raises OSError if the connection fails."""
     reader, writer = await asyncio.open_connection(host, port, limit=2 * len(GREETING))
     try:
         return await reader.readexactly(len(GREETING)) == GREETING
@@ -66,3 +66,40 @@ async def is_given(host: str, port: int) -> bool:
         return False
     finally:
         writer.transport.abort()
+
+
+LOOK_SECONDS = 5.0
+"""That the resolver may take."""
+_FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+
+
+Ask = Callable[[str, int], Awaitable[object]]
+"""Looks up the addresses of a name, of one version of IP or of any. Raises socket.gaierror, UnicodeError."""
+
+
+async def _ask(host: str, family: int) -> object:
+    return await asyncio.get_running_loop().getaddrinfo(host, None, family=family, type=socket.SOCK_STREAM)
+
+
+async def why_unknown(addresses: Iterable[str], ask: Ask = _ask) -> str:
+    """Returns what is wrong with the first host name that fails, empty if none does or the reason is not known."""
+    for address in addresses:
+        kind, host = address.split("/")[1], host_of(address)
+        if kind in _FAMILIES and (error := await _error(ask, host, _FAMILIES[kind])) is not None:
+            if error.errno == socket.EAI_AGAIN:
+                return f"the name {host} could not be looked up, this machine's network or its DNS does not answer"
+            if kind != "dns" and await _error(ask, host, socket.AF_UNSPEC) is None:
+                return f"the name {host} has no address of IPv{kind[-1]}"
+            return f"the name {host} is not known"
+    return ""
+
+
+async def _error(ask: Ask, host: str, family: int) -> socket.gaierror | None:
+    try:
+        async with asyncio.timeout(LOOK_SECONDS):
+            await ask(host, family)
+    except socket.gaierror as error:
+        return error
+    except (TimeoutError, UnicodeError):
+        return socket.gaierror(socket.EAI_AGAIN, "no answer")
+    return None

@@ -1,22 +1,27 @@
-"""What those who open streams to us may use: each peer, each address, and all together.
+"""Limits on what other peers use of this process: streams, requests, and its time.
 
-Who opens streams faster than its rate waits, which an honest peer hardly notices. Who has too many open gets no further one. Who goes on
-all the same is *refused* for a while: its streams end, its connections too, and the operator is told who and why. When all that
-there is is taken, whoever has the most gives one up for whoever has the least, so that one who is greedy keeps nobody out.
+*Guests* bounds streams of a peer, of an address, and of all together. A peer that opens streams faster than its rate
+waits, which an honest one hardly notices; with too many open it gets no further one. A peer that goes on all the same
+is *refused* for a while: its streams and connections end, and the operator is told. When all streams are taken, the
+peer with the most gives one up for the peer with the least, so a greedy one keeps no other out.
+
+*Turns* is fair queueing of what they ask. A stream that opens, and each frame of a request, takes a turn, of which
+there are so many a second for an address and for all together. While they suffice nothing waits. When they do not,
+addresses take turns, and the peers of an address do, so a peer that asks a lot waits for itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import ipaddress
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from peer import events
-from peer.net.cooldown import Cooldown
-from peer.net.token_bucket import Rate, TokenBuckets
+from peer.net.rate_limits import Cooldown, Rate, TokenBucket, TokenBuckets
 from protocol.wire import endpoints
 
 OPENED: Mapping[str, Rate] = {
@@ -29,71 +34,78 @@ OPENED: Mapping[str, Rate] = {
     endpoints.BANDWIDTH: Rate(20, 200),
     endpoints.LOG: Rate(10, 100),
 }
-"""Streams of one peer, by name. A newcomer fetches thousands of payloads from a node, a pipe is 16 streams, and all that comes
-through relays comes from one."""
+"""Streams that one peer opens, by name. A newcomer fetches thousands of payloads from a node, a pipe has 16 streams."""
 OPENED_ELSE = Rate(10, 200)
 CALLS = Rate(20, 400)
-"""Requests of the DHT of one peer."""
+"""DHT requests of one peer."""
 RENAMED = Rate(1 / 30, 4)
-"""Times that a peer is another node of the DHT than before."""
+"""Changes of one peer's DHT node id."""
 OFFENCES = Rate(1.0, 32.0)
-"""What an honest peer does seldom, or never, by one peer."""
+"""Offences of one peer: what an honest one does seldom or never."""
 COUNTED_ELSEWHERE = frozenset({endpoints.RELAYED})
-"""What comes through a relay is not the relay's doing: whoever sends it is known, and counted, once it has said who it is. From anybody else
-it counts as any other stream."""
+"""Streams that our relays carry for peers that are identified, and counted, later."""
+OF_AN_ADDRESS = Rate(500.0, 250.0)
+TOGETHER = Rate(2000.0, 1000.0)
+"""Turns, each about a third of a millisecond on a slow core. A newcomer takes one for each payload that it fetches."""
+TURNS_TO_OPEN = 2.0
+UNCOUNTED = frozenset({endpoints.PIPE, endpoints.RELAY, endpoints.BANDWIDTH})
+"""Streams whose frames take no turns, as they have limits of their own."""
+MAX_ADDRESSES = 4096
+"""Addresses whose turns are remembered."""
+_ANY = 1e-6
+"""Turns that must be left for the next one to begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`of_a_peer`, `of_an_address`, `together`: streams that are open at once; `silent`: of a peer, on which nothing has been said. `rates_of_an_address`: times those of a peer. An offence is a stream
-    beyond its limit, one that would wait over `patience` seconds because of its sender's own rate, or what a handler calls one, which may count
-    several times; after `offences` of them, at most so many a second on average, a peer is refused for
-    `seconds`, and each further time for twice as long, up to `longest_seconds`; after each `forgiven_seconds` without an offence one time less
-    counts. `remembered`: peers and addresses whose rates are known."""
+    """Limits of Guests.
+
+    of_a_peer, of_an_address, together: open streams
+    patience: an offence is a stream that would wait for longer, in seconds, because of its sender's own rate
+    seconds, longest_seconds: of a refusal; each is twice as long as the one before
+    """
 
     of_a_peer: int = 256
     of_an_address: int = 4096
     together: int = 8192
-    silent: int = 64
-    rates_of_an_address: float = 16.0
+    silent: int = 64  # open streams of a peer on which nothing has been said
+    rates_of_an_address: float = 16.0  # multiple of a peer's rates
     patience: float = 5.0
-    offences: Rate = OFFENCES
+    offences: Rate = OFFENCES  # rate above which a peer is refused
     seconds: float = 60.0
     longest_seconds: float = 3600.0
-    forgiven_seconds: float = 3600.0
-    remembered: int = 8192
+    forgiven_seconds: float = 3600.0  # without an offence, after which one refusal is forgotten
+    remembered: int = 8192  # peers and addresses whose rates are known
 
 
 LIMITS = Limits()
 
 
-class Ends(Protocol):
+class Abortable(Protocol):
     """A stream, as far as it can be ended."""
 
-    def abort(self) -> None:
-        """Ends it at once."""
+    def abort(self) -> None: ...
 
 
 @dataclass(slots=True)
 class _Peer:
-    """One that has streams open, at an address."""
+    """A peer with open streams."""
 
     address: str
-    streams: dict[Ends, None] = field(default_factory=dict)
-    silent: set[Ends] = field(default_factory=set)
+    streams: dict[Abortable, None] = field(default_factory=dict)
+    silent: set[Abortable] = field(default_factory=set)
 
 
 class Guests:
-    """One per transport. `tell` hears of whoever is refused; `expel(peer)` ends its connections."""
+    """A transport's limits on streams. `expel(peer)` ends a peer's connections, `relays()` names the relays we use."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.limits = limits
-        self.tell: Callable[[events.Refused], None] = lambda refused: None
+        self._follower: Callable[[events.Refused], None] = lambda refused: None
         self.expel: Callable[[str], None] = lambda peer: None
         self.relays: Callable[[], Collection[str]] = lambda: ()
-        """Whom we expect streams of others from."""
         self._open: dict[str, _Peer] = {}
-        self._count = 0
+        self.streams = 0
         self._of_address: Counter[str] = Counter()
         self._rates = TokenBuckets(OPENED_ELSE, 4 * limits.remembered)
         self._offences = TokenBuckets(limits.offences, limits.remembered)
@@ -103,29 +115,30 @@ class Guests:
         self._refused = Cooldown(limits.seconds, limits.longest_seconds, limits.remembered, limits.forgiven_seconds)
 
     @property
-    def streams(self) -> int:
-        """How many are open."""
-        return self._count
-
-    @property
     def remembered(self) -> int:
-        """Rates, offences and refusals that are known."""
+        """Known rates, offences and refusals."""
         return len(self._rates) + len(self._offences) + len(self._calls) + len(self._refused)
 
     def of(self, peer: str) -> int:
-        """How many streams `peer` has open."""
+        """Open streams of `peer`."""
         return len(self._open[peer].streams) if peer in self._open else 0
 
     def is_refused(self, peer: str, now: float) -> bool:
-        """Whether nothing is taken from `peer` for now."""
         return self._refused.is_resting(peer, now)
 
     def carries(self, peer: str, name: str) -> bool:
-        """Whether a stream of this name is somebody else's, which `peer` relays."""
+        """Whether `peer` relays a stream of this name for another peer."""
         return name in COUNTED_ELSEWHERE and peer in self.relays()
 
-    def enter(self, peer: str, where: str, name: str, stream: Ends, now: float) -> bool:
-        """Whether a stream of `peer`, at the multiaddress `where`, may be served under this name; `leave` follows if it may."""
+    def follow(self, tell: Callable[[events.Refused], None]) -> None:
+        """Calls `tell` for every peer that is refused from now on."""
+        self._follower = tell
+
+    def tell(self, refused: events.Refused) -> None:
+        self._follower(refused)
+
+    def enter(self, peer: str, where: str, name: str, stream: Abortable, now: float) -> bool:
+        """Whether a stream of `peer`, at the multiaddress `where`, may be served. Each one that may must `leave`."""
         if self.is_refused(peer, now):
             self.expel(peer)
             return False
@@ -135,16 +148,16 @@ class Guests:
             return False
         if address and self._of_address[address] >= self.limits.of_an_address:
             return False
-        if self._count >= self.limits.together and not self._make_room(peer):
+        if self.streams >= self.limits.together and not self._make_room(peer):
             return False
         known = self._open.setdefault(peer, _Peer(address))
         known.streams[stream] = None
-        self._count += 1
+        self.streams += 1
         self._of_address[known.address] += 1
         return True
 
-    def may_be_silent(self, peer: str, name: str, stream: Ends, now: float) -> bool:
-        """Whether a stream that entered, and on which nothing has been said yet, may be waited for; `leave` follows if not."""
+    def may_be_silent(self, peer: str, name: str, stream: Abortable, now: float) -> bool:
+        """Whether an entered stream on which nothing has been said yet may wait."""
         known = self._open[peer]
         if len(known.silent) >= self.limits.silent and not self.carries(peer, name):
             self.offend(peer, f"has {self.limits.silent} streams open and says nothing", now)
@@ -152,17 +165,17 @@ class Guests:
         known.silent.add(stream)
         return True
 
-    def speaks(self, peer: str, stream: Ends) -> None:
-        """Something was said on a stream."""
+    def speaks(self, peer: str, stream: Abortable) -> None:
+        """Notes that something was said on a stream."""
         if peer in self._open:
             self._open[peer].silent.discard(stream)
 
-    def leave(self, peer: str, stream: Ends) -> None:
-        """A stream that entered is over."""
+    def leave(self, peer: str, stream: Abortable) -> None:
+        """Notes that an entered stream is over."""
         known = self._open[peer]
         del known.streams[stream]
         known.silent.discard(stream)
-        self._count -= 1
+        self.streams -= 1
         self._of_address[known.address] -= 1
         if not self._of_address[known.address]:
             del self._of_address[known.address]
@@ -170,7 +183,7 @@ class Guests:
             del self._open[peer]
 
     def wait(self, peer: str, name: str, now: float) -> float:
-        """For how many seconds a stream of this name that has entered is to wait before it is served."""
+        """Returns for how many seconds an entered stream waits before it is served."""
         pretends = name in COUNTED_ELSEWHERE and not self.carries(peer, name)
         rate, address = OPENED_ELSE if pretends else OPENED.get(name, OPENED_ELSE), self._open[peer].address
         seconds = self._rates.of((peer, name), rate).spend(now)
@@ -183,7 +196,7 @@ class Guests:
         return seconds
 
     def may_call(self, peer: str, now: float) -> bool:
-        """Whether `peer` may ask the DHT of us now; one that is refused may not, and who asks too often is."""
+        """Whether `peer` may send a DHT request now."""
         if self.is_refused(peer, now):
             self.expel(peer)
             return False
@@ -193,7 +206,7 @@ class Guests:
         return False
 
     def may_be_node(self, peer: str, name: bytes, now: float) -> bool:
-        """Whether `peer` may be the DHT's node of this name: after a restart it has another one, but not again and again."""
+        """Whether `peer` may be the DHT node of this id: a restart changes it, but not again and again."""
         known = self._nodes.pop(peer, None)
         if not name or known == name:
             self._nodes[peer] = name or known or b""
@@ -208,16 +221,16 @@ class Guests:
         return True
 
     def offend(self, peer: str, reason: str, now: float, times: float = 1.0) -> None:
-        """`peer` did what an honest peer does seldom, or never; too often, and it is refused. It counts so many times."""
+        """Counts an offence of `peer` so many times, and refuses it after too many."""
         if not self._offences.of(peer).take(now, times):
             self.refuse(peer, reason, now)
 
     def refuse(self, peer: str, reason: str, now: float) -> None:
-        """Takes nothing more from `peer` for a while, and ends what it has open."""
+        """Ends all streams of `peer`, and takes no more for a while."""
         if self.is_refused(peer, now):
             return
         seconds = self._refused.begin(peer, now)
-        self.expel(peer)  # at once: what is under way ends in the daemon
+        self.expel(peer)  # first: what is under way ends in the daemon
         known = self._open.get(peer)
         address = known.address if known else ""
         self.tell(events.Refused(peer=peer, address=address, reason=reason, seconds=seconds))
@@ -225,13 +238,12 @@ class Guests:
             stream.abort()
 
     def abort_all(self) -> None:
-        """Ends all that is open."""
         for known in list(self._open.values()):
             for stream in list(known.streams):
                 stream.abort()
 
     def _make_room(self, peer: str) -> bool:
-        """Ends the newest stream of whoever has the most, if that is more than `peer` will have."""
+        """Ends the newest stream of the peer with the most, if these are more than `peer` will have."""
         most = max(self._open.values(), key=lambda known: len(known.streams))
         if len(most.streams) <= self.of(peer) + 1:
             return False
@@ -239,15 +251,86 @@ class Guests:
         return True
 
 
-_BITS = {4: 32, 6: 64}
-"""Of an IP address that a home or a machine has for itself, by version."""
+_HOME_BITS = {4: 32, 6: 64}
+"""Prefix of an IP address that one home or machine has, by version."""
 
 
 @functools.lru_cache(4096)
 def network_of(where: str) -> str:
-    """The network of a multiaddress that a home or a machine has for itself; empty where there is none."""
+    """The network of one home or machine that a multiaddress is in; empty if it has none."""
     try:
         host = ipaddress.ip_address(where.split("/")[2])
     except (ValueError, IndexError):
         return ""
-    return str(ipaddress.ip_network((host, _BITS[host.version]), strict=False))
+    return str(ipaddress.ip_network((host, _HOME_BITS[host.version]), strict=False))
+
+
+Go = Callable[[], None]
+
+
+class Turns:
+    """A transport's fair queue. The queues are kept by address, then by peer, the next one first."""
+
+    def __init__(self, of_an_address: Rate = OF_AN_ADDRESS, together: Rate = TOGETHER) -> None:
+        self._together = TokenBucket(*together)
+        self._left = TokenBuckets(of_an_address, MAX_ADDRESSES)
+        self._queues: OrderedDict[str, OrderedDict[str, deque[tuple[float, Go]]]] = OrderedDict()
+        self._next: asyncio.Handle | None = None
+
+    @property
+    def waiting(self) -> int:
+        return sum(len(queue) for peers in self._queues.values() for queue in peers.values())
+
+    def at_once(self, peer: str, address: str, now: float, amount: float = 1.0) -> bool:
+        """Takes a turn if it is free now. Returns whether it was."""
+        address = address or peer
+        if address in self._queues or self._together.wait(now, _ANY) > 0 or self._left.of(address).wait(now, _ANY) > 0:
+            return False
+        self._left.of(address).spend(now, amount)
+        self._together.spend(now, amount)
+        return True
+
+    def in_line(self, peer: str, address: str, go: Go, amount: float = 1.0) -> None:
+        """Calls `go` when it is this peer's turn."""
+        self._queues.setdefault(address or peer, OrderedDict()).setdefault(peer, deque()).append((amount, go))
+        if self._next is None:
+            self._next = asyncio.get_running_loop().call_soon(self._hand_out)
+
+    async def take(self, peer: str, address: str, amount: float = 1.0) -> None:
+        """Returns when it is this peer's turn."""
+        loop = asyncio.get_running_loop()
+        if not self.at_once(peer, address, loop.time(), amount):
+            came: asyncio.Future[None] = loop.create_future()
+            self.in_line(peer, address, lambda: None if came.done() else came.set_result(None), amount)
+            await came
+
+    def _hand_out(self) -> None:
+        """Gives one turn to each address that has some left, as long as there are some left of all."""
+        loop = asyncio.get_running_loop()
+        now, soonest = loop.time(), 0.0
+        self._next = None
+        while self._queues:
+            soonest = self._together.wait(now, _ANY)
+            if soonest > 0:
+                break
+            waits = {address: self._left.of(address).wait(now, _ANY) for address in self._queues}
+            soonest = min(waits.values())
+            if soonest > 0:
+                break
+            for address in [a for a, seconds in waits.items() if seconds == 0]:
+                if self._together.wait(now, _ANY) == 0:
+                    self._give(address, now)
+        if self._queues:
+            self._next = loop.call_later(max(soonest, 0.001), self._hand_out)
+
+    def _give(self, address: str, now: float) -> None:
+        peers = self._queues.pop(address)
+        peer, queue = peers.popitem(last=False)
+        amount, go = queue.popleft()
+        if queue:
+            peers[peer] = queue  # at the end
+        if peers:
+            self._queues[address] = peers
+        self._left.of(address).spend(now, amount)
+        self._together.spend(now, amount)
+        go()

@@ -29,9 +29,7 @@ def load_or_create(path: Path) -> Identity:
             os.link(fresh, path)  # fails if another process was first
         except FileExistsError:
             pass
-        except (
-            OSError
-        ):  # a disk without hard links: of two processes at the same moment, the key of the later one stays
+        except OSError:  # a disk without hard links: of two processes at the same moment, the later one's key stays
             os.replace(fresh, path)
         finally:
             fresh.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Measures how far other peers are, answers those who measure us, and so finds our place (protocol/planning/coordinates.py).
+"""Measures the latency to other peers, and so our network coordinates (protocol/planning/coordinates.py).
 
-A measurement is a stream of PINGS empty frames, each answered with the place of who answers. The quickest counts: the others met a
-busy machine. Only peers to whom a connection exists anyway are measured, one every PROBE_SECONDS.
+A measurement is a stream of PINGS empty frames, each answered with the coordinates of the other side. The quickest one
+counts. Only peers that we are connected to anyway are measured, one every PROBE_SECONDS.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import contextlib
 import random
 from collections.abc import Callable, Sequence
 
-from peer.net.base import Stream, Transport
-from peer.net.clock import Clock
+from peer.net.base import Clock, Stream, Transport
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.planning import coordinates
@@ -44,7 +43,6 @@ class Latency:
         self._draw = draw
 
     async def serve(self) -> None:
-        """Lets others measure."""
         await self._transport.serve(endpoints.PING, self._answer)
 
     async def run(self, connected: Callable[[], Sequence[str]]) -> None:

@@ -1,5 +1,7 @@
-"""A network inside one event loop: for tests and for runs in one process. Same semantics as p2p, no sockets, no clock but
-the loop's."""
+"""A network inside one event loop, for tests and for runs in one process.
+
+It behaves as p2p does, without sockets, and by the loop's clock.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ IN_FLIGHT = 512 * 1024
 
 
 class Pipe:
-    """One direction: the writer of one side, feeding the reader of the other. StreamReader pauses it when it is full."""
+    """One direction: the writer of one side feeds the reader of the other, which pauses it when it is full."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.reader = asyncio.StreamReader(limit=IN_FLIGHT, loop=loop)
@@ -37,7 +39,6 @@ class Pipe:
         self.carry(data)
 
     def carry(self, data: bytes) -> None:
-        """Takes what was written to the other side."""
         self.reader.feed_data(data)
 
     async def drain(self) -> None:
@@ -161,8 +162,11 @@ class MemoryTransport(Endpoint):
 
 
 class MemoryNetwork:
-    """The peers that are there now, and the records that they stored: key -> subkey -> (expiry by the loop's clock, value). `hosts`: the
-    addresses that peers seem to come from, where it matters."""
+    """The present peers, and the records that they stored.
+
+    records: key -> subkey -> (expiry by the loop's clock, value)
+    hosts: the addresses that peers seem to come from, where it matters
+    """
 
     def __init__(self) -> None:
         self.peers: dict[str, MemoryTransport] = {}

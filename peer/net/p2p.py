@@ -1,7 +1,8 @@
 """The transport over libp2p: hivemind's daemon (peer/net/daemon.py) and DHT (peer/net/dht.py) in our own event loop.
 
-Only these three modules import hivemind. Two deviations from how hivemind uses them: we join without `initial_peers` and connect
-afterwards, because its start fails when they are all down; and TCP only, because its daemon loses the last messages of a stream over QUIC.
+Only these three modules import hivemind. Two deviations from how hivemind uses them: we join without `initial_peers`
+and connect afterwards, as its start fails when they are all down; and TCP only, as its daemon loses the last messages
+of a stream over QUIC.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any
 
 from hivemind.proto import p2pd_pb2
 
-from peer.net import descriptors, greeting, keyfile
+from peer.net import greeting, keyfile, processes
 from peer.net import sockets as sockets_of
-from peer.net.address import is_circuit, parse
+from peer.net.address import OwnAddresses, interface_hosts, is_circuit, parse
 from peer.net.base import BadAddress, Handler, StartFailed, Timeout, TransportLost, Unreachable, Validate
 from peer.net.daemon import (
     ANSWER_SECONDS,
@@ -38,37 +39,34 @@ from peer.net.daemon import (
     raw_id,
 )
 from peer.net.dht import RETRY_SECONDS, RPC_SECONDS, Dht, Latest
-from peer.net.entry import Came, Guest
-from peer.net.guests import Limits, network_of
-from peer.net.lookup import why_unknown
-from peer.net.own_addresses import OwnAddresses, interface_hosts
+from peer.net.greeting import why_unknown
+from peer.net.guests import TURNS_TO_OPEN, UNCOUNTED, Limits, Turns, network_of
+from peer.net.incoming import IncomingStream, StreamOrigin
 from peer.net.stream import Endpoint, FrameStream, ending
-from peer.net.turns import OPENING, UNCOUNTED, Turns
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 
 MOVED_SECONDS = 2.0
-"""That a peer has to answer when we have lost an address: its connection is on another one and alive, or dead for sure."""
-SEEN = 4096
-"""Peers of whom we know where they were."""
+"""A peer has so long to answer after we lost an address: its connection is on another address, or dead."""
+MAX_SEEN = 4096
+"""Peers whose last address is remembered."""
 PUNCH_SECONDS = 0.25
-"""How often we look whether a hole was made in a router."""
+"""Interval of the checks whether a router's hole was punched."""
 LIST_SECONDS, SETTLED_SECONDS = 10.0, 30.0
-"""How often the daemon is asked for our addresses when neither they nor those of the interfaces have changed for so long: a router's are
-only known to it."""
+"""Interval of asking the daemon for our addresses, once neither they nor the interfaces' have changed for so long."""
 SILENT_SECONDS = 5.0
-"""After which a stream is served though nothing has been said on it: its handler then ends it in its own time."""
+"""A silent stream is served after so long, for its handler to end it."""
 SAYS_NOTHING = "opens streams, says nothing, and closes them"
 SIGNALS_ONLY = "its router lets nobody in, and there is no hole in it yet"
-CHECKS = 32
-"""Peers that are asked at once whether they answer."""
+MAX_CHECKS = 32
+"""Peers that are pinged at once."""
 
 
 class P2PTransport(Endpoint):
     """See peer.net.base.Transport. Made by `start`."""
 
     def __init__(self, daemon: Daemon, dht: Dht, own: OwnAddresses) -> None:
-        super().__init__(Limits(together=descriptors.streams()))
+        super().__init__(Limits(together=processes.most_streams()))
         self.peer_id = daemon.peer_id
         self.addresses = own.listed
         self._own = own
@@ -77,11 +75,13 @@ class P2PTransport(Endpoint):
         self.lost = daemon.lost
         self.daemon = daemon
         self.dht = dht
+        self.disconnect = daemon.disconnect
+        self.store, self.prefer, self.get = dht.store, dht.prefer, dht.get
         self._closed = False
         self._seen: dict[str, str] = {}  # the newest last
-        self._signals: set[str] = set()  # peers that last answered through a circuit
+        self._signals: set[str] = set()  # peers whose last answer came through a circuit
         self._checks: dict[str, asyncio.Task[bool]] = {}
-        self._later: dict[str, asyncio.TimerHandle] = {}  # peers that are asked as soon as they may be
+        self._later: dict[str, asyncio.TimerHandle] = {}  # peers that are pinged as soon as they may be
         self._handlers: dict[str, Handler] = {}
         self.turns = Turns()
         self.guests.expel = daemon.expelling.end
@@ -95,9 +95,9 @@ class P2PTransport(Endpoint):
         self._handlers[name] = handler
         await self.daemon.serve(name)
 
-    def _arrived(self, came: Came, conn: socket.socket, head: int) -> None:
-        """A stream that somebody has opened: whether it is served, and when, is decided before anything is made of it."""
-        handler, guest, now = self._handlers.get(came.name), Guest(conn), asyncio.get_running_loop().time()
+    def _arrived(self, came: StreamOrigin, conn: socket.socket, head: int) -> None:
+        """Decides whether an incoming stream is served, and when, before anything is made of it."""
+        handler, guest, now = self._handlers.get(came.name), IncomingStream(conn), asyncio.get_running_loop().time()
         if self._closed or handler is None or not self.guests.enter(came.peer, came.where, came.name, guest, now):
             conn.close()
             return
@@ -112,37 +112,33 @@ class P2PTransport(Endpoint):
         else:
             self._said(handler, came, guest)
 
-    def _said(self, handler: Handler, came: Came, guest: Guest) -> None:
-        """The opener of a stream always speaks first, and has: it is served as soon as its rate allows."""
+    def _said(self, handler: Handler, came: StreamOrigin, guest: IncomingStream) -> None:
+        """Serves a stream on which its opener has spoken, as soon as its rate allows."""
         loop = asyncio.get_running_loop()
         self.guests.speaks(came.peer, guest)
-        if guest.is_over():  # it is closed, and nothing was made of it
+        if guest.is_over():  # closed without a byte
             guest.abort()
             if not self.guests.carries(came.peer, came.name):
                 self.guests.offend(came.peer, SAYS_NOTHING, loop.time())
             return
-        begin = functools.partial(self._begin, handler, came, guest)
+        begin = functools.partial(self._take_turn, handler, came, guest)
         if wait := self.guests.wait(came.peer, came.name, loop.time()):
             guest.later = loop.call_later(wait, begin)
         else:
             begin()
 
-    def _begin(self, handler: Handler, came: Came, guest: Guest) -> None:
-        """Serves it in its turn."""
-        address = network_of(came.where)
+    def _take_turn(self, handler: Handler, came: StreamOrigin, guest: IncomingStream) -> None:
+        address, now = network_of(came.where), asyncio.get_running_loop().time()
         serve = functools.partial(self._serve_now, handler, came, guest)
-        if self._is_uncounted(came) or self.turns.at_once(
-            came.peer, address, asyncio.get_running_loop().time(), OPENING
-        ):
+        if self._is_uncounted(came) or self.turns.at_once(came.peer, address, now, TURNS_TO_OPEN):
             serve()
         else:
-            self.turns.in_line(came.peer, address, serve, OPENING)
+            self.turns.in_line(came.peer, address, serve, TURNS_TO_OPEN)
 
-    def _is_uncounted(self, came: Came) -> bool:
-        """Whether this stream takes no turns."""
+    def _is_uncounted(self, came: StreamOrigin) -> bool:
         return came.name in UNCOUNTED or self.guests.carries(came.peer, came.name)
 
-    def _serve_now(self, handler: Handler, came: Came, guest: Guest) -> None:
+    def _serve_now(self, handler: Handler, came: StreamOrigin, guest: IncomingStream) -> None:
         guest.later = None
         if guest.is_over():  # closed while it waited
             guest.abort()
@@ -150,7 +146,7 @@ class P2PTransport(Endpoint):
         guest.served = True
         self.own(asyncio.get_running_loop().create_task(self._attend_to(handler, came, guest)))
 
-    async def _attend_to(self, handler: Handler, came: Came, guest: Guest) -> None:
+    async def _attend_to(self, handler: Handler, came: StreamOrigin, guest: IncomingStream) -> None:
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(loop=loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
@@ -162,7 +158,7 @@ class P2PTransport(Endpoint):
         stream = guest.stream = self.stream(came.peer, came.name, reader, writer, ending(writer))
         if not self._is_uncounted(came):
             stream.turn = functools.partial(self.turns.take, came.peer, network_of(came.where))
-        if guest.ended:  # it was refused meanwhile
+        if guest.ended:  # refused meanwhile
             stream.abort()
         await self.attend(handler, stream, guest)
 
@@ -184,7 +180,7 @@ class P2PTransport(Endpoint):
     def _met(self, peer: str, where: str) -> None:
         self._seen.pop(peer, None)
         self._seen[peer] = where
-        if len(self._seen) > SEEN:
+        if len(self._seen) > MAX_SEEN:
             del self._seen[next(iter(self._seen))]
 
     # --- connections and the DHT
@@ -204,27 +200,28 @@ class P2PTransport(Endpoint):
             else:
                 if address.peer != self.peer_id:
                     by_peer.setdefault(address.peer, {})[address.dial] = raw
-        tasks = {asyncio.create_task(self._connect(p, known, timeout)) for p, known in by_peer.items()}
+        tasks = [asyncio.create_task(self._connect(p, known, timeout)) for p, known in by_peer.items()]
         for task in tasks:
-            self.own(task)  # what is still dialling when the first is reached goes on
+            self.own(task)  # the others go on dialling when the first is reached
         reached: str | None = None
-        while tasks and reached is None:
-            done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                result = task.result()
-                if isinstance(result, str):
-                    reached = result
-                else:
-                    failures.append(result)
-        for task in tasks:  # should the daemon end meanwhile, others tell
+        for answer in asyncio.as_completed(tasks):
+            result = await answer
+            if isinstance(result, str):
+                reached = result
+                break
+            failures.append(result)
+        for task in tasks:  # their exceptions are of no interest
             task.add_done_callback(lambda late: late.cancelled() or late.exception())
         if reached is None:
             raise failures[0] if failures else Unreachable("", "no address: nobody to connect to; give one")
         await self.dht.join(reached, max(end - loop.time(), RPC_SECONDS))
 
     async def _connect(self, peer: str, known: dict[str, bytes], timeout: float) -> str | RemoteError:
-        """The peer, whose addresses are `known` as text and as bytes, or why it was not reached. The daemon takes a connection that it
-        has for one that lives, so the peer has to answer on it. A circuit is none: by it libp2p makes a hole in a router, if it can."""
+        """Dials `peer` at its `known` addresses, as text and as bytes. Returns it, or why it was not reached.
+
+        The daemon takes an old connection for alive, so the peer has to answer a ping. A circuit does not count: over
+        it libp2p punches a hole in a router, if it can.
+        """
         request = _dial(peer, known.values(), timeout)
         what = f"address {next(iter(known))}/p2p/{peer}"
         deadline = asyncio.get_running_loop().time() + timeout
@@ -256,8 +253,10 @@ class P2PTransport(Endpoint):
                     return Timeout(peer, f"{what}: no answer within {timeout:g} s; check the address and the link")
 
     async def _greeted(self, peer: str, known: Collection[str], what: str, left: float) -> None:
-        """The daemon is to dial only whoever is there (peer/net/greeting.py). Raises Unreachable where nobody is; through a circuit, or over a
-        connection that there is, a peer may come though it is at none of its addresses."""
+        """Checks that a libp2p host is there before the daemon dials it (peer/net/greeting.py). Raises Unreachable.
+
+        A peer may be reached by a circuit, or an existing connection, though it is at none of its addresses.
+        """
         if any(map(is_circuit, known)):
             return
         asked = asyncio.create_task(greeting.why_silent(known, min(left, greeting.SECONDS)))
@@ -280,8 +279,7 @@ class P2PTransport(Endpoint):
             return False
 
     async def _end_circuit(self, peer: str) -> None:
-        """Ends the circuits to `peer` if there is no connection: the daemon would take them for one, and dial none of its addresses. The DHT
-        makes them, too."""
+        """Ends the circuits to an unconnected `peer`: the daemon would take them for a connection, and not dial."""
         with contextlib.suppress(RemoteError, TimeoutError):
             through = await self.daemon.within(self.daemon.connected(circuits=True), CLOSE_SECONDS)
             if peer in through and peer not in await self.daemon.within(self.daemon.connected(), CLOSE_SECONDS):
@@ -301,9 +299,11 @@ class P2PTransport(Endpoint):
         self.doubt(peer)
 
     def _check(self, peer: str, seconds: float = ANSWER_SECONDS, *, several: bool = True) -> asyncio.Task[bool]:
-        """Whether `peer` answers, for which it has so many `seconds` besides those that what we sent it takes; if it does not, the
-        connections to it are ended. Everybody who asks meanwhile gets the same answer. An answer comes on one connection only: `several`
-        says whether there may be others, or one of them counts as dead."""
+        """Pings `peer`, and ends the connections to it unless it answers; concurrent callers share one ping.
+
+        seconds: for the answer, besides the time that queued bytes may take
+        several: whether other connections may be alive besides the one that answers; else one of them counts as dead
+        """
         task = self._checks.get(peer)
         if task is None:
             self._checks[peer] = task = asyncio.create_task(self._answers(peer, seconds, several))
@@ -326,9 +326,7 @@ class P2PTransport(Endpoint):
             if is_there and connections < 2:
                 return True
             await self.daemon.disconnect(peer)
-            if (
-                connections > 1
-            ):  # one of them was new: it has moved, and the daemon knows from that one where it listens
+            if connections > 1:  # it has moved, and the daemon knows from the newer one where it listens
                 request = _dial(peer, (), MOVED_SECONDS)
                 _, writer, _ = await self.daemon.ask(request, peer, f"peer {short_peer(peer)}", MOVED_SECONDS)
                 writer.close()
@@ -351,25 +349,13 @@ class P2PTransport(Endpoint):
         return True
 
     async def _check_all(self, peers: Sequence[str]) -> None:
-        gate = asyncio.Semaphore(CHECKS)
+        gate = asyncio.Semaphore(MAX_CHECKS)
 
         async def check(peer: str) -> None:
             async with gate:
                 await asyncio.shield(self._check(peer, MOVED_SECONDS, several=False))
 
         await asyncio.gather(*(check(peer) for peer in set(peers)))
-
-    async def disconnect(self, peer: str) -> None:
-        await self.daemon.disconnect(peer)
-
-    async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
-        return await self.dht.store(key, subkey, value, ttl)
-
-    def prefer(self, peers: Collection[str]) -> None:
-        self.dht.prefer(peers)
-
-    async def get(self, key: str) -> dict[str, bytes]:
-        return await self.dht.get(key)
 
     async def aclose(self) -> None:
         if self._closed:
@@ -407,13 +393,17 @@ async def start(
 ) -> P2PTransport:
     """Starts the daemon, listening on TCP `host`:`port` (0: any), and joins through `bootstrap` (full addresses).
 
-    The identity is made if its file is missing. `timeout`: seconds
-    that the start and the joining may each take; `rpc_seconds`: that one request of the DHT may take; `sockets`: the folder for
-    Unix sockets, whose path is short; `entrance`: how others come to us; `latest`: until when a valid record may be kept;
-    `sparing`: with little memory, for more processor time. Raises UsageError (PortInUse, StartFailed, BadAddress, IdentityError), LocalError,
-    ClockWrong, Unreachable if no bootstrap node was reached.
+    Long because each setting of a transport comes in here:
+    identity_file: created if it is missing
+    timeout: seconds that the start and the joining may each take
+    rpc_seconds: that one request of the DHT may take
+    sockets: folder for Unix sockets, with a short path
+    entrance: how others reach us
+    latest: until when a valid record may be kept
+    sparing: use little memory, for more processor time
 
-    Long because it is where all that can be set of a transport comes in.
+    Raises UsageError (PortInUse, StartFailed, BadAddress, IdentityError), LocalError, ClockWrong, and Unreachable if no
+    bootstrap node was reached.
     """
     identity = keyfile.load_or_create(identity_file)
     for text in bootstrap:

@@ -1,12 +1,18 @@
-"""Finds out how others can reach us: two of them try (peer/net/dial_back.py), a third one if they do not agree.
+"""Reachability: other peers dial us back, and we dial others back (docs/adr/0023-dial-back.md).
 
-    direct     they get through to an address of this machine
-    mapped     they get through to an address of the router before it: a port is forwarded, by hand, by UPnP or by NAT-PMP; or
-               the user says so (`--announce`) and nobody can tell, since that address is not the one that we are seen at
-    private    nobody gets through
+Two others try, a third one if they disagree. The result:
+
+    direct     they reach an address of this machine
+    mapped     they reach an address of its router: a port is forwarded, by hand, by UPnP or by NAT-PMP; or the user
+               says so (`--announce`) and nobody can tell, as we are seen at another address
+    private    nobody reaches us
     (empty)    nobody could tell
 
-Who sees us at an address of its local network cannot tell how the internet sees us, unless all of the run is in that network.
+A peer that sees us at a local address cannot tell how the internet sees us, unless all of the run is in that network.
+
+A request names ports only. They are tried at the address that its connection comes from, so a peer cannot send us
+elsewhere. Only a libp2p greeting counts, and every failure takes the same time. Requests are limited in rate, for each
+address, each peer and all together, and a connection is closed after its first bytes.
 """
 
 from __future__ import annotations
@@ -14,32 +20,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from peer.net.address import host_of, is_circuit, is_public, port_of, tcp
-from peer.net.base import Transport, call
+from peer.net import greeting
+from peer.net.address import host_of, interface_hosts, is_circuit, is_public, port_of, tcp
+from peer.net.base import Clock, Transport, call, serve_calls
 from peer.net.directory import Directory
-from peer.net.own_addresses import interface_hosts
+from peer.net.guests import network_of
+from peer.net.rate_limits import Rate, TokenBucket, TokenBuckets
 from protocol.errors import RemoteError
+from protocol.identity import short_peer
 from protocol.wire import encoding, endpoints
-from protocol.wire.dial_back import MOST_PORTS, Dialled, DialMe
+from protocol.wire.announcement import MOST_PORTS, Dialled, DialMe
 
 ANSWER_SECONDS = 10.0
 MOST_ANSWERED = 1024
 """Bytes."""
 MOST_ASKED = 3
 AGAIN_SECONDS = 1800.0
-"""Between two looks, when nothing changes."""
+"""Interval of the checks."""
 UNKNOWN_SECONDS = 60.0
-"""The same while nobody could tell."""
+"""The same while the result is empty."""
 MOST_FOUND = 2
-"""Addresses that were found and are announced; each of those who could tell named it, or two of three did."""
+"""Most announced addresses of a finding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """`how`: see above; `addresses`: those, without our id, at which others got through; `asked`: who tried."""
+class Reachability:
+    """A result. `addresses`: those, without our id, at which others reached us; `asked`: the peers that tried."""
 
     how: str = ""
     addresses: tuple[str, ...] = ()
@@ -51,19 +61,18 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Around:
-    """What is needed to ask. `others()`: whom to ask, in this order; `reach(peer)` connects to one; `addresses(peer)`: where it says it
-    is; `announced`: what the user says, without our id; `hosts()`: this machine's IP addresses."""
+class ReachContext:
+    """What is needed to ask."""
 
     transport: Transport
-    others: Callable[[], AsyncIterator[str]]
-    reach: Callable[[str], Awaitable[None]]
-    addresses: Callable[[str], Sequence[str]]
-    announced: tuple[str, ...] = ()
-    hosts: Callable[[], frozenset[str]] = interface_hosts
+    others: Callable[[], AsyncIterator[str]]  # yields the peers to ask, in order
+    reach: Callable[[str], Awaitable[None]]  # connects to one
+    addresses: Callable[[str], Sequence[str]]  # returns where one says it is
+    announced: tuple[str, ...] = ()  # what the user says, without our id
+    hosts: Callable[[], frozenset[str]] = interface_hosts  # returns this machine's IP addresses
 
 
-async def find_out(around: Around) -> Finding:
+async def check_reachability(around: ReachContext) -> Reachability:
     """Asks two at once, and one more while it is not clear. Raises TransportLost."""
     transport = around.transport
     listed = [address for address in transport.addresses if not is_circuit(address)]
@@ -91,7 +100,7 @@ async def _take(others: AsyncIterator[str], count: int, known: set[str]) -> list
     return list(taken)
 
 
-async def _ask(around: Around, peer: str, request: DialMe) -> Dialled | None:
+async def _ask(around: ReachContext, peer: str, request: DialMe) -> Dialled | None:
     """What `peer` says, or None where it cannot tell."""
     with contextlib.suppress(RemoteError):
         await around.reach(peer)
@@ -120,7 +129,7 @@ def _majority(told: dict[str, Dialled]) -> bool | None:
     return next((way for way in (True, False) if got.count(way) >= 2), None)
 
 
-def _judged(told: dict[str, Dialled], around: Around) -> Finding:
+def _judged(told: dict[str, Dialled], around: ReachContext) -> Reachability:
     through = _majority(told)
     if through is None and told:
         through = all(answer.ports for answer in told.values())
@@ -131,14 +140,14 @@ def _judged(told: dict[str, Dialled], around: Around) -> Finding:
         reached = Counter(tcp(answer.host, port) for answer in told.values() for port in set(answer.ports))
         addresses = tuple(a for a, named in reached.items() if named >= min(2, len(told)))[:MOST_FOUND]
         own = any(host_of(address) in around.hosts() for address in addresses)
-        return Finding(how="direct" if own else "mapped", addresses=addresses, asked=asked)
+        return Reachability(how="direct" if own else "mapped", addresses=addresses, asked=asked)
     if elsewhere:
-        return Finding(how="mapped", asked=asked)
-    return Finding(how="private" if told else "", asked=asked)
+        return Reachability(how="mapped", asked=asked)
+    return Reachability(how="private" if told else "", asked=asked)
 
 
-def around(directory: Directory, transport: Transport, announced: tuple[str, ...]) -> Around:
-    """With the bootstrap nodes to be asked first, then peers that are reached from outside and to whom we have not connected."""
+def reach_context(directory: Directory, transport: Transport, announced: tuple[str, ...]) -> ReachContext:
+    """Asks the bootstrap nodes first, then reachable peers that we are not connected to."""
 
     async def others() -> AsyncIterator[str]:
         for node in directory.nodes():
@@ -147,23 +156,23 @@ def around(directory: Directory, transport: Transport, announced: tuple[str, ...
             if said.reachable in ("direct", "mapped") and peer not in directory.reached:
                 yield peer
 
-    return Around(
+    return ReachContext(
         transport=transport, others=others, reach=directory.reach, addresses=directory.addresses, announced=announced
     )
 
 
 @dataclass(slots=True)
-class Reach:
-    """Looks again when our addresses change, and now and then. `found` is the newest finding; `tell(finding)` hears of one that differs."""
+class ReachMonitor:
+    """Checks our reachability when our addresses change, and now and then. `tell` is called with each new finding."""
 
-    around: Around
-    found: Finding
-    tell: Callable[[Finding], None]
+    around: ReachContext
+    found: Reachability
+    tell: Callable[[Reachability], None]
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def changed(self) -> None:
-        """Our addresses have: what was found of those before says nothing of these."""
-        self.found = Finding()
+        """Drops the finding, which was of our old addresses, and checks again."""
+        self.found = Reachability()
         self._changed.set()
 
     async def run(self) -> None:
@@ -173,7 +182,88 @@ class Reach:
                 async with asyncio.timeout(AGAIN_SECONDS if self.found.how else UNKNOWN_SECONDS):
                     await self._changed.wait()
             self._changed.clear()
-            found = await find_out(self.around)
+            found = await check_reachability(self.around)
             if found.how and (found.how, found.addresses) != (self.found.how, self.found.addresses):
                 self.found = found
                 self.tell(found)
+
+
+MAX_REQUEST = 256
+EACH = Rate(1 / 30, 6.0)
+TOGETHER = Rate(4.0, 32.0)
+
+Greets = Callable[[str, int], Coroutine[Any, Any, bool]]
+"""(IP address, port) -> whether a libp2p host greets there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialBackLimits:
+    """Limits of a DialBackServer."""
+
+    seconds: float = 3.0  # that a port has to greet
+    each: Rate = EACH  # requests of one address or peer
+    together: Rate = TOGETHER  # all requests
+    at_once: int = 16  # requests under way
+    kept: int = 4096  # addresses and peers whose requests are counted
+
+
+DIAL_BACK_LIMITS = DialBackLimits()
+
+
+async def greets(host: str, port: int) -> bool:
+    """Whether a libp2p host greets there. Takes as long as the other side likes."""
+    try:
+        return await greeting.is_given(host, port)
+    except OSError:
+        return False
+
+
+class DialBackServer:
+    """One per process that answers."""
+
+    def __init__(
+        self, transport: Transport, clock: Clock, greets: Greets = greets, bounds: DialBackLimits = DIAL_BACK_LIMITS
+    ) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._greets = greets
+        self._bounds = bounds
+        self._asked = TokenBuckets(bounds.each, bounds.kept)
+        self._together = TokenBucket(*bounds.together)
+        self._under_way = 0
+
+    async def serve(self) -> None:
+        await serve_calls(self._transport, endpoints.DIAL_BACK, self._answer, limit=MAX_REQUEST)
+
+    async def _answer(self, peer: str, request: bytes) -> bytes:
+        """The reply to a call. Raises RemoteError."""
+        ask = encoding.expect(DialMe, encoding.decode(request, peer), peer)
+        seen = self._transport.seen_at(peer)
+        host = "" if is_circuit(seen) else host_of(seen)
+        network = "" if is_circuit(seen) else network_of(seen)
+        if not network:
+            return encoding.encode(Dialled(host=""))
+        now = self._clock.steady()
+        may = all(self._asked.of(who).take(now) for who in (peer, network))
+        if not may or self._under_way >= self._bounds.at_once or not self._together.take(now):
+            raise RemoteError(peer, f"dial-back for {short_peer(peer)}: asked too often; ask somebody else")
+        self._under_way += 1
+        try:
+            return encoding.encode(Dialled(host=host, ports=await self._try(host, {*ask.ports, port_of(seen)})))
+        finally:
+            self._under_way -= 1
+
+    async def _try(self, host: str, ports: set[int]) -> tuple[int, ...]:
+        """Returns the ports at which a libp2p host greets; unless all do, it takes all its time."""
+        found: set[int] = set()
+
+        async def dial(port: int) -> None:
+            if await self._greets(host, port):
+                found.add(port)
+            else:
+                await asyncio.sleep(self._bounds.seconds)
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._bounds.seconds):
+                await asyncio.gather(*(dial(port) for port in ports if port))
+        return tuple(sorted(found))

@@ -1,4 +1,4 @@
-"""Before a network daemon starts: whether its port is free, and the folder of its Unix sockets."""
+"""Checks a port, and makes the folder of Unix sockets, before a network daemon starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = "potluck-net-"
 LOCK = "lock"
 """In such a folder: locked by the process whose daemon it is."""
 OTHER_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
-"""For sockets, where the folder for temporary files has a long path, or is on a disk without them."""
+"""Places for sockets, if the folder for temporary files has a long path, or a disk without sockets."""
 FOLDER_PATH_MAX = 48
 """The path of a Unix socket has at most 103 bytes; its name takes 50 of them."""
 
@@ -63,8 +63,10 @@ _NO_FAMILY = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def hosts(host: str, port: int) -> list[str]:
-    """Where `host` means that we listen: 0.0.0.0 and :: are every address of this machine, of IPv4 and of IPv6, as far as it has them. A machine without
-    127.0.0.1 talks to itself by ::1, and the other way round."""
+    """Returns the addresses to listen on: 0.0.0.0 and :: are every IPv4 and IPv6 address that this machine has.
+
+    A machine without 127.0.0.1 uses ::1, and the other way round.
+    """
     everywhere, itself = _BOTH
     if host not in everywhere and host not in itself:
         return [host]
@@ -86,7 +88,7 @@ def port_error(host: str, port: int, reason: str) -> UsageError:
 
 
 def socket_base() -> Path:
-    """Where socket folders are made, unless told otherwise: the folder for temporary files, if its path is short and its disk can have sockets."""
+    """Returns where socket folders are made: a folder with a short path, on a disk that can have sockets."""
     own = Path(os.path.realpath(tempfile.gettempdir()))
     places = [own, *(Path(place) for place in OTHER_PLACES)]
     short = [place for place in places if len(os.fsencode(place)) <= FOLDER_PATH_MAX]
@@ -106,7 +108,7 @@ def _has_sockets(folder: Path) -> bool:
 
 
 class SocketFolder:
-    """A new folder for a daemon's sockets, in `sockets`, at `path`. While it is open and its process lives, nobody sweeps it. Raises StartFailed."""
+    """A new folder `path` for a daemon's sockets, never swept while its process lives. Raises StartFailed."""
 
     def __init__(self, sockets: Path) -> None:
         made: Path | None = None
@@ -126,14 +128,15 @@ class SocketFolder:
             ) from None
 
     def close(self) -> None:
-        """Removes it."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
 
 def sweep(sockets: Path) -> int:
-    """Removes the socket folders, in `sockets`, of processes that were killed; how many there were. It asks no clock, which may just have been set.
-    `sockets` is everybody's: what somebody else has put there is not opened."""
+    """Removes the socket folders in `sockets` of processes that were killed. Returns their number.
+
+    It does not go by time, as the clock may just have been set, and opens no files of other users.
+    """
     removed = 0
     for folder in sockets.glob(FOLDER + "*"):
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """Streams of frames over a pair of byte streams, and what every transport does with them.
 
-The bytes may come from a socket or from memory; both are read through asyncio's StreamReader, so that framing, deadlines,
-back-pressure, counting and ending are one and the same code.
+The bytes come from a socket or from memory; both are read through asyncio's StreamReader, so framing, deadlines,
+back-pressure, counting and ending are the same code.
 """
 
 from __future__ import annotations
@@ -9,26 +9,55 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Malformed, Timeout, Traffic, log, nothing_came
-from peer.net.flow import Flow
-from peer.net.guests import LIMITS, Ends, Guests, Limits
-from peer.net.token_bucket import TokenBucket
+from peer.net.guests import LIMITS, Abortable, Guests, Limits
+from peer.net.rate_limits import Rate, TokenBucket
 from protocol.errors import LocalError, RemoteError
 from protocol.identity import short_peer
 from protocol.wire import framing
 from protocol.wire.encoding import MessageError
 from protocol.wire.framing import MAX_FRAME, FrameError, FrameReader
 
+SLOW_BYTES_PER_SECOND = 125_000.0
+PING_SECONDS = 1.0
+"""Least time between two pings of one peer."""
+MAX_QUEUE_SECONDS = 30.0
+"""Longest time allowed for sent bytes to drain; by then libp2p notices a dead connection itself."""
 CHUNK = 256 * 1024
 """Bytes written or read at once."""
-NONSENSE = 4.0
-"""Offences that a message counts as which makes no sense: of our own version nobody sends one."""
-TOLD = (0.1, 20.0)
-"""Of a second, and at once: failures of handlers of which the log says everything."""
+NONSENSE_OFFENCES = 4.0
+"""Offences that a malformed message counts as."""
+LOGGED_FAILURES = Rate(0.1, 20.0)
 LINGER_SECONDS = 5.0
 """How long a closing side that has finished waits for the other to read everything and to finish."""
+
+
+@dataclass(slots=True)
+class Flow:
+    """All streams with one peer, and how long it may take to answer.
+
+    A question waits behind what we have sent before it: many megabytes may be in the system's buffers, in the daemon's
+    and at a narrow uplink. They are modelled as a bucket that drains at the pace of a slow link.
+    """
+
+    streams: int = 0
+    received: int = 0  # bytes that came so far
+    _unsent: TokenBucket = field(default_factory=lambda: TokenBucket(SLOW_BYTES_PER_SECOND, 0.0))
+    _pings: TokenBucket = field(default_factory=lambda: TokenBucket(1 / PING_SECONDS, 1.0))
+
+    def ask_in(self, now: float) -> float:
+        """Seconds until the peer may be pinged; 0: it is, `now`."""
+        return 0.0 if self._pings.take(now) else self._pings.wait(now, 1.0)
+
+    def sent(self, size: int, now: float) -> None:
+        self._unsent.spend(now, size)
+
+    def queue_seconds(self, now: float) -> float:
+        """Longest time that what was sent may keep a slow link busy."""
+        return min(MAX_QUEUE_SECONDS, self._unsent.wait(now))
 
 
 class ByteWriter(Protocol):
@@ -41,7 +70,7 @@ class ByteWriter(Protocol):
 
 
 class FrameStream:
-    """See peer.net.base.Stream. `abort` closes the writer at once, dropping what is unsent; it may be called again."""
+    """See peer.net.base.Stream. `abort` closes the writer at once and drops what is unsent; it may be called again."""
 
     def __init__(
         self,
@@ -67,9 +96,9 @@ class FrameStream:
         self._finished = False
         self._ended = False
         self._closed = False
-        self.turn: Callable[[float], Awaitable[None]] | None = None
-        """Is awaited before another frame is read, where frames are read in turns (peer/net/turns.py)."""
-        self._owes = 0.0
+        self.turn: Callable[[], Awaitable[None]] | None = None
+        """Awaited before each further frame, where frames take turns (peer/net/guests.py)."""
+        self._has_read = False
 
     def __repr__(self) -> str:
         return f"FrameStream({self.name}, {short_peer(self.remote)})"
@@ -110,9 +139,7 @@ class FrameStream:
         for part in parts:
             view = memoryview(part).cast("B")
             for start in range(0, len(view), CHUNK):
-                pending.append(
-                    bytes(view[start : start + CHUNK])
-                )  # a copy: the caller may change its buffer after send
+                pending.append(bytes(view[start : start + CHUNK]))  # copied: the caller may reuse its buffer
                 waiting += len(pending[-1])
                 if waiting >= CHUNK:
                     await self._write_now(pending, waiting)
@@ -122,7 +149,7 @@ class FrameStream:
 
     async def _write_now(self, pending: list[bytes], size: int) -> None:
         whole = b"".join(pending)
-        pending.clear()  # what waits to be sent is in memory once: a node sends to a thousand at once
+        pending.clear()  # keeps one copy in memory: a node sends to a thousand at once
         self._writer.write(whole)
         del whole
         self._traffic.count_sent(self.name, self.remote, size)
@@ -134,11 +161,11 @@ class FrameStream:
         self._receiving = True
         try:
             async with asyncio.timeout(timeout):
-                if self._owes and self.turn is not None:
-                    await self.turn(self._owes)
-                self._owes = 0.0
+                if self._has_read and self.turn is not None:
+                    await self.turn()
+                self._has_read = False
                 frame = await self._next(limit)
-                self._owes = 1.0
+                self._has_read = True
                 return frame
         except TimeoutError:
             raise nothing_came(self, timeout) from None
@@ -184,7 +211,7 @@ class FrameStream:
                 with contextlib.suppress(RemoteError):
                     async with asyncio.timeout(LINGER_SECONDS):
                         while True:
-                            await self.recv(CHUNK)  # nobody wants it: it is not to take much memory
+                            await self.recv(CHUNK)  # drops it
         except TimeoutError:
             pass
         finally:
@@ -201,29 +228,21 @@ class FrameStream:
             else:
                 self.abort()
 
-    def costs(self, turns: float) -> None:
-        """The newest frame asked for so much that it takes this many more turns."""
-        self._owes += turns
-
     @property
     def pending(self) -> int:
-        """Bytes that were taken from the network and that `recv` has not given yet."""
         return self._frames.pending
 
     @property
     def is_closed(self) -> bool:
-        """Whether it is over on this side."""
         return self._closed
 
     def abort(self) -> None:
-        """Ends both directions at once."""
         self._closed = True
         self._abort()
 
 
 def ending(writer: asyncio.StreamWriter) -> Callable[[], None]:
-    """What ends a connection at once, also one that has ended: asyncio forgets that it has closed one by itself, once all that still had to be
-    written was, and its `abort` raises AttributeError then."""
+    """Returns what aborts a connection, even a closed one, where asyncio's `abort` raises AttributeError."""
 
     def end() -> None:
         with contextlib.suppress(AttributeError):
@@ -233,25 +252,23 @@ def ending(writer: asyncio.StreamWriter) -> Callable[[], None]:
 
 
 class Endpoint:
-    """A transport's streams and the handlers that serve them; all of them end with it."""
+    """A transport's streams and the tasks that serve them, which end with it."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.traffic = Traffic()
         self.guests = Guests(limits)
-        self._told = TokenBucket(*TOLD)
+        self._logged = TokenBucket(*LOGGED_FAILURES)
         self._streams: dict[FrameStream, None] = {}  # in the order in which they were opened
         self._flows: dict[str, Flow] = {}
         self._tasks: set[asyncio.Task[object]] = set()
 
     @property
     def open_streams(self) -> int:
-        """How many streams are open."""
         return len(self._streams)
 
     def stream(
         self, remote: str, name: str, reader: asyncio.StreamReader, writer: ByteWriter, abort: Callable[[], None]
     ) -> FrameStream:
-        """A stream that `abort_all` ends too."""
 
         def gone() -> None:
             if stream in self._streams:
@@ -268,27 +285,28 @@ class Endpoint:
         return stream
 
     def flow(self, peer: str) -> Flow:
-        """What passes between us and `peer`."""
         return self._flows.get(peer, Flow())
 
     async def run(self, handler: Handler, stream: FrameStream, where: str = "") -> None:
-        """Serves one stream in the current task, as far as its peer, at the multiaddress `where`, may have one. Whatever the handler raises
-        ends this stream and nothing else."""
+        """Serves a stream in the current task, if its peer, at the multiaddress `where`, may have one.
+
+        What the handler raises ends this stream and nothing else.
+        """
         clock = asyncio.get_running_loop().time
         if not self.guests.enter(stream.remote, where, stream.name, stream, clock()):
             stream.abort()
             return
         await self.attend(handler, stream, stream, self.guests.wait(stream.remote, stream.name, clock()))
 
-    async def attend(self, handler: Handler, stream: FrameStream, guest: Ends, wait: float = 0.0) -> None:
-        """Serves in the current task a stream that entered as `guest`, after so many seconds."""
+    async def attend(self, handler: Handler, stream: FrameStream, guest: Abortable, wait: float = 0.0) -> None:
+        """Serves a stream that entered as `guest` in the current task, after `wait` seconds."""
         clock = asyncio.get_running_loop().time
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
             until = clock() + wait
-            while clock() < until and not stream.is_closed:  # it may be refused meanwhile
+            while clock() < until and not stream.is_closed:
                 await asyncio.sleep(min(1.0, until - clock()))
             await handler(stream)
             await stream.finish()
@@ -296,7 +314,9 @@ class Endpoint:
             log.debug("serving %s: %s", stream.name, error)
             theirs = isinstance(error, MessageError | Malformed) and error.peer == stream.remote
             if theirs and not self.guests.carries(stream.remote, stream.name):
-                self.guests.offend(stream.remote, f"says what has no place in {stream.name}", clock(), NONSENSE)
+                self.guests.offend(
+                    stream.remote, f"says what has no place in {stream.name}", clock(), NONSENSE_OFFENCES
+                )
         except Exception as error:
             self._failed(stream, error)
         finally:
@@ -307,28 +327,24 @@ class Endpoint:
                 self._tasks.discard(task)
 
     def _failed(self, stream: FrameStream, error: Exception) -> None:
-        """A handler did not expect what came, or our own disk or network fails. The log says so, but a stranger does not decide how
-        long it gets."""
+        """Logs what a handler did not expect, at a limited rate, as a stranger can provoke it."""
         stream.abort()
         now = asyncio.get_running_loop().time()
-        if self._told.take(now):
+        if self._logged.take(now):
             log.exception("serving %s to %s failed", stream.name, short_peer(stream.remote))
         if not self.guests.carries(stream.remote, stream.name) and not isinstance(error, LocalError | OSError):
             self.guests.offend(stream.remote, f"sends what {stream.name} cannot bear", now)
 
     def own(self, task: asyncio.Task[object]) -> None:
-        """Makes `task` end with this endpoint."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def abort_all(self) -> None:
-        """Ends every stream at once, those that wait to be served too."""
         for stream in list(self._streams):
             stream.abort()
         self.guests.abort_all()
 
     async def shut(self) -> None:
-        """Ends every stream and task."""
         self.abort_all()
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:

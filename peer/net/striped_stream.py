@@ -1,10 +1,10 @@
 """Several streams to one peer that carry frames as one.
 
-What is under way in one stream is bounded by its window: in libp2p 256 KB at first, of which at worst a half is left when a frame comes;
-the other costs a round trip. Sixteen streams have sixteen windows (docs/adr/0011). A frame is cut into slices of SLICE bytes or more, one for
-each stripe in turn, and the next frame begins where it ended, so that all windows are used alike. The first slice of a frame begins with the frame's
-length, 4 bytes, big-endian, which says what comes on which stripe. A slice may come in pieces: a sender with a limited uplink sends
-little at once, since a burst that a router's queue cannot hold is lost, and TCP then takes longer than the link (docs/adr/0013).
+A stream's window bounds the bytes under way: in libp2p 256 KB at first, of which a half may be left when a frame comes;
+the rest costs a round trip. Sixteen streams have sixteen windows (docs/adr/0011). A frame is cut into slices of SLICE
+bytes or more, one for each stripe in turn, and the next frame begins where it ended, so that all windows are used. The
+first slice begins with the frame's length, 4 bytes, big-endian. A slice may come in pieces: with a limited uplink
+little is sent at once, as a burst that a router's queue cannot hold is lost (docs/adr/0013).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from protocol.wire.framing import MAX_FRAME, PREFIX
 STRIPES = 16
 SLICE = 32 * 1024
 SMALL = 1024
-"""Frames of so many bytes with their length, signs of life among them, do not wait for their turn."""
+"""Frames up to this size, signs of life among them, do not wait for their turn."""
 
 
 def slices(first: int, frame: int, stripes: int) -> list[tuple[int, int]]:
-    """Stripe and bytes of each slice of a frame of so many bytes, whose first slice goes on stripe `first`."""
+    """Returns the stripe and bytes of each slice of a frame, whose first slice is on stripe `first`."""
     count = max(1, min(stripes, frame // SLICE))
     cuts = [frame * i // count for i in range(count + 1)]
     return [((first + i) % stripes, b - a) for i, (a, b) in enumerate(itertools.pairwise(cuts))]
 
 
 class StripedStream:
-    """See peer.net.base.Stream. Owns its streams: nobody else uses them any more."""
+    """See peer.net.base.Stream. Owns its streams."""
 
     def __init__(self, streams: Sequence[Stream], uplink: Uplink | None = None) -> None:
         self.remote, self.name = streams[0].remote, streams[0].name
@@ -47,9 +47,6 @@ class StripedStream:
     @property
     def received(self) -> int:
         return sum(stream.received for stream in self._streams)
-
-    def costs(self, turns: float) -> None:
-        """Its frames take no turns."""
 
     @property
     def pending(self) -> int:

@@ -1,9 +1,9 @@
-"""hivemind without its training half, which imports torch and scipy: 230 MB and two seconds that a monitor has no use for.
+"""hivemind without its training half, which imports torch and scipy: 230 MB and two seconds.
 
-`import hivemind.p2p` first runs `hivemind/__init__.py`, which imports everything that hivemind has. This module has the package and two of
-its folders in place before, without running their `__init__`, and puts into `hivemind.utils` the names that hivemind's network modules read
-from there (docs/adr/0041-hivemind-without-torch.md). Whoever imports another module of hivemind's after this one gets that module, with
-what it imports; only the names of the three packages themselves are fewer. Where hivemind was imported as a whole before, nothing happens.
+`import hivemind.p2p` first runs `hivemind/__init__.py`, which imports all of hivemind. This module registers the
+package and two of its folders without running their `__init__`, and puts into `hivemind.utils` the names that
+hivemind's network modules read from there (docs/adr/0041-hivemind-without-torch.md). Other modules of hivemind can
+still be imported. If hivemind was imported before, nothing happens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import ModuleType
 
 
 def _hollow(name: str) -> ModuleType:
-    """The package `name`, known to the import system, of whose `__init__` nothing has run."""
+    """Registers the package `name` without running its `__init__`."""
     spec = importlib.util.find_spec(name)
     if spec is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
@@ -27,7 +27,7 @@ def _hollow(name: str) -> ModuleType:
 
 
 def prepare() -> None:
-    """Makes later imports of hivemind's network modules import those only. Raises ModuleNotFoundError without hivemind."""
+    """Has later imports of hivemind's network modules import those only. Raises ModuleNotFoundError."""
     if "hivemind" in sys.modules:
         return
     _hollow("hivemind")

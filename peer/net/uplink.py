@@ -1,17 +1,20 @@
-"""What a machine's uplink may carry: `potluck join --up-limit`, or nine tenths of what was measured."""
+"""The limit on what this machine sends: `potluck join --up-limit`, or nine tenths of the measured uplink."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
 
-from peer.net.token_bucket import TokenBucket
+from peer.net.rate_limits import TokenBucket
 from protocol.wire.framing import MAX_FRAME
 
 
 class Uplink:
-    """A token bucket over everything that is sent, shared out by bytes: one piece for each peer that waits, in turn. `bps`: bits per
-    second; None for no limit. `piece`: bytes that are granted at once; who can sends no more at once, since routers' queues hold little."""
+    """A token bucket over everything that is sent, shared by bytes: one piece for each waiting peer, in turn.
+
+    bps: bits a second; None: no limit
+    piece: bytes that are granted at once, and most that a sender sends at once, as routers' queues are short
+    """
 
     BURST_SECONDS = 0.02
 
@@ -21,14 +24,14 @@ class Uplink:
         self._pump: asyncio.Task[None] | None = None
 
     def limit(self, bps: int | None) -> None:
-        """From now on so much; whoever waits goes on."""
+        """Changes the limit; waiting senders go on."""
         self.bps = bps
         self._bucket = None if bps is None else TokenBucket(bps / 8, bps / 8 * self.BURST_SECONDS)
         self.piece = MAX_FRAME if bps is None else max(4096, int(bps / 8 * self.BURST_SECONDS))
 
     @property
     def holds(self) -> bool:
-        """Whether somebody waits for a turn: the limit is what keeps them from sending more."""
+        """Whether the limit holds a sender back."""
         return bool(self._waiting)
 
     async def turn(self, peer: str, size: int) -> None:
@@ -60,6 +63,5 @@ class Uplink:
                 self._waiting[peer] = queue  # at the end
 
     def close(self) -> None:
-        """Nobody gets a turn any more."""
         if self._pump is not None:
             self._pump.cancel()

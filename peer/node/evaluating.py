@@ -1,15 +1,23 @@
-"""Measures how well the run's model foretells the held-out text, when it is this peer's turn, and tells the nodes (protocol/ledger/evaluation.py).
+"""Measurements of the run's model at a peer: the held-out loss, and scores of others' updates
+(protocol/ledger/run_state.py, scoring.py).
 
-It goes on beside the rounds, on a thread that lets whoever computes go first, and holds nothing up: a figure that comes late goes into a
-later commit, and one that comes too late into none. The model is a copy of θ in fp32, on the device that has room for it. A mean over the same
-first sequences of the held-out part, always, so that one figure can be compared with another.
+They run beside the rounds on a thread of low priority, on a copy of θ in fp32, and hold nothing up: a late result goes
+into a later commit, one that is too late into none. The held-out loss is the mean over the same first sequences of the
+held-out part:
 
     bits per byte = nats per token / ln 2 / bytes per token
 
-where the bytes per token are those of all the held-out part, which the corpus's index has. (Gao et al., 2020, arXiv:2101.00027, section 3.1.)
+with the bytes per token of the whole held-out part, from the corpus's index (Gao et al., 2020, arXiv:2101.00027,
+section 3.1). With it goes a sample: the model's likeliest continuation of the beginning of that text, in which a peer
+with other bits is seen (peer/ui/run_state.py).
 
-Beside the figures stands how the model goes on with the beginning of that text, by the likeliest token each time. So machines that compute
-alike write alike, and one that writes something else is seen (peer/ui/held_out.py).
+θ after a round holds all of the round's updates u. A score takes a little more of one out again, on assigned and on
+other text:
+
+    gain = loss(θ + STEP eta scale u) - loss(θ)        nats per token; `scale` is the commit's
+
+One step for all makes gains comparable, whatever the tokens of a replica and the number of replicas. Payloads that are
+gone, and text that takes longer than TEXT_SECONDS, are not scored.
 """
 
 from __future__ import annotations
@@ -18,57 +26,175 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from peer import events
 from peer.corpus.text import Text
 from peer.corpus.tokenizer import load_tokenizer
-from peer.node.aside import Aside
-from peer.node.scoring import Movable, Scorer
+from peer.node.background import BackgroundExecutor
 from peer.state.storage import Shards
+from protocol.codec import sparse
+from protocol.codec.sparse import Sparse
 from protocol.errors import PotluckError
 from protocol.identity import Identity
-from protocol.ledger import claims, evaluation
+from protocol.ledger import claims, part_lists, run_state, scoring
 from protocol.ledger.scoring import Scoring, Turn
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds
-from protocol.wire.commit import Commit
+from protocol.wire.claims import LONGEST_SAMPLE, Evaluation, Mark, Score
+from protocol.wire.commit import Commit, Contribution
 from protocol.wire.encoding import Message
-from protocol.wire.evaluation import LONGEST_SAMPLE, Evaluation
 
 PROMPT_IDS, SAMPLE_IDS = 16, 48
-"""Tokens of the held-out text that are given to the model, and so many it adds."""
+"""Tokens of the held-out text in a sample, and tokens of the model behind them."""
+STEP = 0.125
+TEXT_SECONDS = 60.0
+Windows = NDArray[np.int64]
+Executor = Callable[..., Awaitable[Any]]
+"""Runs (work, *arguments) in the background."""
 
 
-class Measure(Movable, Protocol):
-    """A copy of the model, for the scorer too. Raises UsageError where there is no memory for it."""
+class Model(Protocol):
+    """A copy of the model. Methods raise UsageError where there is no memory."""
+
+    def __call__(self, windows: Windows, /) -> float:
+        """The sum of the loss, in nats, over all predictions of windows [n, L + 1]."""
+        ...
 
     def goes_on(self, ids: Sequence[int], count: int, /) -> list[int]:
-        """So many ids that continue these, each the likeliest one."""
+        """The `count` likeliest ids after these, one by one."""
         ...
+
+    def moved(self, update: Mapping[str, Sequence[Sparse]], step: float, /) -> AbstractContextManager[None]:
+        """Adds `step` times the update to the parameters, and restores exactly what they were."""
+        ...
+
+
+class Scorer:
+    """Scores others' updates in this peer's turns.
+
+    tell: sends a message to the bootstrap nodes.
+    read: a payload or a list of parts by its name; None where it is not here.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        identity: Identity,
+        text: Text,
+        tell: Callable[[Message], None],
+        read: Callable[[str], bytes | None],
+    ) -> None:
+        self._manifest = manifest
+        self._identity = identity
+        self._text = text
+        self._tell = tell
+        self._read = read
+        self._scores: dict[int, Score] = {}
+
+    def follow(self, commit: Commit, now: Scoring) -> Turn | None:
+        """Sends again the scores that the log lacks. Returns the turn of this peer after `commit`, the newest, if it
+        has one.
+
+        now: what is to be scored.
+        """
+        if not self._manifest.judging.score_share:
+            return None
+        self._scores = {n: x for n, x in self._scores.items() if now.why_not(x) is None}
+        for score in self._scores.values():
+            self._tell(score)
+        turn = now.turn(commit.round)
+        return turn if turn is not None and self._identity.peer_id in turn.by else None
+
+    async def score(self, turn: Turn, log: Mapping[int, Commit], model: Model, run: Executor) -> None:
+        """Measures the gains of a turn, and sends them. Raises PotluckError."""
+        commit, marks = log[turn.round], list[Mark]()
+        pool = await self._text.held_out(scoring.HELD_OUT_POOL)
+        other = pool[scoring.held_out(self._manifest, commit, len(pool))]
+        plain = await run(self._loss, model, other)
+        for contribution in commit.contributions:
+            if contribution.replica not in turn.by[self._identity.peer_id]:
+                continue
+            try:
+                assigned = await asyncio.wait_for(self._assigned(commit, contribution, log), TEXT_SECONDS)
+                gains = await run(self.gains, model, contribution, assigned, other, plain)
+            except (PotluckError, TimeoutError, KeyError):
+                continue
+            gain, elsewhere = map(bounds.reportable_gain, gains)
+            if gain is not None and elsewhere is not None:
+                marks.append(Mark(replica=contribution.replica, assigned=gain, other=elsewhere))
+        if marks:
+            score = Score(peer=self._identity.peer_id, round=turn.round, marks=tuple(marks), signature=b"")
+            self._scores[turn.round] = claims.signed(self._identity, turn.of, score)
+            self._tell(self._scores[turn.round])
+
+    async def _assigned(self, commit: Commit, of: Contribution, log: Mapping[int, Commit]) -> Windows:
+        """Some of a contribution's training sequences [n, L + 1]. Raises KeyError where the plan does not say which."""
+        plan = log[commit.round - 1].plan
+        spec = plan.taken(of.replica, of.peers, self._manifest.model.n_layers) if plan is not None else None
+        if spec is None:
+            raise KeyError(of.replica)
+        return await self._text.sequences(scoring.slots(self._manifest, commit, of, spec.work))
+
+    def gains(
+        self, model: Model, of: Contribution, assigned: Windows, other: Windows, plain: float
+    ) -> tuple[float, float]:
+        """The gains of a contribution on assigned and on other text. Raises PotluckError, KeyError.
+
+        plain: the loss on other text without it.
+        """
+        parts = (part for share in of.shares for part in part_lists.unpack(self._bytes(share.root)))
+        codec, spec = self._manifest.outer.codec, self._manifest.model
+        update = {x.shard: sparse.decode(codec, layout.shapes(spec, x.shard), self._bytes(x.digest)) for x in parts}
+        before = self._loss(model, assigned)
+        with model.moved(update, STEP * self._manifest.outer.eta * of.scale):
+            return self._loss(model, assigned) - before, self._loss(model, other) - plain
+
+    def _bytes(self, name: str) -> bytes:
+        found = self._read(name)
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def _loss(self, model: Model, windows: Windows) -> float:
+        rows = self._manifest.train.rows
+        nats = sum(model(windows[first : first + rows]) for first in range(0, len(windows), rows))
+        return nats / max(1, windows[:, 1:].size)
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """`load(spec, theta)` copies a whole model (peer/training/inference.py); `tokenizer` fetches the file of the run's; `worker` makes
-    the thread that it computes on. The `scorer`, if there is one, has the same copy when it is its turn."""
+    """What an Evaluator works with.
 
-    load: Callable[[ModelSpec, Shards], Measure]
+    load: (spec, theta) -> a copy of the whole model (peer/training/inference.py).
+    tokenizer: fetches the file of the run's.
+    worker: makes the thread of the computation.
+    scorer: shares the copy; None: this peer does not score.
+    """
+
+    load: Callable[[ModelSpec, Shards], Model]
     tokenizer: Callable[[], Awaitable[bytes]]
     worker: Callable[[], ThreadPoolExecutor]
     scorer: Scorer | None = None
 
 
 class Evaluator:
-    """One per peer. `has_room`: whether it may take memory for a copy of the model; `tell` sends to the bootstrap nodes; `always`: whether it
-    measures whatever is due, as an operator's auditor does, else in its turn. Two copies at once would be too much: the held-out loss goes
-    before the scorer."""
+    """Measures the held-out loss in this peer's turns, and lets the scorer use the same copy of the model. There is one
+    copy at a time: the held-out loss goes first.
+
+    tell: sends a message to the bootstrap nodes.
+    has_room: whether there is memory for a copy.
+    always: measure out of turn too, as an operator's auditor does.
+    """
 
     def __init__(
         self,
@@ -94,10 +220,10 @@ class Evaluator:
         self._tools = tools
         self._tokenizer: Tokenizer | None = None
         self._task: asyncio.Task[None] | None = None
-        self._said: Evaluation | None = None
+        self._evaluation: Evaluation | None = None
         self._warned = False
         self.reads = False
-        """Whether θ, as it was given, is still being read: its arrays must not be written to."""
+        """Whether the arrays of θ are being copied: nothing may write to them."""
 
     def follow(
         self,
@@ -106,22 +232,24 @@ class Evaluator:
         log: Mapping[int, Commit] = MappingProxyType({}),
         scores: Scoring | None = None,
     ) -> None:
-        """Measures what is due after `commit`, the newest of `log`. `theta`: the state after it, as far as it is held here, which does not
-        change as long as `reads`. `scores`: what is to be scored; None: nothing."""
+        """Begins what is due after `commit`, the newest of `log`.
+
+        theta: the shards held after it; they do not change while `reads`.
+        scores: what is to be scored; None: nothing.
+        """
         if any(x.peer == self._identity.peer_id for x in commit.evaluations):
-            self._said = None
+            self._evaluation = None
         turn, measures = self._scorer.follow(commit, scores) if self._scorer and scores else None, False
-        if evaluation.is_due(self._manifest, commit):
-            self._said = None
-            measures = self._always or self._identity.peer_id in evaluation.evaluators(self._manifest, commit)
+        if run_state.evaluation_is_due(self._manifest, commit):
+            self._evaluation = None
+            measures = self._always or self._identity.peer_id in run_state.evaluators(self._manifest, commit)
         whole = self._has_room and theta.keys() == set(layout.shard_names(self._manifest.model))
         if whole and (measures or turn is not None):
             self._begin(commit, theta, measures, turn, log)
-        if self._said is not None:
-            self._tell(self._said)
+        if self._evaluation is not None:
+            self._tell(self._evaluation)
 
     async def aclose(self) -> None:
-        """Ends what is under way."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -131,7 +259,7 @@ class Evaluator:
     ) -> None:
         if self._task is not None and not self._task.done():
             if not (measures and self._only_scores):
-                return  # this machine is too slow for every turn: what it has begun is told if it is still wanted
+                return  # this machine is too slow for every turn; the result of the one under way may still count
             self._task.cancel()
         self.reads, self._only_scores = True, not measures
         self._task = asyncio.create_task(self._work(commit, theta, measures, turn, log))
@@ -139,60 +267,56 @@ class Evaluator:
     async def _work(
         self, commit: Commit, theta: Shards, measures: bool, turn: Turn | None, log: Mapping[int, Commit]
     ) -> None:
-        """Makes the copy, and measures what is due with it."""
-        task, aside = asyncio.current_task(), Aside(self._tools.worker)
+        task, run = asyncio.current_task(), BackgroundExecutor(self._tools.worker)
         try:
-            measure = await aside(self._tools.load, self._manifest.model, theta)
+            model = await run(self._tools.load, self._manifest.model, theta)
             self.reads = False
             if measures:
-                await self._measure(commit, measure, aside)
+                await self._measure(commit, model, run)
             if turn is not None and self._scorer is not None:
                 self._only_scores = True
-                await self._scorer.score(turn, log, measure, aside)
+                await self._scorer.score(turn, log, model, run)
         except PotluckError as error:
             if not self._warned:
                 what = "held-out loss" if measures and not self._only_scores else "scores"
                 self._emit(events.Warning(text=f"{what}: not measured here: {error}"))
                 self._warned = True
         finally:
-            aside.end()
+            run.end()
             if self._task is task:
                 self.reads = False
 
-    async def _measure(self, commit: Commit, measure: Measure, aside: Aside) -> None:
+    async def _measure(self, commit: Commit, model: Model, run: Executor) -> None:
+        """Sends the signed evaluation, unless the model has diverged so far that its loss is no number."""
         windows = await self._text.held_out(self._manifest.evaluated_sequences)
         nats, rows = 0.0, self._manifest.train.rows
         for first in range(0, len(windows), rows):
-            nats += await aside(measure, windows[first : first + rows])
-        sample = await self._sample(measure, aside, windows[0, :PROMPT_IDS].tolist()) if len(windows) else ""
-        self._found(commit, len(windows), nats / windows[:, 1:].size, sample)
+            nats += await run(model, windows[first : first + rows])
+        sample = await self._sample(model, run, windows[0, :PROMPT_IDS].tolist()) if len(windows) else ""
+        loss = bounds.reportable_loss(nats / windows[:, 1:].size)
+        if loss is None:
+            return
+        found = Evaluation(
+            peer=self._identity.peer_id,
+            round=commit.round,
+            sequences=len(windows),
+            loss=loss,
+            bits_per_byte=min(loss / math.log(2) / self._text.index.bytes_per_token, bounds.MAX_BITS_PER_BYTE),
+            signature=b"",
+            sample=sample,
+        )
+        self._evaluation = claims.signed(self._identity, commit.digest, found)
+        self._tell(self._evaluation)
 
-    async def _sample(self, measure: Measure, aside: Aside, prompt: list[int]) -> str:
-        """What is told of the model's text; nothing where the tokenizer cannot be had, or the model has diverged."""
+    async def _sample(self, model: Model, run: Executor, prompt: list[int]) -> str:
+        """The model's text; empty where the tokenizer cannot be had, or the model has diverged."""
         try:
             if self._tokenizer is None:
                 raw = await self._tools.tokenizer()
                 self._tokenizer = await asyncio.to_thread(load_tokenizer, raw, self._manifest.tokenizer.digest)
-            written = await aside(measure.goes_on, prompt, SAMPLE_IDS)
+            written = await run(model.goes_on, prompt, SAMPLE_IDS)
         except PotluckError:
             return ""
         before = self._tokenizer.decode(prompt)
         after = self._tokenizer.decode([*prompt, *written])[len(before) :]
         return " ".join(f"{before} ⇒ {after}".split())[:LONGEST_SAMPLE]
-
-    def _found(self, commit: Commit, sequences: int, loss: float, sample: str) -> None:
-        """Signs and tells it; a model that has diverged so far that its loss is no number has none."""
-        told = bounds.told(loss)
-        if told is None:
-            return
-        said = Evaluation(
-            peer=self._identity.peer_id,
-            round=commit.round,
-            sequences=sequences,
-            loss=told,
-            bits_per_byte=min(told / math.log(2) / self._text.index.bytes_per_token, bounds.MAX_BITS_PER_BYTE),
-            signature=b"",
-            sample=sample,
-        )
-        self._said = claims.signed(self._identity, commit.digest, said)
-        self._tell(self._said)

@@ -1,7 +1,5 @@
-"""The part of a peer that computes: the inner steps of a round, alone or in a chain, and in the chains that follow when one lost a
-member. Its errors are a round's result, never the daemon's end.
-
-Long because all that can end a round early meets here.
+"""The computing part of a peer: the inner steps of a round, alone or in a chain, and in the repaired chains that
+follow. Its errors are the result of a round, and never end the peer.
 """
 
 from __future__ import annotations
@@ -18,76 +16,80 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
-from peer.chain import pipeline, trace
-from peer.chain.activation_stats import Statistics
-from peer.chain.connect import Pipes
-from peer.chain.progress import StageProgress, catch_up
+from peer.chain import pipeline, reading, trace
+from peer.chain.connect import PipelineStreams
+from peer.chain.grad_norm import Costs, StageProgress, StepReport, catch_up
+from peer.chain.neighbours import Statistics
+from peer.chain.reading import StopSign
 from peer.chain.screening import Place, Screens
-from peer.chain.stop_sign import StopSign
-from peer.chain.timing import Costs, StepReport, chain_event
-from peer.config import JoinConfig
 from peer.corpus.text import Text
 from peer.net.base import Stream
-from peer.node import round_text
-from peer.node.orders import ChainOrders, Result
+from peer.node.config import Machine
+from peer.node.training import ChainOrders, InnerLoop, Result
 from peer.state.outer_optimizer import Accumulate
 from peer.state.storage import Shards
 from peer.training import device, subspace, trainer
 from peer.training import moments as small_moments
-from peer.training.schedule import Pace
+from peer.training.optimizer import Pace
 from peer.training.several_devices import SeveralDevicesTrainer
 from protocol.errors import LocalError, PotluckError
 from protocol.ledger import schedule
 from protocol.planning import budget, memory, pipeline_model
-from protocol.planning.speed import Speedometer
+from protocol.planning.partition import Speedometer
 from protocol.round.chain_repair import SLOW
 from protocol.round.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import ReplicaSpec, StageSpec
+from protocol.wire.schema import extend
 
 T = TypeVar("T")
 STUCK_SECONDS = 60.0
-"""After so long without the frame that is due a chain's neighbour counts as lost, even if it gives signs of life (peer/chain/link.py)."""
+"""Without the expected frame, after which a chain's neighbour counts as lost, even with signs of life
+(peer/chain/link.py)."""
 SHORTAGE = 0.9
-"""Of the memory that was offered and did not suffice, what is offered from then on, at most."""
-PACES = 32
+"""The part of the offered memory that is offered after it ran out, at most."""
+COMPARED_STEPS = 32
 """Inner steps that are compared to find a stage that has become slow."""
 
 
-class StageInnerLoop:
-    """Trains what the plan says on `text`; remembers the optimizer's state from round to round. `pipes` lead to the neighbours in a chain,
-    `announce(field=value)` changes what the peer says of itself, `optimizer` is the optimizer's state by parameter name."""
+class StageInnerLoop(InnerLoop):
+    """Trains a stage by its plan; keeps the optimizer's state from round to round.
+
+    pipes: to the neighbours in a chain.
+    announce: changes fields of the peer's announcement.
+    optimizer: the optimizer's state by parameter name.
+    """
 
     trainer_class: type[trainer.StageTrainer] = trainer.StageTrainer
-    """What computes the stage."""
     joined = staticmethod(budget.joined)
-    """How many of a full replica's micro-batches are computed as one."""
+    """The number of a full replica's micro-batches that are computed as one."""
 
     def __init__(
         self,
         manifest: Manifest,
         peer: str,
-        config: JoinConfig,
+        machine: Machine,
         text: Text,
-        pipes: Pipes,
+        pipes: PipelineStreams,
         announce: Callable[..., None],
         optimizer: dict[str, NDArray[np.generic]],
         emit: events.Emit,
     ) -> None:
         self.manifest = manifest
         self._emit = emit
-        self._trace = trace.TraceFile(config.trace, peer) if config.trace is not None else None
+        self._trace = trace.TraceFile(machine.config.trace, peer) if machine.config.trace is not None else None
         self.peer = peer
         self._pipes = pipes
         self._text = text
-        self._config = config
+        self._threads, self._folder = machine.config.threads, machine.config.folder
+        self._hardware = machine.hardware
         self._state = optimizer
         self._inherited: dict[str, bytes] = {}
-        self._worker: ThreadPoolExecutor = trainer.make_worker(config.threads)
+        self._worker: ThreadPoolExecutor = trainer.make_worker(self._threads)
         self._trainer: trainer.StageTrainer | None = None
         self._shape: tuple[object, ...] = ()
-        self._budget = config.budget  # less after a shortage
+        self._budget = machine.hardware.budget  # less after a shortage
         # a chain's stages, the depth of its last inner step, and what that took
         self._last_step: tuple[object, int, Costs | None] = ((), 0, None)
         self._basis: NDArray[np.float32] | None = None
@@ -96,16 +98,15 @@ class StageInnerLoop:
         self._announce = announce
         self._speed = Speedometer(manifest)
         self._training = False
+        self._warned = False  # of pieces in this round
         self._joins = True  # until memory ran out
         self._statistics, self._screens = Statistics(), Screens()
         self._closing: set[asyncio.Task[None]] = set()
 
     def expect(self, slots: Sequence[range]) -> None:
-        """The text that will be read soon."""
         self._text.expect(slots)
 
     def close(self) -> None:
-        """Ends the worker thread, what trains on other devices, and the trace."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         if self._trainer is not None:
             self._trainer.close()
@@ -113,43 +114,37 @@ class StageInnerLoop:
             self._trace.close()
 
     def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32] | None]]:
-        """θ(r-1) - θ local of a shard that was just trained, as pairs (peer/training/model.py)."""
         assert self._trainer is not None
         return self._trainer.displacement(shard)
 
     def on_device(self, shard: str) -> Accumulate | None:
-        """What works out the update of such a shard on the device that trains (peer/training/update.py)."""
         assert self._trainer is not None
         return self._trainer.on_device(shard)
 
     def release(self) -> None:
-        """Forgets the θ that was trained from: `displacement` is not asked for any more."""
         if self._training:
             raise AssertionError("θ is released while it is trained from; this is a bug")
         if self._trainer is not None:
             self._trainer.release()
 
     def optimizer(self) -> dict[str, NDArray[np.generic]]:
-        """The optimizer's moments, by parameter name; for any thread but the worker. They are copies while a round is trained."""
+        """As InnerLoop; for any thread but the worker. Copies while a round is trained."""
         trainer = self._trainer
         if trainer is None:
             return self._state
         return dict(self._worker.submit(trainer.optimizer_state, copy=self._training).result())
 
     def lacks_moments(self, shard: str) -> bool:
-        """Whether the optimizer would begin to train this shard without moments."""
         known = any(f"{name}/step" in self._state for name, _ in layout.tensors(self.manifest.model, shard))
         return not known and shard not in self._inherited and not (self._trainer and self._trainer.has_moments(shard))
 
     async def moments(self, shard: str) -> bytes | None:
-        """The optimizer's moments of a shard, for a peer that begins to train it; None where there are none."""
         trainer = self._trainer
         if trainer is None:
             return None
         return await asyncio.get_running_loop().run_in_executor(self._worker, trainer.moments, shard)
 
     def inherit(self, shard: str, moments: bytes) -> None:
-        """Begins to train the shard, should it do so, with another peer's moments. Raises PayloadError if they cannot be."""
         small_moments.unpack(self.manifest.model, self.manifest.train, shard, moments)
         self._inherited[shard] = moments
 
@@ -162,37 +157,34 @@ class StageInnerLoop:
         progress: Callable[[int, float | None], None],
         chain_orders: ChainOrders,
     ) -> Result:
-        """Inner steps of one round. Errors become the result's `error`: the replica sits out, nobody else notices. A chain that
-        loses a member waits for the next order, and goes on."""
+        """As InnerLoop. Errors become the result's `error`. A chain that loses a member waits for the next order, and
+        goes on."""
         plan, train = order.plan, self.manifest.train
         spec = plan.replica(order.replica)
         position = spec.peers.index(self.peer)
         stage_progress, reports = StageProgress(), list[StepReport]()
         pace = self._pace(order, spec)
-        first_step, told = pace.before + 1, list[int]()
+        first_step = pace.before + 1
 
         def on_step(report: StepReport) -> None:
             reports.append(report)
             stages = order.plan.replica(order.replica).stages
             self._last_step = (stages, report.depth, report.took)
-            self._look(
-                stages,
-                report.stage_seconds_per_microbatch,
-                spec.work.micro_batches,
-                lambda peer: chain_orders.failed(order.generation, peer, SLOW),
-            )
+            slow = self._slow_stage(stages, report, spec.work.micro_batches)
+            if slow is not None:
+                chain_orders.failed(order.generation, slow, SLOW)
             stage = stages[position]
-            self._tell_of_pieces(told)
+            self._warn_of_pieces()
             seconds = report.seconds_per_microbatch / pace.joined
             self._announce(speed_flops=self._speed.add(stage.first, stage.last, seconds))
             if self._trace is not None:
                 self._trace.flush()
             if spec.is_chain:
-                self._emit(chain_event(plan.round, report))
+                self._emit(extend(events.Chain, report, round=plan.round))
             progress(report.step - first_step + 1, report.loss)
 
         error = None
-        self._training = True
+        self._training, self._warned = True, False
         try:
             await self._prepare(spec.stages[position], spec.rank, pace, theta)
             assert self._trainer is not None
@@ -233,21 +225,21 @@ class StageInnerLoop:
 
     def _rest(self) -> None:
         if self._trainer is not None:
-            self._trainer.rest()
+            self._trainer.end_round()
         device.return_memory()
 
     def _pace(self, order: TrainOrder, spec: ReplicaSpec) -> Pace:
-        work, joined, config = spec.work, 1, self._config
+        work, joined = spec.work, 1
         if self._joins and not spec.is_chain:
-            joined = self.joined(self.manifest, work.micro_batches, self._budget, len(config.devices))
+            joined = self.joined(self.manifest, work.micro_batches, self._budget, len(self._hardware.devices))
         before = schedule.steps_before(self.manifest, order.plan.round, order.idle)
         return Pace(before, work.steps, work.micro_batches, order.total_steps, joined)
 
     async def _why_it_ended(
         self, failure: BaseException, stage: StageSpec, is_chain: bool, stage_progress: StageProgress
     ) -> str | None:
-        """What is said of a round that `failure` ended; None where the steps before it count. Where memory ran out, a full replica gives up
-        that step alone. Raises what is no error of a round."""
+        """The error of a round that `failure` ended; None where its steps count: a full replica whose memory ran out
+        gives up the last step alone. Raises a failure that is a bug."""
         if not device.is_shortage(failure):
             if isinstance(failure, PotluckError):
                 return str(failure)
@@ -259,22 +251,25 @@ class StageInnerLoop:
         stage_progress.total = dataclasses.replace(stage_progress.total, steps=self._trainer.steps)
         return None
 
-    def _tell_of_pieces(self, told: list[int]) -> None:
-        """Says once in a round that memory ran out within an inner step, which was done all the same (peer/training/pieces.py)."""
+    def _warn_of_pieces(self) -> None:
+        """Warns once in a round that micro-batches are computed in pieces (peer/training/micro_batch.py)."""
         assert self._trainer is not None
-        pieces = self._trainer.pieces
-        if pieces and not told:
-            told.append(pieces)
-            self._joins = False
+        rows = self._trainer.piece_rows
+        if rows and not self._warned:
+            self._warned, self._joins = True, False
             text = (
-                f"memory: it ran out in an inner step, which was done in pieces: until the round is over, {pieces} of {self._trainer.train.rows}"
-                " sequences at a time and block by block, which is slower; close other programs, or offer less with --memory"
+                f"memory: it ran out in an inner step, which was done in pieces: until the round is over, {rows} of"
+                f" {self._trainer.train.rows} sequences at a time and block by block, which is slower; close other"
+                " programs, or offer less with --memory"
             )
             self._emit(events.Warning(text=text))
 
     def _short_of_memory(self, stage: StageSpec, host: bool) -> str:
-        """The system gave less memory than this stage was promised: announces less than it needs, so that the next plan has a smaller
-        role for us. `host`: beside a GPU, it was the host's. Why the round is sat out."""
+        """Announces less memory than this stage needs, so that the next plan gives us a smaller role. Returns the
+        warning.
+
+        host: beside a GPU, the host's memory ran out.
+        """
         room = self._budget
         own, beside = budget.needs_of(self.manifest, stage.first, stage.last, room.device)
         if host and room.is_split:
@@ -290,27 +285,20 @@ class StageInnerLoop:
         self._emit(events.Warning(text=text))
         return text
 
-    def _look(
-        self,
-        stages: tuple[StageSpec, ...],
-        stage_seconds_per_microbatch: tuple[float, ...],
-        micro_batches: int,
-        tell: Callable[[str], None],
-    ) -> None:
-        """Tells, as a chain's first stage, of one that has become slow."""
+    def _slow_stage(self, stages: tuple[StageSpec, ...], report: StepReport, micro_batches: int) -> str | None:
+        """The peer of a stage that has become slow, at a chain's first stage."""
         if self._stage_seconds[0] != stages:
-            self._stage_seconds = (stages, deque(maxlen=PACES))
-        if stage_seconds_per_microbatch:
-            self._stage_seconds[1].append(stage_seconds_per_microbatch)
+            self._stage_seconds = (stages, deque(maxlen=COMPARED_STEPS))
+        if report.stage_seconds_per_microbatch:
+            self._stage_seconds[1].append(report.stage_seconds_per_microbatch)
         slow = pipeline_model.slow_stage(list(self._stage_seconds[1]), micro_batches)
-        if slow is not None:
-            tell(stages[slow].peer)
+        return None if slow is None else stages[slow].peer
 
     async def _unless_reconfigured(
         self, work: Coroutine[None, None, None], generation: int, stop: asyncio.Event, chain_orders: ChainOrders
     ) -> TrainOrder | None:
-        """Trains in one chain to the end; or the order to go on in another, which comes when it failed, here or elsewhere. Raises
-        what failed it if there is none before the round is over."""
+        """Trains in one chain to the end, or returns the order to go on in another after a loss, here or elsewhere.
+        Raises NeighbourLost if none comes before the round is over."""
         chain = asyncio.create_task(work)
         newer, over = asyncio.create_task(chain_orders.orders.get()), asyncio.create_task(stop.wait())
         try:
@@ -321,7 +309,7 @@ class StageInnerLoop:
                     return None
                 except pipeline.NeighbourLost as error:
                     self._pipes.doubt(error.peer)
-                    if not error.told:
+                    if not error.reported:
                         chain_orders.failed(generation, error.peer, error.reason)
                     await asyncio.wait({newer, over}, return_when=asyncio.FIRST_COMPLETED)
                     if not newer.done():
@@ -342,7 +330,7 @@ class StageInnerLoop:
         on_step: Callable[[StepReport], None],
         chain_orders: ChainOrders,
     ) -> None:
-        """The inner steps that are left, with the members that `order` names. Raises PotluckError."""
+        """The remaining inner steps, with the members of `order`. Raises PotluckError."""
         plan = order.plan
         spec = plan.replica(order.replica)
         stage, work = spec.stages[position], spec.work
@@ -361,7 +349,7 @@ class StageInnerLoop:
                 worker=self._worker,
                 wires=(self.manifest.chains.forward, self.manifest.chains.backward),
                 timeout=STUCK_SECONDS,
-                read=round_text.reader(self.manifest, self._text, work, first_step, self._emit),
+                read=reading.reader(self.manifest, self._text, work, first_step, self._emit),
                 depth=depth,
                 took=took,
                 depths=budget.depths(self.manifest, stage.first, stage.last, self._budget),
@@ -386,7 +374,7 @@ class StageInnerLoop:
                 self._close(following)
 
     def _close(self, stream: Stream) -> None:
-        """Behind the scenes: what is under way is read first, if there is somebody who reads."""
+        """Closes in the background, after the neighbour has read what is under way."""
 
         async def close() -> None:
             with contextlib.suppress(PotluckError):
@@ -398,7 +386,7 @@ class StageInnerLoop:
         task.add_done_callback(self._closing.discard)
 
     async def _prepare(self, stage: StageSpec, rank: int, pace: Pace, theta: Shards) -> None:
-        """A trainer for this stage with the optimizer state that is still of use, at θ(r-1), for a round at this pace."""
+        """Makes a trainer for this stage, with the optimizer state that fits, and begins a round at θ(r-1)."""
         shards, loop = memory.stage_shards(self.manifest, stage.first, stage.last), asyncio.get_running_loop()
         if (shards, rank) != self._shape:
             self._state = {**self._state, **self.optimizer()}
@@ -407,7 +395,7 @@ class StageInnerLoop:
                 await loop.run_in_executor(self._worker, former.close)
             if rank and (self._basis is None or self._basis.shape[1] < rank):
                 seed, d = self.manifest.seed_bytes, self.manifest.model.d_model
-                self._basis = await asyncio.to_thread(subspace.basis, seed, d, rank, self._config.threads)
+                self._basis = await asyncio.to_thread(subspace.basis, seed, d, rank, self._threads)
 
             def tell(text: str) -> None:
                 loop.call_soon_threadsafe(self._emit, events.Warning(text=text))
@@ -426,27 +414,23 @@ class StageInnerLoop:
         await loop.run_in_executor(self._worker, self._trainer.begin_round, theta, pace)
 
     def _make_trainer(self, shards: tuple[str, ...], rank: int, tell: Callable[[str], None]) -> trainer.StageTrainer:
-        """On the worker: on all devices, where these shards are the whole model."""
-        manifest, config = self.manifest, self._config
-        if config.more_devices and shards == layout.shard_names(manifest.model):
-            return SeveralDevicesTrainer(
-                manifest.model, manifest.train, config.devices, config.threads, config.folder, tell
-            )
-        if config.more_devices:
-            tell(
-                f"devices: a stage of a chain trains on one device, {config.device}; the others wait for a whole model"
-            )
+        """On the worker. A trainer on all devices, where these shards are the whole model."""
+        manifest, devices = self.manifest, self._hardware.devices
+        if len(devices) > 1 and shards == layout.shard_names(manifest.model):
+            return SeveralDevicesTrainer(manifest.model, manifest.train, devices, self._threads, self._folder, tell)
+        if len(devices) > 1:
+            tell(f"devices: a stage of a chain trains on one device, {devices[0]}; the others wait for a whole model")
         return self.trainer_class(
             manifest.model,
             manifest.train,
             shards,
             rank=rank,
             basis=self._basis if rank else None,
-            device=config.device,
+            device=devices[0],
         )
 
     async def _unless(self, stop: asyncio.Event, work: Coroutine[None, None, T]) -> T:
-        """`work`, which is given up when the round is over. Raises LocalError then."""
+        """`work`, until the round is over. Raises LocalError then."""
         task, over = asyncio.create_task(work), asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({task, over}, return_when=asyncio.FIRST_COMPLETED)

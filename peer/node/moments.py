@@ -1,8 +1,8 @@
-"""The optimizer's moments for a peer that begins to train a shard, from one that trains it already (peer/training/moments.py).
+"""Exchanges the optimizer's moments with peers that begin to train a shard (peer/training/moments.py).
 
-Nobody waits for them. They are asked for as soon as a plan names the shard, which is a round or more before it is trained
-(docs/protocol.md, forming), or as soon as a newcomer holds it whom no plan names yet; what has not come by then is not used. Each trainer
-makes its moments ready once a round at most, whoever asks, and those of few shards for whom no plan names.
+A peer asks as soon as a plan names the shard, a round or more before it trains it (docs/protocol.md, forming), or as
+soon as a newcomer without a plan holds it; moments that come later are not used. A trainer packs the moments of a shard
+at most once a round, and those of few shards for peers that the plan does not name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from peer.node.orders import InnerLoop
+from peer.node.training import InnerLoop
 from peer.state.payloads import Exchange
 from peer.training import moments
 from protocol.codec.sparse import PayloadError
@@ -23,58 +23,52 @@ from protocol.wire import calls, endpoints
 from protocol.wire.calls import MomentsAnswer, MomentsRequest
 from protocol.wire.plan import Plan
 
-ASKED = 3
-"""Trainers of a shard that are asked, one after the other."""
+ASKED_TRAINERS = 3
 STRANGERS_SHARDS = 8
-"""Whose moments are made ready in a round for peers that the plan does not name: that takes the time of the thread that trains."""
-REQUEST_BYTES = 256
-ANSWER_BYTES = 256
+"""A round, for peers that the plan does not name: packing takes the time of the thread that trains."""
+REQUEST_BYTES, ANSWER_BYTES = 256, 256
 
 
 class MomentsExchange:
-    """One per peer: asks others, and answers them."""
-
     def __init__(self, manifest: Manifest, peer: str, exchange: Exchange, inner_loop: InnerLoop) -> None:
         self.manifest = manifest
         self.peer = peer
         self._exchange = exchange
         self._inner_loop = inner_loop
         self._plan: Plan | None = None
-        self._made: dict[str, tuple[str, int]] = {}  # in this round, by shard: the blob and its bytes
-        self._for_strangers = 0  # of those in this round
-        self._making = asyncio.Lock()
-        self._looking: asyncio.Task[None] | None = None
+        self._packed: dict[str, tuple[str, int]] = {}  # by shard in this round: blob, bytes
+        self._for_strangers = 0  # shards in this round
+        self._packing = asyncio.Lock()
+        self._asking: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
-        """Lets others ask."""
         await self._exchange.answer(endpoints.MOMENTS, self._answer, REQUEST_BYTES)
 
     def follow(self, plan: Plan | None) -> None:
-        """A new plan may name shards that we do not train yet."""
+        """Asks for the shards that a new plan gives us."""
         if plan is None or (self._plan is not None and plan.round == self._plan.round):
             return
-        for blob, _ in self._made.values():
+        for blob, _ in self._packed.values():
             self._exchange.drop(blob)
-        self._plan, self._made, self._for_strangers = plan, {}, 0
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look(plan, handover.kept_shards(self.manifest, plan, self.peer)))
+        self._plan, self._packed, self._for_strangers = plan, {}, 0
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask(plan, handover.kept_shards(self.manifest, plan, self.peer)))
 
     def prepare(self, plan: Plan | None, shards: Sequence[str]) -> None:
-        """The plan after this one may have us train these shards."""
-        if plan is not None and (self._looking is None or self._looking.done()):
-            self._looking = asyncio.create_task(self._look(plan, shards))
+        """Asks for shards that the next plan may give us."""
+        if plan is not None and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._ask(plan, shards))
 
     async def aclose(self) -> None:
-        """Ends what is under way."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
 
-    async def _look(self, plan: Plan, shards: Sequence[str]) -> None:
+    async def _ask(self, plan: Plan, shards: Sequence[str]) -> None:
         for shard in shards:
             if self._inner_loop.lacks_moments(shard):
                 others = [p for p in handover.trainers(self.manifest, plan.replicas, shard) if p != self.peer]
-                for trainer in others[:ASKED]:
+                for trainer in others[:ASKED_TRAINERS]:
                     with contextlib.suppress(PotluckError):
                         if await self._get(shard, trainer):
                             break
@@ -95,8 +89,8 @@ class MomentsExchange:
         shard, plan = calls.read(MomentsRequest, request, remote, "moments").shard, self._plan
         if plan is None or shard not in layout.shard_names(self.manifest.model):
             return calls.write(MomentsAnswer())
-        async with self._making:
-            if shard not in self._made:
+        async with self._packing:
+            if shard not in self._packed:
                 if not plan.names(remote):
                     if self._for_strangers >= STRANGERS_SHARDS:
                         return calls.write(MomentsAnswer())
@@ -104,6 +98,6 @@ class MomentsExchange:
                 data = await self._inner_loop.moments(shard)
                 if data is None:
                     return calls.write(MomentsAnswer())
-                self._made[shard] = (await asyncio.to_thread(self._exchange.keep, data), len(data))
-            blob, size = self._made[shard]
+                self._packed[shard] = (await asyncio.to_thread(self._exchange.keep, data), len(data))
+            blob, size = self._packed[shard]
         return calls.write(MomentsAnswer(blob=blob, size=size))

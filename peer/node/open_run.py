@@ -15,10 +15,10 @@ from peer.net.address import is_circuit, parse, peers_of
 from peer.net.base import BadAddress, Transport
 from peer.net.blobs import fetch_named
 from peer.net.directory import latest_expiry, valid_record
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from protocol.errors import RemoteError, UsageError, apart
 from protocol.identity import short_peer
-from protocol.ledger.invitations import Ticket, read_ticket
+from protocol.ledger.access import Ticket, read_ticket
 from protocol.run import manifest as manifests
 from protocol.run.corpus import TOKENIZER
 from protocol.run.manifest import Manifest
@@ -26,28 +26,26 @@ from protocol.wire import endpoints, logfile
 
 KEY = "identity.key"
 _FOUND = "found"
-"""In the folder of a peer or a node: where its run is, `ADDRESS#RUN-ID` a line. Versions before had the run's id alone there."""
+"""The file in a peer's or a node's folder with the run's place: `ADDRESS#RUN-ID` a line; of old versions the id
+alone."""
 _LARGEST_FOUND = 64 * 1024
 HERE = (Path("potluck-peer"), Path("potluck-bootstrap"))
-"""The folders of a peer and of a node, unless --dir names others."""
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds between two tries to find it again."""
+"""The default folders of a peer and of a node."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
+"""Between two tries to find the run again."""
 ASSETS = Path(__file__).parent.parent / "assets"
 
-
-REACH_SECONDS = 14.0
-"""In which somebody answers, and gives the manifest. Whoever typed a line where nobody does is told so in less than twenty seconds."""
-MANIFEST_SECONDS = 4.0
-"""For the manifest, at least."""
+REACH_SECONDS, MANIFEST_SECONDS = 14.0, 4.0
+"""To reach the run and get its manifest, and at least for the manifest: a wrong line is reported within 20 seconds."""
 
 
 class NobodyThere(UsageError):
-    """Nobody answers where the run should be: what was typed is wrong, or the network is away, or the node."""
+    """No answer at the run's address: it is wrong, or the network or the node is down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What RUN names: a manifest, if it is known yet, the run id, where bootstrap nodes are, and an invitation, if one is in the line."""
+    """What RUN names: the manifest, if it is known, the id, addresses of nodes, and the invitation in the line."""
 
     manifest: Manifest | None
     run_id: str
@@ -56,17 +54,16 @@ class Run:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Its addresses, as a person gives them."""
+        """Its addresses as typed."""
         return tuple(f"{address}#{self.run_id}" for address in self.bootstrap)
 
     @property
     def dialled(self) -> tuple[str, ...]:
-        """The nodes at these addresses."""
+        """The peer ids in its addresses."""
         return peers_of(self.bootstrap)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest in a file. Raises UsageError."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -75,12 +72,12 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def is_run(text: str) -> bool:
-    """Whether it is to name a run, and not a file with text."""
+    """Whether it names a run, and not a file with text."""
     return "/p2p/" in text or text.endswith(".toml") or os.path.isdir(text)
 
 
 def parse_run(text: str) -> Run:
-    """RUN as a person gives it: a file, a folder, `ADDRESS#RUN-ID`, or `ADDRESS#RUN-ID#INVITATION`. Raises UsageError."""
+    """RUN as typed: a file, a folder, `ADDRESS#RUN-ID`, or `ADDRESS#RUN-ID#INVITATION`. Raises UsageError."""
     lines = [word for word in text.split() if "/p2p/" in word and "#" in word]
     if len(text.split()) > 1 and len(lines) == 1 and not os.path.exists(text):
         raise UsageError(f"RUN {text}: has other words beside the address; give the address alone: {lines[0]}")
@@ -92,16 +89,17 @@ def parse_run(text: str) -> Run:
                 f"RUN {text}: the part after # is not a run id of 64 hexadecimal digits; copy the whole line"
             )
         return Run(None, run_id, (address,), read_ticket(invitation, run_id) if invitation else None)
-    if not os.path.exists(text):  # as no path's method, False for what is too long for a name, too
+    if not os.path.exists(text):  # unlike a Path's method, False for a name that is too long
         raise UsageError(
-            f"RUN {text}: neither an address nor a file or folder that is here; copy the whole line that a bootstrap node prints, or give a"
-            " path that is there"
+            f"RUN {text}: neither an address nor a file or folder that is here; copy the whole line that a bootstrap"
+            " node prints, or give a path that is there"
         )
     if os.path.isdir(text):
         found = run_in(Path(text))
         if found is None:
             raise UsageError(
-                f"directory {text}: is of no peer or node that has been in a run; give the one-line address that a bootstrap node prints"
+                f"directory {text}: is of no peer or node that has been in a run; give the one-line address that a"
+                " bootstrap node prints"
             )
         return found
     manifest = read_manifest(Path(text))
@@ -110,21 +108,21 @@ def parse_run(text: str) -> Run:
     for _, known in _near(Path(text), manifest.run_id):
         return Run(manifest, manifest.run_id, known.bootstrap)
     raise UsageError(
-        f"manifest {text}: no bootstrap address; start its node here once, put one under [hints] bootstrap, or give the one-line"
-        " address that the bootstrap node prints"
+        f"manifest {text}: no bootstrap address; start its node here once, put one under [hints] bootstrap, or give the"
+        " one-line address that the bootstrap node prints"
     )
 
 
-# --- what folders know
+# --- folders
 
 
 def remember(folder: Path, run: Run) -> None:
-    """Notes in the folder of a peer or a node where its run is. Raises UsageError."""
-    LocalDisk().write(folder / _FOUND, "".join(f"{line}\n" for line in run.lines).encode())
+    """Notes the run's place in the folder of a peer or a node. Raises UsageError."""
+    Disk().write(folder / _FOUND, "".join(f"{line}\n" for line in run.lines).encode())
 
 
 def _remembered(folder: Path) -> Run | None:
-    """The run of the peer or the node in `folder`; None where there is none, or it has never been in one. It may have no address."""
+    """The run of the peer or the node in `folder`, perhaps without an address; None where it has never been in one."""
     try:
         with open(folder / _FOUND, encoding="utf-8", errors="replace") as file:
             lines = [line.rpartition("#") for line in file.read(_LARGEST_FOUND).splitlines()]
@@ -142,7 +140,6 @@ def _remembered(folder: Path) -> Run | None:
 
 
 def _inner(folder: Path) -> list[Path]:
-    """The folders in a folder, sorted."""
     try:
         return sorted(path for path in folder.iterdir() if path.is_dir())
     except OSError:
@@ -150,8 +147,8 @@ def _inner(folder: Path) -> list[Path]:
 
 
 def run_in(folder: Path) -> Run | None:
-    """The run of the peer or the node in `folder`; of the only one that those in its folders have, such as in that of `potluck init`. Raises UsageError
-    where they have several."""
+    """The run of the peer or the node in `folder`, or the one run of those in its folders. Raises UsageError for
+    several."""
     own = _remembered(folder)
     if own is not None and own.bootstrap:
         return own
@@ -162,8 +159,7 @@ def run_in(folder: Path) -> Run | None:
 
 
 def _near(manifest: Path, run_id: str) -> list[tuple[Path, Run]]:
-    """The folders of peers and nodes that have been in the run and lie beside its manifest, or in the working folder under their usual names; nodes
-    first."""
+    """The folders of the run's peers and nodes beside its manifest, or in the working folder; nodes first."""
     near = dict.fromkeys((*_inner(manifest.parent), *HERE, manifest.parent))
     known = [(folder, run) for folder in near if (run := _remembered(folder)) is not None]
     found = [(folder, run) for folder, run in known if run.run_id == run_id and run.bootstrap]
@@ -171,15 +167,15 @@ def _near(manifest: Path, run_id: str) -> list[tuple[Path, Run]]:
 
 
 def _is_nodes(folder: Path, run: Run) -> bool:
-    """Whether it is a node's: what it remembers is its own address."""
+    """Whether it is a node's: it remembers its own address."""
     with contextlib.suppress(UsageError):
         return (folder / KEY).is_file() and keyfile.load_or_create(folder / KEY).peer_id in run.dialled
     return False
 
 
 def node_folder(text: str, typed: Path) -> Path:
-    """The folder of the operator's node: as `typed`; where that is the usual one and has no key, the one beside the manifest or in the folder `text`,
-    if RUN is such a thing."""
+    """The folder of the operator's node: `typed`, or where that is the default without a key, one near the manifest or
+    folder `text`."""
     if (typed / KEY).is_file() or typed not in HERE or not os.path.exists(text):
         return typed
     path = Path(text)
@@ -191,7 +187,7 @@ def node_folder(text: str, typed: Path) -> Path:
 
 
 def here(*folders: Path) -> str:
-    """RUN where none was typed: the first of `folders`, or of those in HERE, that knows one. Raises UsageError."""
+    """RUN by default: the first of `folders` and HERE with one. Raises UsageError."""
     looked = tuple(dict.fromkeys((*folders, *HERE)))
     for folder in looked:
         known = _remembered(folder)
@@ -199,14 +195,14 @@ def here(*folders: Path) -> str:
             return str(folder)
     places = " or ".join(map(str, looked))
     raise UsageError(
-        f"RUN: is missing, and there is no peer or node in {places} that has been in a run; give the one-line address that a bootstrap"
-        " node prints, or a folder"
+        f"RUN: is missing, and there is no peer or node in {places} that has been in a run; give the one-line"
+        " address that a bootstrap node prints, or a folder"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """Where a transport listens, and how others come to it: `announce` and `relays` are those of peer.net.daemon.Entrance."""
+    """Where a transport listens, and how others reach it: `announce` and `relays` as in peer.net.daemon.Entrance."""
 
     host: str
     port: int = 0
@@ -215,7 +211,7 @@ class Door:
 
 
 async def start_transport(folder: Path, door: Door, run: str, *, sparing: bool = False) -> Transport:
-    """A hivemind daemon and DHT node of `run` with the key in `folder`, connected to nobody yet. `sparing`: as in peer/net/p2p.py."""
+    """Starts a hivemind daemon and DHT node of `run` with the key in `folder`. `sparing`: as in peer/net/p2p.py."""
     from peer.net import p2p
     from peer.net.daemon import Entrance
 
@@ -233,7 +229,7 @@ async def start_transport(folder: Path, door: Door, run: str, *, sparing: bool =
 
 
 def read_announced(texts: Sequence[str], port: int, peer: str) -> tuple[str, ...]:
-    """What was typed as `--announce`, without our id, which may follow. Raises UsageError."""
+    """The addresses of `--announce`, without our id. Raises UsageError."""
     found: list[str] = []
     for text in texts:
         whole = text if "/p2p/" in text else f"{text.rstrip('/')}/p2p/{peer}"
@@ -252,7 +248,7 @@ def read_announced(texts: Sequence[str], port: int, peer: str) -> tuple[str, ...
 
 
 def tokenizer_bytes(manifest: Manifest, beside: Path, corpus: Path | None) -> bytes | None:
-    """The run's tokenizer from a file: beside the manifest, shipped, or in the folder of the run's corpus. None where there is none.
+    """The run's tokenizer from beside the manifest, the package, or the corpus; None where it is in none of them.
     Raises UsageError."""
     name = manifest.tokenizer.file
     places = [beside / name, ASSETS / name] if name else []
@@ -263,15 +259,16 @@ def tokenizer_bytes(manifest: Manifest, beside: Path, corpus: Path | None) -> by
             if found != manifest.tokenizer.digest:
                 has, wanted = apart(found, manifest.tokenizer.digest)
                 raise UsageError(
-                    f"tokenizer {path}: its sha256 is {has}, the manifest says {wanted}; use the file that the run was made with"
+                    f"tokenizer {path}: its sha256 is {has}, the manifest says {wanted}; use the file that the run"
+                    " was made with"
                 )
             return raw
     return None
 
 
 async def manifest_of(run: Run, transport: Transport) -> Manifest:
-    """Connects to the run and gives its manifest, from its file or from the bootstrap node. Raises NobodyThere,
-    UsageError, RemoteError."""
+    """Connects to the run. Returns its manifest, from its file or a node. Raises NobodyThere, UsageError,
+    RemoteError."""
     loop = asyncio.get_running_loop()
     end = loop.time() + REACH_SECONDS
     try:
@@ -283,10 +280,11 @@ async def manifest_of(run: Run, transport: Transport) -> Manifest:
     peer = run.dialled[0]
     try:
         async with asyncio.timeout_at(max(end, loop.time() + MANIFEST_SECONDS)):
-            raw = await fetch_named(transport, peer, endpoints.MANIFEST_NAME, limit=manifests.MAX_BYTES)
+            raw = await fetch_named(transport, peer, endpoints.MANIFEST_NAME, limit=manifests.MAX_MANIFEST_BYTES)
     except TimeoutError:
         raise NobodyThere(
-            f"manifest from {short_peer(peer)}: it did not come in {REACH_SECONDS:g} s; try again, or ask who operates the node"
+            f"manifest from {short_peer(peer)}: it did not come in {REACH_SECONDS:g} s; try again, or ask who operates"
+            " the node"
         ) from None
     manifest = manifests.from_bytes(raw, f"from {short_peer(peer)}")
     if manifest.run_id != run.run_id:
@@ -296,19 +294,19 @@ async def manifest_of(run: Run, transport: Transport) -> Manifest:
 
 
 async def manifest_again(run: Run, folder: Path, transport: Transport, warn: Callable[[str], None]) -> Manifest:
-    """As `manifest_of`, of the peer in `folder`. Where it has been in this run before, what was typed is right: so it waits until somebody
-    answers, as after a night without a network in which the machine was started again."""
-    before, pause = _remembered(folder), FIRST_PAUSE
+    """As `manifest_of`. A peer whose folder has been in this run before waits until a node answers, as after a night
+    without a network."""
+    before, pause = _remembered(folder), FIRST_PAUSE_SECONDS
     while True:
         try:
             manifest = await manifest_of(run, transport)
         except NobodyThere as error:
             if before is None or before.run_id != run.run_id:
                 raise
-            if pause == FIRST_PAUSE:
+            if pause == FIRST_PAUSE_SECONDS:
                 warn(f"{error}; this peer has been in the run before, and tries again until somebody answers")
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             await transport.look()
         else:
             remember(folder, run)

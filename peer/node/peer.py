@@ -1,7 +1,4 @@
-"""A volunteer's peer: the one place where its parts are put together. It owns their tasks.
-
-Long because each part is made here, with what it needs of the others.
-"""
+"""A volunteer's peer: puts its parts together, and owns their tasks."""
 
 from __future__ import annotations
 
@@ -13,38 +10,28 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from peer import events
-from peer.chain.apart import Apart
-from peer.chain.connect import Pipes
-from peer.config import JoinConfig
-from peer.corpus.fetched import FetchedText
-from peer.corpus.open_text import Access, open_text
+from peer.chain.connect import PipelineStreams, UnreachablePeers
+from peer.corpus.fetched import FetchedText, TextAccess, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
 from peer.log.reader import Remote
-from peer.net import bandwidth, known_line, reach
-from peer.net.base import Transport
-from peer.net.clock import Clock
-from peer.net.dial_back import DialBack
+from peer.net import bandwidth, reach
+from peer.net.address import interface_hosts
+from peer.net.base import Clock, Transport
 from peer.net.directory import Directory
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.net.latency import Latency
-from peer.net.line import EARLIER, Around, Given, Line
-from peer.net.own_addresses import interface_hosts
-from peer.net.reach import Finding, Reach
-from peer.node.audit import nobody
-from peer.node.evaluating import Evaluator, Tools
+from peer.net.link_monitor import EARLIER, UNKNOWN, LinkMonitor, RateConfig, read_rates, write_rates
+from peer.net.network import Network
+from peer.net.reach import DialBackServer, Reachability, ReachMonitor
+from peer.net.uplink import Uplink
+from peer.node.config import JoinConfig, Machine
+from peer.node.evaluating import Evaluator, Scorer, Tools
 from peer.node.examining import Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
-from peer.node.log_reader import LogReader
-from peer.node.operators import Operators
-from peer.node.orders import InnerLoop
-from peer.node.refusals import Refusals
-from peer.node.rounds import Rounds, Surroundings
-from peer.node.scoring import Scorer
-from peer.node.sessions import Sessions
+from peer.node.rounds import Parts, Rounds
+from peer.node.sessions import Operators, Refusals, Sessions
+from peer.node.training import InnerLoop
 from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
 from peer.training import device, inference
@@ -57,34 +44,37 @@ from protocol.round import member_events
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints
-from protocol.wire.announcement import Announcement
+from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.commit import Commit, Record
 from protocol.wire.encoding import Message
+from protocol.wire.schema import extend
 from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TakeSeat, TimeUp
 
-Optimizer = dict[str, NDArray[np.generic]]
 
-
-async def run_text(manifest: Manifest, config: JoinConfig, access: Access) -> Text:
+async def run_text(manifest: Manifest, config: JoinConfig, access: TextAccess) -> Text:
     """The run's text. Raises UsageError, RemoteError."""
     if config.corpus is None:
         return await open_text(manifest, access)
-    return LocalText(open_corpus(config.corpus, LocalDisk(), manifest), manifest.seed_bytes)
+    return LocalText(open_corpus(config.corpus, Disk(), manifest), manifest.seed_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factories:
-    """What a peer makes its parts with; the transport and the storage, with its disk, it is given. `line(transport)` is what it talks
-    to others through. `text(manifest, config, access)` is what is trained on, and goes to `inner_loop`, which is called as `StageInnerLoop` is."""
+    """How a peer makes its parts.
+
+    line: wraps the transport.
+    text: (manifest, config, access) -> the training text.
+    inner_loop: called as `StageInnerLoop`.
+    """
 
     clock: Clock = field(default_factory=Clock)
     line: Callable[[Transport], Transport] = lambda transport: transport
-    text: Callable[[Manifest, JoinConfig, Access], Awaitable[Text]] = run_text
+    text: Callable[[Manifest, JoinConfig, TextAccess], Awaitable[Text]] = run_text
     inner_loop: Callable[..., InnerLoop] = StageInnerLoop
 
 
 class Peer:
-    """Takes part in a run. `bootstrap`: addresses to begin with. The disk's folder is `storage`'s."""
+    """One participant of a run."""
 
     def __init__(
         self,
@@ -92,75 +82,83 @@ class Peer:
         identity: Identity,
         transport: Transport,
         storage: Storage,
-        config: JoinConfig,
-        bootstrap: Sequence[str],
+        machine: Machine,
         emit: events.Emit,
         factories: Factories | None = None,
     ) -> None:
         self.manifest = manifest
         self.identity = identity
-        self.bootstrap = tuple(bootstrap)
-        """Addresses that it began with."""
+        self.bootstrap = bootstrap = machine.config.run.bootstrap
+        """The addresses from the command line."""
         self.rounds: Rounds | None = None
-        """The loop at the round boundaries, as soon as it runs."""
+        """None before the peer takes part."""
         self._factories = factories or Factories()
         self._transport = transport = self._factories.line(transport)
         self._storage = storage
-        self._config = config
+        self._machine = machine
+        self._config = config = machine.config
+        self._hardware = hardware = machine.hardware
         self._emit = emit
         announcement = Announcement(
             run=manifest.run_id,
             peer=identity.peer_id,
             addresses=transport.addresses,
-            reachable=config.reachable or "",
-            memory_bytes=config.memory_bytes,
-            host_bytes=config.host_bytes,
+            reachable="" if machine.reached is None else machine.reached.how,
+            memory_bytes=hardware.memory_bytes,
+            host_bytes=hardware.host_bytes,
             up_bps=config.up_bps or 0,
             down_bps=config.down_bps or 0,
-            device=device.name_of(config.devices),
+            device=device.name_of(hardware.devices),
             name=config.name,
         )
         self._directory = Directory(
             manifest, identity, transport, bootstrap, announcement, self._factories.clock, self._moved
         )
-        self._directory.found(config.reached_at)
-        self._reach = self._make_reach()
-        joining = None if config.ticket is None else config.ticket.joined(identity.peer_id)
-        self._refusals = Refusals(
-            manifest,
-            transport,
-            joining,
-            f"{bootstrap[0]}#{manifest.run_id}" if bootstrap else "RUN",
-            lambda: self._directory.operators,
-            self._factories.clock,
-        )
+        if machine.reached is not None:
+            self._directory.found(machine.reached.whole(identity.peer_id))
+        uplink = Uplink(config.up_limit_bps)
+        self._network = network = Network(transport, self._directory, self._factories.clock, emit, uplink)
+        self._reach: ReachMonitor | None = None
+        if machine.reached is not None:
+            around = reach.reach_context(self._directory, transport, config.door.announce)
+            self._reach = ReachMonitor(around, Reachability(how=machine.reached.how), self._reached)
+        ticket = config.run.ticket
+        joining = None if ticket is None else ticket.joined(identity.peer_id)
+        typed = f"{bootstrap[0]}#{manifest.run_id}" if bootstrap else "RUN"
+        self._refusals = Refusals(manifest, network, joining, typed)
         refusals = None if config.audit else self._refusals  # an auditor belongs to one node, and others may refuse it
-        self._sessions = Sessions(self._directory, transport, emit, joining, refusals)
-        self._operators = Operators(manifest, transport, self._directory, self._sessions, bootstrap, self._head)
-        transport.guests.tell = emit
+        self._sessions = Sessions(network, joining, refusals)
+        self._operators = Operators(manifest, network, self._sessions, bootstrap, self._head)
+        transport.guests.follow(emit)
         self._latency = Latency(
             transport, self._factories.clock, self._directory.placed, random.Random(identity.peer_id)
         )
-        self._line = self._make_line()
+        known = UNKNOWN
+        if None in (config.up_bps, config.down_bps):
+            wall = self._factories.clock.wall()
+            known = read_rates(storage.disk, config.folder, interface_hosts(), wall)
+        most = bandwidth.probe_bytes(4 * layout.total_parameters(manifest.model))
+        given = RateConfig(config.up_bps, config.down_bps, config.up_limit_bps, machine.downlink, known, most)
+        self._link = LinkMonitor(given, network, random.Random(identity.peer_id), self._measured)
 
     async def rehearse(self) -> Announcement:
-        """Does what is done before the run is taken part in, and no more: what this machine would announce. Raises PotluckError."""
+        """Prepares, without taking part. Returns what this machine would announce. Raises PotluckError."""
         text = await self._prepare()
         await text.aclose()
         return self._directory.announcement
 
     async def _prepare(self) -> Text:
-        """Checks the memory, opens the text, measures the line. Raises PotluckError."""
+        """Checks the memory, finds the operators, opens the text, measures the line. Raises PotluckError."""
         if not self._config.audit:
             self._check_memory()
-        if budget.in_files(self.manifest, self._config.budget):
+        if budget.in_files(self.manifest, self._hardware.budget):
             self._storage.use_files()
         self._storage.free_memory = functools.partial(device.memory_budget, "cpu")
         await self._operators.find()
         text = await self._factories.text(self.manifest, self._config, self._access())
         try:
-            if not self._line.is_given:
-                await self._line.measure()
+            if not self._link.is_configured:
+                await self._link.measure()
                 self._carries()
         except BaseException:
             await text.aclose()
@@ -168,8 +166,8 @@ class Peer:
         return text
 
     def _check_memory(self) -> None:
-        """Raises UsageError where there is not enough for any part of the model."""
-        room = self._config.budget
+        """Raises UsageError where memory is too small for any part of the model."""
+        room = self._hardware.budget
         smallest = budget.smallest_stage(self.manifest, room.device)
         if room.holds(smallest):
             return
@@ -199,46 +197,35 @@ class Peer:
             await text.aclose()
 
     async def _take_part(self, text: Text) -> None:
-        restored = await asyncio.to_thread(self._storage.load_checkpoint, self._warn)
+        restored = await asyncio.to_thread(self._storage.load_checkpoint, self._network.warn)
         if restored is not None:
             self._emit(events.Restored(round=restored.round))
-        apart = Apart(self._directory.update, self._warn)
-        pipes = Pipes(self._transport, self._directory.reach, self._directory.lost, self._line.uplink, apart=apart)
+        unreachable = UnreachablePeers(self._directory.update, self._network.warn)
+        pipes = PipelineStreams(self._network, unreachable=unreachable)
         inner_loop = self._factories.inner_loop(
             self.manifest,
             self.identity.peer_id,
-            self._config,
+            self._machine,
             text,
             pipes,
             self._directory.update,
             dict(restored.optimizer) if restored else {},
             self._follow,
         )
-        exchange = Exchange(
-            self.manifest,
-            self._transport,
-            self._storage,
-            self._emit,
-            reach=self._directory.reach,
-            lost=self._directory.lost,
-            peers=nobody if self._config.audit else self._directory.peers,
-            uplink=self._line.uplink,
-            nodes=lambda: self._directory.operators,
-        )
-        evaluator = self._make_evaluator(text)
-        examiner = self._make_examiner(text, inner_loop)
-        self.rounds = rounds = self._make_rounds(exchange, inner_loop, evaluator, examiner, restored)
+        exchange = Exchange(self.manifest, self._storage, self._network, fetches_states=not self._config.audit)
+        rounds, evaluator, examiner = self._make_rounds(text, exchange, inner_loop, restored)
+        self.rounds = rounds
         del restored  # it would keep this θ in memory as long as the run lasts
         await exchange.serve(text if isinstance(text, FetchedText) else None)
         await self._latency.serve()
-        await DialBack(self._transport, self._factories.clock).serve()
+        await DialBackServer(self._transport, self._factories.clock).serve()
         await self._transport.serve(endpoints.PIPE, lambda stream: pipes.serve(stream, rounds.member.applied))
         self._emit(
             events.Started(
                 peer=self.identity.peer_id,
                 pid=os.getpid(),
-                device=device.name_of(self._config.devices),
-                memory_bytes=self._config.memory_bytes,
+                device=device.name_of(self._hardware.devices),
+                memory_bytes=self._hardware.memory_bytes,
                 rss_bytes=device.peak_rss(),
             )
         )
@@ -248,7 +235,7 @@ class Peer:
         finally:
             await evaluator.aclose()
             await examiner.aclose()
-            apart.close()
+            unreachable.close()
             await exchange.aclose()
             await asyncio.to_thread(inner_loop.close)
         shards = layout.shard_names(self.manifest.model)
@@ -256,115 +243,56 @@ class Peer:
         member = rounds.member
         self._emit(events.Finished(round=member.head if member.is_late else member.applied, digests=digests))
 
-    def _access(self) -> Access:
-        return Access(
-            transport=self._transport,
-            folder=self._storage.folder / "text",
-            limit=self._config.data_bytes,
-            disk=self._storage.disk,
-            reach=self._directory.reach,
-            lost=self._directory.lost,
-            emit=self._emit,
-            nodes=lambda: self._directory.operators,
-        )
+    def _access(self) -> TextAccess:
+        disk, folder = self._storage.disk, self._storage.folder / "text"
+        return TextAccess(network=self._network, folder=folder, limit=self._config.data_bytes, disk=disk)
 
-    def _make_line(self) -> Line:
-        config, known = self._config, known_line.UNKNOWN
-        if None in (config.up_bps, config.down_bps):
-            known = known_line.read(self._storage.disk, config.folder, interface_hosts(), self._factories.clock.wall())
-        most = bandwidth.worth(4 * layout.total_parameters(self.manifest.model))
-        return Line(
-            Given(config.up_bps, config.down_bps, config.up_limit_bps, config.downlink, known, most),
-            Around(
-                transport=self._transport,
-                clock=self._factories.clock,
-                reach=self._directory.reach,
-                lost=self._directory.lost,
-                addresses=self._directory.addresses,
-                draw=random.Random(self.identity.peer_id),
-            ),
-            lambda: self._directory.operators,
-            self._measured,
-        )
+    async def _tokenizer(self) -> bytes:
+        return await Remote(self._transport, self._directory.operators, self._storage.blobs).tokenizer(self.manifest)
 
-    def _make_reach(self) -> Reach | None:
-        if self._config.reachable is None:
-            return None
-        found = Finding(how=self._config.reachable)
-        return Reach(reach.around(self._directory, self._transport, self._config.announce), found, self._reached)
-
-    def _make_evaluator(self, text: Text) -> Evaluator:
-        config = self._config
-        audit, room = config.audit, budget.has_room_to_evaluate(self.manifest, config.budget)
-        tell = self._sessions.tell
-        load = functools.partial(inference.Measured, wanted=self._config.device)
-        scorer = None if audit else Scorer(self.manifest, self.identity, text, tell, self._storage.blobs.get)
-        return Evaluator(
-            self.manifest,
-            self.identity,
+    def _make_rounds(
+        self, text: Text, exchange: Exchange, inner_loop: InnerLoop, restored: Checkpoint | None
+    ) -> tuple[Rounds, Evaluator, Examiner]:
+        manifest, identity, config, room = self.manifest, self.identity, self._config, self._hardware.budget
+        audit, tell = config.audit, self._sessions.tell
+        evaluator = Evaluator(
+            manifest,
+            identity,
             text,
             tell,
             self._emit,
-            tools=Tools(load, self._tokenizer, functools.partial(make_worker, self._config.threads), scorer),
-            has_room=audit or room,
+            tools=Tools(
+                load=functools.partial(inference.Measured, wanted=room.device),
+                tokenizer=self._tokenizer,
+                worker=functools.partial(make_worker, config.threads),
+                scorer=None if audit else Scorer(manifest, identity, text, tell, self._storage.blobs.get),
+            ),
+            has_room=audit or budget.has_room_to_evaluate(manifest, room),
             always=audit,
         )
-
-    async def _tokenizer(self) -> bytes:
-        """Raises RemoteError."""
-        return await Remote(self._transport, self._directory.operators, self._storage.blobs).tokenizer(self.manifest)
-
-    def _make_examiner(self, text: Text, inner_loop: InnerLoop) -> Examiner:
-        config = self._config
-        return Examiner(
-            self.manifest,
-            self.identity,
-            text,
-            self._sessions.tell,
-            self._emit,
-            Means(inner_loop.optimizer, config.device, config.threads),
-            has_room=not config.audit and budget.has_room_to_audit(self.manifest, config.budget),
-        )
-
-    def _make_rounds(
-        self,
-        exchange: Exchange,
-        inner_loop: InnerLoop,
-        evaluator: Evaluator,
-        examiner: Examiner,
-        restored: Checkpoint | None,
-    ) -> Rounds:
-        room = self._config.budget
-        around = Surroundings(
+        means = Means(inner_loop.optimizer, room.device, config.threads)
+        may_audit = not audit and budget.has_room_to_audit(manifest, room)
+        examiner = Examiner(manifest, identity, text, tell, self._emit, means, has_room=may_audit)
+        parts = Parts(
+            network=self._network,
+            sessions=self._sessions,
+            operators=self._operators,
             storage=self._storage,
             exchange=exchange,
-            log=LogReader(
-                self.manifest,
-                self._transport,
-                lambda: self._directory.operators,
-                self._directory.reach,
-                self._emit,
-                self._factories.clock,
-            ),
             inner_loop=inner_loop,
             evaluator=evaluator,
             examiner=examiner,
             emit=self._follow,
-            tell=self._sessions.tell,
-            leave=self._sessions.leave,
-            traffic=self._transport.traffic,
-            clock=self._factories.clock,
-            threads=self._config.threads,
+            threads=config.threads,
             abreast=memory.ABREAST if memory.on_gpu(room.device) and not self._storage.in_files else 1,
-            up_bps=self._line.up_bps,
-            warm=self._config.audit or budget.keeps_warm(self.manifest, room),
-            whole=self._config.audit or budget.holds_whole(self.manifest, room),
-            decided=self._operators.follow,
+            up_bps=self._link.up_bps,
+            warm=audit or budget.keeps_warm(manifest, room),
+            whole=audit or budget.holds_whole(manifest, room),
         )
-        return Rounds(self.manifest, self.identity.peer_id, around, restored)
+        return Rounds(manifest, identity.peer_id, parts, restored), evaluator, examiner
 
     async def _work(self, rounds: Rounds) -> None:
-        """Everything that goes on at the same time, until the rounds are over."""
+        """Runs the rounds and all services beside them, until the rounds are over."""
 
         async def on_message(message: Message | Record) -> None:
             match message:
@@ -372,10 +300,8 @@ class Peer:
                     rounds.put(member_events.Committed(message))
                 case Offered():
                     rounds.prefetch(message)
-                case TimeUp():
-                    rounds.put(member_events.TimeUp(message.round))
-                case TakeSeat():
-                    rounds.put(member_events.Seated(message.round, message.replica, message.seconds))
+                case TimeUp() | TakeSeat():
+                    rounds.put(message)
                 case ChainReconfig():
                     rounds.put(member_events.Reconfigured(message))
                 case Finished():
@@ -385,19 +311,18 @@ class Peer:
             rounds.put(member_events.Connected())
 
         work = asyncio.create_task(rounds.run())
-        background = [
-            asyncio.create_task(self._directory.announce(self._announced)),
-            asyncio.create_task(self._directory.publish()),
-            asyncio.create_task(self._directory.watch()),
-            asyncio.create_task(self._sessions.run(on_message, on_open)),
-            asyncio.create_task(self._latency.run(lambda: self._directory.reached)),
-            asyncio.create_task(self._operators.look()),
-            asyncio.create_task(self._refusals.run()),
+        services = [
+            self._directory.announce(lambda sealed: self._sessions.tell(Announced(sealed=sealed))),
+            self._directory.publish(),
+            self._directory.watch(),
+            self._sessions.run(on_message, on_open),
+            self._latency.run(lambda: self._directory.reached),
+            self._operators.run(),
+            self._refusals.run(),
+            *([] if self._link.is_configured else [self._link.run()]),
+            *([] if self._reach is None else [self._reach.run()]),
         ]
-        if not self._line.is_given:
-            background.append(asyncio.create_task(self._line.run()))
-        if self._reach is not None:
-            background.append(asyncio.create_task(self._reach.run()))
+        background = [asyncio.create_task(service) for service in services]
         try:
             await asyncio.wait({work, *background}, return_when=asyncio.FIRST_COMPLETED)
             for task in (work, *background):
@@ -412,22 +337,21 @@ class Peer:
             ) from None
         finally:
             try:
-                work.cancel()  # while its sessions last: it tells the nodes that it leaves
+                work.cancel()  # before the sessions end: it tells the nodes that it leaves
                 await asyncio.wait({work})
             finally:
                 for task in (work, *background):
                     task.cancel()
                 await asyncio.gather(work, *background, return_exceptions=True)
 
-    def _announced(self, sealed: bytes) -> None:
-        self._sessions.tell(Announced(sealed=sealed))
-
     def _moved(self, addresses: Sequence[str]) -> None:
-        self._warn(f"network: this machine's addresses changed; from now on others reach it at {', '.join(addresses)}")
+        self._network.warn(
+            f"network: this machine's addresses changed; from now on others reach it at {', '.join(addresses)}"
+        )
         if self._reach is not None:
             self._reach.changed()
 
-    def _reached(self, found: Finding) -> None:
+    def _reached(self, found: Reachability) -> None:
         self._emit(events.Reachable(how=found.how, addresses=found.addresses, asked=found.asked))
         self._directory.update(reachable=found.how)
         self._directory.found(found.whole(self.identity.peer_id))
@@ -437,29 +361,26 @@ class Peer:
         self._carries()
         if isinstance(body, events.Measured) and body.by != EARLIER:
             wall = self._factories.clock.wall()
-            known_line.write(self._storage.disk, self._config.folder, self._line.known, interface_hosts(), wall)
+            write_rates(self._storage.disk, self._config.folder, self._link.found, interface_hosts(), wall)
 
     def _carries(self) -> None:
-        """Announces what our line carries."""
-        self._directory.update(up_bps=self._line.up_bps, down_bps=self._line.down_bps)
+        """Announces the rates of our line."""
+        self._directory.update(up_bps=self._link.up_bps, down_bps=self._link.down_bps)
         if self.rounds is not None:
-            self.rounds.set_uplink(self._line.up_bps)
-
-    def _warn(self, text: str) -> None:
-        self._emit(events.Warning(text=text))
+            self.rounds.set_uplink(self._link.up_bps)
 
     def _follow(self, body: events.Body) -> None:
-        """Everything that is emitted, and the part of it that the announcement repeats."""
+        """Emits, and repeats in the announcement what it has of it."""
         if isinstance(body, events.Round):
             body = dataclasses.replace(body, peak_rss_bytes=device.peak_rss())
         self._emit(body)
         match body:
             case events.Chain():
-                self._directory.update(chain=events.chain_report(body))
+                self._directory.update(chain=extend(ChainReport, body))
             case events.Role(role="full"):
                 self._directory.update(chain=None)
             case events.Step(round=round, step=step, loss=loss):
-                self._directory.update(phase="training", round=round, step=step, loss=bounds.told(loss))
+                self._directory.update(phase="training", round=round, step=step, loss=bounds.reportable_loss(loss))
             case events.Offered(round=round):
                 self._directory.update(phase="offered", round=round)
             case events.Withdrew(round=round):

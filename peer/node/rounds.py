@@ -1,11 +1,10 @@
-"""Carries out what the member machine decides: one loop that owns a peer's state at the round boundaries.
+"""The loop that owns a peer's state at the round boundaries, and carries out what the member machine decides.
 
 Events come in through `put`, in any order, from training, session and timers. Effects that change state (EncodeUpdate,
-KeepInFeedback, RestoreFeedback, Apply, HoldShards) are done one after the other in this loop, so nothing else ever sees them half
-done. Training runs beside it (peer/node/training.py) and only reads θ. The way into any state is one: peer/state/recovery.py.
-Nothing is decided here: what is kept, written and fetched follows from protocol/ledger/retention.py, all else from the machine.
-
-Long because all that changes a peer's state is carried out here.
+KeepInFeedback, RestoreFeedback, Apply, HoldShards) are carried out one after the other in this loop: no other task sees
+them half done. Training runs beside it (peer/node/training.py) and only reads θ. Every state is built by
+peer/state/recovery.py. The loop decides nothing: protocol/ledger/retention.py says what is kept, written and fetched,
+and the machine all else.
 """
 
 from __future__ import annotations
@@ -20,139 +19,141 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
-from peer.net.base import Traffic
-from peer.net.clock import Clock
-from peer.node.attesting import Attester, digests
-from peer.node.doubts import Doubts
+from peer.chain.reading import TextAhead
+from peer.net.network import Network
+from peer.node.background import Attester, digests
 from peer.node.evaluating import Evaluator
-from peer.node.follower import Follower
-from peer.node.log_reader import LogReader
+from peer.node.log_reader import Follower, LogReader
 from peer.node.moments import MomentsExchange
-from peer.node.newcomer import Newcomer
-from peer.node.orders import Examiner, InnerLoop
-from peer.node.own_work import OwnWork
-from peer.node.round_text import TextAhead
-from peer.node.training import Training
-from peer.node.warm_up import WarmUp
-from peer.state.feedback_writer import FeedbackWriter
-from peer.state.giving import Giving
+from peer.node.sessions import Operators, Sessions
+from peer.node.training import Examiner, InnerLoop, Training, add_to_feedback, encode_update
+from peer.state.handover import REQUEST_BYTES, Giving, Owner, Taking
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
-from peer.state.recovery import Recovery
-from peer.state.storage import Checkpoint, Feedback, Shards, Storage
-from peer.state.taking import REQUEST_BYTES, Owner, Taking
+from peer.state.recovery import Recovery, WarmUp
+from peer.state.storage import Checkpoint, Feedback, FeedbackWriter, Shards, Storage
 from protocol.ledger import part_lists, retention
 from protocol.round import handover, member_events
 from protocol.round.member import Member
+from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints
+from protocol.wire.calls import Handover
 from protocol.wire.commit import Commit, Part
-from protocol.wire.encoding import Message
-from protocol.wire.handover import Handover
 from protocol.wire.session import Offer, Offered
 
 T = TypeVar("T")
 TICK_SECONDS = 1.0
+DIGESTS_KEPT = 2 * retention.TURNS
+"""Rounds whose digests of our own state are remembered: in each of them another peer may have written a checkpoint."""
+CONFIRMED_ROUNDS = 8
+"""Rounds in which a shard that the log has confirmed is not computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What the loop works with. `tell` sends to the bootstrap nodes; `threads` work at a round boundary; `up_bps`: bits a second
-    that payloads leave with; `warm`, `whole`: as `retention.held_shards` has them."""
+class Parts:
+    """The parts of a peer that the loop works with.
 
+    threads: for work at a round boundary.
+    abreast: shards whose next state is made at a time.
+    up_bps: bits a second for payloads.
+    warm, whole: as in `retention.held_shards`.
+    """
+
+    network: Network
+    sessions: Sessions
+    operators: Operators
     storage: Storage
     exchange: Exchange
-    log: LogReader
     inner_loop: InnerLoop
     evaluator: Evaluator
     examiner: Examiner
     emit: events.Emit
-    tell: Callable[[Message], None]
-    traffic: Traffic
-    clock: Clock
     threads: int
     abreast: int
     up_bps: int
     warm: bool
     whole: bool
-    leave: Callable[[], Awaitable[bool]]
-    """Tells the bootstrap nodes that this peer leaves; whether one of them was told."""
-    decided: Callable[[Commit], None] = lambda commit: None
-    """Is told the newest commit that counts."""
 
 
 class Rounds:
     """See the module's docstring. `restored`: the newest checkpoint, if there is one."""
 
-    def __init__(self, manifest: Manifest, peer: str, around: Surroundings, restored: Checkpoint | None) -> None:
+    def __init__(self, manifest: Manifest, peer: str, parts: Parts, restored: Checkpoint | None) -> None:
         self.manifest = manifest
         self.peer = peer
+        self._parts = parts
+        self._storage = storage = parts.storage
+        self._exchange = parts.exchange
+        self._inner_loop = parts.inner_loop
+        self._emit = parts.emit
+        self._clock = parts.network.clock
         codec, beta, eta = manifest.outer.codec, manifest.outer.beta, manifest.outer.eta
-        empty, abreast = around.storage.empty, around.abreast
-        self.outer = Outer(manifest.model, codec, beta, eta, threads=around.threads, empty=empty, abreast=abreast)
-        self._own_work = OwnWork(self.outer, around.inner_loop)
-        self._around = around
-        self._storage = around.storage
-        self._exchange = around.exchange
-        self._emit = around.emit
-        self._clock = around.clock
+        self.outer = Outer(manifest.model, codec, beta, eta, parts.threads, storage.empty, parts.abreast)
+        if restored is not None:
+            self.outer.theta = dict(restored.theta)
+        found = storage.load_feedback()
+        self.outer.feedback = found.feedback
+        self.offer = found.offer
+        """The newest durable one: after a restart it may have to be given back."""
+        self._replay_offers(found)
+        self.gives = True
+        """Whether it gives away its feedback when it ends: not if the run keeps this peer out."""
+        storage.blobs.protected = set(storage.blobs)  # until the log says what is needed
         self._seconds: dict[str, float] = {}
         self._scratch: list[NDArray[np.float32]] = []
         self._worker = ThreadPoolExecutor(1, "rounds")
-        self._attester = Attester(self._digested)
-        self._text_ahead = TextAhead(manifest, peer, around.inner_loop.expect)
         self._events: asyncio.Queue[member_events.Event] = asyncio.Queue()
         self._looked_at = float("-inf")
         self._checkpointed = -1 if restored is None else restored.round
         self._replayed_bytes = 0
-        self._kept_round = -1  # the newest one of which a node has all that we have offered
-        self._writes = False  # a checkpoint, after the last attestation that was begun
-        if restored is not None:
-            self.outer.theta = dict(restored.theta)
-        found = self._storage.load_feedback()
-        self.outer.feedback, self.offer = found.feedback, found.offer
-        self._bring_up_to_date(found)
-        """The newest durable one: after a restart it may have to be given back."""
-        self.gives = True
-        """Whether it gives away what it has learned when it is asked to end: the run takes nothing of a peer that is kept out."""
-        self._storage.blobs.protected = set(self._storage.blobs)  # until the log says what is needed
+        self._kept_round = -1  # the newest one whose offer a node has as a whole
+        self._own_digests: dict[int, Mapping[str, str]] = dict(storage.states())
+        self._confirmed: dict[str, int] = {}  # the round in which the log confirmed a shard
+        self._waiting_since = -1  # the newest round for which Waiting was emitted
+        self._writes = False  # a checkpoint, after the newest attestation
         newest = max(found.round, *(offer.round for offer in found.since), 0)
-        self.member = Member(manifest, peer, self._checkpointed, self.offer, newest, around.up_bps)
+        self.member = Member(manifest, peer, self._checkpointed, self.offer, newest, parts.up_bps)
+        self._log_reader = LogReader(manifest, parts.network)
         self._follower = Follower(manifest, self._emit)
-        self._newcomer = Newcomer(manifest, self.member, around.whole, self._emit, self._clock)
-        self._training = Training(manifest, peer, around.inner_loop, self._emit, self.put, self._clock)
-        saved = self._storage.saved_round
-        self._feedback = FeedbackWriter(
-            self._storage, self.outer.feedback, self._clock, newest, given_back=found.newest_back, on_disk=saved
-        )
-        self._giving = Giving(manifest, peer, self._storage, self.outer, self._feedback, self._work, self._exchange.ask)
+        self._attester = Attester(self._digested)
+        self._text_ahead = TextAhead(manifest, peer, self._inner_loop.expect)
+        self._training = Training(manifest, peer, self._inner_loop, self._emit, self.put, self._clock)
+        back, saved = found.newest_back, storage.saved_round
+        self._feedback = FeedbackWriter(storage, found.feedback, self._clock, newest, given_back=back, on_disk=saved)
+        self._giving = Giving(manifest, peer, storage, self.outer, self._feedback, self._work, self._exchange.ask)
         owner = Owner(
             why_refused=self._why_not_taken,
             own_norm=self._offered_norm,
             fetch=self._exchange.fetch,
             work=self._work,
-            wake=lambda: self.put(member_events.Tick()),
+            wake=self._tick,
         )
-        self._taking = Taking(manifest, self._storage, self.outer, self._feedback, owner)
-        self._moments = MomentsExchange(manifest, peer, self._exchange, around.inner_loop)
-        self._recovery = Recovery(manifest, self.outer, self._storage, self._exchange, self.member.commits, self._emit)
-        self._doubts = Doubts(manifest, self.outer, self._recovery, self._storage.states(), self._emit)
-        self._warm_up = WarmUp(self._recovery, lambda: self.member.applied, lambda: self.put(member_events.Tick()))
+        self._taking = Taking(manifest, storage, self.outer, self._feedback, owner)
+        self._moments = MomentsExchange(manifest, peer, self._exchange, self._inner_loop)
+        self._recovery = Recovery(manifest, self.outer, storage, self._exchange, self.member.commits, self._emit)
+        self._warm_up = WarmUp(self._recovery, lambda: self.member.applied, self._tick)
 
     def put(self, event: member_events.Event) -> None:
         """Hands an event to the machine."""
         self._events.put_nowait(event)
 
+    def _tick(self) -> None:
+        self.put(member_events.Tick())
+
     def _digested(self, event: member_events.Digested) -> None:
-        self._doubts.saw(event.round, event.digests)
+        if event.round % retention.checkpoint_grain(self.manifest) == 0:
+            self._own_digests[event.round] = event.digests
+            for old in sorted(self._own_digests)[:-DIGESTS_KEPT]:
+                del self._own_digests[old]
         self.put(event)
 
     def set_uplink(self, bps: int) -> None:
-        """From now on offers are taken to leave with so many bits a second."""
-        self.member.deadline.up_bps = bps
+        """Sets the rate with which offers are expected to leave."""
+        self.member.deadline.measured(bps)
 
     def prefetch(self, offered: Offered) -> None:
-        """Begins to fetch what was offered for the round under way, as far as it is of shards that we hold, or soon will."""
+        """Begins to fetch an offer to the round under way, for the shards that we hold, or soon will."""
         own = part_lists.root_of(self.offer.parts) if self.offer is not None else ""
         if any(share.root == own for share in offered.shares):
             self._kept_round = max(self._kept_round, offered.round)
@@ -163,31 +164,11 @@ class Rounds:
 
     async def run(self) -> None:
         """Until the run is over. Raises ForkError and LocalError."""
-        ticker, giving = asyncio.create_task(self._tick()), asyncio.create_task(self._giving.run())
+        ticker, giving = asyncio.create_task(self._tick_always()), asyncio.create_task(self._giving.run())
         await self._exchange.answer(endpoints.HANDOVER, self._taking.answer, REQUEST_BYTES)
         await self._moments.serve()
         try:
-            while True:
-                event = await self._events.get()
-                self._feedback.look()
-                if isinstance(event, member_events.Tick):
-                    await self._giving.step(self.member.commits, self.member.plan)
-                    await self._taking.step()
-                    self._moments.follow(self.member.plan)
-                    if self._newcomer.lacks(self.outer.theta):
-                        await self._hold_shards(self.member.commits[self.member.applied], whole=True)
-                        self._moments.prepare(self.member.plan, tuple(self.outer.theta))
-                effects = self.member.handle(event, self._clock.steady())
-                self._follower.follow(self.member.commits)
-                head = self.member.commits.get(self.member.head)
-                if head is not None:
-                    self._around.decided(head)
-                if self._events.empty():  # else a newer commit may follow
-                    self._text_ahead.follow(head)
-                for effect in effects:
-                    if isinstance(effect, member_events.Finish):
-                        return
-                    await self._do(effect)
+            while not await self._handle(await self._events.get()):
                 self._take_warm()
         except asyncio.CancelledError:
             giving.cancel()
@@ -195,7 +176,7 @@ class Rounds:
             raise
         finally:
             ticker.cancel(), giving.cancel()
-            await self._around.log.aclose()
+            await self._log_reader.aclose()
             await self._training.end()
             await self._follower.aclose()
             await self._warm_up.aclose()
@@ -209,9 +190,52 @@ class Rounds:
                 self._worker.shutdown(wait=False)
                 self._attester.close()
 
+    async def _handle(self, event: member_events.Event) -> bool:
+        """Carries out what the machine makes of an event. Whether the run is over."""
+        member = self.member
+        self._feedback.look()
+        if isinstance(event, member_events.Tick):
+            await self._giving.step(member.commits, member.plan)
+            await self._taking.step()
+            self._moments.follow(member.plan)
+            if self._lacks_state():
+                await self._hold_shards(member.commits[member.applied], whole=True)
+                self._moments.prepare(member.plan, tuple(self.outer.theta))
+        effects = member.handle(event, self._clock.steady())
+        self._follower.follow(member.commits)
+        head = member.commits.get(member.head)
+        if head is not None:
+            self._parts.operators.follow(head)
+        if self._events.empty():  # else a newer commit may follow
+            self._text_ahead.follow(head)
+        for effect in effects:
+            if isinstance(effect, member_events.Finish):
+                return True
+            await self._do(effect)
+        return False
+
+    async def _tick_always(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._tick()
+
+    def _lacks_state(self) -> bool:
+        """Whether a peer without a plan, which can be a full replica, has to fetch the state now, so that its first
+        plan has work for it. If the state is here, emits when the next plan's round begins."""
+        if not self._parts.whole or not self.member.is_new(self._clock.steady()):
+            return False
+        round, holds = self.member.applied, bool(self.outer.theta)
+        if holds and self._waiting_since != round:
+            self._waiting_since = round
+            left = retention.seconds_left(self.manifest, self.member.commits[round], self._clock.wall())
+            self._emit(events.Waiting(round=round + 2, seconds=left))
+        return not holds
+
+    # --- leaving
+
     async def _leave(self) -> None:
-        """Whoever is asked to end says so, stays until a node has what it has offered, and gives away what it has learned and not sent, where
-        somebody else trains those shards."""
+        """Announces that this peer leaves, waits until a node has its offer, and gives away its feedback where other
+        peers train those shards."""
         if not self.gives:
             return
         until, plan, phase = self._clock.steady() + handover.LEAVE_SECONDS, self.member.plan, self.member.phase
@@ -220,7 +244,7 @@ class Rounds:
         if heirs:
             self._emit(events.Leaving(seconds=handover.LEAVE_SECONDS))
         self._taking.refuse()
-        if await self._around.leave():
+        if await self._parts.sessions.leave():
             await self._offer_is_kept(until)
         await self._training.end()
         if plan is None or not heirs:
@@ -228,12 +252,12 @@ class Rounds:
         at_work = phase in (member_events.Phase.TRAINING, member_events.Phase.STOPPING)
         if at_work and self._training.result(plan.round).steps:  # the steps of a round that is not offered any more
             await self._feedback.written()
-            await self._work(self._own_work.keep, heirs)
+            await self._work(add_to_feedback, self.outer, self._inner_loop, heirs)
             await self._feedback.changed_between()
         await self._giving.leave(plan, self.member.deadline.up_bps, max(0.0, until - self._clock.steady()))
 
     async def _offer_is_kept(self, until: float) -> None:
-        """Returns when a node has all of what was offered to the open round, when that is decided, or at this time."""
+        """Waits until a node has the whole offer to the open round, until that is decided, or until this time."""
         offer = self.offer
         if offer is None or offer.round != self.member.applied + 1:
             return
@@ -246,17 +270,14 @@ class Rounds:
             if isinstance(event, member_events.Committed) and event.record.commit.round >= offer.round:
                 return
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
-            self.put(member_events.Tick())
+    # --- effects
 
     async def _do(self, effect: member_events.Effect) -> None:
         match effect:
             case member_events.Send(message):
-                self._around.tell(message)
+                self._parts.sessions.tell(message)
             case member_events.ReadLog(tip):
-                self._around.log.begin(tip, self.put, lambda: self.member.newest)
+                self._log_reader.begin(tip, self.put, lambda: self.member.newest)
             case member_events.TrainOrder(resume=True):
                 self._training.resume(effect)
             case member_events.TrainOrder():
@@ -289,7 +310,7 @@ class Rounds:
                 self.put(member_events.ShardsHeld(commit.round))
 
     async def _work(self, work: Callable[..., T], *args: object) -> T:
-        """Runs `work` on the one thread that changes θ and the feedback: the memory that it frees is there for the next time."""
+        """Runs `work` on the one thread that changes θ and the feedback, which reuses the memory that it frees."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, work, *args)
 
     async def _timed(self, phase: str, work: Awaitable[T]) -> T:
@@ -301,17 +322,18 @@ class Rounds:
 
     def _begin_training(self, order: member_events.TrainOrder) -> None:
         theta = {s: self.outer.theta[s] for s in retention.used_shards(self.manifest, order.plan, self.peer)}
-        # a spare, or who takes a seat, did not know what it would read, and needs its memory for the stage
+        # a spare, or a peer that joins late, did not know its text, and needs its memory for the stage
         if order.plan.round == self.member.applied + 1 and order.plan is not self.member.plan:
             self._text_ahead.expect(order.plan)
             self.outer.theta = dict(theta)
         self._training.begin(order, theta, order.plan.round > self.member.applied + 1, self.member.commits)
 
-    # --- what we send
+    # --- error feedback
 
     def _encode_update(self, effect: member_events.EncodeUpdate) -> Offer:
         parts, shards = [], retention.trained_shards(self.manifest, effect.plan, self.peer)
-        for shard, (payload, norm) in zip(shards, self._own_work.encode(shards), strict=True):
+        encoded = encode_update(self.outer, self._inner_loop, shards)
+        for shard, (payload, norm) in zip(shards, encoded, strict=True):
             digest = self._storage.blobs.put(payload, effect.plan.round, protect=True)
             parts.append(Part(shard=shard, digest=digest, size=len(payload), norm=norm))
         self._storage.blobs.put(part_lists.pack(tuple(parts)), effect.plan.round, protect=True)
@@ -321,7 +343,7 @@ class Rounds:
             parts=tuple(parts),
             tokens=effect.tokens,
             steps=effect.steps,
-            loss=bounds.told(effect.loss),
+            loss=bounds.reportable_loss(effect.loss),
         )
         self._storage.save_offer(offer, self._feedback.given_back)
         return offer
@@ -329,12 +351,13 @@ class Rounds:
     def _keep_in_feedback(self, round: int) -> None:
         plan = self._training.plan
         if plan is not None and plan.round == round and self._training.result(round).steps:
-            self._own_work.keep(retention.trained_shards(self.manifest, plan, self.peer))
+            shards = retention.trained_shards(self.manifest, plan, self.peer)
+            add_to_feedback(self.outer, self._inner_loop, shards)
             self._feedback.changed(round)
             self.offer = None
 
-    def _bring_up_to_date(self, found: Feedback) -> None:
-        """Does to the feedback that was saved what the offers since did to it. Raises LocalError."""
+    def _replay_offers(self, found: Feedback) -> None:
+        """Changes the feedback from disk as the offers since then have changed it. Raises LocalError."""
         for offer in found.since:
             for part in offer.parts:
                 payload = self._storage.own_payload(offer, part)
@@ -347,58 +370,78 @@ class Rounds:
         for part in offer.parts:
             self.outer.restore_feedback(part.shard, self._storage.own_payload(offer, part))
 
-    # --- feedback that others give us
-
     def _why_not_taken(self, giver: str, offered: Handover) -> str | None:
         return handover.why_refused(self.manifest, self.member.commits, self.member.plan, self.peer, giver, offered)
 
     def _offered_norm(self, shard: str) -> float | None:
-        """Of what we offered last."""
         parts = self.offer.parts if self.offer is not None else ()
         return next((part.norm for part in parts if part.shard == shard), None)
 
-    # --- what was decided
+    # --- commits
 
     async def _apply(self, commit: Commit, rebuild: Sequence[str]) -> int:
-        """The round that is applied: that of the commit, or where no shard is held a later one."""
+        """Applies a commit, or where no shard is held skips to a later one. Returns its round."""
         began = self._clock.steady()
-        await self._leap(commit)
-        held = list(self.outer.theta)
-        if not held:
-            commit = self._newest_after(commit)
-        payloads = await self._timed("fetch", self._exchange.payloads(commit, held, self.member.commits))
-        due, before = self._follower.state.standing.audits, self.member.commits.get(commit.round - 1)
-        self._around.examiner.follow(before, commit, self.outer.theta, payloads.by_shard, due)
+        await self._drop_state_if_longer(commit)
+        held, log = list(self.outer.theta), self.member.commits
+        if (
+            not held
+        ):  # the newest commit, or the one that decides our offer; those between name no payload that is needed
+            head, offer = self.member.head, self.offer
+            commit = log[head if offer is None or offer.round < commit.round else min(offer.round, head)]
+        payloads = await self._timed("fetch", self._exchange.payloads(commit, held, log))
+        due, before = self._follower.state.standing.audits, log.get(commit.round - 1)
+        self._parts.examiner.follow(before, commit, self.outer.theta, payloads.by_shard, due)
         scratch = None
-        if not self.manifest.outer.overlap:  # then nobody trains, and nobody but us has θ when it is compared
+        if not self.manifest.outer.overlap:  # no training; only this loop has θ once it is compared
             await self._attester.done()
-            self._around.inner_loop.release()
-            read = self._around.evaluator.reads or self._around.examiner.keeps
+            self._inner_loop.release()
+            read = self._parts.evaluator.reads or self._parts.examiner.keeps
             scratch = None if read else self._scratch
-
         found = {shard: payloads.by_shard[shard] for shard in held}
         await self._timed("apply", self._work(lambda: self.outer.apply_all(found, scratch)))
         self._replayed_bytes += sum(share.size for share in commit.shares)
-        await self._doubts.settle(rebuild, commit.round)
+        await self._rebuild(rebuild, commit.round)
         await self._work(lambda: self._exchange.settle(commit, self._needed(commit.round)))
-        self._tell_of_round(commit, self._clock.steady() - began)
+        self._report_round(commit, self._clock.steady() - began)
         return commit.round
 
-    def _newest_after(self, commit: Commit) -> Commit:
-        """The newest commit, or the one that decides about our offer, which is looked at before: those between name nothing that is needed."""
-        log, offer = self.member.commits, self.offer
-        last = self.member.head if offer is None or offer.round < commit.round else min(offer.round, self.member.head)
-        return log[last]
+    async def _rebuild(self, shards: Sequence[str], round: int) -> None:
+        """Computes shards again of which most peers attest other bits, from the seed or a state on which we and the log
+        agreed (`Recovery.again`). If the log gives other bits than ours, this machine made an error, and ours are
+        replaced. If it gives ours, they are kept: the others' bits do not follow from the log, however many attest
+        them."""
+        rebuilt = []
+        for shard in shards:
+            recent = round - self._confirmed.get(shard, -CONFIRMED_ROUNDS) < CONFIRMED_ROUNDS
+            if shard not in self.outer.theta or recent:
+                continue
+            again = await self._recovery.again(shard, round, self._own_digests)
+            ours = await asyncio.to_thread(layout.shard_digest, self.outer.theta[shard])
+            if again is not None and await asyncio.to_thread(layout.shard_digest, again) != ours:
+                self.outer.theta[shard] = again
+                rebuilt.append(shard)
+                continue
+            self._confirmed[shard] = round
+            result = "gave ours" if again is not None else "would cost too much"
+            text = (
+                f"state of {shard} after round {round}: others say that it has other bits; following the log again"
+                f" {result}, they are kept. If this goes on, tell the operators of the run"
+            )
+            self._emit(events.Warning(text=text))
+        if rebuilt:
+            self._emit(events.ShardRebuilt(round=round, shards=tuple(rebuilt)))
 
-    def _tell_of_round(self, commit: Commit, boundary_seconds: float) -> None:
-        result = self._training.forget(commit.round)
+    def _report_round(self, commit: Commit, boundary_seconds: float) -> None:
+        result, is_news = self._training.forget(commit.round), commit.round == self.member.head
         self._seconds |= {"boundary": boundary_seconds, "train": result.seconds, "text": result.text_seconds}
+        traffic = self._parts.network.transport.traffic
         self._emit(
             events.Round(
                 round=commit.round,
                 seconds={phase: round(seconds, 4) for phase, seconds in self._seconds.items()},
-                bytes_sent=self._around.traffic.bytes_sent,
-                bytes_received=self._around.traffic.bytes_received,
+                bytes_sent=traffic.bytes_sent,
+                bytes_received=traffic.bytes_received,
                 bytes_written=self._storage.disk.written_bytes,
                 boundary_forward_bytes=result.forward_bytes,
                 boundary_backward_bytes=result.backward_bytes,
@@ -406,21 +449,32 @@ class Rounds:
                 holds=bool(self.outer.theta),
                 own_tokens=commit.tokens_of(self.peer),
                 probation=commit.tried(self.peer),
+                evaluations=commit.evaluations if is_news else (),
+                scores=commit.scores if is_news else (),
             )
         )
-        for told in events.measured(commit) if commit.round == self.member.head else ():  # what is old is no news
-            self._emit(told)
         self._seconds = {}
+
+    async def _drop_state_if_longer(self, commit: Commit) -> None:
+        """Far behind the log, drops the state if a later one costs fewer bytes; `_hold_shards` builds that."""
+        held, before, head = tuple(self.outer.theta), commit.round - 1, self.member.head
+        long, now = self._recovery.is_long(held, before, head), self._clock.steady()
+        if retention.look_is_due(long, self._looked_at, now):
+            self._looked_at = now
+            if await self._recovery.is_shorter(held, before, head):
+                self.outer.theta.clear()
+
+    # --- shards
 
     async def _hold_shards(self, commit: Commit, *, whole: bool = False) -> None:
         await self._attester.done()
-        wanted = retention.held_shards(self.manifest, commit.plan, self.peer, warm=self._around.warm, whole=whole)
+        wanted = retention.held_shards(self.manifest, commit.plan, self.peer, warm=self._parts.warm, whole=whole)
         if wanted:
             for shard in [s for s in self.outer.theta if s not in wanted]:
                 del self.outer.theta[shard]
         used = retention.used_shards(self.manifest, commit.plan, self.peer)
         lacking = [s for s in wanted if s not in self.outer.theta]
-        later = [s for s in lacking if used and s not in used]  # who trains does not wait for what it will need
+        later = [s for s in lacking if used and s not in used]  # training does not wait for them
         await self._warm_up.want(later)
         await self._recovery.build([s for s in lacking if s not in later], commit.round)
         self._storage.blobs.protected = self._needed(commit.round)
@@ -430,7 +484,7 @@ class Rounds:
         self._attester.begin(commit.round, dict(self.outer.theta), self._write_checkpoint if due else None)
         self._writes = due
         scores = self._follower.state.standing.scoring
-        self._around.evaluator.follow(commit, dict(self.outer.theta), self.member.commits, scores)
+        self._parts.evaluator.follow(commit, dict(self.outer.theta), self.member.commits, scores)
 
     def _take_warm(self) -> None:
         """Takes over the shards of a later role, if they are there, and attests them with the others."""
@@ -442,27 +496,16 @@ class Rounds:
             self._attester.begin(self.member.applied, dict(self.outer.theta))
 
     def _needed(self, round: int) -> set[str]:
-        """Which payloads are still needed here after `round` (peer/state/payloads.py)."""
-        log, held = self.member.commits, self.outer.theta
-        needed = retention.payloads_needed(
-            log, self._exchange.lists, round, self._checkpointed, held, self._storage.offers
-        )
+        """The payloads that are needed here after `round` (peer/state/payloads.py)."""
+        log, held, offers = self.member.commits, self.outer.theta, self._storage.offers
+        needed = retention.payloads_needed(log, self._exchange.lists, round, self._checkpointed, held, offers)
         return needed | self._storage.blobs.newer(self.member.head)
-
-    async def _leap(self, commit: Commit) -> None:
-        """Far behind, forgets the state that we have if a later one costs less; `_hold_shards` builds it."""
-        held, before, head = tuple(self.outer.theta), commit.round - 1, self.member.head
-        long, now = self._recovery.is_long(held, before, head), self._clock.steady()
-        if retention.look_is_due(long, self._looked_at, now):
-            self._looked_at = now
-            if await self._recovery.is_shorter(held, before, head):
-                self.outer.theta.clear()
 
     async def _write_checkpoint(self, round: int, theta: Shards, digests: Mapping[str, str]) -> None:
         await self._work(self._checkpoint, round, theta, digests)
 
     def _checkpoint(self, round: int, theta: Shards, digests: Mapping[str, str]) -> None:
-        self._storage.save_checkpoint(Checkpoint(round, theta, self._around.inner_loop.optimizer()), digests)
+        self._storage.save_checkpoint(Checkpoint(round, theta, self._inner_loop.optimizer()), digests)
         self._checkpointed, self._replayed_bytes = round, 0
         if not self._warm_up.shards:
             self._exchange.drop_states()

@@ -1,9 +1,9 @@
-"""How a peer's network starts: it connects to the run, finds out how others reach this machine (peer/net/reach.py), and where the router
-lets nobody in, starts again with what libp2p needs to make holes in it (docs/adr/0023-dial-back.md).
+"""Starts a peer's network: connects to the run and finds out how others reach this machine (peer/net/reach.py). Behind
+a router that lets no connection in, starts again with the relays that libp2p needs for hole punching
+(docs/adr/0023-dial-back.md).
 
-The daemon must know from its start that nobody gets in, and which public peers carry its signals. It waits for all of those, and for
-minutes where one does not answer: so only those are named to whom there is a connection now. Four or more of them, by the addresses
-at which they see us, tell the daemon where holes lead.
+The daemon must know its relays from its start, and waits minutes for one that does not answer: so it gets only peers
+with a present connection. Four or more of them, by the addresses at which they see us, show it where holes lead.
 """
 
 from __future__ import annotations
@@ -16,39 +16,42 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from peer.net import reach, roster
+from peer.net import node_calls, reach
 from peer.net.address import host_of, is_circuit, is_loopback, is_public
 from peer.net.base import Transport
-from peer.net.contacts import announcements
-from peer.net.reach import Finding
+from peer.net.directory import announcements
+from peer.net.reach import Reachability
 from peer.node.open_run import Door, Run, start_transport
 from protocol.errors import RemoteError
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import Announcement
 
 RELAYS = 6
-"""Public peers that carry our signals, at most."""
+"""Public peers that relay our signals, at most."""
 ASKED = 16
-"""Announced peers among whom those are looked for."""
+"""Announced peers among which relays are sought."""
 CONNECT_SECONDS = 5.0
 MAPPED_SECONDS = 8.0
-"""After the start, in which a router may have mapped a port for us by UPnP or NAT-PMP."""
+"""After the start, for a router to map a port by UPnP or NAT-PMP."""
 LOOK_SECONDS = 0.5
 SIGNALS_SECONDS = 5.0
-"""That relays may take to accept us; others are told of them at once."""
+"""For relays to accept us."""
 REMEMBERED_SECONDS = 86_400.0
-"""So long it is believed that nobody gets in, without waiting for the router once more."""
+"""For which "no connection comes in" is believed without waiting for the router again."""
 _MARK = "private"
 
 
 async def _nothing(transport: Transport) -> None:
-    """Nothing is to be done meanwhile."""
+    """Does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class WayIn:
-    """Of one peer, whose files are in `folder`. `begin(folder, door, run)` starts a transport; `meanwhile(transport)` is done while the router
-    may still map a port, and that transport is closed afterwards if it does not."""
+class NetworkStart:
+    """The start of one peer's network.
+
+    begin: (folder, door, run) starts a transport.
+    meanwhile: runs while the router may still map a port; the transport may be closed afterwards.
+    """
 
     run: Run
     folder: Path
@@ -57,12 +60,12 @@ class WayIn:
     meanwhile: Callable[[Transport], Awaitable[None]] = _nothing
 
     async def start(self) -> Transport:
-        """A transport as for a machine that can be reached. Raises UsageError."""
+        """A transport without relays. Raises UsageError."""
         return await self.begin(self.folder, self.door, self.run.run_id)
 
-    async def settle(self, transport: Transport, manifest: Manifest) -> tuple[Transport, Finding | None]:
-        """Finds out how we are reached over a transport that has just been started and is connected to the run: the one to go on with,
-        which may be another, and what was found; None for a machine that only listens to itself. Raises RemoteError, LocalError."""
+    async def find_reach(self, transport: Transport, manifest: Manifest) -> tuple[Transport, Reachability | None]:
+        """Finds out how others reach us over a new transport with a connection to the run. Returns the transport to use
+        from now on, and the finding; None for a machine that listens only to itself. Raises RemoteError, LocalError."""
         if ipaddress.ip_address(self.door.host).is_loopback:
             return transport, None
         until = asyncio.get_running_loop().time() + MAPPED_SECONDS
@@ -90,50 +93,54 @@ class WayIn:
             raise
         return again, found
 
-    async def _find(self, transport: Transport, manifest: Manifest, public: dict[str, str], until: float) -> Finding:
+    async def _find(
+        self, transport: Transport, manifest: Manifest, public: dict[str, str], until: float
+    ) -> Reachability:
         if self._is_remembered():
             await self.meanwhile(transport)
-            return Finding(how="private")
+            return Reachability(how="private")
 
         async def others() -> AsyncIterator[str]:
             for peer in sorted(public, key=lambda peer: peer not in manifest.operators):
                 yield peer
 
         async def reached(peer: str) -> None:
-            """They are connected."""
+            """Connected already."""
 
-        around = reach.Around(
+        around = reach.ReachContext(
             transport=transport,
             others=others,
             reach=reached,
             addresses=lambda peer: [public[peer]],
             announced=self.door.announce,
         )
-        found = await reach.find_out(around)
+        found = await reach.check_reachability(around)
         if found.how == "private" and not self.door.announce:
             await self.meanwhile(transport)
         while found.how == "private" and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(LOOK_SECONDS)
             if await transport.look():
-                found = await reach.find_out(around)
+                found = await reach.check_reachability(around)
         return found
 
     def _is_remembered(self) -> bool:
-        """Whether nobody got in when we were started before."""
+        """Whether no connection came in at the last start."""
         try:
             return time.time() - (self.folder / _MARK).stat().st_mtime < REMEMBERED_SECONDS and not self.door.announce
         except OSError:
             return False
 
     async def _public(self, transport: Transport, manifest: Manifest) -> dict[str, str]:
-        """Bootstrap nodes and other peers whom everybody reaches, to whom there is a connection now: their addresses, nodes first."""
+        """Addresses of nodes, then of other public peers, to which there is a connection now."""
         known = {
             address.rpartition("/p2p/")[2]: [address] for address in (*self.run.bootstrap, *manifest.hints.bootstrap)
         }
         found: dict[str, Announcement] = {}
         for node in manifest.operators:
             with contextlib.suppress(RemoteError):
-                found = await roster.look_up(transport, manifest.run_id, node, manifest.operators, sample=ASKED)
+                found = await node_calls.look_up_peers(
+                    transport, manifest.run_id, node, manifest.operators, sample=ASKED
+                )
                 break
         if not set(manifest.operators) <= {*known, *found}:  # a node does not hear the others
             with contextlib.suppress(RemoteError):
@@ -149,13 +156,13 @@ class WayIn:
 
 
 def _best(addresses: list[str]) -> str:
-    """That by which a stranger finds a peer; empty where there is none."""
+    """The address for strangers; empty without one."""
     ours = [a for a in addresses if not is_circuit(a) and not is_loopback(host_of(a))]
     return next((a for a in ours if is_public(host_of(a))), next(iter(ours), ""))
 
 
 async def _connect(transport: Transport, addresses: tuple[str, ...]) -> list[str]:
-    """Those of the addresses at which a peer was reached."""
+    """The addresses that were reached."""
     tasks = {a: asyncio.create_task(transport.connect([a], timeout=CONNECT_SECONDS)) for a in addresses}
     done = await asyncio.gather(*tasks.values(), return_exceptions=True)
     for error in done:

@@ -8,25 +8,24 @@ For every shard (algorithm 1 of SparseLoCo; Eq. 2 of Heterogeneous Low-Bandwidth
     e    = β e, and 0 where sent         sent, but a crash took δ               without_delta
     θ   -= η Σ_m w_m sent_m              in the order of the commit             apply
 
-All arithmetic is fp32 in numpy, one operation at a time and in a stated order, so θ is bit for bit the same
-everywhere. Nothing is lost: for every replica, Σ_r β^(R-r) committed_r + e_R = Σ_r β^(R-r) δ_r, up to fp32
-rounding. A crash between an offer and the saving of e costs what was learned and not sent: δ counts as what was sent of it, and as
-zero elsewhere. `without_delta` brings e up to the offer so that the equation holds, and nothing that was sent is taken back.
+All arithmetic is fp32 in numpy, one operation at a time and in a stated order, so θ is bit for bit the same everywhere.
+Nothing is lost: for every replica, Σ_r β^(R-r) committed_r + e_R = Σ_r β^(R-r) δ_r, up to fp32 rounding. A crash
+between an offer and the saving of e costs the part of δ that was not sent: δ counts as the sent values, and as zero
+elsewhere. `without_delta` brings e up to the offer so that the equation holds.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.codec import sparse
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.codec.sparse import Sparse
 from protocol.codec.topk import Empty, Kept, Map, in_memory
 from protocol.errors import LocalError
@@ -35,26 +34,23 @@ from protocol.run.layout import ModelSpec
 
 Array = npt.NDArray[np.float32]
 BLOCK = 1 << 16
-"""Elements that are worked on at a time: they stay in the processor's cache."""
+"""Elements of a step of the work: they stay in the processor's cache."""
 MOST_THREADS = 8
-"""More of them hinder each other: all hold Python's lock now and then (docs/results/gpu.md)."""
-
-
-class Accumulate(Protocol):
-    """Makes e = β e + δ of a shard's `feedback` in place, with δ as it knows it, and finds the largest magnitudes with `k` of every
-    4096: `Outer.accumulate` and the codec's selection in one, to the same bits, on another device (peer/training/update.py). Raises
-    LocalError, and leaves e as it was, if a value is not finite."""
-
-    def __call__(self, feedback: Sequence[Array], beta: np.float32, k: int, run: Map, /) -> Sequence[Kept]: ...
+"""More of them compete for Python's lock (docs/results/gpu.md)."""
+Accumulate = Callable[[Sequence[Array], np.float32, int, Map], Sequence[Kept]]
+"""(e, β, k, run): makes e = β e + δ in place and selects the largest magnitudes, `k` of every 4096, on another device:
+`Outer.accumulate` and the codec's selection in one, to the same bits (peer/training/update.py). Raises LocalError, and
+leaves e unchanged, if a value is not finite."""
 
 
 class Outer:
-    """`theta`: the shards held; `feedback`: error buffers e (fp32, as theta's arrays), which may outlive the
-    holding.
+    """The shards of θ and the error feedback of one peer.
 
-    `apply` replaces the list in `theta`, so that whoever reads the old one sees a whole state (see there). `threads`: how many
-    encode and apply at a time, `abreast`: of how many shards `apply_all` makes the next state at a time; the bits do not depend on it. `empty` makes all
-    arrays, in memory or in files that are mapped.
+    theta: `apply` replaces its lists, so a reader of an old list sees a whole state.
+    feedback: e by shard (fp32, as theta's arrays); may outlive the holding of the shard.
+    threads: that encode and apply. The bits do not depend on it, nor on `abreast`.
+    empty: makes all arrays, in memory or in mapped files.
+    abreast: shards whose next state `apply_all` makes at a time.
     """
 
     def __init__(
@@ -69,7 +65,6 @@ class Outer:
     ) -> None:
         self.threads = min(threads, MOST_THREADS)
         self.run: Map = map if threads == 1 else ThreadPoolExecutor(self.threads, "codec").map
-        """Runs jobs on so many threads, which end with this object."""
         self.empty = empty
         self._abreast, self._taking = abreast, threading.Lock()
         self.spec = spec
@@ -80,8 +75,8 @@ class Outer:
         self.feedback: dict[str, list[Array]] = {}
 
     def accumulate(self, shard: str, displacement: Sequence[tuple[Array, Array | None]]) -> None:
-        """e = β e + δ, for each tensor δ = a - b of (a, b), or a where b is None. Raises LocalError, and leaves e as it was, if a
-        value is not finite; ValueError for wrong shapes."""
+        """e = β e + δ, for each tensor δ = a - b of (a, b), or a where b is None. Raises LocalError, and leaves e
+        unchanged, if a value is not finite; ValueError for wrong shapes."""
         if tuple(a.shape for a, _ in displacement) != layout.shapes(self.spec, shard):
             raise ValueError(f"{shard}: the pseudo-gradient's shapes are not those of the shard")
         for pair in displacement:
@@ -97,23 +92,25 @@ class Outer:
                 np.add(e_block, delta, out=e_block)
 
     def accumulate_on(self, device: Accumulate, shard: str) -> Sequence[Kept]:
-        """The same where the trained values are; what is largest of the sum. Raises LocalError, and leaves e as it was."""
+        """`accumulate` on the device; returns the largest values of e. Raises LocalError, and leaves e unchanged."""
         return device(self._feedback(shard), self.beta, self.codec.topk, self.run)
 
     def encode(self, shard: str, codec: Codec | None = None) -> tuple[bytes, float]:
-        """The payload to offer, and the L2 norm of what it sends; e loses that. `codec`: another than that of offers, for what goes to
-        another peer's feedback. Raises PayloadError if e is not finite."""
+        """Takes a payload out of e. Returns it and its L2 norm. Raises PayloadError if e is not finite.
+
+        codec: for another peer's feedback; None: that of offers.
+        """
         payload = sparse.encode(codec or self.codec, self._feedback(shard), self.run)
         return payload, self._take(shard, payload, codec)
 
     def update(self, device: Accumulate, shard: str) -> tuple[bytes, float]:
-        """`accumulate_on` and `encode` in one; for several shards at a time, too. Raises LocalError, and leaves e as it was; PayloadError
-        if the sum is not finite."""
+        """`accumulate_on` and `encode`; several shards at a time may do so. Raises LocalError, and leaves e unchanged;
+        PayloadError if the sum is not finite."""
         payload = sparse.pack(self.codec, self.accumulate_on(device, shard), self.run)
         return payload, self._take(shard, payload, None)
 
     def norm(self, shard: str, payload: bytes | memoryview, codec: Codec | None = None) -> float:
-        """L2 norm of what `payload` sends. Raises PayloadError."""
+        """L2 norm of a payload's values. Raises PayloadError."""
         return _norm(self._decode(shard, payload, codec))
 
     def held(self, shard: str) -> float:
@@ -122,15 +119,15 @@ class Outer:
         return math.sqrt(sum(float(np.sum(np.square(block, dtype=np.float64))) for block in blocks))
 
     def without_delta(self, shard: str, payload: bytes | memoryview) -> None:
-        """e = β e, and 0 where `payload` sends something: it is out, and its δ is lost. Raises PayloadError."""
+        """e = β e, and 0 where `payload` has a value: its δ is lost otherwise. Raises PayloadError."""
         sent = self._decode(shard, payload)
         for e, x in zip(self._feedback(shard), sent, strict=True):
             np.multiply(e, self.beta, out=e)
             e.reshape(-1)[x.index] = 0
 
     def restore_feedback(self, shard: str, payload: bytes | memoryview, codec: Codec | None = None) -> None:
-        """e gets back what `payload`, made by `encode`, took from it, here or from another peer's. Raises PayloadError, and changes
-        nothing then."""
+        """Adds a payload of `encode` to e again, here or at another peer. Raises PayloadError, and changes nothing
+        then."""
         returned = self._decode(shard, payload, codec)
         for e, sent in zip(self._feedback(shard), returned, strict=True):
             e.reshape(-1)[sent.index] += sent.values
@@ -141,11 +138,11 @@ class Outer:
         contributions: Sequence[tuple[float, bytes | memoryview]],
         scratch: list[Array] | None = None,
     ) -> None:
-        """θ -= η Σ w_m sent_m over (weight, payload) in the given order. Raises PayloadError or ValueError (a
-        weight that is not finite) before anything is changed, KeyError for a shard that is not held.
+        """θ -= η Σ w_m sent_m over (weight, payload) in the given order. Raises PayloadError or ValueError (a weight
+        that is not finite) before anything is changed, KeyError for a shard that is not held.
 
-        With `scratch` the memory of the former arrays goes there, and the new ones take theirs from it: only for a caller
-        who knows that nobody else reads those arrays any more."""
+        scratch: takes the former arrays, and gives memory for the new ones; only where no reader has the former ones.
+        """
         held = self.theta[shard]
         if not all(math.isfinite(weight) for weight, _ in contributions):
             raise ValueError(f"{shard}: a contribution's weight is not finite")
@@ -175,11 +172,10 @@ class Outer:
                 list(pool.map(lambda shard: self.apply(shard, contributions[shard], scratch), contributions))
 
     def digest(self, shard: str) -> str:
-        """The shard's digest (protocol/run/layout.py)."""
         return layout.shard_digest(self.theta[shard])
 
     def _take(self, shard: str, payload: bytes, codec: Codec | None) -> float:
-        """e loses what `payload` sends; the L2 norm of that."""
+        """e loses the payload's values. Returns their L2 norm."""
         sent = self._decode(shard, payload, codec)
 
         def subtract(job: tuple[Array, Sparse, slice]) -> None:
@@ -207,7 +203,7 @@ def difference(displacement: Sequence[tuple[Array, Array | None]]) -> list[Array
 
 
 def _taken(scratch: list[Array], shapes: Sequence[tuple[int, ...]], empty: Empty) -> list[Array]:
-    """Arrays of these shapes out of `scratch`, and new ones where it has none: fresh pages cost as much as the sums."""
+    """Arrays of these shapes from `scratch`, or new ones: fresh pages cost as much as the sums."""
     found: list[Array | None] = []
     for shape in shapes:
         at = next((i for i, array in enumerate(scratch) if array.shape == shape), None)
@@ -221,7 +217,7 @@ def _norm(sent: Sequence[Sparse]) -> float:
 
 
 def _blocks(array: Array) -> Iterator[Array]:
-    """The elements of a contiguous array, some at a time."""
+    """The elements of a contiguous array in blocks."""
     flat = array.reshape(-1)
     return (flat[here] for here in _spans(flat.size))
 

@@ -1,14 +1,15 @@
 """What peers give each other by name: payloads of rounds and shards of states. Serves ours, fetches others'.
 
-Lists of parts come first (protocol/ledger/part_lists.py), then the parts of our shards. Both are fetched as soon as a node says that they were offered, from its sender or the archive or whom these name
-(peer/net/blobs/serving.py), so that it is here when the round is committed. What is kept and for how long:
+Lists of parts come first (protocol/ledger/part_lists.py), then the parts of our shards. Both are fetched as soon as a
+node announces the offer, from its sender, the archive or peers that these name (peer/net/blobs/serving.py), so that
+they are here when the round is committed. What is kept and for how long:
 
     payloads committed after our newest checkpoint, of our shards     never evicted: a restart needs them
     the lists of parts that name them                                 as long as the payloads
     fetched shards of a state, until our next checkpoint              never evicted: a restart goes on with them
-    payloads of our own offer, until it is decided                    never evicted: they may go back into the error feedback
+    payloads of our own offer, until it is decided                    never evicted: they may go back into the feedback
     offered, but not committed                                        removed when the round is applied
-    all others                                                        kept for whoever asks, oldest rounds go first
+    all others                                                        kept for other peers, oldest rounds go first
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ import asyncio
 import contextlib
 import functools
 import random
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from peer import events
-from peer.net.base import CallHandler, Closed, Timeout, Transport, Unreachable, call, serve_calls
-from peer.net.blobs import NO_ROUND, BlobServer, Fetcher, Text
-from peer.net.token_bucket import TokenBucket
-from peer.net.uplink import Uplink
+from peer.net.base import CallHandler, Closed, Timeout, Unreachable, call, serve_calls
+from peer.net.blobs import NO_ROUND, BlobServer, BlobStore, Fetcher, Text
+from peer.net.blobs.holders import Holders
+from peer.net.network import Network
+from peer.net.rate_limits import TokenBucket
 from peer.state import tensor_file
-from peer.state.part_lists import PartLists
 from peer.state.storage import Storage
 from protocol.errors import PotluckError, RemoteError
 from protocol.ledger import part_lists, retention
@@ -43,60 +45,86 @@ from protocol.wire.commit import Commit, Part, Share
 
 RETRY_SECONDS = 1.0
 WARNINGS = (1.0, 50.0)
-"""That are told in a second, and at once: others decide how often a fetch fails."""
-ASKED = 64
+"""A second, and at once: others decide how often a fetch fails."""
+STATES_PEERS = 64
 """Peers that are asked for their states."""
-HELD = 4
-"""States of which each is believed to have them, the newest; nobody keeps more checkpoints than peer/state/storage.py does."""
+STATES_OF_A_PEER = 4
+"""The newest states that a peer is believed to have; none keeps more checkpoints than peer/state/storage.py does."""
 ASK_SECONDS = 10.0
 ANSWER_BYTES = 64 * 1024
-STREAMS = 2
-"""Over which a holder is asked for a state: libp2p lets 256 KiB be under way in one (peer/net/striped_stream.py), 40 Mb/s over 50 ms."""
-AHEAD = 4
+STATE_STREAMS = 2
+"""To a holder of a state: libp2p lets 256 KiB be under way in one (peer/net/striped_stream.py), 40 Mb/s over 50 ms."""
+ROUNDS_AHEAD = 4
 """Rounds whose payloads are fetched ahead while earlier ones are applied."""
-
-
+MOST_PARTS = 1 << 17
+"""Parts in memory, about 30 MB; the least recently used lists are read again when they are needed."""
 T = TypeVar("T")
+
+
+class PartLists(Mapping[str, Parts]):
+    """The lists of parts in the store: root -> parts. Lists that are evicted there, or damaged, are missing.
+    Thread-safe."""
+
+    def __init__(self, store: BlobStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._recent: OrderedDict[str, Parts] = OrderedDict()
+        self._parts = 0
+
+    def __getitem__(self, root: str) -> Parts:
+        with self._lock:
+            if not self._store.has(root):
+                raise KeyError(root)
+            if root in self._recent:
+                self._recent.move_to_end(root)
+                return self._recent[root]
+            raw = self._store.get(root)
+            try:
+                found = part_lists.unpack(raw) if raw is not None else None
+            except part_lists.BadList:
+                found = None
+            if found is None:
+                raise KeyError(root)
+            self._recent[root] = found
+            self._parts += len(found)
+            while self._parts > MOST_PARTS and len(self._recent) > 1:
+                _, old = self._recent.popitem(last=False)
+                self._parts -= len(old)
+            return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._recent))
+
+    def __len__(self) -> int:
+        return len(self._recent)
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The payloads of a commit: shard -> (weight, payload) in commit order; and the names of all that was needed for them."""
+    """The payloads of a commit: shard -> (weight, payload) in commit order; and the names of these and of their
+    lists."""
 
     by_shard: dict[str, list[tuple[float, bytes]]]
     names: set[str]
 
 
 class Exchange:
-    """One per daemon. It serves the payloads and checkpoints in `storage`, in turns of `uplink`. `reach(peer)` connects to a peer,
-    `lost(peer)` forgets how it was reached, `peers()` are those who may have states, `nodes()` the operators' nodes."""
+    """Serves the payloads and checkpoints in `storage`, and fetches others'. `fetches_states`: whether it asks for
+    their states."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        transport: Transport,
-        storage: Storage,
-        emit: events.Emit,
-        *,
-        reach: Callable[[str], Awaitable[None]],
-        lost: Callable[[str], None] = lambda peer: None,
-        peers: Callable[[], Awaitable[Sequence[str]]],
-        uplink: Uplink,
-        nodes: Callable[[], Sequence[str]] | None = None,
-    ) -> None:
-        """Long because it stands between the store, the network and those who know where others are."""
+    def __init__(self, manifest: Manifest, storage: Storage, network: Network, *, fetches_states: bool = True) -> None:
         self.manifest = manifest
-        self._nodes = nodes or (lambda: manifest.operators)
         self.store = store = storage.blobs
-        self._transport = transport
-        self._emit = emit
-        self._fetcher = Fetcher(transport, store, reach=reach, lost=lost, warn=self._complain)
-        self._server = BlobServer(
-            store, others=storage.find, coming=self._fetcher.coming, uplink=uplink, warn=self._warn
+        self._network = network
+        self._transport = network.transport
+        self._directory = directory = network.directory
+        self._fetcher = Fetcher(
+            network.transport, store, reach=directory.reach, lost=directory.lost, holders=Holders(self._complain)
         )
-        self._reach = reach
-        self._lost = lost
-        self._peers = peers
+        self._server = BlobServer(
+            store, others=storage.find, coming=self._fetcher.coming, uplink=network.uplink, warn=network.warn
+        )
+        self._fetches_states = fetches_states
         self._storage = storage
         self.lists = PartLists(store)
         self._prefetches: dict[asyncio.Task[None], tuple[int, str]] = {}
@@ -105,7 +133,7 @@ class Exchange:
         self._warnings = TokenBucket(*WARNINGS)
 
     async def serve(self, text: Text | None = None) -> None:
-        """Lets others ask, also for `text`."""
+        """Begins to serve, `text` too."""
         if text is not None:
             self._server.add_text(text)
         await self._server.serve(self._transport)
@@ -117,7 +145,6 @@ class Exchange:
         await serve_calls(self._transport, endpoints.STATES, states, limit=1024)
 
     async def aclose(self) -> None:
-        """Ends what is under way; what came so far stays on disk."""
         for task in self._prefetches:
             task.cancel()
         await self._fetcher.aclose()
@@ -127,8 +154,8 @@ class Exchange:
     # --- payloads
 
     def prefetch(self, round: int, share: Share, shards: Collection[str]) -> None:
-        """Begins to fetch the parts of these shards of a share that was offered to `round` and may be committed soon, if there is space. A failure
-        is for `payloads` to make good."""
+        """Begins to fetch the parts of these shards of a share that may be committed to `round` soon, if there is
+        space. `payloads` makes up for failures."""
         if share.root in self.lists:
             self._prefetch_parts(round, share, shards)
         elif part_lists.may_be_fetched(self.manifest, share) and self.store.make_space(share.listed):
@@ -147,7 +174,7 @@ class Exchange:
                 self._begin(round, part.digest, functools.partial(self._fetch, part, share.peer, round))
 
     def _begin(self, round: int, name: str, fetch: Callable[[], Awaitable[None]]) -> None:
-        """Fetches a blob of `round` that nobody waits for."""
+        """Fetches a blob of `round` in the background."""
 
         async def work() -> None:
             with contextlib.suppress(PotluckError):  # a full disk, or a lost network, shows again where it matters
@@ -161,13 +188,13 @@ class Exchange:
         task.add_done_callback(self._prefetches.pop)
 
     async def payloads(self, commit: Commit, shards: Sequence[str], log: Mapping[int, Commit]) -> Committed:
-        """Every payload of these shards that `commit` names; what cannot be had is tried again until it is. Those of the next rounds, as far as
-        they are in the `log`, begin to come too."""
+        """The payloads of these shards that `commit` names; retries until it has them. Also begins to fetch those of
+        the next rounds in the `log`."""
         if not shards:
             return Committed({}, set())
         round = commit.round
-        self.store.protected.update(share.root for share in commit.shares)  # until it is said again what is needed
-        for later in range(round + 1, round + 1 + AHEAD):
+        self.store.protected.update(share.root for share in commit.shares)  # until `settle`
+        for later in range(round + 1, round + 1 + ROUNDS_AHEAD):
             for share in log[later].shares if later in log else ():
                 self.prefetch(later, share, shards)
         lists = await self._all([self._list_of(share, round) for share in commit.shares])
@@ -197,7 +224,6 @@ class Exchange:
         return part.digest, await self._until_here(functools.partial(self.store.get, part.digest), fetch)
 
     async def _until_here(self, read: Callable[[], T | None], fetch: Callable[[], Awaitable[None]]) -> T:
-        """What can be read once it is fetched."""
         found = await asyncio.to_thread(read)
         while found is None:
             try:
@@ -223,8 +249,8 @@ class Exchange:
     async def _fetch_blob(
         self, name: str, size: int, sender: str, round: int, check: Callable[[bytes], None] | None = None
     ) -> None:
-        """From its sender or an archive: about half of the peers ask the sender first."""
-        holders = [sender, *self._nodes()]
+        """From its sender or an archive; about half of the peers ask the sender first."""
+        holders = [sender, *self._directory.operators]
         if sum((self._transport.peer_id + name).encode()) % 2:
             holders.append(holders.pop(0))
         await self._fetcher.fetch(name, size, holders, round=round, check=check, owner=sender)
@@ -233,23 +259,23 @@ class Exchange:
 
     async def ask(self, peer: str, name: str, request: bytes, limit: int) -> bytes:
         """A call to another peer. Raises RemoteError."""
-        await self._reach(peer)
+        await self._directory.reach(peer)
         try:
             return await call(self._transport, peer, name, request, timeout=ASK_SECONDS, limit=limit)
         except (Unreachable, Closed, Timeout):
-            self._lost(peer)  # it may be elsewhere now
+            self._directory.lost(peer)  # it may be elsewhere now
             raise
 
     async def answer(self, name: str, handler: CallHandler, limit: int) -> None:
-        """Answers such calls."""
+        """Answers calls of this name."""
         await serve_calls(self._transport, name, handler, limit=limit)
 
     async def fetch(self, name: str, size: int, holder: str) -> None:
-        """Brings a blob of one other peer into the store, from where it may be evicted. Raises RemoteError, UsageError."""
+        """Brings a blob of one peer into the store, where it may be evicted. Raises RemoteError, UsageError."""
         await self._fetcher.fetch(name, size, [holder])
 
     async def take(self, name: str, size: int, holder: str) -> bytes:
-        """A blob of one other peer, which is not kept, unless it was here before. Raises RemoteError, UsageError."""
+        """A blob of one peer, without keeping it. Raises RemoteError, UsageError."""
         was_here = self.store.has(name)
         await self.fetch(name, size, holder)
         data = await asyncio.to_thread(self.store.get, name)
@@ -264,50 +290,52 @@ class Exchange:
         return self.store.put(data, sync=False)
 
     def drop(self, name: str) -> None:
-        """Forgets such a blob, unless it is needed as a payload too."""
+        """Removes a blob, unless it is needed as a payload too."""
         if name not in self.store.protected:
             self.store.remove(name)
 
     # --- states
 
     async def holders(self) -> dict[tuple[int, str], list[str]]:
-        """(round, shard) -> the peers that say they serve it. Who does not answer in time is left out."""
+        """(round, shard) -> the peers that serve it, as far as they answer in time."""
         found: dict[tuple[int, str], list[str]] = {}
+        if not self._fetches_states:
+            return found
         try:
-            peers = [p for p in await self._peers() if p != self._transport.peer_id]
+            peers = [p for p in await self._directory.peers() if p != self._transport.peer_id]
         except RemoteError:
             return found
 
         async def ask(peer: str) -> None:
             with contextlib.suppress(RemoteError, TimeoutError):
                 async with asyncio.timeout(ASK_SECONDS):
-                    await self._reach(peer)
+                    await self._directory.reach(peer)
                     raw = await call(
                         self._transport, peer, endpoints.STATES, b"", timeout=ASK_SECONDS, limit=ANSWER_BYTES
                     )
                 held = calls.read(calls.States, raw, peer, "states").held
-                for state in sorted(held, key=lambda state: state.round)[-HELD:]:
+                for state in sorted(held, key=lambda state: state.round)[-STATES_OF_A_PEER:]:
                     for shard in state.shards:
                         found.setdefault((state.round, shard), []).append(peer)
 
         async with asyncio.TaskGroup() as group:
-            for peer in random.sample(peers, min(ASKED, len(peers))):
+            for peer in random.sample(peers, min(STATES_PEERS, len(peers))):
                 group.create_task(ask(peer))
         return found
 
     @property
     def coming(self) -> int:
-        """Bytes that are here of what is being fetched."""
+        """Bytes of unfinished blobs."""
         return self._fetcher.came
 
     async def fetch_shard(self, shard: str, digest: str, holders: Sequence[str], all_asked: asyncio.Event) -> None:
-        """Brings a state of a shard into the store from those who serve it. It stays there, so that a restart need not fetch it again, until
-        `drop_states`. `all_asked`: as for `Fetcher.fetch`. Raises RemoteError."""
+        """Brings a state of a shard into the store from `holders`. It stays there until `drop_states`, for a restart.
+        `all_asked`: as for `Fetcher.fetch`. Raises RemoteError."""
         order, size = random.sample(holders, len(holders)), layout.shard_bytes(self.manifest.model, shard)
-        await self._fetcher.fetch(digest, size, order, round=NO_ROUND, all_asked=all_asked, streams=STREAMS)
+        await self._fetcher.fetch(digest, size, order, round=NO_ROUND, all_asked=all_asked, streams=STATE_STREAMS)
 
     async def read_shard(self, round: int, shard: str, digest: str) -> list[NDArray[np.float32]]:
-        """The tensors of a shard after `round`, which was fetched. Raises RemoteError."""
+        """The tensors of a fetched shard. Raises RemoteError."""
         arrays = self._storage.empty(layout.shapes(self.manifest.model, shard))
         if not await asyncio.to_thread(self._read, digest, arrays):
             raise RemoteError(
@@ -316,7 +344,8 @@ class Exchange:
         return arrays
 
     def _read(self, digest: str, arrays: Sequence[NDArray[np.float32]]) -> bool:
-        """Reads a shard in the store into `arrays`, some of it at a time. False, and it is removed, where it is not that shard."""
+        """Reads a shard in the store into `arrays`, piece by piece. Where it is damaged, removes it and returns
+        False."""
         blob = self.store.find(digest)
         try:
             if blob is not None:
@@ -330,7 +359,7 @@ class Exchange:
         return True
 
     def drop_states(self) -> None:
-        """There is a checkpoint now: fetched shards, and begun ones, are not needed any more."""
+        """Removes fetched and unfinished shards: there is a checkpoint now."""
         self.store.drop_parts(self._fetcher.running)
         for digest in self.store.of_no_round():
             self.store.remove(digest)
@@ -338,7 +367,7 @@ class Exchange:
     # --- what is kept
 
     def settle(self, commit: Commit, needed: Collection[str]) -> None:
-        """After `commit` was applied: `needed` must not be evicted, what it does not name of its round is of no use."""
+        """`commit` is applied: keeps the blobs in `needed`, and removes those of its round that it does not name."""
         self.store.protected = set(needed)
         every = frozenset(layout.shard_names(self.manifest.model))
         committed = {part.digest for part, _ in part_lists.named(commit, self.lists, every)}
@@ -348,20 +377,17 @@ class Exchange:
         self._useless |= coming - committed
         fits = self.store.make_space(0)
         if not fits and not self._over_limit:
-            self._warn(
+            self._network.warn(
                 f"directory {self.store.folder}: {self.store.used / 1e6:.1f} MB of payloads are needed since the last"
-                f" checkpoint, the limit is {(self.store.limit or 0) / 1e6:.1f} MB; they are kept, nothing is fetched ahead"
-                " of time until the next one; allow more with --store-limit"
+                f" checkpoint, the limit is {(self.store.limit or 0) / 1e6:.1f} MB; they are kept, nothing is fetched"
+                " ahead of time until the next one; allow more with --store-limit"
             )
         self._over_limit = not fits
 
     def _complain(self, text: str) -> None:
-        """As `_warn`, of what others decide how often it happens."""
+        """As `Network.warn`, with a limited rate."""
         if self._warnings.take(asyncio.get_running_loop().time()):
-            self._warn(text)
-
-    def _warn(self, text: str) -> None:
-        self._emit(events.Warning(text=text))
+            self._network.warn(text)
 
 
 def _check_list(raw: bytes) -> None:

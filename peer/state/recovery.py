@@ -1,19 +1,20 @@
-"""The way into any state: for a newcomer, a peer that comes back, a shard that is new here, and one whose bits are wrong.
+"""Builds any state: of a newcomer, a peer that comes back, a shard that is new here, and one whose bits are wrong.
 
     θ(round) of a shard  =  θ(r) for some r < round  +  the committed payloads of the rounds r+1 … round
 
-θ(r) is taken from where it costs the fewest bytes of network: our own checkpoints, those of others, or the seed (r = 0). A state of a
-checkpoint counts only if it has the digest that commit r+1 carries: the majority's.
+θ(r) is taken from where it costs the fewest bytes of network: our own checkpoints, those of others, or the seed (r =
+0). A checkpoint's state counts only with the digest of the majority in commit r+1. States come one shard after the
+other, so that a kill loses little; meanwhile the payloads of finished ones come and are applied.
 
-States come one shard after the other, so that little is lost by a kill; meanwhile those that are here are read, and their payloads come
-and are applied.
+A peer with a later role (protocol/planning/planner.py) trains on meanwhile: `WarmUp` builds the missing shards apart
+from its θ and applies each commit to them too, until they stand at the peer's own state and are taken over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,17 +23,20 @@ from numpy.typing import NDArray
 from peer import events
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
-from peer.state.storage import Storage
+from peer.state.storage import Shards, Storage
 from protocol.errors import RemoteError
-from protocol.ledger.kept import NEWEST, Commits
+from protocol.ledger.history import NEWEST, Commits
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A state to start from. `cost`: bytes to fetch until the wanted round; `holders`: None where it is here already, or follows from the
-    seed."""
+    """A state to start from.
+
+    cost: bytes to fetch until the wanted round.
+    holders: peers that serve it; None where it is here, or follows from the seed.
+    """
 
     cost: int
     round: int
@@ -40,26 +44,26 @@ class Base:
     holders: tuple[str, ...] | None
 
 
-NEAR = NEWEST - 1
-"""Rounds back from the newest of which each is looked at: a run has more than a start should take the time to look through."""
-PREFETCHED = 16
+NEAR_ROUNDS = NEWEST - 1
+"""Newest rounds that are looked at one by one."""
+PREFETCHED_ROUNDS = 16
 """Rounds whose payloads come while the state does."""
-AGAIN = 8.0
-"""Times a shard's own bytes that may be fetched to compute it again."""
+AGAIN_COST = 8.0
+"""The most bytes for a shard that is computed again, in units of its own bytes."""
 PROGRESS_SECONDS = 5.0
-"""How often it is told how far it is."""
+"""Between two reports."""
 
 
 class _Progress:
-    """How far the building of some shards is. `bytes`: that are to come; `came`: those of what is whole."""
+    """Of building some shards: `bytes` to fetch, of which `came` are applied."""
 
     def __init__(self, bytes: int) -> None:
         self.bytes = bytes
         self.came = 0.0
         self._began = asyncio.get_running_loop().time()
 
-    def told(self, round: int, coming: int, *, done: bool = False) -> events.Fetching:
-        """What is told of it; `coming`: bytes that are here of what is not whole."""
+    def event(self, round: int, coming: int, *, done: bool = False) -> events.Fetching:
+        """The report; `coming`: bytes of unfinished blobs."""
         seconds = asyncio.get_running_loop().time() - self._began
         came = self.bytes if done else min(self.bytes, int(self.came) + coming)
         return events.Fetching(round=round, came=came, bytes=self.bytes, seconds=seconds, done=done)
@@ -85,55 +89,59 @@ class Recovery:
         self._emit = emit
 
     async def build(self, shards: Sequence[str], round: int) -> None:
-        """Makes `outer.theta` hold `shards` after `round`, all of them at once. Tries until it has them."""
+        """Puts `shards` after `round` into `outer.theta`, all of them at once. Tries until it has them."""
         if shards:
-            self.outer.theta.update((await self.beside(shards, round)).theta)
+            self.outer.theta.update((await self.build_copy(shards, round)).theta)
 
-    async def beside(self, shards: Sequence[str], round: int) -> Outer:
-        """An `Outer` of its own that holds `shards` after `round`; ours is as it was. Tries until it has them."""
+    async def build_copy(self, shards: Sequence[str], round: int) -> Outer:
+        """Another `Outer` that holds `shards` after `round`. Tries until it has them."""
         return await self._build(await self._find_bases(shards, round), round)
 
     async def again(
         self, shard: str, round: int, ours: Mapping[int, Mapping[str, str]]
     ) -> list[NDArray[np.float32]] | None:
-        """What the log gives of a shard after `round`, from the seed, or from a state on which we and the log agreed: `ours`, {round: {shard:
-        digest}}, are digests that we computed. None where that takes over AGAIN times the shard's bytes."""
+        """A shard after `round` from the seed, or from a state on which we and the log agreed. None where that costs
+        more than AGAIN_COST.
+
+        ours: {round: {shard: digest}} that we computed.
+        """
         found = self.bases(shard, round, await self._exchange.holders())
         found = [base for base in found if base.round == 0 or ours.get(base.round, {}).get(shard) == base.digest]
-        if found[0].cost > AGAIN * layout.shard_bytes(self.manifest.model, shard):
+        if found[0].cost > AGAIN_COST * layout.shard_bytes(self.manifest.model, shard):
             return None
         return (await self._build({shard: found}, round)).theta[shard]
 
     async def _build(self, found: Mapping[str, Sequence[Base]], round: int) -> Outer:
-        """An `Outer` that holds the shards of `found` after `round`, each from one of its bases, the first that can be had."""
+        """Another `Outer` with the shards of `found` after `round`, each from the first of its bases that can be
+        had."""
         outer, shards = self.outer, tuple(found)
-        beside = Outer(
+        target = Outer(
             outer.spec, outer.codec, float(outer.beta), float(outer.eta), threads=outer.threads, empty=outer.empty
         )
         progress = _Progress(sum(found[shard][0].cost for shard in shards))
-        async with self._telling(round, progress):
-            bases = await self._take_bases(beside, found, round, progress)
+        async with self._reporting(round, progress):
+            bases = await self._take_bases(target, found, round, progress)
             behind = [shard for shard in shards if bases[shard] < round]
             for r in range(min((bases[shard] for shard in behind), default=round) + 1, round + 1):
-                await self.advance(beside, [s for s in behind if bases[s] < r], r)
+                await self.advance(target, [s for s in behind if bases[s] < r], r)
                 progress.came += sum(found[s][0].cost / (round - bases[s]) for s in behind if bases[s] < r)
-        return beside
+        return target
 
-    async def advance(self, beside: Outer, shards: Sequence[str], round: int) -> None:
-        """Applies the commit of `round` to `shards` of `beside`, which are at the state before it."""
+    async def advance(self, target: Outer, shards: Sequence[str], round: int) -> None:
+        """Applies the commit of `round` to `shards` of `target`, which are at the state before it."""
         payloads = await self._exchange.payloads(self._log[round], shards, self._log)
         for shard in shards:
-            await asyncio.to_thread(beside.apply, shard, payloads.by_shard[shard])
-        self._storage.blobs.protected.difference_update(payloads.names)  # until it is said again what is needed
+            await asyncio.to_thread(target.apply, shard, payloads.by_shard[shard])
+        self._storage.blobs.protected.difference_update(payloads.names)  # until `protected` is set again
 
     @contextlib.asynccontextmanager
-    async def _telling(self, round: int, progress: _Progress) -> AsyncIterator[None]:
-        """Tells now and then how far it is, and at the end, if anything was fetched."""
+    async def _reporting(self, round: int, progress: _Progress) -> AsyncIterator[None]:
+        """Reports the progress periodically and at the end, if anything is fetched."""
 
         async def tell() -> None:
             while True:
                 await asyncio.sleep(PROGRESS_SECONDS)
-                self._emit(progress.told(round, self._exchange.coming))
+                self._emit(progress.event(round, self._exchange.coming))
 
         telling = asyncio.create_task(tell()) if progress.bytes else None
         try:
@@ -142,7 +150,7 @@ class Recovery:
             if telling is not None:
                 telling.cancel()
         if telling is not None:
-            self._emit(progress.told(round, 0, done=True))
+            self._emit(progress.event(round, 0, done=True))
 
     def is_long(self, shards: Sequence[str], applied: int, round: int) -> bool:
         """Whether the payloads from `applied` to `round` are more bytes than the shards themselves."""
@@ -150,15 +158,16 @@ class Recovery:
         return replay > sum(layout.shard_bytes(self.manifest.model, shard) for shard in shards)
 
     async def is_shorter(self, shards: Sequence[str], applied: int, round: int) -> bool:
-        """Whether to fetch a later state of these shards, which are held after `applied`, takes fewer bytes than to replay."""
+        """Whether a later state of these shards, which are held after `applied`, costs fewer bytes than their
+        replay."""
         holders = await self._exchange.holders()
         replay = sum(self.replay_bytes(shard, applied, round) for shard in shards)
         return sum(self.bases(shard, round, holders)[0].cost for shard in shards) < replay
 
     def replay_bytes(self, shard: str, after: int, round: int) -> int:
-        """Bytes of payloads to fetch from state `after` to `round`; of a share whose list of parts is not here, and of one of long ago, about
-        as many as the shard has of the model."""
-        store, lists, near = self._storage.blobs, self._exchange.lists, max(after, round - NEAR)
+        """Bytes of payloads to fetch from state `after` to `round`; estimated by the shard's part of the model for
+        shares without a list of parts here, and for old ones."""
+        store, lists, near = self._storage.blobs, self._exchange.lists, max(after, round - NEAR_ROUNDS)
         spec = self.manifest.model
         portion = layout.parameters(spec, shard) / layout.total_parameters(spec)
         found = portion * self._log.bytes_of(after, near)
@@ -175,7 +184,7 @@ class Recovery:
         found = [Base(self.replay_bytes(shard, 0, round), 0, "", None)]
         own, store = self._storage.states(), self._storage.blobs
         offered = {r for r, name in holders if name == shard}
-        for r in sorted(r for r in {*own, *offered, *range(round - NEAR, round + 1)} if 0 < r <= round):
+        for r in sorted(r for r in {*own, *offered, *range(round - NEAR_ROUNDS, round + 1)} if 0 < r <= round):
             digest = self._log[r + 1].digests.get(shard) if r + 1 in self._log else None
             others = holders.get((r, shard), ())
             if digest is None:
@@ -195,9 +204,9 @@ class Recovery:
         return {shard: self.bases(shard, round, holders) for shard in shards}
 
     async def _take_bases(
-        self, beside: Outer, found: Mapping[str, Sequence[Base]], round: int, progress: _Progress
+        self, target: Outer, found: Mapping[str, Sequence[Base]], round: int, progress: _Progress
     ) -> dict[str, int]:
-        """Puts a state of each shard into `beside.theta`; its round. Those that were fetched are at `round` already."""
+        """Puts a state of each shard into `target.theta`. Returns its round: `round` for those that were fetched."""
         line, taken = asyncio.Lock(), dict[str, int]()
 
         async def take(shard: str) -> tuple[str, int]:
@@ -208,16 +217,16 @@ class Recovery:
                     self._prefetch(shard, base.round, round)
                 arrays = await self._load(shard, base, line)
                 if arrays is not None:
-                    beside.theta[shard] = arrays
+                    target.theta[shard] = arrays
                     taken[shard] = base.round
                     if base.holders is None:
                         return shard, base.round
                     progress.came += layout.shard_bytes(self.manifest.model, shard)
-                    if await self._replay(beside, shard, base.round, round):
+                    if await self._replay(target, shard, base.round, round):
                         progress.came += max(0, base.cost - layout.shard_bytes(self.manifest.model, shard))
                         return shard, round
                 failed.add(base.digest)
-                bases = self.bases(shard, round, await self._exchange.holders())  # who had it may have a newer one now
+                bases = self.bases(shard, round, await self._exchange.holders())  # a holder may have a newer one now
 
         tasks = [asyncio.create_task(take(shard)) for shard in found]
         try:
@@ -229,27 +238,27 @@ class Recovery:
         self._emit(events.Recovered(round=round, bases={shard: taken[shard] for shard in found}))
         return reached
 
-    async def _replay(self, beside: Outer, shard: str, after: int, round: int) -> bool:
-        """Applies the rounds after `after`. Whether that gives what the newest commit says of the state before it; if not, a false state
-        was in the log, and offered."""
+    async def _replay(self, target: Outer, shard: str, after: int, round: int) -> bool:
+        """Applies the rounds after `after`. False if the result is not the state before the newest commit: the base was
+        false, in the log and at its holders."""
         for r in range(after + 1, round + 1):
-            await self.advance(beside, [shard], r)
+            await self.advance(target, [shard], r)
             said = self._log[round].digests.get(shard) if r == round - 1 else None
-            if said is not None and said != await asyncio.to_thread(beside.digest, shard):
-                text = f"state of {shard} after round {after}: the log leads from it to other bits than the run had after round {r}"
-                self._emit(events.Warning(text=f"{text}; another one is taken"))
+            if said is not None and said != await asyncio.to_thread(target.digest, shard):
+                text = f"state of {shard} after round {after}: the log leads from it to other bits than the run had"
+                self._emit(events.Warning(text=f"{text} after round {r}; another one is taken"))
                 return False
         return True
 
     def _prefetch(self, shard: str, after: int, round: int) -> None:
-        """Begins to fetch the payloads of the first rounds that will be applied to a state which comes."""
-        for r in range(after + 1, min(after + PREFETCHED, round) + 1):
+        """Begins to fetch the payloads of the first rounds after a state that is being fetched."""
+        for r in range(after + 1, min(after + PREFETCHED_ROUNDS, round) + 1):
             for share in self._log[r].shares:
                 self._exchange.prefetch(r, share, [shard])
 
     async def _load(self, shard: str, base: Base, line: asyncio.Lock) -> list[NDArray[np.float32]] | None:
-        """The shard's tensors at `base`, or None where they cannot be had. `line` is for whoever computes one, or has something to ask
-        for: so the next one begins to come before the last one is here, and the line is not idle between."""
+        """The shard's tensors at `base`; None where they cannot be had. `line` is held while a shard is computed, or
+        until its last bytes are requested: then the next one begins, and the network does not idle between."""
         try:
             async with line:
                 if base.round == 0:
@@ -271,6 +280,68 @@ class Recovery:
             return None
 
     def _initial(self, shard: str) -> list[NDArray[np.float32]]:
-        """The shard of θ(0)."""
         spec, seed = self.manifest.model, self.manifest.seed_bytes
         return init.initial_shard(spec, seed, shard, empty=self.outer.empty, run=self.outer.run)
+
+
+class WarmUp:
+    """Builds the shards of a later role.
+
+    shards: under way; empty once they are taken.
+    applied: gives the round of the peer's state.
+    ready: called when `take` may have a result.
+    """
+
+    def __init__(self, recovery: Recovery, applied: Callable[[], int], ready: Callable[[], None]) -> None:
+        self.shards: tuple[str, ...] = ()
+        self._recovery = recovery
+        self._applied = applied
+        self._ready = ready
+        self._round = -1
+        self._built: Shards | None = None
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def want(self, shards: Sequence[str]) -> None:
+        """Builds these shards, instead of others; fetched blobs of those stay on disk."""
+        if set(shards) != set(self.shards):
+            await self.aclose()
+            self.shards = tuple(shards)
+            if shards:
+                self._task = asyncio.create_task(self._work(self.shards))
+
+    def take(self) -> Shards | None:
+        """The shards, once, if they stand at the peer's state. Raises what the work raised."""
+        if self._task is not None and self._task.done():
+            self._task.result()
+        if self._built is None:
+            return None
+        if self._round < self._applied():
+            self._news.set()  # it follows first
+            return None
+        built, self._built, self.shards = self._built, None, ()
+        self._news.set()  # it ends
+        return built
+
+    async def aclose(self) -> None:
+        task, self._task, self._built, self.shards = self._task, None, None, ()
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _work(self, shards: tuple[str, ...]) -> None:
+        """Raises LocalError."""
+        try:
+            self._round = self._applied()
+            target = await self._recovery.build_copy(shards, self._round)
+            while self.shards:
+                while self._round < self._applied():
+                    self._built = None
+                    await self._recovery.advance(target, shards, self._round + 1)
+                    self._round += 1
+                self._built = target.theta
+                self._news.clear()
+                self._ready()
+                await self._news.wait()
+        finally:
+            self._ready()

@@ -1,23 +1,28 @@
-"""A peer's durable state: its identity's folder, checkpoints of shards, and the newest offer with its error feedback.
+"""A peer's durable state: the folder of its identity, checkpoints, and the newest offers with their error feedback.
 
-    DIR/lock                          held while a daemon runs
+    DIR/lock                          held while a process runs
     DIR/identity.key                  Ed25519, in libp2p's format
     DIR/blobs/                        payloads, our own and others' (peer/net/blobs/store.py)
-    DIR/offer-<round>.json            what was offered in the round, and whether the offer before was given back
-    DIR/feedback-<round>.safetensors  error feedback after the round was packed; metadata `given_back`: the newest round whose offer
-                                      went back into it; `copy`: the name of its copies in memory, `number`: of this file, for which
-                                      they count; and what is noted of hand-overs (peer/state/giving.py, taking.py)
-    MEMORY/<copy>.safetensors         the same after a later `round`, in memory (peer/net/disk.py): a killed process leaves it
-    DIR/handover-<serial>.json        a part of the feedback that goes to another peer, and its .payload, which is served as a blob
-    DIR/checkpoint-<round>/           <shard>.safetensors, optimizer.safetensors, meta.json with the digest of each shard
+    DIR/offer-<round>.json            the offer to the round, and the newest round given back before it
+    DIR/feedback-<round>.safetensors  error feedback after the round was packed; metadata `given_back`: the newest round
+                                      whose offer went back into it; `copy`: the name of its copies in memory,
+                                      `number`: of this file, for which they count; notes of hand-overs
+    MEMORY/<copy>.safetensors         the same after a later `round`, in memory; survives a killed process
+    DIR/handover-<serial>.json        a part of the feedback for another peer, and its .payload, served as a blob
+    DIR/checkpoint-<round>/           <shard>.safetensors, optimizer.safetensors, meta.json: digest of each shard
 
-Everything appears by rename after fsync, so that a crash leaves the old or the new, and what a kill leaves half-written is
-removed at the next start. Tensors are named by position (a shard's parameters), `shard/position` (feedback) or as the trainer
-names them. A checkpoint's shards are served as blobs: their digests are those that the log carries.
+Everything appears by rename after fsync: a crash leaves the old or the new, and the next start removes unfinished
+files. Tensors are named by position (a shard's parameters), `shard/position` (feedback) or as the trainer names them. A
+checkpoint's shards are served as blobs: their digests are those in the log.
+
+The feedback has 4 bytes a parameter; writing it every round would wear a disk out. So most rounds copy it to memory,
+and only every `retention.SAVED_ROUNDS` rounds, and the end of the process, write it to disk. The payloads of later
+offers bring the file up to date (docs/adr/0064-feedback-is-seldom-written.md).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fnmatch
 import functools
@@ -31,16 +36,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from peer.net.base import Clock
 from peer.net.blobs import Blob, BlobStore
-from peer.net.disk import Disk, LocalDisk, disk_error
+from peer.net.disk import Disk, disk_error
 from peer.state import tensor_file
 from protocol.codec import blob_hash
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, UsageError
-from protocol.ledger import part_lists
+from protocol.ledger import part_lists, retention
 from protocol.run import layout
+from protocol.wire.calls import Handover
 from protocol.wire.commit import Part
-from protocol.wire.handover import Handover
 from protocol.wire.schema import SchemaError, build, plain
 from protocol.wire.session import Offer
 
@@ -48,9 +54,9 @@ Shards = dict[str, list[NDArray[np.float32]]]
 KEPT = 2
 """Checkpoints and feedback files that are kept."""
 COPIES = 2
-"""Of the feedback that are in memory while the newer one is written."""
+"""Copies of the feedback in memory while a newer one is written."""
 GIVEN_BACK, COPY, NUMBER, ROUND = "given_back", "copy", "number", "round"
-"""What is noted beside a feedback, or an offer; see above."""
+"""Metadata of a feedback or an offer; see above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +70,14 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """Error feedback after `round` (0: none), and the newest offer, if it may still have to be given back. `since`: the offers that
-    this feedback does not know of, oldest first; `given_back`: those that are to go back into it, by round."""
+    """The error feedback from disk.
+
+    round: it is of; 0: none.
+    offer: the newest, if it may still have to be given back.
+    since: offers that this feedback does not contain, oldest first.
+    given_back: rounds of those that are to go back into it.
+    newest_back: the newest round whose offer went back.
+    """
 
     round: int
     feedback: Shards
@@ -73,32 +85,33 @@ class Feedback:
     since: tuple[Offer, ...] = ()
     given_back: frozenset[int] = frozenset()
     newest_back: int = 0
-    """The newest round whose offer went back, whether this feedback knows of it or not."""
 
 
 class Storage:
-    """A peer's folder. One process at a time. `limit`: bytes for payloads. Raises UsageError where the disk refuses."""
+    """A peer's folder, for one process at a time. Raises UsageError where the disk refuses.
+
+    limit: bytes for payloads.
+    empty: makes the arrays of θ and the feedback, in files if `in_files`.
+    notes: metadata of the next `save_feedback`, and of the last one.
+    offers: those on disk, oldest first, whose payloads are needed.
+    free_memory: gives the bytes for a copy of the feedback.
+    saved_round: of the feedback on disk; 0: there is none.
+    """
 
     def __init__(self, folder: Path, limit: int | None = None, disk: Disk | None = None) -> None:
         self.folder = folder
-        self.disk: Disk = disk or LocalDisk()
+        self.disk: Disk = disk or Disk()
         self._lock = self.disk.lock(folder, "potluck process")
         for name in self.disk.names(folder):
             if name.startswith((".checkpoint-", ".feedback-", ".offer-", ".handover-")):
                 self.disk.remove(folder / name)
         self.blobs = BlobStore(folder / "blobs", limit, self.disk)
         self.empty: Empty = in_memory
-        """Makes the arrays that are read from here, and others of θ and the feedback."""
         self.in_files = False
-        """Whether it makes them in files."""
         self.notes: dict[str, str] = {}
-        """What the next `save_feedback` writes beside the feedback, and the last one has written: one change with it."""
         self.offers: list[Offer] = []
-        """Those on disk, oldest first. Their payloads are needed: what they sent is to be taken from an older feedback."""
         self.free_memory: Callable[[], int] = lambda: sys.maxsize
-        """Bytes that a copy of the feedback may take now."""
         self.saved_round = 0
-        """Of the feedback on disk; 0: there is none."""
         self._returned: set[int] = set()  # rounds whose offers went back into the feedback
         self._copy, self._number = "", 0
         self._handovers: dict[str, Blob] = {}
@@ -109,21 +122,20 @@ class Storage:
         self._lock.close()
 
     def use_files(self) -> None:
-        """From now on `empty` makes arrays in files of the folder (peer/net/disk.py), and raises UsageError where it is full."""
+        """`empty` makes arrays in files of the folder (peer/net/disk.py), and raises UsageError where it is full."""
         self.empty, self.in_files = functools.partial(self.disk.arrays, self.folder), True
 
     # --- error feedback and offers
 
     def save_offer(self, offer: Offer, given_back: int = 0) -> None:
-        """Makes an offer durable; its payloads are. `given_back`: the newest round whose offer went back into the feedback. The offers since
-        the oldest feedback on disk are kept."""
+        """Makes an offer durable. `given_back`: the newest round whose offer went back into the feedback."""
         self.offers.append(offer)
         self._returned.add(given_back)
         said = {**plain(offer), GIVEN_BACK: given_back}
         self.disk.write(self.folder / f"offer-{offer.round:08d}.json", json.dumps(said).encode())
 
     def own_payload(self, offer: Offer, part: Part) -> bytes:
-        """One of the payloads that were offered. Raises LocalError."""
+        """A payload of our offer. Raises LocalError."""
         payload = self.blobs.get(part.digest)
         if payload is None:
             raise LocalError(
@@ -133,7 +145,7 @@ class Storage:
         return payload
 
     def save_feedback(self, round: int, feedback: Shards, given_back: int = 0) -> None:
-        """Makes the feedback after packing `round` durable; `given_back` as for `save_offer`."""
+        """Makes the feedback of `round` durable; `given_back` as for `save_offer`."""
         path = self.folder / f"feedback-{round:08d}.safetensors"
         before = [old for _, old in self._numbered("feedback-*.safetensors") if old != path]
         self._copy, self._number = self._copy or secrets.token_hex(16), self._number + 1
@@ -146,7 +158,7 @@ class Storage:
         self._forget_offers(self._numbered("feedback-*.safetensors")[0][0])
 
     def _forget_offers(self, before: int) -> None:
-        """Those of earlier rounds; a payload that went back into the feedback is not needed any more then."""
+        """Removes the offers of earlier rounds, and the payloads of those that went back into the feedback."""
         for offer in [o for o in self.offers[:-1] if o.round < before]:
             self.offers.remove(offer)
             self.disk.remove(self.folder / f"offer-{offer.round:08d}.json")
@@ -156,13 +168,13 @@ class Storage:
                     self.blobs.remove(name)
 
     def copy_feedback(self, round: int, feedback: Shards, given_back: int = 0) -> bool:
-        """Keeps the feedback in memory for the next process, where that has room. Whether it does."""
+        """Copies the feedback to memory for the next process. False where there is no room."""
         size = COPIES * sum(array.nbytes for arrays in feedback.values() for array in arrays)
         folder = self.disk.memory(size) if self._copy and self.free_memory() >= size else None
         if folder is None:
             return False
         pieces = tensor_file.pieces(_flatten(feedback), {**self._metadata(given_back), ROUND: str(round)})
-        with contextlib.suppress(UsageError):  # others may have taken the room
+        with contextlib.suppress(UsageError):  # the room may be gone
             self.disk.write(folder / f"{self._copy}.safetensors", *pieces, sync=False)
             return True
         return False
@@ -171,7 +183,7 @@ class Storage:
         return {**self.notes, GIVEN_BACK: str(given_back), COPY: self._copy, NUMBER: str(self._number)}
 
     def load_feedback(self) -> Feedback:
-        """The newest feedback that can be read, and what was offered since."""
+        """The newest readable feedback, and the offers since then."""
         round, feedback, notes = 0, Shards(), dict[str, str]()
         for saved, path in reversed(self._numbered("feedback-*.safetensors")):
             with contextlib.suppress(OSError, tensor_file.Damaged):
@@ -180,7 +192,7 @@ class Storage:
                 feedback = _unflatten(tensors)
                 break
         round, feedback, notes = self._load_copy(notes) or (round, feedback, notes)
-        if notes.pop("restored_offer", "") == "True":  # as earlier versions said it
+        if notes.pop("restored_offer", "") == "True":  # of earlier versions
             notes[GIVEN_BACK] = str(round)
         known, self._copy = int(notes.pop(GIVEN_BACK, 0)), notes.pop(COPY, "")
         self._number = int(notes.pop(NUMBER, 0))
@@ -195,7 +207,7 @@ class Storage:
         return Feedback(round, feedback, newest, since, given_back, max(self._returned))
 
     def _load_copy(self, notes: Mapping[str, str]) -> tuple[int, Shards, dict[str, str]] | None:
-        """The copy in memory of the feedback on disk that has these notes, if it is of a later round."""
+        """The later copy in memory of the feedback on disk with these notes, if there is one."""
         folder, name = self.disk.memory(0), f"{notes.get(COPY, '')}.safetensors"
         if folder is None or COPY not in notes:
             return None
@@ -208,7 +220,7 @@ class Storage:
         return None
 
     def _load_offers(self) -> tuple[list[Offer], set[int]]:
-        """The offers that can be read, oldest first, and the rounds of those that went back into the feedback before a later one."""
+        """The readable offers, oldest first, and the rounds of those that went back into the feedback."""
         offers, backs = list[Offer](), set[int]()
         for _, path in self._numbered("offer-*.json"):
             with contextlib.suppress(OSError, ValueError, SchemaError):
@@ -218,14 +230,14 @@ class Storage:
         return offers, backs
 
     def forget_older_feedback(self) -> None:
-        """Only the newest feedback is right from now on: a part of it goes elsewhere."""
+        """Removes all but the newest feedback: a part of it goes elsewhere."""
         *older, newest = self._numbered("feedback-*.safetensors")
         for _, path in older:
             self.disk.remove(path)
         self._forget_offers(newest[0])
 
     def save_handover(self, handover: Handover, payload: bytes | None = None) -> None:
-        """Makes a hand-over durable, or how far it is. Its payload is served as a blob."""
+        """Makes a hand-over, or its progress, durable; serves its payload as a blob."""
         record, data = self._handover(handover.serial)
         if payload is not None:
             self.disk.write(data, payload)
@@ -233,7 +245,7 @@ class Storage:
         self._handovers[handover.blob] = Blob(self.disk, data, 0, handover.size)
 
     def load_handovers(self) -> list[Handover]:
-        """Those that can be read, oldest first."""
+        """The readable ones, oldest first."""
         found = []
         for _, path in self._numbered("handover-*.json"):
             with contextlib.suppress(OSError, ValueError, SchemaError):
@@ -286,8 +298,8 @@ class Storage:
             self.disk.remove(path)
 
     def load_checkpoint(self, warn: Callable[[str], None] = lambda text: None) -> Checkpoint | None:
-        """The newest checkpoint of which anything can be read. Shards whose bytes are not those that were written are left
-        out and told: whoever wants them gets them as any shard that is not held."""
+        """The newest checkpoint with a readable shard. Leaves out damaged shards, which are built as any others that
+        are not held."""
         for round, path in reversed(self._numbered("checkpoint-*")):
             kept = self._kept.get(round, {})
             theta = {}
@@ -296,7 +308,8 @@ class Storage:
                 if arrays is None:
                     del kept[shard]
                     warn(
-                        f"file {path / shard}.safetensors: damaged; this shard is built again from the others and the log"
+                        f"file {path / shard}.safetensors: damaged; this shard is built again from the others and"
+                        " the log"
                     )
                 else:
                     theta[shard] = arrays
@@ -312,7 +325,7 @@ class Storage:
         return None
 
     def load_shard(self, round: int, shard: str, digest: str) -> list[NDArray[np.float32]] | None:
-        """A shard of a checkpoint, or None where it is not there with this digest."""
+        """A shard of a checkpoint; None where it has another digest, or is not there."""
         try:
             arrays = _load(self.disk, self.folder / f"checkpoint-{round:08d}", shard, self.empty)
         except (OSError, tensor_file.Damaged):
@@ -320,11 +333,11 @@ class Storage:
         return arrays if layout.shard_digest(arrays) == digest else None
 
     def states(self) -> dict[int, dict[str, str]]:
-        """Round -> shard -> digest of all that the checkpoints have."""
+        """Round -> shard -> digest of all checkpoints."""
         return {round: {shard: name for shard, (name, _) in kept.items()} for round, kept in self._kept.items()}
 
     def find(self, name: str) -> Blob | None:
-        """Where the bytes of a checkpoint's shard with this digest lie, or those of a hand-over's payload."""
+        """The bytes of a checkpoint's shard with this digest, or of a hand-over's payload."""
         if name in self._handovers:
             return self._handovers[name]
         for kept in self._kept.values():
@@ -364,10 +377,10 @@ class Storage:
 
 
 def read_theta(checkpoint: Path, empty: Empty = in_memory) -> tuple[int, Shards]:
-    """Round and θ of a peer's checkpoint, which is only read. Raises UsageError."""
+    """Round and θ of any peer's checkpoint. Raises UsageError."""
     try:
         meta = json.loads((checkpoint / "meta.json").read_text())
-        return int(meta["round"]), {shard: _load(LocalDisk(), checkpoint, shard, empty) for shard in meta["digests"]}
+        return int(meta["round"]), {shard: _load(Disk(), checkpoint, shard, empty) for shard in meta["digests"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"checkpoint {checkpoint}: cannot be read ({type(error).__name__}); give a folder checkpoint-… of a peer"
@@ -390,3 +403,83 @@ def _unflatten(tensors: Mapping[str, NDArray[np.float32]]) -> Shards:
         shard, _, position = name.rpartition("/")
         shards.setdefault(shard, {})[int(position)] = array
     return {shard: [arrays[i] for i in range(len(arrays))] for shard, arrays in shards.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """The feedback became that of `round` at `since` (steady time); `given_back`: the newest round whose offer went
+    back into it."""
+
+    round: int
+    given_back: int
+    since: float
+
+
+class FeedbackWriter:
+    """Saves the arrays of `feedback`, which are of `round` and `given_back` now, in the background.
+
+    A caller that changes the feedback waits for `written` before, and calls `changed` after. So a copy is at most one
+    change behind, and an offer is on disk before its feedback (docs/adr/0007-offer-before-feedback.md).
+
+    on_disk: the round of the feedback on disk; 0: there is none.
+    """
+
+    def __init__(
+        self, storage: Storage, feedback: Shards, clock: Clock, round: int, *, given_back: int = 0, on_disk: int = 0
+    ) -> None:
+        self._storage = storage
+        self._feedback = feedback
+        self._clock = clock
+        self._newest = _Change(round, given_back, clock.steady())
+        self._unsaved: _Change | None = None
+        self._on_disk: int | None = on_disk or None
+        self._is_behind = round > on_disk
+        self._saving: asyncio.Task[None] | None = None
+
+    @property
+    def given_back(self) -> int:
+        """The newest round whose offer went back into the feedback."""
+        return self._newest.given_back
+
+    def changed(self, round: int, *, restored: bool = False) -> None:
+        """The feedback is that of `round` now; `restored`: the round's offer went back into it."""
+        given_back = round if restored else self._newest.given_back
+        self._newest = self._unsaved = _Change(round, given_back, self._clock.steady())
+        self._is_behind = True
+
+    async def changed_between(self) -> None:
+        """The feedback or its notes changed between rounds: waits until that is on disk. Raises UsageError."""
+        self._is_behind = True
+        await self.on_disk()
+
+    def look(self) -> None:
+        """Begins to save when it is due; call it periodically. Raises what an earlier saving raised (UsageError)."""
+        if self._saving is not None and self._saving.done():
+            self._saving.result()
+        if retention.feedback_is_due(self._unsaved.since if self._unsaved else None, self._clock.steady()):
+            self._begin()
+
+    async def written(self) -> None:
+        """Waits until the feedback is saved, in memory or on disk. Raises UsageError."""
+        self._begin()
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
+
+    async def on_disk(self) -> None:
+        """Waits until the feedback is on disk. Raises UsageError."""
+        if self._is_behind:
+            self._on_disk, self._unsaved = None, self._newest
+        await self.written()
+
+    def _begin(self) -> None:
+        if self._unsaved is not None:
+            change, self._unsaved = self._unsaved, None
+            self._saving = asyncio.create_task(self._save(change))
+
+    async def _save(self, change: _Change) -> None:
+        whole = retention.feedback_goes_to_disk(self._on_disk, change.round)
+        save = self._storage.save_feedback if whole else self._storage.copy_feedback
+        await asyncio.to_thread(save, change.round, self._feedback, change.given_back)
+        if whole:
+            self._on_disk, self._is_behind = change.round, self._newest is not change

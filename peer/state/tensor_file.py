@@ -1,8 +1,9 @@
-"""Files of named fp32 tensors in the safetensors format, written piece by piece and read into arrays that are there already.
+"""Files of named fp32 tensors in the safetensors format, written piece by piece and read into arrays that are there
+already.
 
-The library's `save` copies all tensors, and its `load` makes new arrays: of a model's embedding either may be more than a machine has.
-A file is the length of its header (u64, little-endian), the header (JSON), and the tensors in the order of their names, so that
-the end of a shard's file is its canonical bytes.
+The library's `save` copies all tensors, and its `load` makes new arrays: a model's embedding may be too large for
+either. A file is the length of its header (u64, little-endian), the header (JSON), and the tensors in the order of
+their names, so the end of a shard's file is its canonical bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def pieces(
 
 
 def read(disk: Disk, path: Path, empty: Empty = in_memory) -> tuple[dict[str, Array], dict[str, str]]:
-    """The tensors by name, in their order, in arrays that `empty` makes, and the metadata. Raises OSError and Damaged."""
+    """The tensors by name, in their order, in arrays that `empty` makes, and the metadata. Raises OSError and
+    Damaged."""
     size, _ = disk.stat(path)
     with disk.open(path) as file:
         length = int.from_bytes(file.read(8), "little")
@@ -62,7 +64,8 @@ def read(disk: Disk, path: Path, empty: Empty = in_memory) -> tuple[dict[str, Ar
 
 
 def fill(file: BinaryIO, arrays: Sequence[Array]) -> None:
-    """Reads the arrays' little-endian values, one after the other, from where the file is. Raises OSError, Damaged if it ends before."""
+    """Reads the arrays' little-endian values, one after the other, from where the file is. Raises OSError, Damaged if
+    it ends before."""
     for array in arrays:
         raw, at = array.reshape(-1).view(np.uint8), 0
         while at < raw.size:

@@ -1,10 +1,8 @@
 """torch.compile where it pays: on CUDA, which has the compiler beside it. What cannot be compiled runs as it is.
 
-The compiled code is cached by torch on disk, so that the next start takes seconds.
-
-A stage computes on its worker thread and encodes on others. While one of them compiles, torch says of the others' compiled code that it
-is called from within a trace, since it keeps that in one place for the whole process: such a call runs as it is, too. torch keeps the settings
-that say so for each thread.
+torch caches the compiled code on disk, so that the next start takes seconds. It keeps for the whole process whether a
+thread compiles: meanwhile compiled code of other threads runs uncompiled. It keeps the settings for that in each
+thread.
 """
 
 from __future__ import annotations
@@ -26,8 +24,6 @@ def where_it_pays(work: Callable[P, R], device: torch.device) -> Callable[P, R]:
 
 
 class _Settings(threading.local):
-    """Of the thread that asks."""
-
     made = False
 
     def make(self) -> None:
@@ -35,18 +31,18 @@ class _Settings(threading.local):
         if not self.made:
             import torch._dynamo
 
-            torch._dynamo.config.suppress_errors = True  # what the compiler cannot do is done without it
+            torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs uncompiled
             torch._dynamo.config.error_on_nested_fx_trace = False
             self.made = True
 
 
 _settings = _Settings()
-_as_they_are = 0
+_uncompiled_calls = 0
 
 
-def as_they_are() -> int:
-    """How many calls ran as they are so far since a thread was compiling, at least: who compares two counts knows of what lies between."""
-    return _as_they_are
+def uncompiled_calls() -> int:
+    """The number of calls, at least, that ran uncompiled because a thread compiled."""
+    return _uncompiled_calls
 
 
 @functools.cache
@@ -55,10 +51,10 @@ def _compiled(work: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(work)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        global _as_they_are
+        global _uncompiled_calls
         _settings.make()
         if torch.fx._symbolic_trace.is_fx_symbolic_tracing():
-            _as_they_are += 1
+            _uncompiled_calls += 1
         return compiled(*args, **kwargs)
 
     return call

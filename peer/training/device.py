@@ -8,42 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import re
 import resource
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import psutil
 
 from protocol.errors import UsageError
-
-
-class Mark(Protocol):
-    """As torch.cuda.Event."""
-
-    def synchronize(self) -> None:
-        """Waits until the device has come there. Raises RuntimeError for what went wrong before."""
-
-    def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds from here to a later mark, where the device has come to both."""
-
+from protocol.planning import budget
+from protocol.planning.budget import Budget
+from protocol.run.manifest import Manifest
 
 DEVICES = ("auto", "cuda", "mps", "cpu")
 MOST_DEVICES = 64
-"""Of one peer."""
-CPU_SHARE = 0.75
-"""The share of the available memory that Potluck may use on a CPU (or on a GPU that uses the same memory)."""
-
-GPU_SHARE = 0.9
-"""The share of a GPU's free memory; the rest is for the allocator's fragments and the kernels' workspaces."""
-
+CPU_SHARE, GPU_SHARE = 0.75, 0.9
+"""Of the available memory that Potluck may use on a CPU or an integrated GPU, and on a GPU, where the rest is for the
+allocator's fragments and the kernels' workspaces."""
 _HEAP = {-8: 1, -3: 32 << 20, -1: 1 << 30}
-"""For mallopt, by the numbers of glibc's malloc.h: M_ARENA_MAX; M_MMAP_THRESHOLD, larger tensors have pages of their own, which by itself it comes to
-when such were freed; M_TRIM_THRESHOLD."""
+"""For mallopt, by the numbers of glibc's malloc.h: M_ARENA_MAX, M_MMAP_THRESHOLD (larger tensors have pages of their
+own, as glibc would itself do once such were freed), M_TRIM_THRESHOLD."""
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:b|bps|bit|bit/s|bits/s)?", re.IGNORECASE)
@@ -70,51 +59,94 @@ def parse_rate(text: str) -> int:
     return rate
 
 
-def choose_device(wanted: str = "auto") -> str:
-    """`cuda`, `mps` or `cpu`; `auto` takes the first of them that works here. Raises UsageError."""
-    if wanted.startswith("cuda:"):
-        return choose_devices(wanted.removeprefix("cuda:"))[0]
-    if wanted not in DEVICES:
-        raise UsageError(f'device "{wanted}": not known; choose one of {", ".join(DEVICES)}')
-    if wanted == "cpu":
-        return wanted
-    import torch
-
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if wanted == "auto":
-        return next(name for name in DEVICES[1:] if there[name])
-    if not there[wanted]:
-        raise UsageError(f"device {wanted}: PyTorch finds none on this machine; use --device auto or cpu")
-    return wanted
-
-
-def choose_devices(text: str) -> tuple[str, ...]:
-    """What the devices in `0,1,2,3`, numbers of GPUs, are called; `cpu,cpu` trains in that many processes, for tests. Raises UsageError."""
+def parse_devices(device: str, devices: str | None) -> tuple[str, ...]:
+    """The devices of --device and --devices, whether they are here or not: `auto`, `mps`, `cuda:0` `cuda:1`. `cpu,cpu`
+    trains in two processes, for tests. Raises UsageError."""
+    if devices is None and not device.startswith("cuda:"):
+        if device not in DEVICES:
+            raise UsageError(f'device "{device}": not known; choose one of {", ".join(DEVICES)}')
+        return (device,)
+    if devices is not None and device != "auto":
+        raise UsageError("devices: --devices takes the place of --device; give one of them")
+    text = device.removeprefix("cuda:") if devices is None else devices
     words = [word.strip() for word in text[: 8 * MOST_DEVICES].split(",")]
     found = tuple(f"cuda:{int(word)}" if word.isdecimal() else word for word in words)
     if len(found) > MOST_DEVICES or (set(found) != {"cpu"} and not all(word.isdecimal() for word in words)):
         raise UsageError(f'devices "{text[:80]}": not numbers of GPUs; write them like 0,1,2,3')
-    if set(found) == {"cpu"}:
-        return found
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if len(set(found)) < len(found) or any(int(word) >= count for word in words):
-        raise UsageError(f'devices "{text[:80]}": PyTorch finds {count} GPUs here; name each of them once, from 0')
     return found
 
 
-def chosen(device: str, devices: str | None) -> tuple[str, ...]:
-    """What trains, by --device and --devices. Raises UsageError."""
-    if devices is None:
-        return (choose_device(device),)
-    if device != "auto":
-        raise UsageError("devices: --devices takes the place of --device; give one of them")
-    return choose_devices(devices)
+def choose_devices(wanted: Sequence[str]) -> tuple[str, ...]:
+    """The devices of `parse_devices` on this machine; `auto` is the first kind that works. Raises UsageError."""
+    if set(wanted) == {"cpu"}:
+        return tuple(wanted)
+    import torch
+
+    if wanted[0] in DEVICES:
+        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+        if wanted[0] == "auto":
+            return (next(name for name in DEVICES[1:] if there[name]),)
+        if not there[wanted[0]]:
+            raise UsageError(f"device {wanted[0]}: PyTorch finds none on this machine; use --device auto or cpu")
+        return tuple(wanted)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    numbers = [name.removeprefix("cuda:") for name in wanted]
+    if len(set(wanted)) < len(wanted) or any(int(number) >= count for number in numbers):
+        text = ",".join(numbers)[:80]
+        raise UsageError(f'devices "{text}": PyTorch finds {count} GPUs here; name each of them once, from 0')
+    return tuple(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a peer trains with, and offers.
+
+    devices: of one kind; the first one trains stages of chains.
+    memory_bytes: for Potluck above an idle process, of the device with the least.
+    host_bytes: of the host beside GPUs, as in a Budget.
+    """
+
+    devices: tuple[str, ...]
+    memory_bytes: int
+    host_bytes: int | None = None
+
+    @classmethod
+    def find(cls, wanted: Sequence[str], memory_bytes: int | None) -> Hardware:
+        """Of the devices of `parse_devices`; without `memory_bytes` most of what is free. Imports torch. Raises
+        UsageError."""
+        devices = choose_devices(wanted)
+        memory = smallest_budget(devices) if memory_bytes is None else memory_bytes
+        return cls(devices, memory, host_budget(devices[0]))
+
+    @property
+    def device(self) -> str:
+        """The first device."""
+        return self.devices[0]
+
+    @property
+    def budget(self) -> Budget:
+        """The memory that it offers."""
+        return Budget(self.memory_bytes, self.device, self.host_bytes)
+
+    def useful(self, manifest: Manifest, warn: Callable[[str], None]) -> Hardware:
+        """The devices that a run can use: only the first one where they cannot hold the whole model each, with a
+        warning."""
+        if len(self.devices) == 1 or budget.holds_whole(manifest, self.budget):
+            return self
+        own, host = budget.needs_of(manifest, 0, manifest.model.n_layers, self.device)
+        needed, offered, of = own, self.memory_bytes, "of each"
+        if self.budget.is_split and own <= offered and self.host_bytes is not None:
+            needed, offered, of = host, self.host_bytes, "of the host's memory"
+        warn(
+            f"devices: each of the {len(self.devices)} must hold the whole model to train with the others, which needs"
+            f" {needed / 1e6:.0f} MB {of}, and {offered / 1e6:.0f} MB are offered; only {self.device} trains, give it"
+            " alone to offer all that it has"
+        )
+        return dataclasses.replace(self, devices=self.devices[:1])
 
 
 def name_of(devices: Sequence[str]) -> str:
-    """What is announced and shown of them: `cuda`, `2 x cuda`."""
+    """As announced and shown: `cuda`, `2 x cuda`."""
     kind = devices[0].partition(":")[0]
     return kind if len(devices) == 1 else f"{len(devices)} x {kind}"
 
@@ -127,8 +159,7 @@ def smallest_budget(devices: Sequence[str]) -> int:
 
 
 def host_budget(device: str) -> int | None:
-    """Bytes of the host's memory that Potluck may use beside `device`: 0 beside an integrated GPU, whose memory is the host's; None of what
-    is no CUDA device."""
+    """Bytes of host memory for Potluck beside `device`: 0 for an integrated GPU; None without a CUDA device."""
     if not device.startswith("cuda"):
         return None
     return 0 if _is_integrated(device) else max(1, memory_budget("cpu"))
@@ -141,7 +172,8 @@ def _is_integrated(device: str) -> bool:
 
 
 def memory_budget(device: str, root: Path = Path("/")) -> int:
-    """Bytes that Potluck may use on `device` (`cuda`, `cuda:1`, `mps`, `cpu`), counted from now on. `root`: where the system's files are."""
+    """Bytes that Potluck may use on `device` (`cuda`, `cuda:1`, `mps`, `cpu`) from now on. `root`: of the system's
+    files."""
     if device.startswith("cuda") and not _is_integrated(device):
         import torch
 
@@ -190,7 +222,7 @@ def _read(path: Path) -> str:
 
 
 def free_disk(folder: Path) -> int:
-    """Free bytes on the disk of `folder`, which need not exist yet. Raises UsageError."""
+    """Free bytes on the disk of `folder`, which may not exist yet. Raises UsageError."""
     there = next((p for p in (folder.absolute(), *folder.absolute().parents) if p.exists()), Path("/"))
     try:
         return shutil.disk_usage(there).free
@@ -199,15 +231,15 @@ def free_disk(folder: Path) -> int:
 
 
 def return_memory() -> None:
-    """Gives back to the system what the C library keeps of memory that was freed, where it can (glibc)."""
+    """Returns freed memory to the system, where the C library can (glibc)."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def one_heap() -> None:
-    """For the beginning of a process that trains: its threads, which are to come, take memory from one heap, and what is freed at its end stays for
-    the next step until `return_memory`. The C library (glibc) would give each thread a heap of its own in pieces of 64 MB, between which more is
-    left unused, and give pages back and take them anew within every step (docs/results/memory.md)."""
+    """For the beginning of a process that trains: its threads share one heap, and freed memory stays for the next step
+    until `return_memory`. glibc would give each thread heaps of 64 MB, with more unused memory between, and would
+    return pages within every step (docs/results/memory.md)."""
     with contextlib.suppress(AttributeError):
         library = ctypes.CDLL(None)
         for option, value in _HEAP.items():
@@ -215,7 +247,7 @@ def one_heap() -> None:
 
 
 def free() -> None:
-    """Gives the system back what nobody here holds any more, on the device, too. What CUDA itself takes, some hundred MB, stays."""
+    """Returns all unused memory to the system, of the device too, except some hundred MB of CUDA itself."""
     import torch
 
     gc.collect()
@@ -225,21 +257,21 @@ def free() -> None:
 
 
 def peak_rss() -> int:
-    """The most memory, in bytes, that this process has had resident so far."""
+    """The largest resident set of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: Python's own, a GPU's, or what torch says of the system's (a RuntimeError); or an error
-    that was raised from such a one."""
+    """Whether memory ran out, by Python's error, a GPU's or torch's (a RuntimeError), or an error raised from one of
+    these."""
     return any(
         _is_of_host(one) or (isinstance(one, RuntimeError) and "out of memory" in str(one)) for one in _roots(error)
     )
 
 
 def is_host_shortage(error: BaseException) -> bool:
-    """Whether it was the host's memory, and not a GPU's own, that ran out."""
+    """Whether the host's memory ran out, and not a GPU's own."""
     return any(map(_is_of_host, _roots(error)))
 
 
@@ -248,7 +280,7 @@ def _is_of_host(error: BaseException) -> bool:
 
 
 def _roots(error: BaseException) -> list[BaseException]:
-    """Those from which it was raised, or that are together in it."""
+    """The causes of an error or of an error group."""
     if isinstance(error, BaseExceptionGroup):
         return [root for one in error.exceptions for root in _roots(one)]
     return [error] if error.__cause__ is None else _roots(error.__cause__)

@@ -1,7 +1,7 @@
-"""A helper as the peer's process sees it: started, talked to, and ended.
+"""A helper process as the peer's process sees it: started, given orders, and ended.
 
-Nothing here waits for longer than it was told to, whatever the helper does. A helper that ended, that does not do what it should, or that takes too long,
-is lost: whoever listens to it learns that, and why.
+Calls return within their limits, whatever a helper does. A helper that ends, breaks the protocol, or takes too long is
+lost.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import subprocess
 import sys
 from typing import TypeVar
 
-from peer.training import helper_messages as messages
+from peer.training import device_group as group
 
-A = TypeVar("A", messages.Done, messages.Computed)
 END_SECONDS = 5.0
-"""That a process may take to end by itself."""
+"""For a process to end by itself."""
+A = TypeVar("A", group.Done, group.Computed)
 
 
 class HelperLost(Exception):
-    """There is nothing more to be had from `helper`; the text says what it did, behind its name."""
+    """`helper` is of no use any more; the text says what it did, behind its name."""
 
     def __init__(self, helper: Helper, why: str) -> None:
         super().__init__(why)
@@ -28,13 +28,14 @@ class HelperLost(Exception):
 
 
 class ExchangeFailed(Exception):
-    """Members of the group could not exchange something; any of them may be the cause."""
+    """An exchange between members of the group failed; any of them may be the cause."""
 
 
 class Helper:
-    """One process, on the device that `begin` names. `stuck`: seconds after which it is lost if it does not even read."""
+    """One process, on the device that `begin` names. `stuck`: seconds after which it is lost if it does not even
+    read."""
 
-    def __init__(self, begin: messages.Begin, stuck: float) -> None:
+    def __init__(self, begin: group.Begin, stuck: float) -> None:
         self.device = begin.device
         self._stuck = stuck
         self._lost: str | None = None
@@ -53,43 +54,42 @@ class Helper:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
         return self._process.pid
 
-    def say(self, order: messages.Order) -> None:
-        """Tells it what to do. Where that fails, `hear` says so."""
+    def say(self, order: group.Order) -> None:
+        """Sends an order. A failure shows in `hear`."""
         if self._lost is None:
             self._way.settimeout(self._stuck)
             try:
-                messages.send(self._way, order)
+                group.send(self._way, order)
             except TimeoutError:
                 self._lost = f"did not read for {self._stuck:g} s"
             except OSError:
                 self._lost = self._ended()
 
     def hear(self, kind: type[A], number: int, seconds: float) -> A:
-        """Its next answer of this kind: to the Ask of this number, or of this turn; older ones are left out. Raises HelperLost, and
+        """Its next answer of this kind to the Ask of this number, or of this turn; skips older ones. Raises HelperLost,
         ExchangeFailed."""
         while True:
             answer = self._next(seconds)
-            if isinstance(answer, messages.Failed):
+            if isinstance(answer, group.Failed):
                 if answer.together:
                     raise ExchangeFailed(answer.why)
                 self._lost = f"failed: {answer.why}"
                 raise HelperLost(self, self._lost)
             if isinstance(answer, kind):
-                told = answer.turn if isinstance(answer, messages.Computed) else answer.number
-                if told == number:
+                found = answer.turn if isinstance(answer, group.Computed) else answer.number
+                if found == number:
                     return answer
 
     def ask(self, seconds: float) -> None:
-        """Waits until it has done all that it was told. Raises as `hear` does."""
+        """Waits until it has done all orders. Raises as `hear` does."""
         self._asked += 1
-        self.say(messages.Ask(self._asked))
-        self.hear(messages.Done, self._asked, seconds)
+        self.say(group.Ask(self._asked))
+        self.hear(group.Done, self._asked, seconds)
 
     def await_idle(self, seconds: float) -> None:
-        """The same, whether it could do all of that or not. Raises HelperLost."""
+        """Waits until it has done, or failed to do, all orders. Raises HelperLost."""
         while True:
             try:
                 return self.ask(seconds)
@@ -97,12 +97,11 @@ class Helper:
                 pass
 
     def end(self) -> None:
-        """Ends the process."""
         self._way.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS if self._lost is None else 0.0)
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the system does not let go of it: that is not waited for
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the system does not let go of it
             self._process.wait(END_SECONDS)
 
     def _next(self, seconds: float) -> object:
@@ -110,7 +109,7 @@ class Helper:
         if self._lost is None:
             self._way.settimeout(seconds)
             try:
-                return messages.receive(self._way)
+                return group.receive(self._way)
             except TimeoutError:
                 self._lost = f"did nothing for {seconds:g} s"
             except (EOFError, OSError):

@@ -1,4 +1,5 @@
-"""A whole model that is trained no more: the text that it writes, and how well it foretells a given one. In fp32, as it is exported.
+"""A whole model that is not trained any more, in fp32, as it is exported: the text that it writes, and its loss on a
+given text.
 
 Shapes: n windows, L positions, V vocabulary.
 """
@@ -27,27 +28,31 @@ T = TypeVar("T")
 
 
 def load(spec: ModelSpec, theta: Theta, wanted: str = "auto") -> Stage:
-    """The whole model with these values, on the device that is wanted where that has room for it, else on the CPU. Raises UsageError where nothing has room."""
-    free = {name: device.memory_budget(name) for name in (device.choose_device(wanted), "cpu")}
+    """The whole model with these values, on the wanted device or, without room there, on the CPU. Raises UsageError."""
+    free = {name: device.memory_budget(name) for name in (*device.choose_devices((wanted,)), "cpu")}
     stage = Stage(spec, 0, spec.n_layers, True, True, device=place(spec, free))
     stage.load(theta)
     return stage
 
 
 def place(spec: ModelSpec, free: Mapping[str, int]) -> str:
-    """The first of these devices, each with its free bytes, that has room for the model. Raises UsageError."""
+    """The first device with room for the model; `free`: bytes of each. Raises UsageError."""
     needed = memory.COPY * 4 * layout.total_parameters(spec)
     for name, there in free.items():
         if there >= needed:
             return name
     raise UsageError(
-        f"memory: the model takes {needed / 1e9:.1f} GB, {max(free.values()) / 1e9:.1f} GB are free here; use a machine with more"
+        f"memory: the model takes {needed / 1e9:.1f} GB, {max(free.values()) / 1e9:.1f} GB are free here;"
+        " use a machine with more"
     )
 
 
 class Dice:
-    """Draws the next token. `temperature` 0 takes the likeliest; above, chances are those of logits / temperature. `top_k`: only so many of
-    the likeliest are drawn from (Fan et al., 2018, arXiv:1805.04833); 0: all. The same seed gives the same draws."""
+    """Draws the next token, with the same draws for the same seed.
+
+    temperature: chances are those of logits / temperature; 0: the likeliest token.
+    top_k: tokens that are drawn from, the likeliest ones (Fan et al., 2018, arXiv:1805.04833); 0: all.
+    """
 
     def __init__(self, seed: int, *, temperature: float, top_k: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -71,8 +76,8 @@ class Dice:
 def continuation(stage: Stage, prompt: Sequence[int], window: int, dice: Dice) -> Iterator[int]:
     """Ids that continue `prompt` (at least one id), without end. Raises LocalError.
 
-    The model sees at most `window` ids, at most its context. Once they are full, it goes on from the second half of them: that
-    is computed anew then, and once in half a window.
+    The model sees at most `window` ids, at most its context. When they are full, it goes on from their second half,
+    which is computed again.
     """
     fresh, past, seen = list(prompt[-window:]), Past(), list(prompt[-window:])
     while True:
@@ -86,21 +91,21 @@ def continuation(stage: Stage, prompt: Sequence[int], window: int, dice: Dice) -
 
 @torch.no_grad()
 def _logits(stage: Stage, ids: Sequence[int], past: Past) -> Tensor:
-    """[V] behind `ids`, which come behind `past`."""
+    """[V] after `ids`, which follow `past`."""
     x_1LD = stage.further(torch.tensor([ids]), past)
     return stage.logits(x_1LD[:, -1:])[0, 0]
 
 
 @torch.no_grad()
 def nats(stage: Stage, windows: NDArray[np.int64]) -> float:
-    """The sum of -log p over all n x L predictions of windows [n, L + 1], each id from those before it in its window."""
+    """The sum of -log p over all n x L predictions of windows [n, L + 1]."""
     ids = torch.from_numpy(windows)
     mean = stage.loss(stage(ids[:, :-1]), ids[:, 1:])
     return mean.item() * ids[:, 1:].numel()
 
 
 class Measured:
-    """A copy of the whole model with these values, to be measured. Raises UsageError where there is no memory for it, there and later."""
+    """A copy of the whole model, to be measured. All methods raise UsageError where there is no memory."""
 
     def __init__(self, spec: ModelSpec, theta: Theta, wanted: str = "auto") -> None:
         self._context = spec.context
@@ -112,8 +117,8 @@ class Measured:
 
     @contextlib.contextmanager
     def moved(self, update: Mapping[str, Sequence[Sparse]], step: float) -> Iterator[None]:
-        """Within it the parameters are those with `step` times the update added, and afterwards exactly what they were. `update`: of each
-        shard, its tensors in canonical order."""
+        """Adds `step` times the update to the parameters, and restores exactly what they were. `update`: of each shard,
+        its tensors in canonical order."""
         held, kept = dict(self._stage.named_parameters()), list[tuple[Tensor, Tensor, Tensor]]()
         try:
             with torch.no_grad():
@@ -130,7 +135,7 @@ class Measured:
                     flat[index] = values
 
     def goes_on(self, ids: Sequence[int], count: int) -> list[int]:
-        """So many ids that continue these, each the likeliest one. Raises LocalError where the model has diverged."""
+        """The `count` likeliest ids after these, one by one. Raises LocalError where the model has diverged."""
         likeliest = Dice(0, temperature=0.0)
         return _guarded(lambda: list(islice(continuation(self._stage, ids, self._context, likeliest), count)))
 

@@ -1,17 +1,17 @@
-"""The optimizer's moments of a shard, small enough to be sent to a peer that begins to train it (docs/results/churn.md).
+"""The packed moments of a shard, for a peer that begins to train it (docs/results/churn.md).
 
-First moments m: one payload of the update codec with a quarter of the entries, at 2 bits. Second moments v: of a matrix the means of its
-rows r_i and of its columns c_j, from which v_ij = r_i c_j / mean(r) (Shazeer and Stern 2018, Adafactor, algorithm 1); of a vector all.
-What Muon trains has first moments only, its momentum. About 0.16 bytes a parameter instead of 8.
+First moments m: one payload of the update codec with a quarter of the entries, at 2 bits. Second moments v: of a matrix
+the means of its rows r_i and columns c_j, from which v_ij = r_i c_j / mean(r) (Shazeer and Stern 2018, Adafactor,
+algorithm 1); of a vector all. Muon has first moments only, its momentum. About 0.16 bytes a parameter instead of 8.
 
     u32   updates so far
     u64   bytes of the payload; the payload (protocol/codec/sparse.py)
     fp32  the second moments: for each tensor of the shard that AdamW trains, in its order, r and c, or all
 
-Who sends it may be an enemy, so what comes is bounded by what is true of every honest sender. Gradients are clipped, so that the sum of
-all v is at most clip². And |m| <= c sqrt(v) for each element, with c² = (1 - b1)² / ((1 - b2) (1 - b1² / b2)) (Cauchy and Schwarz): the
-first updates are no larger than others are. The sum of all squares of Muon's momentum, which is a mean of clipped gradients, is at most
-clip², too; the length of Muon's update is the same whatever the momentum is.
+The sender may lie, so the moments are bounded by what holds for every honest sender. Gradients are clipped: the sum of
+all v is at most clip². And |m| <= c sqrt(v) for each element, with c² = (1 - b1)² / ((1 - b2) (1 - b1² / b2)) (Cauchy
+and Schwarz): the first updates are no larger than others. The sum of all squares of Muon's momentum, a mean of clipped
+gradients, is at most clip², too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import sparse
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.codec.sparse import PayloadError
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
@@ -34,19 +34,19 @@ Array = NDArray[np.float32]
 CODEC = Codec(1024)
 _HEADER = struct.Struct("<IQ")
 MOMENTUM = "momentum_buffer"
-"""What the one moment of Muon is called where moments are kept; AdamW's are `step`, `exp_avg` and `exp_avg_sq`."""
+"""The name of Muon's one moment; AdamW's are `step`, `exp_avg` and `exp_avg_sq`."""
 MOST_UPDATES = 1 << 24
 """fp32 counts exactly up to here."""
 
 
 def largest(spec: ModelSpec, train: TrainSpec, shard: str) -> int:
-    """The most bytes that a shard's moments have."""
+    """The most bytes of a shard's packed moments."""
     means = sum(_means(shape) for _, shape in _by_adamw(spec, train, shard))
     return _HEADER.size + sparse.max_payload_size(CODEC, layout.shapes(spec, shard)) + 4 * means
 
 
 def pack(spec: ModelSpec, train: TrainSpec, shard: str, state: Mapping[str, NDArray[np.generic]]) -> bytes | None:
-    """The moments of `shard` in `state` (`<parameter>/<moment>`); None where they are not all there."""
+    """Packs the moments of `shard` from `state` (`<parameter>/<moment>`); None where some are missing."""
     adamw, first = [name for name, _ in _by_adamw(spec, train, shard)], _first(spec, train, shard)
     if not all(key in state for key in (*first, *(f"{name}/exp_avg_sq" for name in adamw))):
         return None
@@ -57,7 +57,7 @@ def pack(spec: ModelSpec, train: TrainSpec, shard: str, state: Mapping[str, NDAr
 
 
 def unpack(spec: ModelSpec, train: TrainSpec, shard: str, data: bytes) -> dict[str, Array]:
-    """What `pack` made of it, within bounds. Raises PayloadError."""
+    """The inverse of `pack`, within the bounds. Raises PayloadError."""
     adamw = _by_adamw(spec, train, shard)
     means = 4 * sum(_means(shape) for _, shape in adamw)
     if len(data) < _HEADER.size:
@@ -93,7 +93,7 @@ def _by_adamw(spec: ModelSpec, train: TrainSpec, shard: str) -> list[tuple[str, 
 
 
 def _first(spec: ModelSpec, train: TrainSpec, shard: str) -> list[str]:
-    """What the first moments of a shard's tensors are called."""
+    """The names of the first moments of a shard's tensors."""
     return [
         f"{name}/{MOMENTUM if train.has_one_moment(shard, shape) else 'exp_avg'}"
         for name, shape in layout.tensors(spec, shard)
@@ -101,7 +101,7 @@ def _first(spec: ModelSpec, train: TrainSpec, shard: str) -> list[str]:
 
 
 def _bound(train: TrainSpec, pairs: Sequence[tuple[Array, Array]]) -> None:
-    """Makes AdamW's moments what an honest sender's can be. Raises PayloadError."""
+    """Bounds AdamW's moments. Raises PayloadError."""
     _short(train, sum(float(np.sum(v, dtype=np.float64)) for _, v in pairs))
     b1, b2 = train.beta1, train.beta2
     most = (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2)) if b1**2 < b2 else 1.0
@@ -112,13 +112,13 @@ def _bound(train: TrainSpec, pairs: Sequence[tuple[Array, Array]]) -> None:
 
 
 def _short(train: TrainSpec, squares: float) -> None:
-    """Raises PayloadError where the sum of squares is larger than that of clipped gradients."""
+    """Raises PayloadError for a larger sum of squares than of clipped gradients."""
     if not squares <= 1.01 * train.clip**2:
         raise PayloadError("moments: larger than clipped gradients have")
 
 
 def _means(shape: Sequence[int]) -> int:
-    """How many numbers stand for a tensor's second moments."""
+    """The count of packed second moments of a tensor."""
     return sum(shape) if len(shape) == 2 else math.prod(shape)
 
 
@@ -130,7 +130,7 @@ def _factors(v: Array) -> bytes:
 
 
 def _product(numbers: Array, shape: Sequence[int]) -> Array:
-    """v. Raises PayloadError where the numbers are no means of squares."""
+    """v from its means. Raises PayloadError where they are no means of squares."""
     if not (np.isfinite(numbers).all() and (numbers >= 0).all()):
         raise PayloadError("moments: a mean of squares is negative, or no number")
     if len(shape) != 2:

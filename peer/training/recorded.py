@@ -1,16 +1,16 @@
-"""A stage's blocks as CUDA graphs: what takes Python milliseconds to launch is launched with one call.
+"""A stage's blocks as CUDA graphs: one call launches what takes Python milliseconds to launch.
 
-A GPU is done with some blocks in 15 ms, and Python takes as long to launch them, longer where other threads want its lock, too. So a
-micro-batch's way through the blocks is recorded once, forward and backward, and replayed for all others of that shape. A recording reads and
-writes the same memory each time, so each micro-batch between its forward and its backward has one of its own: a slot.
+A GPU computes some blocks in 15 ms, and Python needs as long to launch them, longer where other threads want its lock.
+So a micro-batch's forward and backward through the blocks are recorded once and replayed for all others of that shape.
+A replay reads and writes the same memory each time, so each micro-batch between its forward and its backward needs a
+recording of its own: a slot. The embedding, the boundaries, the head and its loss are not recorded.
 
-*Memory.* A slot keeps, all the time, what a micro-batch keeps for its backward, and what a forward needs besides. What a backward needs
-besides all slots have in common, since they are replayed one after the other. Blocks go backward one at a time, so that the gradients of one
-block at most exist beside their sums.
+*Memory.* A slot permanently holds a micro-batch's activations, and a forward's scratch. All slots share the backward's
+scratch, since they are replayed one after the other. Backward goes block by block: at most one block's gradients exist
+beside their sums.
 
-*When.* After an inner step without it: by then everything is compiled. Where memory runs out nothing is recorded before the next round.
-
-The embedding, what goes to neighbours and comes from them, the head and its loss are not recorded.
+*When.* After an inner step without recording: by then everything is compiled. Where memory runs out, not before the
+next round.
 
 Shapes: B rows, L positions, D model width.
 """
@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,51 +31,39 @@ from peer.training.model import Stage
 from protocol.run import layout
 
 Recorded = tuple[Tensor, Callable[[], object]]
-"""The result of some work, and what replays the work, which makes the result anew in the same place."""
-
-
-class Recording(Protocol):
-    """A device that can record. Both methods raise RuntimeError."""
-
-    def rehearse(self, ahead: Callable[[], Tensor], back: Callable[[], Tensor], /) -> None:
-        """Does all of it once, in the place where it will be recorded: what is first used may do what cannot be."""
-
-    def record(
-        self, ahead: Callable[[], Tensor], back: Callable[[], Tensor], several: bool, /
-    ) -> tuple[Recorded, Recorded]:
-        """Both; `back` goes on from `ahead`. `several`: there may be more of them at once."""
+"""The result of some work, and a call that replays the work into the same memory."""
 
 
 _one_at_a_time = threading.Lock()
-"""What one thread waits for, on all of a device, would break another's recording off."""
+"""A thread that waits for the whole device would break off another's recording."""
 
 
 class Graphs:
-    """A device with CUDA's graphs."""
+    """Records work on a CUDA device as graphs. Methods raise RuntimeError."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._common = torch.cuda.graph_pool_handle()
 
-    def rehearse(self, ahead: Callable[[], Tensor], back: Callable[[], Tensor]) -> None:
-        """See Recording."""
+    def rehearse(self, forward: Callable[[], Tensor], backward: Callable[[], Tensor]) -> None:
+        """Runs both once on the recording stream: a first run may do what cannot be recorded."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            ahead()
-            back()
+            forward()
+            backward()
 
     def record(
-        self, ahead: Callable[[], Tensor], back: Callable[[], Tensor], several: bool
+        self, forward: Callable[[], Tensor], backward: Callable[[], Tensor], several: bool
     ) -> tuple[Recorded, Recorded]:
-        """See Recording."""
+        """Records both; `backward` uses the activations of `forward`. `several`: more recordings may exist at once."""
         with _one_at_a_time:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # a recording has memory of its own
             own = torch.cuda.graph_pool_handle()
             try:
-                return self._captured(ahead, own), self._captured(back, self._common if several else own)
+                return self._captured(forward, own), self._captured(backward, self._common if several else own)
             except BaseException:
-                # torch takes it for one that goes on, and would refuse whoever draws random numbers, as the compiler does
+                # torch believes that it goes on, and would refuse random numbers, which the compiler draws
                 numbers = torch.cuda.default_generators[torch.cuda.current_device()]
                 numbers.graphsafe_set_state(numbers.clone_state())
                 raise
@@ -95,29 +82,37 @@ class Graphs:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """`x` [B, L, D] goes into the blocks, `y` comes out of them; `mask`: which tokens see each other, where a model asks that. `gradient` [B, L, D] is that
-    of y, in one place for all slots, and `inward` that of x; all in the stage's number format. `ahead` makes y of x, `back` makes inward of gradient and adds those of the parameters to
-    their sums."""
+    """A recording, in the stage's number format.
+
+    x, y: input and output of the blocks [B, L, D].
+    mask: of attention, where the model has document ends.
+    gradient, inward: of y, the same memory for all slots, and of x.
+    forward: makes y from x.
+    backward: makes inward from gradient, and adds the parameters' gradients to their sums.
+    """
 
     x: Tensor
     mask: Tensor | None
     y: Tensor
     gradient: Tensor
     inward: Tensor
-    ahead: Callable[[], object]
-    back: Callable[[], object]
+    forward: Callable[[], object]
+    backward: Callable[[], object]
     sums: list[tuple[Parameter, Tensor]]
 
 
 class Recorder:
-    """The slots of a stage. Belongs to the thread that computes. `records`: None where nothing is recorded, as of a whole model, which computes
-    for so long that launching it takes less time."""
+    """The slots of a stage; belongs to the thread that computes.
+
+    on: whether micro-batches get slots.
+    records: makes what records; None: nothing does. A whole model computes so long that its launch does not count.
+    """
 
     def __init__(
         self,
         stage: Stage,
         autocast: Callable[[], AbstractContextManager[object]],
-        records: Callable[[torch.device], Recording] | None,
+        records: Callable[[torch.device], Graphs] | None,
     ) -> None:
         self._stage, self._autocast = stage, autocast
         self._blocks = [layout.block_index(shard) for shard in stage.shards if shard.startswith("block.")]
@@ -132,16 +127,15 @@ class Recorder:
         self._shape: tuple[int, ...] | None = None
 
     def drop(self) -> None:
-        """Frees what nobody has taken, and records nothing from now on."""
+        """Frees all slots that are not in use, and records no more."""
         self.on = False
         self._forget()
 
     def reset(self) -> None:
-        """All slots are free."""
         self._free = list(self._slots)
 
     def take(self, ids_BL: Tensor) -> Slot | None:
-        """One for a micro-batch of these ids, until `give`, with its mask; None where there is none."""
+        """A slot for a micro-batch of these ids, with its mask, until `give`; None: call the blocks."""
         if not self.on or self._device is None:
             return None
         shape, mask = (*ids_BL.shape, self._stage.spec.d_model), self._stage.mask(ids_BL)
@@ -155,12 +149,12 @@ class Recorder:
         return slot
 
     def give(self, slot: Slot) -> None:
-        """Its micro-batch needs it no more."""
+        """Frees the slot for other micro-batches."""
         if slot in self._slots:
             self._free.append(slot)
 
-    def back(self, slot: Slot) -> None:
-        """The slot's backward, wherever the parameters' gradients were before."""
+    def backward(self, slot: Slot) -> None:
+        """The slot's backward; moves the parameters' gradients into its sums."""
         none_yet = []
         for parameter, total in slot.sums:
             if parameter.grad is None:
@@ -170,35 +164,35 @@ class Recorder:
             parameter.grad = total
         if none_yet:
             torch._foreach_zero_(none_yet)
-        slot.back()
+        slot.backward()
         torch.autograd.graph.increment_version([total for _, total in slot.sums])
 
-    def _add(self, device: Recording, shape: tuple[int, ...], mask: Tensor | None) -> bool:
-        """Whether there is one slot more. There is none where a block was not called as it is compiled, since some thread was compiling: later there may be."""
-        before = compiled.as_they_are()
+    def _add(self, device: Graphs, shape: tuple[int, ...], mask: Tensor | None) -> bool:
+        """Whether a slot was added. Not while another thread compiles, when blocks run uncompiled."""
+        before = compiled.uncompiled_calls()
         try:
             slot = self._recorded(device, shape, mask)
         except (RuntimeError, MemoryError):
             self.drop()
             return False
-        if compiled.as_they_are() != before:
+        if compiled.uncompiled_calls() != before:
             return False
         self._shape = shape
         self._slots.append(slot)
         self._free.append(slot)
         return True
 
-    def _recorded(self, device: Recording, shape: tuple[int, ...], mask_like: Tensor | None) -> Slot:
+    def _recorded(self, device: Graphs, shape: tuple[int, ...], mask_like: Tensor | None) -> Slot:
         if self._slots:
             sums, gradient_BLD = self._slots[0].sums, self._slots[0].gradient
         else:
-            sums = [(p, torch.zeros_like(p)) for block in self._blocks for p in self._parameters(block)]
+            sums = [(p, torch.zeros_like(p)) for block in self._blocks for p in self._held(block)]
             gradient_BLD = torch.zeros(shape, dtype=self._stage.form, device=sums[0][1].device)
         total_of, x_BLD = dict(sums), torch.zeros_like(gradient_BLD)
         mask = None if mask_like is None else torch.zeros_like(mask_like)
         passed: list[tuple[int, Tensor, Tensor]] = []
 
-        def ahead() -> Tensor:
+        def forward() -> Tensor:
             passed.clear()
             with torch.enable_grad(), self._autocast():
                 out_BLD = x_BLD
@@ -208,19 +202,19 @@ class Recorder:
                     passed.append((block, in_BLD, out_BLD))
             return out_BLD.detach()
 
-        def back() -> Tensor:
+        def backward() -> Tensor:
             towards_BLD = gradient_BLD
             while passed:
                 block, in_BLD, out_BLD = passed.pop()
-                held = self._parameters(block)
+                held = self._held(block)
                 towards_BLD, *found = torch.autograd.grad(out_BLD, (in_BLD, *held), towards_BLD)
                 torch._foreach_add_([total_of[parameter] for parameter in held], found)
             return towards_BLD
 
         if not self._slots:
-            device.rehearse(ahead, back)
-        (y_BLD, forward), (inward_BLD, backward) = device.record(ahead, back, not self._stage.has_head)
-        return Slot(x_BLD, mask, y_BLD, gradient_BLD, inward_BLD, forward, backward, sums)
+            device.rehearse(forward, backward)
+        (y_BLD, replay), (inward_BLD, replay_backward) = device.record(forward, backward, not self._stage.has_head)
+        return Slot(x_BLD, mask, y_BLD, gradient_BLD, inward_BLD, replay, replay_backward, sums)
 
-    def _parameters(self, block: int) -> list[Parameter]:
-        return list(self._stage.model.layers[str(block)].parameters())  # type: ignore[index, union-attr]
+    def _held(self, block: int) -> list[Parameter]:
+        return list(self._stage.parameters_of(f"block.{block}").values())

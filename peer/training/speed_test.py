@@ -1,9 +1,9 @@
-"""How fast this machine trains, found in seconds: a process of its own, which may be killed, takes micro-batches of a run's model.
+"""Measures the training speed of this machine in seconds: a process of its own trains micro-batches of a run's model.
 
     python -m peer.training.speed_test MANIFEST DEVICE THREADS MEMORY
 
-prints 0 when it begins to train, and then the speed, in operations a second (protocol/planning/speed.py), whenever it is known better.
-It goes on until it is stopped.
+prints 0 when it begins to train, then each better estimate of the speed, in operations a second
+(protocol/planning/partition.py), until it is stopped.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pathlib import Path
 
 import numpy as np
 
-from peer.net import children
+from peer.net import processes
 from protocol.planning import memory
 from protocol.planning.budget import Budget, holds_whole
-from protocol.planning.speed import Speedometer
+from protocol.planning.partition import Speedometer
 from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 
-FIRST = 1
-"""Micro-batches that do not count: memory is taken, and on some devices code is made."""
+WARM_UP = 1
+"""Micro-batches that do not count: they take memory, and on some devices compile."""
 
 
 def part_of(manifest: Manifest, memory_bytes: int, device: str) -> tuple[int, int]:
-    """The blocks that are trained: all, or one that is neither the first nor the last, if there is such a one."""
+    """The blocks that are trained: all, or one in the middle if memory is too small."""
     layers = manifest.model.n_layers
     if holds_whole(manifest, Budget(memory_bytes, device)):
         return 0, layers
@@ -67,7 +67,7 @@ def run(manifest: Manifest, device: str, threads: int, memory_bytes: int) -> Non
         trainer.backward(done, None if last == spec.n_layers else wire.to(device))
         trainer.synchronize()
         done += 1
-        if done > FIRST:
+        if done > WARM_UP:
             found = speed.add(first, last, time.perf_counter() - began)
             if found != said:
                 said = found
@@ -78,8 +78,9 @@ def run(manifest: Manifest, device: str, threads: int, memory_bytes: int) -> Non
 async def measured(
     manifest: Manifest, folder: Path, device: str, threads: int, memory_bytes: int, seconds: float, within: float
 ) -> int | None:
-    """The speed of this machine, in operations a second, as it is known after so many seconds of training, or as soon after them as it is; None where
-    it is not known `within` seconds in all, or the machine could not train. `folder`: for a file that is removed again."""
+    """The speed in operations a second after `seconds` of training, or soon after; None where it is unknown `within`
+    seconds in all, or the machine cannot train. `folder`: for a temporary file.
+    """
     clock = asyncio.get_running_loop().time
     enough = until = clock() + within
     path = folder / f"speed-test-{secrets.token_hex(4)}.toml"
@@ -105,7 +106,7 @@ async def measured(
     except TimeoutError:
         pass
     finally:
-        children.send(child)
+        processes.send_signal(child)
         await child.wait()
         path.unlink(missing_ok=True)
     return found
@@ -120,8 +121,8 @@ async def together(
     seconds: float,
     within: float,
 ) -> int | None:
-    """The same of several devices that train at the same time. Each does as much as every other, so the slowest counts for all; what it takes
-    to add up their gradients is not in it."""
+    """The speed of several devices that train at the same time with equal shares: that of the slowest, times their
+    number. It leaves out the adding up of gradients."""
     speeds = await asyncio.gather(
         *(measured(manifest, folder, device, threads, memory_bytes, seconds, within) for device in devices)
     )

@@ -6,19 +6,21 @@ SparseLoCo with heterogeneous replicas, stage boundary (LLaMA: no positional ter
     backward   send G U                       receiver: (G U) U^T
     embedding  TE = T_S + T_perp, T_S = A U^T with A [V, k] trained and T_perp frozen within a round
 
-T_perp is orthogonal to S, T_perp U = 0, so whoever sends needs nothing of it. The receiver makes nothing of it either, but computes
+T_perp is orthogonal to S, T_perp U = 0, so the sender does not need it. The receiver does not make it either, but
+computes
 
     X^ = TE[ids] + (Z - (TE U)[ids]) U^T
 
-from the rows of TE that a micro-batch has: the table stays where it is, which may be a file, and of a table of gigabytes only what is read
-needs memory. A table in host memory sends a device the row of each token once for a micro-batch. A device that has much more room than the table
-takes keeps T_perp itself (`t_perp`), which costs it less time.
+from the rows of TE for a micro-batch's tokens: the table stays where it is, which may be a file of gigabytes. A table
+in host memory sends a device the row of each different token once per micro-batch. A device with much free memory keeps
+T_perp itself (`t_perp`), which saves it time.
 
 That is autograd of X^ = (X - T_perp[ids]) U U^T + T_perp[ids]. Our choice where the paper leaves it open: A is the
-parameter, so T_S stays in S exactly, whatever the optimizer does, and weight decay acts on T_S only. Splitting TE anew
-at every round start is the paper's reprojection (R moves from T_S to T_perp).
+parameter, so T_S stays in S exactly with any optimizer, and weight decay acts on T_S only. Splitting TE again at every
+round start is the paper's reprojection (R moves from T_S to T_perp).
 
-Shapes: B rows, L positions, V vocabulary, D model width, K subspace width, N different tokens of a micro-batch. k = 0 means no compression (no Boundary).
+Shapes: B rows, L positions, V vocabulary, D model width, K subspace width, N different tokens of a micro-batch. k = 0:
+no compression.
 """
 
 from __future__ import annotations
@@ -30,23 +32,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from peer.training.layers import sent
 from protocol.codec import subspace
 
 ROWS = 1 << 12
-"""Of the embedding that are worked on at a time."""
-_SHARE = 0.05
-"""Of a device's free memory that the embedding may take where only its rows are needed."""
+"""Rows of the embedding in one step of the work."""
+_T_PERP_SHARE = 0.05
+"""Of a device's free memory that T_perp may take."""
+
+
+def to_device(ids: Tensor, device: torch.device) -> Tensor:
+    """Token ids on the device. Does not wait: a GPU fetches other than pinned, contiguous memory only after all its
+    work."""
+    if device.type == "cuda" and ids.device.type == "cpu":
+        ids = ids.contiguous().pin_memory()
+    return ids.to(device, non_blocking=True)
 
 
 def basis(seed: bytes, d: int, k: int, threads: int) -> np.ndarray:
-    """U [D, K] (protocol/codec/subspace.py), on so many threads."""
+    """U [D, K] (protocol/codec/subspace.py)."""
     with ThreadPoolExecutor(threads, "basis") as pool:
         return subspace.basis(seed, d, k, pool.map)
 
 
 def coordinates(te_VD: Tensor, u_DK: Tensor) -> Tensor:
-    """A [V, K] of TE = A U^T + T_perp, where U is; some rows at a time, so that no more of TE than these is on U's device."""
+    """A [V, K] of TE = A U^T + T_perp on U's device, by rows of TE."""
     a_VK = u_DK.new_empty(te_VD.shape[0], u_DK.shape[1])
     for te_BD, a_BK in zip(te_VD.split(ROWS), a_VK.split(ROWS), strict=True):
         torch.mm(te_BD.to(u_DK.device), u_DK, out=a_BK)
@@ -54,15 +63,15 @@ def coordinates(te_VD: Tensor, u_DK: Tensor) -> Tensor:
 
 
 def t_perp(te_VD: Tensor, u_DK: Tensor, form: torch.dtype) -> Tensor | None:
-    """T_perp [V, D] = TE - TE U U^T, in the number format `form`, where U is, if that has much more room than it takes; else None."""
+    """T_perp [V, D] = TE - TE U U^T in the number format `form` on U's device; None without much free memory there."""
     size = te_VD.numel() * form.itemsize
-    if u_DK.device.type != "cuda" or size > _SHARE * torch.cuda.mem_get_info(u_DK.device)[0]:
+    if u_DK.device.type != "cuda" or size > _T_PERP_SHARE * torch.cuda.mem_get_info(u_DK.device)[0]:
         return None
     return without_subspace(te_VD, u_DK, form)
 
 
 def without_subspace(te_VD: Tensor, u_DK: Tensor, form: torch.dtype) -> Tensor:
-    """T_perp [V, D], where U is; computed in fp64, since it serves a whole round."""
+    """T_perp [V, D] on U's device; computed in fp64, since it serves a whole round."""
     found_VD = torch.empty(te_VD.shape, dtype=form, device=u_DK.device)
     u64_DK = u_DK.double()
     for te_BD, found_BD in zip(te_VD.split(ROWS), found_VD.split(ROWS), strict=True):
@@ -72,8 +81,11 @@ def without_subspace(te_VD: Tensor, u_DK: Tensor, form: torch.dtype) -> Tensor:
 
 
 class Boundary:
-    """What both sides of a stage boundary know: U, and T_perp: by TE [V, D], which may lie in host memory or in a file, or itself, where U is. `form`: the
-    number format of X, of X^ and T_perp, and of products, but for those of TE, which are in its own; U's by default."""
+    """The compression at a stage boundary, for both sides.
+
+    te_VD: the embedding, on U's device, in host memory or in a file.
+    form: the number format of X, X^, T_perp and products, except those of TE, which are in its own; default: U's.
+    """
 
     def __init__(
         self, u_DK: Tensor, te_VD: Tensor, t_perp_VD: Tensor | None = None, form: torch.dtype | None = None
@@ -87,17 +99,17 @@ class Boundary:
 
     @property
     def k(self) -> int:
-        """Values per token and direction."""
         return self.u_DK.shape[1]
 
     @torch.no_grad()
     def expect(self, ids_BL: Tensor) -> None:
-        """Has the rows of TE sent that `expand` will ask for next: while the device is busy, this costs it no time."""
+        """Sends the rows of TE for the next `expand` while the device is busy."""
         if self.u_DK.device.type != "cpu" and self._t_perp_VD is None:
             self._expected = ids_BL, *self.rows(ids_BL)
 
     def rows(self, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """TE [N, D] of the different tokens, where U is, and of each position which of them it has [B, L]. The ids are on the host."""
+        """TE [N, D] of the different tokens on U's device, and the token of each position [B, L]. The ids are on the
+        host."""
         device = self.u_DK.device
         seen_V = torch.zeros(len(self.te_VD), dtype=torch.bool)
         seen_V[ids_BL.flatten()] = True
@@ -112,23 +124,23 @@ class Boundary:
 
     @torch.no_grad()
     def _rows(self, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """What `rows` gives, or gave when it was expected."""
+        """`rows`, which may have been sent by `expect`."""
         if self._expected is not None and _same(self._expected[0], ids_BL):
             _, te_ND, which_BL = self._expected
             self._expected = None
             return te_ND, which_BL
-        return self.rows(ids_BL.cpu())  # it may be computed anew, before what is expected
+        return self.rows(ids_BL.cpu())  # a forward may be computed again before the expected one
 
     def compress(self, x_BLD: Tensor) -> Tensor:
         """Z [B, L, K] = X U."""
         return x_BLD.to(self.form) @ self._products_DK
 
     def expand(self, z_BLK: Tensor, ids_BL: Tensor, into: Tensor | None = None) -> Tensor:
-        """X^ [B, L, D] = Z U^T + T_perp[ids], as TE[ids] + (Z - (TE U)[ids]) U^T where T_perp is not there: of D numbers a token one is read and X^
-        written. `into`: where X^ goes, without a gradient, or new memory."""
+        """X^ [B, L, D] = Z U^T + T_perp[ids], or without T_perp TE[ids] + (Z - (TE U)[ids]) U^T. `into`: memory for X^,
+        without a gradient; None: new memory."""
         with torch.autocast(self.u_DK.device.type, enabled=False):  # TE is not to lose bits
             if self._t_perp_VD is not None:
-                table_ND, which_BL, u_DK = self._t_perp_VD, sent(ids_BL, self.u_DK.device), self._products_DK
+                table_ND, which_BL, u_DK = self._t_perp_VD, to_device(ids_BL, self.u_DK.device), self._products_DK
             else:
                 (table_ND, which_BL), u_DK = self._rows(ids_BL), self.u_DK
                 z_BLK = z_BLK - functional.embedding(which_BL, table_ND @ u_DK)
@@ -144,14 +156,14 @@ class Boundary:
         return g_BLD.to(self.form) @ self._products_DK
 
     def expand_grad(self, gz_BLK: Tensor, into: Tensor | None = None) -> Tensor:
-        """(G U) U^T [B, L, D], in new memory or `into` that."""
+        """(G U) U^T [B, L, D], in new memory or in `into`."""
         return torch.matmul(gz_BLK.to(self.form), self._products_DK.T, out=into)
 
     def project(self, x_BLD: Tensor, ids_BL: Tensor) -> Tensor:
-        """What the far side sees; differentiable: inserted into a whole model, it gives the oracle of a chain."""
+        """X^ at the other side, differentiable: in a whole model it gives the oracle of a chain."""
         return self.expand(self.compress(x_BLD), ids_BL)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether they are one view of one tensor that nobody has freed; to compare values would wait for the device."""
+    """Whether they are one view of one living tensor; to compare values would wait for the device."""
     return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())

@@ -1,24 +1,33 @@
-"""The update on the trainer's device: e = β e + δ, and the largest magnitudes of every tile (protocol/codec/topk.py), bit for bit as
-peer/state/outer_optimizer.py and `topk.select` do it on the host; and the way of the next round's parameters to the device.
+"""A round's update on the device that trains: e = β e + δ and the largest magnitudes of every tile
+(protocol/codec/topk.py), bit for bit as peer/state/outer_optimizer.py and `topk.select` on the host; and the loading of
+the next round's parameters.
 
-Feedback e and the global state θ are at home on the host. Each is sent to the device part by part, some whole bands of tiles of one
-tensor at a time, from where it is, if it could be pinned (peer/training/pinned.py), or through pinned buffers. δ = θ - θ_local is made
-there; e comes back, and of what is kept only the indices, packed (`pack`), since the host takes the values from e. Several parts are
-under way at a time, one to a lane, so that copies in both directions and the device's work overlap.
+Feedback e and state θ live on the host. They go to the device in parts, some whole bands of tiles of one tensor each,
+from where they are if they are pinned, or through pinned buffers. δ = θ - θ_local is made there; e comes back, with the
+packed indices of the selected entries (`pack`), whose values the host takes from e. Several parts are under way, one to
+a lane, so that copies in both directions and the device's work overlap.
 
-Order of magnitudes: a key of 64 bits has the bits of |x| above n - 1 - i for the i-th of a tile's n elements. Keys differ, and
-of equal magnitudes the first has the largest key: the k' largest keys are one set, whatever order the device works in.
+A selection key of 64 bits has the bits of |x| above n - 1 - i for the i-th of a tile's n elements. Keys differ, and of
+equal magnitudes the first has the largest key: the k' largest keys are one set, in whatever order the device works.
 
-Packed indices are what crosses to the host beside the feedback, and at most twice the payload. For an entry of a payload has at least
-b + 2 bits, b = ceil(log2 N), with `fixed` indices and 3 + r with `rice` (protocol/codec/rice.py): 12 bits are at most twice that where
-b >= 4 or r >= 3, and elsewhere the N bits of a map are.
+Packed indices have at most twice the bytes of the payload: an entry of a payload has at least b + 2 bits, b = ceil(log2
+N), with `fixed` indices and 3 + r with `rice` (protocol/codec/sparse.py); 12 bits are at most twice that where b >= 4
+or r >= 3, and elsewhere the N bits of a map are.
 
-Shape letters: T tiles, N elements of a tile, K entries of a tile, E entries in all; of a chain's embedding V tokens, D model width, S subspace width.
+A GPU copies from and to unpinned memory through a buffer. Feedback and the two generations of the state recur every
+round, so their arrays are pinned until they are freed. To pin takes longer than one copy, so only the third sight of an
+array pins it. Mapped files are never pinned: they must not stay in memory.
+
+Shape letters: T tiles, N elements of a tile, K entries of a tile, E entries in all; of a chain's embedding V tokens, D
+model width, S subspace width.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,35 +36,80 @@ from queue import SimpleQueue
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from peer.training.device import is_shortage
-from peer.training.pinned import pinned
 from protocol.codec import topk
-from protocol.codec.settings import TILE
+from protocol.codec.formats import TILE
 from protocol.codec.topk import MARK, Array, Kept, Map, Tiling
 from protocol.errors import LocalError
 from protocol.planning.memory import LANES, PART
 
-"""PART: elements of a part, where one band has no more. A lane holds about 2 * 4 bytes for each on the host, and 40 on the device."""
+PINNED_LEAST_BYTES = 1 << 20
+PINNED_SIGHTS = 3
+
+_lock = threading.RLock()  # the end of an array may come anywhere, here too
+_seen: dict[int, int] = {}
+"""Sights of each living array, by its id; at PINNED_SIGHTS it is pinned, if that is possible."""
+_pinned: set[int] = set()
+
+
+def pinned(array: NDArray[np.float32], device: torch.device) -> bool:
+    """Notes a sight of the contiguous array. Whether it is pinned, for `device`."""
+    if (
+        device.type != "cuda"
+        or array.nbytes < PINNED_LEAST_BYTES
+        or not (array.flags.owndata and array.flags.writeable)
+    ):
+        return False
+    key = id(array)
+    with _lock:
+        if key not in _seen:
+            weakref.finalize(array, _forget, key, array.ctypes.data).atexit = False
+        _seen[key] = _seen.get(key, 0) + 1
+        if _seen[key] == PINNED_SIGHTS and _pin(array, device):
+            _pinned.add(key)
+        return key in _pinned
+
+
+def _pin(array: NDArray[np.float32], device: torch.device) -> bool:
+    library = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(library.cudaHostRegister(array.ctypes.data, array.nbytes, 0)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):  # else the next call to the device would raise this error
+        torch.zeros(1, device=device)
+    return False
+
+
+def _forget(key: int, address: int) -> None:
+    with _lock:
+        del _seen[key]
+        if key in _pinned:
+            _pinned.remove(key)
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+"""PART: elements of a part, unless one band has more. A lane takes about 2 * 4 bytes for each on the host, and 40 on
+the device."""
 _MAGNITUDE = 0x7FFFFFFF
 _PLACE = TILE.bit_length() - 1
 
 
 class WithinSubspace:
-    """(A0 - A) U^T [V, D], all on the device: what a chain's embedding moved. Only the rows that are worked on are ever made."""
+    """The displacement (A0 - A) U^T [V, D] of a chain's embedding, made by rows on the device."""
 
     def __init__(self, a0_VS: Tensor, a_VS: Tensor, u_DS: Tensor) -> None:
         self.a0_VS, self.a_VS, self.u_DS = a0_VS, a_VS, u_DS
         self.shape = len(a_VS), len(u_DS)
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Those from `first` up to, not including, `last`."""
+        """Rows `first` up to, not including, `last`."""
         return (self.a0_VS[first:last] - self.a_VS[first:last]) @ self.u_DS.T
 
 
 Moved = tuple[Array | None, Tensor | WithinSubspace]
-"""δ of a tensor: θ, on the host, minus the trained values on the device; or, where the first is None, the second itself."""
+"""δ of a tensor: (θ on the host, trained values on the device), or (None, δ)."""
 
 
 def tiles(x: Tensor, tiling: Tiling) -> Tensor:
@@ -64,8 +118,8 @@ def tiles(x: Tensor, tiling: Tiling) -> Tensor:
 
 
 def select(x_TN: Tensor, keep: int) -> Tensor:
-    """Indices [T, K] int16, ascending, of every tile's largest magnitudes; of equal ones the first; what is not finite is larger than
-    all that is."""
+    """Indices [T, K] int16, ascending, of every tile's largest magnitudes; of equal ones the first; a value that is not
+    finite is larger than all others."""
     n = x_TN.shape[1]
     key_TN = (x_TN.view(torch.int32) & _MAGNITUDE).to(torch.int64)
     key_TN <<= _PLACE
@@ -75,20 +129,20 @@ def select(x_TN: Tensor, keep: int) -> Tensor:
 
 
 def pack(index_TK: Tensor, n: int) -> Tensor:
-    """The indices of tiles of `n` elements as bytes, on their device: nothing where all are kept; a bit for each element where that is
-    not more than MARK bits an entry; else the low byte of every index, and then their high four bits, two of them to a byte."""
+    """The indices of tiles of `n` elements as bytes, on their device: none where all are kept; a bit for each element
+    where that is at most MARK bits an entry; else the low bytes, and behind them the high four bits, two to a byte."""
     T, keep = index_TK.shape
     if keep == n:
         return torch.empty(0, dtype=torch.uint8, device=index_TK.device)
     if _is_map(n, keep):
         element = torch.zeros(T, n, dtype=torch.uint8, device=index_TK.device).scatter_(1, index_TK.long(), 1)
-        return _joined(element.view(-1), 1)
+        return _packed_bits(element.view(-1), 1)
     index_E = index_TK.reshape(-1)
-    return torch.cat([(index_E & 0xFF).to(torch.uint8), _joined((index_E >> 8).to(torch.uint8), 4)])
+    return torch.cat([(index_E & 0xFF).to(torch.uint8), _packed_bits((index_E >> 8).to(torch.uint8), 4)])
 
 
 def unpack(raw: np.ndarray, part: Tiling) -> np.ndarray:
-    """The indices [T, K] that `pack` had of the tiles of `part`."""
+    """The inverse of `pack` for the tiles of `part`: indices [T, K]."""
     tiles, n, keep, entries = part.tiles, part.n, part.keep, part.entries
     if keep == n:
         return np.broadcast_to(np.arange(n, dtype=np.uint16), (tiles, n))
@@ -106,16 +160,16 @@ def _is_map(n: int, keep: int) -> bool:
     return n <= MARK * keep
 
 
-def _joined(x: Tensor, bits: int) -> Tensor:
-    """Numbers of so many bits, 1 or 4, as bytes: the first is the lowest."""
+def _packed_bits(x: Tensor, bits: int) -> Tensor:
+    """Numbers of 1 or 4 bits as bytes, the first in the lowest bits."""
     each = 8 // bits
     columns = torch.nn.functional.pad(x, (0, -len(x) % each)).view(-1, each).unbind(1)
     return functools.reduce(torch.bitwise_or, (column << (bits * i) for i, column in enumerate(columns)))
 
 
 class DeviceUpdate:
-    """Works on `device`, on so many parts at a time as `lanes` and its callers' threads allow, which may come with several shards at
-    once. Its buffers stay for the next round: to pin memory takes longer than to use it."""
+    """Works on `device`, on as many parts at a time as there are lanes and threads of callers, which may bring several
+    shards at once. Its buffers stay: to pin memory takes longer than to use it."""
 
     def __init__(self, device: torch.device | str, lanes: int = LANES) -> None:
         self._device = torch.device(device)
@@ -126,7 +180,6 @@ class DeviceUpdate:
 
     @property
     def bytes_to_host(self) -> int:
-        """That came from the device so far."""
         return sum(lane.bytes_to_host for lane in self._lanes)
 
     @property
@@ -135,15 +188,14 @@ class DeviceUpdate:
 
     @property
     def buffer_bytes(self) -> int:
-        """The host's memory that the buffers take."""
         return sum(lane.buffer_bytes for lane in self._lanes)
 
     def accumulate(
         self, moved: Sequence[Moved], feedback: Sequence[Array], beta: np.float32, k: int, run: Map
     ) -> list[Kept]:
-        """e = β e + δ in place, for each of the contiguous arrays e of `feedback`, and its largest magnitudes with `k` of every 4096. Raises LocalError,
-        and leaves e as it was, if a value from the device is not finite; ValueError for wrong shapes. Parts for which the device is short
-        of memory come last, one after the other."""
+        """e = β e + δ in place, for each contiguous array e of `feedback`. Returns its largest magnitudes, `k` of every
+        4096. Raises LocalError, and leaves e unchanged, if a value from the device is not finite; ValueError for wrong
+        shapes. Parts that run out of the device's memory are repeated alone at the end."""
         if [e.shape for e in feedback] != [tuple(local.shape) for _, local in moved]:
             raise ValueError("the pseudo-gradient's shapes are not those of the feedback; this is a bug")
         trained = [local.a_VS if isinstance(local, WithinSubspace) else local for _, local in moved]
@@ -169,9 +221,9 @@ class DeviceUpdate:
         return kept
 
     def load(self, pairs: Sequence[tuple[Tensor, Array]]) -> None:
-        """Writes arrays into parameters of the same shapes; on threads of its own. Returns when it is done."""
+        """Writes arrays into parameters of the same shapes, on own threads, and waits for the end."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # what was given to the device before may read them
+            torch.cuda.synchronize(self._device)  # earlier work may read them
         pieces = [
             (parameter.detach().view(-1)[at : at + PART], array.reshape(-1)[at : at + PART], in_place)
             for parameter, array in pairs
@@ -186,7 +238,7 @@ class DeviceUpdate:
             lane.into(*piece)
 
     def _work(self, beta: float, short: Callable[[_Job], None] | None, job: _Job) -> None:
-        """`short` gets the job if the device has no memory for it beside the others."""
+        """`short` gets a job that runs out of memory beside the others."""
         try:
             with self._lane() as lane:
                 job.run(lane, beta)
@@ -197,20 +249,20 @@ class DeviceUpdate:
 
     @contextmanager
     def _lane(self) -> Iterator[_Lane]:
-        """One that is free, and its stream."""
+        """A free lane, on its stream."""
         lane = self._free.get()
         try:
             try:
                 with torch.no_grad(), lane.stream():
                     yield lane
             finally:
-                lane.wait()  # nothing reads or writes its buffers any more
+                lane.wait()  # for all uses of its buffers
         finally:
             self._free.put(lane)
 
 
 class _Lane:
-    """A stream of the device, and buffers on the host that the device reads and writes by itself."""
+    """A stream of the device, and pinned buffers on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -227,16 +279,16 @@ class _Lane:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Waits for the work of the stream."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def up(self, name: str, array: Array, in_place: bool) -> Tensor:
-        """A copy of the flat array on the device. `in_place`: the device can read it where it is."""
+        """A copy of the flat array on the device. `in_place`: it is pinned."""
         return self._held(name, array, in_place).to(self.device, non_blocking=True, copy=True)
 
     def into(self, x: Tensor, array: Array, in_place: bool) -> None:
-        """Writes the flat array into x, of the same size; done once `wait` has returned."""
+        """Writes the flat array into x, until `wait`."""
         x.copy_(self._held("theta", array, in_place), non_blocking=True)
 
     def _held(self, name: str, array: Array, in_place: bool) -> Tensor:
@@ -248,14 +300,14 @@ class _Lane:
         return buffer
 
     def down(self, name: str, x: Tensor) -> np.ndarray:
-        """The values of x, flat, once `wait` has returned, and until the next use of the buffer."""
+        """The values of x, flat, from `wait` to the next use of the buffer."""
         buffer = self._buffer(name, x.numel(), x.dtype)
         buffer.copy_(x.reshape(-1), non_blocking=True)
         self.bytes_to_host += buffer.nbytes
         return buffer.numpy()
 
     def onto(self, array: Array, x: Tensor) -> Array:
-        """The same, written into an array that the device can write where it is."""
+        """Writes x into a pinned array."""
         torch.from_numpy(array).copy_(x, non_blocking=True)
         self.bytes_to_host += array.nbytes
         return array
@@ -268,8 +320,13 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One part of a tensor, the flat elements `at`: those of e and θ, all trained values, and where the part's entries go. `in_place`: the device can
-    read and write e, and read θ, where they are."""
+    """One part of a tensor.
+
+    kept: where the part's entries go.
+    in_place: whether e and θ are pinned.
+    local: the trained values of the whole tensor.
+    at: the flat elements of the part.
+    """
 
     part: Tiling
     kept: Kept
@@ -280,7 +337,7 @@ class _Job:
     at: slice
 
     def run(self, lane: _Lane, beta: float) -> None:
-        """Leaves this part of e as it was if it raises."""
+        """Leaves this part of e unchanged if it raises."""
         part, first = self.part, self.part.first
         if isinstance(self.local, WithinSubspace):
             row = part.band * part.tr

@@ -1,6 +1,6 @@
-"""Who has contributed what, for people and as plain data: `potluck log credits` and `potluck me`.
+"""Contributions to a run, as plain data and as text: `potluck log credits` and `potluck me`.
 
-The class is the schema, and docs/events.md lists it.
+The class is the schema; docs/events.md lists it.
 """
 
 from __future__ import annotations
@@ -9,50 +9,53 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peer.ui.text import called, clean, count, number, readable
+from peer.ui.text import called, cleaned, count, number, readable
 from protocol.ledger.credits import Credits
 from protocol.ledger.standing import Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contributor:
-    """What one peer has brought to a run, as the log says."""
+    """A peer's contributions to a run, by the log."""
 
     rank: int
-    """From 1: whoever has the most tokens. Equals share a rank."""
+    """By tokens, from 1; equals share a rank."""
     peer: str
     """Its peer id."""
     name: str
-    """How it is called: by the name that it announces, if it is there and has one, or by the end of its id."""
+    """The name that it announces, if it is present and has one; else the end of its id."""
     tokens: int
-    """Tokens that it trained and that were committed; of a chain's, as many as its blocks are of the model's."""
+    """Committed tokens; of a chain's, the share of its blocks in the model's."""
     share: float
     """Of all tokens of the run."""
     rounds: int
-    """In the commits of so many rounds."""
+    """Rounds with its work."""
     streak: int
-    """In so many of the newest rounds without a gap."""
+    """The newest of these without a gap."""
     last_round: int
     """The newest of its rounds; 0 if there is none."""
     left_out: int
-    """Rounds in which it was planned and its replica's work was not taken."""
+    """Rounds in which it was planned and its replica was left out."""
     reason: str
     """Why, in the newest of these, for a reader; empty if there is none."""
     scored: int | None = None
-    """The newest of its rounds in which two peers or more have scored its work; null if there is none."""
+    """The newest of its rounds with two scores or more; null if there is none."""
     gain: float = 0.0
-    """By so much its update made the loss less there, on text that it was given to train on, in nats per token: as most of the scorers say."""
+    """Decrease of the loss by its update there, on its own training text, in nats per token: median of the scores."""
     edge: float = 0.0
-    """By how much that is more than on other text."""
+    """The gain minus the gain on other text."""
     rests: int | None = None
-    """Up to this round no plan has it, for what the log says of its work; null where that is not so."""
+    """The last round in which no plan has it, because of its work; null unless it is excluded."""
     probation: int = 0
-    """Rounds whose work was good and had no weight, since it was on probation."""
+    """Rounds whose good work had no weight, since it was on probation."""
 
 
 def contributors(credits: Credits, names: Mapping[str, str], standing: Standing | None = None) -> list[Contributor]:
-    """Everybody who was ever planned, those with the most tokens first. `names`: of those who are called by one, by their ids
-    (peer/ui/names.py); `standing`: what else the log says of them."""
+    """All peers that were ever planned, those with the most tokens first.
+
+    names: by peer id (peer/ui/text.py).
+    standing: adds scores and exclusions.
+    """
     found: list[Contributor] = []
     for place, credit in enumerate(credits.table(), 1):
         tied = found and found[-1].tokens == credit.tokens
@@ -60,7 +63,7 @@ def contributors(credits: Credits, names: Mapping[str, str], standing: Standing 
             Contributor(
                 rank=found[-1].rank if tied else place,
                 peer=credit.peer,
-                name=clean(called(credit.peer, names)),
+                name=called(credit.peer, names),
                 tokens=credit.tokens,
                 share=credit.tokens / credits.tokens if credits.tokens else 0.0,
                 rounds=credit.rounds,
@@ -72,7 +75,7 @@ def contributors(credits: Credits, names: Mapping[str, str], standing: Standing 
                 **(_scores(standing, credit.peer) if standing is not None else {}),
             )
         )
-    return found
+    return [cleaned(contributor) for contributor in found]
 
 
 def _scores(standing: Standing, peer: str) -> dict[str, Any]:
@@ -94,9 +97,9 @@ def table_lines(found: list[Contributor], round: int) -> Iterator[str]:
 
 
 def own_lines(found: list[Contributor], peer: str, round: int, rounds: int, names: Mapping[str, str]) -> Iterator[str]:
-    """What `peer` has brought, in lines for whoever runs it."""
+    """A peer's contributions as text for its user."""
     own = next((c for c in found if c.peer == peer), None)
-    yield f"round {round:,} of {rounds:,} is decided; {clean(called(peer, names))} is you"
+    yield f"round {round:,} of {rounds:,} is decided; {called(peer, names)} is you"
     if own is None:
         yield "no round has planned you yet; a peer that runs is planned for the next one, or is a spare"
         return
@@ -108,7 +111,10 @@ def own_lines(found: list[Contributor], peer: str, round: int, rounds: int, name
     else:
         yield "nothing of yours is in the model yet"
     if own.probation:
-        yield f"on probation for {number(own.probation, 'round')}: your work was good and had no weight; it goes into the work after it"
+        yield (
+            f"on probation for {number(own.probation, 'round')}: your work was good and had no weight; it goes into the"
+            " work after it"
+        )
     if own.left_out:
         times = "once" if own.left_out == 1 else f"{own.left_out:,} times, the last time"
         yield f"left out {times} because: {readable(own.reason, {})}"
@@ -116,4 +122,7 @@ def own_lines(found: list[Contributor], peer: str, round: int, rounds: int, name
         gain = f"it made the loss {own.gain:.5f} less on its own text, {own.gain - own.edge:.5f} on other text"
         yield f"others scored your work of round {own.scored:,}: {gain}"
     if own.rests is not None:
-        yield f"in no plan up to round {own.rests:,}: your work was found to be of no use, by the rule or by those who scored it"
+        yield (
+            f"in no plan up to round {own.rests:,}: your work was found to be of no use, by the rule or by those who"
+            " scored it"
+        )

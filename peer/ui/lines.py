@@ -1,76 +1,91 @@
-"""Events as lines of text: the messages of the screen, and what a process prints where there is no terminal.
+"""Events as lines of text: messages of the screen, and the output of processes without a terminal.
 
-Printed is one short line a round, and what is rare: who comes and goes, the first plan, warnings, chains that go on
-with other members, blocks that move, the end. What each stage computes and waits for is on the screen and in the JSON
-lines only.
+The output is one short line a round, and rare events: arrivals and departures, the first plan, warnings, changes of
+chains, the end. Details of stages are on the screen and in the JSON lines only.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TextIO, assert_never
 
 from peer import events
 from peer.events import Event, Sink
 from peer.net.address import host_of, is_link_local, is_loopback
-from peer.ui.names import Names
-from peer.ui.text import blocks, called, clean, clock, count, duration, mean_loss, rate, readable, schedule_of, size
-from protocol.wire.commit import LeftOut
-from protocol.wire.decree import Schedule
+from peer.ui.text import (
+    Names,
+    blocks,
+    called,
+    cleaned,
+    clock,
+    count,
+    duration,
+    mean_loss,
+    rate,
+    readable,
+    schedule_of,
+    size,
+)
+from protocol.wire.claims import Evaluation, Score
+from protocol.wire.commit import Commit
+from protocol.wire.decree import Decree
 
 MARKS = {"info": "·", "good": "✓", "warning": "!", "error": "✗"}
-"""How a line begins, by its level."""
+"""First character of a line, by level."""
 _ASCII = str.maketrans({
     "◄": "<", "←": "<",
-    "·": "-", "✓": "+", "✗": "x", "…": "~", "×": "x", "−": "-", "█": "#", "░": ".", "●": "*", "○": "o", "→": ">",
+    "·": "-", "✓": "+", "✗": "x", "…": "~", "×": "x", "−": "-", "█": "#", "░": ".", "●": "*", "○": "o",
+    "→": ">",
     "▏": " ", "▎": " ", "▍": " ", "▌": " ", "▋": " ", "▊": " ", "▉": " ",
 })  # fmt: skip
 
 
 LONGEST_WARNING = 400
-"""Characters: what is to be done stands at its end, behind addresses."""
+"""Characters; the remedy is at the end, behind addresses."""
 
 
 class Said(NamedTuple):
-    """What an event says to a reader; `level`: info, good, warning or error."""
+    """A line for an event. level: info, good, warning or error."""
 
     level: str
     text: str
 
 
-class Note(NamedTuple):
-    """The same with its time, in Unix seconds."""
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A message to a reader."""
 
     time: float
+    """Unix seconds."""
     level: str
+    """`info`, `good`, `warning` or `error`."""
     text: str
+    """The line."""
 
 
 def ascii(text: str) -> str:
-    """`text` for a terminal that shows nothing else than ASCII; each character keeps its place."""
+    """Replaces each character that is not ASCII by one that is."""
     return text.translate(_ASCII).encode("ascii", "replace").decode()
 
 
 def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
-    """An event as those see it who watch the whole run; `names`: how peers are called, by their ids.
-
-    Long because each kind of event has a line of its own.
-    """
+    """The lines of a cleaned event for a reader who watches the whole run. names: by peer id."""
     source = called(event.source, names)
     match event.body:
         case events.Listening(address=""):
             return [Said("warning", "nobody can join now: this machine has no address; connect it to a network")]
         case events.Listening(address=address):
-            return [Said("info", f"to join: potluck join {clean(address, 400)}"), *_reaches(host_of(address))]
+            return [Said("info", f"to join: potluck join {address}"), *_reaches(host_of(address))]
         case events.Ready(peer=peer, device=device, memory_bytes=memory):
-            offer = clean(device, 12) + (f", {size(memory)}" if memory else "")  # bootstrap nodes do not train
+            offer = device + (f", {size(memory)}" if memory else "")  # bootstrap nodes do not train
             return [Said("info", f"{called(peer, names)} is ready: {offer}")]
         case events.Gone(peer=peer):
             return [Said("warning", f"{called(peer, names)} is gone")]
         case events.Commit() as commit:
-            return _commit(commit, names)
+            return list(_commit(commit, names))
         case events.ChainReconfigured(reason=""):  # a member that follows says the same as the node
             return []
         case events.ChainReconfigured() as chain:
@@ -78,28 +93,17 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Moved(replica=replica, reason=reason):
             return [Said("info", f"replica {replica}: {readable(reason, names)}")]
         case events.Diverged(peer=peer, round=round, shard=shard):
-            return [Said("error", f"{called(peer, names)} has other bits in {clean(shard)} after round {round}")]
+            return [Said("error", f"{called(peer, names)} has other bits in {shard} after round {round}")]
         case events.Refused(peer=peer, address=address, reason=reason, seconds=seconds):
-            who = f"peer {called(peer, names)}" + (f" at {clean(address)}" if address else "")
-            return [Said("warning", f"{who} {clean(reason)}; nothing is taken from it for {duration(seconds)}")]
+            who = f"peer {called(peer, names)}" + (f" at {address}" if address else "")
+            return [Said("warning", f"{who} {reason}; nothing is taken from it for {duration(seconds)}")]
         case events.Quarrel(accuser=accuser, accused=accused, reason=reason, out=out):
             gone = ", ".join(called(peer, names) for peer in out)
             after = f"in no chain from now on: {gone}" if out else "they are no neighbours from now on"
-            return [
-                Said("warning", f"{called(accuser, names)} says of {called(accused, names)}: {clean(reason)}; {after}")
-            ]
+            return [Said("warning", f"{called(accuser, names)} says of {called(accused, names)}: {reason}; {after}")]
         case events.Unfair(peer=peer, round=round, reason=reason):
             who = f"node {called(peer, names)}: its commit of round {round}"
-            return [Said("error", f"{who} {clean(reason)}; it gets no vote, and another node leads")]
-        case events.Decreed() as decree:
-            return [Said("warning", f"decreed by the operators: {_decreed(decree, names)}")]
-        case events.Evaluated(round=round, evaluations=found):
-            return [Said("good", f"held out: {_evaluated(round, x, names)}") for x in found]
-        case events.Scored(scores=scores):
-            return [Said("info", _scored(scores))]
-        case events.Invited(peer=peer, operator=operator, reason=reason):
-            why = f": {clean(reason)}" if reason else ""
-            return [Said("info", f"{called(peer, names)} comes in, invited by operator {called(operator, names)}{why}")]
+            return [Said("error", f"{who} {reason}; it gets no vote, and another node leads")]
         case events.Forked(round=round):
             return [
                 Said("error", f"round {round} has two decided commits: too many operators lie, and no peer goes on")
@@ -112,15 +116,15 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Leaving():
             return [Said("info", f"{source} leaves")]
         case events.Paused(reason=reason):
-            return [Said("info", f"{source} pauses: {clean(reason)}")]
+            return [Said("info", f"{source} pauses: {reason}")]
         case events.Resumed():
             return [Said("info", f"{source} goes on")]
         case events.Restored(round=round):
             return [Said("info", f"{source} continues from round {round}")]
         case events.ShardRebuilt(shards=shards):
-            return [Said("info", f"{source} rebuilt {', '.join(map(clean, shards))} from the log")]
+            return [Said("info", f"{source} rebuilt {', '.join(shards)} from the log")]
         case events.RunFinished(state_digest=digest):
-            return [Said("good", "run finished" + (f"; state {clean(digest, 12)}" if digest else ""))]
+            return [Said("good", "run finished" + (f"; state {digest[:12]}…" if digest else ""))]
         case events.Violation(round=round, reason=reason):
             return [
                 Said("error", f"the operators' commit of round {round} breaks a rule: it {readable(reason, names)}")
@@ -128,21 +132,21 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Warning(text=text):
             return [Said("warning", readable(text, names, LONGEST_WARNING))]
         case events.Attest() | events.Leads() | events.Recovered():
-            return []  # everybody's, after every round; the quorum's own affair; a way that ends in `round`
+            return []  # after every round, of every peer; internal to the quorum; followed by `round`
         case events.Started() | events.Role() | events.Step() | events.Chain() | events.Announced() | events.Offered():
-            return []  # every peer's, in every round: the screen's table shows them
+            return []  # of every peer, in every round: in the screen's table
         case events.TextFetched() | events.Found() | events.ReadingLog() | events.Fetching() | events.Waiting():
-            return []  # every peer's own affair
+            return []  # for the peer's own user
         case events.Measured() | events.Reachable():
-            return []  # the node says it again, when it says that the peer is ready
+            return []  # repeated by the node with `ready`
         case events.Round() | events.Finished() | events.ChainFailed():
-            return []  # likewise; a failure of a chain is in what the node decides about it
+            return []  # likewise; the node reports its decision about a failed chain
         case never:
             assert_never(never)
 
 
 def _reaches(host: str) -> list[Said]:
-    """Where a line to join with works, if not for everybody who has a way to this machine."""
+    """A warning if the address to join works for some machines only."""
     if is_loopback(host):
         remedy = "for others, give --host 0.0.0.0, or --announce with the address at which they reach it"
         return [Said("warning", f"that line works on this machine only: the node has no other address; {remedy}")]
@@ -153,14 +157,17 @@ def _reaches(host: str) -> list[Said]:
 
 
 def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
-    """As `describe`, of what a peer tells of itself."""
+    """As `describe`, for the user of the peer that reports the event."""
     match event.body:
         case events.Started() as s:
-            return [Said("info", f"{called(s.peer, names)} is here: {clean(s.device, 12)}, {size(s.memory_bytes)}")]
+            return [Said("info", f"{called(s.peer, names)} is here: {s.device}, {size(s.memory_bytes)}")]
         case events.Found() as f:
             model = f"{f.parameters / 1e6:,.1f}M parameters, rounds of {duration(f.round_seconds)}"
-            text = f"run {clean(f.run, 12)} {clean(f.name)}: {model}; finding out how others reach this machine"
-            return [Said("info", text), *_probation(f.probation)]
+            text = f"run {f.run[:12]}… {f.name}: {model}; finding out how others reach this machine"
+            rounds = "the first round" if f.probation == 1 else f"the first {f.probation} rounds"
+            newcomers = f"the work of newcomers has no weight in {rounds} that they bring; it is judged"
+            newcomers += ", and goes into their work after it"
+            return [Said("info", text), *([Said("info", newcomers)] if f.probation else [])]
         case events.ReadingLog() as log:
             return [_read_of_log(log)]
         case events.Fetching() as f:
@@ -185,22 +192,27 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Role() as role:
             place = f"stage {role.position + 1} of {role.stages}"
             return [Said("info", f"round {role.round}: trains {blocks(role.first, role.last)}, {place} of a chain")]
-        case events.Round(round=0) | events.Round(holds=False):
-            return []
+        case events.Round(round=0) | events.Round(holds=False) as done:
+            return list(_measured(done.evaluations, done.scores, names))
         case events.Round(round=round, own_tokens=tokens, probation=why) as done:
-            amounts = f"{size(done.bytes_sent)} sent, {size(done.bytes_received)} received and {size(done.bytes_written)} written to disk since the start"
+            amounts = f"{size(done.bytes_sent)} sent, {size(done.bytes_received)} received"
+            amounts += f" and {size(done.bytes_written)} written to disk since the start"
             own = f", with {tokens:,} tokens of this machine's work" if tokens else ""
             tried = [Said("info", f"round {round}, this machine's work: {readable(why, names)}")] if why else []
-            return [Said("good", f"round {round} is applied{own}; {amounts}"), *tried]
+            return [
+                Said("good", f"round {round} is applied{own}; {amounts}"),
+                *tried,
+                *_measured(done.evaluations, done.scores, names),
+            ]
         case events.ChainFailed(round=round, peer=peer, reason=reason):
-            return [Said("warning", f"round {round}: the chain fails at {called(peer, names)}: {clean(reason)}")]
+            return [Said("warning", f"round {round}: the chain fails at {called(peer, names)}: {reason}")]
         case events.ChainReconfigured() as chain:
             return [Said("info", _goes_on(chain, names))]
         case events.Leaving(seconds=seconds):
             text = f"leaves: what it has learned goes to others, in {seconds:g} s at most; Ctrl-C once more ends that"
             return [Said("info", text)]
         case events.Paused(reason=reason):
-            return [Said("info", f"pauses: {clean(reason, 120)}")]
+            return [Said("info", f"pauses: {reason}")]
         case events.Resumed():
             return [Said("info", "goes on")]
         case events.Finished(round=round):
@@ -208,23 +220,16 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
     return describe(event, names)
 
 
-def _decreed(decree: events.Decreed, names: Mapping[str, str]) -> str:
-    who = "" if decree.peer is None else f" {called(decree.peer, names)}"
-    if decree.rounds is not None:
-        lasts = Schedule(rounds=decree.rounds, total_steps=decree.total_steps or 0, limits=decree.limits)
-        who = f" {schedule_of(lasts)}"
-    if decree.appointed:
-        who = f" {', '.join(called(peer, names) for peer in decree.appointed)}"
+def decreed(decree: Decree, names: Mapping[str, str]) -> str:
+    """A decree as text."""
+    who = f" {called(decree.subject, names)}" if decree.subject else ""
+    if decree.schedule is not None:
+        who = f" {schedule_of(decree.schedule)}"
+    if decree.operators:
+        who = f" {', '.join(called(operator.peer, names) for operator in decree.operators)}"
     if decree.quorum is not None:
         who = f" {decree.quorum}"
-    why = f": {clean(decree.reason)}" if decree.reason else ""
-    return f"{clean(decree.action)}{who}{why}"
-
-
-def _probation(rounds: int) -> list[Said]:
-    first = "the first round" if rounds == 1 else f"the first {rounds} rounds"
-    text = f"the work of newcomers has no weight in {first} that they bring; it is judged, and goes into their work after it"
-    return [Said("info", text)] if rounds else []
+    return f"{decree.action}{who}" + (f": {decree.reason}" if decree.reason else "")
 
 
 def _read_of_log(log: events.ReadingLog) -> Said:
@@ -242,7 +247,7 @@ def _fetched(f: events.Fetching) -> Said:
 
 
 def _reached(how: str, addresses: Sequence[str]) -> list[Said]:
-    where = f" at {clean(addresses[0], 60)}" if addresses else ""
+    where = f" at {readable(addresses[0], {}, 60)}" if addresses else ""
     match how:
         case "direct":
             return [Said("info", f"others connect to this machine directly{where}")]
@@ -250,39 +255,45 @@ def _reached(how: str, addresses: Sequence[str]) -> list[Said]:
             return [Said("info", f"others connect to this machine through its router{where}")]
         case "private":
             text = (
-                "the router lets nobody in: neighbours behind such routers are reached through holes, or by a relay, which is slower;"
-                " to be reached by everybody, forward a TCP port of the router to this machine and give it with --port"
+                "the router lets nobody in: neighbours behind such routers are reached through holes, or by a relay,"
+                " which is slower; to be reached by everybody, forward a TCP port of the router to this machine and"
+                " give it with --port"
             )
             return [Said("info", text)]
     return []
 
 
-def _evaluated(round: int, x: events.Evaluation, names: Mapping[str, str]) -> str:
-    text = f"loss {x.loss:.3f} after round {round}, {x.bits_per_byte:.3f} bits per byte"
-    return f"{text}, as {called(x.peer, names)} measured it"
+def _measured(evaluations: Sequence[Evaluation], scores: Sequence[Score], names: Mapping[str, str]) -> Iterator[Said]:
+    """A commit's held-out losses and scores."""
+    for x in evaluations:
+        text = f"loss {x.loss:.3f} after round {x.round}, {x.bits_per_byte:.3f} bits per byte"
+        yield Said("good", f"held out: {text}, as {called(x.peer, names)} measured it")
+    if scores:
+        marks = [(mark.assigned, mark.other) for said in scores for mark in said.marks]
+        rounds = ", ".join(map(str, sorted({said.round for said in scores})))
+        own, other = (statistics.median(found) for found in zip(*marks, strict=True)) if marks else (0.0, 0.0)
+        figures = f"an update makes the loss {own:.5f} less on its own text, {other:.5f} on other text"
+        yield Said("info", f"scores of round {rounds}: {figures}, by the median of {count(marks, 'mark')}")
 
 
-def _scored(scores: Sequence[events.Score]) -> str:
-    marks = [(mark.assigned, mark.other) for said in scores for mark in said.marks]
-    rounds = ", ".join(map(str, sorted({said.round for said in scores})))
-    own, other = (statistics.median(found) for found in zip(*marks, strict=True)) if marks else (0.0, 0.0)
-    figures = f"an update makes the loss {own:.5f} less on its own text, {other:.5f} on other text"
-    return f"scores of round {rounds}: {figures}, by the median of {count(marks, 'mark')}"
-
-
-def _commit(commit: events.Commit, names: Mapping[str, str]) -> list[Said]:
+def _commit(commit: Commit, names: Mapping[str, str]) -> Iterator[Said]:
     if commit.round == 0:
         planned = commit.plan
-        return [Said("good", f"first plan: {count(planned.replicas, 'replica')}" if planned else "run begins")]
-    loss = mean_loss(commit.contributions)
-    text = f"round {commit.round}: {count(commit.contributions, 'replica')}"
-    text += f", loss {loss:.3f}" if loss is not None else ""
-    return [Said("good", text), *(_without(commit.round, x, names) for x in commit.left_out)]
-
-
-def _without(round: int, left: LeftOut, names: Mapping[str, str]) -> Said:
-    text = f"round {round} without replica {left.replica}: {readable(left.reason, names)}"
-    return Said("info" if left.probation else "warning", text)
+        yield Said("good", f"first plan: {count(planned.replicas, 'replica')}" if planned else "run begins")
+    else:
+        loss = mean_loss(commit.contributions)
+        text = f"round {commit.round}: {count(commit.contributions, 'replica')}"
+        yield Said("good", text + (f", loss {loss:.3f}" if loss is not None else ""))
+        for left in commit.left_out:
+            without = f"round {commit.round} without replica {left.replica}: {readable(left.reason, names)}"
+            yield Said("info" if left.probation else "warning", without)
+    if commit.decree is not None:
+        yield Said("warning", f"decreed by the operators: {decreed(commit.decree.decree, names)}")
+    yield from _measured(commit.evaluations, commit.scores, names)
+    for joined in commit.joined:
+        why = f": {joined.invitation.reason}" if joined.invitation.reason else ""
+        by = called(joined.operator, names)
+        yield Said("info", f"{called(joined.peer, names)} comes in, invited by operator {by}{why}")
 
 
 def _goes_on(chain: events.ChainReconfigured, names: Mapping[str, str]) -> str:
@@ -295,8 +306,7 @@ def _goes_on(chain: events.ChainReconfigured, names: Mapping[str, str]) -> str:
 
 
 class Lines:
-    """Turns events into lines. `own`: they are those of a peer that tells of itself; what it trains is said again when
-    that changes."""
+    """Formats events. own: for the user of the peer that reports them; its role is repeated only when it changes."""
 
     def __init__(self, names: Mapping[str, str] | None = None, *, own: bool = False) -> None:
         self._names = Names(names)
@@ -304,7 +314,8 @@ class Lines:
         self._role: tuple[object, ...] = ()
 
     def of(self, event: Event) -> list[str]:
-        """The lines that an event is worth, most often none."""
+        """The lines of an event, usually none."""
+        event = cleaned(event)
         if self._own and isinstance(event.body, events.Role):
             b = event.body
             before, self._role = self._role, (b.role, b.first, b.last, b.position, b.stages)
@@ -316,8 +327,13 @@ class Lines:
         return [f"{clock(event.time)} {MARKS[level]} {text}" for level, text in said]
 
 
+def sink(json: bool, *, own: bool = False) -> Sink:
+    """A sink that prints events, as JSON or as text. own: as of `Lines`."""
+    return events.json_sink() if json else printer(Lines(own=own))
+
+
 def printer(lines: Lines, out: TextIO | None = None) -> Sink:
-    """Writes the lines of each event (default: to standard output); in ASCII where the output is not UTF-8."""
+    """A sink that writes each event's lines (default: to standard output), in ASCII unless the output is UTF-8."""
 
     def show(event: Event) -> None:
         file = out or sys.stdout

@@ -1,12 +1,20 @@
-"""The screen of `potluck monitor`: that of a run, and views of it by keys (peer/ui/browsing.py)."""
+"""The screen of `potluck monitor`: keys choose among views of a run."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
+import os
+import re
+import select
 import sys
+import termios
+import threading
 import time
-from collections.abc import Callable
+import tty
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -14,23 +22,129 @@ from rich.text import Text
 
 from peer.events import Event
 from peer.ui import views
-from peer.ui.browsing import HELP, VIEWS, Browsing
-from peer.ui.keys import Keys, can_read
 from peer.ui.lines import MARKS, Note
+from peer.ui.run_view import RunView
 from peer.ui.screen import Plain, Screen, render
-from peer.ui.state import State
-from peer.ui.watched import Watched, state
+from peer.ui.state import State, state
 from protocol.run.manifest import Manifest
 
+_KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|\x1bO[A-Z]|.", re.DOTALL)
+"""An escape sequence, as of an arrow key, or one character."""
+VIEWS = ("run", "chains", "rounds", "credits", "health", "me")
+"""In the order of their keys, 1 to 6."""
+HELP = "/ filter p pause q quit"
+"""Fits into 80 characters with the views; arrows and page keys scroll, too."""
+LONGEST_PATTERN = 40
+SCROLL_LINES = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -15, "\x1b[6~": 15}
+"""By key: arrows, j and k, page up and down."""
 _STDIN = 0
 
 
+def can_read(fd: int) -> bool:
+    """Whether `fd` is a terminal and this process is in its foreground."""
+    try:
+        return os.isatty(fd) and os.tcgetpgrp(fd) == os.getpgrp()
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def keys(fd: int, press: Callable[[str], None]) -> Iterator[None]:
+    """Reads single keys from the terminal `fd` in a thread and passes them to `press`.
+
+    Ctrl-C and Ctrl-Z keep their meaning. The terminal is restored at the end, and at the exit of the process.
+    """
+    before, (wake, end) = termios.tcgetattr(fd), os.pipe()
+
+    def restore() -> None:
+        with contextlib.suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+    def read() -> None:
+        while wake not in select.select([fd, wake], [], [])[0]:
+            try:
+                typed = os.read(fd, 256)
+            except OSError:  # the terminal is gone
+                return
+            if not typed:
+                return
+            for key in _KEY.findall(typed.decode("utf-8", "replace")):
+                press(key)
+
+    thread = threading.Thread(target=read, daemon=True)
+    atexit.register(restore)
+    tty.setcbreak(fd)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.write(end, b".")
+        thread.join()
+        os.close(wake)
+        os.close(end)
+        restore()
+        atexit.unregister(restore)
+
+
+@dataclass(slots=True)
+class Browsing:
+    """The user's choice of a view."""
+
+    view: str = VIEWS[0]
+    skip: int = 0
+    """Lines scrolled away."""
+    pattern: str = ""
+    """Filter of rows."""
+    typing: bool = False
+    """Whether keys go into the pattern."""
+    paused: bool = False
+    left: bool = False
+    """Whether the user has quit."""
+
+    def press(self, key: str) -> None:
+        """Applies a key: a character, or an escape sequence."""
+        if self.typing:
+            self._type(key)
+        elif key in SCROLL_LINES:
+            self.skip = max(0, self.skip + SCROLL_LINES[key])
+        elif key in ("q", "Q"):
+            self.left = True
+        elif key in ("p", " "):
+            self.paused = not self.paused
+        elif key == "/":
+            self.typing = True
+        elif key == "\x1b":
+            self.pattern, self.skip = "", 0
+        elif key == "\t":
+            self._show(VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)])
+        elif key in ("1", "2", "3", "4", "5", "6"):
+            self._show(VIEWS[int(key) - 1])
+
+    def _show(self, view: str) -> None:
+        self.view, self.skip = view, 0
+
+    def _type(self, key: str) -> None:
+        self.skip = 0
+        if key in ("\r", "\n"):
+            self.typing = False
+        elif key == "\x1b":
+            self.typing, self.pattern = False, ""
+        elif key in ("\x7f", "\b"):
+            self.pattern = self.pattern[:-1]
+        elif len(key) == 1 and key.isprintable() and len(self.pattern) < LONGEST_PATTERN:
+            self.pattern += key
+
+
 class MonitorScreen(Screen):
-    """Shows a run and takes keys, where there is a terminal for either. `leave` is called, on another thread, when its watcher has had
-    enough. `me`: the watcher's own peer, if he has one. `news_age()`: seconds since a node last answered, as peer/ui/monitor.py has it."""
+    """Shows a run; on a terminal, keys choose views.
+
+    leave: called in another thread when the user quits.
+    me: the user's own peer.
+    news_age: seconds since a node last answered (peer/ui/monitor.py).
+    """
 
     refresh_per_second = 0.5
-    """A key has the screen drawn at once, too."""
+    """A key draws the screen at once."""
 
     def __init__(
         self,
@@ -41,13 +155,11 @@ class MonitorScreen(Screen):
         news_age: Callable[[], float | None] = lambda: None,
     ) -> None:
         super().__init__(manifest, console=console)
-        self.watched = Watched(manifest)
-        self.view = self.watched.view
-        self.told = 0
-        """Events that were taken, for whoever asks whether there are more."""
+        self.changes = 0
+        """Events and messages so far."""
         self.browsing: Browsing | None = None
-        """None where there are no keys."""
-        self._paused: Watched | None = None
+        """None without keys."""
+        self._paused: RunView | None = None
         self._leave = leave
         self._me = me
         self._news_age = news_age
@@ -55,16 +167,16 @@ class MonitorScreen(Screen):
         self._keys = contextlib.ExitStack()
 
     def state(self) -> State:
-        """As of now. Any thread may ask."""
+        """The present snapshot. Any thread may call it."""
         with self._lock:
             self.view.news_age = self._news_age()
-            return state(self.watched, time.time())
+            return state(self.view, time.time())
 
-    def heard(self) -> tuple[int, int | None]:
-        """What differs whenever there is something else to show: events that were taken, seconds of silence. Any thread may ask."""
+    def version(self) -> tuple[int, int | None]:
+        """Differs when there is something new to show: changes, and seconds of silence. Any thread may call it."""
         with self._lock:
             self.view.news_age = age = self._news_age()
-            return self.told, int(age) if age is not None and self.view.is_silent else None
+            return self.changes, int(age) if age is not None and self.view.is_silent else None
 
     def take(self, event: Event) -> None:
         """A Sink that prints nothing."""
@@ -72,15 +184,15 @@ class MonitorScreen(Screen):
             self._take(event)
 
     def say(self, text: str) -> None:
-        """Tells the watcher something that is no event."""
+        """Shows a message that is no event."""
         with self._lock:
-            self._news, self.told = True, self.told + 1
+            self._news, self.changes = True, self.changes + 1
             self.view.notes.append(Note(time.time(), "good", text))
         if self._live is None:
             print(f"{MARKS['good']} {text}", file=sys.stderr, flush=True)
 
     def press(self, key: str) -> None:
-        """A key was typed."""
+        """Applies a key."""
         with self._lock:
             assert self.browsing is not None
             self._news = True
@@ -88,7 +200,7 @@ class MonitorScreen(Screen):
             if not self.browsing.paused:
                 self._paused = None
             elif self._paused is None:
-                self._paused = copy.deepcopy(self.watched)
+                self._paused = copy.deepcopy(self.view)
             left = self.browsing.left
         if left:
             self._leave()
@@ -99,7 +211,7 @@ class MonitorScreen(Screen):
         super().__enter__()
         if self._live is not None and can_read(_STDIN):
             self.browsing = Browsing()
-            self._keys.enter_context(Keys(_STDIN, self.press))
+            self._keys.enter_context(keys(_STDIN, self.press))
         return self
 
     def __exit__(
@@ -111,12 +223,12 @@ class MonitorScreen(Screen):
         super().__exit__(kind, error, trace)
 
     def _take(self, event: Event) -> None:
-        self._news, self.told = True, self.told + 1
-        self.watched.feed(event)
+        self.changes += 1
+        super()._take(event)
 
     def has_news(self) -> bool:
-        """While nobody answers, the seconds are counted."""
-        news, silent = super().has_news(), self.heard()[1] is not None
+        """Also while no node answers, to count the seconds."""
+        news, silent = super().has_news(), self.version()[1] is not None
         news, self._was_silent = news or silent or self._was_silent, silent
         return news
 
@@ -124,22 +236,22 @@ class MonitorScreen(Screen):
         self.view.news_age = self._news_age()
         if self.browsing is None:
             return super()._drawn(width, height)
-        shown = self._paused or self.watched
-        shown.view.news_age = self.view.news_age
+        shown = self._paused or self.view
+        shown.news_age = self.view.news_age
         return draw(shown, self.browsing, width, height, ascii_only=self.console.options.ascii_only, me=self._me)
 
 
 def draw(
-    watched: Watched, browsing: Browsing, width: int, height: int, *, ascii_only: bool = False, me: str | None = None
+    view: RunView, browsing: Browsing, width: int, height: int, *, ascii_only: bool = False, me: str | None = None
 ) -> RenderableType:
-    """One frame of exactly `width` x `height` characters, the last line of which says the keys. `me`: the watcher's own peer."""
+    """One frame of exactly `width` x `height` characters; the last line names the keys. me: the user's own peer."""
     body: RenderableType
     if browsing.view == "run":
-        body = render(watched.view, width, height - 1, ascii_only=ascii_only)
+        body = render(view, width, height - 1, ascii_only=ascii_only)
     else:
-        known = state(watched, watched.view.now)
+        known = state(view, view.now)
         mine = browsing.view == "me"
-        sheet = views.mine(known, watched.credits, me) if mine else views.sheet(browsing.view, known)
+        sheet = views.mine(known, view.credits, me) if mine else views.sheet(browsing.view, known)
         body, browsing.skip = views.draw(
             sheet, width, height - 1, browsing.pattern, browsing.skip, ascii_only=ascii_only
         )

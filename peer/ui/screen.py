@@ -1,14 +1,15 @@
-"""The live screen of `potluck demo` and `potluck monitor`, drawn from events only (peer/ui/run_state.py).
+"""The live screen of `potluck demo` and `potluck monitor`, drawn from events (peer/ui/run_view.py).
 
-Colour-blind readers can tell the colours apart, dark and light terminals show them, and nothing is said by colour alone.
-`NO_COLOR` is honoured, and an output that is not UTF-8 gets plain ASCII. A frame is exactly as wide and high as asked, from about 60 x 12 characters
-on; one of fewer than 20 lines has no curve.
+Colours suit colour-blind readers and dark and light terminals; no information is in colour alone. `NO_COLOR` is
+honoured, and an output that is not UTF-8 gets plain ASCII. A frame has exactly the requested size, 60 x 12 characters
+or more; one of fewer than 20 lines has no curve.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TextIO, cast
 
@@ -21,252 +22,34 @@ from rich.table import Table
 from rich.text import Text
 
 from peer.events import Event
-from peer.ui import tables
-from peer.ui.held_out import Found
 from peer.ui.lines import MARKS, Lines, ascii, printer
-from peer.ui.names import Names
-from peer.ui.plot import ORANGE, SKY, chart, shows_marks
-from peer.ui.run_state import View
-from peer.ui.tables import GREEN, RED
-from peer.ui.text import clean, clock, duration, number, size, times
-from peer.ui.utilization import LEGEND
+from peer.ui.run_view import LEGEND, WAITS, ChainView, HeldOutView, PeerView, RunView
+from peer.ui.text import ID_END, LONGEST_NAME, Names, clock, duration, number, percent, rate, readable, size, times
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import NODE_DEVICE
 
-__all__ = ["Plain", "Screen", "View", "render"]
-
+Point = tuple[float, float]
+SKY, ORANGE, BLUE, GREEN, RED = "#2E93D0", "#C07A00", "#0072B2", "#009E73", "#DC3545"
+GRAY = "bright_black"
 LEVEL_STYLES = {"info": "", "good": GREEN, "warning": ORANGE, "error": f"bold {RED}"}
-MANY_FACTS, LONGEST_WRITTEN = 12, 120
-"""Lines that the facts need before there is one for what the model writes, and so many characters of it."""
-LABEL = 13
-"""Characters of a line of the figures beside the curve that its label, the border and the space between take."""
-_LEAST_NOTES = 3
-_LEAST_PLOT = 8
-"""Lines that the curve keeps when the tables need space; beside many peers it has a third."""
+SAMPLE_ROWS, SAMPLE_CHARACTERS = 12, 120
+"""Lines of facts from which on the model's sample is shown, and its length."""
+FACT_LABEL_WIDTH = 13
+"""Characters of a fact's label, the border and the space between."""
+LEAST_NOTES = 3
+"""Lines of messages."""
+LEAST_PLOT = 8
+"""Lines of the curve if the tables need space; with many peers it has a third."""
+NAME_WIDTH = LONGEST_NAME + 1 + ID_END
+PEERS_WIDTH = 132
+"""Widest row of the table of peers that the eye can follow."""
+TICK_WIDTH = 6
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bits of a Braille character, by row and column."""
 
 
-def render(view: View, width: int, height: int, *, ascii_only: bool = False) -> RenderableType:
-    """One frame of exactly `width` x `height` characters."""
-    notes = _note_rows(view, height)
-    plot = busy = 0
-    rows = height - 2 - notes
-    if height >= 20:
-        rows = max(4, min(len(view.peers) + 3, _table_rows(height, notes)))
-        busy = _busy_rows(view, height - 2 - notes - rows - _LEAST_PLOT)
-        plot = min(20, height - 2 - notes - rows - busy)
-        notes = height - 2 - rows - busy - plot
-    parts: list[RenderableType] = [_title(view, width), _bar(view, width)]
-    if plot:
-        facts = min(46, max(38, width * 2 // 5))
-        grid = Table.grid(padding=0)
-        grid.add_column(width=width - facts)
-        grid.add_column(width=facts)
-        grid.add_row(
-            _curve(view, width - facts, plot, ascii_only),
-            _panel("run", _facts(view, plot - 2, facts - LABEL), facts, plot, ascii_only),
-        )
-        parts.append(grid)
-    legend = LEGEND if view.chains else ""
-    parts.append(_panel(_there(view), tables.peers(view, width - 4, rows - 3), width, rows, ascii_only, legend))
-    if busy:
-        parts.append(_panel("chains", tables.chains(view, width - 4, busy - 3), width, busy, ascii_only))
-    if notes:
-        parts.append(_panel("messages", _notes(view, width - 4, notes - 2), width, notes, ascii_only))
-    frame = Group(*parts)
-    return Plain(frame) if ascii_only else frame
-
-
-def _note_rows(view: View, height: int) -> int:
-    """Lines of the panel of messages, which gives way to the table of peers, but for one message."""
-    most = 0 if height < 14 else 5 if height < 30 else 8
-    enough = (n for n in range(most, _LEAST_NOTES, -1) if _table_rows(height, n) >= len(view.peers) + 3)
-    return next(enough, min(most, _LEAST_NOTES))
-
-
-def _table_rows(height: int, notes: int) -> int:
-    """The most lines that the table of peers may have beside so many of messages."""
-    free = height - 2 - notes
-    return free if height < 20 else free - max(_LEAST_PLOT, free // 3)
-
-
-def _busy_rows(view: View, free: int) -> int:
-    """Lines of the panel of chains: none if nothing is known of them, or too few would fit."""
-    members = sum(len(c.members) for c in view.chains)
-    return min(members + 3, free) if members and free >= 5 else 0
-
-
-class Plain:
-    """Draws `inner` in ASCII characters only."""
-
-    def __init__(self, inner: RenderableType) -> None:
-        self.inner = inner
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for text, style, control in console.render(self.inner, options):
-            yield Segment(text if control else ascii(text), style, control)
-
-
-def _here(view: View) -> int:
-    """How many peers are there; bootstrap nodes are none."""
-    return sum(p.here and p.device != NODE_DEVICE for p in view.peers.values())
-
-
-def _there(view: View) -> str:
-    """The title of the table of peers: how many rows it would need."""
-    nodes = sum(p.device == NODE_DEVICE for p in view.peers.values())
-    here = _here(view)
-    gone = len(view.peers) - nodes - here
-    there = f"{here:,} there"
-    if view.is_silent and view.news_age is not None:
-        there += f" {duration(view.news_age)} ago"
-    counts = there, f"{gone:,} gone" if gone else "", number(nodes, "bootstrap node") if nodes else ""
-    return f"peers: {', '.join(filter(None, counts))}"
-
-
-def _panel(title: str, body: RenderableType, width: int, height: int, ascii_only: bool, legend: str = "") -> Panel:
-    return Panel(
-        body,
-        title=Text(f" {title} ", style="bold"),
-        title_align="left",
-        subtitle=Text(f" {legend} ", style="bright_black") if legend else None,
-        subtitle_align="left",
-        box=box.ASCII if ascii_only else box.ROUNDED,
-        border_style="bright_black",
-        width=width,
-        height=height,
-        padding=(0, 1),
-    )
-
-
-def _title(view: View, width: int) -> Text:
-    manifest = view.manifest
-    left = Text.assemble(
-        (" potluck ", f"bold reverse {SKY}"),
-        (f" {manifest.name}", "bold"),
-        (f" · run {manifest.run_id[:8]}", "bright_black"),
-    )
-    if view.finished:
-        text = f"finished {number(view.rounds, 'round')}"
-    elif view.round == 0:
-        text = f"gathering peers, {_here(view)} of {manifest.start_peers}"
-    else:
-        text = f"round {min(view.round, view.rounds):,} of {view.rounds:,}"
-    if view.is_silent and view.news_age is not None:
-        text += f" · no news for {duration(view.news_age)}"
-    elif view.eta is not None:
-        text += f" · {duration(view.eta)} left"
-    elif view.began is not None and view.finished:
-        text += f" in {duration(view.now - view.began)}"
-    left.truncate(max(0, width - len(text) - 2), overflow="ellipsis")
-    style = LEVEL_STYLES["error"] if view.is_silent else "bold"
-    return Text.assemble(left, " " * max(1, width - left.cell_len - len(text) - 1), (text, style), no_wrap=True)
-
-
-def _bar(view: View, width: int) -> Text:
-    label = f" {view.progress * 100:3.0f} % "
-    free = width - len(label) - 1
-    filled = view.progress * free
-    whole = int(filled)
-    part = " ▏▎▍▌▋▊▉"[int((filled - whole) * 8)].strip()
-    return Text.assemble(
-        " ",
-        ("█" * whole + part, SKY),
-        ("░" * (free - whole - len(part)), "bright_black"),
-        label,
-        no_wrap=True,
-    )
-
-
-def _curve(view: View, width: int, height: int, ascii_only: bool) -> Panel:
-    # a commit's loss is that of the first inner step: of the state that the round before has left
-    marks = sorted((r - 1.0, min(view.highest, x)) for r, x in view.committed.items())
-    curve = view.curve or marks
-    lines = chart(curve, marks, width - 4, height - 2, ascii_only=ascii_only, x_label="rounds")
-    dots = " · ●: a round begins" if shows_marks(curve, marks, width - 4) else ""
-    return _panel(f"loss, nats per token{dots}", Group(*lines), width, height, ascii_only)
-
-
-def _facts(view: View, rows: int, width: int) -> Table:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(style="bright_black", no_wrap=True, min_width=8)
-    table.add_column(overflow="ellipsis" if rows < 10 else "fold", no_wrap=rows < 10)
-    full = sum(not r.is_chain for r in view.replicas)
-    chains = len(view.replicas) - full
-    spares = sum(p.role == "spare" and p.here for p in view.peers.values())
-    counted = f"{full} full, {number(chains, 'chain')}"
-    whole = counted + (f", {number(spares, 'spare')}" if spares else "")
-    table.add_row("replicas", whole if len(whole) <= width else counted)
-    table.add_row("loss", _loss(view))
-    measured = view.held_out.newest
-    if measured is not None:
-        table.add_row("held out", _held_out(measured))
-        if measured.sample and rows > MANY_FACTS:
-            table.add_row("it writes", Text(clean(measured.sample, LONGEST_WRITTEN)))
-    table.add_row("digests", _digests(view))
-    traffic = view.traffic
-    if traffic is None:
-        table.add_row("sent", Text("-", style="bright_black"))
-    elif measured is not None and rows < 8:  # there is no line for more
-        table.add_row("sent", f"{size(traffic[0])}, {size(traffic[1])} in fp32")
-    else:
-        sent, dense, written = traffic
-        disk = f", {size(written)} to disk" if written else ""
-        table.add_row("sent", Text.assemble((size(sent), "bold"), f" in a round{disk}"))
-        more = (f"  {times(dense / sent)} as much", f"bold {GREEN}") if dense > sent else ""
-        table.add_row("in fp32", Text.assemble(size(dense), more))
-    for who, reason in view.left_out[: max(1, rows // 4)]:
-        table.add_row("left out", Text(f"! {who}: {reason}", style=ORANGE))
-    if not view.left_out:
-        table.add_row(
-            "left out", f"nobody now, {view.left_out_total:,} so far" if view.left_out_total else "nobody so far"
-        )
-    return table
-
-
-def _loss(view: View) -> Text:
-    rounds = sorted(view.committed)
-    if not rounds:
-        return Text("-", style="bright_black")
-    text = Text(f"{view.committed[rounds[-1]]:.3f}", style="bold")
-    if len(rounds) > 1:
-        text.append(f"  from {view.committed[rounds[0]]:.3f}", style="not bold bright_black")
-    return text
-
-
-def _held_out(found: Found) -> Text:
-    return Text.assemble((f"{min(found.loss, 99.0):.3f}", "bold"), f"  {min(found.bits_per_byte, 99.0):.3f} bits/byte")
-
-
-def _digests(view: View) -> Text:
-    if view.finished and view.state_digest:
-        return Text(f"✓ equal · {view.state_digest[:10]}", style=GREEN)
-    found = view.compared
-    if found is None or (found.peers is None and not found.wrong):
-        if found is None or found.round < 1:
-            return Text("not yet compared", style="bright_black")
-        return Text(f"✓ none differs, round {found.round}", style=GREEN)
-    if not found.wrong:
-        return Text(f"✓ equal, round {found.round} ({found.peers})", style=GREEN)
-    peer, shard = found.wrong[0]
-    more = f" (+{len(found.wrong) - 1})" if len(found.wrong) > 1 else ""
-    return Text(f"✗ {view.name(peer)} differs in {shard}{more}", style=f"bold {RED}")
-
-
-def _notes(view: View, width: int, rows: int) -> Group:
-    def lines() -> Iterable[Text]:
-        if not view.notes:
-            yield Text("nothing yet", style="bright_black")
-        for note in list(view.notes)[-rows:]:
-            mark = (f"{MARKS[note.level]} ", LEVEL_STYLES[note.level])
-            text = Text.assemble((f"{clock(note.time)} ", "bright_black"), mark, note.text, no_wrap=True)
-            text.truncate(width, overflow="ellipsis")
-            yield text
-
-    return Group(*lines())
-
-
-class _Seldom(Live):
-    """Draws where there is `news`: to draw costs more than all else that a screen does."""
+class _Live(Live):
+    """Draws only if there is `news`, since drawing is a screen's most expensive work."""
 
     def __init__(self, news: Callable[[], bool], **how: Any) -> None:
         self.has_news = news
@@ -278,10 +61,10 @@ class _Seldom(Live):
 
 
 class Screen:
-    """Shows a run while events arrive: `with Screen(manifest) as screen: … screen.feed(event)`. Any thread may feed.
+    """Shows a run while events arrive: `with Screen(manifest) as screen: ... screen.feed(event)`. Any thread may feed.
 
-    On a terminal the screen is redrawn a few times a second, and its last frame stays. Elsewhere lines are printed
-    instead, few of them (peer/ui/lines.py).
+    On a terminal the screen is redrawn a few times a second, and its last frame stays. Elsewhere a few lines are
+    printed instead (peer/ui/lines.py).
     """
 
     refresh_per_second = 4.0
@@ -289,7 +72,7 @@ class Screen:
     def __init__(
         self, manifest: Manifest, names: Mapping[str, str] | None = None, console: Console | None = None
     ) -> None:
-        self.view = View(manifest, Names(names))
+        self.view = RunView(manifest, Names(names))
         self.console = console or Console()
         self._print = printer(Lines(names), cast(TextIO, self.console.file))
         self._lock = threading.Lock()
@@ -305,7 +88,7 @@ class Screen:
             self._print(event)
 
     def frame(self, height: int | None = None) -> RenderableType:
-        """The present frame, as large as the terminal."""
+        """The present frame, of the terminal's size."""
         with self._lock:
             width, full = self.console.size
             return self._drawn(width, height or full)
@@ -315,7 +98,7 @@ class Screen:
         self.view.feed(event)
 
     def has_news(self) -> bool:
-        """Whether the screen looks otherwise than when this was asked last."""
+        """Whether the screen has changed since the last call."""
         with self._lock:
             news, self._news = self._news or self.console.size != self._size, False
             self._size = self.console.size
@@ -326,7 +109,7 @@ class Screen:
 
     def __enter__(self) -> Screen:
         if self.console.is_terminal and not self.console.is_dumb_terminal:
-            self._live = _Seldom(
+            self._live = _Live(
                 self.has_news,
                 get_renderable=self.frame,
                 console=self.console,
@@ -344,3 +127,439 @@ class Screen:
             live, self._live = self._live, None
             live.stop()
             self.console.print(self.frame(min(self.console.size.height - 1, 18 + len(self.view.peers))))
+
+
+# --- a frame
+
+
+def render(view: RunView, width: int, height: int, *, ascii_only: bool = False) -> RenderableType:
+    """A frame of exactly `width` x `height` characters."""
+    notes = _note_rows(view, height)
+    plot = busy = 0
+    rows = height - 2 - notes
+    if height >= 20:
+        rows = max(4, min(len(view.peers) + 3, _table_rows(height, notes)))
+        busy = _busy_rows(view, height - 2 - notes - rows - LEAST_PLOT)
+        plot = min(20, height - 2 - notes - rows - busy)
+        notes = height - 2 - rows - busy - plot
+    parts: list[RenderableType] = [_title(view, width), _bar(view, width)]
+    if plot:
+        facts = min(46, max(38, width * 2 // 5))
+        grid = Table.grid(padding=0)
+        grid.add_column(width=width - facts)
+        grid.add_column(width=facts)
+        grid.add_row(
+            _curve(view, width - facts, plot, ascii_only),
+            panel("run", _facts(view, plot - 2, facts - FACT_LABEL_WIDTH), facts, plot, ascii_only),
+        )
+        parts.append(grid)
+    legend = LEGEND if view.chains else ""
+    parts.append(panel(_there(view), peers_table(view, width - 4, rows - 3), width, rows, ascii_only, legend))
+    if busy:
+        parts.append(panel("chains", chains_table(view, width - 4, busy - 3), width, busy, ascii_only))
+    if notes:
+        parts.append(panel("messages", _notes(view, width - 4, notes - 2), width, notes, ascii_only))
+    frame = Group(*parts)
+    return Plain(frame) if ascii_only else frame
+
+
+def _note_rows(view: RunView, height: int) -> int:
+    """Lines of the panel of messages; the table of peers may take all but LEAST_NOTES."""
+    most = 0 if height < 14 else 5 if height < 30 else 8
+    enough = (n for n in range(most, LEAST_NOTES, -1) if _table_rows(height, n) >= len(view.peers) + 3)
+    return next(enough, min(most, LEAST_NOTES))
+
+
+def _table_rows(height: int, notes: int) -> int:
+    """Most lines of the table of peers, given `notes` lines of messages."""
+    free = height - 2 - notes
+    return free if height < 20 else free - max(LEAST_PLOT, free // 3)
+
+
+def _busy_rows(view: RunView, free: int) -> int:
+    """Lines of the panel of chains; none without known chains or without space."""
+    members = sum(len(c.members) for c in view.chains)
+    return min(members + 3, free) if members and free >= 5 else 0
+
+
+class Plain:
+    """Draws `inner` in ASCII."""
+
+    def __init__(self, inner: RenderableType) -> None:
+        self.inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for text, style, control in console.render(self.inner, options):
+            yield Segment(text if control else ascii(text), style, control)
+
+
+def _here(view: RunView) -> int:
+    """Present peers without bootstrap nodes."""
+    return sum(p.here and p.device != NODE_DEVICE for p in view.peers.values())
+
+
+def _there(view: RunView) -> str:
+    """The title of the table of peers."""
+    nodes = sum(p.device == NODE_DEVICE for p in view.peers.values())
+    here = _here(view)
+    gone = len(view.peers) - nodes - here
+    there = f"{here:,} there"
+    if view.is_silent and view.news_age is not None:
+        there += f" {duration(view.news_age)} ago"
+    counts = there, f"{gone:,} gone" if gone else "", number(nodes, "bootstrap node") if nodes else ""
+    return f"peers: {', '.join(filter(None, counts))}"
+
+
+def panel(title: str, body: RenderableType, width: int, height: int, ascii_only: bool, legend: str = "") -> Panel:
+    """A panel of exactly `width` x `height` characters."""
+    return Panel(
+        body,
+        title=Text(f" {title} ", style="bold"),
+        title_align="left",
+        subtitle=Text(f" {legend} ", style=GRAY) if legend else None,
+        subtitle_align="left",
+        box=box.ASCII if ascii_only else box.ROUNDED,
+        border_style=GRAY,
+        width=width,
+        height=height,
+        padding=(0, 1),
+    )
+
+
+def _title(view: RunView, width: int) -> Text:
+    manifest = view.manifest
+    left = Text.assemble(
+        (" potluck ", f"bold reverse {SKY}"),
+        (f" {manifest.name}", "bold"),
+        (f" · run {manifest.run_id[:8]}", GRAY),
+    )
+    if view.finished:
+        text = f"finished {number(view.last_round, 'round')}"
+    elif view.round == 0:
+        text = f"gathering peers, {_here(view)} of {manifest.start_peers}"
+    else:
+        text = f"round {min(view.round, view.last_round):,} of {view.last_round:,}"
+    if view.is_silent and view.news_age is not None:
+        text += f" · no news for {duration(view.news_age)}"
+    elif view.eta is not None:
+        text += f" · {duration(view.eta)} left"
+    elif view.began is not None and view.finished:
+        text += f" in {duration(view.now - view.began)}"
+    left.truncate(max(0, width - len(text) - 2), overflow="ellipsis")
+    style = LEVEL_STYLES["error"] if view.is_silent else "bold"
+    return Text.assemble(left, " " * max(1, width - left.cell_len - len(text) - 1), (text, style), no_wrap=True)
+
+
+def _bar(view: RunView, width: int) -> Text:
+    label = f" {view.progress * 100:3.0f} % "
+    free = width - len(label) - 1
+    filled = view.progress * free
+    whole = int(filled)
+    part = " ▏▎▍▌▋▊▉"[int((filled - whole) * 8)].strip()
+    return Text.assemble(
+        " ",
+        ("█" * whole + part, SKY),
+        ("░" * (free - whole - len(part)), GRAY),
+        label,
+        no_wrap=True,
+    )
+
+
+def _curve(view: RunView, width: int, height: int, ascii_only: bool) -> Panel:
+    marks = [(r - 1.0, loss) for r, loss in view.losses]  # a commit's loss is that of its first inner step
+    curve = view.curve or marks
+    lines = chart(curve, marks, width - 4, height - 2, ascii_only=ascii_only, x_label="rounds")
+    dots = " · ●: a round begins" if shows_marks(curve, marks, width - 4) else ""
+    return panel(f"loss, nats per token{dots}", Group(*lines), width, height, ascii_only)
+
+
+def _facts(view: RunView, rows: int, width: int) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(style=GRAY, no_wrap=True, min_width=8)
+    table.add_column(overflow="ellipsis" if rows < 10 else "fold", no_wrap=rows < 10)
+    full = sum(not r.is_chain for r in view.replicas)
+    chains = len(view.replicas) - full
+    spares = sum(p.role == "spare" and p.here for p in view.peers.values())
+    counted = f"{full} full, {number(chains, 'chain')}"
+    whole = counted + (f", {number(spares, 'spare')}" if spares else "")
+    table.add_row("replicas", whole if len(whole) <= width else counted)
+    table.add_row("loss", _loss(view))
+    measured = view.held_out.newest
+    if measured is not None:
+        table.add_row("held out", _held_out(measured))
+        if measured.sample and rows > SAMPLE_ROWS:
+            table.add_row("it writes", Text(readable(measured.sample, {}, SAMPLE_CHARACTERS)))
+    table.add_row("digests", _digests(view))
+    traffic = view.traffic
+    if traffic is None:
+        table.add_row("sent", Text("-", style=GRAY))
+    elif measured is not None and rows < 8:  # there is no line for more
+        table.add_row("sent", f"{size(traffic[0])}, {size(traffic[1])} in fp32")
+    else:
+        sent, dense, written = traffic
+        disk = f", {size(written)} to disk" if written else ""
+        table.add_row("sent", Text.assemble((size(sent), "bold"), f" in a round{disk}"))
+        more = (f"  {times(dense / sent)} as much", f"bold {GREEN}") if dense > sent else ""
+        table.add_row("in fp32", Text.assemble(size(dense), more))
+    for x in view.left_out[: max(1, rows // 4)]:
+        table.add_row("left out", Text(f"! {x.replica}: {x.reason}", style=ORANGE))
+    if not view.left_out:
+        table.add_row(
+            "left out", f"nobody now, {view.left_out_total:,} so far" if view.left_out_total else "nobody so far"
+        )
+    return table
+
+
+def _loss(view: RunView) -> Text:
+    losses = view.losses
+    if not losses:
+        return Text("-", style=GRAY)
+    text = Text(f"{losses[-1][1]:.3f}", style="bold")
+    if len(losses) > 1:
+        text.append(f"  from {losses[0][1]:.3f}", style="not bold bright_black")
+    return text
+
+
+def _held_out(found: HeldOutView) -> Text:
+    return Text.assemble((f"{min(found.loss, 99.0):.3f}", "bold"), f"  {min(found.bits_per_byte, 99.0):.3f} bits/byte")
+
+
+def _digests(view: RunView) -> Text:
+    if view.finished and view.state_digest:
+        return Text(f"✓ equal · {view.state_digest[:10]}", style=GREEN)
+    found = view.compared
+    if found is None or (found.peers is None and not found.wrong):
+        if found is None or found.round < 1:
+            return Text("not yet compared", style=GRAY)
+        return Text(f"✓ none differs, round {found.round}", style=GREEN)
+    if not found.wrong:
+        return Text(f"✓ equal, round {found.round} ({found.peers})", style=GREEN)
+    first = found.wrong[0]
+    more = f" (+{len(found.wrong) - 1})" if len(found.wrong) > 1 else ""
+    return Text(f"✗ {view.name(first.peer)} differs in {first.shard}{more}", style=f"bold {RED}")
+
+
+def _notes(view: RunView, width: int, rows: int) -> Group:
+    def lines() -> Iterable[Text]:
+        if not view.notes:
+            yield Text("nothing yet", style=GRAY)
+        for note in list(view.notes)[-rows:]:
+            mark = (f"{MARKS[note.level]} ", LEVEL_STYLES[note.level])
+            text = Text.assemble((f"{clock(note.time)} ", GRAY), mark, note.text, no_wrap=True)
+            text.truncate(width, overflow="ellipsis")
+            yield text
+
+    return Group(*lines())
+
+
+# --- tables
+
+
+def plain_table(gap: int = 1, **how: Any) -> Table:
+    """A table without lines; `gap` spaces between columns."""
+    return Table(box=None, padding=(0, gap, 0, 0), header_style=GRAY, show_edge=False, **how)
+
+
+def peers_table(view: RunView, width: int, rows: int) -> Table:
+    """The table of peers with at most `rows` rows below the heading; the last one counts the others."""
+    wide = width >= 112
+    marks = {c.members[c.bottleneck.position].peer: WAITS[c.bottleneck.what] for c in view.chains}
+    busy = any(p.chain for p in view.peers.values())
+    table = plain_table(width=min(width, PEERS_WIDTH))
+    table.add_column("peer", no_wrap=True, max_width=NAME_WIDTH)
+    table.add_column("does", no_wrap=True, ratio=1)
+    if wide:
+        table.add_column("device", no_wrap=True)
+        table.add_column("memory", justify="right", no_wrap=True)
+        table.add_column("uplink", justify="right", no_wrap=True)
+    table.add_column("phase", no_wrap=True, min_width=8)
+    if busy:
+        table.add_column("busy", justify="right", no_wrap=True, min_width=6)
+    table.add_column("step", justify="right", no_wrap=True, min_width=5)
+    table.add_column("loss", justify="right", no_wrap=True, min_width=5)
+    table.add_column("sent", justify="right", no_wrap=True, min_width=7)
+    if wide or not busy:
+        table.add_column("fp32/sent" if wide else "saves", justify="right", no_wrap=True, min_width=5)
+    listed = view.listed()
+    shown = listed if len(listed) <= rows else listed[: max(0, rows - 1)]
+    places = [[_place(view, p, words) for p in shown] for words in ((3, 2, 1) if width >= 88 else (2, 1))]
+    longest = [max((text.cell_len for text in texts), default=0) for texts in places]
+    for row, p in enumerate(shown):
+        place = _Fitting([(texts[row], most) for texts, most in zip(places, longest, strict=True)])
+        cells: list[RenderableType] = [Text(p.name, style="bold" if p.here else "strike"), place]
+        if wide:
+            cells += [
+                p.device or "-",
+                size(p.memory_bytes) if p.memory_bytes else "-",
+                rate(p.up_bps) if p.up_bps else "-",
+            ]
+        style = {"training": SKY, "gone": RED, "withdrew": ORANGE, "offered": GREEN, "finished": GREEN}.get(p.phase, "")
+        trains = p.replica is not None
+        cells.append(Text(p.phase, style=style))
+        if busy:
+            cells.append(busy_share(p, marks.get(p.peer, "")))
+        cells += [
+            f"{p.step}/{p.steps}" if trains and p.phase != "finished" else "-",
+            f"{p.loss:.3f}" if trains and p.loss is not None else "-",
+            size(p.sent_bytes) if p.sent_bytes is not None else "-",
+        ]
+        if wide or not busy:
+            cells.append(times(p.dense_bytes / p.sent_bytes) if p.sent_bytes and p.dense_bytes else "-")
+        table.add_row(*cells)
+    if len(shown) < len(listed):
+        table.add_row(f"and {len(listed) - len(shown)} more", style=GRAY)
+    if not listed:
+        table.add_row(Text("nobody yet", style=GRAY))
+    return table
+
+
+def chains_table(view: RunView, width: int, rows: int) -> Table:
+    """The table of chains: each stage's last inner step, forward (→) and backward (←), and the bottleneck."""
+    table = plain_table(expand=True)
+    table.add_column("chain", no_wrap=True)
+    table.add_column("peer", no_wrap=True, max_width=NAME_WIDTH)
+    columns = ["busy", "waits →", "waits ←", "sends →", "sends ←", *(("depth", "queue") if width >= 88 else ())]
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("slowest", no_wrap=True, ratio=1)
+    listed = [(c, i, p) for c in view.chains for i, p in enumerate(c.members)]
+    shown = listed if len(listed) <= rows else listed[: max(0, rows - 1)]
+    said = {chain.name: _slowest(chain) for chain, _, _ in shown}
+    longest = [max(text.cell_len for text in texts) for texts in zip(*said.values(), strict=True)]
+    for chain, position, p in shown:
+        a = p.chain
+        cells = ["-"] * len(columns)
+        if a is not None:
+            cells = [percent(a.share(seconds)) for seconds in (a.busy_s, a.wait_forward_s, a.wait_backward_s)]
+            cells += [size(a.forward_bytes), size(a.backward_bytes), str(a.depth), str(a.queued)]
+            cells = cells[: len(columns)]
+        mark: RenderableType = ""
+        if position == chain.bottleneck.position:
+            mark = _Fitting(list(zip(said[chain.name], longest, strict=True)))
+        table.add_row(chain.name if position == 0 else "", Text(p.name, style="bold"), *cells, mark)
+    if len(shown) < len(listed):
+        table.add_row(f"and {len(listed) - len(shown)} more", style=GRAY)
+    return table
+
+
+def _slowest(chain: ChainView) -> list[Text]:
+    """A chain's bottleneck in ever fewer words."""
+    found, names = chain.bottleneck, [p.name for p in chain.members]
+    said = found.text(names), found.brief(names), percent(found.share)
+    return [Text(f"{WAITS[found.what]} {text}", style=ORANGE, no_wrap=True) for text in said]
+
+
+class _Fitting:
+    """Draws the first text that fits the column, else the last. Texts come with the longest length of their kind."""
+
+    def __init__(self, texts: list[tuple[Text, int]]) -> None:
+        self._texts = texts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield next((text for text, most in self._texts if most <= options.max_width), self._texts[-1][0])
+
+
+def _place(view: RunView, p: PeerView, words: int) -> Text:
+    mark, style = {"full": ("●", BLUE), "stage": ("●", ORANGE)}.get(p.role, ("○", GRAY))
+    return Text.assemble((mark, style), f" {view.place(p, words)}", no_wrap=True)
+
+
+def busy_share(p: PeerView, mark: str) -> Text:
+    """A stage's share of computing, with the mark of a bottleneck."""
+    if p.busy is None:
+        return Text("-")
+    return Text(percent(p.busy) + (mark or " "), style=ORANGE if mark else "")
+
+
+# --- the loss curve
+
+
+def shows_marks(line: Sequence[Point], marks: Sequence[Point], width: int) -> bool:
+    """Whether a chart of this width has space for all marks side by side."""
+    return bool(marks) and (not line or len(marks) <= (width - TICK_WIDTH - 2) // 3)
+
+
+def chart(
+    line: Sequence[Point],
+    marks: Sequence[Point],
+    width: int,
+    height: int,
+    *,
+    ascii_only: bool = False,
+    x_label: str = "",
+) -> list[Text]:
+    """A line chart of `height` lines of `width` characters, with `marks` on top and labelled axes.
+
+    A character cell has two by four dots in Braille, or is one dot in ASCII. Points are (x, y), sorted by x; a column
+    shows the mean of its points of `line`.
+    """
+    plot_width, plot_height = width - TICK_WIDTH - 2, height - 2
+    line, marks = ([point for point in some if all(abs(value) < 1e15 for value in point)] for some in (line, marks))
+    points = [*line, *marks]
+    if not points or plot_width < 4 or plot_height < 1:
+        return [Text("waiting for the first step" if not points and n == height // 2 else "") for n in range(height)]
+    left, right = math.floor(min(x for x, _ in points)), math.ceil(max(x for x, _ in points))
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    right = right if right > left else left + 1
+    if high - low < 1e-3:
+        low, high = low - 0.05, high + 0.05
+    across, down = (1, 1) if ascii_only else (2, 4)
+
+    def column(x: float, columns: int) -> int:
+        return min(columns - 1, int((x - left) / (right - left) * columns))
+
+    def row(y: float, rows: int) -> int:
+        return min(rows - 1, max(0, int((high - y) / (high - low) * rows)))
+
+    cells: dict[tuple[int, int], int] = {}
+    for dot_x, dot_y in _joined(line, lambda x: column(x, plot_width * across), lambda y: row(y, plot_height * down)):
+        cell = (dot_y // down, dot_x // across)
+        cells[cell] = cells.get(cell, 0) | (1 if ascii_only else DOTS[dot_y % 4][dot_x % 2])
+    marked = {(row(y, plot_height), column(x, plot_width)) for x, y in marks}
+    if not shows_marks(line, marks, width):
+        marked = set()
+    ticks = {0: high, plot_height - 1: low}
+    if plot_height >= 5:
+        ticks[plot_height // 2] = high - (high - low) * (plot_height // 2 + 0.5) / plot_height
+    out = []
+    for y in range(plot_height):
+        text = Text(_tick(ticks[y]) if y in ticks else " " * (TICK_WIDTH + 1), style=GRAY)
+        text.append(("+" if ascii_only else "┤") if y in ticks else ("|" if ascii_only else "│"), style=GRAY)
+        for x in range(plot_width):
+            if (y, x) in marked:
+                text.append("o" if ascii_only else "●", style=f"bold {ORANGE}")
+            elif (y, x) in cells:
+                text.append("*" if ascii_only else chr(0x2800 + cells[y, x]), style=SKY)
+            else:
+                text.append(" ")
+        out.append(text)
+    corner, dash = ("+", "-") if ascii_only else ("└", "─")
+    out.append(Text(" " * (TICK_WIDTH + 1) + corner + dash * plot_width, style=GRAY))
+    start, end = str(left), str(right)
+    middle = x_label.center(max(0, plot_width - len(start) - len(end)))
+    out.append(Text(" " * (TICK_WIDTH + 2) + start + middle[: plot_width - len(start) - len(end)] + end, style=GRAY))
+    return out
+
+
+def _tick(value: float) -> str:
+    """The label of a tick, of constant width."""
+    shown = f"{value:{TICK_WIDTH}.2f}"
+    return (shown if len(shown) <= TICK_WIDTH else f"{value:{TICK_WIDTH}.0e}") + " "
+
+
+def _joined(
+    line: Sequence[Point], column: Callable[[float], int], row: Callable[[float], int]
+) -> list[tuple[int, int]]:
+    """The dots of the polyline through the means of the dot columns."""
+    sums: dict[int, list[float]] = {}
+    for x, y in line:
+        sums.setdefault(column(x), []).append(y)
+    dots: list[tuple[int, int]] = []
+    for x in sorted(sums):
+        y = row(sum(sums[x]) / len(sums[x]))
+        if dots:
+            x0, y0 = dots[-1]
+            steps = max(abs(x - x0), abs(y - y0))
+            dots += [(x0 + (x - x0) * i // steps, y0 + (y - y0) * i // steps) for i in range(1, steps)]
+        dots.append((x, y))
+    return dots

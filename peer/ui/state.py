@@ -1,177 +1,63 @@
-"""The run as a monitor shows it, as plain data of bounded size: `/state.json`, the lines of `potluck monitor --json`, and what the
-monitor's views and metrics are drawn from.
+"""A snapshot of a run as plain data of bounded size, for `/state.json`, `potluck monitor --json`, views and metrics.
 
-The classes are the schema, and docs/events.md lists them. Unlike the snapshot it has no addresses, and no more of a long run or of
-many peers than a reader can look at. Texts of others are cleaned (peer/ui/text.py).
+The classes are the schema; docs/events.md lists them. They have no addresses of volunteers.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from peer import events
+from peer.ui.contributors import Contributor, contributors
+from peer.ui.lines import Note
+from peer.ui.run_view import Bottleneck, ComparisonView, HeldOutView, PeerView, RoundView, RunView
+from peer.ui.text import cleaned
+from protocol.wire.announcement import NODE_DEVICE
+from protocol.wire.commit import votes_needed
+from protocol.wire.schema import plain
+
+MOST_POINTS = 300
+"""Points of a chart."""
+MOST_PEERS = 600
+MOST_REPLICAS = 600
+MOST_CONTRIBUTORS = 200
+MOST_ROUNDS = 30
+MOST_DIVERGED = 5
+MOST_MESSAGES = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatePeer:
-    """A peer that is there or was."""
-
-    peer: str
-    """Its peer id."""
-    name: str
-    """How it is called: the end of its id."""
-    here: bool
-    """Whether it is not gone."""
-    role: str
-    """In the newest plan: `full`, `stage`, `joining`, `spare`, or `waiting` where it is not named."""
-    replica: int | None
-    """The number of its replica in that plan."""
-    position: int
-    """Its stage there."""
-    first: int
-    """The first block that it trains."""
-    last: int
-    """The block after the last one that it trains."""
-    device: str
-    """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer."""
-    memory_bytes: int
-    """What Potluck may use there."""
-    up_bps: int
-    """Bits per second that it can send."""
-    reachable: str
-    """How others reach it: `direct`, `mapped`, `private`; empty while it is not known."""
-    phase: str
-    """What it does now, in its own word; `finished` when the run is over."""
-    round: int
-    """Its round."""
-    step: int
-    """Its newest inner step in that round."""
-    steps: int
-    """The most inner steps that its replica may do in a round."""
-    loss: float | None
-    """Nats per token of that step."""
-    sent_bytes: int | None
-    """What it sent in its last whole round."""
-    written_bytes: int | None
-    """What it wrote to disk in that round."""
-    busy: float | None
-    """The share of its newest inner step in a chain that it computed, 0 to 1; null outside of one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateReplica:
-    """A replica of the newest plan; its members are the peers that name it."""
+class ReplicaView:
+    """A replica of the newest plan; its members are the peers with its number."""
 
     replica: int
     """Its number."""
     name: str
-    """What it is called: its peer, or its chain."""
+    """Its peer's name, or its chain's."""
     chain: bool
     """Whether several peers share its blocks."""
     rank: int
     """Values per token that cross a chain's boundaries; 0: all of them."""
     waits: str
-    """What a chain waits for, for a reader; empty where it is not known."""
-    slowest: int | None
-    """The stage that it waits for, or for the link to it; null where that is not known."""
-    what: str
-    """`computing`; or `forward`, `backward`: the link over which that stage receives activations or gradients; empty where it is not known."""
-    share: float | None
-    """Of the time of an inner step, 0 to 1."""
+    """A chain's bottleneck, for a reader; empty if unknown."""
+    bottleneck: Bottleneck | None
+    """The same as data; null if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateLeftOut:
-    """A replica whose work is not in a round."""
-
-    replica: str
-    """Which."""
-    reason: str
-    """Why, for a reader."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateRound:
-    """A decided round."""
-
-    round: int
-    """Its number."""
-    time: float
-    """When it was decided, Unix seconds on its leader's clock."""
-    seconds: float | None
-    """Since the round before was decided; null where that is not known."""
-    tokens: int
-    """Trained tokens."""
-    loss: float | None
-    """Nats per token."""
-    held_out: float | None
-    """Of the state after it, on text that nobody trains on: the median of who measured it; null where nobody did."""
-    replicas: int
-    """Whose work is in it."""
-    bytes: int
-    """Of their payloads."""
-    left_out: tuple[StateLeftOut, ...]
-    """Whose work is not, five at most."""
-    left_out_total: int
-    """How many that are."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateEvaluation:
-    """What one peer says that it measured."""
-
-    name: str
-    """How it is called."""
-    loss: float
-    """Nats per token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateHeldOut:
-    """How well the model foretells text that nobody trains on."""
-
-    round: int
-    """After this round."""
-    loss: float
-    """Nats per token: the median of who measured it."""
-    bits_per_byte: float
-    """Bits per UTF-8 byte of text, likewise."""
-    by: tuple[StateEvaluation, ...]
-    """Who measured it, five at most."""
-    sample: str
-    """The beginning of the held-out text, `⇒`, and how the model goes on; empty where most say nothing of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateContributor:
-    """What one peer has brought to the run."""
-
-    rank: int
-    """From 1: whoever has the most tokens."""
-    peer: str
-    """Its peer id."""
-    name: str
-    """How it is called."""
-    tokens: int
-    """Tokens that it trained and that were committed."""
-    share: float
-    """Of all tokens of the run, 0 to 1."""
-    rounds: int
-    """In the commits of so many rounds."""
-    streak: int
-    """In so many of the newest rounds without a gap."""
-    left_out: int
-    """Rounds in which its replica's work was not taken."""
-    reason: str
-    """Why, in the newest of these, for a reader."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateOperator:
-    """A bootstrap node that the manifest names."""
+class OperatorView:
+    """A bootstrap node of an operator."""
 
     peer: str
     """Its peer id."""
     name: str
-    """How it is called."""
+    """Its name."""
     here: bool
     """Whether it announces itself."""
     leads: bool
@@ -181,142 +67,229 @@ class StateOperator:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateDiverged:
-    """A peer whose state has other bits than the majority's."""
+class Health:
+    """The health of a run."""
 
-    peer: str
-    """How it is called."""
-    shard: str
-    """In what."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateRelay:
-    """What a bootstrap node passes on between peers that cannot reach each other, as it last said."""
-
-    node: str
-    """How it is called."""
-    circuits: int
-    """Streams that go through it."""
-    bps: float
-    """Bits per second in the last minute."""
-    bytes: int
-    """Since its start."""
-    refused: int
-    """How often it has said no."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateHealth:
-    """Whether all is well."""
-
-    operators: tuple[StateOperator, ...]
-    """The run's bootstrap nodes, of which a quorum decides."""
+    operators: tuple[OperatorView, ...]
+    """The operators' bootstrap nodes."""
     quorum: int
-    """How many of them vote on a round."""
+    """Nodes that vote on a round."""
     votes_needed: int
-    """How many votes decide it."""
+    """Votes that decide a round."""
     forks: tuple[str, ...]
     """Rounds with two decided commits, for a reader. There should be none."""
-    compared_round: int | None
-    """The round after which digests of states were last compared; null before the first."""
-    diverged: tuple[StateDiverged, ...]
-    """Who differed then, five at most."""
+    compared: ComparisonView | None
+    """The last comparison of the peers' states, with five differences at most; null before the first."""
     reachable: dict[str, int]
-    """How many peers are reached how: `direct`, `mapped` by their routers, `private` through relays or holes, `unknown`."""
-    relays: tuple[StateRelay, ...]
-    """Nodes that relay, as far as they have told."""
+    """Peers by how others reach them: `direct`, `mapped` by their routers, `private` by relays or holes, `unknown`."""
+    relays: dict[str, events.Relayed]
+    """Relay statistics by node."""
     left_out_total: int
     """Replicas that all rounds left out."""
     refused_total: int
-    """How often the operators' nodes have refused somebody who used too much of them, as they say."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateMessage:
-    """What happened, for a reader."""
-
-    time: float
-    """Unix seconds."""
-    level: str
-    """`info`, `good`, `warning` or `error`."""
-    text: str
-    """What."""
+    """Refusals of peers that exceeded a limit of an operators' node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The run as a monitor shows it. Charts are lists of points, 300 at most: the first number is the round, as a fraction within one."""
+    """A snapshot of a run. Charts are lists of at most 300 points; the first number is the round, with fractions."""
 
     run: str
     """The run's id."""
     name: str
     """The run's name in the manifest."""
     time: float
-    """Now, Unix seconds on the watcher's clock."""
+    """Now, Unix seconds on the monitor's clock."""
     heard: float | None
-    """When a node of the run last answered, on the same clock: all that follows is of then; null in a recording, and when the run is over."""
+    """When a node last answered, on the same clock; null in a recording, and when the run is over."""
     news_age_seconds: float | None
-    """For so long no node has answered; null in a recording, and when the run is over."""
+    """Seconds since then; null in a recording, and when the run is over."""
     silent: bool
-    """Whether that is longer than five seconds: what follows may not be so any more."""
+    """Whether that is longer than five seconds; then all other fields may be out of date."""
     round: int
     """The open round; 0 before the first plan."""
     rounds: int
-    """How many rounds the run has."""
+    """Rounds of the run."""
     start_peers: int
-    """With how many peers the run begins."""
+    """Peers with which the run begins."""
     finished: bool
     """Whether the last round is committed."""
     progress: float
     """Of the run, 0 to 1."""
     seconds_left: float | None
-    """At the pace of the last rounds; null while that is not known, as where no node answers."""
+    """At the pace of the newest rounds; null if unknown."""
     blocks: int
-    """Of the model."""
+    """Blocks of the model."""
     tokens: int
-    """Trained and committed."""
+    """Trained and committed tokens."""
     loss: float | None
     """Nats per token of the newest round."""
-    held_out: StateHeldOut | None
-    """The newest state that was measured on text that nobody trains on; null before the first."""
+    held_out: HeldOutView | None
+    """The newest state that was measured on held-out text; null before the first."""
     tokens_per_second: float | None
     """In the newest rounds."""
     peers_here: int
-    """How many peers are there."""
+    """Peers that are present."""
     sent_bytes: int | None
-    """What all peers sent in their last whole round."""
+    """Bytes that all peers sent in their last complete round."""
     dense_bytes: int | None
-    """What that would take in fp32."""
+    """The same in fp32."""
     written_bytes: int | None
-    """What all peers wrote to disk in their last whole round."""
+    """Bytes that all peers wrote to disk in their last complete round."""
     loss_by_step: tuple[tuple[float, ...], ...]
     """Chart: the mean loss of inner steps."""
     loss_by_round: tuple[tuple[float, ...], ...]
     """Chart: the loss of decided rounds."""
     held_out_by_round: tuple[tuple[float, ...], ...]
-    """Chart: the loss on text that nobody trains on, of the states that were measured."""
+    """Chart: the held-out loss of the measured states."""
     speed_by_round: tuple[tuple[float, ...], ...]
     """Chart: tokens per second."""
     seconds_by_round: tuple[tuple[float, ...], ...]
     """Chart: seconds from decision to decision."""
     left_out_by_round: tuple[tuple[float, ...], ...]
-    """Chart: how many replicas were left out."""
-    recent: tuple[StateRound, ...]
+    """Chart: left-out replicas."""
+    recent: tuple[RoundView, ...]
     """The newest rounds, the newest first, 30 at most."""
-    replicas: tuple[StateReplica, ...]
+    replicas: tuple[ReplicaView, ...]
     """Those of the newest plan, 600 at most."""
     replicas_total: int
-    """How many there are."""
-    peers: tuple[StatePeer, ...]
-    """Replicas first in the plan's order, then spares and others, then those who are gone; 600 at most."""
+    """All replicas of that plan."""
+    peers: tuple[PeerView, ...]
+    """Replicas' peers in plan order, then spares and others, then those that are gone; 600 at most."""
     peers_total: int
-    """How many there are."""
-    contributors: tuple[StateContributor, ...]
+    """All peers."""
+    contributors: tuple[Contributor, ...]
     """Those with the most tokens first, 200 at most."""
     contributors_total: int
-    """How many there are."""
-    health: StateHealth
-    """Whether all is well."""
-    messages: tuple[StateMessage, ...]
-    """What happened, the newest first, 40 at most."""
+    """All contributors."""
+    health: Health
+    """Operators, comparisons, relays."""
+    messages: tuple[Note, ...]
+    """Messages, the newest first, 40 at most."""
+
+
+Point = tuple[float, float]
+
+
+def thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
+    """At most `most` points (x, y), in order of x: means of neighbours, at the last one's x."""
+    if len(points) <= most:
+        return tuple(points)
+    out = []
+    for i in range(most):
+        part = points[i * len(points) // most : (i + 1) * len(points) // most]
+        out.append((part[-1][0], sum(y for _, y in part) / len(part)))
+    return tuple(out)
+
+
+def state(view: RunView, now: float) -> State:
+    """The snapshot at `now`, in Unix seconds."""
+    manifest, rounds, losses = view.manifest, view.rounds, view.losses
+    listed = [p for p in view.listed() if p.device != NODE_DEVICE]
+    found = contributors(view.credits, view.names)
+    traffic = view.traffic or (None, None, None)
+    return State(
+        run=manifest.run_id,
+        name=cleaned(manifest.name),
+        time=now,
+        heard=None if view.news_age is None else now - view.news_age,
+        news_age_seconds=view.news_age,
+        silent=view.is_silent,
+        round=min(view.round, view.last_round),
+        rounds=view.last_round,
+        start_peers=manifest.start_peers,
+        finished=view.finished,
+        progress=view.progress,
+        seconds_left=view.eta,
+        blocks=manifest.model.n_layers,
+        tokens=view.credits.tokens,
+        loss=losses[-1][1] if losses else None,
+        held_out=view.held_out.newest,
+        tokens_per_second=view.tokens_per_second,
+        peers_here=sum(p.here for p in listed),
+        sent_bytes=traffic[0],
+        dense_bytes=traffic[1],
+        written_bytes=traffic[2],
+        loss_by_step=_chart((round(x, 3), y) for x, y in view.curve),
+        loss_by_round=_chart(losses),
+        held_out_by_round=_chart((r, min(view.highest, x.loss)) for r, x in view.held_out.found.items()),
+        speed_by_round=_chart((r.round, r.tokens_per_second) for r in rounds),
+        seconds_by_round=_chart((r.round, r.seconds) for r in rounds),
+        left_out_by_round=_chart((r.round, r.left_out_total) for r in rounds),
+        recent=tuple(_round(r, view) for r in list(view.recent)[: -MOST_ROUNDS - 1 : -1] if r.round),
+        replicas=tuple(_replicas(view)),
+        replicas_total=len(view.replicas),
+        peers=tuple(copy.copy(p) for p in listed[:MOST_PEERS]),
+        peers_total=len(listed),
+        contributors=tuple(found[:MOST_CONTRIBUTORS]),
+        contributors_total=len(found),
+        health=_health(view, listed),
+        messages=tuple(list(view.notes)[: -MOST_MESSAGES - 1 : -1]),
+    )
+
+
+def to_json(state: State) -> str:
+    """A snapshot on one line."""
+    return json.dumps(_rounded(plain(state)), separators=(",", ":"), allow_nan=False)
+
+
+def _rounded(value: Any) -> Any:
+    """Rounds numbers to six decimals; null for infinities and NaN, which JSON lacks."""
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return {key: _rounded(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _chart(points: Iterable[tuple[float, float | None]]) -> tuple[Point, ...]:
+    known = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+    return thinned(known, MOST_POINTS)
+
+
+def _round(decided: RoundView, view: RunView) -> RoundView:
+    measured = view.held_out.found.get(decided.round)
+    return decided if measured is None else dataclasses.replace(decided, held_out=measured.loss)
+
+
+def _replicas(view: RunView) -> Iterator[ReplicaView]:
+    waits, chains = {chain.members[0].replica: chain for chain in view.chains}, 0
+    for r in view.replicas[:MOST_REPLICAS]:
+        known = waits.get(r.number)
+        yield ReplicaView(
+            replica=r.number,
+            name=f"chain {chains}" if r.is_chain else view.name(r.peers[0]),
+            chain=r.is_chain,
+            rank=r.rank,
+            waits=known.slowest if known is not None else "",
+            bottleneck=known.bottleneck if known is not None else None,
+        )
+        chains += r.is_chain
+
+
+def _health(view: RunView, listed: list[PeerView]) -> Health:
+    reachable = {"direct": 0, "mapped": 0, "private": 0, "unknown": 0}
+    for p in listed:
+        if p.reachable is not None:
+            reachable[p.reachable or "unknown"] += 1
+    compared = view.compared if view.compared is not None and view.compared.round > 0 else None
+    return Health(
+        operators=tuple(
+            OperatorView(
+                peer=peer,
+                name=view.name(peer),
+                here=peer in view.peers and view.peers[peer].here,
+                leads=peer == view.leader,
+                voted=peer in view.voters,
+            )
+            for peer in view.operators
+        ),
+        quorum=view.quorum,
+        votes_needed=votes_needed(view.quorum),
+        forks=tuple(view.forks),
+        compared=None if compared is None else dataclasses.replace(compared, wrong=compared.wrong[:MOST_DIVERGED]),
+        reachable=reachable,
+        relays=dict(view.relays),
+        left_out_total=view.left_out_total,
+        refused_total=view.refused,
+    )

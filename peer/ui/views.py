@@ -1,24 +1,23 @@
-"""The monitor's views beside the run's screen: replicas and chains, rounds, contributors, health and what the watcher himself does, as tables."""
+"""The monitor's views as tables: replicas and chains, rounds, contributors, health and the user's own peer."""
 
 from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich import box
-from rich.console import RenderableType
+from rich.console import JustifyMethod, RenderableType
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from peer.ui.contributors import contributors, own_lines
 from peer.ui.lines import MARKS
-from peer.ui.screen import LEVEL_STYLES
-from peer.ui.state import State, StatePeer, StateReplica
-from peer.ui.text import blocks, clock, count, duration, number, rate, size
-from peer.ui.utilization import LEGEND, WAITS, Bottleneck, percent
+from peer.ui.run_view import LEGEND, WAITS, PeerView
+from peer.ui.screen import LEVEL_STYLES, busy_share, panel, plain_table
+from peer.ui.state import State
+from peer.ui.text import blocks, called, clock, count, duration, number, rate, size
 from protocol.ledger.credits import Credits
 
 Row = tuple[Text | str, ...]
@@ -32,39 +31,43 @@ _ROLES = {"full": "a full replica", "spare": "a spare", "joining": "joining a re
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`least`: it is shown on screens of so many characters; `left`: its cells begin at one line; `wide`: it takes what is left."""
+    """A column of a view."""
 
     name: str
     least: int = 0
+    """Width of a screen, in characters, that shows it."""
     left: bool = False
+    """Left-aligned."""
     wide: bool = False
+    """Takes the remaining width."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """A view's title, its columns, all its rows, and what their marks mean."""
+    """The content of a view."""
 
     title: str
     columns: tuple[Column, ...]
     rows: Sequence[Row]
     legend: str = ""
+    """Meaning of marks."""
 
 
 def sheet(view: str, state: State) -> Sheet:
-    """One of the views that are tables of what is known of a run."""
+    """The sheet of a view but `me`."""
     made = {"chains": _chains, "rounds": _rounds, "credits": _contributors, "health": _health}[view]
     return _dated(made(state), state)
 
 
 def _dated(made: Sheet, state: State) -> Sheet:
-    """Its title says how old it is, if that matters."""
+    """Adds the age to the title if no node answers."""
     if not state.silent or state.news_age_seconds is None:
         return made
     return dataclasses.replace(made, title=f"{made.title} · no news for {duration(state.news_age_seconds)}")
 
 
 def mine(state: State, credits: Credits, peer: str | None) -> Sheet:
-    """What `peer`, the watcher's own, does and has brought; None where he has none, or did not say where it is."""
+    """The view of the user's own peer, if there is one."""
     if peer is None:
         rows: list[Row] = [("this folder has no peer; give --dir with the folder with which you joined",)]
         return Sheet("me", (Column("", left=True, wide=True),), rows)
@@ -85,8 +88,7 @@ def mine(state: State, credits: Credits, peer: str | None) -> Sheet:
 
 
 def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, ascii_only: bool) -> tuple[Panel, int]:
-    """A panel of exactly `width` x `height` characters with the rows that have `pattern`, and how many of them are above it: `skip`,
-    or fewer where that is beyond the end."""
+    """A panel of exactly `width` x `height` characters with the rows that match `pattern`; and `skip`, limited."""
     rows = [row for row in shown.rows if _has(row, pattern)] if pattern else list(shown.rows)
     headed = any(column.name for column in shown.columns)
     if not headed:  # sentences
@@ -95,18 +97,13 @@ def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, asci
     skip = max(0, min(skip, len(rows) - space))
     seen = rows[skip : skip + space]
     between = 2 if headed and width >= 130 else 1
-    table = Table(
-        box=None,
-        padding=(0, between, 0, 0),
-        expand=True,
-        header_style="bright_black",
-        show_edge=False,
-        show_header=headed,
-    )
+    table = plain_table(between, expand=True, show_header=headed)
     places = [i for i, column in enumerate(shown.columns) if width >= column.least]
     for column in (shown.columns[i] for i in places):
-        justify, ratio = "left" if column.left else "right", 1 if column.wide else None
-        table.add_column(column.name, justify=justify, no_wrap=True, ratio=ratio, overflow="ellipsis")  # type: ignore[arg-type]
+        justify: JustifyMethod = "left" if column.left else "right"
+        table.add_column(
+            column.name, justify=justify, no_wrap=True, ratio=1 if column.wide else None, overflow="ellipsis"
+        )
     for row in seen:
         table.add_row(*(_cell(row[i]) for i in places))
     title = f" {shown.title} "
@@ -116,23 +113,12 @@ def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, asci
     body: RenderableType = (
         table if rows else Text("nobody has that" if pattern else "nothing yet", style="bright_black")
     )
-    drawn = Panel(
-        body,
-        title=Text(title, style="bold"),
-        title_align="left",
-        subtitle=Text(f" {legend} ", style="bright_black") if legend else None,
-        subtitle_align="left",
-        box=box.ASCII if ascii_only else box.ROUNDED,
-        border_style="bright_black",
-        width=width,
-        height=height,
-        padding=(0, 1),
-    )
+    drawn = panel(title.strip(), body, width, height, ascii_only, legend)
     return drawn, skip
 
 
 def _wrapped(rows: Sequence[Row], width: int) -> Iterator[Row]:
-    """Rows whose last cell is a sentence, in as many lines as it takes."""
+    """Wraps the last cell, a sentence, into further rows."""
     for *marks, said in rows:
         first, *others = textwrap.wrap(str(said), max(width, 1)) or [""]
         yield (*marks, first)
@@ -152,21 +138,24 @@ def _number(value: float | None, form: str = ".3f") -> str:
 
 
 def _chains(state: State) -> Sheet:
-    """One row for each peer, under its replica."""
+    """A row for each peer, under its replica."""
     replicas = {r.replica: r for r in state.replicas}
-    members = {(p.replica, p.position): p.name for p in state.peers}
+    members: dict[int | None, dict[int, str]] = defaultdict(lambda: defaultdict(lambda: "?"))
+    for p in state.peers:
+        members[p.replica][p.position] = p.name
     rows: list[Row] = []
     for p in state.peers:
         replica = replicas.get(p.replica) if p.replica is not None else None
-        waits = _waits(replica, members) if replica is not None and replica.slowest == p.position else None
-        mark = WAITS[replica.what] if replica is not None and waits is not None else ""
+        slowest = replica.bottleneck if replica is not None else None
+        mark = WAITS[slowest.what] if slowest is not None and slowest.position == p.position else ""
+        waits = slowest.brief(members[p.replica]) if slowest is not None and mark else ""
         does = blocks(p.first, p.last) if p.role == "stage" else p.role
         rows.append((
             replica.name if replica is not None and replica.chain else "",
             Text(p.name, style="bold" if p.here else "strike"),
             does,
             p.phase,
-            Text("-" if p.busy is None else percent(p.busy) + (mark or " "), style=LEVEL_STYLES["warning"] if mark else ""),
+            busy_share(p, mark),
             f"{p.step}/{p.steps}" if _steps(p) else "-",
             _number(p.loss) if replica is not None else "-",
             p.device or "-",
@@ -185,19 +174,13 @@ def _chains(state: State) -> Sheet:
         f"replicas and chains: {full} full, {count(range(state.replicas_total - full), 'chain')}",
         columns,
         rows,
-        LEGEND if any(r.what for r in state.replicas) else "",
+        LEGEND if any(r.bottleneck for r in state.replicas) else "",
     )
 
 
-def _steps(p: StatePeer) -> bool:
-    """Whether it has steps to do."""
+def _steps(p: PeerView) -> bool:
+    """Whether it trains."""
     return p.replica is not None and p.phase != "finished"
-
-
-def _waits(replica: StateReplica, members: Mapping[tuple[int | None, int], str]) -> str:
-    """What the chain waits for, in the row of the stage; `members`: names of peers by replica and position."""
-    names = [members.get((replica.replica, place), "?") for place in range(len(members))]
-    return Bottleneck(replica.slowest or 0, replica.what, replica.share or 0.0).brief(names)
 
 
 def _rounds(state: State) -> Sheet:
@@ -211,15 +194,16 @@ def _rounds(state: State) -> Sheet:
             "-" if r.seconds is None else duration(r.seconds),
             str(r.replicas),
             f"{r.tokens:,}",
-            _number(r.tokens / r.seconds if r.seconds else None, ",.0f"),
+            _number(r.tokens_per_second, ",.0f"),
             _number(r.loss),
             _number(r.held_out),
             size(r.bytes),
             Text(why + (f"; {more} more" if more else ""), style=LEVEL_STYLES["warning"]),
         ))  # fmt: skip
     columns = (
-        Column("round"), Column("decided", 90), Column("took"), Column("replicas"), Column("tokens"), Column("tokens/s", 90),
-        Column("loss"), Column("held out", 90), Column("payloads", 130), Column("left out", left=True, wide=True),
+        Column("round"), Column("decided", 90), Column("took"), Column("replicas"), Column("tokens"),
+        Column("tokens/s", 90), Column("loss"), Column("held out", 90), Column("payloads", 130),
+        Column("left out", left=True, wide=True),
     )  # fmt: skip
     return Sheet(f"rounds: the newest {len(rows)}" if rows else "rounds", columns, rows)
 
@@ -227,7 +211,8 @@ def _rounds(state: State) -> Sheet:
 def _contributors(state: State) -> Sheet:
     rows: list[Row] = [
         (
-            str(c.rank), Text(c.name, style="bold"), f"{c.tokens:,}", f"{c.share:.1%}", f"{c.rounds:,}", f"{c.streak:,}", f"{c.left_out:,}", c.reason
+            str(c.rank), Text(c.name, style="bold"), f"{c.tokens:,}", f"{c.share:.1%}", f"{c.rounds:,}",
+            f"{c.streak:,}", f"{c.left_out:,}", c.reason,
         )
         for c in state.contributors
     ]  # fmt: skip
@@ -237,11 +222,7 @@ def _contributors(state: State) -> Sheet:
     )  # fmt: skip
     total = state.contributors_total
     shown = count(range(total), "contributor") if total == len(rows) else f"the first {len(rows)} of {total:,}"
-    return Sheet(
-        f"credits: {shown}, {state.tokens:,} tokens",
-        columns,
-        rows,
-    )
+    return Sheet(f"credits: {shown}, {state.tokens:,} tokens", columns, rows)
 
 
 def _health(state: State) -> Sheet:
@@ -250,20 +231,16 @@ def _health(state: State) -> Sheet:
 
 
 def _checks(state: State) -> Iterator[tuple[str, str]]:
-    """(level, text) of each thing that may be wrong."""
+    """(level, text) of each check."""
     health, there = state.health, "there"
     here = sum(o.here for o in health.operators)
     enough = "good" if here >= health.votes_needed else "error"
     if state.silent and state.heard is not None and state.news_age_seconds is not None:
         enough, there = "warning", f"there at {clock(state.heard)}"
-        yield (
-            "error",
-            f"no bootstrap node has answered for {duration(state.news_age_seconds)}; what follows is of {clock(state.heard)}",
-        )
-    yield (
-        enough,
-        f"{here} of {count(health.operators, 'bootstrap node')} {there}; a round needs {count(range(health.votes_needed), 'vote')}",
-    )
+        text = f"no bootstrap node has answered for {duration(state.news_age_seconds)}"
+        yield "error", f"{text}; what follows is of {clock(state.heard)}"
+    nodes, votes = count(health.operators, "bootstrap node"), number(health.votes_needed, "vote")
+    yield enough, f"{here} of {nodes} {there}; a round needs {votes}"
     for o in health.operators:
         facts = (
             there if o.here else f"not {there}",
@@ -275,20 +252,20 @@ def _checks(state: State) -> Iterator[tuple[str, str]]:
         yield "error", fork
     if not health.forks:
         yield "good", "no fork was seen: of no round are two results known"
-    for d in health.diverged:
-        yield "error", f"{d.peer} has other bits in {d.shard} after round {health.compared_round}"
-    if health.compared_round is None:
+    names = {p.peer: p.name for p in state.peers} | {o.peer: o.name for o in health.operators}
+    if (compared := health.compared) is None:
         yield "info", "the peers' copies of the model are not compared yet"
-    elif not health.diverged:
-        yield "good", f"the peers' copies of the model have the same bits after round {health.compared_round}"
+    elif not compared.wrong:
+        yield "good", f"the peers' copies of the model have the same bits after round {compared.round}"
+    else:
+        for d in compared.wrong:
+            yield "error", f"{called(d.peer, names)} has other bits in {d.shard} after round {compared.round}"
     for how, n in health.reachable.items():
         if n:
             yield "info", f"{number(n, 'peer')}: {_REACHED[how]}"
-    for x in health.relays:
-        text = f"{x.node} relays {x.circuits} streams at {x.bps / 1e6:.1f} Mb/s; {size(x.bytes)} since the start"
-        yield "info", f"{text}, {x.refused} refused"
-    yield "info", f"left out in all rounds: {count(range(health.left_out_total), 'replica')}"
-    yield (
-        "info",
-        f"peers that used too much of a bootstrap node were refused {count(range(health.refused_total), 'time')}",
-    )
+    for node, x in health.relays.items():
+        text = f"{called(node, names)} relays {x.circuits} streams at {x.bps / 1e6:.1f} Mb/s"
+        yield "info", f"{text}; {size(x.bytes)} since the start, {x.refused} refused"
+    yield "info", f"left out in all rounds: {number(health.left_out_total, 'replica')}"
+    refused = number(health.refused_total, "time")
+    yield "info", f"peers that used too much of a bootstrap node were refused {refused}"

@@ -1,8 +1,8 @@
-"""Serves what a monitor knows to browsers: a page, `/state.json`, `/metrics`. Whoever asks may be an enemy, and there may be thousands.
+"""Web server of `potluck monitor`: a page, `/state.json` and `/metrics`, for untrusted clients.
 
-Only GET and HEAD of the paths that are served get an answer. A request has 8 KiB and five seconds, an answer ten; so many connections
-are open at once, and more are closed. Every connection has one request. An answer is made once in two seconds at most, whoever asks, and
-once in ten where nothing happens.
+It answers only GET and HEAD of these paths. Limits: 8 KiB and five seconds for a request, ten for an answer, one
+request for a connection, MOST_CONNECTIONS connections. An answer is made at most once in FRESH_SECONDS, and once in
+SAME_SECONDS if nothing has happened.
 """
 
 from __future__ import annotations
@@ -27,57 +27,64 @@ from protocol.errors import UsageError
 
 PAGE = Path(__file__).parent.parent / "assets" / "monitor.html"
 MOST_CONNECTIONS = 64
-MOST_REQUEST = 8 * 1024
-"""Bytes of a request's line and headers."""
+REQUEST_BYTES = 8 * 1024
+"""Most of a request's line and headers."""
 REQUEST_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
 FRESH_SECONDS, SAME_SECONDS = 2.0, 10.0
-"""How old an answer may be, where something has happened since, and where nothing has."""
+"""Age of an answer at which it is made again, if something has happened since, and if not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a path gives: its type, its text as it is and compressed, and what a page may load (a CSP)."""
+    """The answer of a path."""
 
     kind: str
+    """Media type."""
     plain: bytes
-    small: bytes
+    compressed: bytes
+    """gzip."""
     policy: str = "default-src 'none'; frame-ancestors 'none'"
+    """Content security policy."""
 
 
 def answer(kind: str, text: str, **fields: str) -> Answer:
-    """An answer with this text."""
+    """Makes an answer of a text."""
     raw = text.encode("utf-8", "replace")
     return Answer(kind, raw, gzip.compress(raw, 5, mtime=0), **fields)
 
 
-class Fresh:
-    """An answer that is made anew when it is asked for and too old. `told()`: differs when something has happened. Any thread may ask."""
+class CachedAnswer:
+    """An answer that is made again when it is requested and too old. Any thread may call it.
+
+    version: returns another value after something has happened.
+    """
 
     def __init__(
         self,
         kind: str,
         make: Callable[[], str],
-        told: Callable[[], object],
+        version: Callable[[], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._kind, self._make, self._told, self._clock = kind, make, told, clock
+        self._kind, self._make, self._version, self._clock = kind, make, version, clock
         self._lock = threading.Lock()
         self._made: tuple[float, object, Answer] | None = None
 
     def __call__(self) -> Answer:
         with self._lock:
-            told = self._told()
-            if self._made is None or self._clock() >= self._made[0] + (
-                SAME_SECONDS if told == self._made[1] else FRESH_SECONDS
-            ):
-                made = answer(self._kind, self._make())
-                self._made = self._clock(), told, made
-            return self._made[2]
+            now = self._version()
+            if self._made is not None:
+                at, version, made = self._made
+                if self._clock() < at + (SAME_SECONDS if now == version else FRESH_SECONDS):
+                    return made
+            made = answer(self._kind, self._make())
+            self._made = self._clock(), now, made
+            return made
 
 
 def page() -> Answer:
-    """The page, which may run its own script, have its own style, and ask this server; nothing else."""
+    """The page. Its policy allows its own script and style, and requests to this server."""
     text = PAGE.read_text(encoding="utf-8")
     script, style = (_digests(text, name) for name in ("script", "style"))
     policy = (
@@ -88,30 +95,29 @@ def page() -> Answer:
 
 
 def _digests(text: str, element: str) -> str:
-    """Of what stands within such elements, as a policy names it."""
+    """Sources for a policy: hashes of the contents of such elements."""
     inner = re.findall(rf"<{element}>(.*?)</{element}>", text, re.DOTALL)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(x.encode()).digest()).decode()}'" for x in inner)
 
 
 Paths = Mapping[str, Callable[[], Answer]]
-"""What is served under which path."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request of one connection."""
+    """Handles the one request of a connection."""
 
     server: Server
     server_version, sys_version = "potluck", ""
 
     def setup(self) -> None:
-        """Reads the whole head of the request at once, within its bounds, so that nothing afterwards waits for more."""
+        """Reads the whole head of the request within its limits, so that nothing waits for input later."""
         head, end = b"", time.monotonic() + self.server.request_seconds
         while b"\r\n\r\n" not in head and b"\n\n" not in head:
             left = end - time.monotonic()
-            if left <= 0 or len(head) > MOST_REQUEST:
+            if left <= 0 or len(head) > REQUEST_BYTES:
                 raise TimeoutError
             self.request.settimeout(left)
-            got = self.request.recv(MOST_REQUEST + 1 - len(head))
+            got = self.request.recv(REQUEST_BYTES + 1 - len(head))
             if not got:
                 raise ConnectionResetError
             head += got
@@ -131,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send_error(404)
         found = make()
         small = "gzip" in (self.headers.get("Accept-Encoding") or "")
-        data = found.small if small else found.plain
+        data = found.compressed if small else found.plain
         self.send_response(200)
         self._head(found.kind, len(data), found.policy)
         self.send_header("Vary", "Accept-Encoding")
@@ -151,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """A line that repeats nothing of what was sent."""
+        """Answers with a line that repeats nothing of the request."""
         text = f"{int(code)} {self.responses.get(code, ('refused', ''))[0]}\n".encode()
         self.send_response(code, "")
         self._head("text/plain", len(text), "default-src 'none'")
@@ -160,11 +166,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(text)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody reads it."""
+        """Logs nothing."""
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """Serves `paths` at an address, on threads of its own, within a `with` block. Raises UsageError where nobody can listen there."""
+    """Serves `paths` at an address in threads, within a `with` block. Raises UsageError if the address is unusable."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -193,7 +199,7 @@ class Server(socketserver.ThreadingTCPServer):
 
     @property
     def url(self) -> str:
-        """Of its root."""
+        """URL of the root."""
         host, port = self.server_address[:2]
         return f"http://[{host!s}]:{port}/" if ":" in str(host) else f"http://{host!s}:{port}/"
 
@@ -208,7 +214,7 @@ class Server(socketserver.ThreadingTCPServer):
         self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """On a thread of its own; where there are enough of them, not at all."""
+        """Handles a connection in a thread; closes it if there are too many."""
         if not self._free.acquire(blocking=False):
             return self.shutdown_request(request)
         try:
@@ -224,11 +230,11 @@ class Server(socketserver.ThreadingTCPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever went away, or was too slow, is nobody's error."""
+        """Ignores clients that are gone or too slow."""
 
 
 def read_where(text: str, option: str) -> tuple[str, int]:
-    """`PORT` or `HOST:PORT` as a person gives it. Raises UsageError."""
+    """Parses `PORT` or `HOST:PORT`. Raises UsageError."""
     host, mark, port = text.rpartition(":")
     if not port.isascii() or not port.isdigit() or int(port) > 65535 or (mark and not host):
         raise UsageError(f"{option} {text}: neither a port nor HOST:PORT; give such as 8080 or 0.0.0.0:8080")

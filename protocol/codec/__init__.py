@@ -1,1 +1,5 @@
-"""What is compressed: sparse updates, stage boundaries, and the names of blobs."""
+"""Compression and content addressing: sparse updates, number formats, seeded random numbers, blob names.
+
+Front door: `sparse` (`encode`, `decode`, `apply`), `formats` (`Codec`, `bytes_per_token`), `blob_hash.name_of`,
+`subspace.basis`, `philox.normal_like`.
+"""

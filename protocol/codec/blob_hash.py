@@ -1,14 +1,14 @@
-"""How a blob is named, and how a part of it is checked before the rest is there.
+"""Blob names, and range checks before the whole blob is there.
 
-A blob is cut into ranges of RANGE bytes, the last one shorter. Its name (64 hexadecimal digits) is
+A blob is cut into ranges of RANGE_BYTES, the last one shorter. Its name (64 hexadecimal digits) is
 
     one range     sha256(bytes)
-    more          BLAKE2b-256, personalized `potluck/ranges/1`, of the size (u64, little-endian) and every range's sha256
+    more          BLAKE2b-256, personalized `potluck/ranges/1`, of the size (u64, little-endian) and every range's
+                  sha256
 
-so a blob of one range needs nothing beside its bytes, whoever knows name and size can check the list of a larger blob's range
-digests (its *leaves*, 32 bytes each, 0.1 % of the blob) and then every range by itself, and no bytes can be read as
-both kinds. A shard's digest is the name of its tensors' bytes (fp32, little-endian, in canonical order): a commit that names a
-state names blobs.
+So name and size suffice to check the list of range digests (*leaves*, 32 bytes each, 0.1 % of the blob), and then every
+range by itself; no bytes can be read as both kinds. A shard's digest is the name of its tensors' bytes (fp32,
+little-endian, in canonical order): a commit that names a state names blobs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import hashlib
 from collections.abc import Iterable
 
 Bytes = bytes | bytearray | memoryview
-RANGE = 32 * 1024
+RANGE_BYTES = 32 * 1024
 """Bytes. Small, so that what an interrupted or wrong transfer costs is small: a few ranges for each holder."""
-WHOLE = 4 * RANGE
+WHOLE_BYTES = 4 * RANGE_BYTES
 """Bytes; up to here a blob comes in one piece."""
-MAX_BLOB = 8 << 30
-"""Bytes; nothing larger is asked for, taken or served, and no run has a larger shard (protocol/run/layout.py). Its leaves are 8 MiB,
-which fit in a frame."""
-LEAF = 32
+MAX_BLOB_BYTES = 8 << 30
+"""Most bytes of a blob, and of a shard (protocol/run/layout.py); its leaves (8 MiB) fit in a frame."""
+LEAF_BYTES = 32
 _PERSON = b"potluck/ranges/1"
 
 
@@ -35,24 +34,24 @@ def is_name(text: object) -> bool:
 
 def count(size: int) -> int:
     """How many ranges a blob of `size` bytes has; an empty one has one."""
-    return max(1, -(-size // RANGE))
+    return max(1, -(-size // RANGE_BYTES))
 
 
 def span(size: int, index: int) -> tuple[int, int]:
     """(start, end) of range `index` in a blob of `size` bytes."""
-    return index * RANGE, min(size, (index + 1) * RANGE)
+    return index * RANGE_BYTES, min(size, (index + 1) * RANGE_BYTES)
 
 
 def is_leaf(leaves: bytes, index: int, data: Bytes) -> bool:
     """Whether `data` is range `index` of the blob with these leaves."""
-    return hashlib.sha256(data).digest() == leaves[LEAF * index : LEAF * (index + 1)]
+    return hashlib.sha256(data).digest() == leaves[LEAF_BYTES * index : LEAF_BYTES * (index + 1)]
 
 
 def root(size: int, leaves: bytes) -> str:
     """The name of a blob of `size` bytes whose ranges have these digests, one after the other."""
-    if len(leaves) == LEAF:
+    if len(leaves) == LEAF_BYTES:
         return leaves.hex()
-    state = hashlib.blake2b(digest_size=LEAF, person=_PERSON)
+    state = hashlib.blake2b(digest_size=LEAF_BYTES, person=_PERSON)
     state.update(size.to_bytes(8, "little"))
     state.update(leaves)
     return state.hexdigest()
@@ -60,19 +59,18 @@ def root(size: int, leaves: bytes) -> str:
 
 def leaves_of(pieces: Iterable[Bytes]) -> tuple[int, bytes]:
     """(size, leaves) of a blob that comes in pieces of any length."""
-    size, digests, state, free = 0, [], hashlib.sha256(), RANGE
+    size, digests, state, free = 0, [], hashlib.sha256(), RANGE_BYTES
     for piece in pieces:
         view = memoryview(piece).cast("B")
         size += len(view)
         while len(view):
             if not free:
                 digests.append(state.digest())
-                state, free = hashlib.sha256(), RANGE
+                state, free = hashlib.sha256(), RANGE_BYTES
             state.update(view[:free])
             view, free = view[free:], free - min(free, len(view))
     return size, b"".join([*digests, state.digest()])
 
 
 def name_of(*pieces: Bytes) -> str:
-    """The name of the blob that these pieces make."""
     return root(*leaves_of(pieces))

@@ -1,10 +1,10 @@
 """Random bits and near-normal numbers that follow from a seed, bit for bit the same on every machine.
 
-Bits are the raw output of Philox4x64-10 (Salmon et al., SC'11) under a key of 128 bits: the first 16 bytes,
-read as a little-endian number, of sha256(length of seed as u32 little-endian, seed, name). Near-normal
-numbers are Irwin-Hall: the sum of the four 16-bit lanes of one 64-bit word is an exact integer; less its mean
-it is exact in fp32 too, and one fp32 multiplication scales it. They end at 3.46 standard deviations. No other
-rounding and no library function has a part in them.
+Bits are the raw output of Philox4x64-10 (Salmon et al., SC'11) under a key of 128 bits: the first 16 bytes, read as a
+little-endian number, of sha256(length of seed as u32 little-endian, seed, name). Near-normal numbers are Irwin-Hall:
+the sum of the four 16-bit lanes of one 64-bit word is an exact integer; less its mean it is exact in fp32 too, and one
+fp32 multiplication scales it. They end at 3.46 standard deviations. No other rounding and no library function has a
+part in them.
 
 A counter of Philox gives four words, so any part of a stream can be made by itself: several threads share one.
 """
@@ -51,9 +51,9 @@ def normal_like(
     run: Map = map,
     part: int = PART,
 ) -> npt.NDArray[np.float32]:
-    """Near-normal fp32 numbers of the given shape, mean 0, standard deviation `std`. Each is made of one word of the stream `name`,
-    in row-major order. `out`: a contiguous array of this shape, which they are written into. `run` may do the jobs of `part` numbers (a
-    multiple of four) on several threads; the numbers do not depend on it."""
+    """Near-normal fp32 numbers of the given shape, mean 0, standard deviation `std`. Each is made of one word of the
+    stream `name`, in row-major order. `out`: a contiguous array of this shape, which they are written into. `run` may
+    do the jobs of `part` numbers (a multiple of four) on several threads; the numbers do not depend on it."""
     made = np.empty(shape, dtype=np.float32) if out is None else out
     flat, scale = made.reshape(-1), np.float32(std / _LANE_STD)
 

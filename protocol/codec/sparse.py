@@ -1,30 +1,32 @@
 """The sparse update codec: top-k per tile, 2-bit values, entropy-coded indices (SparseLoCo; see docs/protocol.md).
 
-Entries. Of every tile of n elements the k' largest are kept (protocol/codec/topk.py).
+*Entries.* Of every tile of n elements the k' largest are kept (protocol/codec/topk.py).
 
-Values: `sym2`, `ref2` or `fp32` (protocol/codec/two_bit.py).
+*Values.* Two bits each (`sym2`): sign bit + 2 * magnitude bit. With m = |v| over all kept entries of a tensor, summed
+in ascending order in float64: t = mean(m); then eight times lo = mean(m <= t), hi = mean(m > t), t = (lo + hi) / 2; an
+empty class takes the other's mean. The magnitude bit is m > t, the value +-lo or +-hi, both rounded once to fp32. Zero
+counts as positive.
 
-Indices within the tile, tile by tile and ascending within one.
-- `rice`: the gaps' low bits and unary quotients (protocol/codec/rice.py); docs/adr/0006-rice-coded-indices.md says why.
-- `fixed`: ceil(log2 n) bits each: 14 bits per entry for tiles of 4096, and a length that is known beforehand.
+*Indices.* Tile by tile, ascending within one, in Rice codes (Rice, 1979; docs/adr/0006-rice-coded-indices.md): the gap
+g = i - (index before it in the set, or -1) - 1 has its r low bits in *planes* (the lowest bit of all numbers, then the
+next bit of all of them, and so on) and its quotient g >> r in unary: that many 0 and a 1. r is the least that minimizes
+the longest set, k (1 + r) + ((n - k) >> r) bits.
 
-Payload, little-endian: header `PSp`, version (u8), value format (u8: 0 fp32, 1 sym2, 2 ref2), index format (u8: 0 fixed,
-1 rice), k (u16); for `rice` each segment's bytes of quotients (u32 each). Then for each tensor its centroids (sym2: lo, hi;
-ref2: four; fp32: none) as fp32, and its segments. A segment is as many whole bands of tiles as have at most 2^16 n / k' elements, or
-one; it has the indices, or the gaps' low bits, as planes; the codes, four to a byte (or fp32 values); the quotients. Each
-field ends at a whole byte. An update has one payload only, and `decode` refuses every other, so equal updates have equal
-digests.
+*Payload*, little-endian: header `PSp`, version, value format 1, index format 1 (u8 each), k (u16); each segment's bytes
+of quotients (u32); then for each tensor its centroids lo, hi as fp32, and its segments. A segment is as many whole
+bands of tiles as have at most 2^16 n / k' elements, or one; it has the gaps' low bits, the codes, four to a byte, and
+the quotients. Bits fill a byte from the lowest, each field ends at a whole byte, and padding is 0. An update has one
+payload only, and `decode` refuses every other, so equal updates have equal digests.
 
-Work goes block by block, over as many threads as `run` has. Beside its result `apply` needs for each thread some MB and 6
-bytes per contribution for the entries of a segment, `decode` 20 bytes for each of them; `encode` needs 14 bytes for each entry
-of a tensor (`ref2`: 46) and some MB, for each thread. What a payload says changes none of that.
+Work goes block by block, over as many threads as `run` has. Beside its result `apply` needs for each thread some MB and
+6 bytes per contribution for the entries of a segment, `decode` 20 bytes for each of them; `encode` needs 14 bytes for
+each entry of a tensor and some MB, for each thread. Nothing that a payload says changes that.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,15 +34,98 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codec import rice, topk, two_bit
-from protocol.codec.rice import Bytes
-from protocol.codec.settings import INDICES, VALUES, Codec
+from protocol.codec import topk
+from protocol.codec.formats import Codec
 from protocol.codec.topk import Array, Empty, Kept, Map, Positions, Tiled, Tiling
 from protocol.errors import PotluckError
 
+_STEP = 1 << 14  # gaps in the cache at a time
+
+Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+
+
+class Malformed(ValueError):
+    """The bytes are not what the writer makes."""
+
+
+def packed_size(count: int, bits: int) -> int:
+    return -(-count * bits // 8)
+
+
+def pack_planes(numbers: Numbers, bits: int) -> bytes:
+    """`bits` planes: the lowest bit of each number, then the next bit of each, without gaps."""
+    planes = np.empty((bits, numbers.size), dtype=bool)
+    for bit, plane in enumerate(planes):
+        np.not_equal(numbers & numbers.dtype.type(1 << bit), 0, out=plane)
+    return np.packbits(planes, bitorder="little").tobytes()
+
+
+def unpack_planes(raw: Bytes, bits: int, count: int) -> Numbers:
+    """The inverse of `pack`, as the narrowest type. Raises Malformed if the padding is not zero."""
+    flat = np.unpackbits(raw, bitorder="little")
+    if flat[count * bits :].any():
+        raise Malformed("padding is not zero")
+    numbers: Numbers = np.zeros(count, dtype=np.uint8) if bits <= 8 else np.zeros(count, dtype=np.uint16)
+    for plane in flat[: count * bits].reshape(bits, count)[::-1]:
+        numbers += numbers  # a shift, but faster
+        numbers |= plane
+    return numbers
+
+
+@functools.lru_cache(maxsize=256)
+def rice_parameter(n: int, k: int) -> int:
+    """r for sets of k of n indices."""
+    return min(range(n.bit_length()), key=lambda r: k * (1 + r) + ((n - k) >> r))
+
+
+def quotients_size(n: int, k: int, sets: int) -> tuple[int, int]:
+    """The least and the most bytes of the unary quotients of so many sets."""
+    most = k + ((n - k) >> rice_parameter(n, k))
+    return -(-sets * k // 8), -(-sets * most // 8)
+
+
+def rice(index_SK: npt.NDArray[np.uint16], n: int) -> tuple[bytes, bytes]:
+    """Low bits and quotients of sets [sets, k] of indices below n, ascending within a set."""
+    gap_SK = index_SK.copy()
+    gap_SK[:, 1:] -= index_SK[:, :-1] + np.uint16(1)
+    gap, r = gap_SK.reshape(-1), rice_parameter(n, index_SK.shape[1])
+    ends = np.cumsum((gap >> np.uint16(r)) + np.uint16(1), dtype=np.int64)
+    unary = np.zeros(int(ends[-1]), dtype=bool)
+    unary[ends - 1] = True
+    return pack_planes(gap & np.uint16((1 << r) - 1), r), np.packbits(unary, bitorder="little").tobytes()
+
+
+def unrice(low: Bytes, quotients: Bytes, n: int, k: int, sets: int) -> npt.NDArray[np.uint16]:
+    """The inverse of `rice`: [sets, k], ascending and below n. Raises Malformed."""
+    r = rice_parameter(n, k)
+    low_SK = unpack_planes(low, r, sets * k).reshape(sets, k)
+    ends = np.flatnonzero(np.unpackbits(quotients, bitorder="little").view(bool))
+    if ends.size != sets * k or quotients[-1] == 0:
+        raise Malformed("quotients are not one for each entry")
+    # i = (the quotients of its set so far, 2^r times) + (their low bits, l) + j for the j-th of a set, from 0. The
+    # quotients add up to the number of 0 since the set began: end - start - j.
+    # And l + j - 2^r j = 2^r - 1 - (the sum of 2^r - 1 - low).
+    ends_SK = ends.reshape(sets, k)
+    starts = np.concatenate([[0], ends_SK[:-1, -1] + 1]) << r
+    starts -= (1 << r) - 1
+    low_SK ^= low_SK.dtype.type((1 << r) - 1)
+    index_SK = np.empty((sets, k), dtype=np.uint16)
+    step = max(1, _STEP // k)
+    for at in range(0, sets, step):
+        i_SK = ends_SK[at : at + step] << r
+        i_SK -= starts[at : at + step, None]
+        i_SK -= np.cumsum(low_SK[at : at + step], axis=1, dtype=np.int32)
+        if i_SK[:, -1].max() >= n:
+            raise Malformed("indices are out of range")
+        index_SK[at : at + step] = i_SK
+    return index_SK
+
+
 _HEADER = struct.Struct("<3sBBBH")
 _MAGIC, _VERSION = b"PSp", 2
-_CENTROIDS = {"fp32": 0, "sym2": 2, "ref2": 4}
+_SYM2, _RICE = 1, 1  # the formats' numbers
+_CENTROID_BYTES = 8
 _LENGTH = 4  # bytes of a segment's length of quotients
 SEGMENT = 1 << 16  # entries: part of the format
 BLOCK = 1 << 20  # elements that are summed up at a time
@@ -64,12 +149,11 @@ class Sparse:
 
 
 def entries(codec: Codec, shapes: Sequence[Sequence[int]]) -> int:
-    """How many entries a payload of these shapes carries."""
     return sum(topk.tiling(tuple(shape), codec.topk).entries for shape in shapes)
 
 
 def max_payload_size(codec: Codec, shapes: Sequence[Sequence[int]]) -> int:
-    """The most bytes that a payload can have; with `fixed` indices, every payload's exact length."""
+    """The most bytes that a payload can have."""
     return _max_payload_size(codec, tuple(tuple(shape) for shape in shapes))
 
 
@@ -77,20 +161,10 @@ def max_payload_size(codec: Codec, shapes: Sequence[Sequence[int]]) -> int:
 def _max_payload_size(codec: Codec, shapes: tuple[tuple[int, ...], ...]) -> int:
     size = _HEADER.size
     for shape in shapes:
-        size += 4 * _CENTROIDS[codec.values]
+        size += _CENTROID_BYTES
         for part in _segments(topk.tiling(tuple(shape), codec.topk)):
-            size += sum(_fields(codec, part)) + (_LENGTH + _quotients(part)[1] if codec.indices == "rice" else 0)
+            size += sum(_fields(part)) + _LENGTH + _quotients(part)[1]
     return size
-
-
-def entropy_size(codec: Codec, shapes: Sequence[Sequence[int]]) -> float:
-    """Bytes of log2 C(n, k') bits a tile and of the bare values: the shortest code for index sets without structure."""
-    size_bits = 0.0
-    for shape in shapes:
-        t = topk.tiling(tuple(shape), codec.topk)
-        subsets = math.lgamma(t.n + 1) - math.lgamma(t.keep + 1) - math.lgamma(t.n - t.keep + 1)
-        size_bits += t.tiles * subsets / math.log(2) + t.entries * (32 if codec.values == "fp32" else 2)
-    return size_bits / 8
 
 
 def _segments(tiling: Tiling) -> tuple[Tiling, ...]:
@@ -102,26 +176,20 @@ def _cut(tiling: Tiling, elements: int) -> tuple[Tiling, ...]:
     return tuple(tiling.cut(elements))
 
 
-def _index_bits(codec: Codec, tiling: Tiling) -> int:
-    """Width of the planes: whole indices, or the gaps' low bits."""
-    return rice.rice_parameter(tiling.n, tiling.keep) if codec.indices == "rice" else (tiling.n - 1).bit_length()
-
-
 @functools.lru_cache(maxsize=4096)
-def _fields(codec: Codec, part: Tiling) -> tuple[int, int]:
-    """Bytes of a segment's index planes and values."""
-    values = 4 * part.entries if codec.values == "fp32" else rice.packed_size(part.entries, 2)
-    return rice.packed_size(part.entries, _index_bits(codec, part)), values
+def _fields(part: Tiling) -> tuple[int, int]:
+    """Bytes of a segment's index planes and codes."""
+    return packed_size(part.entries, rice_parameter(part.n, part.keep)), packed_size(part.entries, 2)
 
 
 @functools.lru_cache(maxsize=4096)
 def _quotients(part: Tiling) -> tuple[int, int]:
     """The least and the most bytes of a segment's quotients."""
-    return rice.quotients_size(part.n, part.keep, part.tiles)
+    return quotients_size(part.n, part.keep, part.tiles)
 
 
 def _header(codec: Codec) -> bytes:
-    return _HEADER.pack(_MAGIC, _VERSION, VALUES[codec.values], INDICES[codec.indices], codec.topk)
+    return _HEADER.pack(_MAGIC, _VERSION, _SYM2, _RICE, codec.topk)
 
 
 # --- to bytes
@@ -138,35 +206,30 @@ def encode(codec: Codec, arrays: Sequence[npt.NDArray[np.floating]], run: Map = 
 
 
 def pack(codec: Codec, tensors: Iterable[Kept], run: Map = map) -> bytes:
-    """The payload of what is kept of each tensor, wherever it was selected. Raises PayloadError if a value is not finite."""
+    """The payload of selected entries. Raises PayloadError if a value is not finite."""
     lengths, pieces = [], []
-    for centroids, segments in run(functools.partial(_tensor, codec), tensors):
+    for centroids, segments in run(_tensor, tensors):
         pieces.append(centroids)
         for fields in segments:
             pieces += fields
-            if codec.indices == "rice":
-                lengths.append(len(fields[-1]))
+            lengths.append(len(fields[-1]))
     return b"".join([_header(codec), np.array(lengths, dtype="<u4").tobytes(), *pieces])
 
 
-def _tensor(codec: Codec, kept: Kept) -> tuple[bytes, list[list[bytes]]]:
+def _tensor(kept: Kept) -> tuple[bytes, list[list[bytes]]]:
     """Centroids of one tensor, and the fields of its segments."""
     if not np.isfinite(kept.values).all():  # what is not finite is always among the largest
         raise PayloadError("update: has values that are not finite; nothing can be sent of it")
-    centroids, codes = two_bit.quantize(codec.values, kept.values)
-    segments = [_written(codec, kept, codes, part) for part in _segments(kept.tiling)]
+    centroids, codes = quantize(kept.values)
+    segments = [_written(kept, codes, part) for part in _segments(kept.tiling)]
     return centroids.astype("<f4").tobytes(), segments
 
 
-def _written(codec: Codec, kept: Kept, codes: Bytes, part: Tiling) -> list[bytes]:
-    """The fields of one segment; with `rice` the quotients are the last."""
-    index_SK = kept.index_TK[part.first : part.first + part.tiles]
+def _written(kept: Kept, codes: Bytes, part: Tiling) -> list[bytes]:
+    """The fields of one segment; the quotients are the last."""
     here = slice(part.first * part.keep, (part.first + part.tiles) * part.keep)
-    field = kept.values[here].astype("<f4").tobytes() if codec.values == "fp32" else two_bit.fours(codes[here])
-    if codec.indices == "fixed":
-        return [rice.pack(index_SK.reshape(-1), _index_bits(codec, part)), field]
-    low, quotients = rice.rice(index_SK, part.n)
-    return [low, field, quotients]
+    low, quotients = rice(kept.index_TK[part.first : part.first + part.tiles], part.n)
+    return [low, fours(codes[here]), quotients]
 
 
 # --- from bytes
@@ -174,7 +237,7 @@ def _written(codec: Codec, kept: Kept, codes: Bytes, part: Tiling) -> list[bytes
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One tensor of a payload: the values [4] that its codes stand for (fp32: none), and the bytes of its segments."""
+    """One tensor of a payload: the values [4] that its codes stand for, and the bytes of its segments."""
 
     table: Array
     segments: list[Bytes]
@@ -192,7 +255,7 @@ def decode(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memor
         raw, table = opened[place.number].segments[place.segment], opened[place.number].table
         part, sent = place.part, result[place.number]
         here = slice(part.first * part.keep, (part.first + part.tiles) * part.keep)
-        index_SK, values_SK = _read(codec, part, place.number, table, raw, np.float32(1))
+        index_SK, values_SK = _read(part, place.number, table, raw, np.float32(1))
         np.add(offsets[place.number][index_SK], part.corners[:, None], out=sent.index[here].reshape(index_SK.shape))
         sent.values[here] = values_SK.reshape(-1)
 
@@ -201,22 +264,16 @@ def decode(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memor
 
 
 def decode_tiles(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memoryview) -> list[Tiled]:
-    """What `decode` finds, in the form in which it takes least time and memory. Raises PayloadError where `decode` does."""
+    """As `decode`, in a form that takes less time and memory. Raises PayloadError."""
     result = []
     for number, (shape, tensor) in enumerate(zip(shapes, _open(codec, shapes, payload), strict=True)):
         tiling = topk.tiling(tuple(shape), codec.topk)
         marked = np.empty(tiling.entries, dtype=np.uint16)
-        coded = codec.values != "fp32"
-        values = tensor.table if coded else np.empty(tiling.entries, dtype=np.float32)
         for part, raw in zip(_segments(tiling), tensor.segments, strict=True):
             here = slice(part.first * part.keep, (part.first + part.tiles) * part.keep)
-            index_SK, found_SK = _read(codec, part, number, _AS_IS, raw, np.float32(1))
-            marked[here] = index_SK.reshape(-1)
-            if coded:
-                marked[here] |= found_SK.reshape(-1).astype(np.uint16) << np.uint16(topk.MARK)
-            else:
-                values[here] = found_SK.reshape(-1)
-        result.append(Tiled(marked, values, coded))
+            index_SK, code_SK = _read(part, number, _AS_IS, raw, np.float32(1))
+            marked[here] = (index_SK | code_SK.astype(np.uint16) << np.uint16(topk.MARK)).reshape(-1)
+        result.append(Tiled(marked, tensor.table, True))
     return result
 
 
@@ -242,8 +299,9 @@ def apply(
     run: Map = map,
     empty: Empty = topk.in_memory,
 ) -> list[Array]:
-    """New arrays x - eta * total, total = 0 + w_1 sent_1 + w_2 sent_2 + ... over (weight, payload) in the given order. `empty`
-    makes them. A thread of `run` takes a segment at a time: to wait for each other costs many threads more than they share.
+    """New arrays x - eta * total, total = 0 + w_1 sent_1 + w_2 sent_2 + ... over (weight, payload) in the given order.
+    `empty` makes them. A thread of `run` takes a segment at a time: to wait for each other costs many threads more than
+    they share.
 
     Every operation is rounded to fp32 on its own, multiply and add apart. Raises PayloadError.
     """
@@ -257,9 +315,7 @@ def apply(
         index_MSK, values_MSK = np.empty(shape, dtype=np.uint16), np.empty(shape, dtype=np.float32)
         for m, (tensors, weight) in enumerate(zip(opened, weights, strict=True)):
             tensor = tensors[number]
-            index_MSK[m], values_MSK[m] = _read(
-                codec, part, number, tensor.table, tensor.segments[place.segment], weight
-            )
+            index_MSK[m], values_MSK[m] = _read(part, number, tensor.table, tensor.segments[place.segment], weight)
         _descend(arrays[number], new[number], part, index_MSK, values_MSK, eta)
 
     list(run(job, _places([topk.tiling(x.shape, codec.topk) for x in arrays])))
@@ -293,18 +349,18 @@ def _open(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memory
     """Raises PayloadError if header, lengths or centroids cannot be those of a payload."""
     raw = np.frombuffer(payload, dtype=np.uint8)
     cut = [_segments(topk.tiling(tuple(shape), codec.topk)) for shape in shapes]
-    least = [0 if codec.indices == "fixed" else _quotients(part)[0] for parts in cut for part in parts]
-    most = [0 if codec.indices == "fixed" else _quotients(part)[1] for parts in cut for part in parts]
-    start = _HEADER.size + (_LENGTH * len(least) if codec.indices == "rice" else 0)
+    least = [_quotients(part)[0] for parts in cut for part in parts]
+    most = [_quotients(part)[1] for parts in cut for part in parts]
+    start = _HEADER.size + _LENGTH * len(least)
     if raw.size < start:
         raise PayloadError(f"payload: has {raw.size} bytes, must have at least {start}; refused")
     if raw[: _HEADER.size].tobytes() != _header(codec):
         raise PayloadError("payload: header is not that of the run's codec; refused")
-    lengths = raw[_HEADER.size : start].view("<u4").tolist() if codec.indices == "rice" else least
+    lengths = raw[_HEADER.size : start].view("<u4").tolist()
     if not all(a <= length <= b for a, length, b in zip(least, lengths, most, strict=True)):
         raise PayloadError("payload: bytes of quotients are not within what their tensor's shape allows; refused")
-    head, todo = 4 * _CENTROIDS[codec.values], iter(lengths)
-    sizes = [[head, *(sum(_fields(codec, part)) + next(todo) for part in parts)] for parts in cut]
+    todo = iter(lengths)
+    sizes = [[_CENTROID_BYTES, *(sum(_fields(part)) + next(todo) for part in parts)] for parts in cut]
     total = start + sum(map(sum, sizes))
     if raw.size != total:
         raise PayloadError(f"payload: has {raw.size} bytes, must have {total}; refused")
@@ -312,45 +368,77 @@ def _open(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memory
     for number, of_tensor in enumerate(sizes):
         ends = list(itertools.accumulate(of_tensor, initial=at))
         first, *segments = (raw[a:b] for a, b in itertools.pairwise(ends))
-        result.append(_Tensor(_table(codec, number, first), segments))
+        result.append(_Tensor(_table(number, first), segments))
         at = ends[-1]
     return result
 
 
-def _table(codec: Codec, number: int, raw: Bytes) -> Array:
+def _table(number: int, raw: Bytes) -> Array:
     """What the codes of tensor `number` stand for. Raises PayloadError."""
     centroids = raw.view("<f4").astype(np.float32)
     if not np.isfinite(centroids).all():
         raise PayloadError(f"payload: tensor {number}: centroids are not finite; refused")
-    if codec.values != "sym2":
-        return centroids
     if np.signbit(centroids).any() or centroids[0] > centroids[1]:
         raise PayloadError(f"payload: tensor {number}: centroids are not ordered; refused")
     return np.stack([centroids, -centroids], axis=1).reshape(4)
 
 
 def _read(
-    codec: Codec, part: Tiling, number: int, table: Array, raw: Bytes, weight: np.float32
+    part: Tiling, number: int, table: Array, raw: Bytes, weight: np.float32
 ) -> tuple[npt.NDArray[np.uint16], Array]:
-    """Indices within their tile and weight * values, [tiles, k'] each, of a segment of tensor `number`. Raises PayloadError."""
-    low, rest = _fields(codec, part)
+    """Indices within their tile and weight * values of a segment, [tiles, k'] each. Raises PayloadError."""
+    low, rest = _fields(part)
     planes, field, quotients = raw[:low], raw[low : low + rest], raw[low + rest :]
     shape = part.tiles, part.keep
     try:
-        if codec.values == "fp32":
-            values = field.view("<f4").astype(np.float32)
-            if not np.isfinite(values).all():
-                raise rice.Malformed("values are not finite")
-            values *= weight
-        else:
-            if _CODES[field[-1], part.entries % 4 or 4 :].any():
-                raise rice.Malformed("padding is not zero")
-            values = (weight * table)[_CODES].take(field, axis=0).reshape(-1)[: part.entries]
-        if codec.indices == "rice":
-            return rice.unrice(planes, quotients, part.n, part.keep, part.tiles), values.reshape(shape)
-        index_SK = rice.unpack(planes, _index_bits(codec, part), part.entries).astype(np.uint16).reshape(shape)
-        if index_SK[:, -1].max() >= part.n or (index_SK[:, 1:] <= index_SK[:, :-1]).any():
-            raise rice.Malformed("indices are out of range or not ascending")
-        return index_SK, values.reshape(shape)
-    except rice.Malformed as error:
+        if _CODES[field[-1], part.entries % 4 or 4 :].any():
+            raise Malformed("padding is not zero")
+        values = (weight * table)[_CODES].take(field, axis=0).reshape(-1)[: part.entries]
+        return unrice(planes, quotients, part.n, part.keep, part.tiles), values.reshape(shape)
+    except Malformed as error:
         raise PayloadError(f"payload: tensor {number}: {error}; refused") from None
+
+
+_CHUNK = 1 << 12  # values summed up at a time: of so many the sum is made anew for each of eight thresholds
+
+
+def quantize(v: Array) -> tuple[npt.NDArray[np.float64], Bytes]:
+    """Centroids lo, hi, and codes [entries] of the kept values `v` of one tensor."""
+    lo, hi, t = _two_means(v)
+    return np.array([lo, hi]), (v < 0).view(np.uint8) | (np.abs(v) > t).view(np.uint8) << np.uint8(1)
+
+
+def fours(codes: Bytes) -> bytes:
+    """Four codes to a byte, the first in its lowest bits; zeros at the end."""
+    whole = np.zeros((-(-codes.size // 4), 4), dtype=np.uint8)
+    whole.reshape(-1)[: codes.size] = codes
+    whole <<= np.arange(0, 8, 2, dtype=np.uint8)
+    return np.bitwise_or.reduce(whole, axis=1).tobytes()
+
+
+def _two_means(v: Array) -> tuple[float, float, np.float32]:
+    """lo, hi and the largest fp32 that is at most t: fp32 values are above it if, and only if, they are above t."""
+    m = np.abs(v)
+    m.sort()
+    sums = [0.0]  # of the first 0, _CHUNK, 2 _CHUNK, ... values
+    for start in range(0, m.size, _CHUNK):
+        sums.append(_add_up(sums[-1], m[start : start + _CHUNK]))
+    t = sums[-1] / m.size
+    lo = hi = t
+    for _ in range(8):
+        low = int(np.searchsorted(m, _at_most(t), side="right"))
+        below = _add_up(sums[low // _CHUNK], m[low // _CHUNK * _CHUNK : low])
+        hi = (sums[-1] - below) / (m.size - low) if low < m.size else below / low
+        lo = below / low if low else hi
+        t = (lo + hi) / 2
+    return lo, hi, _at_most(t)
+
+
+def _add_up(start: float, values: Array) -> float:
+    """start + values[0] + values[1] + ..., one after the other."""
+    return float(np.cumsum(np.concatenate([[start], values]))[-1])
+
+
+def _at_most(t: float) -> np.float32:
+    rounded = np.float32(t)
+    return rounded if float(rounded) <= t else np.nextafter(rounded, np.float32(-np.inf))

@@ -1,16 +1,14 @@
-"""The basis U of the subspace that compressed stage boundaries send (Heterogeneous Low-Bandwidth
-Pre-Training, sec. 3).
+"""Basis U of the subspace in which compressed stage boundaries send (Heterogeneous Low-Bandwidth Pre-Training, sec. 3).
 
-A fixed random orthonormal U [d, k_max], the same bits on every machine: QR differs between libraries and
-devices, so it is modified Gram-Schmidt, done twice, in float64, where every reduction is a fixed tree of
-elementwise additions and no BLAS is called. Columns are nested: the first k of them are the basis for every
-k.
+A fixed random orthonormal U [d, k_max], the same bits on every machine. QR differs between libraries and devices, so it
+is modified Gram-Schmidt, done twice, in float64, where every reduction is a fixed tree of elementwise additions without
+BLAS. Columns are nested: the first k of them are the basis for every k.
 
-From each row the shares of the rows before it are taken one after the other, in their order. That is all that the
-bits depend on, so the work goes in panels: the rows of a panel are finished, then their shares are taken from all
-later rows, some rows at a time, which stay in the processor's cache, and on as many threads as there are.
+From each row the projections on the rows before it are subtracted in their order. The bits depend on nothing else, so
+work goes in panels: the rows of a panel are finished, then subtracted from all later rows, some cached rows at a time,
+on several threads.
 
-Shape letters: K columns of U, D model width, P rows of a panel, R rows that stay in the cache.
+Shape letters: K columns of U, D model width, P rows of a panel, R rows in the cache.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ _CACHED = 1 << 15
 
 
 def basis(seed: bytes, d: int, k_max: int, run: Map = map) -> npt.NDArray[np.float32]:
-    """U [d, k_max] fp32 with orthonormal columns (to fp32 rounding). Column j is the same for every k_max >
-    j, and whatever threads `run` has.
+    """U [d, k_max] fp32 with orthonormal columns (to fp32 rounding). Column j is the same for every k_max > j, and
+    whatever threads `run` has.
 
     Takes about 12 d k_max² floating-point operations. Raises ValueError unless 0 <= k_max <= d.
     """
@@ -65,8 +63,8 @@ def _take_shares(panel_PD: Array64, rows_RD: Array64) -> None:
 
 
 def _tree_sum(x: Array64) -> Array64:
-    """Sum over the last axis: the upper half is added to the lower half until one is left (the middle one of
-    an odd number waits). Changes `x`."""
+    """Sum over the last axis: the upper half is added to the lower half until one is left (the middle one of an odd
+    number waits). Changes `x`."""
     n = x.shape[-1]
     while n > 1:
         half = (n + 1) // 2

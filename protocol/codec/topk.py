@@ -1,9 +1,9 @@
 """How tensors are cut into tiles, the largest magnitudes of every tile, and work block by block.
 
-A matrix [R, C] is cut into tiles [tr, tc], tr and tc the largest divisors <= 64 of R and C; a vector [L] into chunks of c
-elements, c the largest divisor <= 4096 of L. Of every tile of n elements the k' = max(1, floor(n k / 4096 + 1/2)) largest
-magnitudes are kept; of equal ones, those that come first in the tile. Tiles count in row-major order, and so do the elements
-within one: an entry's index is 0 <= i < n. A *band* is a row of tiles.
+A matrix [R, C] is cut into tiles [tr, tc], tr and tc the largest divisors <= 64 of R and C; a vector [L] into chunks of
+c elements, c the largest divisor <= 4096 of L. Of every tile of n elements the k' = max(1, floor(n k / 4096 + 1/2))
+largest magnitudes are kept; of equal ones, those that come first in the tile. Tiles count in row-major order, and so do
+the elements within one: an entry's index is 0 <= i < n. A *band* is a row of tiles.
 
 Shape letters: R rows, C columns, T tiles, N elements of a tile, G groups of a tile, B bands, A tiles across.
 """
@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codec.settings import TILE, TILE_SIDE
+from protocol.codec.formats import TILE, TILE_SIDE
 
 BLOCK = 1 << 18  # elements in the cache at a time
 MARK = 12  # bits of an index within a tile
@@ -48,7 +48,7 @@ def in_memory(shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a tensor, or some of its bands from `band` on, is cut: seen as [rows, cols], tiles [tr, tc], `keep` entries of each."""
+    """Tiles of a tensor, or of its bands from `band` on: seen as [rows, cols], tiles [tr, tc], `keep` entries each."""
 
     rows: int
     cols: int
@@ -107,8 +107,11 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Tiled:
-    """What is kept of a tensor, tile by tile: `marked` [entries] has an entry's index within its tile in its MARK lowest bits. Where they are
-    `coded`, the two above are its code, and `values` [4] is what the codes stand for; else `values` [entries]."""
+    """Selected entries of a tensor, tile by tile.
+
+    marked [entries]: index within the tile in the MARK lowest bits, if `coded` the code above them
+    values: [4] of the codes, or [entries]
+    """
 
     marked: npt.NDArray[np.uint16]
     values: Array
@@ -116,13 +119,12 @@ class Tiled:
 
     @property
     def sent(self) -> Array:
-        """The value of each entry."""
         return self.values.take(self.marked >> np.uint16(MARK)) if self.coded else self.values
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The largest magnitudes of every tile of one tensor: indices within their tile [tiles, keep], ascending, and values [entries]."""
+    """The selected entries of a tensor: indices within their tile [tiles, keep], ascending, and values [entries]."""
 
     tiling: Tiling
     index_TK: npt.NDArray[np.uint16]
@@ -135,7 +137,7 @@ def _divisor(n: int, limit: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def tiling(shape: tuple[int, ...], k: int) -> Tiling:
-    """How a tensor of this shape is cut, `k` of every 4096 elements being kept. Raises ValueError for a shape that is neither a vector's nor a matrix's."""
+    """The tiles of a shape, `k` of every 4096 elements being kept. Raises ValueError if it is no vector or matrix."""
     if len(shape) not in (1, 2) or min(shape) < 1:
         raise ValueError(f"only non-empty vectors and matrices can be sparse, not shape {tuple(shape)}")
     if len(shape) == 1:
@@ -149,10 +151,12 @@ def tiling(shape: tuple[int, ...], k: int) -> Tiling:
 
 
 def select(x_RC: Array, tiling: Tiling, run: Map) -> Kept:
-    """The largest magnitudes, in the order of the bits of their fp32: what is not finite counts as larger than all that is.
+    """The largest magnitudes, in the order of the bits of their fp32: what is not finite counts as larger than all that
+    is.
 
     The columns of a tile are cut into groups, and every group's largest magnitude is found first. The k'-th largest of
-    these bounds the tile's k'-th largest from below, so only the few elements from there on are compared with each other.
+    these bounds the tile's k'-th largest from below, so only the few elements from there on are compared with each
+    other.
     """
     index_TK = np.empty((tiling.tiles, tiling.keep), dtype=np.uint16)
     values = np.empty(tiling.entries, dtype=np.float32)
@@ -178,8 +182,8 @@ def select(x_RC: Array, tiling: Tiling, run: Map) -> Kept:
 
 
 def _candidates(x: Array, tiling: Tiling, groups: int, size: npt.NDArray[np.uint32]) -> Positions:
-    """Positions, in tile order, of all elements of the bands `x` that can be among their tile's largest. `size` [len(x)] is
-    free for the magnitudes: the bits of their fp32, which have the same order, and NaN behind infinity."""
+    """Positions, in tile order, of all elements of the bands `x` that can be among their tile's largest. `size`
+    [len(x)] is free for the magnitudes: the bits of their fp32, which have the same order, and NaN behind infinity."""
     bands, tc, A, G = tiling.bands, tiling.tc, tiling.across, groups * tiling.tc
     np.bitwise_and(x.view(np.uint32), _MAGNITUDE, out=size)
     top = size.reshape(bands, groups, -1, tiling.cols).max(axis=2)
@@ -191,7 +195,7 @@ def _candidates(x: Array, tiling: Tiling, groups: int, size: npt.NDArray[np.uint
 
 
 def _largest(kept: Array, tile: Positions, keep: int) -> npt.NDArray[np.bool_]:
-    """Which of the candidates `kept` of the ascending tiles `tile` are their tile's `keep` largest; of equal ones the first."""
+    """A mask of the candidates `kept` of the ascending tiles `tile`: their tile's `keep` largest, ties to the first."""
     counts = np.bincount(tile)
     place = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)
     size_TN = np.zeros((len(counts), counts.max()), dtype=np.uint32)

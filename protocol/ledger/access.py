@@ -1,26 +1,113 @@
-"""Who may take part in a run: pure, from the manifest, and from the decrees and the invitations in the log.
+"""Access to a run: computed from the manifest, the decrees and the invitations in the log. Pure.
 
-An open run takes everybody who is not banned; a closed one only whom the manifest or a decree admits, or who has come in by an invitation
-(protocol/ledger/invitations.py). The newest decree about a peer counts. A ban of an invitation's key, or of the operator who signed it,
-ends the invitation; who has come in by it stays. Nobody who is banned comes in by one. Bootstrap nodes open no session with anybody else, and plan nobody else; voters refuse a plan that does, and `log verify` tells it.
+An open run admits every peer that is not banned; a closed one only peers that the manifest or a decree admits, or that
+an invitation let in. The newest decree about a peer counts. A ban of an invitation's key, or of the operator who signed
+it, ends the invitation; peers that it let in before stay. Bootstrap nodes open no session with other peers and do not
+plan them; voters refuse a plan that does, and `log verify` reports it.
+
+*Invitations.* An operator makes a fresh key pair, signs a certificate of the public key (run, count, expiry), and hands
+both over in one line (`Ticket`). The holder signs its own peer id with the secret key (`Joined`) and shows that in its
+Hello; a copy is of no use to another peer. The next commit records it (Commit.joined). One operator's signature is
+enough. Run, signatures and expiry can be checked without the log; the number of uses and bans need it.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from protocol import identity
-from protocol.identity import short_peer
-from protocol.ledger import board, invitations, schedule
+from protocol.errors import UsageError
+from protocol.identity import Identity, short_peer
+from protocol.ledger import board, schedule
 from protocol.ledger.board import members_after
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding
+from protocol.wire import encoding, framing
 from protocol.wire.commit import DOMAIN, Commit, votes_needed
-from protocol.wire.decree import ADMIT, BAN, CLOSE, OPEN, SET, Decree, Enacted
-from protocol.wire.invitation import MAX_JOINED, Joined
+from protocol.wire.decree import ADMIT, BAN, CLOSE, MAX_JOINED, OPEN, SET, Decree, Enacted, Invitation, Joined
+from protocol.wire.schema import SchemaError, build
+
+LONGEST_TICKET = 1024
+"""Characters of one in a line."""
+
+
+def certificate_body(invitation: Invitation) -> bytes:
+    """What the operator's signature is over."""
+    known = [invitation.run, invitation.key, invitation.expires, invitation.count, invitation.reason]
+    return DOMAIN + framing.pack_message(["invitation", *known])
+
+
+def proof_body(invitation: Invitation, peer: str) -> bytes:
+    """What the signature of the invitation's key is over, with which `peer` comes in."""
+    return DOMAIN + framing.pack_message(["join", invitation.run, invitation.key, peer])
+
+
+def why_invalid(manifest: Manifest, joined: Joined, time: float, operators: Collection[str]) -> str | None:
+    """Why the invitation is invalid at `time` (Unix seconds), without the log; None if it may be valid."""
+    invitation = joined.invitation
+    if invitation.run != manifest.run_id:
+        return "its invitation is of another run"
+    if joined.operator not in operators:
+        return "its invitation is of nobody who operates the run"
+    if time > invitation.expires:
+        return "its invitation has expired"
+    if not identity.verify(joined.operator, certificate_body(invitation), joined.signature):
+        return "its invitation is not what the operator signed"
+    if not identity.verify(invitation.key, proof_body(invitation, joined.peer), joined.proof):
+        return "it does not hold the key of its invitation"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What friends are given: an invitation that `operator` has signed, and the secret `seed` of its key."""
+
+    invitation: Invitation
+    operator: str
+    signature: bytes
+    seed: bytes = field(repr=False)
+
+    def joined(self, peer: str) -> Joined:
+        proof = Identity(self.seed).sign(proof_body(self.invitation, peer))
+        return Joined(
+            invitation=self.invitation, operator=self.operator, signature=self.signature, peer=peer, proof=proof
+        )
+
+    def text(self) -> str:
+        """As it stands in a line after the run's id, which it does not repeat."""
+        made = self.invitation
+        raw = framing.pack_message([self.seed, self.operator, self.signature, made.expires, made.count, made.reason])
+        return base64.urlsafe_b64encode(raw).decode().rstrip("=")
+
+
+def issue(operator: Identity, seed: bytes, run: str, *, expires: int, count: int, reason: str = "") -> Ticket:
+    """A new invitation; `seed`: 32 random bytes that nobody else has."""
+    key = Identity(seed).peer_id
+    invitation = Invitation(run=run, key=key, expires=expires, count=count, reason=reason)
+    return Ticket(invitation, operator.peer_id, operator.sign(certificate_body(invitation)), seed)
+
+
+def read_ticket(text: str, run: str) -> Ticket:
+    """The ticket in a line of `run`, whose signature is not checked. Raises UsageError."""
+    wrong = UsageError("RUN: the invitation after the run id is cut off or changed; copy the whole line")
+    if len(text) > LONGEST_TICKET:
+        raise wrong
+    try:
+        raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+        seed, operator, signature, expires, count, reason = framing.unpack_message(raw)
+        key = Identity(seed).peer_id
+        joined = build(
+            Joined, {"invitation": [run, key, expires, count, reason], "operator": operator, "signature": signature,
+                     "peer": "", "proof": b""},
+        )  # fmt: skip
+    except (binascii.Error, framing.FrameError, SchemaError, ValueError, TypeError):
+        raise wrong from None
+    return Ticket(joined.invitation, joined.operator, joined.signature, seed)
+
 
 MAX_WAITING = 256
 """Who ask to be let in; others ask again later."""
@@ -30,8 +117,11 @@ ASKED_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Access:
-    """Of a run at one time. `decided`: the newest decree about each peer; `newest`: of all. `invited`: the key of the invitation by which each
-    peer has come in; `uses`: how many by each."""
+    """Access at one time.
+
+    decided: the newest decree about each peer; newest: of all
+    invited: the key of the invitation that admitted each peer; uses: number of peers by key
+    """
 
     is_open: bool
     listed: frozenset[str]
@@ -69,7 +159,7 @@ class Access:
         return "the run is closed, and it is not admitted"
 
     def why_not_join(self, joined: Joined) -> str | None:
-        """Why a peer may not come in by an invitation, which is valid in itself (`invitations.why_invalid`); None if it may."""
+        """Why `joined`, which is valid in itself (`why_invalid`), admits nobody; None if it does."""
         ban = self._ban_of(joined.peer)
         if ban is not None:
             return f"it is banned{ban}"
@@ -83,7 +173,6 @@ class Access:
         return f"its invitation is used up, by {used} of {count}" if used >= count else None
 
     def is_banned(self, peer: str) -> bool:
-        """Whether the newest decree about `peer` keeps it out."""
         return self._ban_of(peer) is not None
 
     def _ban_of(self, peer: str) -> str | None:
@@ -95,7 +184,6 @@ class Access:
 
 
 def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Access:
-    """After these commits, which are the log's first."""
     found = Access(manifest.admission.is_open, frozenset(manifest.admission.keys), {})
     for commit in commits:
         found = found.after(commit.decree, commit.joined)
@@ -105,19 +193,17 @@ def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Access:
 def why_kept_out(
     manifest: Manifest, now: Access, head: Commit | None, peer: str, joining: Joined | None, time: float
 ) -> str | None:
-    """Why `peer`, which shows this invitation, if any, may not take part after `head` and does not come in by it; None if it may or does.
-    `time`: in Unix seconds."""
+    """Why `peer` with this invitation, if any, is not admitted after `head` at `time` (Unix seconds); None if it is."""
     why = now.why_not(peer)
     if why is None or joining is None:
         return why
     if joining.peer != peer:
         return "its invitation was shown by another peer"
     refused = now.why_not_join(joining)
-    return refused or invitations.why_invalid(manifest, joining, time, board.operators(manifest, head))
+    return refused or why_invalid(manifest, joining, time, board.operators(manifest, head))
 
 
 def decrees_after(head: Commit | None) -> int:
-    """How many there were."""
     return 0 if head is None else head.decrees
 
 
@@ -127,11 +213,10 @@ def is_signed(operator: str, decree: Decree, signature: bytes) -> bool:
 
 
 def why_unlawful(manifest: Manifest, head: Commit | None, commit: Commit) -> str | None:
-    """Why what `commit` decrees after `head` is not decreed, or lets in who shows no invitation; None where nothing is wrong with either.
-    Checks their signatures. How often an invitation was used is for `intruders`."""
+    """Why the decree or an invitation of `commit` is invalid, signatures included; None if all are valid."""
     operators = board.operators(manifest, head)
     for joined in commit.joined:
-        invalid = invitations.why_invalid(manifest, joined, commit.time, operators)
+        invalid = why_invalid(manifest, joined, commit.time, operators)
         if invalid is not None:
             return f"lets in {short_peer(joined.peer)}, and {invalid}"
     enacted, number = commit.decree, decrees_after(head)
@@ -168,28 +253,26 @@ def why_not_decreed(manifest: Manifest, head: Commit | None, enacted: Enacted) -
 
 
 def dated(commit: Commit, time: float) -> Commit:
-    """`commit` as it is proposed at this time, in Unix seconds: without those whose invitation has expired while they waited."""
+    """`commit` as proposed at `time` (Unix seconds), without invitations that have expired."""
     there = tuple(joined for joined in commit.joined if time <= joined.invitation.expires)
     return dataclasses.replace(commit, time=time, joined=there)
 
 
-class Petitions:
+class SignedDecrees:
     """What operators have signed for the next decree, at most one thing each: part of a node's machine."""
 
     def __init__(self) -> None:
         self._signed: dict[str, tuple[Decree, bytes]] = {}
 
-    def hear(self, operator: str, decree: Decree, signature: bytes) -> None:
+    def add(self, operator: str, decree: Decree, signature: bytes) -> None:
         """An operator's newest wish, which it has signed (`is_signed`)."""
         self._signed[operator] = decree, signature
 
     def signers(self, decree: Decree) -> tuple[str, ...]:
-        """Who has signed this."""
         return tuple(sorted(who for who, (known, _) in self._signed.items() if known == decree))
 
     def enacted(self, manifest: Manifest, head: Commit | None, living: Collection[str] | None = None) -> Enacted | None:
-        """What enough of the members have signed, for the commit after `head`. `living`: the operators that give signs of life; None: it is
-        not looked at."""
+        """The decree that enough members signed, for the commit after `head`. living: operators alive, None: all."""
         members, number = members_after(manifest, head), decrees_after(head)
         there = {who: signed for who, signed in self._signed.items() if who in members and signed[0].number == number}
         for decree, count in Counter(decree for decree, _ in there.values()).most_common(1):
@@ -203,9 +286,8 @@ class Petitions:
         return None
 
 
-class Guests:
-    """Who has asked a node lately to be let in by an invitation, first come first: part of its machine. They may show anything that is
-    valid in itself; whether it lets them in is looked at when they ask (bootstrap/doorman.py), and for the commit."""
+class PendingInvitations:
+    """Peers that asked a node to be let in, first come first. Uses and bans are checked for each commit."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[Joined, float]] = {}
@@ -218,7 +300,7 @@ class Guests:
         same = sum(other.invitation.key == joined.invitation.key for other, _ in self._waiting.values())
         return len(self._waiting) < MAX_WAITING and same < joined.invitation.count
 
-    def hear(self, joined: Joined, now: float) -> None:
+    def add(self, joined: Joined, now: float) -> None:
         """This peer asks, at `now` in steady seconds; it keeps its turn if it has asked before."""
         if self.has_place(joined, now):
             self._waiting[joined.peer] = joined, now

@@ -1,20 +1,18 @@
-"""Which contributions are trained again, by whom, and what follows from it. Pure.
+"""Audits of contributions: which are trained again, by whom, and what follows. Pure.
 
-An *audit*: another full replica, an *examiner*, trains a contribution again. It begins at the state before the round, with moments of its own,
-and takes as many steps as the contribution claims; once on the text that this one was assigned, and once on other text. The *agreement* is
-how much better the contribution fits the one than the other, in standard deviations of what the round's other contributions do
-(peer/training/again.py). So whoever trained on other text, or not at all, has about 0, whatever else he sends.
+An *examiner*, another full replica, trains a contribution again: from the state before the round, with its own moments,
+and as many steps as the contribution claims, once on the assigned text and once on other text. The *agreement* is how
+much better the contribution fits the former, in standard deviations of the round's other contributions
+(peer/node/examining.py). A peer that trained on other text, or not at all, has about 0.
 
-Who is audited, and by whom, follows from the digest of the commit that counts the contribution, so nobody knows it while the work is
-done. A contribution's chance is such that all full replicas together give the manifest's `judging.audit_share` of their time; and each is
-examiner as often as it is fast. Only contributions of full replicas are trained again: what a chain learns went through its boundaries.
+Audits and examiners follow from the digest of the commit that counts the contribution, so they are unknown while the
+work is done. The chance is such that all full replicas together give `judging.audit_share` of their time; faster ones
+examine more often. Only contributions of full replicas are audited.
 
-One examiner is named first, and EXAMINERS - 1 for the case that it finds too little. As soon as the log has that, these train too. Two
-of one opinion decide. It is found against a contribution's maker if both found less than LEAST, and against whoever was alone with the
-opposite opinion, whichever that is. What one alone has found has no consequence.
-
-A commit names at most MAX_AUDITS audits (protocol/ledger/claims.py), of those whose turn it is. An audit that comes late has a place for KEPT
-rounds, and no commit waits for it.
+One examiner is named first, and EXAMINERS - 1 more for an agreement below LEAST_AGREEMENT. Two of one opinion decide:
+against the maker if both found less than LEAST_AGREEMENT, and against an examiner that was alone with the opposite
+opinion. A single result has no consequence. A commit carries at most MAX_AUDITS audits, an audit at most KEPT_ROUNDS
+late.
 """
 
 from __future__ import annotations
@@ -27,25 +25,29 @@ from dataclasses import dataclass
 from protocol import identity
 from protocol.identity import short_peer
 from protocol.run.manifest import Manifest
-from protocol.wire.audit import Audit, audit_body
+from protocol.wire.claims import Audit, audit_body
 from protocol.wire.commit import DOMAIN, Commit, Contribution
 
 EXAMINERS = 3
 """Of one contribution, at most."""
 TRAININGS = 2
 """Of each audit: on the assigned text, and on other text."""
-LEAST = 2.0
-"""The agreement of an honest contribution is more than this (docs/results/audits.md)."""
-COMPARED = 3
+LEAST_AGREEMENT = 2.0
+"""The agreement of an honest contribution is more than this (docs/results/judging.md)."""
+LEAST_COMPARED_WITH = 3
 """Other contributions, at least: they say what chance does."""
-KEPT = 16
+KEPT_ROUNDS = 16
 """Rounds in which an audit has a place in the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The contribution of `replica`, made by `maker`, to `round`, whose commit has the digest `of`, is to be trained again by the first of
-    `examiners`, and by the others if that finds too little. `said`: who has said what it found."""
+    """An audit of the contribution of `replica`, made by `maker`, to `round`.
+
+    of: digest of the round's commit
+    examiners: the first one trains it again, the others if that finds too little
+    said: (examiner, agreement) so far
+    """
 
     round: int
     of: str
@@ -65,21 +67,19 @@ class Turn:
     @property
     def verdict(self) -> bool | None:
         """Whether the contribution is what it claims to be; None as long as it is not decided."""
-        bad = sum(agreement < LEAST for _, agreement in self.said)
+        bad = sum(agreement < LEAST_AGREEMENT for _, agreement in self.said)
         good = len(self.said) - bad
         if bad == 0 and good > 0:
             return True
         return None if max(good, bad) < 2 else good > bad
 
     def add(self, said: Audit) -> Turn:
-        """With what one more examiner has found."""
         return dataclasses.replace(self, said=(*self.said, (said.peer, said.agreement)))
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the log's audits say against `peer`: that its contribution to `round` is not what it claims to be, or, where `examined`, that what it
-    found of another's was wrong."""
+    """A finding of audits against `peer`: its work in `round` is not what it claims, or it `examined` wrongly."""
 
     peer: str
     round: int
@@ -94,11 +94,9 @@ class Audits:
     turns: tuple[Turn, ...] = ()
 
     def turn(self, round: int, replica: int) -> Turn | None:
-        """Of that contribution, None where it is not to be audited."""
         return next((t for t in self.turns if (t.round, t.replica) == (round, replica)), None)
 
     def is_due(self, said: Audit) -> bool:
-        """Whether this examiner's audit has a place in the next commit."""
         turn = self.turn(said.round, said.replica)
         return turn is not None and said.peer in turn.wanted
 
@@ -114,15 +112,13 @@ class Audits:
         return None
 
     def found(self, commit: Commit) -> tuple[Found, ...]:
-        """What the audits in the next commit decide."""
         turns = self._told(commit)
         return tuple(found for turn in turns for found in _decided(turn))
 
     def after(self, commit: Commit) -> Audits:
-        """With the next commit of the log."""
         if not (self.turns or commit.contributions):
             return self
-        kept = [t for t in self._told(commit) if t.verdict is None and commit.round - t.round < KEPT]
+        kept = [t for t in self._told(commit) if t.verdict is None and commit.round - t.round < KEPT_ROUNDS]
         return Audits(self.manifest, (*kept, *turns(self.manifest, commit)))
 
     def _told(self, commit: Commit) -> list[Turn]:
@@ -146,7 +142,7 @@ def turns(manifest: Manifest, commit: Commit) -> Iterator[Turn]:
     for contribution in whole:
         maker, key = contribution.peers[0], f"{commit.digest} {contribution.replica}"
         others = [c for c in able if c.peers[0] != maker]
-        enough = len(commit.contributions) > COMPARED
+        enough = len(commit.contributions) > LEAST_COMPARED_WITH
         if enough and others and _draw(key, "audited") < chance:
             yield Turn(commit.round, commit.digest, contribution.replica, maker, _examiners(key, others))
 
@@ -176,5 +172,5 @@ def _decided(turn: Turn) -> Iterator[Found]:
     if not turn.verdict:
         yield Found(turn.maker, turn.round, False)
     for peer, agreement in turn.said:
-        if (agreement >= LEAST) != turn.verdict:
+        if (agreement >= LEAST_AGREEMENT) != turn.verdict:
             yield Found(peer, turn.round, True)

@@ -1,16 +1,14 @@
-"""Who operates a run, and how many of them decide its rounds: pure, from the manifest and the newest commit.
+"""The operators of a run and the size of its quorum: from the manifest and the newest commit. Pure.
 
-The manifest says it at first. The operators may decree otherwise (protocol/ledger/access.py): then every commit from that one on carries the
-run's *board*. A commit that brings another board is decided by those who decide without it, and names who decides the next round. So
-whoever follows the log verifies each commit by the board of its time.
+The manifest names the first board; a decree can change it (protocol/ledger/access.py), and every later commit carries
+the new one. A commit with another board is decided by the members before it and names the next ones, so a reader checks
+each commit by the board of its time.
 
-    appoint   somebody becomes an operator. That changes nothing of who decides: its node follows the log, and may take the place of one
-              that is silent, or be counted when more decide.
-    dismiss   somebody is none any more. Another operator decides in its place; there must be one.
-    quorum    so many operators decide from now on.
+    appoint   adds an operator; its node follows the log and may replace a silent member
+    dismiss   removes an operator; another one decides in its place
+    quorum    sets how many operators decide
 
-What decides next must be able to: as many of those operators as a round needs votes give signs of life, when it is decreed. So no typing
-error can stop a run.
+The next members must be able to decide: enough of them give signs of life when it is decreed.
 """
 
 from __future__ import annotations
@@ -33,12 +31,10 @@ def _first(manifest: Manifest) -> Board:
 
 
 def of(manifest: Manifest, head: Commit | None) -> Board:
-    """After `head`, None: at the beginning."""
     return _first(manifest) if head is None or head.board is None else head.board
 
 
 def operators(manifest: Manifest, head: Commit | None) -> tuple[str, ...]:
-    """The operators of the run after `head`."""
     return of(manifest, head).names
 
 
@@ -54,8 +50,7 @@ def is_complete(board: Board, members: Sequence[str]) -> bool:
 
 
 def completed(board: Board, members: Sequence[str], living: Collection[str]) -> tuple[str, ...]:
-    """The members of the next round: those of this one that are operators still, and others in the place of the rest. Those that give signs
-    of life (`living`) come before others."""
+    """The members of the next round: the present ones that are still operators, then others; `living` ones first."""
     stay = [m for m in members if m in board.names]
     if len(stay) > board.quorum:
         stay = sorted(sorted(stay, key=lambda m: m not in living)[: board.quorum], key=members.index)
@@ -64,7 +59,6 @@ def completed(board: Board, members: Sequence[str], living: Collection[str]) -> 
 
 
 def is_change(enacted: Enacted | None) -> bool:
-    """Whether this decree makes another board."""
     return enacted is not None and enacted.decree.action in CHANGES
 
 
@@ -118,20 +112,20 @@ def why_not(manifest: Manifest, head: Commit | None, decree: Decree) -> str | No
 
 
 def why_too_few(manifest: Manifest, head: Commit | None, decree: Decree, living: Collection[str]) -> str | None:
-    """Why those who would decide after this change could not, with these giving signs of life; None if they could, or are who decide now."""
+    """Why the members after this change could not decide, given the `living` operators; None if they could."""
     then, now = changed(manifest, head, decree), members_after(manifest, head)
     members = completed(then, now, living)
     here, needed = sum(m in living for m in members), votes_needed(len(members))
     if set(members) == set(now) or here >= needed:
         return None
-    return f"{here} of the {len(members)} who would decide give signs of life, and a round would need {needed}; start their nodes first"
+    there = f"{here} of the {len(members)} who would decide give signs of life"
+    return f"{there}, and a round would need {needed}; start their nodes first"
 
 
-def doubts(
+def member_doubts(
     manifest: Manifest, head: Commit | None, commit: Commit, living: Set[str], present: Set[str]
 ) -> Iterator[str]:
-    """What a voter has against those who decide after `commit`: who gives signs of life goes on, unless it was decreed otherwise, and who
-    decides next can. `living`: the members that give signs of life, `present`: the operators that do, as far as the voter knows."""
+    """A voter's objections to the members after `commit`: a living member is replaced, or too few can decide."""
     change, now = is_change(commit.decree), members_after(manifest, head)
     stay = living & set(operators(manifest, commit)) if change else living
     if change and len(commit.members) < len(now):

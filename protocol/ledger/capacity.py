@@ -1,73 +1,46 @@
-"""How much a commit may say, so that everybody can read it: a record that was appended and cannot be read loses the run.
+"""Bounds on the size of a commit, so that every reader can read its record. Pure.
 
-A reader bounds a message (protocol/wire/framing.py: bytes and values; protocol/wire/schema.py: entries of one list). What a leader
-proposes stays below that by construction, whatever the peers do: a plan is cut (`bounded`) so that both
+A reader bounds a message in bytes and values (protocol/wire/framing.py) and entries of a list
+(protocol/wire/schema.py). A plan is cut (`bounded`) so that both
 
     this commit    what it says of the round + the plan                                            <=  budget
     the next one   the most that it can say of the plan's replicas + a plan that is no longer      <=  budget
 
-where the budget is what a reader takes, less envelope, fixed fields, digests, MAX_DIVERGED, MAX_SPARES and REASONS. What is said is
-encoded to be counted; of the next commit the longest contributions that there can be are. Divergences and reasons beyond
-their bounds are not told (`foremost`, `shortened`); who was not told of its divergence is told in a later round.
+The budget is the reader's limit less the longest commit without replicas: envelope, digests, claims, decree,
+MAX_DIVERGED, MAX_SPARES and REASONS_BYTES. Divergences and reasons beyond their bounds are left out (`foremost`,
+`shortened`), and divergences are reported in a later round.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import types
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
-from protocol.wire.audit import Audit
-from protocol.wire.bounds import LONGEST_PLACE
-from protocol.wire.commit import (
-    MAX_AUDITS,
-    MAX_EVALUATIONS,
-    MAX_SCORES,
-    Commit,
-    Contribution,
-    Diverged,
-    LeftOut,
-    Share,
-)
-from protocol.wire.decree import (
-    ACTIONS,
-    LONGEST_REASON,
-    MAX_APPOINTED,
-    MAX_OPERATORS,
-    MAX_PLACES,
-    Board,
-    Decree,
-    Enacted,
-    Limits,
-    Operator,
-    Schedule,
-)
-from protocol.wire.evaluation import LONGEST_SAMPLE, Evaluation
-from protocol.wire.invitation import LONGEST_NOTE, MAX_JOINED, Invitation, Joined
+from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Share
+from protocol.wire.decree import LONGEST_NOTE, MAX_OPERATORS, Invitation
 from protocol.wire.plan import Plan, ReplicaSpec
-from protocol.wire.schema import packed
-from protocol.wire.score import MAX_MARKS, Mark, Score
+from protocol.wire.schema import AtMost, packed
 
 MAX_DIVERGED = 4096
 """Entries of one commit."""
-STRANGERS = 64
+MAX_STRANGERS_DIVERGED = 64
 """Of them, those of peers that the plan does not name."""
 MAX_SPARES = 4096
 """Of one plan; who is neither in a replica nor a spare waits for a later plan."""
-REASONS = 256 * 1024
+REASONS_BYTES = 256 * 1024
 """Bytes that the reasons of all left-out replicas of a commit take together."""
-SHORTEST = 24
+SHORTEST_REASON_BYTES = 24
 """Bytes that a reason may always have."""
-_PEER, _DIGEST, _INTEGER, _NUMBER = "P" * 64, "d" * 64, 2**63, 1 / 3
-"""The longest that there are of each kind, as they are encoded (protocol/identity.py takes no longer peer id)."""
-_LIMITS = Limits(probation=_INTEGER, share=_NUMBER, range_sessions=_INTEGER, range_share=_NUMBER)
-_OPERATOR = Operator(peer=_PEER, places=("\U0010ffff" * LONGEST_PLACE,) * MAX_PLACES)
-_SCHEDULE = Schedule(rounds=_INTEGER, total_steps=_INTEGER, limits=_LIMITS)
+_ID, _INTEGER, _NUMBER, _CHARACTER = "d" * 64, 2**63, 1 / 3, "\U0010ffff"
+"""The longest id or digest, numbers and character, as they are encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +57,9 @@ class Cost:
         return Cost(self.size - other.size, self.values - other.values)
 
     def times(self, count: int) -> Cost:
-        """So many times this."""
         return Cost(self.size * count, self.values * count)
 
     def is_within(self, budget: Cost) -> bool:
-        """Whether the budget allows this."""
         return self.size <= budget.size and self.values <= budget.values
 
 
@@ -106,149 +77,88 @@ def _values(data: Any) -> int:
     return 1
 
 
+def longest(hint: Any, **given: Any) -> Any:
+    """The longest value of a message type (protocol/wire/bounds.py); `given` replaces fields of a dataclass."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        base, count = args[0], args[1].count if isinstance(args[1], AtMost) else len(_ID)
+        items = typing.get_args(base)
+        if typing.get_origin(base) is tuple:
+            return (longest(items[0]),) * count
+        if typing.get_origin(base) is dict:
+            return {f"{number:064}": longest(items[1]) for number in range(count)}
+        if base is str:
+            return _ID if count == len(_ID) else _CHARACTER * count
+        return bytes(count) if base is bytes else _INTEGER if base is int else _NUMBER
+    if origin in (types.UnionType, typing.Union):
+        return longest(args[0])
+    if hint is bool:
+        return True
+    if hint is Invitation:
+        given = {"reason": _CHARACTER * LONGEST_NOTE, **given}
+    hints = typing.get_type_hints(hint, include_extras=True)
+    names = [field.name for field in dataclasses.fields(hint)]
+    return hint(**{name: given[name] if name in given else longest(hints[name]) for name in names})
+
+
 @functools.lru_cache(maxsize=64)
 def budget(manifest: Manifest) -> Cost:
     """What the contributions and the next plan of one commit may take together."""
     names = layout.shard_names(manifest.model)
-    longest = max(names, key=len)
-    empty = Commit(
-        run=_DIGEST,
-        round=_INTEGER,
-        parent=_DIGEST,
-        time=_NUMBER,
+    without_replicas = longest(
+        Commit,
         contributions=(),
         left_out=(),
-        diverged=(),
-        digests=dict.fromkeys(names, _DIGEST),
-        plan=Plan(round=_INTEGER, replicas=(), next_number=_INTEGER, next_slot=_INTEGER),
-        leader=_PEER,
-        members=(_PEER,) * MAX_OPERATORS,
-        decrees=_INTEGER,
-        schedule=_SCHEDULE,
-        board=Board(operators=(_OPERATOR,) * MAX_OPERATORS, quorum=7),
-        idle=_INTEGER,
+        diverged=(longest(Diverged, shard=max(names, key=len)),) * MAX_DIVERGED,
+        digests=dict.fromkeys(names, _ID),
+        plan=longest(Plan, replicas=(), forming=(), forming_since=(), seats=(), spares=(_ID,) * MAX_SPARES),
+        members=(_ID,) * MAX_OPERATORS,
     )
-    reserved = [
-        _envelope(),
-        cost(empty),
-        reserved_for_a_decree(),
-        _longest_evaluation().times(MAX_EVALUATIONS),
-        _longest_score().times(MAX_SCORES),
-        _longest_audit().times(MAX_AUDITS),
-        longest_joined().times(MAX_JOINED),
-        cost(Diverged(peer=_PEER, shard=longest)).times(MAX_DIVERGED),
-        cost(_PEER).times(MAX_SPARES),
-        Cost(REASONS + 64, 0),  # and what the heads of seven long lists and maps take
-    ]
-    return functools.reduce(Cost.__sub__, reserved, Cost(framing.MAX_MESSAGE, framing.MAX_VALUES))
+    heads = 64  # of long lists and maps
+    whole = Cost(framing.MAX_MESSAGE - REASONS_BYTES - heads, framing.MAX_VALUES)
+    return whole - _envelope() - cost(without_replicas)
 
 
 @functools.cache
 def _envelope() -> Cost:
-    """Whatever a commit travels in: a record with all its votes, or a message of the quorum."""
-    votes = {f"{_PEER[4:]}{index:04}": bytes(64) for index in range(encoding.MAX_VOTES)}
+    """A record with all its votes, or a message of the quorum."""
+    votes = {f"{index:064}": bytes(64) for index in range(encoding.MAX_VOTES)}
     return cost(
-        {"t": "longest name", "round": _INTEGER, "c": None, "n": _INTEGER, "l": [b""], "v": votes, "pledged": _DIGEST}
+        {"t": "longest name", "round": _INTEGER, "c": None, "n": _INTEGER, "l": [b""], "v": votes, "pledged": _ID}
     )
 
 
 def can_be_read(commit: Commit) -> bool:
-    """Whether its record can be read, whoever votes for it. A commit that came as another message may be too long for that."""
+    """Whether its record can be read with all votes. A commit in another message may be too long for that."""
     try:
         return (cost(commit) + _envelope()).is_within(Cost(framing.MAX_MESSAGE, framing.MAX_VALUES))
     except framing.FrameError:
         return False
 
 
-def reserved_for_a_decree() -> Cost:
-    """What the longest one takes."""
-    signatures = {f"{_PEER[4:]}{index:04}": bytes(64) for index in range(encoding.MAX_VOTES)}
-    reason = "\U0010ffff" * LONGEST_REASON
-    enacted = Enacted(
-        decree=Decree(
-            run=_DIGEST,
-            number=_INTEGER,
-            action=max(ACTIONS, key=len),
-            subject=_PEER,
-            reason=reason,
-            schedule=_SCHEDULE,
-            operators=(_OPERATOR,) * MAX_APPOINTED,
-            quorum=7,
-        ),
-        signatures=signatures,
-    )
-    return cost(enacted)
-
-
-def _longest_evaluation() -> Cost:
-    return cost(
-        Evaluation(
-            peer=_PEER,
-            round=_INTEGER,
-            sequences=_INTEGER,
-            loss=_NUMBER,
-            bits_per_byte=_NUMBER,
-            signature=bytes(64),
-            sample="\U0010ffff" * LONGEST_SAMPLE,
-        )
-    )
-
-
-def _longest_score() -> Cost:
-    mark = Mark(replica=_INTEGER, assigned=_NUMBER, other=_NUMBER)
-    return cost(Score(peer=_PEER, round=_INTEGER, marks=(mark,) * MAX_MARKS, signature=bytes(64)))
-
-
-def _longest_audit() -> Cost:
-    return cost(Audit(peer=_PEER, round=_INTEGER, replica=_INTEGER, agreement=-_NUMBER, signature=bytes(64)))
-
-
-def longest_joined() -> Cost:
-    """What it takes at most to say that one peer comes in by an invitation."""
-    note = "\U0010ffff" * LONGEST_NOTE
-    invitation = Invitation(run=_DIGEST, key=_PEER, expires=_INTEGER, count=_INTEGER, reason=note)
-    return cost(Joined(invitation=invitation, operator=_PEER, signature=bytes(64), peer=_PEER, proof=bytes(64)))
-
-
-def _decided(replica: ReplicaSpec) -> Cost:
-    """What a commit says of a replica, at most: its contribution, or why it is left out."""
-    return _longest_contribution(len(replica.stages))
-
-
 @functools.lru_cache(maxsize=64)
 def _longest_contribution(stages: int) -> Cost:
-    share = Share(peer=_PEER, root=_DIGEST, size=_INTEGER, norm=_NUMBER, listed=_INTEGER)
-    found = Contribution(
-        replica=_INTEGER,
-        tokens=_INTEGER,
-        steps=_INTEGER,
-        loss=_NUMBER,
-        shares=(share,) * stages,
-        scale=_NUMBER,
-        standing=_NUMBER,
-    )
-    counted, out = cost(found), _left_out(stages)
+    """What a commit says of a replica, at most: its contribution, or why it is left out."""
+    counted, out = cost(longest(Contribution, shares=(longest(Share),) * stages)), _left_out(stages)
     return Cost(max(counted.size, out.size), max(counted.values, out.values))
 
 
 @functools.lru_cache(maxsize=64)
 def _left_out(peers: int) -> Cost:
-    """What a commit says of a replica that is left out and of so many peers who made its work, beside the REASONS."""
-    out = LeftOut(replica=_INTEGER, reason="r" * SHORTEST, judged=_PEER, peers=(_PEER,) * peers, probation=True)
-    return cost(out)
+    """A left-out replica and the makers of its work, without the rest of its reason (REASONS_BYTES)."""
+    return cost(longest(LeftOut, reason="r" * SHORTEST_REASON_BYTES, peers=(_ID,) * peers))
 
 
 def bounded(
     manifest: Manifest, plan: Plan, contributions: tuple[Contribution, ...] = (), left_out: Sequence[LeftOut] = ()
 ) -> Plan:
-    """`plan` with as many of its replicas, the first ones, as there is space for in a commit with these contributions and these
-    `left_out`, and in the next one for what it says of them; the members of the others are spares."""
+    """`plan` with as many of its first replicas as fit into this commit and the next; the other members are spares."""
     whole = budget(manifest)
     said = functools.reduce(Cost.__add__, (_left_out(len(x.peers)) for x in left_out), cost(contributions))
     decided, planned = _longest_contribution(1).times(len(plan.seats)), cost(plan.seats)
     kept: list[ReplicaSpec] = []
     for replica in (*plan.replicas, *plan.forming):
-        decided += _decided(replica)
+        decided += _longest_contribution(len(replica.stages))
         planned += cost(replica) + (cost(_INTEGER) if len(kept) >= len(plan.replicas) else Cost(0, 0))  # forming_since
         if not ((said + planned).is_within(whole) and (decided + planned).is_within(whole)):
             break
@@ -265,19 +175,18 @@ def bounded(
 
 
 def foremost(diverged: Sequence[Diverged], plan: Plan | None) -> tuple[Diverged, ...]:
-    """At most MAX_DIVERGED of `diverged`; those of the members of `plan`, whose work waits for it, before all others, of whom at most
-    STRANGERS: anybody may attest anything, and the log is for ever."""
+    """At most MAX_DIVERGED entries: members of `plan` first, then spares, then MAX_STRANGERS_DIVERGED others."""
     planned = {peer for replica in (plan.replicas if plan else ()) for peer in replica.peers}
     named = {peer for replica in (plan.forming if plan else ()) for peer in replica.peers}
     named.update(plan.spares if plan else ())
-    strangers = [d for d in diverged if d.peer not in planned and d.peer not in named][:STRANGERS]
+    strangers = [d for d in diverged if d.peer not in planned and d.peer not in named][:MAX_STRANGERS_DIVERGED]
     first = [d for d in diverged if d.peer in planned]
     return (*first, *(d for d in diverged if d.peer in named and d.peer not in planned), *strangers)[:MAX_DIVERGED]
 
 
 def shortened(left_out: Sequence[LeftOut]) -> tuple[LeftOut, ...]:
-    """The same, with reasons that take at most REASONS bytes together."""
-    most = max(SHORTEST, REASONS // max(len(left_out), 1))
+    """The same, with reasons that take at most REASONS_BYTES bytes together."""
+    most = max(SHORTEST_REASON_BYTES, REASONS_BYTES // max(len(left_out), 1))
     return tuple(
         x if len(x.reason.encode()) <= most else dataclasses.replace(x, reason=_cut(x.reason, most)) for x in left_out
     )

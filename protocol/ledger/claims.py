@@ -1,8 +1,8 @@
-"""Signed statements of peers that a commit may carry: held-out losses, scores and audits. Pure.
+"""Rules for the claims that a commit may carry: held-out losses, scores and audits. Pure.
 
-A *claim* is measured by a peer, signed, and sent to the nodes. A node keeps the claims that it hears, and the leader
-puts those with a place into its commit. One pool serves all kinds; KINDS says how they differ. What a claim means is
-decided where it is folded: protocol/ledger/evaluation.py, protocol/ledger/scoring.py and protocol/ledger/audits.py.
+A peer measures a claim, signs it and sends it to the nodes. The leader puts claims with an open place into its commit.
+One pool serves all kinds; KINDS says how they differ. protocol/ledger/run_state.py, protocol/ledger/scoring.py and
+protocol/ledger/audits.py say what a claim means.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from typing import Any, Generic, TypeVar
 
 from protocol.identity import Identity, short_peer
 from protocol.ledger.run_state import RunState
-from protocol.wire.audit import Audit, audit_body
+from protocol.wire.claims import Audit, Claim, Evaluation, Score, audit_body, evaluation_body, score_body
 from protocol.wire.commit import DOMAIN, MAX_AUDITS, MAX_EVALUATIONS, MAX_SCORES, Commit
-from protocol.wire.evaluation import Evaluation, evaluation_body
-from protocol.wire.score import Score, score_body
 
-Claim = Evaluation | Score | Audit
 C = TypeVar("C", Evaluation, Score, Audit)
 Key = tuple[int, int, str]
 
@@ -100,7 +97,7 @@ class Claims:
     def __init__(self) -> None:
         self._heard: dict[type, dict[Key, Any]] = {kind: {} for kind in KINDS}
 
-    def hear(self, state: RunState, claim: Claim) -> None:
+    def add(self, state: RunState, claim: Claim) -> None:
         """Keeps a claim that can be in the commit after `state`; the first one for its place stays."""
         kind, heard = KINDS[type(claim)], self._heard[type(claim)]
         key = kind.key(claim)

@@ -1,50 +1,27 @@
 """Who has contributed what, as the log says. Pure.
 
-The tokens of a contribution belong to the members of its replica, to each as many as its blocks are of the model's: member i of a
-chain of L blocks, with blocks a up to b, has floor(tokens b / L) - floor(tokens a / L), so that the members' tokens add up to the
-contribution's. A spare that took a member's place has that member's.
+The tokens of a contribution belong to the members of its replica, to each as many as its blocks are of the model's:
+member i of a chain of L blocks, with blocks a up to b, has floor(tokens b / L) - floor(tokens a / L), so that the
+members' tokens add up to the contribution's. A spare that took a member's place has that member's.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
-from protocol.wire.commit import LeftOut
+from protocol.wire.commit import Commit, Contribution
 from protocol.wire.plan import Plan
-
-
-class Contributed(Protocol):
-    """What credits read of a contribution, on the wire or in an event."""
-
-    @property
-    def replica(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def peers(self) -> tuple[str, ...]: ...
-
-
-class Decided(Protocol):
-    """What credits read of a commit, on the wire or in an event."""
-
-    @property
-    def round(self) -> int: ...
-    @property
-    def contributions(self) -> Sequence[Contributed]: ...
-    @property
-    def left_out(self) -> Sequence[LeftOut]: ...
-    @property
-    def plan(self) -> Plan | None: ...
 
 
 @dataclass(slots=True)
 class Credit:
-    """Of one peer. `tokens`: trained and committed; `rounds`: in so many commits; `streak`: so many rounds without a gap, up to
-    `last`, the newest; `left_out`: rounds in which it was planned and its replica's work was not taken, `reason` of
-    the newest of these; `probation`: rounds whose work was good, and had no weight since it was on probation."""
+    """Credit of one peer.
+
+    tokens: committed; rounds: commits with its work; streak: rounds without a gap up to `last`
+    left_out: rounds whose work was not taken, with the last reason; probation: rounds without weight
+    """
 
     peer: str
     tokens: int = 0
@@ -57,7 +34,7 @@ class Credit:
 
 
 class Credits:
-    """The credits of a run with models of `layers` blocks, after the commits that were added, in their order. `tokens`: of all."""
+    """Credits after the commits that were added, for models of `layers` blocks. tokens: of all peers."""
 
     def __init__(self, layers: int) -> None:
         self.tokens = 0
@@ -66,7 +43,7 @@ class Credits:
         self._plan: Plan | None = None
         self._of: dict[str, Credit] = {}
 
-    def add(self, commit: Decided) -> None:
+    def add(self, commit: Commit) -> None:
         """The next commit of the log."""
         self.round = commit.round
         for contribution in commit.contributions:
@@ -92,7 +69,7 @@ class Credits:
     def _credit(self, peer: str) -> Credit:
         return self._of.setdefault(peer, Credit(peer))
 
-    def _parts(self, contribution: Contributed) -> Iterator[tuple[str, int]]:
+    def _parts(self, contribution: Contribution) -> Iterator[tuple[str, int]]:
         """(member, its tokens)."""
         peers = contribution.peers
         spec = self._plan.taken(contribution.replica, peers, self._layers) if self._plan is not None else None

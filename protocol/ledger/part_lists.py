@@ -3,9 +3,9 @@
     list   msgpack [[shard, digest, size, norm], …], in canonical order of the shards, digests as 32 bytes
     root   the list's name as a blob (protocol/codec/blob_hash.py)
 
-A commit of many replicas stays small because of it, whatever the model (docs/adr/0018). An offer carries its list whole. Whoever
-has only the commit gets the list like any payload, by its name, and then its parts. How long a list may be follows from the
-model's shards, so nothing remote decides what is fetched.
+A commit of many replicas stays small because of it, whatever the model (docs/adr/0018). An offer carries its list
+whole. Whoever has only the commit gets the list like any payload, by its name, and then its parts. How long a list may
+be follows from the model's shards, so nothing remote decides what is fetched.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from protocol.codec import blob_hash
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.errors import PotluckError, shown
 from protocol.planning import memory
 from protocol.run import layout
@@ -36,7 +36,6 @@ class BadList(PotluckError):
 
 
 def pack(parts: Parts) -> bytes:
-    """The list as it is stored and sent."""
     return framing.pack_message(packed(parts))
 
 
@@ -58,7 +57,6 @@ class _List:
 
 
 def root_of(parts: Parts) -> str:
-    """The name of the list of these parts."""
     return blob_hash.name_of(pack(parts))
 
 
@@ -70,7 +68,7 @@ def share_of(peer: str, parts: Parts) -> Share:
 
 
 def total(norms: Iterator[float] | Sequence[float]) -> float:
-    """The L2 norm of what has these L2 norms, the same number on every machine; infinite where it is too large for one."""
+    """The L2 norm of parts with these L2 norms, the same on every machine; infinite where it is too large."""
     try:
         return math.sqrt(math.fsum(norm * norm for norm in norms))
     except OverflowError:
@@ -84,7 +82,7 @@ def longest(manifest: Manifest) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _longest(model: layout.ModelSpec) -> int:
-    digest, most = "f" * 64, blob_hash.MAX_BLOB
+    digest, most = "f" * 64, blob_hash.MAX_BLOB_BYTES
     return len(pack(tuple(Part(shard=s, digest=digest, size=most, norm=0.1) for s in layout.shard_names(model))))
 
 
@@ -102,7 +100,7 @@ def why_not_of(share: Share, parts: Parts) -> str | None:
 
 
 def why_refused(manifest: Manifest, plan: Plan | None, commit: Commit, lists: Lists) -> str | None:
-    """Why nobody who holds the `lists` of all shares of `commit` votes for it; None if they are in order. `plan`: the one of its round."""
+    """Why the `lists` of a commit's shares are invalid for the round's `plan`; None if they are valid."""
     planned = {r.number: r for r in plan.replicas} if plan is not None else {}
     for contribution in commit.contributions:
         spec = planned.get(contribution.replica)

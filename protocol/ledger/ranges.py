@@ -1,15 +1,12 @@
-"""Ranges of addresses: who may be one and the same behind many names. Pure.
+"""Limits for strangers from one range of addresses (a /24 of IPv4, a /48 of IPv6), since one customer may have many
+names.
 
-A provider gives a customer one IPv4 address, or a few out of one /24 where he rents machines; and of IPv6 a /48 to a site, a /56 or /64
-to a home. So whoever has one contract has a /24 or a /48 at most, and larger ones cost money. Peers of one home, one office or one
-lecture hall share a range, too. What is limited for a range (`range_sessions` and `range_share` of schedule.limits)
-therefore holds for strangers only, and never for those for whom an operator has vouched.
+A range is limited in sessions and in the share of a plan (`range_sessions`, `range_share` of schedule.limits). Homes,
+offices and lecture halls share ranges, so peers for which an operator has vouched are exempt. Private addresses have no
+range; peers that come through another peer's relay are one range.
 
-An address of this machine or of a private network says nothing about who it is: labs, containers and tests have no range. All who come
-through a relay of somebody else are of one range, for nobody needs that to reach a bootstrap node.
-
-Each node sees from where its sessions come, and nobody else can say it for a peer. Who comes to several nodes from several ranges is
-seen differently by each of them; so what they see of each other's plans is a doubt at most (protocol/round/fairness.py).
+Each node sees by itself where its sessions come from, so another node's plan can only be doubted
+(protocol/round/fairness.py).
 """
 
 from __future__ import annotations
@@ -43,9 +40,7 @@ def range_of(where: str) -> str:
 
 
 def limited(manifest: Manifest, plan: Plan, of: Mapping[str, str], share: float) -> Plan:
-    """`plan`, in which no range has more than its share: of each that has, replicas are cut, the youngest first, and their members are
-    spares. Every range keeps one. `of`: the range of each peer, empty or lacking where none is limited; `share`: what a
-    range may have."""
+    """`plan` without the youngest replicas of ranges over their `share`; each keeps one. of: the range of each peer."""
     if share >= 1:
         return plan
     planned = (*plan.replicas, *plan.forming)
@@ -91,8 +86,7 @@ def _weights(manifest: Manifest, plan: Plan, of: Mapping[str, str]) -> Counter[s
 
 
 def _parts(manifest: Manifest, plan: Plan, replica: ReplicaSpec, of: Mapping[str, str]) -> Counter[str]:
-    """What a replica has of the planned weight, by its members' ranges: tokens times blocks. What is forming has no work yet: it counts as
-    the others do on average."""
+    """Planned weight of a replica by its members' ranges: tokens times blocks; the mean for a forming replica."""
     work = replica.work
     tokens = (
         manifest.train.tokens(work.steps, work.micro_batches) if replica in plan.replicas else _mean(manifest, plan)

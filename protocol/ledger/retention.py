@@ -1,13 +1,12 @@
-"""What a volunteer keeps, writes and fetches at the end of a round. Pure: the pump in peer/node/rounds.py asks, and obeys.
+"""What a volunteer keeps, writes and fetches at the end of a round. Pure; peer/node/rounds.py asks and obeys.
 
-A restart goes on from the newest checkpoint, with the payloads of every later round. So the payloads that a restart
-would need are never evicted:
+A restart goes on from the newest checkpoint with the payloads of every later round. Never evicted are:
 
-    payloads committed after the newest checkpoint, of the shards that are held, and the lists that name them
-    payloads of the peer's own offers since the feedback on disk, and their lists: they bring it up to date, and the newest may go back
+    payloads committed after the newest checkpoint, of the shards that are held, and their lists
+    payloads and lists of the peer's own offers since the feedback on disk
     payloads of rounds that are not in the log yet
 
-Who is far behind may lose what is committed more than NEWEST rounds later: it is fetched again.
+A peer that is more than NEWEST rounds behind may lose later payloads, and fetches them again.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from protocol.ledger import part_lists
-from protocol.ledger.kept import NEWEST
+from protocol.ledger.history import NEWEST
 from protocol.ledger.part_lists import Lists, root_of
 from protocol.planning import memory
 from protocol.run import layout
@@ -51,9 +50,10 @@ def used_shards(manifest: Manifest, plan: Plan | None, peer: str) -> tuple[str, 
 
 
 def held_shards(manifest: Manifest, plan: Plan | None, peer: str, *, warm: bool, whole: bool) -> tuple[str, ...]:
-    """The shards that `peer` has to hold for `plan`, in canonical order: what it uses, and what it will use in a replica that is forming.
-    `warm`: a spare holds them all, so that it can take any stage. `whole`: so does who can be a full replica before any plan names it,
-    so that the first one that does finds it ready. Nobody else who has nothing to do has to hold anything."""
+    """Shards that `peer` holds for `plan`, in canonical order: what it uses, and will use in a forming replica.
+
+    warm: spares hold all; whole: so does an unplanned peer that can be a full replica
+    """
     if plan is None:
         return ()
     names, stages = layout.shard_names(manifest.model), plan.held_by(peer)
@@ -73,11 +73,9 @@ def payloads_needed(
     shards: Collection[str],
     offers: Collection[Offer],
 ) -> set[str]:
-    """The names of the payloads, and of the lists of parts, that a restart would need after `round` was applied, as far as the `log` and the
-    `lists` are known.
+    """Names of the payloads and lists that a restart after `round` would need, as far as they are known.
 
-    `checkpoint`: the round of the newest one, negative where there is none; then the payloads of `round` count, too.
-    `shards`: those that are held. `offers`: the peer's own, since the feedback on disk.
+    checkpoint: round of the newest, negative for none; offers: the peer's own since the feedback on disk
     """
     base = round - 1 if checkpoint < 0 else checkpoint
     needed = {name for o in offers for name in (root_of(o.parts), *(part.digest for part in o.parts))}
@@ -90,12 +88,9 @@ def payloads_needed(
 def checkpoint_is_due(
     manifest: Manifest, peer: str, round: int, checkpoint: int, holds: bool, replayed_bytes: int
 ) -> bool:
-    """Whether `peer` writes one after `round`: every `checkpoint_rounds` rounds, when it is its turn; as soon as there is a state and no
-    checkpoint; and where many replicas send so much that the payloads to replay are longer than one or two checkpoints.
+    """Whether `peer` writes a checkpoint after `round`: in its turn, if it has none, or if replaying takes longer.
 
-    `checkpoint`: the round of the newest.
-    `holds`: whether there is anything to write.
-    `replayed_bytes`: of all payloads, of all shards, that were committed since the newest.
+    checkpoint: round of the newest; holds: whether there is a state; replayed_bytes: payloads since then
     """
     every, place = manifest.checkpoint_rounds, sum(peer.encode()) % TURNS
     wanted = (round + place * (every // TURNS)) % every == 0 or checkpoint < 0
@@ -110,7 +105,7 @@ def checkpoint_grain(manifest: Manifest) -> int:
 
 
 def last_checkpoint_is_due(round: int, checkpoint: int, holds: bool, applying: bool) -> bool:
-    """Whether a process that ends writes one. `applying`: a commit is half applied, so there is no state of one round."""
+    """Whether a process that ends writes a checkpoint; not while a commit is half applied (`applying`)."""
     return round >= 1 and round != checkpoint and holds and not applying
 
 
@@ -120,8 +115,7 @@ def feedback_is_due(since: float | None, now: float) -> bool:
 
 
 def feedback_goes_to_disk(on_disk: int | None, round: int) -> bool:
-    """Whether the error feedback of `round` is written to disk; `on_disk`: the round of the one there, None: there is none, or it
-    has to be replaced."""
+    """Whether the feedback of `round` goes to disk. on_disk: the round there, None: none, or to be replaced."""
     return on_disk is None or round - on_disk >= SAVED_ROUNDS
 
 
@@ -131,12 +125,12 @@ def look_is_due(replay_is_long: bool, looked_at: float, now: float) -> bool:
 
 
 def fetches_ahead(applied: int, shards: Collection[str], round: int) -> bool:
-    """Whether what was offered to `round`, and is not committed yet, is fetched: it is of a round that comes soon, and shards are held."""
+    """Whether an offer to `round` is fetched before its commit: the round is near, and shards are held."""
     return applied < round <= applied + AHEAD and bool(shards)
 
 
 def seconds_left(manifest: Manifest, commit: Commit, wall: float) -> float:
-    """Of the training of the round after `commit`, where it is `wall` by our clock, which may be another than the leader's."""
+    """Training seconds left in the round after `commit`, at `wall` by this machine's clock."""
     seconds = manifest.timing.training_seconds
     return min(max(commit.time + seconds - wall, 0.0), seconds)
 

@@ -1,14 +1,12 @@
 """What makes a commit invalid: the only list of what an honest leader does not write. Pure.
 
-A rule is a function of the state before a commit (protocol/ledger/run_state.py) and of the commit, so everybody who has the log can check it:
-voters before they vote, auditors (`potluck log verify`), and peers and monitors that follow. What a rule yields completes the sentence "the
-commit ...". Three further checks need more than the log, and stand elsewhere:
+A rule is a function of the state before a commit (protocol/ledger/run_state.py) and of the commit, so every reader of
+the log can check it: voters, auditors (`potluck log verify`), peers and monitors. A rule yields reasons that complete
+the sentence "the commit ...". Three checks need more than the log:
 
-    protocol/ledger/validation.py   what the record stands on: votes, run, round, parent, members
+    protocol/ledger/history.py     the record itself: votes, run, round, parent, members
     protocol/round/judging.py      verdicts on contributions, which need their payloads
     protocol/round/fairness.py     doubts: a commit that follows the rules, and does not fit what a voter has seen
-
-Readers who want one rule read its function; RULES at the end is the list.
 """
 
 from __future__ import annotations

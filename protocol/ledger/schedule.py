@@ -1,11 +1,8 @@
-"""How long a run is, and what strangers may have in it: pure, from the manifest and the newest commit.
+"""Length of a run, and its limits for strangers: from the manifest and the newest commit. Pure.
 
-The manifest says it at first. The operators may decree otherwise (protocol/ledger/access.py), as long as the run goes on: then every commit
-from that one on carries what they decreed. So whoever knows one commit knows it, and a commit that says something else is refused.
-
-A round counts when it brings work. A round whose commit has no contribution is *idle*: it decrees something before a peer is there, lets a
-peer in, or all of its replicas failed. The state is as it was, so an idle round takes no part of the learning rate's schedule, and the
-run has one round more for it. Every commit carries how many idle rounds there were (protocol/ledger/rules.py). Round 0, which only plans, is not one of them.
+A decree can change both (protocol/ledger/access.py); every later commit carries the change. A round whose commit has no
+contribution is *idle*: the state is unchanged, so it takes no part of the learning rate's schedule, and the run has one
+round more. Every commit carries the number of idle rounds. Round 0, which only plans, is not one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from protocol.wire.decree import Enacted, Limits, Schedule
 
 
 def of(manifest: Manifest, head: Commit | None) -> Schedule:
-    """After `head`, None: at the beginning."""
     if head is None or head.schedule is None:
         return Schedule(rounds=manifest.rounds, total_steps=manifest.train.total_steps)
     return head.schedule
@@ -38,12 +34,11 @@ def last_round(manifest: Manifest, head: Commit | None) -> int:
 
 
 def is_over(manifest: Manifest, head: Commit | None) -> bool:
-    """Whether no round comes after `head`."""
     return head is not None and head.round >= last_round(manifest, head)
 
 
 def idle_after(manifest: Manifest, head: Commit | None, *, has_work: bool) -> int:
-    """What the commit after `head` carries, which brings work or not. What comes after the last round makes the run no longer."""
+    """The idle rounds that the commit after `head` carries. Commits after the last round add none."""
     if head is None:
         return 0
     return head.idle + (not has_work and not is_over(manifest, head))
@@ -62,7 +57,7 @@ def after(head: Commit | None, decree: Enacted | None) -> Schedule | None:
 
 
 def why_not(manifest: Manifest, head: Commit | None, wanted: Schedule) -> str | None:
-    """Why the commit after `head` cannot set this; None if it can. The last round's commit sets nothing: nobody would plan what follows."""
+    """Why the commit after `head` cannot set this schedule; None if it can. The last commit sets none."""
     round, idle, last = (
         (0, 0, of(manifest, head).rounds) if head is None else (head.round + 1, head.idle, last_round(manifest, head))
     )
@@ -76,7 +71,7 @@ def why_not(manifest: Manifest, head: Commit | None, wanted: Schedule) -> str | 
 
 
 def misfit(manifest: Manifest) -> str | None:
-    """What is odd about the schedule of a manifest, as a line for its operator; None where the learning rate's cosine ends with the run."""
+    """A warning where the learning rate's cosine does not end with the run, for the operator; else None."""
     asked, inner = manifest.train.total_steps, manifest.train.inner_steps
     there = manifest.rounds * inner
     if asked == there:
@@ -85,6 +80,6 @@ def misfit(manifest: Manifest) -> str | None:
     if asked > there:
         how = f"the run ends when the learning rate has gone {there / asked:.2%} of its way"
     return (
-        f"train.total_steps: is {asked:,}, and {manifest.rounds:,} rounds of {inner:,} inner steps are {there:,}, so {how}; write"
-        f" {there} before the run begins, unless that is meant"
+        f"train.total_steps: is {asked:,}, and {manifest.rounds:,} rounds of {inner:,} inner steps are"
+        f" {there:,}, so {how}; write {there} before the run begins, unless that is meant"
     )

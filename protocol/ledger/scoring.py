@@ -1,24 +1,37 @@
-"""Who scores whose contributions, on which text, and what of it has a place in the log. Pure.
+"""Scores of contributions: who scores which on what text, and what follows from the scores in the log. Pure.
 
-A contribution to a round is worth what its update makes of the loss. Full replicas that were in the round measure it, on text that
-the replica was given (*assigned*) and on held-out text (*other*): with the update and without it, on the same sequences, so that what is hard
-about a text cancels. (Gauntlet's idea: Lidin et al., 2025, arXiv:2505.21684.) Each signs what it found, and a commit of one of the next LATE
-rounds has it. What follows from it is for protocol/ledger/marks.py.
+A contribution is worth the loss that its update removes. Full replicas of the same round measure it on text that the
+replica was given (*assigned*) and on held-out text (*other*), with the update and without it on the same sequences, so
+that the difficulty of a text cancels (Gauntlet: Lidin et al., 2025, arXiv:2505.21684). Each signs its marks, and one of
+the next LATE_ROUNDS commits carries them.
 
-    who         SCORERS of the full replicas whose work is in the same commit, and which were not much slower than others; never oneself
-    whose       whoever was never scored first, then who was scored longest ago, as far as the scorers' time goes
-    which text  `sequences` of each kind, the same for all scorers of a contribution: so honest ones find the same but for rounding
+    scorers     SCORERS full replicas of the same commit that were not much slower than others; never the maker
+    scored      contributions that were never scored, then those scored longest ago
+    sequences   `sequences` of each kind of text, the same for all scorers of a contribution
 
-All of it follows from the commit, and its order from the commit's digest: nobody knew it when the work was done. A mark costs PASSES forward
-passes of `sequences`, and a sequence that is trained on costs TRAINED. So a scorer that has trained on T sequences gives
+All of it follows from the commit's digest, so it cannot be known while the work is done. A mark costs PASSES forward
+passes of `sequences`, a trained sequence TRAINED. A scorer that trained on T sequences gives on average
 
     x = score_share TRAINED T / (PASSES sequences)
 
-marks a round on average, T that of the slowest scorer: floor((r + 1) x) - floor(r x) in round r. Where x is small there are rounds without any.
+marks a round, T being the slowest scorer's: floor((r + 1) x) - floor(r x) in round r. With three full replicas or fewer
+there are two scorers at most; without another full replica there is none.
 
-With three full replicas and fewer each has two scorers at most, with two one (marks.py says what that is worth); where no other full
-replica is in the commit, nobody scores: the members of chains have not the whole model. What was judged and left out
-is not scored: its payloads are not in the log.
+*Evidence.* A contribution has a *gain* (on assigned text) and an *edge* (gain less that on other text). Noise, flipped
+signs and empty updates have no gain; copies, old updates and updates from other text have no edge. Each value is
+compared with the last COMPARED_POOL contributions, m their median and s their spread (1.4826 times the median distance
+from m, LEAST_SPREAD m at least). Evidence accumulates by the likelihood ratio of "around 0" to "around m" (Page, 1954):
+
+    evidence = max(0, evidence + min(MOST_EVIDENCE_STEP, max(-MOST_EVIDENCE_STEP, f m (f m / 2 - value) / s^2)))
+    f = tokens / the median tokens of the round's contributions, 1 at most
+
+More evidence than ENOUGH_EVIDENCE against gain or edge costs the maker its standing (protocol/ledger/standing.py) and
+starts again at 0. In a chain each member has its part. The value is the median of three marks, or the better one of
+two, so a single liar cannot accuse; one mark alone says nothing.
+
+*Scorers.* A mark is *far* where it differs from the median of three by more than FAR_MARK m. A scorer whose far or
+missing marks outweigh the others by MISSES is not asked for MUTE_ROUNDS rounds, and has no other disadvantage, since
+two liars may be the median. docs/results/judging.md has the figures behind the constants.
 """
 
 from __future__ import annotations
@@ -26,43 +39,185 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from protocol import identity
 from protocol.identity import short_peer
-from protocol.ledger.marks import Book, Scored
 from protocol.run.manifest import Manifest
+from protocol.wire.claims import MAX_MARKS, Mark, Score, score_body
 from protocol.wire.commit import DOMAIN, MAX_SCORES, Commit, Contribution
 from protocol.wire.plan import Work
-from protocol.wire.score import MAX_MARKS, Mark, Score, score_body
+
+COMPARED_POOL = 24
+"""Contributions that a new one is compared with."""
+LEAST_POOL = 8
+"""So many have to be there first."""
+LEAST_SPREAD = 0.25
+MOST_EVIDENCE_STEP = 2.0
+ENOUGH_EVIDENCE = 8.0
+FAR_MARK = 0.5
+MISSES = 4.0
+MUTE_ROUNDS = 64
+"""Rounds."""
+REMEMBERED_PEERS = 20_000
+"""Peers; those who were scored longest ago are forgotten."""
+SLOWEST_COMPARED = 0.5
+"""Who did less than this part of the usual work is not among those that others are compared with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A contribution with its marks. part: f, as above; due: its scorers; told: marks in the log, by scorer."""
+
+    peers: tuple[str, ...]
+    part: float
+    due: tuple[str, ...]
+    told: Mapping[str, Mark]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerScores:
+    """Scores of a peer.
+
+    newest: last round in which its work was scored, with gain and edge; idle, edgeless: evidence against them
+    misses: evidence against its own marks; mute: last round in which it is not asked
+    """
+
+    newest: int = -1
+    gain: float = 0.0
+    edge: float = 0.0
+    idle: float = 0.0
+    edgeless: float = 0.0
+    misses: float = 0.0
+    mute: int = -1
+
+
+NOTHING = PeerScores()
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreBook:
+    """Scores of all closed rounds up to `round`. pool: (gain, edge) of the last contributions; of: by peer."""
+
+    round: int = -1
+    pool: tuple[tuple[float, float], ...] = ()
+    of: Mapping[str, PeerScores] = field(default_factory=dict)
+
+    def entry(self, peer: str) -> PeerScores:
+        return self.of.get(peer, NOTHING)
+
+    def newest(self, peers: Sequence[str]) -> int:
+        """The last round in which all of them had been scored, -1 where one never was."""
+        return min((self.entry(peer).newest for peer in peers), default=-1)
+
+    def is_heard(self, peer: str, round: int) -> bool:
+        return round > self.entry(peer).mute
+
+    def after(self, round: int, scored: Sequence[Scored], now: int) -> tuple[ScoreBook, list[str]]:
+        """The book with the scoring of `round`, which the commit of round `now` closes, and the peers found bad."""
+        values = {x.peers: value for x in scored if (value := valued(x)) is not None}
+        fresh = [
+            (gain / x.part, edge / x.part)
+            for x in scored
+            if x.part >= SLOWEST_COMPARED and x.peers in values
+            for gain, edge in [values[x.peers]]
+        ]
+        pool = (*self.pool, *fresh)[-COMPARED_POOL:]
+        of = dict(self.of)
+        for x in scored:
+            if x.peers in values:
+                for peer in x.peers:
+                    of[peer] = _weighed(of.get(peer, NOTHING), x, values[x.peers], pool, round)
+        bad = sorted(peer for peer, entry in of.items() if max(entry.idle, entry.edgeless) > ENOUGH_EVIDENCE)
+        of |= {peer: dataclasses.replace(of[peer], idle=0.0, edgeless=0.0) for peer in bad}
+        typical = statistics.median(gain for gain, _ in pool) if len(pool) >= LEAST_POOL else 0.0
+        for x in scored:
+            for peer in x.due:
+                of[peer] = _believed(of.get(peer, NOTHING), x, peer, typical, now)
+        if len(of) > REMEMBERED_PEERS:
+            of = dict(sorted(of.items(), key=lambda item: item[1].newest)[-REMEMBERED_PEERS:])
+        return ScoreBook(round, pool, of), bad
+
+
+def valued(scored: Scored) -> tuple[float, float] | None:
+    """Gain and edge of a contribution; None where fewer than two have marked it."""
+    found = list(scored.told.values())
+    if len(found) < 2:
+        return None
+    middle = statistics.median if len(found) > 2 else max
+    return middle([x.assigned for x in found]), middle([x.assigned - x.other for x in found])
+
+
+def against(value: float, part: float, others: Sequence[float]) -> float:
+    """The evidence that one value brings; negative where it speaks for a contribution."""
+    middle = statistics.median(others)
+    if len(others) < LEAST_POOL or middle <= 0:
+        return 0.0
+    spread = max(1.4826 * statistics.median(abs(other - middle) for other in others), LEAST_SPREAD * middle)
+    expected = part * middle
+    return min(MOST_EVIDENCE_STEP, max(-MOST_EVIDENCE_STEP, expected * (expected / 2 - value) / (spread * spread)))
+
+
+def _weighed(
+    entry: PeerScores,
+    scored: Scored,
+    value: tuple[float, float],
+    pool: Sequence[tuple[float, float]],
+    round: int,
+) -> PeerScores:
+    gain, edge = value
+    idle, edgeless = (
+        max(0.0, before + against(found, scored.part, [x[at] for x in pool]) / len(scored.peers))
+        for at, before, found in ((0, entry.idle, gain), (1, entry.edgeless, edge))
+    )
+    return dataclasses.replace(entry, newest=round, gain=gain, edge=edge, idle=idle, edgeless=edgeless)
+
+
+def _believed(entry: PeerScores, scored: Scored, peer: str, typical: float, now: int) -> PeerScores:
+    """What the marks that `peer` gave, or did not, say of itself."""
+    mark, others = scored.told.get(peer), scored.told.values()
+    missed = mark is None
+    if mark is not None:
+        if len(others) < 3 or typical <= 0:
+            return entry
+        apart = (
+            mark.assigned - statistics.median(x.assigned for x in others),
+            mark.other - statistics.median(x.other for x in others),
+        )
+        missed = max(map(abs, apart)) > FAR_MARK * typical
+    misses = max(0.0, entry.misses + (1.0 if missed else -0.5))
+    if misses < MISSES:
+        return dataclasses.replace(entry, misses=misses)
+    return dataclasses.replace(entry, misses=0.0, mute=now + MUTE_ROUNDS)
+
 
 SCORERS = 3
 """Of one contribution: two honest ones outvote a liar."""
-LEAST, MOST = 4, 32
+LEAST_SEQUENCES, MOST_SEQUENCES = 4, 32
 """Sequences of each kind of text that a contribution is scored on."""
 PASSES, TRAINED = 4, 3
-"""Forward passes of the sequences of a mark: two kinds of text, with and without the update; what a trained sequence costs in such passes."""
-SLOW = 0.5
+"""Forward passes of a mark's sequences (two texts, with and without the update), and of a trained sequence."""
+SLOWEST_SCORER = 0.5
 """Who has trained on less than this part of what the fastest full replica did does not score."""
-LATE = 3
+LATE_ROUNDS = 3
 """Rounds after which a score has no place any more."""
-POOL = 256
+HELD_OUT_POOL = 256
 """Held-out sequences, the first ones, from which those are taken that a round is scored on."""
 
 
 def sequences(manifest: Manifest) -> int:
-    """Of each kind of text: as many as let a replica that does all its steps mark SCORERS contributions in each round, within bounds."""
+    """Sequences of each kind of text, so that a replica with all its steps can mark SCORERS contributions a round."""
     affordable = manifest.judging.score_share * TRAINED * manifest.train.inner_steps * manifest.train.step_rows
-    return max(LEAST, min(MOST, int(affordable / (PASSES * SCORERS))))
+    return max(LEAST_SEQUENCES, min(MOST_SEQUENCES, int(affordable / (PASSES * SCORERS))))
 
 
-def able(manifest: Manifest, commit: Commit, book: Book) -> dict[str, int]:
+def able(manifest: Manifest, commit: Commit, book: ScoreBook) -> dict[str, int]:
     """Who can score the contributions of `commit`, and on how many sequences each has trained for it."""
     full = {c.shares[0].peer: c.tokens // manifest.train.sequence for c in commit.contributions if len(c.shares) == 1}
     fastest = max(full.values(), default=0)
-    return {peer: n for peer, n in full.items() if n >= SLOW * fastest and book.is_heard(peer, commit.round)}
+    return {peer: n for peer, n in full.items() if n >= SLOWEST_SCORER * fastest and book.is_heard(peer, commit.round)}
 
 
 def quota(manifest: Manifest, commit: Commit, trained: Mapping[str, int]) -> int:
@@ -79,12 +234,14 @@ def _drawn(commit: Commit, *what: object) -> int:
 def assigned(
     manifest: Manifest,
     commit: Commit,
-    book: Book,
+    book: ScoreBook,
     lately: Mapping[str, int] = MappingProxyType({}),
     may: Callable[[str], bool] = lambda peer: True,
 ) -> dict[str, tuple[int, ...]]:
-    """scorer -> the numbers of the replicas whose contributions to `commit` it marks. `book`: of the log before; `lately`: the last round in
-    which a peer's work was to be scored, of those that are not in the book yet; `may`: whether a peer may score."""
+    """scorer -> replicas whose contributions to `commit` it marks.
+
+    lately: last round with scoring of a peer that is not in the book yet; may: whether a peer may score
+    """
 
     def since(contribution: Contribution) -> int:
         return max(book.newest(contribution.peers), min(lately.get(peer, -1) for peer in contribution.peers))
@@ -114,8 +271,7 @@ def assigned(
 
 
 def slots(manifest: Manifest, commit: Commit, contribution: Contribution, work: Work) -> range:
-    """The slots of assigned text that the contribution is scored on: some that it trained on, one after the other. `work`: what the plan of
-    its round gave its replica."""
+    """The slots of assigned text for scoring, consecutive ones of those trained. work: its replica's in the plan."""
     count = contribution.steps * work.micro_batches * manifest.train.rows
     wanted = min(sequences(manifest), count)
     first = work.slot + _drawn(commit, "slots", contribution.replica) % (count - wanted + 1)
@@ -131,8 +287,10 @@ def held_out(manifest: Manifest, commit: Commit, there: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """The scoring of the contributions to one round, whose commit has the digest `of`. `by`: as `assigned`; `members`: of the replicas, and
-    `parts`: f of each (protocol/ledger/marks.py); `told`: the marks that the log has, by scorer."""
+    """The scoring of one round, whose commit has the digest `of`.
+
+    by: as `assigned`; members, parts: peers and f of the replicas; told: marks in the log, by scorer
+    """
 
     round: int
     of: str
@@ -156,7 +314,7 @@ class Turn:
 
     def is_over(self, now: int) -> bool:
         """Whether nothing of it is waited for any more after the commit of round `now`."""
-        return self.round + LATE <= now or self.told.keys() == self.by.keys()
+        return self.round + LATE_ROUNDS <= now or self.told.keys() == self.by.keys()
 
     def scored(self) -> list[Scored]:
         """All contributions that were to be scored, with what was told."""
@@ -173,12 +331,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What may be told now, and what the log says so far. `turns`: of the last LATE rounds that were to be scored; `book`: of those before;
-    `found`: whose work the newest commit shows to be bad."""
+    """Open scorings (`turns`, of the last LATE_ROUNDS), the book of closed ones, and peers just `found` bad."""
 
     manifest: Manifest
     turns: tuple[Turn, ...] = ()
-    book: Book = field(default_factory=Book)
+    book: ScoreBook = field(default_factory=ScoreBook)
     found: tuple[str, ...] = ()
 
     def turn(self, round: int) -> Turn | None:
@@ -196,7 +353,7 @@ class Scoring:
         return f"scores round {said.round}, which is not due" if turn is None else turn.why_not(said)
 
     def after(self, commit: Commit, may: Callable[[str], bool] = lambda peer: True) -> Scoring:
-        """The same when `commit` is the newest. `may`: whether a peer is no newcomer any more, whose marks would count for nothing."""
+        """The scoring after `commit`. may: whether a peer has served its probation, so that its marks count."""
         if not self.manifest.judging.score_share:
             return self
         turns = tuple(_with(turn, commit) for turn in self.turns)

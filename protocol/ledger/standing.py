@@ -1,26 +1,19 @@
-"""What the log says of each peer: how long it has served, and how far it is to be trusted. Pure, and from the log alone.
+"""Standing of peers in the log: probation, reputation, and the limit of one peer's weight. Pure.
 
-Three things follow from it, which leader, voters, peers and `log verify` all take from here.
+    probation     The work of a newcomer has weight 0 for the run's `probation` rounds (schedule.limits). It is judged
+                  as all work is (protocol/round/judging.py), named in the commit (LeftOut.probation), and goes back
+                  into its maker's error feedback.
+    reputation    A factor of a peer's weight, 0 to 1. A finding against the peer takes LOSS of it, a round of work that
+                  counts gives GAIN back. A failed audit (protocol/ledger/audits.py) or bad scores in round after round
+                  (protocol/ledger/scoring.py) take all of it. Below FLOOR the peer *rests* for REST_ROUNDS, and returns
+                  on probation with the reputation RETURNING.
+    share         No peer has more than the run's `share` of a round's weight, or an equal share where that is more.
 
-    probation     The work of a newcomer has weight zero for the run's `probation` rounds (schedule.limits). It is judged as all work is
-                  (protocol/round/judging.py), named in the commit (LeftOut.probation), and goes back into its maker's error feedback.
-                  So it costs its maker that it counts later, and costs a stranger that rounds of real work under each of its names.
-    reputation    A number from 0 to 1 that a peer's weight is multiplied by. What is found against a peer takes half of it at once, and
-                  each round of work that counts gives a 16th back. Work that others trained again and found to be another takes all of it
-                  (protocol/ledger/audits.py). Below FLOOR the peer *rests*: it is in no plan for REST rounds.
-                  Then it begins anew, on probation and with the reputation RETURNING.
-                  Whose work was scored, and found bad in round after round (protocol/ledger/marks.py), rests at once.
-    share         No peer has more than the run's `share` of a round's weight, and everybody may have an equal share.
-
-A round of probation is *served* by work with which nothing is wrong, in a round in which that could be seen: as many established replicas
-counted in it as it takes to compare (LEAST_COMPARED), or the plan had fewer than that, so that nobody could have compared.
-Work that is found wrong while its maker is on probation begins the probation anew.
-
-Not on probation is whoever was in the first plan with work, is listed in the manifest, has come in by an invitation, or was admitted by
-the operators. A plan without any established replica has nobody on probation: somebody has to go on.
-
-A replica counts as a newcomer's where most of its blocks are trained by peers on probation. A chain's weight belongs to its members by
-their blocks, and so does its reputation.
+A round of probation is *served* by faultless work in a round in which faults could be seen: enough established replicas
+counted to compare it with (LEAST_COMPARED), or the plan had too few of them. A finding restarts the probation. Exempt
+are members of the first plan, and peers that the manifest lists, an invitation let in, or the operators admitted.
+Without any established replica no replica is on probation. A replica is a newcomer's where peers on probation train
+most of its blocks. A chain's weight and reputation are shared by its members' blocks.
 """
 
 from __future__ import annotations
@@ -42,22 +35,20 @@ from protocol.wire.commit import Commit, Contribution
 from protocol.wire.decree import ADMIT, Limits
 from protocol.wire.plan import Plan, ReplicaSpec
 
-REMEMBERED = 20_000
-"""Peers. Of more, those are forgotten of whom the log has said nothing for the longest time: they are newcomers again."""
+REMEMBERED_PEERS = 20_000
+"""Most peers with a record; those without news for the longest time become newcomers again."""
 LOSS = 1 / 2
 """Of a reputation, that a finding against the peer takes."""
 GAIN = 1 / 16
 """Of a reputation, that a round of work gives back."""
 FLOOR = 1 / 8
-REST = 64
+REST_ROUNDS = 64
 """Rounds."""
 RETURNING = 1 / 2
 
 
 class Finding(NamedTuple):
-    """`good`: whether what was found speaks for `peer`. `part`: how much of it is this peer's doing, from 0 to 1: of what is found of a
-    chain, each member has the part of its blocks. `grave`: it was found in many rounds, or is a lie that is seldom looked for, and takes the
-    whole reputation."""
+    """A finding for or against `peer`. part: its share of a chain's blocks; grave: it takes the whole reputation."""
 
     peer: str
     good: bool
@@ -66,33 +57,33 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What the log says of a peer. `served`: rounds of work with which nothing was wrong, counted or on probation, since it came or
-    since it began anew; `until`: the last round in which it rests, -1 for none; `fell`: whether it has lost its reputation once."""
+class Reputation:
+    """The record of a peer. served: faultless rounds since its (re)start; until: last round of its rest, or -1."""
 
     served: int = 0
     reputation: float = 1.0
     until: int = -1
     fell: bool = False
 
-    def found(self, finding: Finding, round: int) -> Known:
+    def found(self, finding: Finding, round: int) -> Reputation:
         """After a finding in the commit of `round`."""
         if finding.good:
             return dataclasses.replace(self, reputation=min(1.0, self.reputation + GAIN * finding.part))
         left = 0.0 if finding.grave else self.reputation * (1 - LOSS * finding.part)
         if left >= FLOOR:
             return dataclasses.replace(self, reputation=left)
-        return Known(reputation=RETURNING, until=round + REST, fell=True)
+        return Reputation(reputation=RETURNING, until=round + REST_ROUNDS, fell=True)
 
 
-NEW = Known()
+UNKNOWN_PEER = Reputation()
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Of all peers, after the commits so far. `plan`: of the open round; `founders`: who had work in the first plan; `known`: those of whom
-    the log says something, the one with the oldest news first; `limits`: what strangers may have; `scoring`: what is to be scored, and what scores have come to; `audits`: what is
-    to be trained again."""
+    """Standing of all peers after a commit.
+
+    plan: of the open round; founders: members of the first plan; known: records, the oldest news first
+    """
 
     manifest: Manifest
     limits: Limits
@@ -102,13 +93,12 @@ class Standing:
     round: int = -1
     plan: Plan | None = None
     founders: frozenset[str] = frozenset()
-    known: Mapping[str, Known] = field(default_factory=dict)
+    known: Mapping[str, Reputation] = field(default_factory=dict)
 
     # --- what is known of a peer
 
-    def of(self, peer: str) -> Known:
-        """What the log says of `peer`."""
-        return self.known.get(peer, NEW)
+    def of(self, peer: str) -> Reputation:
+        return self.known.get(peer, UNKNOWN_PEER)
 
     def is_exempt(self, peer: str) -> bool:
         """Whether `peer` need not serve a probation: somebody has vouched for it."""
@@ -119,7 +109,6 @@ class Standing:
         return admitted or peer in self.founders or peer in self.access.listed or peer in self.access.invited
 
     def left(self, peer: str) -> int:
-        """Rounds of probation that `peer` still has to serve."""
         return 0 if self.is_exempt(peer) else max(0, self.limits.probation - self.of(peer).served)
 
     def rests(self, peer: str) -> bool:
@@ -128,7 +117,7 @@ class Standing:
 
     def fallen(self) -> dict[str, int]:
         """Who has lost its reputation in the newest round, and up to which round each rests."""
-        until = self.round + REST
+        until = self.round + REST_ROUNDS
         return {peer: until for peer, known in self.known.items() if known.until == until}
 
     def marked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -216,24 +205,23 @@ class Standing:
 
     # --- what comes next
 
-    def after(self, commit: Commit, known: dict[str, Known] | None = None) -> Standing:
-        """With the next commit of the log. `known`: a mapping equal to `self.known`, which is changed in place and becomes the new one's, so that
-        a long log is folded without copies; None: a copy is made."""
+    def after(self, commit: Commit, known: dict[str, Reputation] | None = None) -> Standing:
+        """The standing after the next commit. known: equal to `self.known`, changed in place; None: a copy of it."""
         known = dict(self.known) if known is None else known
 
-        def put(peer: str, now: Known) -> None:
+        def put(peer: str, now: Reputation) -> None:
             known.pop(peer, None)
             known[peer] = now
-            if len(known) > REMEMBERED:
+            if len(known) > REMEMBERED_PEERS:
                 del known[next(iter(known))]
 
         for peer in self._served(commit):
-            before = known.get(peer, NEW)
+            before = known.get(peer, UNKNOWN_PEER)
             put(peer, dataclasses.replace(before, served=before.served + 1))
         scored = self.scoring.after(commit, lambda peer: not self.left(peer))
         bad = (Finding(peer, False, grave=True) for peer in scored.found)
         for finding in (*self._findings(commit), *bad):
-            before = known.get(finding.peer, NEW)
+            before = known.get(finding.peer, UNKNOWN_PEER)
             if not finding.good and self.left(finding.peer):
                 before = dataclasses.replace(before, served=0)
             put(finding.peer, before.found(finding, commit.round))
@@ -256,20 +244,18 @@ class Standing:
         )
 
     def after_all(self, commits: Iterable[Commit]) -> Standing:
-        """With the next commits of the log."""
         found, known = self, dict(self.known)
         for commit in commits:
             found = found.after(commit, known)
         return found
 
     def _served(self, commit: Commit) -> Iterator[str]:
-        """Who has served this round."""
         yield from (share.peer for share in commit.shares)
         if self.compares(len(commit.contributions)):
             yield from (peer for x in commit.left_out if x.probation for peer in x.peers)
 
     def _findings(self, commit: Commit) -> Iterator[Finding]:
-        """What a commit says for and against peers. Further kinds of findings, each a function of the manifest and the commit, go here."""
+        """Findings of a commit for and against peers. Further kinds go here."""
         yield from (Finding(share.peer, True) for share in commit.shares)
         for left in commit.left_out:
             if left.judged is not None and not left.probation:
@@ -280,7 +266,6 @@ class Standing:
 
 
 def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Standing:
-    """After these commits, which are the log's first."""
     found = Standing(
         manifest, schedule.limits(manifest, None), access.of(manifest), Scoring(manifest), Audits(manifest)
     )

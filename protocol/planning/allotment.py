@@ -1,17 +1,15 @@
-"""What each replica of a plan is given to do: a number that stays its own, text, inner steps, and micro-batches of a step.
+"""Work of each replica of a plan: its number, text, inner steps, and micro-batches of a step.
 
-All replicas train for the same time, `round_seconds`, each at its own pace. So the plan gives a replica as many inner
-steps as it is expected to have time for, and some more. A round ends with the last whole step that fits into it. So
-where fewer than FEWEST whole steps would fit, the replica gets fewer micro-batches a step. What is expected, in this order:
+All replicas train for `round_seconds`, each at its own pace, so the plan gives each the steps that it is expected to
+have time for, and some more. Where fewer than FEWEST_STEPS whole steps would fit, a step gets fewer micro-batches.
+Expected are
 
-    the steps that it did in the last round      seen by everybody, in the commit; a replica that did all that it was
-                                                 given may be faster than thought, and is given FASTER times as many
-    its members' announced speeds                the stages' seconds (protocol/planning/partition.py)
-    nothing                                      it is given the most steps, `inner_steps`
+    the steps of the last round          FULL_SPEEDUP times as many if the replica did all that it was given
+    else its members' announced speeds   the stages' seconds (protocol/planning/partition.py)
+    else the most                        `inner_steps`
 
-The text of a replica is a range of slots that nobody else is given (protocol/run/data_order.py). With `overlap` a plan
-also names what each replica is given for the round after. The next plan repeats that for every replica that stays as it
-is, whoever else comes or goes: so nothing that was trained ahead is in vain but that of replicas that changed.
+The text is a range of slots of its own (protocol/run/corpus.py). With `overlap` a plan also names the work of the round
+after, and the next plan repeats it for every replica that stays as it is: so what was trained ahead counts.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from protocol.wire.plan import Plan, ReplicaSpec, Seat, Work
 
 HEADROOM = 1.25
 """A replica is given so many times the steps that it is expected to do: its pace may rise by so much."""
-FASTER = 4
+FULL_SPEEDUP = 4
 """A replica that did all that it was given is expected to be so much faster."""
-FEWEST = 4
+FEWEST_STEPS = 4
 """Every replica does about so many inner steps, if it has micro-batches for them: the rest of a step is lost time."""
-A_SEAT_FOR = 8
-"""Replicas of a plan, for which there is one seat more than one (protocol/round/seats.py)."""
+REPLICAS_PER_SEAT = 8
+"""Replicas of a plan, for which there is one seat more than one (protocol/round/stragglers.py)."""
 MOST_SEATS = 32
 """Of one plan."""
 NEW = -1
@@ -47,10 +45,9 @@ def allot(
     previous: Plan | None = None,
     done: Mapping[int, int] | None = None,
 ) -> Plan:
-    """The plan of `round` with these replicas: the kept ones under the numbers that they have, the others with NEW.
+    """The plan of `round` with these replicas; new ones have the number NEW.
 
-    `previous`: the plan of the round before, with its chains as they were repaired. `done`: the inner steps of that round, by the
-    replica's number, of those whose work was committed. `there`: the peers by their ids.
+    previous: the last plan with repaired chains; done: committed inner steps by replica; there: peers by id
     """
     number, slot = (previous.next_number, previous.next_slot) if previous is not None else (0, 0)
     planned: list[ReplicaSpec] = []
@@ -81,7 +78,7 @@ def allot(
     seats: list[Seat] = []
     if manifest.timing.round_seconds and planned:  # who takes one is given as much as whoever is given most
         most = max(r.work.steps for r in planned), max(r.work.micro_batches for r in planned)
-        count = min(MOST_SEATS, 1 + len(planned) // A_SEAT_FOR)
+        count = min(MOST_SEATS, 1 + len(planned) // REPLICAS_PER_SEAT)
         seats = [Seat(number=number + i, work=fresh(*most)) for i in range(count)]
     return Plan(
         round=round,
@@ -100,17 +97,16 @@ def share(
     before: ReplicaSpec | None,
     done: int | None,
 ) -> tuple[int, int]:
-    """(inner steps, micro-batches of each) that a replica is given. `before`: the same replica in the last plan, and `done` the
-    steps that it did of it, None where nothing of it was committed."""
+    """(inner steps, micro-batches). before: the replica in the last plan; done: its committed steps, or None."""
     train, most = manifest.train, manifest.train.inner_steps
     seconds, fits = step_seconds(manifest, replica, there), train.micro_batches
-    if seconds is not None and FEWEST * seconds > manifest.timing.training_seconds:
-        fits = max(1, int(fits * manifest.timing.training_seconds / (FEWEST * seconds)))
+    if seconds is not None and FEWEST_STEPS * seconds > manifest.timing.training_seconds:
+        fits = max(1, int(fits * manifest.timing.training_seconds / (FEWEST_STEPS * seconds)))
     if before is not None and before.stages == replica.stages:
         given, micro = before.work.steps, before.work.micro_batches
         if done is None:
             return given, micro
-        expected = (FASTER * done if done >= given else done) * micro / fits
+        expected = (FULL_SPEEDUP * done if done >= given else done) * micro / fits
     elif seconds is not None:
         expected = manifest.timing.training_seconds / (seconds * fits / train.micro_batches)
     else:
@@ -119,7 +115,6 @@ def share(
 
 
 def step_seconds(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, Candidate]) -> float | None:
-    """Seconds of a whole inner step: the way of its first micro-batch, and the slowest stage's time for each of the others; None
-    where a speed is unknown. Links, and memory for fewer micro-batches than stages, show only in what is done."""
+    """Seconds of an inner step by the stages' speeds, None if one is unknown. Links and short memory are left out."""
     stages = stage_seconds(manifest, replica, there)
     return None if stages is None else sum(stages) + (manifest.train.micro_batches - 1) * max(stages)

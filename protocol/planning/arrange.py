@@ -1,16 +1,14 @@
-"""Who forms which replica: as many committed tokens per second as can be had, and nobody moves for nothing. A pure function.
+"""Which peers form which replica: as many committed tokens per second as possible, without moves that do not pay. Pure.
 
 1. Replicas of the last plan whose members are all there are kept.
-2. Of the others, whoever can hold the whole model is a full replica; the rest forms chains of neighbours by uplink, each as short as
-   the model's memory allows.
-3. Pools of a few replicas and free peers are arranged anew where that brings more (protocol/planning/pools.py): so strong peers
-   become stages where that gives more in sum, chains grow, shrink, split and exchange members.
-4. Members of chains exchange places where that brings more.
+2. Of the others, peers that can hold the whole model are full replicas; the rest forms chains of neighbours by uplink,
+   as short as memory allows.
+3. Pools and moves improve that (protocol/planning/search.py) by the rate of protocol/planning/objective.py.
 
-What is counted is protocol/planning/objective.py's. A kept replica is given up only when all of it pays:
+A kept replica is given up only when all of it pays:
 
     all its members' speeds are known         a guess moves nothing
-    the new rates >= the old ones / GAIN       as for blocks (protocol/planning/partition.py)
+    the new rates >= the old ones / GAIN      as for blocks (protocol/planning/partition.py)
     tokens lost while states travel <= tokens gained in HORIZON_ROUNDS rounds
 """
 
@@ -24,11 +22,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from protocol.planning import moves, orders, pools
+from protocol.planning import search
 from protocol.planning.memory import held_shards
 from protocol.planning.objective import Swarm, padded
-from protocol.planning.partition import GAIN, HORIZON_ROUNDS, Candidate, Ranges, split
-from protocol.planning.pools import SMALL, Allowed, Arrangement, Group
+from protocol.planning.partition import HORIZON_ROUNDS, MOVE_GAIN, Candidate, Ranges, split
+from protocol.planning.search import SMALL, Allowed, Arrangement, Group
 from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Floats, Ints
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -56,8 +54,7 @@ class Arranged:
 def arrange(
     manifest: Manifest, candidates: Sequence[Candidate], kept: Sequence[Arranged] = (), relay_bps: float = math.inf
 ) -> tuple[tuple[Arranged, ...], tuple[str, ...]]:
-    """The replicas, kept ones first in their order, and the spares. `kept`: replicas of the last plan, as they are to be if they stay;
-    all their members are candidates and can hold their blocks. `relay_bps`: what all relays together pass on."""
+    """The replicas, kept ones first, and the spares. kept: replicas of the last plan as they would stay."""
     everybody = sorted(candidates, key=lambda c: c.peer)
     swarm = Swarm(manifest, everybody, relay_bps)
     number = {c.peer: i for i, c in enumerate(everybody)}
@@ -65,8 +62,8 @@ def arrange(
     busy = {i for group in old for i in group}
     free = {i for i in range(len(everybody)) if i not in busy and swarm.caps[:, i].any()}
     rates = [replica.rate for replica in old.values()]
-    now = Arrangement(groups=list(old), rates=rates, free=free, kept=set(old), bonus=1 / GAIN)
-    pools.tidy(now)  # neighbours that found out that they cannot reach each other
+    now = Arrangement(groups=list(old), rates=rates, free=free, kept=set(old), bonus=1 / MOVE_GAIN)
+    search.tidy(now)  # neighbours that found out that they cannot reach each other
     _found(swarm, now)
     budget = NEW_ROWS if kept else min(ROWS, ROWS_A_PEER * len(everybody))
 
@@ -75,7 +72,7 @@ def arrange(
         guessed = not all(swarm.known[list(group)].all() for group in (*before, *after))
         return not gone or (not guessed and _pays(manifest, swarm, everybody, gone, after))
 
-    pools.split_chains(swarm, now, allowed)
+    search.split_chains(swarm, now, allowed)
     if now.free or len(now.kept) < len(now.groups):
         _search(swarm, now, budget, allowed)
         _found(swarm, now)  # of those whom the search left over
@@ -85,13 +82,13 @@ def arrange(
 def _search(swarm: Swarm, now: Arrangement, budget: int, allowed: Allowed) -> None:
     """Makes the arrangement better: a small swarm's as a whole, a larger one's by pools and moves in turns."""
     if len(now.free) + sum(map(len, now.groups)) <= SMALL:
-        pools.solve_all(swarm, now, allowed)
+        search.solve_all(swarm, now, allowed)
         return
     for share in SHARES:
         before = now.total
-        moves.improve(swarm, now, rows=int(budget * share / 2), allowed=allowed)
-        pools.improve(swarm, now, rows=int(budget * share / 2), allowed=allowed)
-        if now.total <= before * (1 + pools.GAIN):
+        search.improve_moves(swarm, now, rows=int(budget * share / 2), allowed=allowed)
+        search.improve_pools(swarm, now, rows=int(budget * share / 2), allowed=allowed)
+        if now.total <= before * (1 + search.GAIN):
             break
 
 
@@ -108,7 +105,7 @@ def rates(
 
 
 def _as_is(swarm: Swarm, groups: Sequence[Group], replicas: Sequence[Arranged]) -> tuple[Floats, Floats, Ints]:
-    """[N] each: the rates of replicas with these members, as they are and at the best of the allowed ranks; and which that is."""
+    """[N] each: rates of replicas as they are, rates at the best allowed rank, and the index of that rank."""
     rows = padded(groups)
     blocks = np.zeros_like(rows)
     for row, replica in zip(blocks, replicas, strict=True):
@@ -125,7 +122,7 @@ def _as_they_are(swarm: Swarm, old: dict[Group, Arranged]) -> dict[Group, Arrang
         return old
     ranks = swarm.shapes.ranks
     same, best, rank = _as_is(swarm, list(old), list(old.values()))
-    changes = (best * GAIN >= same) & [len(group) > 1 for group in old]
+    changes = (best * MOVE_GAIN >= same) & [len(group) > 1 for group in old]
     return {
         group: dataclasses.replace(
             replica,
@@ -137,13 +134,13 @@ def _as_they_are(swarm: Swarm, old: dict[Group, Arranged]) -> dict[Group, Arrang
 
 
 def _found(swarm: Swarm, now: Arrangement) -> None:
-    """Founds replicas of the free peers: full ones, and chains of neighbours by what makes the best chains of several measures."""
+    """Makes replicas of the free peers: full ones, and chains, sorted by the measure that gives the best ones."""
     full = [i for i in sorted(now.free) if swarm.caps[WHOLE, i]]
     weak = np.array(sorted(now.free.difference(full)), dtype=np.int64)
     best: list[tuple[Group, float]] = []
     for key in (swarm.speed, swarm.up, swarm.speed * swarm.up):
         groups = _chains(swarm, weak[np.argsort(-key[weak], kind="stable")].tolist())
-        rows, rated = orders.best(swarm, padded(groups), thorough=False) if groups else (padded([]), None)
+        rows, rated = search.best_orders(swarm, padded(groups), thorough=False) if groups else (padded([]), None)
         found = [
             (tuple(int(i) for i in row if i >= 0), float(rate))
             for row, rate in zip(rows, rated.rate if rated else (), strict=True)
@@ -180,7 +177,7 @@ def _chains(swarm: Swarm, weak: Sequence[int]) -> list[Group]:
 
 
 def _holds(layers: int, blocks: int, first: Ints, last: Ints) -> bool:
-    """Whether peers hold the model whose inner stages could have so many blocks, and an end so many more or fewer [members]."""
+    """Whether the model fits: `blocks` in inner stages, `first` and `last` [members] more or fewer at an end."""
     starts, ends = np.argsort(-first, kind="stable")[:2], np.argsort(-last, kind="stable")[:2]
     return any(a != b and blocks + int(first[a] + last[b]) >= layers for a in starts for b in ends)
 
@@ -217,7 +214,7 @@ def _result(
     ]
     if new:
         rows = padded([group for group, _ in new])
-        rows, rates = orders.polished(swarm, rows, np.array([rate for _, rate in new]), turns=4)
+        rows, rates = search.polished(swarm, rows, np.array([rate for _, rate in new]), turns=4)
         sorted_rows = padded([sorted(int(i) for i in row if i >= 0) for row in rows])
         same = swarm.rated(sorted_rows).rate >= rates * (1 - 1e-9)  # the order of names, where it is as good as any
         rows = np.where(same[:, None], sorted_rows, rows)

@@ -1,12 +1,12 @@
-"""What a machine offers of its memory, and whether that is enough: for a stage, for a spare, for what is computed beside training. Pure.
+"""Memory that a machine offers, and whether it is enough for a stage, a spare, or work beside training. Pure.
 
-A stage needs `own` bytes of what trains, and `host` bytes of the host beside that (protocol/planning/memory.py: stage_memory, host_memory).
+A stage needs `own` bytes of the device that trains and `host` bytes beside it (protocol/planning/memory.py).
 
-    a processor, or a GPU that computes as one (`mps`)    one budget; all that a stage needs is its own
-    a GPU with memory of its own                          two budgets, each of which must be enough
-    a GPU that uses the host's memory (integrated)        one budget, for both together
+    a processor, or `mps`                 one budget; all that a stage needs is its own
+    a GPU with memory of its own          two budgets, each of which must be enough
+    a GPU that uses the host's memory     one budget, for both together
 
-A peer measures what it has. Of the host beside a GPU it may not be known, in a plan of machines that there might be: then it is taken to be enough.
+Of the host beside a GPU nothing may be known, in a plan for machines that do not exist: then it is enough.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ Bytes = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What Potluck may use above an idle process. `memory_bytes`: of what trains; `device`: what that is; `host_bytes`: of the host
-    beside a GPU, 0 where the GPU uses the host's memory, None where it is not known. A processor has no `host_bytes`."""
+    """Usable memory above an idle process.
+
+    memory_bytes: of `device`, which trains
+    host_bytes: beside a GPU; 0: the GPU uses the host's memory, None: unknown. A processor has none.
+    """
 
     memory_bytes: int
     device: str = CPU
@@ -42,7 +45,6 @@ class Budget:
         return on_gpu(self.device) and self.host_bytes != 0
 
     def holds(self, need: Bytes) -> bool:
-        """Whether there is so much."""
         own, host = need
         if not self.is_split:
             return own + host <= self.memory_bytes
@@ -86,20 +88,17 @@ def fits(manifest: Manifest, budget: Budget, first: int, last: int) -> bool:
 
 
 def holds_whole(manifest: Manifest, budget: Budget) -> bool:
-    """Whether this is enough for a full replica."""
     return fits(manifest, budget, 0, manifest.model.n_layers)
 
 
 def most_blocks(manifest: Manifest, budget: Budget) -> int:
-    """The most blocks of a stage for which this is enough."""
     return max(
         (b - a for (a, b), need in needs_by_range(manifest, budget.device).items() if budget.holds(need)), default=0
     )
 
 
 def smallest_stage(manifest: Manifest, device: str = CPU) -> Bytes:
-    """What the least demanding stage of one block needs, or the whole model where it is for full replicas only: a peer with less of either
-    cannot take part."""
+    """The least need of a stage of one block, or of the whole model where it has no chains."""
     layers, needs = manifest.model.n_layers, needs_by_range(manifest, device)
     some = [needs[a, b] for a, b in [(0, layers), *((i, i + 1) for i in range(layers))]]
     some = [need for need in some if need[0] < NEVER]
@@ -149,8 +148,7 @@ def _copy_bytes(manifest: Manifest) -> int:
 
 
 def has_room_to_audit(manifest: Manifest, budget: Budget) -> bool:
-    """Whether there is room for a second trainer of the whole model and what a third one has learned, for the states at which they begin, and for the moments
-    with which they do, beside whatever it is given to train."""
+    """Whether two trainers of the whole model, their states and moments fit beside any role."""
     gpu, layers, model = on_gpu(budget.device), manifest.model.n_layers, manifest.model
     one = needs_of(manifest, 0, layers, budget.device)
     joined = needs_of(manifest, 0, layers, budget.device, _most_joined(manifest, budget))
@@ -167,8 +165,7 @@ def has_room_to_audit(manifest: Manifest, budget: Budget) -> bool:
 
 
 def joined(manifest: Manifest, micro_batches: int, budget: Budget, devices: int = 1) -> int:
-    """How many of an inner step's micro-batches a full replica computes as one, which is the same mathematics: a GPU needs many tokens at once to be busy.
-    A number that divides them, no more than there is memory for, and so few that each of `devices` has one."""
+    """Micro-batches that a full replica computes as one, to keep a GPU busy: a divisor that fits in memory."""
     most = min(_most_joined(manifest, budget), micro_batches // devices)
     return next((count for count in range(most, 1, -1) if micro_batches % count == 0), 1)
 
@@ -185,10 +182,9 @@ def _most_joined(manifest: Manifest, budget: Budget) -> int:
 
 
 def depths(manifest: Manifest, first: int, last: int, budget: Budget) -> Depths:
-    """For how many micro-batches under way there is memory. The host beside a GPU has room for the frames of all of a step's.
+    """Micro-batches under way for which a stage has memory; a host beside a GPU has room for all frames of a step.
 
-    Whoever computes activations anew keeps those of one micro-batch, and so does the last stage, which goes backward right after forward. A
-    stage that has room for the activations of less than a window lets none wait: it computes anew.
+    Recomputing and last stages keep one micro-batch's activations; below a window a stage recomputes.
     """
     device = budget.device
     one, frame = memory.activation_bytes(manifest, first, last, device), memory.frame_bytes(manifest, first, last)

@@ -1,13 +1,12 @@
-"""Network coordinates: a place for each peer, so that the distance of two of them is about the one-way latency between them. Pure.
+"""Network coordinates: distances approximate the one-way latency between peers. Pure.
 
-Vivaldi (Dabek et al., SIGCOMM 2004, section 2.5). After every measured latency d, in ms, to a peer that says it is at x_j and that its
-distances are off by the share e_j, ours move towards where they would be right:
+Vivaldi (Dabek et al., SIGCOMM 2004, section 2.5). After a latency d, in ms, to a peer at x_j with relative error e_j:
 
-    w    = e / (e + e_j)                      the less sure of the two moves more
+    w    = e / (e + e_j)                      the less certain peer moves more
     e   += FACTOR w (| |x - x_j| - d | / d - e)
     x   += FACTOR w (d - |x - x_j|) u         u: the unit vector from x_j to x
 
-What the other one says may be a lie: it moves us by MOST_STEP at most, and those who tell the truth pull us back.
+A lie moves us by MOST_STEP at most, and honest peers pull us back.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ LEAST_LATENCY = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a peer takes itself to be. `at`: AXES coordinates in ms; `error`: by which share its distances are off, about, 1 for a
-    peer that knows nothing."""
+    """A peer's estimate. at: AXES coordinates in ms; error: relative error of distances, 1 if nothing is known."""
 
     at: tuple[float, ...] = (0.0,) * AXES
     error: float = 1.0
@@ -47,8 +45,7 @@ def distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
 
 
 def moved(place: Place, other: Place, latency: float) -> Place:
-    """Ours after a latency of so many ms, one way, was measured to `other`. Nobody is pushed away from the very same place: who begins,
-    begins at a place by chance, or all would stay on one line."""
+    """Our place after a one-way latency in ms to `other`. Equal places do not repel: peers begin at random ones."""
     latency = min(max(latency, LEAST_LATENCY), FARTHEST)
     away = distance(place.at, other.at)
     error, theirs = max(place.error, LEAST_ERROR), max(other.error, LEAST_ERROR)

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what limits each replica, and why each peer has its role. Pure."""
+"""Reasons for a plan: what limits each replica, and why each peer has its role. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import numpy as np
 from protocol.identity import short_peer
 from protocol.planning.arrange import Arranged
 from protocol.planning.budget import Budget, holds_whole, most_blocks, smallest_stage
-from protocol.planning.inner_steps import step
-from protocol.planning.objective import Swarm, padded
+from protocol.planning.objective import Swarm, padded, step
 from protocol.planning.partition import Candidate
 from protocol.planning.shapes import WHOLE, Ints
 from protocol.run.manifest import Manifest
@@ -35,8 +34,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """A replica. `rate`: predicted tokens per second; `ideal`: those of its members' computing alone; `limit`: what sets its pace, in
-    words."""
+    """A replica. rate: predicted tokens per second; ideal: of its computing alone; limit: what sets its pace."""
 
     rank: int
     rate: float

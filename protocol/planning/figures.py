@@ -1,9 +1,10 @@
 """Figures 2 and 3 of the main paper (Heterogeneous SparseLoCo) from the planner's own cost functions. Pure.
 
-The paper's setting: chains of four equal stages, activations and gradients in bf16 (16 bits a value), whole or with an eighth of the width;
-links that carry both directions at once, and all of their rate; rounds of H = 50 inner steps with n tokens each, whose updates have
-14 bits for each of 32 entries in 4096 and are sent one way. A token is a micro-batch of its own, so that the fill is next to nothing.
-A step's seconds are protocol/planning/objective.py's. Utilization is the share of a round in which stages compute.
+The paper's setting: chains of four equal stages, activations and gradients in bf16 (16 bits a value), whole or with an
+eighth of the width; links that carry both directions at once, and all of their rate; rounds of H = 50 inner steps with
+n tokens each, whose updates have 14 bits for each of 32 entries in 4096 and are sent one way. A token is a micro-batch
+of its own, so that the fill is next to nothing. A step's seconds are protocol/planning/objective.py's. Utilization is
+the share of a round in which stages compute.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from protocol.planning.inner_steps import step
+from protocol.planning.objective import step
 
 STAGES = 4
 INNER_STEPS = 50
@@ -24,8 +25,7 @@ PAYLOAD_BITS = 14 * 32 / 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One point. `parameters`: of the model; `width`: d; `ratio`: k/d; `flops`: operations a second of a stage; `bps`: of a link between
-    two stages, each way."""
+    """One point. parameters: of the model; width: d; ratio: k/d; flops: of a stage; bps: of a link, each way."""
 
     parameters: float
     width: int
@@ -67,7 +67,7 @@ RATIOS = (1.0, 1 / 8)
 
 
 def figure_2() -> list[tuple[float, float, tuple[float, ...]]]:
-    """(operations a second, k/d, utilization at each of FIGURE_2_BPS) for a model of 70 billion parameters, d = 8192."""
+    """(operations a second, k/d, utilization at each of FIGURE_2_BPS) for 70 billion parameters, d = 8192."""
     return [
         (
             flops,
@@ -83,8 +83,9 @@ def figure_2() -> list[tuple[float, float, tuple[float, ...]]]:
 
 
 def figure_3() -> list[tuple[float, float, float]]:
-    """(k/d, tokens, hours) for the model of 512 million parameters, d = 1536, at 1 Gb/s: 10 billion tokens whole, and 12 billion with an eighth of the
-    width, which come to about the same loss (the paper's Table 3). The paper does not say how fast a stage computes: 400 TFLOP/s, as in Figure 2."""
+    """(k/d, tokens, hours) for the model of 512 million parameters, d = 1536, at 1 Gb/s: 10 billion tokens whole, and
+    12 billion with an eighth of the width, which come to about the same loss (the paper's Table 3). The paper does not
+    say how fast a stage computes: 400 TFLOP/s, as in Figure 2."""
     return [
         (ratio, tokens, Setting(parameters=512e6, width=1536, ratio=ratio, flops=400e12, bps=1e9).hours(tokens))
         for ratio, tokens in ((1.0, 10e9), (1 / 8, 10e9), (1 / 8, 12e9))

@@ -1,75 +1,70 @@
-"""How much memory a stage needs, and which shards it holds.
+"""Memory of a stage, and the shards that it holds.
 
-Memory, in bytes above an idle process (P parameters of the stage, E = V d of the embedding, k the highest allowed rank):
+In bytes above an idle process; P parameters of the stage, E = V d of the embedding, k the highest allowed rank, r rows,
+L tokens, B blocks, d width, c width of the keys (d, or less where heads share them), F feed-forward width, V
+vocabulary, D parameters of a block, M micro-batches of a step.
 
-    parameters  16 P       local copy, gradient, two AdamW moments: fp32 each; of what Muon trains 12: it has one moment
-    first stage 20 V k     of a compressed chain, instead of 16 E: A, A0, and of A the gradient and two moments
-    overlap      4 P       where the next round's inner steps begin
-    state        8 P + 4 E  theta and error feedback, and the embedding where it is only read; in files: nothing (below)
-    scratch      4 (E + D)  what the next state of the embedding and of a block (D parameters) is written into; in files: nothing; beside a GPU, where
-                           several shards' is made at a time, 4 (2 E + 3 D)
-    in flight    4 r L (B n + [documents] L) x micro-batches between their forward and their backward; n = 14 d + 3 c + 4 F values a token of a block,
-                           and with normalized queries and keys 3 (d + c) more; documents that do not see each other have a mask
-    frames       r L (4 k + f) x micro-batches under way in the chain  what came in from either side: a frame with f bytes a token, and its tensor
-    reader       8 r L d   of a compressed chain: a micro-batch's rows of the embedding, one for each token that occurs, and one for each position
-    backward     8 r L t + 4 d F + [first, whole] 4 E  gradients within the block that goes backward, t = 8 d + 2 c + 4 F values a token; that of its largest
-                           matrix, and of an embedding that is trained as a whole, before they are added
-    loss         8 min(r L V, LOGITS) + 4 E  in the last stage: logits and their logarithms of a slice of the tokens, and the gradient of the
-                           head; in a full replica that, or the embedding's gradient, if it is more
-    or, if more  4 (E - G)  than in flight, frames, reader, backward and loss: what the embedding of a compressed chain moved, in its first stage, when the
-                           G parameters' gradients, its own V k among them, are gone; 8 E of tied embeddings, which are their two gradients
-    or, if more  12 W      where Muon trains: the largest matrix of a block (W parameters) while its update is made orthogonal
-    later role   4 Q       θ of what it lacks for another role (Q parameters), while it trains in the one that it has; in files: nothing
-    spare        4 M + scratch  a peer without a stage that keeps all shards warm (M parameters of the model), if it has that much
+    parameters    16 P: local copy, gradient, two AdamW moments in fp32; 12 P of what Muon trains
+    first stage   20 V k instead of 16 E in a compressed chain: A, A0, the gradient of A and two moments
+    overlap       4 P where the next round's inner steps begin
+    state         8 P + 4 E: theta, error feedback, and the embedding where it is only read; in files: 0
+    scratch       4 (E + D): the next state of the embedding and a block; in files: 0; beside a GPU, where several
+                  shards are made at a time, 4 (2 E + 3 D)
+    in flight     4 r L (B n + [documents] L) for each micro-batch between its forward and its backward, with
+                  n = 14 d + 3 c + 4 F values a token and block, 3 (d + c) more with normalized queries and keys
+    frames        r L (4 k + f) for each micro-batch under way: a frame of f bytes a token from either side, its tensor
+    reader        8 r L d in a compressed chain: a micro-batch's rows of the embedding, by token and by position
+    backward      8 r L t + 4 d F + [first, whole] 4 E: gradients in a block, t = 8 d + 2 c + 4 F values a token, of its
+                  largest matrix, and of an embedding that is trained as a whole
+    loss          8 min(r L V, LOGITS) + 4 E in the last stage: logits and their logarithms, the gradient of the head;
+                  in a full replica the larger of that and the embedding's gradient
+    moved         4 (E - G) if more than the five above: what the embedding of a compressed chain moved, in its first
+                  stage, when the G parameters' gradients (V k of its own) are gone; 8 E of tied embeddings
+    Muon          12 W if more: the largest matrix of a block while its update is made orthogonal
+    later role    4 Q: the Q parameters that a peer lacks for its next role; in files: 0
+    spare         4 bytes a parameter of the model + scratch: a spare that keeps all shards warm
 
-with r rows, L tokens, B blocks, d width, c width of the keys (d, or less where heads share them), F feed-forward width, V vocabulary.
-tests/benchmarks/memory.py compares it with measured peaks. A block keeps t of its n values as tensors (with normalized queries and keys
-2 (d + c) more): the rest of n, and half of 8 r L t, is what glibc's heap cannot use again.
+A block keeps t of its n values as tensors (2 (d + c) more with normalized queries and keys): the rest of n, and half of
+8 r L t, is what glibc's heap cannot use again. tests/benchmarks/memory.py compares the sums with measured peaks.
 
-*A GPU* with memory of its own has two budgets (protocol/planning/budget.py): its own memory, and the host's beside it. State, scratch and what is
-for a later role lie on the host. Blocks are compiled on the GPU and compute in bf16 (peer/training/compiled.py), so that other rows stand in the
-place of these; T are the parameters of a block's matrices:
+*A GPU* with its own memory has two budgets (protocol/planning/budget.py). State, scratch and later role lie on the
+host. Blocks are compiled and compute in bf16 (peer/training/compiled.py); T are the parameters of a block's matrices:
 
-    in flight    r L B (14 d + 4 c + 6 F) + 2 B T, documents as above, per micro-batch; with normalized queries and keys r L B (2 d + 2 c) more;
-                           in a chain's stage, whose blocks are recorded (peer/training/recorded.py), 6 r L d more, 12 where activations are whole
-    backward     r L (8 d + 6 F) + 4 T + 2 d F + [first, whole] 4 E
-    loss         4 min(r L V, GPU_LOGITS) + 8 E + 4 r L d
+    in flight     r L B (14 d + 4 c + 6 F) + 2 B T, 2 r L B (d + c) more with normalized queries and keys; in a chain's
+                  stage, whose blocks are recorded (peer/training/recorded.py), 6 r L d more, 12 without compression
+    backward      r L (8 d + 6 F) + 4 T + 2 d F + [first, whole] 4 E
+    loss          4 min(r L V, GPU_LOGITS) + 8 E + 4 r L d
 
-On the host beside it, together (`host_memory`):
+On the host beside it, together (`host_memory`): state, scratch and later role as above, and
 
-    state, scratch, later role  as above; in files: nothing
-    moments      8 P       the copy of the optimizer's moments that is written with a checkpoint; 4 of what Muon trains; of a compressed chain's
-                           first stage 8 V k instead of 8 E
-    copies       8 LANES min(PART, E or the largest matrix)  what the update goes through on its way (peer/training/update.py)
-    frames       r L f x (M + 1)  from either side, at most all of a step's M micro-batches, before they are tensors
-    reader       16 r L d  of a compressed chain: rows of the embedding on their way to the GPU, of two micro-batches, in sizes of powers of two
+    moments       8 P, 4 of what Muon trains: their copy for a checkpoint; 8 V k instead of 8 E in a compressed chain
+    copies        8 LANES min(PART, E or the largest matrix): the update on its way (peer/training/update.py)
+    frames        r L f (M + 1) from either side
+    reader        16 r L d of a compressed chain: rows of two micro-batches, in sizes of powers of two
 
-Bytes that a compiled block keeps were counted (tests/unit/test_gpu_memory.py), and the sums are within 2 % of two peaks on a card (docs/results/gpu.md).
+A compiled block's bytes were counted (tests/unit/test_gpu_memory.py); the sums are within 2 % of two peaks on a card
+(docs/results/gpu.md).
 
-*In files.* State and scratch are used at the round boundary only, and of the embedding a micro-batch reads r L rows. A peer whose
-memory is not enough for whatever it may be asked to do with all of it in memory keeps them in files that are mapped: the
-system holds in memory what is used of them, as far as there is room. The formula promises what that takes, so that more peers
-can take part. Disk: 12 P + 8 E.
+*In files.* A peer with too little memory for every role keeps state and scratch in mapped files, which are used at the
+round boundary only; a micro-batch reads r L rows of the embedding. Disk: 12 P + 8 E.
 
-*Tied embeddings.* The model is trained by full replicas only (NEVER): the first and the last stage of a chain would both move the one matrix, and
-each step one would have to send the other a gradient as large as the matrix. A replica has, after the last block, both gradients of it at
-once, 8 E; the matrix counts once.
+*Tied embeddings.* Such a model is trained by full replicas only (NEVER), since both ends of a chain would move one
+matrix. A replica has both its gradients at once, 8 E; the matrix counts once.
 
-Twice as many micro-batches may be under way as a stage has room to keep the activations of: the others wait, which costs little, and so
-a stage in the middle always finds work. A stage of one block may compute activations anew, rather than keep those of several: less is not
-possible.
+Twice as many micro-batches may be under way as a stage keeps the activations of: waiting ones cost little, and a middle
+stage always finds work. A stage of one block may recompute activations.
 """
 
 from __future__ import annotations
 
 import math
 
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 
 LOGITS = 1 << 23
-"""At a time, in the last stage (peer/training/cross_entropy.py); of one token at least."""
+"""At a time, in the last stage (peer/training/model.py); of one token at least."""
 GPU_LOGITS = 1 << 27
 """The same on a GPU: so many that matrix products keep it busy."""
 NEVER = 1 << 62
@@ -79,7 +74,7 @@ WAITING = 2
 CPU, GPU = "cpu", "cuda"
 """Devices, as they are announced (peer/training/device.py: name_of). What is no CUDA device counts as a processor."""
 ABREAST = 3
-"""Shards whose next state a peer with a GPU makes at a time, where its state is in memory; others one after the other, which takes less of it."""
+"""Shards whose next state is made at a time on a GPU with its state in memory; elsewhere one."""
 LANES, PART = 4, 1 << 23
 """What a GPU's update goes through on the host (peer/training/update.py): lanes, and elements of a part of a tensor."""
 COPY = 1.25
@@ -109,18 +104,17 @@ def held_shards(manifest: Manifest, first: int, last: int) -> tuple[str, ...]:
 
 
 def in_flight(manifest: Manifest, first: int, last: int) -> int:
-    """The activations of how many micro-batches a stage keeps at once, at the least. One of the last stage, which goes backward right
-    after forward, and one of a single block, whose others are computed anew where memory is short."""
+    """Micro-batches whose activations a stage keeps at least: 1 for the last stage or a single block."""
     return 1 if last == manifest.model.n_layers or last - first == 1 else window(manifest)
 
 
 def window(manifest: Manifest) -> int:
-    """The activations of how many micro-batches a stage of several blocks can always keep; more where its memory allows (`depths`)."""
+    """Micro-batches whose activations a stage of several blocks can always keep; more by `depths`."""
     return min(manifest.train.micro_batches, 4)
 
 
 def under_way(manifest: Manifest) -> int:
-    """How many micro-batches every chain can always have under way; more where its members' memory allows (`depths`)."""
+    """Micro-batches that every chain can always have under way; more by `depths`."""
     return min(manifest.train.micro_batches, WAITING * window(manifest))
 
 
@@ -134,7 +128,6 @@ def activation_bytes(manifest: Manifest, first: int, last: int, device: str = CP
 
 
 def _tokens(manifest: Manifest, joined: int) -> int:
-    """Of so many micro-batches."""
     return joined * manifest.train.rows * manifest.train.sequence
 
 
@@ -149,7 +142,6 @@ def _block_bytes(manifest: Manifest, device: str, tokens: int) -> int:
 
 
 def _matrices(manifest: Manifest) -> int:
-    """Parameters of a block's matrices."""
     return sum(math.prod(shape) for shape in layout.shapes(manifest.model, "block.0") if len(shape) > 1)
 
 
@@ -162,15 +154,14 @@ def _came(manifest: Manifest, first: int, last: int, value_bytes: int) -> int:
     """Of frames, and of so many bytes for each of their values."""
     chains, width = manifest.chains, max(k or manifest.model.d_model for k in manifest.chains.rank)
     forward, backward = (
-        value_bytes * width + boundary_formats.bytes_per_token(f, width) for f in (chains.forward, chains.backward)
+        value_bytes * width + formats.bytes_per_token(f, width) for f in (chains.forward, chains.backward)
     )
     came = (forward if first > 0 else 0) + (backward if last < manifest.model.n_layers else 0)
     return manifest.train.rows * manifest.train.sequence * came
 
 
 def stage_memory(manifest: Manifest, first: int, last: int, device: str = CPU, joined: int = 1) -> int:
-    """Bytes that the stage of blocks first <= i < last needs above an idle process (the formula above); NEVER where it cannot be.
-    `joined`: how many micro-batches are computed as one, by a full replica."""
+    """Bytes of the stage of blocks first <= i < last; NEVER if it cannot be. joined: micro-batches computed as one."""
     if manifest.model.tie_word_embeddings and last - first < manifest.model.n_layers:
         return NEVER
     plain, most = in_flight(manifest, first, last), under_way(manifest)
@@ -196,7 +187,7 @@ def memory_at(
 
 
 def resting_bytes(manifest: Manifest, first: int, last: int, *, in_files: bool, device: str = CPU) -> int:
-    """What a stage needs before any micro-batch is in flight: what stays from step to step, and the gradients within a block."""
+    """Bytes of a stage with no micro-batch in flight, the gradients within a block included."""
     return _kept(manifest, first, last, in_files, device) + _backward(manifest, first, last, device, 1)
 
 
@@ -207,7 +198,7 @@ def later_bytes(manifest: Manifest, first: int, last: int) -> int:
 
 
 def host_memory(manifest: Manifest, first: int, last: int, device: str, *, in_files: bool = True) -> int:
-    """Bytes of the host's memory that the stage needs beside a GPU that has its own; 0 of a processor, whose are in `stage_memory`."""
+    """Bytes of the host's memory beside a GPU that has its own; 0 for a processor."""
     if not on_gpu(device):
         return 0
     spec, train, chains = manifest.model, manifest.train, manifest.chains
@@ -279,8 +270,7 @@ def _loss(manifest: Manifest, device: str, tokens: int) -> int:
 
 
 def _moved(manifest: Manifest, first: int, last: int) -> int:
-    """Bytes of what the embedding of a compressed chain moved, where it is trained, less the gradients that are gone by then; or of both
-    gradients of a tied one."""
+    """Bytes that a compressed chain's trained embedding moved, less freed gradients; or a tied one's gradients."""
     spec = manifest.model
     embed, narrowest = spec.vocab_size * spec.d_model, min((k for k in manifest.chains.rank if k), default=0)
     if spec.tie_word_embeddings:

@@ -1,34 +1,32 @@
-"""How many tokens per second a replica brings into commits: what the planner makes as large as it can. Pure.
+"""The planner's objective: tokens per second that a replica brings into commits. Pure.
 
-Rounds have no barrier: every replica trains for the same time, does as many inner steps as fit, and weighs as many tokens as
-it trained. So a swarm's rate is the sum of its replicas' rates, and that of a replica is
+Every replica trains for the same time and weighs by its tokens, so a swarm's rate is the sum of its replicas':
 
     rate = M n / step x round / (round + payload / uplink + between) x presence         M micro-batches of n tokens
     step = trip + max over stages of (M - W) trip / W + (W - 1) tau, with trip and W from this stage on
     trip = sum of t + sum of (f + b + 2 l)         one micro-batch through the chain and back
     tau  = largest t, f or b                       what sets the pace
 
-with t the seconds of a stage per micro-batch, forward and backward (its operations over its member's speed), f and b those
-that a boundary carries a frame forward and backward, l the boundary's latency, and W the window: as many micro-batches as are under way
-(the least that any member's memory allows), or as this stage has room to keep the activations of, are between their forward and their
-backward there, and each of the others waits until one is through. A stage that keeps what came in alone computes its forward twice
-(t x 4 / 3) and lets all past; that is done where it pays. The step is the closed form of protocol/planning/pipeline_model.py's simulation. A full replica
-is a chain of one stage.
+t: seconds of a stage per micro-batch; f, b: seconds of a frame at a boundary, forward and backward; l: its latency; W:
+the window, how many micro-batches can be between their forward and backward at this stage (by the depth, which the
+least memory of any member allows, or by its own memory). A stage that keeps only its input computes its forward twice
+(t x 4 / 3) and has no window; that is done where it pays. `step` is the closed form of the simulation in
+protocol/planning/pipeline_model.py. A full replica is a chain of one stage.
 
-An inner stage has two neighbours, and its uplink and downlink carry both: each of its boundaries is as fast as if frames
-came in turns. A link is taken to carry CARRIED of its rate (docs/results/chain.md). With `overlap` the payload travels while
-training goes on, and counts only where it takes longer than the round; without, nobody trains while it travels, nor between rounds:
-a chain's members tell each other of the end, offer, fetch and open their streams anew, which takes as long as BETWEEN ways over the
-longest boundary. The presence of a replica is the product of its members': it takes all of them.
+An inner stage's links carry two boundaries in turns, at USED_LINK_SHARE of their rate (docs/results/chain.md). With
+`overlap` a payload counts only where it takes longer than the round; without, nobody trains while it travels, nor
+between rounds, which takes ROUND_TRIPS_BETWEEN ways over the longest boundary. A replica's presence is the product of
+its members'.
 
-Two neighbours behind routers that let nobody in talk through a bootstrap node: the way is taken to be DETOUR times as long, and what
-the relays pass on is shared between as many such pairs as there can be. Where nobody relays they can talk in PUNCHED of the cases. Who
-found a peer that it could not reach at all (`Candidate.apart`) is never its neighbour.
+Two neighbours behind routers talk through a bootstrap node: the way is RELAY_DETOUR times as long, and all such pairs
+share what the relays carry. Without relays they can talk in PUNCH_SUCCESS of the cases. A peer is never placed next to
+one that it could not reach (`Candidate.apart`). Unknown values are taken as usual: the median of the known speeds or
+links, USUAL_FLOPS, USUAL_BPS, USUAL_LATENCY; a downlink is as the uplink. All values come from announcements and are
+bounded.
 
-What is not known is taken to be usual: a speed is the median of those that are known, or USUAL_FLOPS; likewise for links; a
-downlink is as the uplink; a latency is USUAL_LATENCY. Everything comes from announcements, so all is brought within bounds.
-
-Arrays: N replicas, S places of members, in the order of stages; -1 where a replica has fewer.
+Arrays: N replicas, S places of members in the order of stages, -1 where a replica has fewer. `compute` [N, S]: seconds
+of each stage per micro-batch; `links`: each boundary there and back [N, S - 1], and the slowest in one direction [N];
+`windows` [N, S].
 """
 
 from __future__ import annotations
@@ -41,21 +39,62 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from protocol.planning.holding import Holding
-from protocol.planning.inner_steps import Links, gains, step
 from protocol.planning.partition import Candidate, pairs_apart
-from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Flags, Floats, Ints, shapes
+from protocol.planning.pipeline_model import RECOMPUTE_PAYS
+from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Flags, Floats, Holding, Ints, shapes
 from protocol.run.manifest import Manifest
 
-CARRIED = 0.9
+Links = tuple[Floats, Floats]
+WINDOW_WAITS = 1.02
+"""A step this many times as long as its slowest part's pace gains from more micro-batches under way."""
+
+
+def step(micro_batches: int, compute: Floats, links: Links, windows: Floats) -> tuple[Floats, Flags]:
+    """[N] each: seconds of an inner step, and whether it waits for windows, which are at most `micro_batches`."""
+    trips = _trips(compute, links)
+    pace = np.maximum(compute.max(axis=1), links[1])
+    held_up = _held_up(micro_batches, trips, pace[:, None], windows).max(axis=1)
+    steady = (micro_batches - 1) * pace
+    return trips[:, 0] + np.maximum(steady, held_up), held_up > WINDOW_WAITS * steady
+
+
+def gains(micro_batches: int, compute: Floats, links: Links, windows: Floats, depth: Floats) -> Flags:
+    """[N, S]: whether recomputing with `depth` [N, 1] beats the window; the rule of `computes_twice`."""
+    if not (windows < depth).any():
+        return np.zeros(windows.shape, dtype=bool)
+    trips, more = _trips(compute, links), compute / 3
+    pace = np.maximum(np.maximum.accumulate(compute[:, ::-1], axis=1)[:, ::-1], links[1][:, None])
+    slower = np.maximum(pace, compute + more)
+    steady, slowly = (micro_batches - 1) * pace, (micro_batches - 1) * slower
+    kept = np.maximum(steady, _held_up(micro_batches, trips, pace, windows))
+    anew = more + np.maximum(slowly, _held_up(micro_batches, trips + more, slower, depth))
+    found: Flags = anew < RECOMPUTE_PAYS * kept
+    return found
+
+
+def _trips(compute: Floats, links: Links) -> Floats:
+    """[N, S]: seconds of a micro-batch from each stage to the end of the chain and back."""
+    trips = compute.copy()
+    trips[:, :-1] += links[0]
+    for stage in range(trips.shape[1] - 2, -1, -1):
+        trips[:, stage] += trips[:, stage + 1]
+    return trips
+
+
+def _held_up(micro_batches: int, trips: Floats, pace: Floats, windows: Floats) -> Floats:
+    """[N, S]: seconds of a step but for its first trip, if the others wait for this stage's window."""
+    found: Floats = (micro_batches - windows) * trips / windows + (windows - 1) * pace
+    return found
+
+
+USED_LINK_SHARE = 0.9
 """Of a link's rate: the rest is headers, acknowledgements and room for a chain's turns."""
-PUNCHED = 0.7
+PUNCH_SUCCESS = 0.7
 """How often a hole can be punched between two home routers: 4.4 million attempts (arXiv:2510.27500)."""
-DETOUR = 2.0
-"""How much longer than the straight way the one through a relay is taken to be: nobody knows yet which relay it will be."""
-BETWEEN = 20
-"""Ways between two neighbours that a chain's members wait for from the last inner step of a round to the first of the next, one after the
-other (docs/results/reach.md)."""
+RELAY_DETOUR = 2.0
+"""Assumed length of a relayed way, in direct ways; the relay is not known when a plan is made."""
+ROUND_TRIPS_BETWEEN = 20
+"""Ways between neighbours from the last inner step of a round to the first of the next (docs/results/reach.md)."""
 USUAL_FLOPS = 1e12
 USUAL_BPS = 20e6
 """A home's uplink."""
@@ -82,15 +121,14 @@ class Rated:
 
 
 class Swarm:
-    """The candidates as arrays, in the order in which they were given: [n] each. `relay_bps`: what all relays together pass on, in bits a
-    second; 0: there are none."""
+    """The candidates as arrays [n], in their order. relay_bps: bits a second of all relays together, 0: no relays."""
 
     def __init__(self, manifest: Manifest, candidates: Sequence[Candidate], relay_bps: float = math.inf) -> None:
         self.shapes = table = shapes(manifest)
         self.known = np.array([c.speed_flops > 0 for c in candidates], dtype=bool)
         self.speed = _filled([c.speed_flops for c in candidates], USUAL_FLOPS)
-        self.up = CARRIED * _filled([c.up_bps for c in candidates], USUAL_BPS)
-        down = np.array([min(max(c.down_bps, 0), 10**13) for c in candidates], dtype=np.float64) * CARRIED
+        self.up = USED_LINK_SHARE * _filled([c.up_bps for c in candidates], USUAL_BPS)
+        down = np.array([min(max(c.down_bps, 0), 10**13) for c in candidates], dtype=np.float64) * USED_LINK_SHARE
         self.down = np.where(down > 0, down, self.up)
         self.presence = np.array([min(max(c.presence, 0.0), 1.0) for c in candidates])
         self.private = np.array([c.reachable == "private" for c in candidates], dtype=bool)
@@ -102,7 +140,7 @@ class Swarm:
         self._holding = Holding(manifest, candidates)
         alone = np.array([c.alone for c in candidates], dtype=bool)
         self.caps = caps = self._holding.caps()
-        """[K, n]: the most blocks that a member can hold as a stage of this kind; none of a chain, who is to be alone."""
+        """[K, n]: the most blocks that a member can hold in each kind of stage; 0 in chains for a peer that is out."""
         caps[:WHOLE, alone] = 0
         self._kinds: tuple[Ints, Ints] | None = None  # of the rows that were asked for last
         depths = [table.window * times for times in DEEPER if table.window * times <= table.micro_batches]
@@ -133,8 +171,7 @@ class Swarm:
         return enough & few & (np.where(there, cap, 1) >= 1).all(axis=1)
 
     def share_out(self, rows: Ints, caps: Ints) -> Ints:
-        """[N, S]: how many blocks each member gets, at most `caps` [K, n], for rows that fit so: the slowest stage is as quick as can be,
-        then the slowest members have as few as can be, and of equal ones each about as many."""
+        """[N, S]: blocks of each member, at most `caps` [K, n]: the slowest stage is as quick as possible."""
         table, there, kind = self.shapes, rows >= 0, self.kinds(rows)
         cap = np.where(there, caps[kind, rows], 0)
         extra = np.where(there, table.extra_ops[kind], 0.0)
@@ -168,8 +205,7 @@ class Swarm:
     # --- stages to seconds
 
     def boundaries(self, rows: Ints, kind: Ints, bits: Floats) -> tuple[Floats, Floats]:
-        """[N, S - 1] each: seconds that the boundary after each place carries a frame forward and backward; 0 where there is
-        none. `bits` [2]: of such frames."""
+        """[N, S - 1] each: seconds of a frame of `bits` [2] forward and backward at each boundary, 0 for none."""
         forward, backward = bits
         sends = np.array([forward, forward + backward, backward, 0.0])[kind] / self.up[rows]
         gets = np.array([backward, forward + backward, forward, 0.0])[kind] / self.down[rows]
@@ -196,7 +232,7 @@ class Swarm:
         seconds = np.sqrt(squares) / 1e3
         found: Floats = np.where(rows[:, 1:] >= 0, np.where(np.isnan(seconds), USUAL_LATENCY, seconds), 0.0)
         if self.private.any() and self.relayed_bps:
-            found = np.where(self.both_private(rows), DETOUR * found, found)
+            found = np.where(self.both_private(rows), RELAY_DETOUR * found, found)
         return found
 
     def compute(self, rows: Ints, blocks: Ints) -> Floats:
@@ -206,7 +242,7 @@ class Swarm:
         return np.where(rows >= 0, seconds, 0.0)
 
     def room(self, rows: Ints, blocks: Ints) -> tuple[Floats, Floats, Floats]:
-        """[N, S] each: for how many micro-batches under way each stage has memory (protocol/planning/holding.py)."""
+        """[N, S] each: for how many micro-batches under way each stage has memory (protocol/planning/shapes.py)."""
         return self._holding.room(rows, self.kinds(rows), blocks)
 
     def links(self, rows: Ints, rank: int) -> Links:
@@ -217,8 +253,7 @@ class Swarm:
     def manners(
         self, compute: Floats, room: tuple[Floats, Floats, Floats], links: Links
     ) -> list[tuple[Floats, Floats]]:
-        """Ways to do an inner step, `compute` and windows [N, S] as `step` takes them: at the most micro-batches under way at which nobody has
-        to compute twice, and at the most that there is memory for. Who gains by computing twice does it at either."""
+        """(compute, windows) [N, S] of two ways: without recomputation, and with the most micro-batches under way."""
         (plain, held, most), count, found = room, self.shapes.micro_batches, []
         for most_of in (held, most):
             depth = np.minimum(most_of.min(axis=1, keepdims=True), count)
@@ -228,8 +263,7 @@ class Swarm:
         return found
 
     def step_seconds(self, rows: Ints, blocks: Ints) -> tuple[Floats, Flags]:
-        """[ranks, N]: of an inner step, in the best of its `manners`. [N]: whether somebody waits for windows or computes twice in the first of
-        them, at any rank."""
+        """[ranks, N]: seconds of an inner step; [N]: whether it waits for windows or recomputes."""
         seconds, waits = np.empty((len(self.shapes.ranks), len(rows))), np.zeros(len(rows), dtype=bool)
         compute, room = self.compute(rows, blocks), self.room(rows, blocks)
         for rank in range(len(seconds)):
@@ -255,14 +289,13 @@ class Swarm:
         if table.overlap:
             trains = table.round_seconds / np.maximum(offer, table.round_seconds)
         else:
-            between = BETWEEN * self.latencies(rows).max(axis=1, initial=0.0)
+            between = ROUND_TRIPS_BETWEEN * self.latencies(rows).max(axis=1, initial=0.0)
             trains = table.round_seconds / (table.round_seconds + offer + between)
         rate = all_rates[rank, np.arange(len(rows))] * trains
         return rate * np.where(there, self.presence[rows], 1.0).prod(axis=1) * self._reached(rows), rank, waits
 
     def at_least(self, rows: Ints) -> Floats:
-        """[N]: about the seconds of an inner step if blocks could be shared out at will; infinite where the members cannot hold the
-        model in this order. Orders of the same members are compared by it."""
+        """[N]: lower bound of an inner step's seconds, to compare orders; infinite where the model does not fit."""
         table, kind = self.shapes, self.kinds(rows)
         speed = np.where(rows >= 0, self.speed[rows], 0.0).sum(axis=1)
         pace = (table.layers * table.block_ops + table.extra_ops[WHOLE]) / speed
@@ -287,7 +320,7 @@ class Swarm:
         """[N]: how likely all neighbours can talk."""
         found = np.ones(len(rows))
         if self.private.any() and not self.relayed_bps:
-            found = PUNCHED ** self.both_private(rows).sum(axis=1)
+            found = PUNCH_SUCCESS ** self.both_private(rows).sum(axis=1)
         if len(self.apart):
             one, other = rows[:, :-1], rows[:, 1:]
             keys = np.where(other >= 0, one * len(self.private) + other, -1)
@@ -307,8 +340,7 @@ class Swarm:
         return Rated(blocks=blocks, rate=rate, rank=rank)
 
     def refined(self, rows: Ints, rated: Rated) -> Rated:
-        """What `rated` gave, with blocks shared out with more care where an inner step waits for windows: members give one to another as
-        long as that makes a replica quicker, in a few passes. It takes much longer than `rated`."""
+        """`rated`, with blocks shifted between members where that makes a waiting replica quicker. Slow."""
         found = rated.blocks.copy(), rated.rate.copy(), rated.rank.copy()
         some = np.flatnonzero(rated.rate > 0)
         if len(some):
@@ -318,7 +350,7 @@ class Swarm:
         return Rated(blocks=found[0], rate=found[1], rank=found[2])
 
     def _deepen(self, rows: Ints, which: Ints, found: tuple[Ints, Floats, Ints]) -> None:
-        """Shares the blocks of some rows out so that members can have more micro-batches in flight, where that is better."""
+        """Shares blocks out so that members can have more micro-batches in flight, where that is better."""
         for caps in self.deeper_caps:
             which = which[self._fits(rows[which], self.kinds(rows[which]), caps)]
             if not len(which):
@@ -368,7 +400,6 @@ def _places(candidates: Sequence[Candidate]) -> Floats:
 
 
 def padded(groups: Sequence[Sequence[int]]) -> Ints:
-    """Groups of members as rows."""
     rows = np.full((len(groups), max(map(len, groups), default=1)), -1, dtype=np.int64)
     for row, group in zip(rows, groups, strict=True):
         row[: len(group)] = group

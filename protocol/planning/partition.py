@@ -1,55 +1,111 @@
-"""Which blocks each member of a chain has, and when they move.
+"""Blocks of each member of a chain, and when they move.
 
-Blocks of a
-chain move between its members, whose order stays, only when it pays. With t, t' the slowest stage's seconds before and after,
+The members keep their order, and blocks move only when it pays. With t, t' the slowest stage's seconds before and
+after:
 
     all speeds are known                a guess moves nothing
-    t' <= 0.8 t                         speeds that wobble by 10 % either way differ by 1.1 / 0.9 < 1 / 0.8: nothing moves for them
+    t' <= 0.8 t                         speeds that vary by 10 % either way differ by 1.1 / 0.9 < 1 / 0.8
     8 bytes moved / slowest link <= 10 rounds x min(inner steps x micro-batches x t, round's deadline) x (1 - t' / t)
 
-that is, the moved shards' fp32 state, over the slowest uplink or downlink that a member announced, takes no longer than what is saved
-in 10 rounds: so long we trust members to stay as they are, and it is the default distance of checkpoints. A round never lasts longer than its
-deadline. That a chain may have to wait for its links is left out.
+The last: the moved shards' fp32 state travels over the slowest link in no more time than is saved in 10 rounds, for
+which members are trusted to stay. Waiting for links is left out.
+
+*Speed.* Floating-point operations a token, a multiplication and an addition counted as two; d width, c width of the keys, F
+feed-forward width, V vocabulary, L tokens of a sequence:
+
+    block   6 (2 d^2 + 2 d c + 3 d F) + 12 L d     72 d^2 + 12 L d where c = d and F = 8 d / 3
+    head    6 V d
+    embed   d                              a lookup is none, its gradient is added
+
+Forward takes 2 a matrix parameter, backward twice that (Kaplan et al. 2020, arXiv:2001.08361, section 2.1); attention's
+two products take 4 L d forward, counted without the causal mask's half (Chowdhery et al. 2022, arXiv:2204.02311,
+appendix B). The rest (norms, softmax, optimizer, projections) is part of a machine's speed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from protocol.identity import short_peer
-from protocol.planning import budget, speed
+from protocol.planning import budget
 from protocol.planning.budget import Budget
 from protocol.planning.memory import CPU, GPU, held_shards, on_gpu
 from protocol.run import layout
 from protocol.run.manifest import Manifest
-from protocol.wire.announcement import Announcement
+from protocol.wire.announcement import MAX_SPEED, Announcement
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-GAIN = 0.8
+RECENT_STEPS = 16
+LEAST_STEPS = 4
+"""A speed is the median of the last inner steps, a round's within these bounds; unknown before LEAST_STEPS."""
+STEADY_SHARE = 0.05
+"""A speed is said anew when it changed by more than this share."""
+
+
+@functools.lru_cache(maxsize=8)
+def stage_operations(manifest: Manifest) -> dict[tuple[int, int], int]:
+    """(first, last) -> operations of one micro-batch, forward and backward, for every range of blocks."""
+    layers, (embed, block, head) = manifest.model.n_layers, part_operations(manifest)
+    return {
+        (a, b): (b - a) * block + (embed if a == 0 else 0) + (head if b == layers else 0)
+        for a in range(layers)
+        for b in range(a + 1, layers + 1)
+    }
+
+
+def part_operations(manifest: Manifest) -> tuple[int, int, int]:
+    """Operations of one micro-batch, forward and backward, in the embedding, in one block and in the head."""
+    spec, tokens = manifest.model, manifest.train.rows * manifest.train.sequence
+    d = spec.d_model
+    block = 6 * (2 * d * d + 2 * d * spec.key_value_width + 3 * d * spec.d_ff) + 12 * manifest.train.sequence * d
+    return tokens * d, tokens * block, tokens * 6 * spec.vocab_size * d
+
+
+class Speedometer:
+    """A peer's speed, in operations a second, whatever stage it has."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._work = stage_operations(manifest)
+        self._recent: deque[float] = deque(maxlen=min(max(manifest.train.inner_steps, LEAST_STEPS), RECENT_STEPS))
+        self._said = 0
+
+    def add(self, first: int, last: int, seconds: float) -> int:
+        """Adds an inner step's seconds per micro-batch; the speed to announce, 0 if unknown. Raises KeyError."""
+        stage_operations = self._work[first, last]
+        if seconds > 0:
+            self._recent.append(min(stage_operations / seconds, MAX_SPEED))
+        if len(self._recent) >= LEAST_STEPS:
+            median = statistics.median(self._recent)
+            if abs(median - self._said) > STEADY_SHARE * self._said:
+                self._said = max(int(median), 1)
+        return self._said
+
+
+MOVE_GAIN = 0.8
 HORIZON_ROUNDS = 10
 """When a chain's blocks move; see the module's docstring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A peer that is announced, connected and ready. The first fields are those of its announcement, 0 where it does not
-    know. `coordinates`: its place, in milliseconds, so that the one-way latency between two peers is about their distance
-    (Dabek et al., Vivaldi, SIGCOMM 2004); empty: unknown. `presence`: in which share of the recent rounds it was there.
-    `reachable`: as announced; two who are `private` may need a relay between them. `apart`: peers whom it cannot reach, not
-    even through relays, or with whom it has a quarrel; `alone`: whether it may be a full replica only, as far as others can tell
-    (protocol/round/quarrels.py). `range`: the range of addresses that it comes from, as this node sees it (protocol/ledger/ranges.py);
-    empty where that limits nothing. `device`: what trains, whose memory `memory_bytes` is; `host_bytes`: of the host beside it, as a
-    Budget has it."""
+    """A peer that is announced, connected and ready; 0 for what its announcement does not say.
+
+    coordinates: in ms (protocol/planning/coordinates.py); presence: share of recent rounds that it stayed in
+    apart: peers that cannot be its neighbours; alone: full replica only (protocol/round/accusations.py)
+    range: of addresses, empty if it limits nothing (protocol/ledger/ranges.py); device, host_bytes: as Budget
+    """
 
     peer: str
     memory_bytes: int
@@ -67,19 +123,16 @@ class Candidate:
 
     @property
     def budget(self) -> Budget:
-        """What it offers of its memory."""
         return Budget(self.memory_bytes, self.device, self.host_bytes)
 
 
 def candidate(announcement: Announcement) -> Candidate:
-    """What a peer announces, as far as plans go by it."""
     said = {name: getattr(announcement, name) for name in Candidate.__slots__ if hasattr(announcement, name)}
     return Candidate(**said)
 
 
 def pairs_apart(candidates: Sequence[Candidate]) -> NDArray[np.int64]:
-    """Those pairs of n of which one says that it cannot reach the other, both ways round, ascending: the one's number times n, plus the
-    other's."""
+    """Pairs of n candidates that cannot be neighbours, as i * n + j both ways, ascending."""
     import numpy as np
 
     number = {c.peer: i for i, c in enumerate(candidates)}
@@ -99,9 +152,8 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def split(manifest: Manifest, rooms: Sequence[Budget], speeds: Sequence[int] = ()) -> Ranges | None:
-    """Block ranges for chain members with this memory in this order, or None if the model does not fit. `speeds`:
-    theirs, in operations a second, 0 where it is unknown."""
-    layers, work = manifest.model.n_layers, speed.work(manifest)
+    """Block ranges for members with this memory, None if the model does not fit. speeds: operations a second, or 0."""
+    layers, work = manifest.model.n_layers, stage_operations(manifest)
     needs = [budget.needs_by_range(manifest, room.device) for room in rooms]
     known = [s for s in speeds if s]
     usual = statistics.median_low(known) if known else 0
@@ -126,8 +178,7 @@ def split(manifest: Manifest, rooms: Sequence[Budget], speeds: Sequence[int] = (
 
 
 def strongest(manifest: Manifest, candidates: Iterable[Candidate]) -> list[Budget]:
-    """The memory of those of the candidates that have most of it, one a block at most, the most first: by what part of it the smallest
-    stage takes."""
+    """The largest memories of the candidates, by the share that the smallest stage takes; at most one a block."""
     smallest = {device: budget.smallest_stage(manifest, device) for device in (CPU, GPU)}
     rooms = [c.budget for c in candidates]
     order = [(room.share(smallest[GPU if on_gpu(room.device) else CPU]), i) for i, room in enumerate(rooms)]
@@ -135,8 +186,7 @@ def strongest(manifest: Manifest, candidates: Iterable[Candidate]) -> list[Budge
 
 
 def _least(layers: int, members: int, cost: Callable[[int, int, int], float]) -> Ranges | None:
-    """The cuts with the smallest of the largest costs (member, first, last); None where all are infinite. Among equals, the
-    first members have the fewest blocks."""
+    """The cuts with the smallest maximal cost (member, first, last), None if infinite; ties: few blocks first."""
     rest = [math.inf] * layers + [0.0]  # of the members that follow, from this block on
     cuts: list[list[int]] = []
     for member in reversed(range(members)):
@@ -159,7 +209,7 @@ def _least(layers: int, members: int, cost: Callable[[int, int, int], float]) ->
 def stage_seconds(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, Candidate]) -> list[float] | None:
     """Seconds that each stage computes per micro-batch, by its member's speed; None where one is unknown."""
     speeds = [there[p].speed_flops if p in there else 0 for p in replica.peers]
-    work = speed.work(manifest)
+    work = stage_operations(manifest)
     if not all(speeds):
         return None
     return [work[s.first, s.last] / v for s, v in zip(replica.stages, speeds, strict=True)]
@@ -172,7 +222,7 @@ def balanced(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, Candi
         return replica
     members = [there[p] for p in replica.peers]
     speeds, slowest = [c.speed_flops for c in members], max(seconds)
-    if speed.work(manifest)[0, manifest.model.n_layers] / sum(speeds) > GAIN * slowest:
+    if stage_operations(manifest)[0, manifest.model.n_layers] / sum(speeds) > MOVE_GAIN * slowest:
         return replica
     ranges = split(manifest, [c.budget for c in members], speeds)
     assert ranges is not None, "its members can hold it as it is"
@@ -183,7 +233,7 @@ def balanced(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, Candi
     round_seconds = min(train.inner_steps * train.micro_batches * slowest, manifest.timing.round_deadline)
     saved = HORIZON_ROUNDS * round_seconds * (1 - then / slowest)
     pays = 8 * _moved_bytes(manifest, replica, moved) <= saved * min(links, default=0)
-    return moved if then <= GAIN * slowest and pays else replica
+    return moved if then <= MOVE_GAIN * slowest and pays else replica
 
 
 def _moved_bytes(manifest: Manifest, before: ReplicaSpec, after: ReplicaSpec) -> int:
@@ -215,6 +265,6 @@ def why_moved(manifest: Manifest, before: ReplicaSpec, after: ReplicaSpec, there
     others = max(s for i, s in enumerate(seconds) if i != slowest)
     away = before.blocks[slowest] - after.blocks[slowest]
     return (
-        f"{short_peer(before.peers[slowest])} is the slowest stage ({seconds[slowest]:.2g} s a micro-batch, the others at most"
-        f" {others:.2g} s): {away} block{'' if away == 1 else 's'} moved away from it"
+        f"{short_peer(before.peers[slowest])} is the slowest stage ({seconds[slowest]:.2g} s a micro-batch, the"
+        f" others at most {others:.2g} s): {away} block{'' if away == 1 else 's'} moved away from it"
     )

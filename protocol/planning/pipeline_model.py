@@ -1,13 +1,11 @@
-"""What one inner step of a chain costs, and how many micro-batches have to be under way for that. Pure.
+"""Cost of an inner step of a chain, and the number of micro-batches under way that it needs. Pure.
 
-The schedule that is simulated is the one of peer/chain/pipeline.py: a stage that is free goes forward and backward in turn, where both
-can be done; the first stage lets at most `depth` micro-batches into the chain at once, and a stage goes forward with no more of
-them than it has memory for (`Depths.window`); the last goes backward right after forward. A boundary carries one frame at a time in each
-direction, first in, first out.
+Simulates the schedule of peer/chain/pipeline.py: a free stage goes forward and backward in turn; the first stage lets
+at most `depth` micro-batches in, and a stage goes forward with no more than it has memory for (`Depths.window`); the
+last goes backward right after forward. A boundary carries one frame at a time in each direction, first in, first out.
 
-With F, B the forward and backward of the slowest stage, c a frame's transfer and l the latency, a step of M micro-batches
-through S equal stages takes M (F + B) + (S - 1) (F + B + 2 c + 2 l) if nothing but the fill is waited for. That needs as
-many micro-batches under way as begin while one goes through the chain and back (Little's law):
+With F, B of the slowest stage, c a frame's transfer and l the latency, a step of M micro-batches through S equal stages
+takes M (F + B) + (S - 1) (F + B + 2 c + 2 l) if only the fill is waited for. By Little's law that needs
 
     depth >= (sum of F + B over stages + sum of 2 c + 2 l over boundaries) / max(F + B, c)
 
@@ -25,25 +23,26 @@ from dataclasses import dataclass
 
 TOLERANCE = 0.01
 """A depth is deep enough if the step takes at most this share longer than at any greater depth that was tried."""
-PAYS = 0.95
+RECOMPUTE_PAYS = 0.95
 """To compute activations anew pays where a step takes at most so much of the time."""
-MARGIN = 1.5
+DEPTH_MARGIN = 1.5
 """How much deeper than the simulation wants: it knows mean times, and real ones vary."""
 _SLACK = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Depths:
-    """For how many micro-batches under way in its chain a stage has memory. `plain`: with all activations of each; `held`: with those of
-    `plain`, while the others that came in wait; `most`: if it keeps what came in, and computes activations anew before it goes backward (`computes_twice`).
-    plain <= held <= most."""
+    """Micro-batches under way for which a stage has memory, plain <= held <= most.
+
+    plain: with all activations; held: with those of `plain`, others waiting; most: with recomputation
+    """
 
     plain: int
     held: int
     most: int
 
     def window(self, depth: int, again: bool) -> int:
-        """How many of `depth` the stage has between their forward and their backward, at most; `again`: if it computes activations anew."""
+        """Micro-batches of `depth` between forward and backward at this stage; all if it recomputes (`again`)."""
         return depth if again else min(depth, self.plain)
 
 
@@ -81,11 +80,7 @@ def step_seconds(
     *,
     twice: Twice | None = None,
 ) -> float:
-    """Seconds from the first forward to the last backward of an inner step, by event simulation. `twice`: who computes activations
-    twice (default: `computes_twice`).
-
-    Raises ValueError if the numbers of stages and links do not fit.
-    """
+    """Seconds of an inner step by event simulation. twice: who recomputes. Raises ValueError for a bad chain."""
     if not stages or len(links) != len(stages) - 1 or micro_batches < 1 or depth < 1:
         raise ValueError("a chain needs a link between any two stages, a micro-batch and a depth of at least 1")
     last = len(stages) - 1
@@ -136,9 +131,7 @@ def step_seconds(
 
 
 def computes_twice(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int, depth: int) -> bool:
-    """Whether the first of these stages, which are a chain's from that one on, keeps only what came in where `depth` are under way, and computes
-    activations anew before it goes backward: because it has no room to let so many wait, or because their waiting would cost the step more. A
-    stage knows no more of its chain than those behind it. The last one never does."""
+    """Whether the first of these stages recomputes: no room to let `depth` wait, or waiting would cost more."""
     first = stages[0]
     window = min(depth, first.depths.plain)
     if len(stages) == 1 or window >= min(depth, micro_batches):
@@ -148,7 +141,7 @@ def computes_twice(stages: Sequence[StageCost], links: Sequence[LinkCost], micro
     twice = max(pace, 2 * first.forward + first.backward)
     kept = _held_up(micro_batches, trip, pace, window)
     anew = first.forward + _held_up(micro_batches, trip + first.forward, twice, min(depth, micro_batches))
-    return depth > first.depths.held or anew < PAYS * kept
+    return depth > first.depths.held or anew < RECOMPUTE_PAYS * kept
 
 
 def _held_up(micro_batches: int, trip: float, pace: float, window: int) -> float:
@@ -166,8 +159,7 @@ def least_depth(stages: Sequence[StageCost], links: Sequence[LinkCost]) -> float
 def pick_depth(
     stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int, *, twice: Twice | None = None
 ) -> int:
-    """The smallest depth of those tried, from Little's to four times that and all, whose step is hardly longer than the best, and a
-    margin, as far as that costs no recomputation and does no harm. `twice`: as for `step_seconds`."""
+    """The smallest depth with hardly a longer step than the best, and a margin that costs no recomputation."""
     most = min([micro_batches, *(s.depths.most for s in stages)])
     least = least_depth(stages, links)
     tried = {most} | {max(1, min(most, math.ceil(least * slack))) for slack in _SLACK}
@@ -177,23 +169,22 @@ def pick_depth(
     best = min(seconds.values())
     enough = min(depth for depth, s in seconds.items() if s <= best * (1 + TOLERANCE))
     without = [s.depths.held for s in stages[:-1] if s.depths.held >= enough]
-    deeper = min([most, math.ceil(enough * MARGIN), *without])
+    deeper = min([most, math.ceil(enough * DEPTH_MARGIN), *without])
     return deeper if took(deeper) <= seconds[enough] * (1 + TOLERANCE) else enough
 
 
-SLOWER, RELATIVE, WASTED_SECONDS, KNOWN = 4.0, 2.0, 2.0, 4
-"""A stage has become slow when in two steps it took SLOWER times as long as its median before (of KNOWN steps or more), the others
-hardly changed in comparison (RELATIVE), and that costs the step so much."""
+SLOW_FACTOR, SLOW_RELATIVE, WASTED_SECONDS, SLOW_KNOWN_STEPS = 4.0, 2.0, 2.0, 4
+"""Slow: two steps SLOW_FACTOR times the median, the others SLOW_RELATIVE less, at this cost in seconds."""
 
 
 def slow_stage(seconds: Sequence[Sequence[float]], micro_batches: int) -> int | None:
-    """Which stage has become slow, if one has; `seconds`: of each step of a chain the stages' seconds of computing per micro-batch."""
-    if len(seconds) < KNOWN + 2:
+    """The stage that has become slow, if any. seconds: for each step the stages' seconds per micro-batch."""
+    if len(seconds) < SLOW_KNOWN_STEPS + 2:
         return None
     usual = [statistics.median(times) for times in zip(*seconds[:-2], strict=True)]
     factors = [min(a, b) / max(u, 1e-9) for a, b, u in zip(*seconds[-2:], usual, strict=True)]
     slowest = max(range(len(factors)), key=factors.__getitem__)
     others = [f for i, f in enumerate(factors) if i != slowest]
     wasted = (min(seconds[-2][slowest], seconds[-1][slowest]) - usual[slowest]) * micro_batches
-    slow = factors[slowest] >= SLOWER and factors[slowest] >= RELATIVE * max(others, default=0.0)
+    slow = factors[slowest] >= SLOW_FACTOR and factors[slowest] >= SLOW_RELATIVE * max(others, default=0.0)
     return slowest if slow and wasted >= WASTED_SECONDS else None

@@ -1,29 +1,88 @@
-"""The matchmaker: who is a full replica, who joins which chain, who is a spare. A pure function.
+"""The planner: full replicas, chains and spares of the next round. A pure function.
 
-Replicas of the previous plan whose members are all still there, and can hold their blocks, are kept, and their blocks move between them
-where that pays (protocol/planning/partition.py). protocol/planning/arrange.py finds the rest: what brings most
-committed tokens per second, and which kept replicas are worth giving up for it. Who is left is a spare, and takes the place of
-a chain's member that is lost (protocol/round/chain_repair.py).
+Replicas of the previous plan whose members are all there and can hold their blocks are kept, and blocks move between
+their members where that pays (protocol/planning/partition.py). protocol/planning/arrange.py finds the rest: what brings
+most committed tokens per second, and which kept replicas are worth giving up for it. Peers that are left are spares.
 
-A new replica whose members do not hold their shards yet is *forming*: they fetch them while everybody trains as before, and it begins in
-the first plan after all of them have attested that state (protocol/planning/changes.py). What a stage needs:
-protocol/planning/memory.py; who has that: protocol/planning/budget.py.
+*Changes.* A new replica whose members lack shards is *forming*: they fetch them while everybody trains as before. A
+*change* is the set of old and new replicas that common members link. When all members of its new replicas have attested
+their shards, one plan puts the new replicas in the place of the old ones, so nobody waits for a newcomer or a mover. A
+change is given up when a member of a new replica has left or lacks memory, when it would bring fewer tokens per second
+than what is there, or when it has not begun after FORMING_ROUNDS; members that kept it from beginning rest for one
+plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from protocol.planning import arrange
 from protocol.planning.allotment import NEW, allot
 from protocol.planning.arrange import Arranged
 from protocol.planning.budget import fits
-from protocol.planning.changes import FORMING_ROUNDS, Change, Holds, linked
 from protocol.planning.partition import Candidate, balanced
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+
+FORMING_ROUNDS = 16
+"""A change that has not begun after so many rounds is given up."""
+
+Holds = Callable[[StageSpec], bool]
+"""Whether a stage's peer has attested all shards that the stage needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """`after` comes in the place of `before`; either may be empty. `since`: the round of the first plan that had it."""
+
+    before: tuple[ReplicaSpec, ...]
+    after: tuple[ReplicaSpec, ...]
+    since: int
+
+    @property
+    def peers(self) -> frozenset[str]:
+        return frozenset(peer for replica in (*self.before, *self.after) for peer in replica.peers)
+
+    def lacking(self, holds: Holds | None) -> set[str]:
+        """The members of the new replicas that lack shards. `holds` None: nobody does."""
+        return {s.peer for r in self.after for s in r.stages if holds is not None and not holds(s)}
+
+    def begun(self) -> tuple[ReplicaSpec, ...]:
+        """The new replicas; one with the members of an old one, in their order, has its number."""
+        numbers = {replica.peers: replica.number for replica in self.before}
+        return tuple(dataclasses.replace(r, number=numbers.get(r.peers, r.number)) for r in self.after)
+
+
+def linked(before: Iterable[ReplicaSpec], after: Sequence[ReplicaSpec], since: Sequence[int]) -> list[Change]:
+    """The changes from `before` to `after`, split where no member is common. since: first plan of each new one."""
+    old = tuple(before)
+    replicas = (*old, *after)
+    root = list(range(len(replicas)))
+
+    def find(i: int) -> int:
+        while root[i] != i:
+            root[i] = i = root[root[i]]
+        return i
+
+    first: dict[str, int] = {}
+    for i, replica in enumerate(replicas):
+        for peer in replica.peers:
+            root[find(i)] = find(first.setdefault(peer, i))
+    together: dict[int, list[int]] = {}
+    for i in range(len(replicas)):
+        together.setdefault(find(i), []).append(i)
+    return [
+        Change(
+            before=tuple(old[i] for i in group if i < len(old)),
+            after=tuple(after[i - len(old)] for i in group if i >= len(old)),
+            since=min((since[i - len(old)] for i in group if i >= len(old)), default=0),
+        )
+        for group in together.values()
+    ]
+
 
 WORTH = 1 - 1e-9
 """A change brings at least this share of the tokens per second of what is there."""
@@ -39,10 +98,10 @@ def make_plan(
     holds: Holds | None = None,
     relay_bps: float = math.inf,
 ) -> Plan | None:
-    """The plan of `round`; None where the candidates make not even one replica. `previous` and `done` are those of
-    protocol/planning/allotment.py. `holds` says whether a stage's peer has its shards already (None: everybody has): a new replica
-    one of whose members has not is forming, and nobody waits for it, unless there is no other. `relay_bps`: what all relays together pass
-    on, in bits a second."""
+    """The plan of `round`, None if there is no replica.
+
+    holds: whether a stage's peer has its shards (None: all have); relay_bps: bits a second of all relays
+    """
     candidates = sorted(candidates, key=lambda c: c.peer)
     there = {c.peer: c for c in candidates}
     kept = still_fit(manifest, previous.replicas if previous else (), there)
@@ -114,8 +173,7 @@ def _arranged(
 def _worth(
     manifest: Manifest, candidates: Sequence[Candidate], changes: Sequence[Change], relay_bps: float
 ) -> tuple[list[Change], list[Change]]:
-    """The changes that bring at least the tokens per second of what they replace, and those that do not. One that replaces nothing, or
-    only ends something, is worth it."""
+    """The changes that bring at least the rate of what they replace, and the others."""
     replicas = [arranged(r) for c in changes if c.before and c.after for r in (*c.before, *c.after)]
     rates = iter(arrange.rates(manifest, candidates, replicas, relay_bps) if replicas else ())
     worth: list[Change] = []

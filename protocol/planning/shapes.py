@@ -1,31 +1,36 @@
-"""What the stages of a model need and cost by their kind and number of blocks, as tables. Pure.
+"""Tables of a manifest: what stages cost and need by kind and number of blocks, and what a swarm's members have room
+for.
 
-A stage is the first of a chain (with the embedding), one in its middle, the last (with the head), or the whole model. Within
-a kind everything depends on the number of blocks alone, so the planner reads tables instead of formulas: memory is
-protocol/planning/memory.py's, operations are protocol/planning/speed.py's, bytes at a boundary are
-protocol/codec/boundary_formats.py's, and a payload has the bytes that its codec promises at most.
+A stage is the first of a chain (with the embedding), a middle one, the last (with the head), or the whole model. Within
+a kind all depends on the number of blocks alone. Sources: protocol/planning/memory.py (bytes),
+protocol/planning/partition.py (operations), protocol/codec/formats.py (bytes at a boundary), protocol/codec/sparse.py
+(bytes of a payload).
+
+R, K, n: see `Shapes`. Arrays of members are [n], rows of members [N, S].
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.codec import boundary_formats, sparse
-from protocol.planning import budget, memory, speed
+from protocol.codec import formats, sparse
+from protocol.planning import budget, memory, partition
 from protocol.planning.budget import Budget
+from protocol.planning.memory import NEVER, WAITING
+from protocol.planning.partition import Candidate
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 
 FIRST, MIDDLE, LAST, WHOLE = range(4)
 """Kinds of a stage."""
 IN_MEMORY, IN_FILES, CARD, SHARED = range(4)
-"""Kinds of a machine's memory: of a processor that keeps all in memory, or its state in files; a GPU's own, with the host's beside it; and the
-host's, which a GPU uses, too."""
+"""Kinds of memory: a processor's, with its state in files, a GPU's own, the host's used by a GPU."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -34,8 +39,10 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shapes:
-    """Tables of one manifest; R: kinds of memory (4), K: kinds of a stage (4), n: blocks of the stage, 0..layers; bytes and operations
-    are those of one micro-batch. What is the host's beside a GPU's own memory is in `host` alone."""
+    """Tables of a manifest, of one micro-batch.
+
+    R: kinds of memory (4), K: kinds of a stage (4), n: blocks of the stage, 0..layers
+    """
 
     layers: int
     tokens: int
@@ -78,7 +85,7 @@ def shapes(manifest: Manifest) -> Shapes:
     """The tables of a manifest. Raises nothing: every manifest has them."""
     layers, train = manifest.model.n_layers, manifest.train
     tokens = train.rows * train.sequence
-    embed, block, head = speed.parts(manifest)
+    embed, block, head = partition.part_operations(manifest)
     needs, host = np.full((4, 4, layers + 1), math.inf), np.full((4, layers + 1), math.inf)
     flight, resting = np.zeros((4, 4, layers + 1)), np.zeros((4, 4, layers + 1))
     least, frame = np.zeros((4, layers + 1)), np.zeros(4)
@@ -96,10 +103,9 @@ def shapes(manifest: Manifest) -> Shapes:
                 resting[form, kind, n] = rest + more
                 flight[form, kind, n] = memory.activation_bytes(manifest, first, last, device)
     by_width = sorted(manifest.chains.rank, key=lambda rank: -(rank or manifest.model.d_model))
-    formats = (manifest.chains.forward, manifest.chains.backward)
+    kinds = (manifest.chains.forward, manifest.chains.backward)
     bits = [
-        [8 * tokens * boundary_formats.bytes_per_token(f, rank or manifest.model.d_model) for f in formats]
-        for rank in by_width
+        [8 * tokens * formats.bytes_per_token(f, rank or manifest.model.d_model) for f in kinds] for rank in by_width
     ]
     return Shapes(
         layers=layers,
@@ -151,3 +157,55 @@ def _payload_bits(manifest: Manifest) -> Floats:
     embed, block, head = bits("embed"), bits("block.0"), bits("head")
     n = np.arange(manifest.model.n_layers + 1, dtype=np.float64)
     return np.stack([extra + n * block for extra in (embed, 0, head, embed + head)])
+
+
+MOST_BYTES = NEVER // 2
+
+
+class Holding:
+    """The members' memory, in the order in which they were given."""
+
+    def __init__(self, manifest: Manifest, candidates: Sequence[Candidate]) -> None:
+        self._table = shapes(manifest)
+        rooms = [c.budget for c in candidates]
+        self._memory = np.array([min(max(room.memory_bytes, 0), MOST_BYTES) for room in rooms], dtype=np.float64)
+        beside = [room.host_bytes if room.is_split else None for room in rooms]
+        self._host = np.array([math.inf if b is None else min(b, MOST_BYTES) for b in beside], dtype=np.float64)
+        self._flight, self._resting = (x.reshape(16, -1) for x in (self._table.flight, self._table.resting))  # [R K, n]
+        self._form = np.array([form_of(manifest, room) for room in rooms], dtype=np.int64)
+
+    def caps(self) -> Ints:
+        """[K, n]: the most blocks that a member can hold as a stage of each kind."""
+        table, caps = self._table, np.zeros((4, len(self._form)), dtype=np.int64)
+        for kind in (FIRST, MIDDLE, LAST):
+            beside = np.searchsorted(table.host[kind, 1:], self._host, side="right")
+            caps[kind] = np.minimum(self._within(table.needs[:, kind, 1:]), beside)
+        whole = (self._memory >= table.needs[self._form, WHOLE, -1]) & (self._host >= table.host[WHOLE, -1])
+        caps[WHOLE] = np.where(whole, table.layers, 0)
+        return caps
+
+    def caps_at(self, caps: Ints, depth: int) -> Ints:
+        """[K, n]: the most blocks with `depth` micro-batches in flight, at most `caps`; one block where none fit."""
+        table, found = self._table, caps.copy()
+        for kind in (FIRST, MIDDLE):
+            flight = depth * (table.flight[:, kind] + WAITING * table.frame[kind])
+            needs = np.maximum(table.needs[:, kind], table.resting[:, kind] + flight)
+            found[kind] = np.minimum(caps[kind], np.maximum(self._within(needs[:, 1:]), 1))
+        return found
+
+    def _within(self, needs: Floats) -> Ints:
+        """[n]: how many of the `needs` [R, blocks] of what trains, which ascend, are within a member's memory."""
+        found = [np.searchsorted(some, self._memory, side="right") for some in needs]
+        within: Ints = np.stack(found)[self._form, np.arange(len(self._form))]
+        return within
+
+    def room(self, rows: Ints, kind: Ints, blocks: Ints) -> tuple[Floats, Floats, Floats]:
+        """[N, S] each: micro-batches with all activations, with others waiting, and with recomputation; or infinite."""
+        table, there, which = self._table, rows >= 0, 4 * self._form[rows] + kind
+        one, frame = self._flight[which, blocks], np.maximum(table.frame[kind], 1.0)
+        free = self._memory[rows] - self._resting[which, blocks]
+        most = np.where(there, np.maximum(np.floor((free - one) / frame), table.under_way), math.inf)
+        plain = np.maximum(np.floor(free / np.maximum(one + WAITING * frame, 1.0)), table.least[kind, blocks])
+        held = np.where(plain >= table.window, np.maximum(plain, np.floor((free - plain * one) / frame)), plain)
+        inner = there & (kind != LAST) & (kind != WHOLE)
+        return np.where(inner, plain, math.inf), np.where(inner, held, most), most

@@ -1,13 +1,12 @@
-"""The part of a quorum's member that votes, and must not forget it: the acceptor of single-decree Paxos.
+"""The voting part of a quorum's member: the acceptor of single-decree Paxos with certificates.
 
-It never goes back behind a promise, and what it accepted it tells everybody who prepares a higher ballot. Whatever it
-says is on its disk before: an answer follows its `Save` in the list of effects. It accepts a commit only once it
-holds every payload that the commit names, so that what is decided cannot be lost with its sender, and only if it
-could have proposed it itself (protocol/round/fairness.py).
+It keeps its promises across restarts: an answer follows its `Save` in the list of effects. It accepts a commit only
+when it holds every payload that the commit names, so a decided commit survives its sender, and only if it could have
+proposed the commit itself (protocol/round/fairness.py).
 
-Up to f of 3f + 1 members may lie, so a commit is *pledged* before it is accepted: n - f pledges of one ballot are its *certificate*, and
-no other commit can have one of the same ballot. A member that has accepted a commit pledges another one only if that was certified in a later
-ballot. So no proposer and no promise has to be believed.
+Up to f of 3f + 1 members may lie, so a commit is *pledged* before it is accepted: n - f pledges of one ballot are its
+*certificate*, and no other commit can have one of the same ballot. A member that has accepted a commit pledges another
+one only if that was certified in a later ballot. So no proposer and no promise has to be believed.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 
 from protocol.ledger import part_lists
+from protocol.ledger.history import why_not_next
 from protocol.ledger.part_lists import Parts
-from protocol.ledger.validation import why_not_next
 from protocol.quorum.paxos_events import (
     Appended,
     Fetch,
@@ -27,12 +26,12 @@ from protocol.quorum.paxos_events import (
     Judge,
     Judged,
     Listed,
+    Objection,
     Refused,
     Save,
     Send,
 )
-from protocol.quorum.table import Position, Table, Transition
-from protocol.quorum.unfair import Unfair
+from protocol.quorum.table import Position, Row, Table, anywhere
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Part, Record, Share, body_of, pledge_body, votes_needed
@@ -59,62 +58,41 @@ TABLE = Table(
     "acceptor",
     Ballots,
     (
-        Transition(Ballots.FREE, Prepare, Ballots.PROMISED, (Save, Promise)),
-        Transition(Ballots.PROMISED, Prepare, Ballots.PROMISED, (Save, Promise), "its ballot is higher"),
-        Transition(Ballots.ACCEPTED, Prepare, Ballots.ACCEPTED, (Save, Promise), "its ballot is higher"),
-        Transition(None, Prepare, None, (Promise,), "its ballot is the promised one: the same answer again"),
-        Transition(None, Prepare, None, (Reject,), "its ballot is lower than the promised one"),
-        Transition(
-            Ballots.FREE,
-            Accept,
-            Ballots.PROMISED,
-            (Save, Pledge),
-            "all its payloads are held, and it was not certified",
-        ),
-        Transition(Ballots.PROMISED, Accept, Ballots.PROMISED, (Save, Pledge), "the same"),
-        Transition(
-            Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Pledge), "the same, it was certified in an earlier ballot"
-        ),
-        Transition(Ballots.PROMISED, Accept, Ballots.ACCEPTED, (Save, Pledge), "the same"),
-        Transition(
-            Ballots.ACCEPTED,
-            Accept,
-            Ballots.ACCEPTED,
-            (Save, Pledge),
-            "the same, and it is not another one than was accepted before, or certified later",
-        ),
-        Transition(Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Vote), "it is certified in this ballot"),
-        Transition(Ballots.PROMISED, Accept, Ballots.ACCEPTED, (Save, Vote), "the same"),
-        Transition(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Vote), "the same"),
-        Transition(
-            Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Vote,), "it is accepted already: the same answer again"
-        ),
-        Transition(None, Accept, None, (Pledge,), "it is pledged already: the same answer again"),
-        Transition(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Promise), "another one was accepted before"),
-        Transition(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Promise,), "the same again"),
-        Transition(None, Accept, None, (Reject,), "its ballot is lower than the promised one"),
-        Transition(
-            None, Accept, None, (FetchList,), "lists of parts are not known; it is looked at again when they are"
-        ),
-        Transition(None, Accept, None, (Fetch,), "the same of payloads that the lists name"),
-        Transition(None, Listed, None, (Fetch,), "all lists that were waited for are known, and payloads are not held"),
-        Transition(
-            None, Accept, None, (Judge,), "all is held: it is looked at again when it is known whether it is fair"
-        ),
-        Transition(None, Accept, None, (Refused,), "nobody honest proposes this"),
-        Transition(None, Judged, None, (Refused,), "it is not fair: it gets no vote"),
-        Transition(Ballots.FREE, Appended, Ballots.FREE, (), "the next round begins"),
-        Transition(Ballots.PROMISED, Appended, Ballots.FREE, (), "the next round begins"),
-        Transition(Ballots.ACCEPTED, Appended, Ballots.FREE, (), "the next round begins"),
+        Row(Ballots.FREE, Prepare, Ballots.PROMISED, (Save, Promise)),
+        Row(Ballots.PROMISED, Prepare, Ballots.PROMISED, (Save, Promise), "its ballot is higher"),
+        Row(Ballots.ACCEPTED, Prepare, Ballots.ACCEPTED, (Save, Promise), "its ballot is higher"),
+        anywhere(Prepare, (Promise,), "its ballot is the promised one: the same answer again"),
+        anywhere(Prepare, (Reject,), "its ballot is lower than the promised one"),
+        Row(Ballots.FREE, Accept, Ballots.PROMISED, (Save, Pledge), "all is held, it was not certified"),
+        Row(Ballots.PROMISED, Accept, Ballots.PROMISED, (Save, Pledge), "the same"),
+        Row(Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Pledge), "the same, it was certified in an earlier ballot"),
+        Row(Ballots.PROMISED, Accept, Ballots.ACCEPTED, (Save, Pledge), "the same"),
+        Row(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Pledge), "it was accepted before, or certified later"),
+        Row(Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Vote), "it is certified in this ballot"),
+        Row(Ballots.PROMISED, Accept, Ballots.ACCEPTED, (Save, Vote), "the same"),
+        Row(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Vote), "the same"),
+        Row(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Vote,), "it is accepted already: the same answer again"),
+        anywhere(Accept, (Pledge,), "it is pledged already: the same answer again"),
+        Row(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Promise), "another one was accepted before"),
+        Row(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Promise,), "the same again"),
+        anywhere(Accept, (Reject,), "its ballot is lower than the promised one"),
+        anywhere(Accept, (FetchList,), "lists of parts are not known; it is looked at again when they are"),
+        anywhere(Accept, (Fetch,), "the same of payloads that the lists name"),
+        anywhere(Listed, (Fetch,), "all lists that were waited for are known, and payloads are not held"),
+        anywhere(Accept, (Judge,), "all is held: it is looked at again when it is known whether it is fair"),
+        anywhere(Accept, (Refused,), "nobody honest proposes this"),
+        anywhere(Judged, (Refused,), "it is not fair: it gets no vote"),
+        Row(Ballots.FREE, Appended, Ballots.FREE, (), "the next round begins"),
+        Row(Ballots.PROMISED, Appended, Ballots.FREE, (), "the next round begins"),
+        Row(Ballots.ACCEPTED, Appended, Ballots.FREE, (), "the next round begins"),
     ),
 )
 
 
 class Acceptor:
-    """`vote`: the durable vote of the round to be decided, or of a later round, which is kept until its time.
+    """The acceptor of one node. Answers to the node itself are effects, too.
 
-    `held`: names of the payloads that are durable here; `lists`: the lists of parts of the round, which are, too. `sign` signs with the node's identity. Answers to the node
-    itself are effects as those to others are.
+    vote: durable, of this round or a later one; held, lists: durable payloads and lists of parts
     """
 
     def __init__(
@@ -131,7 +109,7 @@ class Acceptor:
         self.held = set(held)
         self.lists: dict[str, Parts] = {}
         self.waiting: tuple[str, Accept] | None = None
-        self.verdicts: dict[str, Unfair | None] = {}
+        self.verdicts: dict[str, Objection | None] = {}
         """What was found of the round's commits, by digest."""
         self._judged: dict[str, set[str]] = {}
         self._awaited: set[str] = set()
@@ -160,7 +138,7 @@ class Acceptor:
         self.lists[root] = parts
         return self._came(root)
 
-    def judge(self, digest: str, unfair: Unfair | None) -> list[Answer]:
+    def judge(self, digest: str, unfair: Objection | None) -> list[Answer]:
         """What was found of a commit."""
         self.verdicts[digest] = unfair
         self._awaited.discard(digest)
@@ -189,10 +167,7 @@ class Acceptor:
     def accept(
         self, peer: str, accept: Accept, head: Commit | None, members: tuple[str, ...], event: type = Accept
     ) -> list[Answer]:
-        """`peer` asks for a vote; `head` is the log's last commit, `members` decide the round after it.
-
-        `event`: why it is looked at; what is lacking after an `Accept` or a `Listed` is fetched, else it is being fetched already.
-        """
+        """`peer` asks for a vote. event: why it is examined; missing parts are fetched after Accept and Listed."""
         if accept.ballot < self.vote.ballot:
             self.waiting = None
             return self.position.stay(Accept, [Send(peer, self._reject(accept))])
@@ -204,7 +179,7 @@ class Acceptor:
         if reason is not None:
             return self._refuse(peer, accept, reason)
         if accept.ballot == 0 and commit.leader != peer:
-            unfair = Unfair("says that another node proposes it", lie=True)
+            unfair = Objection("says that another node proposes it", lie=True)
             return self.position.stay(Accept, [Refused(peer, accept.round, unfair)])
         unknown = [share for share in commit.shares if share.root not in self.lists]
         if unknown:
@@ -272,7 +247,7 @@ class Acceptor:
 
     def _refuse(self, peer: str, accept: Accept, reason: str) -> list[Answer]:
         self.waiting = None
-        unfair = self.verdicts[accept.commit.digest] = Unfair(reason, lie=True)
+        unfair = self.verdicts[accept.commit.digest] = Objection(reason, lie=True)
         return self.position.stay(Accept, [Refused(peer, accept.round, unfair)])
 
     def _ask(self, peer: str, accept: Accept) -> list[Answer]:

@@ -1,14 +1,13 @@
-"""Who leads among the bootstrap nodes, and who gives signs of life.
+"""Leader election among the bootstrap nodes, and their signs of life.
 
-Who leads decides nothing but who proposes (protocol/quorum/paxos.py): two nodes that both believe to lead do no harm.
-The members lead in *turns*: in turn 0 of a round the leader of the round before, then the others in order. A node goes on to the next turn
-when the leader lies or lets a round wait that this node would have decided, when the leader gave no sign of life for a lease (`gone_after`), or
-when the leader says that it is in a later turn itself; it tells its turn with its own signs of life. It follows f + 1 others, one of whom is
-honest, and is never more than one turn ahead of them: so a liar cannot let honest members disturb each other for ever. A node that was started
-again begins in turn 0.
+The leader only proposes (protocol/quorum/paxos.py): two nodes that both believe to lead do no harm. Members lead in
+*turns*: turn 0 of a round belongs to the leader of the round before, then the others follow in order. A node goes on to
+the next turn when the leader lies, lets a round wait that this node would have decided, gave no sign of life for a
+lease (`gone_after`), or says that it is in a later turn. A node follows f + 1 others, one of which is honest, and is
+never more than one turn ahead of them, so a liar cannot make honest members disturb each other for ever. After a
+restart a node is in turn 0.
 
-An operator's node that is not a member takes the place of a member that was silent for REPLACE_LEASES leases; the next commit's `members` say
-so.
+A spare operator's node replaces a member that was silent for REPLACE_LEASES; the next commit's `members` say so.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 from enum import Enum
 
 from protocol.quorum.paxos_events import Leads, Stalled
-from protocol.quorum.table import Position, Table, Transition
+from protocol.quorum.table import Position, Row, Table
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import liars_borne, votes_needed
 
@@ -36,8 +35,8 @@ TABLE = Table(
     "role",
     Role,
     (
-        Transition(Role.FOLLOWING, None, Role.LEADING, (Leads,), "the rule names this node"),
-        Transition(Role.LEADING, None, Role.FOLLOWING, (Leads,), "the rule names another node"),
+        Row(Role.FOLLOWING, None, Role.LEADING, (Leads,), "the rule names this node"),
+        Row(Role.LEADING, None, Role.FOLLOWING, (Leads,), "the rule names another node"),
     ),
 )
 
@@ -86,11 +85,9 @@ class Leadership:
         self._alive |= {self.peer} & set(operators)
 
     def begin(self, round: int) -> None:
-        """`round` is to be decided from now on."""
         self._round, self.turn, self._turns = round, 0, {}
 
     def turned(self, peer: str, round: int, turn: int) -> None:
-        """`peer` says which turn it is in."""
         if round == self._round and peer in self._heard:
             self._turns[peer] = turn
 
@@ -100,7 +97,6 @@ class Leadership:
         return told[liars_borne(len(members))] if told else 0
 
     def next_turn(self, members: tuple[str, ...]) -> None:
-        """The leader of this turn is skipped."""
         self.turn = min(self.turn, self._told(members)) + 1
 
     def leader(self, members: tuple[str, ...], before: str) -> str:
@@ -130,11 +126,9 @@ class Leadership:
 
     @property
     def has_stalled(self) -> bool:
-        """Whether too few members give signs of life."""
         return bool(self._missing)
 
     def living(self, members: tuple[str, ...]) -> frozenset[str]:
-        """Those of the members that give signs of life."""
         return frozenset(m for m in members if m in self._alive)
 
     def next_members(self, members: tuple[str, ...]) -> tuple[str, ...]:

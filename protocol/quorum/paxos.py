@@ -1,17 +1,13 @@
-"""How a commit becomes decided: single-decree Paxos for each round, among the members that the commit before names.
+"""Consensus on a commit: single-decree Paxos for each round, among the members that the commit before names.
 
-A round's *members* vote: 1, 4 or 7 bootstrap nodes. A commit is decided once n - f of them have accepted it in one ballot, with
-f = (n - 1) // 3, and the signatures of those votes are the proof that travels with it (`commit.Record`). Two such sets of votes share f + 1
-members, so f members may say anything to anybody, or nothing. That is why a commit is pledged before it is accepted
-(protocol/quorum/acceptor.py). A node has three parts: the acceptor votes, leadership names the proposer (protocol/quorum/leadership.py), and
-the proposer, here, proposes.
+1, 4 or 7 bootstrap nodes vote. A commit is decided once n - f of them have accepted it in one ballot, f = (n - 1) // 3;
+the signatures of those votes are its proof (`commit.Record`). Two such sets share f + 1 members, so f members may say
+anything, or nothing; that is why a commit is pledged before it is accepted. A node has three parts: the acceptor votes
+(protocol/quorum/acceptor.py), leadership names the proposer (protocol/quorum/leadership.py), and the proposer is here.
 
-Ballot 0 of a round belongs to the leader of the round before and needs no promises, since no lower ballot exists: a
-round in calm weather costs two exchanges. Ballot b > 0 belongs to member b mod n. A proposer is its own first
-acceptor, so a ballot that was used is on disk and is never used again for another commit. A single member's vote is
-the log record itself.
-
-Events, effects and the transition table are in protocol/quorum/paxos_events.py; bootstrap/node.py carries the effects out.
+Ballot 0 of a round belongs to the leader of the round before and needs no promises, since no lower one exists: a round
+without failures costs two exchanges. Ballot b > 0 belongs to member b mod n. A proposer is its own first acceptor, so a
+used ballot is on disk and never used again for another commit. A single member's vote is the log record itself.
 """
 
 from __future__ import annotations
@@ -20,31 +16,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from protocol.ledger import board
-from protocol.ledger.validation import why_not_next
+from protocol.ledger.history import why_not_next
+from protocol.quorum import paxos_events as ev
 from protocol.quorum.acceptor import Acceptor
 from protocol.quorum.leadership import Leadership
-from protocol.quorum.paxos_events import (
-    TABLE,
-    Append,
-    Appended,
-    Decided,
-    Effect,
-    Event,
-    Heard,
-    Held,
-    Judged,
-    Leads,
-    Learned,
-    Listed,
-    Phase,
-    Proposed,
-    Refused,
-    Save,
-    Send,
-    SendLog,
-    Skipped,
-    Tick,
-)
+from protocol.quorum.paxos_events import Effect, Event, Phase
 from protocol.quorum.table import Position
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
@@ -59,11 +35,9 @@ BALLOTS_PER_SECOND, AHEAD_SECONDS = 16, 60.0
 
 
 class Quorum:
-    """One node of the quorum; `handle` is the only entry, and `now` is in seconds on any steady clock. `mine`: what this node would propose;
-    `ballot`: that in which it proposes, negative for none.
+    """One node of the quorum; `handle` is the only entry, `now` is in seconds on a steady clock.
 
-    `commits`: the log. `vote`: the durable vote. `held`: names of the payloads that are durable. `sign` and `verify` (peer, body, signature)
-    are those of the node's and of others' identities.
+    vote: the durable vote; held: durable payloads; mine: this node's proposal; ballot: its ballot or -1
     """
 
     def __init__(
@@ -81,7 +55,7 @@ class Quorum:
         self.peer = peer
         self._verify = verify
         self.head = commits[-1] if commits else None
-        self.position = Position(TABLE, Phase.IDLE)
+        self.position = Position(ev.TABLE, Phase.IDLE)
         self.leadership = Leadership(manifest, peer, now, self.operators)
         self.former = self._former(commits[-2] if len(commits) > 1 else None)
         self.leadership.begin(self.round)
@@ -105,37 +79,31 @@ class Quorum:
 
     @property
     def phase(self) -> Phase:
-        """What this node does about the round's commit, as a proposer."""
         return self.position.phase
 
     @property
     def leads(self) -> bool:
-        """Whether this node leads as far as it knows."""
         return self.leadership.leads
 
     @property
     def leader(self) -> str:
-        """The leader of the round, as far as this node knows."""
         return self.leadership.leader(self.members, self._before)
 
     @property
     def round(self) -> int:
-        """The round that is to be decided."""
         return 0 if self.head is None else self.head.round + 1
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The nodes that decide it."""
         return board.members_after(self.manifest, self.head)
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """The operators of the run now."""
         return board.operators(self.manifest, self.head)
 
     @property
     def reached(self) -> tuple[str, ...]:
-        """Who is told what happens: the operators, and who was one until the log's last commit, so that it hears of that."""
+        """Nodes that are told what happens: operators, and those that the last commit dismissed."""
         return (*self.operators, *self.former)
 
     def _former(self, before: Commit | None) -> tuple[str, ...]:
@@ -144,7 +112,6 @@ class Quorum:
 
     @property
     def living(self) -> frozenset[str]:
-        """The members that give signs of life."""
         return self.leadership.living(self.members)
 
     @property
@@ -155,38 +122,37 @@ class Quorum:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """One step of the machine."""
         self._now = now
-        self.leadership.heard(event.peer if isinstance(event, Heard | Learned) else None, now)
+        self.leadership.heard(event.peer if isinstance(event, ev.Heard | ev.Learned) else None, now)
         out: list[Effect] = []
         match event:
-            case Proposed(commit):
+            case ev.Proposed(commit):
                 if self.leads and self.mine is None and commit.round == self.round:
                     self.mine = self.of_ours(commit)
                     self.acceptor.verdicts[self.mine.digest] = None
-            case Heard(peer, message):
+            case ev.Heard(peer, message):
                 self._hear(peer, message, out)
-            case Learned(peer, record):
+            case ev.Learned(peer, record):
                 self._learn(peer, record, out)
-            case Held(digest):
+            case ev.Held(digest):
                 if self.acceptor.hold(digest):
-                    self._look_again(Held, out)
-            case Listed(root, parts):
+                    self._look_again(ev.Held, out)
+            case ev.Listed(root, parts):
                 if self.acceptor.know(root, parts):
-                    self._look_again(Listed, out)
-            case Judged(digest, unfair):
+                    self._look_again(ev.Listed, out)
+            case ev.Judged(digest, unfair):
                 self._route(self.acceptor.judge(digest, unfair), out)
                 if unfair is None:
-                    self._look_again(Judged, out)
-            case Appended(record):
+                    self._look_again(ev.Judged, out)
+            case ev.Appended(record):
                 self._begin(record, out)
-            case Tick(due):
+            case ev.Tick(due):
                 self._wait_for_leader(due, out)
         self._watch(out)
         self._advance(out)
         return out
 
     def of_ours(self, commit: Commit) -> Commit:
-        """`commit` as this node proposes it: with its leader, and the members of the next round. The same object if it is so already, so
-        that a digest that was computed beforehand counts: of 10,000 replicas it takes a tenth of a second."""
+        """`commit` with this node as leader and the next members; the same object if it has them already."""
         then, living = board.of(self.manifest, commit), self.leadership.present
         members = board.completed(then, self.leadership.next_members(self.members), living)
         same = (commit.leader, commit.members) == (self.peer, members)
@@ -200,7 +166,7 @@ class Quorum:
         out += changed
         if changed and not self.leads:
             if self.phase is not Phase.IDLE:
-                self.position.step(Leads, Phase.IDLE)
+                self.position.step(ev.Leads, Phase.IDLE)
             self._rest()
         out += self.leadership.stalled(self.members)
         turn = self.leadership.turn
@@ -219,7 +185,7 @@ class Quorum:
         elif self._now - self._due[1] >= self.manifest.timing.gone_after:
             self._due = None
             self._skip(leader)
-            out += self.position.stay(Tick, [Skipped(leader, self.round)])
+            out += self.position.stay(ev.Tick, [ev.Skipped(leader, self.round)])
 
     def _skip(self, peer: str) -> None:
         if peer == self.leader:
@@ -248,9 +214,9 @@ class Quorum:
     def _help(self, peer: str, round: int, out: list[Effect]) -> None:
         """`peer` is at `round`: who is behind gets the records in between."""
         if round > self.round:
-            out += self.position.stay(Heard, [Send(peer, LogRequest(after=self.round - 1))])
+            out += self.position.stay(ev.Heard, [ev.Send(peer, LogRequest(after=self.round - 1))])
         elif round < self.round:
-            out += self.position.stay(Heard, [SendLog(peer, round - 1)])
+            out += self.position.stay(ev.Heard, [ev.SendLog(peer, round - 1)])
 
     def _is_current(self, peer: str, message: Prepare | Accept, out: list[Effect]) -> bool:
         """Whether this round is to be decided here, by a message of the leader of this turn, in a ballot of its own."""
@@ -261,7 +227,7 @@ class Quorum:
         return here and heard and in_reach and self._owner(message.ballot) == peer
 
     def _highest_yet(self) -> int:
-        """The highest ballot that honest members can have come to in this round: who asks for more wants to use them up."""
+        """The highest ballot that honest members can have reached; a bound against using ballots up."""
         grown = int(BALLOTS_PER_SECOND * len(self.members) * (self._now - self._began + AHEAD_SECONDS))
         return min(MAX_BALLOT, max(self.acceptor.vote.ballot, 0) + grown)
 
@@ -272,7 +238,6 @@ class Quorum:
         self._route(self.acceptor.accept(peer, accept, self.head, self.members, event), out)
 
     def _look_again(self, event: type, out: list[Effect]) -> None:
-        """What a vote waited for is here."""
         if self.acceptor.waiting is not None:
             peer, accept = self.acceptor.waiting
             self._on_accept(peer, accept, out, event)
@@ -280,27 +245,26 @@ class Quorum:
     def _route(self, effects: Sequence[Effect], out: list[Effect]) -> None:
         """What the acceptor does. Its answers to ourselves are heard at once; a single member needs no durable vote."""
         for effect in effects:
-            if isinstance(effect, Refused) and effect.peer == self.peer:
+            if isinstance(effect, ev.Refused) and effect.peer == self.peer:
                 if self.phase in (Phase.PLEDGING, Phase.ACCEPTING):
-                    self.position.step(Judged, Phase.IDLE)
+                    self.position.step(ev.Judged, Phase.IDLE)
                 continue
-            if isinstance(effect, Refused):
+            if isinstance(effect, ev.Refused):
                 self._skip(effect.peer)
-            if isinstance(effect, Send) and effect.peer == self.peer:
+            if isinstance(effect, ev.Send) and effect.peer == self.peer:
                 self._hear(self.peer, effect.message, out)
-            elif not isinstance(effect, Save) or len(self.members) > 1:
+            elif not isinstance(effect, ev.Save) or len(self.members) > 1:
                 out.append(effect)
 
     def _others(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if name != self.peer]
 
-    def _to(self, event: type | None, names: Sequence[str], message: Prepare | Accept | Heartbeat) -> list[Send]:
-        return self.position.stay(event, [Send(name, message) for name in names]) if names else []
+    def _to(self, event: type | None, names: Sequence[str], message: Prepare | Accept | Heartbeat) -> list[ev.Send]:
+        return self.position.stay(event, [ev.Send(name, message) for name in names]) if names else []
 
     # --- the proposer
 
     def _rest(self) -> None:
-        """Nothing is proposed."""
         self.mine, self._value, self.ballot = None, None, -1
         self._forget_answers()
         self._retry_at = float("-inf")
@@ -399,7 +363,7 @@ class Quorum:
         self._votes[peer] = vote.signature
         if self._is_enough(self._votes):
             record = Record(commit=self._value, ballot=self.ballot, votes=dict(sorted(self._votes.items())))
-            out += self.position.step(Vote, Phase.APPENDING, [Append(record)])
+            out += self.position.step(Vote, Phase.APPENDING, [ev.Append(record)])
 
     def _on_reject(self, peer: str, reject: Reject) -> None:
         """So few as may lie are not believed."""
@@ -416,9 +380,9 @@ class Quorum:
 
     def _learn(self, peer: str, record: Record, out: list[Effect]) -> None:
         if record.commit.round > self.round:
-            out += self.position.stay(Learned, [Send(peer, LogRequest(after=self.round - 1))])
+            out += self.position.stay(ev.Learned, [ev.Send(peer, LogRequest(after=self.round - 1))])
         elif self.phase is not Phase.APPENDING and why_not_next(self.manifest, self.head, record) is None:
-            out += self.position.step(Learned, Phase.APPENDING, [Append(record)])
+            out += self.position.step(ev.Learned, Phase.APPENDING, [ev.Append(record)])
 
     def _begin(self, record: Record, out: list[Effect]) -> None:
         """The record is in the log: the next round begins."""
@@ -432,7 +396,7 @@ class Quorum:
         self._highest = -1
         self._began = self._now
         self._rest()
-        out += self.position.step(Appended, Phase.IDLE, [Decided(record)])
+        out += self.position.step(ev.Appended, Phase.IDLE, [ev.Decided(record)])
         others = self._others(self.reached)
         if commit.leader == self.peer and others:
-            out += self.position.stay(Appended, [SendLog(o, commit.round - 1) for o in others])
+            out += self.position.stay(ev.Appended, [ev.SendLog(o, commit.round - 1) for o in others])

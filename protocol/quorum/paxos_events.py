@@ -5,11 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from protocol.quorum.table import Table, Transition
-from protocol.quorum.unfair import Unfair
-from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.quorum.table import Row, Table, anywhere
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, QuorumMessage, Reject, Vote
 from protocol.wire.commit import Commit, Part, Record, Share
 from protocol.wire.session import Heartbeat, LogRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """What is wrong with a commit. lie: it breaks a rule, else a doubt; again: a repeated doubt, treated as a lie."""
+
+    reason: str
+    lie: bool
+    again: bool = False
+    about: str = ""
+    """The diverged peer that a doubt is about, which may attest other digests to the leader; else empty."""
+
+    @property
+    def accuses(self) -> bool:
+        """Whether the leader is named to the operator."""
+        return self.lie or self.again
 
 
 class Phase(Enum):
@@ -39,7 +54,7 @@ class Heard:
     """Event: another operator's node sent this."""
 
     peer: str
-    message: Prepare | Promise | Accept | Pledge | Vote | Reject | Heartbeat
+    message: QuorumMessage | Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +89,10 @@ class Appended:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Event: the answer to a `Judge`; `unfair`: what is wrong with the commit that has this digest, None where nothing is."""
+    """Event: the answer to `Judge`. unfair: the objection to the commit with this digest, None if there is none."""
 
     digest: str
-    unfair: Unfair | None
+    unfair: Objection | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +114,7 @@ class Send:
     """Effect: to another operator's node, if it can be reached; it is sent again while it matters."""
 
     peer: str
-    message: Prepare | Promise | Accept | Pledge | Vote | Reject | Heartbeat | LogRequest
+    message: QuorumMessage | Heartbeat | LogRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +143,7 @@ class FetchList:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Effect: find out whether this commit, of which all is here and for which `peer` asks for votes, is one that this node could have
-    proposed; the answer is `Judged`."""
+    """Effect: examine a commit that `peer` proposes, of which all is held; the answer is `Judged`."""
 
     peer: str
     commit: Commit
@@ -137,11 +151,11 @@ class Judge:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Effect: tell the operator that `peer` asked for votes for a commit that gets none here, and why. Where it led, another leads."""
+    """Effect: tell the operator why a commit of `peer` gets no vote here; another node leads then."""
 
     peer: str
     round: int
-    unfair: Unfair
+    unfair: Objection
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,47 +197,39 @@ class Stalled:
 Event = Proposed | Heard | Learned | Held | Listed | Judged | Appended | Tick
 Effect = Save | Send | SendLog | Fetch | FetchList | Judge | Refused | Skipped | Append | Decided | Leads | Stalled
 
-_ROWS: tuple[Transition[Phase], ...] = (
-    Transition(Phase.IDLE, None, Phase.PLEDGING, (), "we lead, ballot 0 is ours and still free, a commit is proposed"),
-    Transition(
-        Phase.IDLE, None, Phase.PREPARING, (), "we lead, and a commit is proposed or was accepted here and not decided"
-    ),
-    Transition(Phase.PREPARING, None, Phase.PREPARING, (Prepare,), "some have not answered, every RETRY_SECONDS"),
-    Transition(
-        Phase.PREPARING,
-        Promise,
-        Phase.PLEDGING,
-        (),
-        "enough promised: the commit that was certified in the highest ballot, else our own",
-    ),
-    Transition(Phase.PLEDGING, None, Phase.PLEDGING, (Accept,), "some have not answered, every RETRY_SECONDS"),
-    Transition(Phase.PLEDGING, Pledge, Phase.ACCEPTING, (), "enough have pledged it: their signatures go with it"),
-    Transition(Phase.PLEDGING, Promise, Phase.IDLE, (), "another commit was certified before; later again, with that"),
-    Transition(Phase.ACCEPTING, None, Phase.ACCEPTING, (Accept,), "some have not answered, every RETRY_SECONDS"),
-    Transition(Phase.ACCEPTING, Vote, Phase.APPENDING, (Append,), "enough have voted: the commit is decided"),
+_ROWS: tuple[Row[Phase], ...] = (
+    Row(Phase.IDLE, None, Phase.PLEDGING, (), "we lead, ballot 0 is ours and still free, a commit is proposed"),
+    Row(Phase.IDLE, None, Phase.PREPARING, (), "we lead, a commit is proposed, or accepted here"),
+    Row(Phase.PREPARING, None, Phase.PREPARING, (Prepare,), "some have not answered, every RETRY_SECONDS"),
+    Row(Phase.PREPARING, Promise, Phase.PLEDGING, (), "enough promised: the newest certified commit, or ours"),
+    Row(Phase.PLEDGING, None, Phase.PLEDGING, (Accept,), "some have not answered, every RETRY_SECONDS"),
+    Row(Phase.PLEDGING, Pledge, Phase.ACCEPTING, (), "enough have pledged it: their signatures go with it"),
+    Row(Phase.PLEDGING, Promise, Phase.IDLE, (), "another commit was certified before; later again, with that"),
+    Row(Phase.ACCEPTING, None, Phase.ACCEPTING, (Accept,), "some have not answered, every RETRY_SECONDS"),
+    Row(Phase.ACCEPTING, Vote, Phase.APPENDING, (Append,), "enough have voted: the commit is decided"),
     *(
-        Transition(phase, Reject, Phase.IDLE, (), "a higher ballot is promised; later again, with a higher one")
+        Row(phase, Reject, Phase.IDLE, (), "a higher ballot is promised; later again, with a higher one")
         for phase in (Phase.PREPARING, Phase.PLEDGING, Phase.ACCEPTING)
     ),
     *(
-        Transition(phase, Judged, Phase.IDLE, (), "we find that the commit cannot be: more than f have certified it")
+        Row(phase, Judged, Phase.IDLE, (), "we find that the commit cannot be: more than f have certified it")
         for phase in (Phase.PLEDGING, Phase.ACCEPTING)
     ),
     *(
-        Transition(phase, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log")
+        Row(phase, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log")
         for phase in (Phase.IDLE, Phase.PREPARING, Phase.PLEDGING, Phase.ACCEPTING)
     ),
     *(
-        Transition(phase, Leads, Phase.IDLE, (), "another node leads")
+        Row(phase, Leads, Phase.IDLE, (), "another node leads")
         for phase in (Phase.PREPARING, Phase.PLEDGING, Phase.ACCEPTING, Phase.APPENDING)
     ),
-    Transition(Phase.APPENDING, Appended, Phase.IDLE, (Decided,), "the next round begins"),
-    Transition(Phase.IDLE, Appended, Phase.IDLE, (Decided,), "the next round begins; who leads changed meanwhile"),
-    Transition(Phase.IDLE, Appended, Phase.IDLE, (SendLog,), "the commit was ours: the other nodes get the record"),
-    Transition(None, None, None, (Heartbeat,), "every `heartbeat` seconds, to all other nodes"),
-    Transition(None, Heard, None, (LogRequest,), "the sender is at a later round"),
-    Transition(None, Heard, None, (SendLog,), "the sender is at an earlier round"),
-    Transition(None, Learned, None, (LogRequest,), "records in between are missing"),
-    Transition(None, Tick, None, (Skipped,), "the leader lets the round wait that this node would decide"),
+    Row(Phase.APPENDING, Appended, Phase.IDLE, (Decided,), "the next round begins"),
+    Row(Phase.IDLE, Appended, Phase.IDLE, (Decided,), "the next round begins; who leads changed meanwhile"),
+    Row(Phase.IDLE, Appended, Phase.IDLE, (SendLog,), "the commit was ours: the other nodes get the record"),
+    anywhere(None, (Heartbeat,), "every `heartbeat` seconds, to all other nodes"),
+    anywhere(Heard, (LogRequest,), "the sender is at a later round"),
+    anywhere(Heard, (SendLog,), "the sender is at an earlier round"),
+    anywhere(Learned, (LogRequest,), "records in between are missing"),
+    anywhere(Tick, (Skipped,), "the leader lets the round wait that this node would decide"),
 )
 TABLE = Table("proposer", Phase, _ROWS)

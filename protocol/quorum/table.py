@@ -1,9 +1,8 @@
-"""Transition tables: what a state machine may do, as data that its code is checked against at every step.
+"""Transition tables: the steps of a state machine as data, against which its code is checked at every step.
 
-A machine's phases are an Enum. A row of its table says which event leads from which phase to which, with which effects.
-The machine's own code finds out which row is next and fills in the values; `Position.step` refuses a step that no row
-allows, so a table and its code cannot drift apart. (The idea is h11's `_state.py`.) docs/state-machines.md shows the
-tables and is made from them (tests/docs/state_machines.py).
+A machine's phases are an Enum. A row says which event leads from which phase to which, with which effects. The
+machine's code finds the next row; `Position.step` refuses a step without a row (the idea is h11's `_state.py`).
+docs/state-machines.md is made from the tables (tests/docs/state_machines.py).
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ class TableError(AssertionError):
 
 
 @dataclass(frozen=True, slots=True)
-class Transition(Generic[P]):
-    """One row: in `phase`, upon `event`, if `when` holds, the machine goes to `next` and has `effects` carried out.
+class Row(Generic[P]):
+    """In `phase`, upon `event`, if `when` holds: to `next`, with `effects`.
 
-    `event` None: no event is needed, the row is taken as soon as `when` holds. `phase` and `next` None: in every phase,
-    which stays as it is. `effects` are the kinds of the effects in their order, one that may be repeated once; of an
-    effect that sends a message, the kind is the message's.
+    event None: no event is needed. phase and next None: every phase, unchanged. effects: kinds, in order;
+    a repeated kind once, a sent message by its own kind.
     """
 
     phase: P | None
@@ -38,14 +36,19 @@ class Transition(Generic[P]):
     when: str = ""
 
 
+def anywhere(event: type | None, effects: tuple[type, ...], when: str) -> Row[Any]:
+    """A row of every phase, which stays as it is."""
+    return Row(None, event, None, effects, when)
+
+
 class Table(Generic[P]):
     """The rows of the machine `name`, whose phases are `phases`; the first one is where it starts."""
 
-    def __init__(self, name: str, phases: type[P], rows: Iterable[Transition[P]]) -> None:
+    def __init__(self, name: str, phases: type[P], rows: Iterable[Row[P]]) -> None:
         self.name = name
         self.phases = phases
         self.rows = tuple(rows)
-        self._allowed: dict[tuple[Any, ...], Transition[P]] = {}
+        self._allowed: dict[tuple[Any, ...], Row[P]] = {}
         for row in self.rows:
             for phase in phases if row.phase is None else (row.phase,):
                 key = (phase, row.event, row.next or phase, row.effects)
@@ -53,7 +56,7 @@ class Table(Generic[P]):
                     raise TableError(f"{name}: two rows say {_words(*key)}")
                 self._allowed[key] = row
 
-    def row(self, phase: P, event: type | None, next: P, effects: Sequence[object]) -> Transition[P]:
+    def row(self, phase: P, event: type | None, next: P, effects: Sequence[object]) -> Row[P]:
         """The row that allows this step. Raises TableError."""
         kinds = (type(getattr(effect, "message", effect)) for effect in effects)
         key = (phase, event, next, tuple(kind for kind, _ in itertools.groupby(kinds)))
@@ -68,7 +71,7 @@ class Position(Generic[P]):
     def __init__(self, table: Table[P], phase: P) -> None:
         self.table = table
         self.phase = phase
-        self.taken: set[Transition[P]] = set()
+        self.taken: set[Row[P]] = set()
 
     def step(self, event: type | None, next: P, effects: Sequence[E] = ()) -> list[E]:
         """Goes on to `next` and gives the effects back. Raises TableError where the table has no such row."""

@@ -1,1 +1,5 @@
-"""How a round goes: the state machines of the leading node and of a volunteer, and what is decided while it runs."""
+"""The state machines of a round: the leading node's and a volunteer's, and the rules that they share.
+
+Front door: `leader.Leader` with `leader_events`, `member.Member` with `member_events`, `fairness` (votes on commits),
+`judging.judge` (contribution screening), `handover` (error feedback that moves).
+"""

@@ -1,53 +1,70 @@
-"""Who attested which state: every peer that holds shards says their digests after each round, and they are compared.
+"""State attestations: every peer that holds shards sends their digests after each round, and they are compared. Pure.
 
-All who hold a shard after a round must hold the same bits of it. What the witnesses among them have, by their weight
-(protocol/ledger/witnesses.py), is taken for right. A peer that has something else has *diverged*, and its work of the next round does
-not count.
+All holders of a shard must have the same bits. The majority is by the weight of *witnesses*: peers that contributed to
+the last WITNESS_ROUNDS commits, by the tokens of their replicas, none with more than one part in WITNESS_MOST of all.
+Before the first contribution the members of the plan are witnesses with equal weights. A node's *auditors*, which
+follow the log for its operator (peer/node/audit.py), outweigh all others. A peer with other bits than the majority has
+*diverged*, and its work of the next round does not count.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from protocol.wire.commit import Diverged
+from protocol.wire.commit import Commit, Diverged
+from protocol.wire.plan import Plan
 from protocol.wire.session import Attest
+
+WITNESS_ROUNDS = 8
+WITNESS_MOST = 3
+"""Nobody has more than this part of the weight: two who agree are more than the greatest one."""
+
+
+class Witnesses:
+    """By what is in the log so far. `auditors`: peers that this node believes before all others."""
+
+    def __init__(self, commits: Iterable[Commit] = (), auditors: frozenset[str] = frozenset()) -> None:
+        self.auditors = auditors
+        self._rounds: deque[Mapping[str, int]] = deque(maxlen=WITNESS_ROUNDS)
+        self._plan: Plan | None = None
+        for commit in commits:
+            self.add(commit)
+
+    def counting(self, commits: Iterable[Commit]) -> Iterator[Commit]:
+        """The same commits, each added as it is read: a log may be long, and on disk."""
+        for commit in commits:
+            self.add(commit)
+            yield commit
+
+    def add(self, commit: Commit) -> None:
+        self.count({share.peer: c.tokens for c in commit.contributions for share in c.shares}, commit.plan)
+
+    def count(self, tokens: Mapping[str, int], plan: Plan | None) -> None:
+        """The same: `tokens` of the replica of each peer that contributed, and the next plan."""
+        self._plan = plan or self._plan
+        if tokens:
+            self._rounds.append(tokens)
+
+    def weights(self) -> Mapping[str, int]:
+        """Of each witness: its tokens, or less; of each auditor, more than of all others."""
+        found = self._earned()
+        return found | dict.fromkeys(self.auditors, sum(found.values()) + 1)
+
+    def _earned(self) -> dict[str, int]:
+        tokens: Counter[str] = Counter()
+        for found in self._rounds:
+            tokens.update(found)
+        if tokens:
+            most = max(1, tokens.total() // WITNESS_MOST)
+            return {peer: max(1, min(count, most)) for peer, count in tokens.items()}
+        return {peer: 1 for replica in (self._plan.replicas if self._plan else ()) for peer in replica.peers}
+
 
 Weights = Mapping[str, int]
 """Of the witnesses, above zero; nobody else counts."""
-
-
-def majority(attested: Mapping[str, Mapping[str, str]], weights: Weights) -> dict[str, str]:
-    """The digest of each shard that has most of the weight, none where there is a tie or no witness. `attested`: {peer: {shard: digest}}."""
-    counts: dict[str, Counter[str]] = {}
-    for peer, digests in attested.items():
-        if peer in weights:
-            for shard, digest in digests.items():
-                counts.setdefault(shard, Counter())[digest] += weights[peer]
-    found = {}
-    for shard, counted in counts.items():
-        ranked = counted.most_common(2)
-        if len(ranked) == 1 or ranked[0][1] > ranked[1][1]:
-            found[shard] = ranked[0][0]
-    return found
-
-
-def diverged(attested: Mapping[str, Mapping[str, str]], right: Mapping[str, str], ties: bool = False) -> list[Diverged]:
-    """Who of `attested`, {peer: {shard: digest}}, has other bits than the majority, which is `right`.
-
-    With `ties`, nobody is right about a shard of which some say one thing and some another, and that has no majority.
-    """
-    known: dict[str, set[str]] = {}
-    for digests in attested.values():
-        for shard, digest in digests.items():
-            known.setdefault(shard, set()).add(digest)
-    return [
-        Diverged(peer=peer, shard=shard)
-        for peer, digests in sorted(attested.items())
-        for shard, digest in sorted(digests.items())
-        if (right[shard] != digest if shard in right else ties and len(known[shard]) > 1)
-    ]
 
 
 def _holds(known: Mapping[str, str], right: Mapping[str, str], shards: Iterable[str]) -> bool:
@@ -56,19 +73,17 @@ def _holds(known: Mapping[str, str], right: Mapping[str, str], shards: Iterable[
 
 @dataclass(frozen=True, slots=True)
 class Attested:
-    """What was attested of one round up to now, {peer: {shard: digest}}, and what is right; what comes later does not change it."""
+    """A snapshot of one round: {peer: {shard: digest}}, and the majority's digests."""
 
     known: Mapping[str, Mapping[str, str]]
     majority: Mapping[str, str]
 
     def holds(self, peer: str, shards: Iterable[str]) -> bool:
-        """As `Attestations.holds`."""
         return _holds(self.known.get(peer, {}), self.majority, shards)
 
 
 class _Shard:
-    """What was attested of one shard after one round, counted as it comes. `digests`: who has which; `_weight`: of the witnesses that have a
-    digest, of as few digests as there are opinions among them."""
+    """Attested digests of one shard after one round. digests: peers by digest; _weight: of witnesses by digest."""
 
     def __init__(self) -> None:
         self.digests: dict[str, dict[str, None]] = {}
@@ -86,7 +101,6 @@ class _Shard:
         return ranked[0][0] if ranked and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]) else None
 
     def add(self, peer: str, digest: str, weight: int) -> None:
-        """`peer`, of whom nothing was known, has this."""
         self.digests.setdefault(digest, {})[peer] = None
         if weight:
             self._weight[digest] += weight
@@ -103,24 +117,25 @@ class _Shard:
                 del self._weight[digest]
 
     def wrong(self, ties: bool) -> list[str]:
-        """Who has something else than what is right; with `ties`, everybody where nothing is. As many steps as that are peers."""
+        """Peers with another digest than the majority's; all peers if there is none and `ties`."""
         right = self.right
         if right is None and not ties:
             return []
         return [peer for digest, have in self.digests.items() if digest != right for peer in have]
 
 
-class _Round:
-    """What was attested of one round. `majority`: by shard, without those that have a tie; `split`: the shards of which not all have the
-    same; `reported`: who was told to have diverged."""
+class RoundAttestations:
+    """Attestations of one round. majority: by shard, without ties; split: shards with several digests."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, attested: Mapping[str, Mapping[str, str]] = MappingProxyType({})) -> None:
         self._weights = weights
         self.known: dict[str, dict[str, str]] = {}
         self.majority: dict[str, str] = {}
         self.split: dict[str, None] = {}
         self.reported: set[tuple[str, str]] = set()
         self._shards: dict[str, _Shard] = {}
+        for peer, digests in attested.items():
+            self.take(peer, digests)
 
     def take(self, peer: str, digests: Mapping[str, str]) -> None:
         """`peer` has these, whatever it said before."""
@@ -163,17 +178,15 @@ class _Round:
 
 
 class Attestations:
-    """What was attested of the last rounds. An attestation costs as many steps as it has shards, and as peers have diverged. `weights()`
-    are those of who counts, for a round of which nothing was attested yet."""
+    """Attestations of the last rounds. weights: of the witnesses, when a round's first attestation comes."""
 
     def __init__(self, weights: Callable[[], Weights]) -> None:
         self._weights = weights
-        self._rounds: dict[int, _Round] = {}
+        self._rounds: dict[int, RoundAttestations] = {}
         self._newest: dict[str, int] = {}
 
     @property
     def rounds(self) -> tuple[int, ...]:
-        """The rounds of which anything is known."""
         return tuple(self._rounds)
 
     def of(self, round: int) -> Mapping[str, Mapping[str, str]]:
@@ -188,7 +201,7 @@ class Attestations:
         """Takes what `peer` attested; returns who has diverged, as far as known, and was not named for it before."""
         round = self._rounds.get(attest.round)
         if round is None:
-            round = self._rounds[attest.round] = _Round(self._weights())
+            round = self._rounds[attest.round] = RoundAttestations(self._weights())
         if round.known.get(peer) == attest.digests:
             return []
         self._newest[peer] = max(self.newest(peer), attest.round)
@@ -198,7 +211,6 @@ class Attestations:
         return fresh
 
     def forget(self, before: int) -> None:
-        """Forgets what was attested of the rounds before `before`."""
         for round in [r for r in self._rounds if r < before]:
             del self._rounds[round]
         self._newest = {peer: round for peer, round in self._newest.items() if round >= before}
@@ -208,7 +220,7 @@ class Attestations:
         return dict(self._rounds[round].majority) if round in self._rounds else {}
 
     def sure(self, round: int) -> dict[str, str]:
-        """The digest of each shard after `round` that more than half of all weight has: whoever is still silent cannot change it."""
+        """Digests that more than half of all weight has, which silent witnesses cannot change."""
         return self._rounds[round].sure() if round in self._rounds else {}
 
     def diverged(self, round: int, ties: bool = False) -> list[Diverged]:
@@ -222,5 +234,5 @@ class Attestations:
         )
 
     def snapshot(self, round: int) -> Attested:
-        """What was attested after `round`. As many steps as that are peers, and no copy of what they attested: that is never changed."""
+        """The attestations after `round`; later ones do not change it."""
         return Attested(dict(self.of(round)), self.majority(round))

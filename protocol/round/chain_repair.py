@@ -1,33 +1,23 @@
-"""Who is in the chains of the open round: the plan, and how chains were reconfigured since.
+"""Chains of the open round: the plan, and reconfigurations since. Part of the leader's machine, pure.
 
-This is a part of the leader's machine (protocol/round/leader.py), and pure.
-
-A member whose neighbour is lost reports it (`ChainFailure`) and keeps its work. The leading node answers with a
-`ChainReconfig`: the chain's members under the next *generation*. A generation is the number of reconfigurations that
-this replica has had in the round; the chain of the plan has generation 0. The plan in the log stays as it is, and the
-commit's contribution says who took part. What happens to a chain that lost a member:
+A member that loses a neighbour reports it (`ChainFailure`) and keeps its work. The leading node answers with a
+`ChainReconfig`: the members under the next *generation*, the number of reconfigurations of this replica in the round.
+The plan in the log stays as it is; the commit's contribution names the members. A chain that lost a member:
 
     a member has offered its stage    the inner steps are done: all are told to offer what they have
-    a spare is ready                  it takes the member's place; ready means that it attested the state before
-                                      the round, holds the stage's shards, and has enough memory
-    else, once per member and round   the same members go on: the lost one may be back, as it was or from its
-                                      checkpoint
-    else                              nobody goes on: the chain's round is over, and its members keep their work
-                                      in the error feedback
+    a spare is ready                  takes the place: it attested the state, holds the shards, has the memory
+    else, once per member and round   the same members go on: the lost one may be back
+    else                              the chain's round is over; members keep their work in the error feedback
 
-Four cases differ. A member of whom its neighbour says that it lies (protocol/round/quarrels.py) does not go on: without a
-spare the chain's round is over. A member that dies before its neighbours had streams to it is reported by nobody: the leading node
-replaces a member that is absent (protocol/round/presence.py) as soon as a spare is ready, and waits as long as there
-is none. A stage that has become slow (protocol/planning/pipeline_model.py) is reported by the first stage; it is
-replaced if a spare is ready, else nothing happens. A chain that was reconfigured MAX_GENERATIONS times ends its
-round.
+Four exceptions. An accused member (protocol/round/accusations.py) is replaced, or the chain's round is over. An absent
+member (protocol/round/presence.py) that no neighbour reports is replaced once a spare is ready. A slow stage
+(protocol/planning/pipeline_model.py) is replaced if a spare is ready, else nothing happens. After MAX_GENERATIONS the
+chain's round is over.
 
-The first report of a generation decides, and a report of an older generation is answered with the present
-`ChainReconfig`. That is repeated until every member follows it, which the members tell to all nodes: so the next
-leader knows it. A node that does not know of a reconfiguration does no harm: it ignores the spare's offers, and the
-replica is left out. The next plan keeps a reconfigured chain as it is; a member that was lost is planned again once it
-was heard again. Two nodes that both believe to lead may give one generation to two chains. The members then find
-each other only under the same names, report again, and the higher generation counts.
+The first report of a generation decides; a report of an older one is answered with the present `ChainReconfig`, which
+is repeated until every member follows it. Members tell all nodes, so that the next leader knows it. The next plan keeps
+a reconfigured chain. Two nodes that both believe to lead may use one generation twice: the members then find only peers
+with the same names, report again, and the higher generation counts.
 """
 
 from __future__ import annotations
@@ -36,8 +26,8 @@ import dataclasses
 from collections.abc import Callable
 
 from protocol.identity import short_peer
+from protocol.round.accusations import LIES
 from protocol.round.offers import Offers
-from protocol.round.quarrels import LIES
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import ChainFailure, ChainReconfig
 
@@ -57,11 +47,9 @@ def reconfigured(plan: Plan, reconfig: ChainReconfig) -> Plan | None:
 
 
 class ChainRoster:
-    """The chains of one round, by the number of their replica.
+    """Chains of one round by replica number.
 
-    `plan` has the members of now; the roster begins with the plan that the log has, None where it has none.
-    `reconfigs` has the newest reconfiguration of each chain that had one. `away` are the peers that were lost and not
-    heard since. `changes`: how many reconfigurations there were.
+    plan: with the present members; reconfigs: the newest of each chain; away: lost peers
     """
 
     def __init__(self, plan: Plan | None) -> None:
@@ -76,7 +64,6 @@ class ChainRoster:
         self._seats: dict[str, int] = {}
 
     def find(self, replica: int) -> ReplicaSpec | None:
-        """The replica with this number, as it is now."""
         return self._indexed()[0].get(replica)
 
     def versions(self, replica: int) -> tuple[ReplicaSpec | None, ReplicaSpec | None]:
@@ -84,12 +71,10 @@ class ChainRoster:
         return self._logged.find(replica) if self._logged is not None else None, self.find(replica)
 
     def replica_of(self, peer: str) -> int | None:
-        """The number of the replica that `peer` is a member of now."""
         return self._indexed()[1].get(peer)
 
     def offered_by(self, peer: str, number: int) -> ReplicaSpec | None:
-        """What an offer of `peer` to the replica with this number is of: that one, if it is a member; a spare may have been named twice, by
-        two leaders. Else the replica that has it."""
+        """The replica of an offer: the named one if `peer` is a member (leaders may disagree), else its own."""
         named, own = self.find(number), self.replica_of(peer)
         if named is not None and peer in named.peers:
             return named
@@ -104,16 +89,14 @@ class ChainRoster:
         return self._index[1:]
 
     def seat_of(self, peer: str) -> int | None:
-        """The number of the seat that `peer` has taken, if it has."""
         return self._seats.get(peer)
 
     @property
     def seats(self) -> set[int]:
-        """The numbers of the seats that are taken."""
         return set(self._seats.values())
 
     def take_seat(self, peer: str, layers: int, number: int | None = None) -> ReplicaSpec | None:
-        """`peer` takes a seat, the one with this number or the first free one; None where there is none. `layers`: of the model."""
+        """Gives `peer` the seat `number`, or the first free one; None if there is none. layers: of the model."""
         assert self.plan is not None
         taken = self.seats
         free = [s.number for s in self.plan.seats if s.number not in taken and number in (None, s.number)]
@@ -124,12 +107,10 @@ class ChainRoster:
         return found
 
     def ended(self, replica: int) -> str | None:
-        """Why this chain's round is over, if it is."""
         reconfig = self.reconfigs.get(replica)
         return reconfig.reason if reconfig is not None and not reconfig.peers else None
 
     def generation(self, replica: int) -> int:
-        """How often this chain was reconfigured."""
         return self.reconfigs[replica].generation if replica in self.reconfigs else 0
 
     def follows(self, peer: str, reconfig: ChainReconfig) -> None:
@@ -143,8 +124,7 @@ class ChainRoster:
             self._followers.add((reconfig.replica, reconfig.generation, peer))
 
     def reported(self, peer: str, failure: ChainFailure) -> ChainReconfig | ReplicaSpec | None:
-        """What `peer` is to hear of its report: the newest reconfiguration, which it does not know; or its chain, which has to change; or
-        nothing."""
+        """The answer to a report: a newer reconfiguration, the chain that has to change, or None."""
         spec, known = self.find(failure.replica), self.reconfigs.get(failure.replica)
         if spec is None or failure.generation > self.generation(failure.replica):
             return None
@@ -171,10 +151,7 @@ class ChainRoster:
     def lost(
         self, peer: str, reason: str, must_go_on: bool, offers: Offers, suits: Callable[[str, StageSpec], bool]
     ) -> ChainReconfig | None:
-        """How the chain of `peer`, if it is in one, goes on. None: it is waited for.
-
-        `must_go_on`: without a spare, the chain does not wait. `suits`: as for `replace`.
-        """
+        """How the chain of `peer` goes on, None: it waits. must_go_on: it does not wait without a spare."""
         replica = self.replica_of(peer)
         if replica is None or self.plan is None:
             return None
@@ -197,10 +174,7 @@ class ChainRoster:
         steps: int,
         suits: Callable[[str, StageSpec], bool],
     ) -> ChainReconfig | None:
-        """Puts a spare in the place of the member `lost`; None where no spare is ready.
-
-        `suits` says whether a spare is ready for a stage. `steps` > 0: that many inner steps are done by all.
-        """
+        """Replaces the member `lost` by a spare that `suits`, None if there is none. steps > 0: done by all."""
         assert self.plan is not None
         spec = self.plan.replica(replica)
         stage = spec.stage_of(lost)

@@ -1,24 +1,29 @@
-"""What contributions are, measured: their norms, and how much they are like each other. Pure.
+"""Norms of contributions and cosines between them, the same numbers on every machine. Pure.
 
-The norms are those of all that was sent. The cosines are of whole numbers in float64, of which no sum comes to 2^53, so that none is
-rounded; all else is `math.fsum`, or one rounded operation at a time in a stated order. So every machine measures the same.
+The norms are of all that was sent. The cosines are of whole numbers in float64 whose sums stay below 2^53, so none is
+rounded; the rest is `math.fsum`, or one rounded operation at a time in a stated order.
 
-Of a large model some tiles are compared. What is decoded of a payload is kept in two bytes an entry (`Examined`), since it is wanted again
-when it is known which tiles these are. The work is then for each contribution that of looking at the entries of TILES tiles, and for each
-panel of P contributions that of a product of matrices [P, n], where n counts the places at which more than FEW of them have an entry.
+Of a large model about TILES tiles are compared. A decoded payload is kept in two bytes an entry (`Examined`), since the
+tiles are chosen later. The work for each contribution is that of reading the entries of those tiles; for each panel of
+P contributions it is a product of matrices [P, n], n counting the places at which more than DENSE_ABOVE have an entry.
+
+*Notes.* A node decodes each payload when it arrives and notes what it found, so that a verdict needs no decoding. Notes
+take about two bytes an entry (178 M parameters, 32 of 4,096 kept: 2.8 MB) and NOTES_BYTES in all: two payloads of each
+peer and shard, none of them evicted for another peer's. What is not noted is decoded again by its reader.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.codec import philox, sparse, topk
-from protocol.codec.settings import TILE
+from protocol.codec.formats import TILE
 from protocol.codec.sparse import PayloadError, Sparse
 from protocol.codec.topk import Tiled, Tiling
 from protocol.run import layout
@@ -29,15 +34,15 @@ TILES = 4096
 """Tiles of a model that are compared, about."""
 BLOCK = 1 << 16
 """Places of entries that are compared at a time, or values."""
-FEW = 4
+DENSE_ABOVE = 4
 """Rows with an entry at one place, up to which these are multiplied pair by pair."""
-OVERHEAD = 512
+OVERHEAD_BYTES = 512
 """Bytes that objects take beside their arrays, about."""
 UNIT = 2.0**25
 """The norm of what is compared of a shard, in whole numbers."""
 NORM_TOLERANCE = 1e-6
 """Relative, of a norm that is said: its sender may have added up the squares in another order."""
-SUMMED = 1 << 18
+SUMMED_AT_ONCE = 1 << 18
 """Squares that are added up at a time."""
 
 Floats = npt.NDArray[np.float64]
@@ -46,8 +51,7 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a contribution sends. `decode`: shard -> its tensors, or what was found in them; `norms`: the L2 norms that are said of the
-    shards."""
+    """An update. decode: shard -> tensors, or what was found in them; norms: the claimed L2 norms by shard."""
 
     decode: Callable[[str], Sequence[Sparse] | Examined]
     norms: Mapping[str, float] = field(default_factory=dict)
@@ -55,8 +59,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Examined:
-    """All that judging needs of a shard's payload of `size` bytes. `square`: of its norm; `counts` [T]: entries of each tensor; `marked`
-    [E], `values` and `coded` as in Tiled, of all tensors, one after the other."""
+    """Content of a shard's payload. square: of its norm; counts [T]: entries by tensor; the rest as in Tiled."""
 
     size: int
     square: float
@@ -67,13 +70,11 @@ class Examined:
 
     @property
     def norm(self) -> float:
-        """The L2 norm of what is sent of the shard."""
         return math.sqrt(self.square)
 
     @property
     def bytes(self) -> int:
-        """That it takes in memory."""
-        return self.marked.nbytes + self.values.nbytes + OVERHEAD
+        return self.marked.nbytes + self.values.nbytes + OVERHEAD_BYTES
 
 
 def _examined(size: int, tensors: Sequence[Tiled]) -> Examined:
@@ -99,8 +100,7 @@ def update_of(
     read: Callable[[Part], bytes],
     known: Callable[[Part, Callable[[], Examined]], Examined] = lambda part, find: find(),
 ) -> Update:
-    """The update in the payloads of these parts, which are of all shards. `known`: what is in a part; it may call what finds that out.
-    `decode` raises PayloadError, and what these raise."""
+    """The update in these parts, one of each shard. known: a cache of contents. `decode` raises PayloadError."""
     of = {part.shard: part for part in parts}
 
     def decode(shard: str) -> Examined:
@@ -123,7 +123,7 @@ def update_of(
 
 
 def squares(values: npt.NDArray[np.float32]) -> float:
-    """The sum of the squares of finite `values`, the same number on every machine: halves are added until one number is left."""
+    """The sum of the squares of finite `values` in pairwise order, the same on every machine."""
     return _squares(values[None])[0]
 
 
@@ -133,8 +133,8 @@ def _squares(values_PN: npt.NDArray[np.float32]) -> list[float]:
     if step < len(values_PN):
         return [square for i in range(0, len(values_PN), step) for square in _squares(values_PN[i : i + step])]
     sums = [[0.0] * len(values_PN)]
-    for start in range(0, values_PN.shape[1], SUMMED):
-        part = values_PN[:, start : start + SUMMED].astype(np.float64)
+    for start in range(0, values_PN.shape[1], SUMMED_AT_ONCE):
+        part = values_PN[:, start : start + SUMMED_AT_ONCE].astype(np.float64)
         np.multiply(part, part, out=part)
         while (size := part.shape[1]) > 1:
             half = (size + 1) // 2
@@ -144,20 +144,13 @@ def _squares(values_PN: npt.NDArray[np.float32]) -> list[float]:
     return [math.fsum(row) for row in zip(*sums, strict=True)]
 
 
-def norm(tensors: Sequence[Sparse]) -> float:
-    """The L2 norm of what is sent of a shard."""
-    return math.sqrt(math.fsum(squares(tensor.values) for tensor in tensors))
-
-
 def is_true(said: float, norm: float) -> bool:
-    """Whether a norm is what is said of it."""
     return math.isclose(said, norm, rel_tol=NORM_TOLERANCE)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of M updates: `norms` [M], `shards` [M][S], and why some are `broken`: they cannot be decoded. `panels`: who is compared with whom,
-    and for each shard their cosines [P, P]; `elements` [S]: how many parameters of each shard are compared."""
+    """Norms of M updates [M], by shard [M][S], unreadable ones, cosines by panel and shard, compared elements [S]."""
 
     norms: list[float]
     shards: list[list[float]]
@@ -173,8 +166,7 @@ def measure(
     panels: Sequence[Sequence[int]],
     tiles: int = TILES,
 ) -> Measured:
-    """Decodes every shard of every update once, one after the other. `seed`: decides which tiles are compared; `panels`: each update is in
-    one of them; `tiles`: about so many are compared, or all."""
+    """Decodes every shard of every update once. panels: a partition of the updates; tiles: how many are compared."""
     squared: list[list[float]] = [[] for _ in updates]
     broken: dict[int, str] = {}
     one_of = max(1, layout.total_parameters(model) // (tiles * TILE))
@@ -231,7 +223,7 @@ class _Cut:
 
 
 class _Chosen:
-    """The entries of a shard's chosen tiles, one after the other: the same for every update, but for where within its tile each is."""
+    """The entries of a shard's chosen tiles, at the same positions in every update."""
 
     def __init__(self, tilings: Sequence[Tiling], chosen: Sequence[Places], counts: Sequence[int]) -> None:
         self.tensors: list[slice] = []
@@ -283,10 +275,8 @@ class _Chosen:
         return row.values.take(self._codes + (marked >> np.uint16(topk.MARK)) if row.coded else self._at)
 
 
-def products(place_PE: Places, value_PE: Floats, places: int, few: int = FEW) -> Floats:
-    """[P, P]: for each two rows the sum of the products of their values at the same places, of which a row has each once at most; what is on
-    the diagonal says nothing. An entry that one row alone has adds to none. Where up to `few` rows have one, they are multiplied pair by
-    pair, else whole columns are."""
+def products(place_PE: Places, value_PE: Floats, places: int, few: int = DENSE_ABOVE) -> Floats:
+    """[P, P]: sums of products of two rows at common places. Few rows at a place: by pairs, else by columns."""
     total = np.zeros((len(value_PE), len(value_PE)))
     width, place, value = value_PE.shape[1], place_PE.ravel(), value_PE.ravel()
     rows_at = np.bincount(place, minlength=places)
@@ -315,7 +305,60 @@ def products(place_PE: Places, value_PE: Floats, places: int, few: int = FEW) ->
 
 
 def chosen_tiles(seed: bytes, name: str, tiles: int, one_of: int) -> Places:
-    """Which tiles of a tensor are compared."""
     if one_of == 1:
         return np.arange(tiles)
     return np.sort(np.argsort(philox.bits(seed, name, tiles), kind="stable")[: -(-tiles // one_of)])
+
+
+NOTES_BYTES = 256 << 20
+"""Bytes; two rounds of 47 replicas with 178 M parameters."""
+NOTES_PER_PEER = 2
+"""Payloads of one peer and shard."""
+
+
+class Notes:
+    """`limit`: bytes. `lock`: is held whenever something changes, where several threads use it."""
+
+    def __init__(self, limit: int = NOTES_BYTES, lock: AbstractContextManager[object] | None = None) -> None:
+        self.used = 0
+        """Bytes."""
+        self._limit = limit
+        self._found: dict[tuple[str, str], Examined] = {}  # by shard and digest
+        self._sent: dict[tuple[str, str], list[str]] = {}  # sender and shard -> digests, the newest last
+        self._committed: Set[str] = frozenset()
+        self._lock = lock or nullcontext()
+
+    def known(self, sender: str, part: Part, find: Callable[[], Examined]) -> Examined:
+        """What is in a part: as it is noted, or else as `find` finds it. Raises what that raises."""
+        noted = self._found.get((part.shard, part.digest))
+        if noted is not None:
+            return noted
+        found = find()
+        self.keep(sender, part, found)
+        return found
+
+    def keep(self, sender: str, part: Part, found: Examined) -> None:
+        """Notes what was found, if there is room."""
+        key = part.shard, part.digest
+        with self._lock:
+            if key in self._found:
+                return
+            sent = self._sent.setdefault((sender, part.shard), [])
+            if len(sent) == NOTES_PER_PEER:
+                old = next((digest for digest in sent if digest not in self._committed), sent[0])
+                sent.remove(old)
+                self.used -= self._found.pop((part.shard, old)).bytes
+            if self.used + found.bytes <= self._limit:
+                self._found[key] = found
+                self.used += found.bytes
+                sent.append(part.digest)
+
+    def settle(self, committed: Set[str]) -> None:
+        """A round is decided: of what is noted only what it names is needed."""
+        with self._lock:
+            self._committed = committed
+            self._found = {key: found for key, found in self._found.items() if key[1] in committed}
+            self._sent = {
+                who: left for who, sent in self._sent.items() if (left := [name for name in sent if name in committed])
+            }
+            self.used = sum(found.bytes for found in self._found.values())

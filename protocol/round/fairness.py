@@ -1,22 +1,19 @@
-"""Which commits a member of the quorum votes for: those that it could have proposed itself, from what it holds. Pure.
+"""Votes of a quorum member: it votes for commits that it could have proposed itself. Pure.
 
-The leading node proposes, and may lie. So each member compares what is proposed with what it knows (`Sight`), before it votes
-(protocol/quorum/acceptor.py). What it finds is one of two kinds:
+The leading node may lie, so each member compares a proposal with its own view (`NodeView`) before it votes
+(protocol/quorum/acceptor.py). It finds one of two kinds of faults:
 
-    a lie    nobody honest writes this, whatever he has seen: weights that are not the tokens of the work, plans of blocks that do not
-             exist, text that was given before. It follows from the log, the manifest and the commit alone.
-    a doubt  this node has seen something else: work that is complete here is left out, a peer has less memory than it is given,
-             what is planned trains far less than what this node's own planner makes of the same peers. Two honest nodes may have
-             seen different things for a while, since a message was late or a connection broke.
+    a lie    no honest node writes this: it breaks a rule of the log (protocol/ledger/rules.py)
+    a doubt  this node has seen something else: complete work is left out, a peer lacks the memory for its stage, the
+             plan trains far less than this node's own plan. Honest nodes may differ for a while.
 
-A commit with either gets no vote, and its leader is skipped (protocol/quorum/leadership.py): for many rounds after a lie, for
-this round after a doubt. Nobody is accused for one doubt, and nobody is skipped for a second one in the same round, or bad weather
-could keep honest nodes from each other for ever. Who gives reason to doubt again and again is accused, too (`Doubts`). A node that has just
-started doubts nothing; what it does not know is no reason.
+A commit with either gets no vote, and its leader is skipped (protocol/quorum/leadership.py): for many rounds after a
+lie, for this round after a doubt. One doubt accuses nobody, and a second one in the same round is ignored, so that lost
+messages cannot block honest nodes. A leader that gives reason for doubts again and again is accused (`DoubtRecord`). A
+node that has just started doubts nothing, and unknown facts are no reason.
 
-A doubt may be wrong for long: quarrels (protocol/round/quarrels.py) that were reported while this node was away, for example, are nowhere
-in the log. So where more leaders than may lie give reason for the same doubt, it is this node that has not seen what they have: the doubt
-is taken back, and is not raised for REMEMBERED_ROUNDS. A liar is alone with what it does, or among as few as a quorum bears.
+A doubt may rest on what this node missed, such as a quarrel that was reported while it was away. So where more leaders
+than may lie give reason for the same doubt, it is dropped for REMEMBERED_ROUNDS.
 """
 
 from __future__ import annotations
@@ -33,25 +30,24 @@ from protocol.ledger.run_state import RunState
 from protocol.planning import arrange, budget, partition
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import arranged
-from protocol.quorum.unfair import Unfair
-from protocol.round import grace, judging, newcomers, seats
+from protocol.quorum.paxos_events import Objection
+from protocol.round import judging, presence, stragglers
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Phase
-from protocol.round.questions import Question
+from protocol.round.leader_events import Phase, Question
 from protocol.run.manifest import Manifest
 from protocol.wire.bounds import LEAST_COMPARED
 from protocol.wire.commit import Commit, Contribution, liars_borne
 from protocol.wire.plan import Plan, ReplicaSpec
 
-DAY = 86400.0
+CLOCK_TOLERANCE_SECONDS = 86400.0
 """Seconds that the time of day in a commit may differ from a member's own."""
-WORTH = 0.6
+LEAST_PLAN_RATE = 0.6
 """A plan brings at least this share of the tokens per second of a member's own plan of the same peers."""
-RANGES = 2.0
-"""So many times the share of a range of addresses may be planned for one: each node sees by itself where peers come from."""
-LIES = 2.0
+RANGE_SLACK = 2.0
+"""Factor of a range's share that a plan may have: nodes see different addresses of a peer."""
+ACCUSE_WEIGHT = 2.0
 """So many doubts about one leader are as bad as a lie."""
-FORGIVEN = 0.25
+FORGIVEN_PER_ROUND = 0.25
 """Of a doubt, with every round of the leader that gives no reason for any."""
 REMEMBERED_ROUNDS = 64
 """For so long a node remembers who gave it reason for which doubt."""
@@ -59,7 +55,7 @@ _FIGURES = re.compile(r"\d[\d.e+]*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class NodeView:
     """What a node knows when it is asked to vote, as it was then."""
 
     state: RunState
@@ -89,36 +85,35 @@ class Sight:
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest of the run."""
         return self.state.manifest
 
 
-def lie_in(sight: Sight, commit: Commit) -> Unfair | None:
+def lie_in(sight: NodeView, commit: Commit) -> Objection | None:
     """The first violation of a rule in `commit` (protocol/ledger/rules.py), None where there is none."""
-    return next((Unfair(found.reason, True) for found in rules.check(sight.state, commit)), None)
+    return next((Objection(found.reason, True) for found in rules.check(sight.state, commit)), None)
 
 
-def unjust_in(
-    sight: Sight, commit: Commit, read: Callable[[str], bytes], known: judging.Known = judging.find_out
-) -> Unfair | None:
-    """A verdict on a contribution that is not the rule's, which is a lie; None where there is none. `read`: payloads and lists of parts by
-    their names; `known`: what was found in payloads. Raises what these raise. Takes as long as decoding what is not known."""
+def wrong_verdict_in(
+    sight: NodeView, commit: Commit, read: Callable[[str], bytes], known: judging.Lookup = judging.no_lookup
+) -> Objection | None:
+    """A verdict that is not the rule's, or None. read: by name; known: contents. Raises what these raise."""
     here = [sight.complete[x.replica] for x in commit.left_out if x.judged is not None and x.replica in sight.complete]
     out = [c for c in here if any(x.judged == judging.name_of(c) for x in commit.left_out)]
     updates = {c.replica: judging.held(sight.manifest, c, read, known) for c in (*commit.contributions, *out)}
     trial = sight.state.standing.tried(commit)
     judged = len(commit.contributions) + sum(x.judged is not None for x in commit.left_out)
     last = sight.state.last if judged >= LEAST_COMPARED or trial else ()
-    before = judging.Before(sight.state.medians, tuple(judging.held(sight.manifest, c, read, known) for c in last))
+    before = judging.PreviousRound(
+        sight.state.medians, tuple(judging.held(sight.manifest, c, read, known) for c in last)
+    )
     why = judging.why_unjust(sight.manifest, commit, updates, before, trial)
-    return None if why is None else Unfair(f"is unjust: {why}", True)
+    return None if why is None else Objection(f"is unjust: {why}", True)
 
 
-def doubt_in(sight: Sight, commit: Commit) -> Unfair | None:
-    """The first reason to doubt a commit without lies; None where this node could have proposed it, or knows too little to tell. Takes as
-    long as a plan of the peers that it names."""
+def doubt_in(sight: NodeView, commit: Commit) -> Objection | None:
+    """The first doubt about a commit without lies, None if there is none. Takes as long as a plan of its peers."""
     found = next(_doubts(sight, commit), None) if sight.settled else None
-    return None if found is None else Unfair(found.reason, False, about=found.about)
+    return None if found is None else Objection(found.reason, False, about=found.about)
 
 
 # --- what this node has seen otherwise
@@ -133,10 +128,10 @@ class Doubt(NamedTuple):
     """The peer that the commit says to have diverged, where this is about its work; else empty."""
 
 
-def _doubts(sight: Sight, commit: Commit) -> Iterator[Doubt]:
-    if abs(commit.time - sight.wall) > DAY:
+def _doubts(sight: NodeView, commit: Commit) -> Iterator[Doubt]:
+    if abs(commit.time - sight.wall) > CLOCK_TOLERANCE_SECONDS:
         yield Doubt("has a time that is more than a day from this node's")
-    yield from map(Doubt, board.doubts(sight.manifest, sight.state.head, commit, sight.living, sight.present))
+    yield from map(Doubt, board.member_doubts(sight.manifest, sight.state.head, commit, sight.living, sight.present))
     lease = sight.manifest.timing.gone_after
     only_guests = commit.joined and not (commit.contributions or commit.plan or commit.decree)
     if only_guests and sight.state.latest is not None and sight.waited < lease / 2:
@@ -154,11 +149,11 @@ def _doubts(sight: Sight, commit: Commit) -> Iterator[Doubt]:
         yield from map(Doubt, _worth(sight, commit, commit.plan))
         of = {peer: known.range for peer, known in sight.ready.items()}
         part, most = ranges.largest(sight.manifest, commit.plan, of, _range_share(sight, commit))
-        if part > RANGES * most:
+        if part > RANGE_SLACK * most:
             yield Doubt(f"plans {part:.0%} for one range of addresses")
 
 
-def _left_out(sight: Sight, commit: Commit) -> Iterator[Doubt]:
+def _left_out(sight: NodeView, commit: Commit) -> Iterator[Doubt]:
     """Work that is complete here is left out only where the round was over before it came."""
     manifest, lease = sight.manifest, sight.manifest.timing.gone_after
     judged = {x.replica: x.judged for x in commit.left_out if x.judged is not None}
@@ -172,21 +167,21 @@ def _left_out(sight: Sight, commit: Commit) -> Iterator[Doubt]:
     about = {r.number: peer for r in planned for peer in r.peers if peer in wrong}
     taken = {c.replica for c in commit.contributions}
     offered = [(at, sight.complete[n].tokens) for n, at in sight.since.items() if n in sight.complete and n in taken]
-    new = newcomers.are_new(sight.state.standing, sight.state.plan)
+    new = presence.are_new(sight.state.standing, sight.state.plan)
     for number in sorted(named & sight.complete.keys()):
         spec = sight.chains.find(number) if sight.chains is not None else None
         if sight.waited - sight.since.get(number, sight.waited) >= lease:
             yield Doubt(f"leaves out replica {number}, all of whose work has been here for long", about.get(number, ""))
         elif sight.waited + lease / 2 >= manifest.timing.round_deadline or number in new:
             continue
-        elif spec is not None and not grace.is_over(manifest, offered, [spec], sight.waited + lease / 2):
+        elif spec is not None and not stragglers.timed_out(manifest, offered, [spec], sight.waited + lease / 2):
             yield Doubt(
                 f"leaves out replica {number}, all of whose work is here, before the round was over",
                 about.get(number, ""),
             )
 
 
-def _feasible(sight: Sight, plan: Plan) -> Iterator[str]:
+def _feasible(sight: NodeView, plan: Plan) -> Iterator[str]:
     """Everybody can hold what he is given, as far as this node has heard of him."""
     for replica in (*plan.replicas, *plan.forming):
         for stage in replica.stages:
@@ -195,7 +190,7 @@ def _feasible(sight: Sight, plan: Plan) -> Iterator[str]:
                 yield f"plans more for {short_peer(stage.peer)} than it has memory for"
 
 
-def _worth(sight: Sight, commit: Commit, plan: Plan) -> Iterator[str]:
+def _worth(sight: NodeView, commit: Commit, plan: Plan) -> Iterator[str]:
     """What is planned brings about as much as this node's own planner makes of the same peers."""
     if not plan.peers <= sight.ready.keys():
         return  # it has not heard of all: it cannot tell
@@ -219,11 +214,11 @@ def _worth(sight: Sight, commit: Commit, plan: Plan) -> Iterator[str]:
     if own is None:
         return
     value, most = _rate(sight.manifest, there, plan), _rate(sight.manifest, there, own)
-    if value < WORTH * most:
+    if value < LEAST_PLAN_RATE * most:
         yield f"plans {value:.4g} tokens a second where {most:.4g} are possible"
 
 
-def _range_share(sight: Sight, commit: Commit) -> float:
+def _range_share(sight: NodeView, commit: Commit) -> float:
     """What strangers of one range of addresses may have of the plan that `commit` brings."""
     return schedule.limits(sight.manifest, commit.schedule).range_share
 
@@ -242,22 +237,22 @@ def _rate(manifest: Manifest, there: tuple[Candidate, ...], plan: Plan) -> float
 # --- what a node sees
 
 
-def sight_of(
+def view_of(
     leader: Leader,
     wall: float,
     now: float,
     settled: bool,
     living: Set[str] = frozenset(),
     present: Set[str] = frozenset(),
-) -> Sight:
-    """What the node whose machine this is knows now; nothing of it changes later. `settled`: whether it has run for a lease."""
+) -> NodeView:
+    """A snapshot of what this node knows. settled: whether it has run for a lease."""
     verdicts, waited = leader.seen(now)
     known = leader.attestations.of(leader.round - 1)
     attested: dict[str, set[str]] = {}
     for digests in known.values():
         for shard, digest in digests.items():
             attested.setdefault(shard, set()).add(digest)
-    return Sight(
+    return NodeView(
         state=leader.state,
         chains=leader.roster.plan,
         wall=wall,
@@ -287,11 +282,11 @@ def is_due(leader: Leader, now: float) -> bool:
         return enough and partition.split(manifest, partition.strongest(manifest, there)) is not None
     if verdicts.pending and waited < manifest.timing.round_deadline:
         new = leader.newcomers.numbers  # another node may be more patient with them than this one
-        return bool(verdicts.complete) and not seats.waits(manifest, leader.roster, verdicts, new, waited)
+        return bool(verdicts.complete) and not stragglers.waits(manifest, leader.roster, verdicts, new, waited)
     return bool(verdicts.complete) or waited >= manifest.timing.gone_after
 
 
-class Doubts:
+class DoubtRecord:
     """What one node has held against each leader."""
 
     def __init__(self) -> None:
@@ -301,10 +296,8 @@ class Doubts:
             str, dict[str, int]
         ] = {}  # by what is doubted: which leaders gave reason, and in which round last
 
-    def weigh(self, leader: str, round: int, found: Unfair | None, members: int) -> Unfair | None:
-        """What comes of it when `found` is wrong with a commit of `round` that `leader` proposes to so many members: nothing, where this
-        round has been held up for a doubt already, or where it is a doubt about too many leaders to be right; one that accuses, where
-        there were doubts about this leader before. A doubt about a peer never accuses."""
+    def weigh(self, leader: str, round: int, found: Objection | None, members: int) -> Objection | None:
+        """The objection that remains: none for a second doubt in a round, an accusation for repeated ones."""
         if found is None or found.lie:
             return found
         if self._is_wrong(leader, round, found, members) or self._doubted == round:
@@ -313,13 +306,13 @@ class Doubts:
         if found.about:
             return found  # the leader, or that peer, lies: which one cannot be told
         self._weight[leader] = self._weight.get(leader, 0.0) + 1.0
-        again = self._weight[leader] >= LIES
+        again = self._weight[leader] >= ACCUSE_WEIGHT
         return (
             dataclasses.replace(found, reason=f"{found.reason}, not for the first time", again=True) if again else found
         )
 
-    def _is_wrong(self, leader: str, round: int, found: Unfair, members: int) -> bool:
-        """Whether more leaders than may lie give reason for this doubt, whatever its figures; then none of them is held to anything."""
+    def _is_wrong(self, leader: str, round: int, found: Objection, members: int) -> bool:
+        """Whether more leaders than may lie give reason for this doubt; then none of them is blamed for it."""
         self._raised = {
             what: recent
             for what, since in self._raised.items()
@@ -335,6 +328,6 @@ class Doubts:
 
     def decided(self, leader: str) -> None:
         """A round is decided that `leader` proposed: nothing was wrong with it."""
-        left = self._weight.pop(leader, 0.0) - FORGIVEN
+        left = self._weight.pop(leader, 0.0) - FORGIVEN_PER_ROUND
         if left > 0:
             self._weight[leader] = left

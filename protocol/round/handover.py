@@ -1,6 +1,6 @@
-"""Who gets the error feedback of a shard that a peer does not train any more, and what its heir accepts. Pure.
+"""Hand-over of error feedback to the next trainer of a shard. Pure.
 
-The hand-over of a part x of the feedback e, from a giver to its heir (docs/adr/0019-feedback-moves.md):
+A part x of the feedback e moves from a giver to its heir (docs/adr/0019-feedback-moves.md):
 
     giver   e -= x            durable: e without x, and x as a blob     offered    may be taken back: e += x
     heir                      has fetched x and checked it              ready
@@ -8,11 +8,9 @@ The hand-over of a part x of the feedback e, from a giver to its heir (docs/adr/
     heir    e += x            durable: e with x, and x's number         taken
     giver                     removes x                                 dropped
 
-Each side repeats its step after a crash and finds by what is durable whether it was done. So x is in one place at any moment, and
-is never added twice. It is lost only with the disk of who has it.
-
-x is one payload of the run's codec with more entries: 2 bits and an index for each. What x does not hold stays with the giver, and
-goes in later hand-overs until little is left.
+Each side repeats its step after a crash and sees from its disk whether it was done. So x is in one place at any moment,
+is never added twice, and is lost only with a disk. x is one payload of the run's codec with more entries; what it does
+not hold goes in later hand-overs until little is left.
 """
 
 from __future__ import annotations
@@ -22,21 +20,20 @@ import math
 from collections.abc import Mapping, Sequence
 
 from protocol.codec import sparse
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.manifest import Manifest
+from protocol.wire.calls import Handover
 from protocol.wire.commit import Commit
-from protocol.wire.handover import Handover
 from protocol.wire.plan import Plan, ReplicaSpec
 
 TOPK = (1024, 256, 64)
 """Entries of every 4096 that a hand-over may have; fewer where a line is slow and time is short."""
-LEFT = 0.25
+LEFT_SHARE = 0.25
 """A hand-over is followed by another one while more than this share of the feedback's norm is left."""
-MOST = 64.0
-"""What an heir adds has at most so many times the norm of its own newest payload of the shard: a feedback that was never sent has
-1 / (1 - beta) = 20 times that of what is learned in a round, and a payload less than that."""
+MOST_NORM = 64.0
+"""An heir adds at most this times its own newest payload's norm; unsent feedback has 1 / (1 - beta) = 20 times."""
 MEMORY_ROUNDS = 256
 """Only who trained the shard in one of the last so many rounds has something to hand over."""
 LEAVE_SECONDS = 20.0
@@ -71,9 +68,7 @@ def kept_shards(manifest: Manifest, plan: Plan, peer: str) -> tuple[str, ...]:
 
 
 def heir(manifest: Manifest, before: Plan | None, plan: Plan, peer: str, shard: str) -> str | None:
-    """Who gets the feedback of `shard` from `peer`, who does not train it in `plan`: somebody who trains it, or will in a replica that is
-    forming, and did not in the plan `before`, one for each who stopped; where there is nobody new, one of those who train it. None:
-    nobody does. A peer that leaves knows of nobody new: `before` is None."""
+    """The peer that gets the feedback of `shard`: a new trainer for each that stopped, else a trainer, else None."""
     training = [p for p in trainers(manifest, plan.replicas, shard) if p != peer]
     if before is not None:
         begun = {p for replica in before.replicas for p in replica.peers}
@@ -89,7 +84,7 @@ def heir(manifest: Manifest, before: Plan | None, plan: Plan, peer: str, shard: 
 def why_refused(
     manifest: Manifest, log: Mapping[int, Commit], plan: Plan | None, peer: str, giver: str, handover: Handover
 ) -> str | None:
-    """Why `peer`, whose newest plan is `plan`, does not take this from `giver`; None where nothing speaks against it so far."""
+    """Why `peer`, whose newest plan is `plan`, does not take this from `giver`; None if it may."""
     if handover.heir != peer:
         return "it is for somebody else"
     if handover.shard not in layout.shard_names(manifest.model):
@@ -112,11 +107,11 @@ def _has_trained(manifest: Manifest, log: Mapping[int, Commit], peer: str, shard
 
 def is_too_large(norm: float, own: float) -> bool:
     """Whether a part with this norm is not added; `own`: of the heir's newest payload of the shard."""
-    return not math.isfinite(norm) or norm > MOST * own
+    return not math.isfinite(norm) or norm > MOST_NORM * own
 
 
 def leaving_topk(manifest: Manifest, shards: Sequence[str], up_bps: int, seconds: float) -> int:
-    """The most entries with which the feedback of these shards leaves over `up_bps` bits a second (0: unknown) in half the time."""
+    """The most entries with which these shards' feedback leaves at `up_bps` (0: unknown) in half of `seconds`."""
     for topk in TOPK[:-1]:
         sizes = (sparse.max_payload_size(codec(manifest, topk), layout.shapes(manifest.model, s)) for s in shards)
         if 8 * sum(sizes) <= up_bps * seconds / 2:

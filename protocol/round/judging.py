@@ -1,25 +1,21 @@
-"""Which contributions of a round count, and how much: judged by what their payloads hold, not by what is said of them. Pure.
+"""Contribution screening: which contributions count, and how much, by the content of their payloads. Pure.
 
-    clip        an update that is longer than the round's limit counts as one of that length: its scale is limit / norm
-    agreement   the cosine of an update with the sum of the others', each clipped: who has far less than most works against them, or
-                for nothing, and so does who has a negative one in a single shard; who has far more is made of theirs
-    copies      of two updates with almost the same entries and values, the one that came later; and what repeats the round before
+    clip        an update longer than the round's limit counts as one of that length: its scale is limit / norm
+    agreement   the cosine of an update with the sum of the others', each clipped. Far less than most, or negative in a
+                single shard: it works against them, or for nothing. Far more: it is made of their updates.
+    copies      of two updates with almost the same entries and values the later one; and repeats of the round before
 
-Honest updates, trained on different text, agree a little: they have cosines of 0.05 to 0.3 with the sum of the others', noise has
-none, and what undoes the others' work has a negative one. Whoever agrees least is left out first, and the others are compared anew
-without it, until nobody is far off. So the verdict about those that are left is the same whether the others are known or not, and
-whoever reads a log can check it. Where even most agree no more than chance has it, nobody is left out for it.
+Honest updates from different text have cosines of 0.05 to 0.3 with the sum of the others', noise has none. The update
+that agrees least is left out first, and the others are compared again, until none is far off; so the verdict on the
+rest does not depend on what was left out, and a reader of the log can check it. Where most agree no more than by
+chance, nothing is left out for it.
 
-The limit is a multiple of the median of the norms, which counts as no more than twice, and no less than half, of what the last
-rounds of the log had. Among fewer than LEAST_COMPARED contributions only norms count. More than PANEL are compared in panels. Which tiles of a
-large model are compared, and who with whom, follows from all offers of the round: whoever makes one cannot know it.
+The limit is a multiple of the median norm, which is taken as at most MEDIAN_SWING times, and at least one part in that,
+of the last rounds'. Among fewer than LEAST_COMPARED contributions only norms count. More than PANEL are compared in
+panels. The compared tiles and panels follow from all offers, so they are unknown to a maker.
 
-Those on probation (protocol/ledger/standing.py) say nothing about anybody: the others are judged as if they were not there, and each
-of them is then compared with those that count, and is no copy of another one of them. So whoever has many names has no say by them.
-
-protocol/round/comparing.py says why every machine comes to the same verdict.
-
-Long because the rule and what checks it belong together.
+Contributions on probation (protocol/ledger/standing.py) have no influence: each is compared with those that count, and
+is no copy of another one on probation. protocol/round/comparing.py measures the same on every machine.
 """
 
 from __future__ import annotations
@@ -44,35 +40,35 @@ MEDIAN_NEEDS = 3
 """Among fewer contributions than this no median is taken."""
 NORM_LIMIT = 10.0
 """A contribution whose norm exceeds the median so many times is left out."""
-SWING = 2.0
+MEDIAN_SWING = 2.0
 """The median counts as at most so many times what it was, and as at least one part in so many of that."""
 TOO_MUCH = 2.5
 """Who agrees with the others so many times as much as most is made of their updates."""
-SURE, CHANCE = 3.0, 8.0
-"""How much most have to agree, and somebody to differ from that, in standard deviations of the agreement of unrelated updates."""
+SURE_DEVIATIONS, CHANCE_DEVIATIONS = 3.0, 8.0
+"""Least agreement of most updates, and of a deviation from it, in standard deviations of unrelated ones."""
 PANEL = 32
 """Contributions that are compared with each other, about."""
 
 
-Known = Callable[[str, Part, Callable[[], Examined]], Examined]
-"""(who sent a part, the part, what finds out) -> what is in it, if need be since that found it out; raises what that raises."""
+Lookup = Callable[[str, Part, Callable[[], Examined]], Examined]
+"""(sender, part, decode) -> the content of a part, from a cache or by `decode`; raises what that raises."""
 
 
-def find_out(sender: str, part: Part, find: Callable[[], Examined]) -> Examined:
-    """The `Known` of somebody who knows nothing."""
+def no_lookup(sender: str, part: Part, find: Callable[[], Examined]) -> Examined:
+    """The `Lookup` of somebody who knows nothing."""
     return find()
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
-    """What the log says of the rounds before: the medians of the clipped norms, and the updates that the last one committed."""
+class PreviousRound:
+    """Medians of the clipped norms of the rounds before, and the updates that the last one committed."""
 
     medians: tuple[float, ...] = ()
     updates: tuple[Update, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Verdict:
     """The verdict on a contribution: its scale, or why it is left out."""
 
     scale: float
@@ -80,9 +76,8 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """All that a verdict depends on, beside the payloads. `contributions`: in the order in which they came; `last`: those of the round
-    before. `parent`: the digest of the commit before. `trial`: the replicas whose makers are on probation."""
+class JudgingJob:
+    """All that verdicts depend on, without payloads. contributions: by arrival; last: the round before's."""
 
     manifest: Manifest
     round: int
@@ -92,12 +87,11 @@ class Case:
     medians: tuple[float, ...]
     trial: frozenset[int] = frozenset()
 
-    def answer(self, read: Callable[[str], bytes], known: Known = find_out) -> tuple[Judged, ...]:
-        """The verdicts. `read`: lists of parts and payloads by their names; `known`: what was found in payloads. Raises BadList, and what
-        these raise."""
+    def answer(self, read: Callable[[str], bytes], known: Lookup = no_lookup) -> tuple[Verdict, ...]:
+        """The verdicts. read: lists and payloads by name; known: contents of payloads. Raises BadList, and theirs."""
         enough = len(self.contributions) >= LEAST_COMPARED or self.trial
         last = tuple(held(self.manifest, c, read, known) for c in self.last if enough)
-        before = Before(self.medians, last)
+        before = PreviousRound(self.medians, last)
         all_of_them = [(name_of(c), held(self.manifest, c, read, known)) for c in self.contributions]
         there = [x for x, c in zip(all_of_them, self.contributions, strict=True) if c.replica not in self.trial]
         newcomers = [x for x, c in zip(all_of_them, self.contributions, strict=True) if c.replica in self.trial]
@@ -108,9 +102,9 @@ class Case:
 
 
 def held(
-    manifest: Manifest, contribution: Contribution, read: Callable[[str], bytes], known: Known = find_out
+    manifest: Manifest, contribution: Contribution, read: Callable[[str], bytes], known: Lookup = no_lookup
 ) -> Update:
-    """The update of a contribution whose lists can be read by their names, and its payloads, where what is in them is not known."""
+    """The update of a contribution: its lists by name, and its payloads where their content is not known."""
     lists = [(share.peer, part_lists.unpack(read(share.root))) for share in contribution.shares]
     parts: list[Part] = [part for _, of_share in lists for part in of_share]
     sender = {part.shard: peer for peer, of_share in lists for part in of_share}
@@ -125,12 +119,12 @@ def name_of(contribution: Contribution) -> str:
 
 
 def typical(norms: Sequence[float], before: Sequence[float]) -> float:
-    """What the median of a round with these norms counts as; 0 where nothing says it. `before`: the medians of the rounds before."""
+    """The median that limits norms are relative to; 0 if unknown. before: the medians of the rounds before."""
     known = statistics.median(before) if len(before) == run_state.MEDIANS_KEPT else 0.0
     if len(norms) < MEDIAN_NEEDS:
-        return SWING * known
+        return MEDIAN_SWING * known
     middle = statistics.median(norms)
-    return min(max(middle, known / SWING), SWING * known) if known else middle
+    return min(max(middle, known / MEDIAN_SWING), MEDIAN_SWING * known) if known else middle
 
 
 def judge(
@@ -138,11 +132,10 @@ def judge(
     parent: str,
     names: Sequence[str],
     updates: Sequence[Update],
-    before: Before,
+    before: PreviousRound,
     gone: Sequence[str] = (),
-) -> list[Judged]:
-    """The verdict on each of a round's contributions, in the order in which they came. `names`: by `name_of`; `gone`: those of further
-    ones that were judged with them and are left out. Raises what `updates` raise."""
+) -> list[Verdict]:
+    """Verdicts in order of arrival. names: by `name_of`; gone: of others that were left out. Raises as `updates`."""
     total = len(names) + len(gone)
     seed = hashlib.sha256(" ".join(["potluck judging", parent, *sorted([*names, *gone])]).encode()).digest()
     earlier = before.updates if total >= LEAST_COMPARED else ()
@@ -155,7 +148,7 @@ def judge(
     while found := now.worst():
         reasons.update(found)
         now.left -= set(found)
-    return [Judged(1.0, reasons[i]) if i in reasons else Judged(now.scale(i)) for i in range(len(names))]
+    return [Verdict(1.0, reasons[i]) if i in reasons else Verdict(now.scale(i)) for i in range(len(names))]
 
 
 def _panel(seed: bytes, name: str, count: int) -> int:
@@ -167,14 +160,13 @@ def judge_newcomers(
     parent: str,
     counted: Sequence[tuple[str, Update]],
     newcomers: Sequence[tuple[str, Update]],
-    before: Before,
-) -> list[Judged]:
-    """The verdict on each of those on probation, in the order in which they came: what it would be if this one were alone with those that
-    are `counted`; but copies of each other, and what is nothing, are found among however few. Each with its name. Raises what updates raise."""
+    before: PreviousRound,
+) -> list[Verdict]:
+    """Verdicts on contributions on probation, each as if alone with the `counted` ones; copies among all."""
     named = sorted(name for name, _ in (*counted, *newcomers))
     seed = hashlib.sha256(" ".join(["potluck probation", parent, *named]).encode()).digest()
     groups, panels = -(-len(newcomers) // PANEL), max(1, -(-len(counted) // PANEL))
-    found: dict[int, Judged] = {}
+    found: dict[int, Verdict] = {}
     for group in range(groups):
         members = [i for i, (name, _) in enumerate(newcomers) if _panel(seed, name, groups) == group]
         against = [update for name, update in counted if _panel(seed, name, panels) == group % panels]
@@ -185,17 +177,19 @@ def judge_newcomers(
         sound = set(range(len(against)))
         for at, i in enumerate(members, len(against)):
             reason = now.why_no_work(at, sound) or now.why_odd(at, set(range(len(against))))
-            found[i] = Judged(1.0, reason)
+            found[i] = Verdict(1.0, reason)
             sound.update([at] if reason is None else [])
     return [found[i] for i in range(len(newcomers))]
 
 
 def why_unjust(
-    manifest: Manifest, commit: Commit, updates: Mapping[int, Update], before: Before, trial: Set[int] = frozenset()
+    manifest: Manifest,
+    commit: Commit,
+    updates: Mapping[int, Update],
+    before: PreviousRound,
+    trial: Set[int] = frozenset(),
 ) -> str | None:
-    """Why the verdict of a commit is not the rule's; None if it is. `updates`: by the replicas' numbers, of all contributions; where those
-    that were judged and left out are among them too, that is checked as well. `trial`: those of them whose makers are on probation. Raises
-    what `updates` raise, KeyError for a lacking one."""
+    """Why the commit's verdict is not the rule's, None if it is. updates: by replica; trial: on probation."""
     gone = [x for x in commit.left_out if x.judged is not None and x.replica not in trial]
     known = gone if all(x.replica in updates for x in gone) else []
     names = [*(name_of(c) for c in commit.contributions), *(x.judged or "" for x in known)]
@@ -227,7 +221,7 @@ def why_unjust(
 
 
 class _Round:
-    """The contributions of a round that are `left`, and what is wrong with them. `together`: there are enough to be compared."""
+    """Contributions of a round that are `left`, and their faults. together: enough of them to compare."""
 
     def __init__(
         self,
@@ -300,8 +294,7 @@ class _Round:
         return None
 
     def _too_long(self) -> float:
-        """Norms over this are left out. Where all have become longer than they were, as when fast machines join slow ones, or where too few
-        are there to tell, they are clipped: only what no clip makes harmless is left out."""
+        """The limit norm. Where all norms have grown or too few are known, only what a clip cannot bound is over."""
         if len(self.left) < MEDIAN_NEEDS:
             return self.typical * self._spec.clip / LEAST_SCALE
         middle = statistics.median(self._measured.norms[i] for i in self.left)
@@ -364,18 +357,17 @@ class _Round:
 
 
 def _shares(products: Floats, elements: int) -> list[tuple[float, int, str]]:
-    """The agreement of some updates as a share of what most have, and in words: of those that differ from it by more than chance, where
-    most agree by more than chance. `elements`: how many parameters were compared."""
+    """(agreement / the median, index, text) of updates that differ by more than chance, where most agree."""
     found, deviation = agreements(products), 1 / math.sqrt(elements)
     middle = statistics.median(found)
-    if middle < SURE * deviation:
+    if middle < SURE_DEVIATIONS * deviation:
         return []
-    far = [(n, a) for n, a in enumerate(found) if abs(middle - a) > CHANCE * deviation]
+    far = [(n, a) for n, a in enumerate(found) if abs(middle - a) > CHANCE_DEVIATIONS * deviation]
     return [(a / middle, n, f"(cosine {a:.2f}, most have {middle:.2f})") for n, a in far]
 
 
 def agreements(products: Floats) -> list[float]:
-    """The cosine of each of some updates with the sum of the others, given their products [P, P]; 0 where either is nothing."""
+    """The cosine of each update with the sum of the others, from their products [P, P]; 0 where either is 0."""
     rows = [math.fsum(row) for row in products.tolist()]
     whole, own = math.fsum(rows), products.diagonal().tolist()
     found = []

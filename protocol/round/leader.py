@@ -1,92 +1,103 @@
 """A bootstrap node's view of a round: a state machine without I/O. Every node runs it, and the leading one proposes.
 
-What happens comes in as events, what is to be done goes out as effects (protocol/round/leader_events.py). The loop
-that carries the effects out is bootstrap/node.py. Plans take time, and are made beside it (protocol/round/questions.py).
-What is proposed may or may not be decided (protocol/quorum/paxos.py): the round goes on when some commit of it is.
+Events come in, effects go out (protocol/round/leader_events.py); bootstrap/node.py carries the effects out. Plans and
+verdicts take time, so they are effects too: MakePlan (protocol/round/leader_events.py) and Judge
+(protocol/round/judging.py), answered by an event. The quorum may decide the proposed commit or another one
+(protocol/quorum/paxos.py).
 
 A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and
-every payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone or leaves without an
-offer, or when its chain ended its round. Else it is *pending*. When the time to train is over, those that are pending
-are told so. They are waited for as long as that is worth it (protocol/round/grace.py), and never longer than the
-round's deadline. A member without a session is waited for twice as long as the others took. Its members are those of the newest reconfiguration (protocol/round/chain_repair.py).
+all its payloads and lists of parts are held here. It has *failed* when a member withdrew, diverged, is gone or leaves
+without an offer, or when its chain ended its round. Else it is *pending*; after the training time it is asked for what
+it has, and waited for as protocol/round/stragglers.py says, until the round's deadline at most.
 
-A commit takes the complete replicas that are judged to count (protocol/round/judging.py), in the order of the plan. A round in which all failed commits nothing but a new
-plan, at the earliest `gone_after` seconds after it began, and takes no part of the schedule (protocol/ledger/schedule.py). Before the
-first plan nobody is waited for. Nobody is taken for gone before that either: a leader that
-has just restarted has heard of nobody yet. Who comes within a round takes a seat (protocol/round/seats.py).
-
-Long because all events of a round meet here; what of it is a rule has a module of its own.
+A commit takes the complete replicas that are judged to count, in the order of the plan. A round in which all failed
+commits only a new plan, at the earliest `gone_after` seconds after it began, and takes no part of the schedule
+(protocol/ledger/schedule.py). Nobody is taken for gone before that: a restarted leader has not heard of anybody yet.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from protocol.ledger import access, admission, board, capacity, ranges, run_state, schedule
+from protocol.identity import short_peer
+from protocol.ledger import access, board, capacity, ranges, run_state, schedule
 from protocol.ledger.access import Access
 from protocol.ledger.claims import Claims
 from protocol.ledger.standing import Standing
-from protocol.ledger.witnesses import Witnesses
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
 from protocol.quorum.table import Position
-from protocol.round import grace, presence, promises, seats, settling
-from protocol.round.attestations import Attestations
+from protocol.round import judging, offers, presence, stragglers
+from protocol.round import leader_events as ev
+from protocol.round.accusations import LIES, Accusations
+from protocol.round.attestations import Attestations, Witnesses
 from protocol.round.chain_repair import SLOW, ChainRoster
-from protocol.round.leader_events import (
-    SETTLED,
-    TABLE,
-    Decided,
-    Done,
-    Effect,
-    Event,
-    Fetch,
-    Gone,
-    Held,
-    Judge,
-    Keep,
-    Knock,
-    Lead,
-    MakePlan,
-    Petition,
-    Phase,
-    Planned,
-    Propose,
-    Ready,
-    Received,
-    Report,
-    Resting,
-    Send,
-    Tell,
-    Tick,
-    Verdict,
-    moves,
-)
-from protocol.round.newcomers import Newcomers
-from protocol.round.offers import Offers
-from protocol.round.promises import Promises
-from protocol.round.quarrels import LIES, Quarrels
-from protocol.round.questions import Question
-from protocol.round.settling import Docket, Said
-from protocol.round.verdicts import Seen, Verdicts
+from protocol.round.judging import JudgingJob, Verdict
+from protocol.round.leader_events import Effect, Event, Phase, Question
+from protocol.round.offers import Examined, Offers, ReplicaStates
+from protocol.round.presence import Newcomers, Promises
 from protocol.run.manifest import Manifest
-from protocol.wire.audit import Audit
-from protocol.wire.commit import Commit, Contribution, Diverged
-from protocol.wire.decree import Enacted
-from protocol.wire.evaluation import Evaluation
-from protocol.wire.invitation import Joined
+from protocol.wire.claims import Audit, Evaluation, Score
+from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut
+from protocol.wire.decree import Enacted, Joined
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.score import Score
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
 
-LEFT = "leaves the run"
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a commit says of its round."""
+
+    contributions: Sequence[Contribution] = ()
+    left_out: Sequence[LeftOut] = ()
+    diverged: Sequence[Diverged] = ()
+
+    def judged(self, standing: Standing, job: JudgingJob, verdicts: Sequence[Verdict]) -> Outcome:
+        """The outcome after the verdicts on `job`. standing: before the round."""
+        found = dict(zip((c.replica for c in job.contributions), verdicts, strict=True))
+        sound = [c for c in self.contributions if found[c.replica].reason is None]
+        kept = [c for c in sound if c.replica not in job.trial]
+        counted = tuple(
+            dataclasses.replace(c, scale=found[c.replica].scale, standing=weight)
+            for c, weight in zip(kept, standing.weigh(kept), strict=True)
+        )
+        reasons = ((c, found[c.replica].reason) for c in self.contributions)
+        out = [*self.left_out, *(_left_out(c, f"judged: {why}") for c, why in reasons if why is not None)]
+        out += [_on_probation(standing, c, len(kept)) for c in sound if c.replica in job.trial]
+        return Outcome(counted, sorted(out, key=lambda x: x.replica), self.diverged)
+
+
+def _on_probation(standing: Standing, contribution: Contribution, counted: int) -> LeftOut:
+    """`counted`: how many replicas' work counts."""
+    left = max(standing.left(peer) for peer in contribution.peers) - standing.compares(counted)
+    when = f"after {left} more round{'s' * (left > 1)}" if left else "from the next round on"
+    return _left_out(
+        contribution, f"on probation, and nothing is wrong with it; its work counts {when}", probation=True
+    )
+
+
+def _left_out(contribution: Contribution, reason: str, *, probation: bool = False) -> LeftOut:
+    who, name = ", ".join(short_peer(peer) for peer in contribution.peers), judging.name_of(contribution)
+    return LeftOut(
+        replica=contribution.replica,
+        reason=f"peer {who}: {reason}",
+        judged=name,
+        peers=contribution.peers,
+        probation=probation,
+    )
+
+
+LEAVES_REASON = "leaves the run"
 """Why a peer that says so brings nothing."""
 
 
 class Leader:
-    """A run as a bootstrap node sees it; `handle` is the only entry. `commits`: the log so far. `held`: names of the payloads and lists
-    of parts that are durable here. `now`: seconds on the clock of `handle`."""
+    """A run as a bootstrap node sees it; `handle` is the only entry.
+
+    held: durable payloads and lists; now: seconds on the clock of `handle`; auditors: of this node
+    """
 
     def __init__(
         self,
@@ -94,39 +105,39 @@ class Leader:
         commits: Sequence[Commit],
         held: Sequence[str],
         now: float,
+        auditors: frozenset[str] = frozenset(),
     ) -> None:
         self.manifest = manifest
-        self.witnesses = Witnesses()
+        self.witnesses = Witnesses(auditors=auditors)
         self.state = run_state.fold(manifest, self.witnesses.counting(commits))
-        self.position = Position(TABLE, self._between())
+        self.position = Position(ev.TABLE, self._between())
         self.ready: dict[str, Candidate] = {}
         self.attestations = Attestations(self.witnesses.weights)
         self.promises = Promises()
         self.newcomers = Newcomers()
-        self.quarrels = Quarrels()
+        self.accusations = Accusations()
         self.newcomers.begin(self.standing, self.plan)
-        self.petitions = access.Petitions()
+        self.petitions = access.SignedDecrees()
         self._claims = Claims()
-        self.guests = access.Guests()
+        self.guests = access.PendingInvitations()
         self.roster = ChainRoster(self.plan)
         self.offers = Offers(held)
         self._absent: frozenset[str] = frozenset()
         self._left: set[str] = set()
         self._living: frozenset[str] | None = None
-        self._verdicts = Verdicts()
+        self._verdicts = ReplicaStates()
         self._asked: tuple[Question, Commit] | None = None
-        self._docket = Docket(self.standing)
-        self._final: presence.Final | None = None
+        self._outcome = Outcome()
+        self._job: JudgingJob | None = None
+        self._answered: tuple[JudgingJob, Sequence[Verdict]] | None = None
         self._leads, self._began = False, now
 
     @property
     def phase(self) -> Phase:
-        """Where the run is."""
         return self.position.phase
 
     @property
     def head(self) -> Commit | None:
-        """The newest commit."""
         return self.state.head
 
     @property
@@ -136,7 +147,6 @@ class Leader:
 
     @property
     def plan(self) -> Plan | None:
-        """The open round's plan."""
         return self.state.plan
 
     @property
@@ -146,12 +156,10 @@ class Leader:
 
     @property
     def standing(self) -> Standing:
-        """What the log says of each peer."""
         return self.state.standing
 
     @property
     def access(self) -> Access:
-        """Who may take part."""
         return self.standing.access
 
     def _between(self) -> Phase:
@@ -166,41 +174,46 @@ class Leader:
 
     def _react(self, event: Event, now: float) -> list[Effect]:
         match event:
-            case Ready(candidate):
+            case ev.Ready(candidate):
                 self.ready[candidate.peer] = candidate
                 self._left.discard(candidate.peer)
                 self._absent -= {candidate.peer}
                 self._verdicts.touch([candidate.peer])
-            case Gone(peer, leaves):
+            case ev.Gone(peer, leaves):
                 return self._gone(peer, leaves)
-            case Held(digest):
+            case ev.Held(digest):
                 peers, whole = self.offers.hold(digest)
                 self._verdicts.touch(peers)
-                return self.position.stay(Held, [Tell(self.round, share) for share in whole]) if whole else []
-            case Received():
+                return (
+                    self.position.stay(ev.Held, [ev.AnnounceShare(self.round, share) for share in whole])
+                    if whole
+                    else []
+                )
+            case ev.Received():
                 return self._received(event, now)
-            case Lead(leads):
+            case ev.Lead(leads):
                 self._leads = leads
                 self._asked = None
-                if self.phase in SETTLED:
-                    return self.position.step(Lead, self._between())
-            case Petition(operator, decree, signature):
-                self.petitions.hear(operator, decree, signature)
-            case Knock(joined):
-                self.guests.hear(joined, now)
-            case Planned():
+                if self.phase in ev.SETTLED:
+                    return self.position.step(ev.Lead, self._between())
+            case ev.DecreeSigned(operator, decree, signature):
+                self.petitions.add(operator, decree, signature)
+            case ev.JoinRequest(joined):
+                self.guests.add(joined, now)
+            case ev.Planned():
                 return self._planned(event)
-            case Verdict(case, judged):
-                if self.phase is Phase.JUDGING and self._docket.answer(case, judged):
-                    return self._settle(now, Verdict)
-            case Decided(commit):
+            case ev.JudgingDone(case, judged):
+                if self.phase is Phase.JUDGING and case == self._job:
+                    self._answered = case, judged
+                    return self._settle(now, ev.JudgingDone)
+            case ev.Decided(commit):
                 return self._begin(commit, now)
-            case Tick(absent, living):
+            case ev.Tick(absent, living):
                 self._living = living
                 return self._tick(absent, now)
         return []
 
-    def _received(self, event: Received, now: float) -> list[Effect]:
+    def _received(self, event: ev.Received, now: float) -> list[Effect]:
         peer = event.peer
         self.roster.away.discard(peer)
         self._absent -= {peer}
@@ -220,42 +233,41 @@ class Leader:
                 self.roster.follows(peer, reconfig)
             case Evaluation() | Score() | Audit() as claim:
                 if claim.peer == peer:
-                    self._claims.hear(self.state, claim)
+                    self._claims.add(self.state, claim)
         return []
 
     def _gone(self, peer: str, leaves: bool) -> list[Effect]:
         self.ready.pop(peer, None)
         self._verdicts.touch([peer])
         if not leaves:
-            return self._reconfigure(Gone, self._lost(peer, "gone"))
+            return self._reconfigure(ev.Gone, self._lost(peer, "gone"))
         self._left.add(peer)
         number = self.roster.replica_of(peer)
         if number is None or self.offers.of(number, peer) is not None:
             return []  # what it has offered counts without it
-        self.offers.fail(peer, LEFT)
-        return self._reconfigure(Gone, self._lost(peer, LEFT, must_go_on=True))
+        self.offers.fail(peer, LEAVES_REASON)
+        return self._reconfigure(ev.Gone, self._lost(peer, LEAVES_REASON, must_go_on=True))
 
     # --- chains
 
     def _reconfigure(self, event: type, reconfig: ChainReconfig | None) -> list[Effect]:
-        """Tells everybody whom it concerns."""
         if reconfig is None:
             return []
-        return self.position.stay(event, [Send(self.roster.audience(reconfig.replica), reconfig, True)])
+        return self.position.stay(event, [ev.Send(self.roster.audience(reconfig.replica), reconfig, True)])
 
     def _chain_failure(self, peer: str, failure: ChainFailure) -> list[Effect]:
         if failure.round != self.round:
             return []
-        told = self.quarrels.hear(peer, failure, self.roster.versions(failure.replica))
+        told = self.accusations.report(peer, failure, self.roster.versions(failure.replica))
         effects: list[Effect] = self.position.stay(ChainFailure, told) if told else []
         found = self.roster.reported(peer, failure) if self._leads else None
-        lost = self.quarrels.loser(peer, failure.peer) if failure.reason.startswith(LIES) else failure.peer
+        lost = self.accusations.loser(peer, failure.peer) if failure.reason.startswith(LIES) else failure.peer
         if told and isinstance(found, ChainReconfig):  # a liar may have been quicker to name its neighbour
             news = self._lost(lost, failure.reason, must_go_on=True)
             if news is not None:
                 return effects + self._reconfigure(ChainFailure, news)
         if isinstance(found, ChainReconfig):
-            return effects + self.position.stay(ChainFailure, [Send((peer,), found, False)])
+            return effects + self.position.stay(ChainFailure, [ev.Send((peer,), found, False)])
         if found is None:
             return effects
         if failure.peer in found.peers:
@@ -265,11 +277,8 @@ class Leader:
         return effects + self._reconfigure(ChainFailure, news)
 
     def _lost(self, peer: str, reason: str, must_go_on: bool = False) -> ChainReconfig | None:
-        """How the chain of `peer`, if it is in one, goes on: with a spare in its place. None: it is waited for.
-
-        `must_go_on`: without a spare, the chain does not wait.
-        """
-        if not self._leads or self.phase in SETTLED:
+        """How the chain of `peer` goes on, None: it waits. must_go_on: it does not wait without a spare."""
+        if not self._leads or self.phase in ev.SETTLED:
             return None
         return self.roster.lost(peer, reason, must_go_on, self.offers, self._suits)
 
@@ -279,7 +288,7 @@ class Leader:
         if known is None or spare in self._absent or not self.attestations.holds(spare, self.round - 1, wanted):
             return False
         chain = self.roster.find(self.roster.replica_of(stage.peer) or 0)
-        if chain is not None and not self.quarrels.may_take(spare, stage.peer, chain):
+        if chain is not None and not self.accusations.may_take(spare, stage.peer, chain):
             return False
         return partition.can_take(self.manifest, known, stage)
 
@@ -288,29 +297,31 @@ class Leader:
         effects: list[Effect] = []
         if self._leads and self.roster.reconfigs:
             for peer, reconfig in self.roster.not_following():
-                effects += self.position.stay(Tick, [Send((peer,), reconfig, False)])
+                effects += self.position.stay(ev.Tick, [ev.Send((peer,), reconfig, False)])
         for peer in sorted(absent):
-            effects += self._reconfigure(Tick, self._lost(peer, "its session ended"))
+            effects += self._reconfigure(ev.Tick, self._lost(peer, "its session ended"))
         if self.phase is Phase.OPEN and self._leads and now - self._began >= self.manifest.timing.training_seconds:
             late = self.offers.missing(self._verdicts.pending.values())
             if late and self._verdicts.since:
-                effects += self.position.stay(Tick, [Send(late, TimeUp(round=self.round), False)])
+                effects += self.position.stay(ev.Tick, [ev.Send(late, TimeUp(round=self.round), False)])
         return effects
 
     # --- what peers say
 
     def _attest(self, peer: str, attest: Attest) -> list[Effect]:
-        if not max(self.round - 2, 0) <= attest.round < self.round or not admission.is_sound(self.manifest, attest):
+        if not max(self.round - 2, 0) <= attest.round < self.round or not offers.is_sound_attestation(
+            self.manifest, attest
+        ):
             return []
         fresh = self.attestations.add(peer, attest)
-        return self.position.stay(Attest, [Report(attest.round, d.peer, d.shard) for d in fresh]) if fresh else []
+        return self.position.stay(Attest, [ev.Report(attest.round, d.peer, d.shard) for d in fresh]) if fresh else []
 
     def _seat(self, peer: str, now: float) -> list[Effect]:
         may = self._leads and self.phase is Phase.OPEN and not self.promises.rests(peer, self.round)
         may = may and not self.standing.rests(peer) and self.access.why_not(peer) is None
         known = self.ready.get(peer) if may and self._has_room(peer) else None
-        seat = seats.give(self.manifest, self.roster, self.attestations, known, now - self._began)
-        return self.position.stay(Attest, [Send((peer,), seat, True)]) if seat is not None else []
+        seat = stragglers.give_seat(self.manifest, self.roster, self.attestations, known, now - self._began)
+        return self.position.stay(Attest, [ev.Send((peer,), seat, True)]) if seat is not None else []
 
     def _has_room(self, peer: str) -> bool:
         """Whether its range of addresses has room for a seat."""
@@ -324,16 +335,16 @@ class Leader:
         spec = self.roster.offered_by(peer, offer.replica)
         if spec is None and not self._leads and offer.round == self.round:
             known = self.ready.get(peer)
-            spec = seats.claim(self.manifest, self.roster, self.attestations, known, offer.replica)
+            spec = stragglers.claim_seat(self.manifest, self.roster, self.attestations, known, offer.replica)
         if spec is None or offer.round != self.round:
             return []
-        reason = admission.why_refused(self.manifest, spec, peer, offer)
+        reason = offers.why_refused(self.manifest, spec, peer, offer)
         if reason:
             self.offers.fail(peer, f"offer refused: {reason}")
             return []
         unlisted, lacking = self.offers.take(peer, offer)
-        effects: list[Effect] = [Keep(offer.parts)] if unlisted else []
-        effects += [Fetch(peer, part) for part in lacking]
+        effects: list[Effect] = [ev.StoreList(offer.parts)] if unlisted else []
+        effects += [ev.Fetch(peer, part) for part in lacking]
         if effects:
             self.position.stay(Offer, effects)
         reconfig = self.roster.reconfigs.get(spec.number)
@@ -350,28 +361,28 @@ class Leader:
         before = self.roster.plan or self.state.latest
         rest = self.promises.settle(commit, self._broken(commit))
         self.newcomers.settle(self._brought(commit))
-        self._docket.begin()
+        self._outcome, self._job, self._answered = Outcome(), None, None
         self.state = self.state.apply(commit)
         self.offers.begin()
-        self._verdicts = Verdicts()
+        self._verdicts = ReplicaStates()
         away, self.roster = self.roster.away, ChainRoster(commit.plan)
         self.roster.away = away
         self._began = now
         self.attestations.forget(commit.round - 1)
-        self.quarrels.begin(commit.round + 1)
+        self.accusations.begin(commit.round + 1)
         self.newcomers.begin(self.standing, commit.plan)
         rest |= self.standing.fallen()
         self._claims.forget(self.state)
         self.witnesses.add(commit)
         has_ended = self.phase in (Phase.CLOSING, Phase.OVER)
-        self.position.step(Decided, self.phase if has_ended else self._between())
-        moved = moves(self.manifest, before, commit.plan, self.ready)
-        effects: list[Effect] = self.position.stay(Decided, moved) if moved else []
-        told = [Resting(peer, until, peer in self.standing.found_bad) for peer, until in sorted(rest.items())]
-        return effects + (self.position.stay(Decided, told) if told else [])
+        self.position.step(ev.Decided, self.phase if has_ended else self._between())
+        moved = ev.moves(self.manifest, before, commit.plan, self.ready)
+        effects: list[Effect] = self.position.stay(ev.Decided, moved) if moved else []
+        told = [ev.Resting(peer, until, peer in self.standing.found_bad) for peer, until in sorted(rest.items())]
+        return effects + (self.position.stay(ev.Decided, told) if told else [])
 
     def _broken(self, commit: Commit) -> dict[str, float]:
-        found = promises.broken(self.roster.plan, commit, self.offers.brought, self.roster.away)
+        found = presence.broken(self.roster.plan, commit, self.offers.brought, self.roster.away)
         plan = self.roster.plan
         if plan is None or self.newcomers.are_waited_for:
             return found
@@ -387,31 +398,30 @@ class Leader:
     def candidates(self, decree: Enacted | None = None) -> list[Candidate]:
         """Who may be planned, as this node sees it; `decree`: after it."""
         then = self.access.after(decree)
-        there = promises.candidates(
+        there = presence.candidates(
             self.ready, self.roster.away, self.attestations.newest, self.state.latest, self.round
         )
         return [c for c in self.marked(there) if then.why_not(c.peer) is None]
 
     def marked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """The candidates with all that this node knows against them: as it plans itself, and as it judges others' plans."""
-        return self.standing.marked(self.quarrels.marked(tuple(candidates)))
+        """The candidates with this node's accusations and limits, for its own plans and for judging others'."""
+        return self.standing.marked(self.accusations.marked(tuple(candidates)))
 
     def _advance(self, now: float, event: Event) -> list[Effect]:
         if self.phase is Phase.CLOSING:
             return self._close(now)
         if self.phase is Phase.GATHERING and self._leads:
-            return self._propose(now, Said(), None) if self._may_begin(now) else []
+            return self._propose(now, Outcome(), None) if self._may_begin(now) else []
         return self._decide(now, event) if self.phase is Phase.OPEN and self._leads else []
 
     def _may_begin(self, now: float) -> bool:
-        """Whether enough are there for the first plan, or there is something else to say before it: else nobody could ever come."""
+        """Whether enough peers are there for the first plan, or access changes before it."""
         decree, joined = self._changes(now)
         wanted = self.manifest.start_peers
         enough = len(self.ready) >= wanted and len(self.candidates()) >= wanted
         return decree is not None or bool(joined) or enough
 
     def _changes(self, now: float) -> tuple[Enacted | None, tuple[Joined, ...]]:
-        """What the next commit changes in who may take part."""
         decree = self.petitions.enacted(self.manifest, self.head, self._living)
         operators = board.operators(self.manifest, self.head)
         joined = self.guests.next(self.access.after(decree), now)
@@ -422,19 +432,36 @@ class Leader:
         timing, waited = self.manifest.timing, now - self._began
         (diverged, news), verdicts = self._look(now), self._verdicts
         if verdicts.pending and waited < timing.round_deadline:
-            if not news and isinstance(event, Received | Held | Ready):
+            if not news and isinstance(event, ev.Received | ev.Held | ev.Ready):
                 return []  # time alone, or the others, ends the waiting: that is looked at with every Tick
             new, patient = self.newcomers.numbers, self.newcomers.are_waited_for
-            if seats.waits(self.manifest, self.roster, verdicts, new, waited, patient=patient):
+            if stragglers.waits(self.manifest, self.roster, verdicts, new, waited, patient=patient):
                 return []
+        self._outcome = Outcome(verdicts.contributions(), verdicts.left_out(waited), diverged)
+        self._job = self._judging_job()
+        known = self._answered is not None and self._answered[0] == self._job
+        if known or not self._job.contributions:
+            return self._settle(now, None)
+        return self.position.step(None, Phase.JUDGING, [ev.Judge(self._job)])
+
+    def _judging_job(self) -> JudgingJob:
         assert self.head is not None
-        said = Said(verdicts.contributions(), verdicts.left_out(waited), diverged)
-        case = self._docket.close(self.state, self.head, verdicts, said)
-        return self.position.step(None, Phase.JUDGING, [Judge(case)]) if case else self._settle(now, None)
+        new = (c.replica for c in self._outcome.contributions if self.standing.is_on_probation(c.replica, c.peers))
+        return JudgingJob(
+            manifest=self.manifest,
+            round=self.round,
+            parent=self.head.digest,
+            contributions=tuple(self._verdicts.in_turn()),
+            last=self.head.contributions,
+            medians=self.state.medians,
+            trial=frozenset(new),
+        )
 
     def _settle(self, now: float, event: type | None) -> list[Effect]:
         """Proposes what is left of the contributions, now that they are judged."""
-        said = self._docket.said()
+        said = self._outcome
+        if said.contributions and self._answered is not None:
+            said = said.judged(self.standing, *self._answered)
         late = now - self._began >= self.manifest.timing.gone_after
         enough = said.contributions or (late if self.has_begun else self._may_begin(now))
         effects = self._propose(now, said, event) if enough else []
@@ -442,7 +469,7 @@ class Leader:
             self.position.step(event, Phase.OPEN)
         return effects
 
-    def seen(self, now: float) -> tuple[Verdicts, float]:
+    def seen(self, now: float) -> tuple[ReplicaStates, float]:
         """As this node sees it: what has become of each replica, and the seconds since the round began."""
         self._look(now)
         return self._verdicts, now - self._began
@@ -452,17 +479,17 @@ class Leader:
         diverged, waited = self.attestations.diverged(self.round - 1, ties=True), now - self._began
         wrong, silent = {d.peer for d in diverged}, waited >= self.manifest.timing.gone_after
         based = self.attestations.of(self.round - 1)
-        lost = self._absent if grace.is_over_for_absent(self._verdicts.since.values(), waited) else frozenset[str]()
+        lost = self._absent if stragglers.absent_timed_out(self._verdicts.since.values(), waited) else frozenset[str]()
 
         def judge(replica: ReplicaSpec) -> Contribution | str | None:
             ended = self.roster.ended(replica.number)
             there = (self.ready.keys() if silent else set(replica.peers)) - lost
             return ended or self.offers.verdict(replica, wrong, based, there)
 
-        seen = Seen(self.roster.plan, wrong, (silent, lost, self.roster.changes))
+        seen = Examined(self.roster.plan, wrong, (silent, lost, self.roster.changes))
         return diverged, self._verdicts.renew(seen, judge, waited)
 
-    def _propose(self, now: float, said: Said, event: type | None) -> list[Effect]:
+    def _propose(self, now: float, said: Outcome, event: type | None) -> list[Effect]:
         """Asks for the next plan, if there is one, and hands the commit to the quorum with it."""
         state, head, (decree, joined) = self.state, self.head, self._changes(now)
         commit = Commit(
@@ -486,7 +513,7 @@ class Leader:
             idle=schedule.idle_after(self.manifest, head, has_work=bool(said.contributions)),
         )
         if schedule.is_over(self.manifest, commit):
-            return self.position.step(event, Phase.DECIDING, [Propose(commit)])
+            return self.position.step(event, Phase.DECIDING, [ev.Propose(commit)])
         return self._ask(commit, event)
 
     def _ask(self, commit: Commit, event: type | None) -> list[Effect]:
@@ -497,30 +524,41 @@ class Leader:
         fallen = tuple(c for c in candidates if self.standing.rests(c.peer))
         able = [c for c in candidates if c not in fallen]
         there, resting = self.promises.apart(able, self.round + 1, self._broken(commit))
-        before = self.roster.plan or self.state.latest
-        question = settling.question(self.manifest, commit, there, resting, fallen, before, self.attestations)
+        question = Question(
+            manifest=self.manifest,
+            candidates=there,
+            resting=resting,
+            fallen=fallen,
+            round=commit.round + 1,
+            previous=self.roster.plan or self.state.latest,
+            contributions=commit.contributions,
+            left_out=commit.left_out,
+            attested=self.attestations.snapshot(commit.round - 1) if commit.round else None,
+            range_share=schedule.limits(self.manifest, commit.schedule).range_share,
+        )
         said = self._asked and (self._asked[0], self._asked[1].decree, self._asked[1].joined)
         if said == (question, commit.decree, commit.joined):
             return []  # these candidates make no replica
         self._asked = question, commit
-        return self.position.step(event, Phase.PLANNING, [MakePlan(question)])
+        return self.position.step(event, Phase.PLANNING, [ev.MakePlan(question)])
 
-    def _planned(self, event: Planned) -> list[Effect]:
+    def _planned(self, event: ev.Planned) -> list[Effect]:
         """A plan is made; one that nobody waits for any more is of no use."""
         if self.phase is not Phase.PLANNING or self._asked is None or event.question != self._asked[0]:
             return []
         commit = dataclasses.replace(self._asked[1], plan=event.plan)
-        if commit.plan is None and self.quarrels.forget():
+        if commit.plan is None and self.accusations.forget():
             self._asked = None
-            return self._ask(commit, Planned)
+            return self._ask(commit, ev.Planned)
         if commit.plan is None and not (commit.contributions or commit.decree or commit.joined):
-            return self.position.step(Planned, self._between())
-        return self.position.step(Planned, Phase.DECIDING, [Propose(commit)])
+            return self.position.step(ev.Planned, self._between())
+        return self.position.step(ev.Planned, Phase.DECIDING, [ev.Propose(commit)])
 
     def _close(self, now: float) -> list[Effect]:
         """After the last round: the members get time to attest the final state."""
         assert self.head is not None
-        self._final = self._final or presence.Final(self.state.latest, self.manifest.timing)
-        settled = {**dict.fromkeys(self._left), **self.attestations.of(self.head.round)}
-        waits = self._final.waits(settled, self.ready, now - self._began)
-        return [] if waits else self.position.step(None, Phase.OVER, [Done(self.head.round)])
+        settled = self._left.union(self.attestations.of(self.head.round))
+        waited, timing = now - self._began, self.manifest.timing
+        if presence.waits_for_final_state(self.state.latest, timing, settled, self.ready, waited):
+            return []
+        return self.position.step(None, Phase.OVER, [ev.Done(self.head.round)])

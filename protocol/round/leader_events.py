@@ -1,26 +1,76 @@
-"""Events, effects, phases and transition table of a bootstrap node's view of a round (protocol/round/leader.py)."""
+"""Events, effects, phases and transition table of a bootstrap node's view of a round (protocol/round/leader.py).
+
+Plans and verdicts take seconds where there are many peers (docs/results/planner.md). So the machine asks (MakePlan,
+Judge), another thread answers (bootstrap/background_jobs.py), and the answer returns as an event with its question, by which
+a late one is recognized. Questions are immutable.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from protocol.planning import partition
+from protocol.ledger import capacity, ranges
+from protocol.planning import memory, partition, planner
 from protocol.planning.partition import Candidate
-from protocol.quorum.table import Table, Transition
-from protocol.round.judging import Case, Judged
-from protocol.round.quarrels import Quarrel
-from protocol.round.questions import Question
+from protocol.quorum.table import Row, Table, anywhere
+from protocol.round.accusations import Accusation
+from protocol.round.attestations import Attested
+from protocol.round.judging import JudgingJob, Verdict
 from protocol.run.manifest import Manifest
-from protocol.wire.audit import Audit
-from protocol.wire.commit import Commit, Part, Share
-from protocol.wire.decree import Decree
-from protocol.wire.evaluation import Evaluation
-from protocol.wire.invitation import Joined
-from protocol.wire.plan import Plan, ReplicaSpec
-from protocol.wire.score import Score
+from protocol.wire.claims import Audit, Evaluation, Score
+from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
+from protocol.wire.decree import Decree, Joined
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TakeSeat, TimeUp, Withdraw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """All that the next plan depends on.
+
+    resting: planned only without a replica of candidates; fallen: only without one of those
+    previous: the last plan with repaired chains; attested: before the round, None: all have the shards
+    """
+
+    manifest: Manifest
+    candidates: tuple[Candidate, ...]
+    resting: tuple[Candidate, ...] = ()
+    fallen: tuple[Candidate, ...] = ()
+    round: int
+    previous: Plan | None
+    contributions: tuple[Contribution, ...]
+    left_out: tuple[LeftOut, ...]
+    attested: Attested | None
+    range_share: float = 1.0
+
+    def answer(self, relay_bps: float = math.inf) -> Plan | None:
+        """The plan, within a commit's bounds; None if there is no replica. relay_bps: bits a second of all relays."""
+        plan = self._plan(self.candidates, relay_bps)
+        if plan is None and self.resting:
+            plan = self._plan((*self.candidates, *self.resting), relay_bps)
+        if plan is None and self.fallen:
+            plan = self._plan((*self.candidates, *self.resting, *self.fallen), relay_bps)
+        of = {c.peer: c.range for c in (*self.candidates, *self.resting, *self.fallen)}
+        plan = plan and ranges.limited(self.manifest, plan, of, self.range_share)
+        return plan and capacity.bounded(self.manifest, plan, self.contributions, self.left_out)
+
+    def _plan(self, candidates: tuple[Candidate, ...], relay_bps: float) -> Plan | None:
+        return planner.make_plan(
+            self.manifest,
+            candidates,
+            round=self.round,
+            previous=self.previous,
+            done={c.replica: c.steps for c in self.contributions},
+            holds=self._holds if self.attested is not None else None,
+            relay_bps=relay_bps,
+        )
+
+    def _holds(self, stage: StageSpec) -> bool:
+        wanted = memory.held_shards(self.manifest, stage.first, stage.last)
+        return self.attested is not None and self.attested.holds(stage.peer, wanted)
 
 
 class Phase(Enum):
@@ -63,10 +113,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Event: a peer sent this. A `ChainReconfig` from a peer says that the peer follows it.
-
-    The table (TABLE) names these events by the kind of the message.
-    """
+    """Event: a peer sent this; a ChainReconfig means that it follows. TABLE names it by the message."""
 
     peer: str
     message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig | Evaluation | Score | Audit
@@ -94,7 +141,7 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Petition:
+class DecreeSigned:
     """Event: an operator has signed this decree, and the signature is right."""
 
     operator: str
@@ -103,8 +150,8 @@ class Petition:
 
 
 @dataclass(frozen=True, slots=True)
-class Knock:
-    """Event: somebody asks to be let in by an invitation, which is valid in itself (protocol/ledger/invitations.py)."""
+class JoinRequest:
+    """Event: somebody asks to be let in by an invitation, which is valid in itself (protocol/ledger/access.py)."""
 
     joined: Joined
 
@@ -118,17 +165,16 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class JudgingDone:
     """Event: the answer to `Judge`, however late: of each of its contributions, in their order."""
 
-    case: Case
-    judged: tuple[Judged, ...]
+    case: JudgingJob
+    verdicts: tuple[Verdict, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Event: time passed. `absent`: ready peers whose session ended and was not opened again in time (protocol/round/presence.py says who
-    that is); `living`: the operators that give signs of life, None where that is not known."""
+    """Event: time passed. absent: see protocol/round/presence.py; living: operators alive, None: unknown."""
 
     absent: frozenset[str] = frozenset()
     living: frozenset[str] | None = None
@@ -143,15 +189,15 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class StoreList:
     """Effect: make the list of these parts durable; the answer is `Held` with its name."""
 
     parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Effect: all of this share, which was offered to `round`, is durable here: tell everybody that it may be fetched."""
+class AnnounceShare:
+    """Effect: tell all sessions that this share, offered to `round`, may be fetched; all of it is durable here."""
 
     round: int
     share: Share
@@ -159,18 +205,16 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class MakePlan:
-    """Effect: find the answer to this question, which takes seconds where there are many peers, while events are handled as ever;
-    the answer is `Planned`. Who asks anew does not wait for the last answer any more."""
+    """Effect: answer this question on another thread; the answer is `Planned`. A newer question replaces it."""
 
     question: Question
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Effect: judge these contributions, whose payloads are all held; it takes as long as to decode them, while events are handled as
-    ever; the answer is `Verdict`. Who asks anew does not wait for the last answer any more."""
+    """Effect: judge these contributions on another thread; the answer is `JudgingDone`. A newer job replaces it."""
 
-    case: Case
+    case: JudgingJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +255,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Effect: show that `peer`, which was planned and brought nothing that counts, is in no plan up to `round`.
-    `scored`: that is what its scores say (protocol/ledger/marks.py)."""
+    """Effect: show that `peer` is in no plan up to `round`, for broken promises, or bad scores if `scored`."""
 
     peer: str
     round: int
@@ -233,68 +276,54 @@ def moves(manifest: Manifest, before: Plan | None, after: Plan | None, ready: Ma
     return [Moved(round, n, old, new, partition.why_moved(manifest, old, new, ready)) for n, old, new in found]
 
 
-Event = Ready | Gone | Received | Held | Lead | Decided | Petition | Knock | Planned | Verdict | Tick
-Effect = Fetch | Keep | Tell | MakePlan | Judge | Propose | Send | Report | Moved | Resting | Quarrel | Done
+Event = Ready | Gone | Received | Held | Lead | Decided | DecreeSigned | JoinRequest | Planned | JudgingDone | Tick
+Effect = (
+    Fetch | StoreList | AnnounceShare | MakePlan | Judge | Propose | Send | Report | Moved | Resting | Accusation | Done
+)
 
 
-_ROWS: tuple[Transition[Phase], ...] = (
-    Transition(
-        Phase.GATHERING,
-        None,
-        Phase.PLANNING,
-        (MakePlan,),
-        "we lead, and `start_peers` are ready or who may take part changes",
-    ),
-    Transition(Phase.OPEN, None, Phase.JUDGING, (Judge,), "we lead and no pending replica is worth waiting for"),
-    Transition(Phase.OPEN, None, Phase.PLANNING, (MakePlan,), "the same, and what counts is known"),
-    Transition(Phase.OPEN, None, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),
-    Transition(Phase.JUDGING, Verdict, Phase.PLANNING, (MakePlan,), "what counts is known"),
-    Transition(Phase.JUDGING, Verdict, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),
-    Transition(
-        Phase.JUDGING, Verdict, Phase.OPEN, (), "nothing of it counts, and it is too early for a commit without work"
-    ),
-    Transition(Phase.JUDGING, Lead, Phase.OPEN, (), "who leads has changed"),
-    Transition(Phase.JUDGING, Decided, Phase.OPEN, (), "another node led"),
-    Transition(Phase.JUDGING, Decided, Phase.CLOSING, (), "another node led, it was the last round"),
-    Transition(Phase.PLANNING, Planned, Phase.DECIDING, (Propose,), "the plan, or what was trained, is worth a commit"),
-    Transition(Phase.PLANNING, Planned, Phase.OPEN, (), "nothing was trained, and who is ready makes no replica"),
-    Transition(Phase.PLANNING, Planned, Phase.GATHERING, (), "who is ready makes no replica"),
-    Transition(
-        Phase.PLANNING, Planned, Phase.PLANNING, (MakePlan,), "the same, because of quarrels: these are forgotten"
-    ),
-    Transition(Phase.PLANNING, Lead, Phase.OPEN, (), "who leads has changed"),
-    Transition(Phase.PLANNING, Lead, Phase.GATHERING, (), "who leads has changed, no round is decided yet"),
-    Transition(Phase.PLANNING, Decided, Phase.OPEN, (), "another node led"),
-    Transition(Phase.DECIDING, Decided, Phase.OPEN, (), "the next round begins"),
-    Transition(Phase.DECIDING, Decided, Phase.CLOSING, (), "it was the last round"),
-    Transition(Phase.DECIDING, Lead, Phase.OPEN, (), "who leads has changed"),
-    Transition(Phase.DECIDING, Lead, Phase.GATHERING, (), "who leads has changed, no round is decided yet"),
-    Transition(Phase.GATHERING, Decided, Phase.OPEN, (), "another node led"),
-    Transition(Phase.OPEN, Decided, Phase.OPEN, (), "another node led"),
-    Transition(Phase.OPEN, Decided, Phase.CLOSING, (), "another node led, it was the last round"),
-    Transition(Phase.CLOSING, None, Phase.OVER, (Done,), "all members attested the final state, or it is too late"),
-    Transition(Phase.CLOSING, Decided, Phase.CLOSING, (), "a commit too many, which no honest quorum decides"),
-    Transition(Phase.OVER, Decided, Phase.OVER, (), "a commit too many, which no honest quorum decides"),
-    Transition(None, Offer, None, (Keep, Fetch), "it is admitted: its list is kept, and what is not held is fetched"),
-    Transition(None, Offer, None, (Fetch,), "the same, its list is held already"),
-    Transition(None, Offer, None, (Keep,), "the same, all its payloads are held already"),
-    Transition(None, Held, None, (Tell,), "nothing of a share is lacking any more"),
-    Transition(None, Offer, None, (ChainReconfig,), "its reconfigured chain does not know yet that the steps are done"),
-    Transition(None, ChainFailure, None, (ChainReconfig,), "a chain lost a member, or a report is out of date"),
-    Transition(None, ChainFailure, None, (Quarrel,), "a member says for the first time that this neighbour lies"),
-    Transition(None, Withdraw, None, (ChainReconfig,), "a member of a chain gives up"),
-    Transition(None, Gone, None, (ChainReconfig,), "a member of a chain is gone and a spare is ready, or it leaves"),
-    Transition(
-        None, Tick, None, (ChainReconfig,), "a member is absent and a spare is ready, or somebody does not follow"
-    ),
-    Transition(
-        Phase.OPEN, Tick, Phase.OPEN, (TimeUp,), "the time to train is over, some have offered and others have not"
-    ),
-    Transition(
-        Phase.OPEN, Attest, Phase.OPEN, (TakeSeat,), "it came after the plan, and holds the state: it takes a seat"
-    ),
-    Transition(None, Attest, None, (Report,), "a peer has other bits than the majority"),
-    Transition(None, Decided, None, (Moved,), "the next plan moves blocks between the stages of a chain"),
-    Transition(None, Decided, None, (Resting,), "a peer was planned again and again and brings nothing"),
+_ROWS: tuple[Row[Phase], ...] = (
+    Row(Phase.GATHERING, None, Phase.PLANNING, (MakePlan,), "we lead, and enough peers are ready or access changes"),
+    Row(Phase.OPEN, None, Phase.JUDGING, (Judge,), "we lead and no pending replica is worth waiting for"),
+    Row(Phase.OPEN, None, Phase.PLANNING, (MakePlan,), "the same, and what counts is known"),
+    Row(Phase.OPEN, None, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),
+    Row(Phase.JUDGING, JudgingDone, Phase.PLANNING, (MakePlan,), "what counts is known"),
+    Row(Phase.JUDGING, JudgingDone, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),
+    Row(Phase.JUDGING, JudgingDone, Phase.OPEN, (), "nothing counts, and it is too early for an empty commit"),
+    Row(Phase.JUDGING, Lead, Phase.OPEN, (), "who leads has changed"),
+    Row(Phase.JUDGING, Decided, Phase.OPEN, (), "another node led"),
+    Row(Phase.JUDGING, Decided, Phase.CLOSING, (), "another node led, it was the last round"),
+    Row(Phase.PLANNING, Planned, Phase.DECIDING, (Propose,), "the plan, or what was trained, is worth a commit"),
+    Row(Phase.PLANNING, Planned, Phase.OPEN, (), "nothing was trained, and who is ready makes no replica"),
+    Row(Phase.PLANNING, Planned, Phase.GATHERING, (), "who is ready makes no replica"),
+    Row(Phase.PLANNING, Planned, Phase.PLANNING, (MakePlan,), "the same, because of accusations: these are forgotten"),
+    Row(Phase.PLANNING, Lead, Phase.OPEN, (), "who leads has changed"),
+    Row(Phase.PLANNING, Lead, Phase.GATHERING, (), "who leads has changed, no round is decided yet"),
+    Row(Phase.PLANNING, Decided, Phase.OPEN, (), "another node led"),
+    Row(Phase.DECIDING, Decided, Phase.OPEN, (), "the next round begins"),
+    Row(Phase.DECIDING, Decided, Phase.CLOSING, (), "it was the last round"),
+    Row(Phase.DECIDING, Lead, Phase.OPEN, (), "who leads has changed"),
+    Row(Phase.DECIDING, Lead, Phase.GATHERING, (), "who leads has changed, no round is decided yet"),
+    Row(Phase.GATHERING, Decided, Phase.OPEN, (), "another node led"),
+    Row(Phase.OPEN, Decided, Phase.OPEN, (), "another node led"),
+    Row(Phase.OPEN, Decided, Phase.CLOSING, (), "another node led, it was the last round"),
+    Row(Phase.CLOSING, None, Phase.OVER, (Done,), "all members attested the final state, or it is too late"),
+    Row(Phase.CLOSING, Decided, Phase.CLOSING, (), "a commit too many, which no honest quorum decides"),
+    Row(Phase.OVER, Decided, Phase.OVER, (), "a commit too many, which no honest quorum decides"),
+    anywhere(Offer, (StoreList, Fetch), "it is admitted: its list is kept, and what is not held is fetched"),
+    anywhere(Offer, (Fetch,), "the same, its list is held already"),
+    anywhere(Offer, (StoreList,), "the same, all its payloads are held already"),
+    anywhere(Held, (AnnounceShare,), "nothing of a share is lacking any more"),
+    anywhere(Offer, (ChainReconfig,), "its reconfigured chain does not know yet that the steps are done"),
+    anywhere(ChainFailure, (ChainReconfig,), "a chain lost a member, or a report is out of date"),
+    anywhere(ChainFailure, (Accusation,), "a member says for the first time that this neighbour lies"),
+    anywhere(Withdraw, (ChainReconfig,), "a member of a chain gives up"),
+    anywhere(Gone, (ChainReconfig,), "a member of a chain is gone and a spare is ready, or it leaves"),
+    anywhere(Tick, (ChainReconfig,), "a member is absent and a spare is ready, or somebody does not follow"),
+    Row(Phase.OPEN, Tick, Phase.OPEN, (TimeUp,), "the time to train is over, some have offered and others have not"),
+    Row(Phase.OPEN, Attest, Phase.OPEN, (TakeSeat,), "it came after the plan, and holds the state: it takes a seat"),
+    anywhere(Attest, (Report,), "a peer has other bits than the majority"),
+    anywhere(Decided, (Moved,), "the next plan moves blocks between the stages of a chain"),
+    anywhere(Decided, (Resting,), "a peer was planned again and again and brings nothing"),
 )
 TABLE = Table("leader", Phase, _ROWS)

@@ -1,91 +1,219 @@
 """A volunteer's side of a round: a state machine without I/O.
 
-What happens comes in as events, what is to be done goes out as effects (protocol/round/member_events.py). The loop
-that carries the effects out is peer/node/rounds.py; it answers most of them with an event.
+Events come in, effects go out (protocol/round/member_events.py); peer/node/rounds.py carries the effects out and
+answers most of them with an event. Four rules carry the promises of docs/failure-model.md.
 
-Four rules carry the promises of docs/failure-model.md.
+- Commits are applied one after the other, each once, in the order of their rounds (P1, P2). A peer that holds no shard
+  has nothing to apply, and its Applied names a later round.
+- Nothing is applied and no state is fetched before the log is read as far as the nodes have it, so that a newcomer
+  fetches the newest state. Commits that are decided meanwhile do not begin the reading again.
+- An offer leaves only after it and its payloads are durable; the error feedback without them follows soon after. What
+  was not committed goes back into the feedback before anything else is added to it (P3).
+- After a crash the machine starts with the newest durable state and offer. Both are compared with the log once more, so
+  every step may be repeated.
 
-- Commits are applied one after the other, each once, in the order of their rounds (P1, P2). Where no shard is held there
-  is nothing to apply, and Applied names a later round.
-- Nothing is applied and no state is fetched before the log is read as far as the nodes have it, so that a newcomer fetches
-  the newest state there is. Commits that are decided meanwhile do not begin the reading again.
-- An offer leaves only after it and its payloads are durable; the error feedback without them follows soon after.
-  What was not committed goes back into the feedback before anything else is added to it (P3).
-- After a crash the machine starts with `applied` of the newest durable state and with the newest durable offer.
-  Both are compared with the log once more, so every step may be repeated.
-
-What may be lost on the way is sent again with every new session and every RESEND_SECONDS: the request for newer
-commits, unless the log is being read, the newest attestation, and of the open round the offer, the withdrawal, the failure and the reconfiguration
-of our chain.
-
-A chain that loses a member is reconfigured within the round (protocol/round/chain_repair.py): the phase stays
-TRAINING, and the work is kept. With `overlap = 1` the next round is trained while this one is decided
-(protocol/round/overlap.py).
-
-Long because all events of a volunteer meet here; what of it is a rule has a module of its own.
+Messages that may be lost are sent again with every session and every RESEND_SECONDS: the request for newer commits
+(unless the log is being read), the newest attestation, and the open round's offer, withdrawal, failure report and
+reconfiguration. A chain that loses a member is reconfigured within the round (protocol/round/chain_repair.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
+from enum import Enum
 
 from protocol.ledger import schedule
 from protocol.ledger.history import History
 from protocol.ledger.part_lists import root_of
-from protocol.quorum.table import Position
+from protocol.quorum.table import Position, Row, Table
+from protocol.round import member_events as ev
+from protocol.round import stragglers
 from protocol.round.chain_repair import SLOW, reconfigured
-from protocol.round.deadline import Deadline
-from protocol.round.member_events import (
-    TABLE,
-    Applied,
-    Apply,
-    ChainFailed,
-    Committed,
-    Connected,
-    Digested,
-    Effect,
-    EncodeUpdate,
-    EndIn,
-    Event,
-    Failed,
-    Finish,
-    HoldShards,
-    KeepInFeedback,
-    LogCame,
-    LogRead,
-    Phase,
-    ReadLog,
-    Reconfigured,
-    RestoreFeedback,
-    RunOver,
-    Seated,
-    Send,
-    ShardsHeld,
-    Stop,
-    Tick,
-    TimeUp,
-    Trained,
-    TrainOrder,
-    UpdateEncoded,
-)
-from protocol.round.overlap import Ahead, Overlap, is_same_work
+from protocol.round.member_events import Effect, Event, Phase
 from protocol.run.manifest import Manifest
+from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, Withdraw
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, TakeSeat, TimeUp, Withdraw
+
+
+class Ahead(Enum):
+    """What there is of the round after the one that is being decided."""
+
+    NONE = "none"
+    """Nothing."""
+    RUNNING = "running"
+    """Its inner steps are being done."""
+    READY = "ready"
+    """Its inner steps are done."""
+    DROPPED = "dropped"
+    """It was planned otherwise; the training was told to stop and has not answered yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAgrees:
+    """Event: the round's plan is known, and it gives us just the work that we expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDiffers:
+    """Event: the round's plan is known, and it gives us other work, or none."""
+
+
+OVERLAP_TABLE = Table(
+    "overlap",
+    Ahead,
+    (
+        Row(Ahead.NONE, ev.UpdateEncoded, Ahead.RUNNING, (ev.TrainOrder,), "our offer is durable, the run goes on"),
+        Row(Ahead.RUNNING, ev.Trained, Ahead.READY),
+        Row(Ahead.RUNNING, ev.Failed, Ahead.NONE, (), "it is trained again once the plan is known"),
+        Row(Ahead.RUNNING, ev.ChainFailed, Ahead.RUNNING, (ChainFailure,)),
+        Row(Ahead.RUNNING, PlanAgrees, Ahead.NONE, (), "the member goes on with it as the round's training"),
+        Row(Ahead.READY, PlanAgrees, Ahead.NONE, (), "the member encodes it as the round's work"),
+        Row(Ahead.RUNNING, PlanDiffers, Ahead.DROPPED, (ev.Stop,)),
+        Row(Ahead.READY, PlanDiffers, Ahead.NONE, (), "what was done is forgotten"),
+        Row(Ahead.DROPPED, ev.Trained, Ahead.NONE),
+        Row(Ahead.DROPPED, ev.Failed, Ahead.NONE),
+    ),
+)
+
+
+class Overlap:
+    """See the module's docstring. `order` is what is trained ahead, None where nothing is."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.position = Position(OVERLAP_TABLE, Ahead.NONE)
+        self.order: ev.TrainOrder | None = None
+        self._result: ev.Trained | None = None
+
+    @property
+    def state(self) -> Ahead:
+        return self.position.phase
+
+    @property
+    def running(self) -> ev.TrainOrder | None:
+        """The order that is being carried out, as far as it is still wanted."""
+        return self.order if self.state is Ahead.RUNNING else None
+
+    def begin(self, offer: Offer, trained: ev.TrainOrder, decided: Commit | None, rounds: int) -> list[ev.TrainOrder]:
+        """Begins the next round after `offer` is durable, unless it is planned otherwise or the run is over."""
+        if not self.manifest.outer.overlap or not offer.round < rounds:
+            return []
+        replica = trained.plan.replica(offer.replica)
+        if replica.following is None:
+            return []
+        expected = dataclasses.replace(replica, work=replica.following, following=None)
+        order = ev.TrainOrder(Plan(round=offer.round + 1, replicas=(expected,)), offer.replica, idle=trained.idle)
+        if decided is not None and not is_same_work(order, decided):
+            return []
+        self.order = order
+        return self.position.step(ev.UpdateEncoded, Ahead.RUNNING, [order])
+
+    def finished(self, event: ev.Trained | ev.Failed) -> None:
+        """The training of what was ordered ahead came to its end."""
+        if self.state is Ahead.RUNNING and isinstance(event, ev.Trained):
+            self._result = event
+            self.position.step(ev.Trained, Ahead.READY)
+        else:
+            self._forget(type(event))
+
+    def chain_failed(self, failure: ChainFailure) -> list[ev.Send]:
+        return self.position.stay(ev.ChainFailed, [ev.Send(failure)])
+
+    def take(self) -> ev.Trained | None:
+        """What was begun ahead is the round's work: the result, or None while it is being trained."""
+        result = self._result
+        self._forget(PlanAgrees)
+        return result
+
+    def drop(self) -> list[ev.Stop]:
+        """What was begun ahead is not wanted. If it still runs, the state is DROPPED until it has ended."""
+        if self.state is Ahead.READY:
+            self._forget(PlanDiffers)
+        elif self.state is Ahead.RUNNING:
+            assert self.order is not None
+            return self.position.step(PlanDiffers, Ahead.DROPPED, [ev.Stop(self.order.plan.round)])
+        return []
+
+    def _forget(self, event: type) -> None:
+        self.position.step(event, Ahead.NONE)
+        self.order, self._result = None, None
+
+
+def is_same_work(order: ev.TrainOrder, before: Commit) -> bool:
+    """Whether the plan of `before` gives the replica the same work as `order`, at the same place of the schedule."""
+    plan = before.plan
+    expected, found = order.plan.replica(order.replica), plan.find(order.replica) if plan is not None else None
+    return (
+        plan is not None
+        and before.idle == order.idle
+        and found is not None
+        and plan.round == order.plan.round
+        and expected.is_like(found)
+        and expected.work == found.work
+    )
+
+
+FORGIVEN = 0.75
+"""Share of the seconds by which a peer was asked to finish early that the next round ends earlier."""
+COPIES = 2
+"""A payload leaves its sender so many times (docs/protocol.md, Blobs)."""
+
+
+class Deadline:
+    """End of a volunteer's training, early enough for its offer, in seconds. up_bps: bits a second, 0 if unknown."""
+
+    def __init__(self, manifest: Manifest, up_bps: int) -> None:
+        self.up_bps = up_bps
+        self.began = 0.0
+        """When the newest commit was heard of, and so the round after it."""
+        self._seconds = manifest.timing.training_seconds
+        self._trained_at = self._lead = 0.0
+        self._ends = self._late = 0.0
+
+    def measured(self, up_bps: int) -> None:
+        self.up_bps = up_bps
+
+    def left(self, now: float) -> float:
+        """Seconds left to train. On a slow line commits come late, which shows when we are asked to finish."""
+        self._late *= FORGIVEN
+        self._ends = max(now, self.began + self._seconds - min(self._lead + self._late, self._seconds / 2))
+        return self._ends - now
+
+    def left_of(self, now: float, seconds: float, size: int) -> float:
+        """As `left`, for a seat with `seconds` of the round's time; others' offers have `size` bytes."""
+        self.began = now - max(0.0, self._seconds - seconds)
+        self._lead = max(self._lead, self._upload_seconds(size))
+        return max(0.0, self.left(now) - stragglers.OVERRUN * self._seconds)
+
+    def asked(self, now: float) -> None:
+        self._late += max(0.0, self._ends - now)
+        self._ends = now
+
+    def trained(self, now: float) -> None:
+        self._trained_at = now
+
+    def encoded(self, now: float, offer: Offer) -> None:
+        self._lead = now - self._trained_at + self._upload_seconds(sum(part.size for part in offer.parts))
+
+    def _upload_seconds(self, size: int) -> float:
+        """Until an archive has so many bytes: an uplink sends each COPIES times."""
+        return COPIES * 8 * size / self.up_bps if self.up_bps else 0.0
+
 
 RESEND_SECONDS = 5.0
 LEARN_SECONDS = 30.0
-"""That a newcomer whom a node tells that the run is over only reads the log, before it goes on as if nobody had said so."""
+"""A newcomer that is told that the run is over only reads the log for this long, then goes on."""
 SETTLED_SECONDS = 1.0
 """Without a commit, after which a newcomer takes the newest that it knows for the run's."""
 
 
 class Member:
-    """A volunteer in a run; `handle` is the only entry. `commits`: those that count, by round.
+    """A volunteer in a run; `handle` is the only entry.
 
-    `applied`: the round of the durable state, -1 for none. `offer`: the newest durable offer, unless the durable
-    feedback says that it is resolved. `feedback_round`: the newest round whose feedback is durable; it is not trained
-    again, even where the state is older. `up_bps`: bits a second that offers leave with, 0 where that is unknown.
+    applied: round of the durable state, -1 for none; offer: the newest durable one, unless resolved
+    feedback_round: newest round with durable feedback, which is not trained again; up_bps: 0 if unknown
     """
 
     def __init__(
@@ -100,7 +228,7 @@ class Member:
         self.manifest = manifest
         self.peer = peer
         self.applied = applied
-        self.position = Position(TABLE, Phase.WAITING)
+        self.position = Position(ev.TABLE, Phase.WAITING)
         self.overlap = Overlap(manifest)
         self.history = History(manifest)
         self.commits = self.history.commits
@@ -112,14 +240,13 @@ class Member:
         self._withdraw: Withdraw | None = None
         self._run_over, self._sent_at = False, float("-inf")
         self._learns_until: float | None = None
-        self._order: TrainOrder | None = None
+        self._order: ev.TrainOrder | None = None
         self._reconfig: ChainReconfig | None = None
         self._chain_failure: ChainFailure | None = None
         self.deadline = Deadline(manifest, up_bps)
 
     @property
     def phase(self) -> Phase:
-        """What this volunteer is doing."""
         return self.position.phase
 
     @property
@@ -141,7 +268,7 @@ class Member:
 
     @property
     def newest(self) -> int:
-        """The newest round of which anything was heard, -1 for none: a node's word, as long as the log is not read so far."""
+        """The newest round heard of, -1 for none; a node's word until the log is read that far."""
         return max(self._heard, self.head)
 
     def is_new(self, now: float) -> bool:
@@ -161,50 +288,50 @@ class Member:
 
     def _react(self, event: Event, now: float) -> list[Effect]:
         match event:
-            case Connected():
-                return self._read_log(Connected) + self._resend(now)
-            case Committed(record):
+            case ev.Connected():
+                return self._read_log(ev.Connected) + self._resend(now)
+            case ev.Committed(record):
                 self._heard = max(self._heard, record.commit.round)
-                return self._learned(Committed, self.history.learn(record), now)
-            case LogCame(stretches):
+                return self._learned(ev.Committed, self.history.learn(record), now)
+            case ev.LogCame(stretches):
                 lacking = [self.history.learn_stretch(stretch) for stretch in stretches]
-                return self._learned(LogCame, any(lacking), now)
-            case LogRead():
+                return self._learned(ev.LogCame, any(lacking), now)
+            case ev.LogRead():
                 self._reads = False
-                return self.position.stay(LogRead, [Send(LogRequest(after=self.head))])
-            case Trained() | Failed():
+                return self.position.stay(ev.LogRead, [ev.Send(LogRequest(after=self.head))])
+            case ev.Trained() | ev.Failed():
                 return self._finished(event, now)
-            case TimeUp(round):
+            case TimeUp(round=round):
                 if self.phase is Phase.TRAINING and self._order is not None and self._order.plan.round == round:
                     self.deadline.asked(now)
-                    return self.position.stay(TimeUp, [EndIn(round, 0.0)])
-            case Seated():
+                    return self.position.stay(TimeUp, [ev.EndIn(round, 0.0)])
+            case TakeSeat():
                 return self._seated(event, now)
-            case ChainFailed():
+            case ev.ChainFailed():
                 return self._chain_failed(event)
-            case Reconfigured(reconfig):
+            case ev.Reconfigured(reconfig):
                 return self._reconfigured(reconfig, now)
-            case UpdateEncoded(_, offer):
+            case ev.UpdateEncoded(_, offer):
                 return self._encoded(offer, now)
-            case Applied(round):
+            case ev.Applied(round):
                 self.applied = round
-                return self.position.step(Applied, Phase.WAITING)
-            case ShardsHeld(round):
+                return self.position.step(ev.Applied, Phase.WAITING)
+            case ev.ShardsHeld(round):
                 self._held_round = round
-                return self.position.step(ShardsHeld, Phase.WAITING)
-            case Digested(round, digests) if round <= self.applied:
+                return self.position.step(ev.ShardsHeld, Phase.WAITING)
+            case ev.Digested(round, digests) if round <= self.applied:
                 if self._attest is None or self._attest.round <= round:
                     self._attest = Attest(round=round, digests=digests)
-                    return self.position.stay(Digested, [Send(self._attest)])
-            case RunOver():
+                    return self.position.stay(ev.Digested, [ev.Send(self._attest)])
+            case ev.RunOver():
                 if not self._run_over and self.head < 0 and self.applied < 0:
                     self._learns_until = now + LEARN_SECONDS
                 self._run_over = True
-            case Tick():
+            case ev.Tick():
                 if now - self._sent_at >= RESEND_SECONDS:
                     return self._resend(now)
                 if self._chain_failure is not None:
-                    return self.position.stay(Tick, [Send(self._chain_failure)])
+                    return self.position.stay(ev.Tick, [ev.Send(self._chain_failure)])
         return []
 
     def _learned(self, event: type, lacking: bool, now: float) -> list[Effect]:
@@ -213,8 +340,8 @@ class Member:
             self._seen, self.deadline.began = self.head, now
         if not lacking:
             return []
-        if event is LogCame:
-            return self.position.stay(event, [Send(LogRequest(after=self.head))])
+        if event is ev.LogCame:
+            return self.position.stay(event, [ev.Send(LogRequest(after=self.head))])
         return self._read_log(event)
 
     def _read_log(self, event: type) -> list[Effect]:
@@ -222,11 +349,11 @@ class Member:
         if self._reads:
             return []
         self._reads = True
-        return self.position.stay(event, [ReadLog(self.history.tip)])
+        return self.position.stay(event, [ev.ReadLog(self.history.tip)])
 
     # --- training and its end
 
-    def _finished(self, event: Trained | Failed, now: float) -> list[Effect]:
+    def _finished(self, event: ev.Trained | ev.Failed, now: float) -> list[Effect]:
         """The inner steps of a round have ended, those of the round that is due or those that were done ahead."""
         if self._chain_failure is not None and self._chain_failure.round == event.round:
             self._chain_failure = None
@@ -236,24 +363,24 @@ class Member:
         if self._order is None or self._order.plan.round != event.round:
             return []
         if self.phase is Phase.STOPPING:
-            return self.position.step(type(event), Phase.ENCODING, [KeepInFeedback(event.round)])
-        if isinstance(event, Trained):
+            return self.position.step(type(event), Phase.ENCODING, [ev.KeepInFeedback(event.round)])
+        if isinstance(event, ev.Trained):
             self.deadline.trained(now)
-            return self.position.step(Trained, Phase.ENCODING, [_encode(self._order, event)])
+            return self.position.step(ev.Trained, Phase.ENCODING, [_encode(self._order, event)])
         self._withdraw = Withdraw(round=event.round, reason=event.reason)
-        return self.position.step(Failed, Phase.ENCODING, [Send(self._withdraw), KeepInFeedback(event.round)])
+        return self.position.step(ev.Failed, Phase.ENCODING, [ev.Send(self._withdraw), ev.KeepInFeedback(event.round)])
 
     def _encoded(self, offer: Offer | None, now: float) -> list[Effect]:
         if offer is None:
-            return self.position.step(UpdateEncoded, Phase.WAITING)
+            return self.position.step(ev.UpdateEncoded, Phase.WAITING)
         self.deadline.encoded(now, offer)
         self._pending = offer
         assert self._order is not None
         decided, last = self.commits.get(offer.round), schedule.last_round(self.manifest, self.commits.get(self.head))
-        sent = self.position.step(UpdateEncoded, Phase.WAITING, [Send(offer)])
+        sent = self.position.step(ev.UpdateEncoded, Phase.WAITING, [ev.Send(offer)])
         return [*sent, *self.overlap.begin(offer, self._order, decided, last)]
 
-    def _seated(self, seat: Seated, now: float) -> list[Effect]:
+    def _seated(self, seat: TakeSeat, now: float) -> list[Effect]:
         """The plan names us nowhere, and the leader has given us one of its seats."""
         plan, idle = self.plan, self.phase is Phase.WAITING and self.overlap.state is Ahead.NONE
         ready = idle and self._held_round == self.applied and self._attempted <= self.applied == self.head
@@ -263,14 +390,14 @@ class Member:
         self._order, self._attempted = self._order_of(plan.seated(replica), replica.number), plan.round
         sizes = [sum(share.size for share in c.shares) for c in self.commits[self.applied].contributions]
         left = self.deadline.left_of(now, seat.seconds, max(sizes, default=0))
-        return self.position.step(Seated, Phase.TRAINING, [self._order, EndIn(plan.round, left)])
+        return self.position.step(TakeSeat, Phase.TRAINING, [self._order, ev.EndIn(plan.round, left)])
 
     # --- a chain that lost a member
 
     def _generation(self, round: int) -> int:
         return self._reconfig.generation if self._reconfig is not None and self._reconfig.round == round else 0
 
-    def _chain_failed(self, event: ChainFailed) -> list[Effect]:
+    def _chain_failed(self, event: ev.ChainFailed) -> list[Effect]:
         round, ahead = event.round, self.overlap.running
         order = ahead or (self._order if self.phase is Phase.TRAINING else None)
         if order is None or order.plan.round != round or event.generation != self._generation(round):
@@ -282,7 +409,7 @@ class Member:
             self._chain_failure = failure
         if ahead is not None:
             return [*self.overlap.chain_failed(failure)]
-        return self.position.stay(ChainFailed, [Send(failure)])
+        return self.position.stay(ev.ChainFailed, [ev.Send(failure)])
 
     def _reconfigured(self, reconfig: ChainReconfig, now: float) -> list[Effect]:
         plan, named = self.plan, self.peer in reconfig.peers
@@ -303,11 +430,11 @@ class Member:
         assert new is not None
         self._reconfig, self._attempted = reconfig, reconfig.round
         self._order = self._order_of(new, reconfig.replica, reconfig.generation, reconfig.steps)
-        return self.position.step(Reconfigured, Phase.TRAINING, [Send(reconfig), self._order, self._end(now)])
+        return self.position.step(ev.Reconfigured, Phase.TRAINING, [ev.Send(reconfig), self._order, self._end(now)])
 
     def _follow(self, reconfig: ChainReconfig) -> list[Effect]:
         self._reconfig = reconfig
-        return self.position.stay(Reconfigured, [Send(reconfig)])
+        return self.position.stay(ev.Reconfigured, [ev.Send(reconfig)])
 
     def _go_on(self, reconfig: ChainReconfig, new: Plan | None) -> list[Effect]:
         """The chain that we train in has other members; `new`: the plan with us among them, None where we are not."""
@@ -315,35 +442,35 @@ class Member:
         if new is not None:
             order = self._order_of(new, reconfig.replica, reconfig.generation, reconfig.steps)
             self._order = dataclasses.replace(order, resume=True)
-            return self.position.step(Reconfigured, Phase.TRAINING, [Send(reconfig), self._order])
+            return self.position.step(ev.Reconfigured, Phase.TRAINING, [ev.Send(reconfig), self._order])
         if reconfig.peers:
-            return self.position.step(Reconfigured, Phase.STOPPING, [Stop(reconfig.round)])
+            return self.position.step(ev.Reconfigured, Phase.STOPPING, [ev.Stop(reconfig.round)])
         self._withdraw = Withdraw(round=reconfig.round, reason=reconfig.reason)
-        told: list[Effect] = [Send(reconfig), Send(self._withdraw)]
-        return self.position.step(Reconfigured, Phase.STOPPING, [*told, Stop(reconfig.round)])
+        told: list[Effect] = [ev.Send(reconfig), ev.Send(self._withdraw)]
+        return self.position.step(ev.Reconfigured, Phase.STOPPING, [*told, ev.Stop(reconfig.round)])
 
     # --- what follows without an event
 
     def _resend(self, now: float) -> list[Effect]:
         self._sent_at = now
-        out: list[Effect] = [] if self._reads else [Send(LogRequest(after=self.head))]
+        out: list[Effect] = [] if self._reads else [ev.Send(LogRequest(after=self.head))]
         if self._attest is not None:
-            out.append(Send(self._attest))
+            out.append(ev.Send(self._attest))
         told = (self._reconfig, self._chain_failure, self._pending, self._withdraw)
-        out += [Send(m) for m in told if m is not None and m.round == self.applied + 1]
+        out += [ev.Send(m) for m in told if m is not None and m.round == self.applied + 1]
         return out
 
-    def _end(self, now: float) -> EndIn:
-        return EndIn(self.head + 1, self.deadline.left(now))
+    def _end(self, now: float) -> ev.EndIn:
+        return ev.EndIn(self.head + 1, self.deadline.left(now))
 
     def _advance(self, now: float) -> list[Effect]:
         following = self.commits.get(self.applied + 1)
         if self.phase is Phase.TRAINING and following is not None:
-            return self.position.step(None, Phase.STOPPING, [Stop(self.applied + 1)])
+            return self.position.step(None, Phase.STOPPING, [ev.Stop(self.applied + 1)])
         if self.phase is not Phase.WAITING:
             return []
         if self.is_late:
-            return self.position.step(None, Phase.DONE, [Finish()])
+            return self.position.step(None, Phase.DONE, [ev.Finish()])
         if self._learns_until is not None and now < self._learns_until and self._order is None:
             return []  # the log will say whether it is true
         effects: list[Effect] = []
@@ -352,7 +479,7 @@ class Member:
             if commit is None:
                 return []
             if not commit.includes(self.peer, root_of(self._pending.parts)):
-                effects += self.position.stay(None, [RestoreFeedback(self._pending)])
+                effects += self.position.stay(None, [ev.RestoreFeedback(self._pending)])
             self._pending = None
         commit = self.commits.get(self.applied)
         must_hold = commit is not None and self._held_round < self.applied
@@ -360,9 +487,9 @@ class Member:
             return effects
         if following is not None:
             rebuild = tuple(d.shard for d in following.diverged if d.peer == self.peer)
-            return effects + self.position.step(None, Phase.APPLYING, [Apply(following, rebuild)])
+            return effects + self.position.step(None, Phase.APPLYING, [ev.Apply(following, rebuild)])
         if commit is not None and must_hold:
-            return effects + self.position.step(None, Phase.HOLDING, [HoldShards(commit)])
+            return effects + self.position.step(None, Phase.HOLDING, [ev.HoldShards(commit)])
         return effects + (self._begin(now) if not schedule.is_over(self.manifest, commit) else self._leave(now))
 
     def _begin(self, now: float) -> list[Effect]:
@@ -380,11 +507,10 @@ class Member:
         self._order, self._attempted = self._order_of(plan, replica), plan.round
         return self.position.step(None, Phase.TRAINING, [self._order, self._end(now)])
 
-    def _order_of(self, plan: Plan, replica: int, generation: int = 0, steps: int = 0) -> TrainOrder:
-        """To train the round after `applied`."""
-        return TrainOrder(plan, replica, generation, steps, idle=self.commits[self.applied].idle)
+    def _order_of(self, plan: Plan, replica: int, generation: int = 0, steps: int = 0) -> ev.TrainOrder:
+        return ev.TrainOrder(plan, replica, generation, steps, idle=self.commits[self.applied].idle)
 
-    def _begin_with(self, result: Trained | None, order: TrainOrder, now: float) -> list[Effect]:
+    def _begin_with(self, result: ev.Trained | None, order: ev.TrainOrder, now: float) -> list[Effect]:
         """What was trained ahead is the work of `order`: it is done, or goes on as if it had begun now."""
         self._order, self._attempted = order, order.plan.round
         if result is None:
@@ -393,12 +519,12 @@ class Member:
         return self.position.step(None, Phase.ENCODING, [_encode(order, result)])
 
     def _leave(self, now: float) -> list[Effect]:
-        """After the last round: when the others' states are compared, or no node has said so for as long as one waits for anybody."""
+        """After the last round: ends when states were compared, or after the round's deadline."""
         attested = self._attest is not None and self._attest.round == self.applied
         late = now - self.deadline.began >= self.manifest.timing.round_deadline
         is_done = attested and (self._run_over or late)
-        return self.position.step(None, Phase.DONE, [Finish()]) if is_done else []
+        return self.position.step(None, Phase.DONE, [ev.Finish()]) if is_done else []
 
 
-def _encode(order: TrainOrder, result: Trained) -> EncodeUpdate:
-    return EncodeUpdate(order.plan, order.replica, result.steps, result.tokens, result.loss)
+def _encode(order: ev.TrainOrder, result: ev.Trained) -> ev.EncodeUpdate:
+    return ev.EncodeUpdate(order.plan, order.replica, result.steps, result.tokens, result.loss)

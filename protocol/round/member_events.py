@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from protocol.ledger.stretches import Stretch, Tip
-from protocol.quorum.table import Table, Transition
+from protocol.ledger.history import Stretch, Tip
+from protocol.quorum.table import Row, Table, anywhere
 from protocol.wire.commit import Commit, Record
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, Withdraw
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, TakeSeat, TimeUp, Withdraw
 
 
 class Phase(Enum):
@@ -58,28 +58,12 @@ class LogRead:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Event: all inner steps of `round` are done, or its time is over. `loss`: nats per token, None where this stage does not know it."""
+    """Event: the inner steps of `round` are done, or its time is over. loss: nats per token, None if unknown here."""
 
     round: int
     steps: int
     tokens: int
     loss: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class TimeUp:
-    """Event: the leading node asks for what is done of `round`."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Seated:
-    """Event: the leading node gives us the seat with the number `replica`; `seconds` of the time to train `round` are left."""
-
-    round: int
-    replica: int
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +77,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class ChainFailed:
-    """Event: our chain for `round`, in its generation `generation`, has lost `peer`. Our work is kept.
-
-    With the reason `chain_repair.SLOW` the member is there and only slow.
-    """
+    """Event: our chain lost `peer`, our work is kept. With the reason SLOW the member is only slow."""
 
     round: int
     generation: int
@@ -153,12 +134,10 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class TrainOrder:
-    """Effect: do the inner steps of `plan.round` as a member of replica `replica`; the answer is Trained or Failed.
+    """Effect: do the inner steps of `plan.round` in `replica`; the answer is Trained or Failed.
 
-    `generation` is the number of times that the replica's chain was reconfigured in this round. `steps` > 0: the
-    others have done this many inner steps and no more are needed. `resume`: the training is under way, and goes on
-    with the members that `plan` names now. `total_steps`: of the schedule of the learning rate, where the operators have decreed it.
-    `idle`: rounds before this one that brought no work (protocol/ledger/schedule.py).
+    steps > 0: the others have done this many; resume: training goes on with new members
+    total_steps: of a decreed schedule; idle: rounds before without work
     """
 
     plan: Plan
@@ -179,10 +158,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class EncodeUpdate:
-    """Effect: add the round's work δ to the error feedback, e = β e + δ, and take the payloads out of it, e -= sent.
-
-    The payloads and then the offer are made durable; the answer is UpdateEncoded(offer).
-    """
+    """Effect: e = β e + δ, e -= sent; payloads, then the offer durable; the answer is UpdateEncoded(offer)."""
 
     plan: Plan
     replica: int
@@ -193,20 +169,14 @@ class EncodeUpdate:
 
 @dataclass(frozen=True, slots=True)
 class KeepInFeedback:
-    """Effect: add the work δ of a round that sends nothing to the error feedback, e = β e + δ, and make it durable.
-
-    The answer is UpdateEncoded(None).
-    """
+    """Effect: e = β e + δ for a round that sends nothing, durable; the answer is UpdateEncoded(None)."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class EndIn:
-    """Effect: end the training of `round` when so many seconds have passed, with the last inner step that ends before that moment.
-
-    At least one step is done. It has no answer of its own: Trained comes then.
-    """
+    """Effect: end the training of `round` with the last inner step within `seconds`, at least one; then Trained."""
 
     round: int
     seconds: float
@@ -221,10 +191,7 @@ class RestoreFeedback:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Effect: add the commit's payloads to the shards that are held; those in `rebuild` are built from the log instead.
-
-    The answer is Applied.
-    """
+    """Effect: add the commit's payloads to held shards, build those in `rebuild` from the log; then Applied comes."""
 
     commit: Commit
     rebuild: tuple[str, ...]
@@ -232,10 +199,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class HoldShards:
-    """Effect: hold the shards that the commit's plan wants held, in the state after the commit.
-
-    The answer is ShardsHeld, and sooner or later Digested.
-    """
+    """Effect: hold the shards of the commit's plan, after the commit; the answers are ShardsHeld, later Digested."""
 
     commit: Commit
 
@@ -259,101 +223,49 @@ class Finish:
     """Effect: the run is over; make the state durable and leave."""
 
 
-Event = (
-    Connected
-    | Committed
-    | LogCame
-    | LogRead
-    | Trained
-    | Failed
-    | ChainFailed
-    | Reconfigured
-    | TimeUp
-    | Seated
-    | UpdateEncoded
-    | Applied
-    | ShardsHeld
-    | Digested
-    | RunOver
-    | Tick
-)
-Effect = (
-    TrainOrder
-    | EndIn
-    | Stop
-    | EncodeUpdate
-    | KeepInFeedback
-    | RestoreFeedback
-    | Apply
-    | HoldShards
-    | ReadLog
-    | Send
-    | Finish
-)
+LogEvent = Connected | Committed | LogCame | LogRead | RunOver | Tick
+TrainingEvent = Trained | Failed | ChainFailed | Reconfigured | TimeUp | TakeSeat
+Event = LogEvent | TrainingEvent | UpdateEncoded | Applied | ShardsHeld | Digested
+TrainingEffect = TrainOrder | EndIn | Stop | EncodeUpdate | KeepInFeedback | RestoreFeedback
+Effect = TrainingEffect | Apply | HoldShards | ReadLog | Send | Finish
 
 
-_ROWS: tuple[Transition[Phase], ...] = (
-    Transition(
-        Phase.WAITING,
-        None,
-        Phase.WAITING,
-        (RestoreFeedback,),
-        "our offer's round is applied, and its commit has not our offer",
-    ),
-    Transition(
-        Phase.WAITING, None, Phase.APPLYING, (Apply,), "the commit of round `applied` + 1 is known, the log is read"
-    ),
-    Transition(Phase.APPLYING, Applied, Phase.WAITING),
-    Transition(
-        Phase.WAITING, None, Phase.HOLDING, (HoldShards,), "no newer commit is known, the log is read, the plan is new"
-    ),
-    Transition(Phase.HOLDING, ShardsHeld, Phase.WAITING),
-    Transition(Phase.WAITING, None, Phase.TRAINING, (TrainOrder, EndIn), "the plan names us"),
-    Transition(
-        Phase.WAITING, Seated, Phase.TRAINING, (TrainOrder, EndIn), "we came within the round, and hold the state"
-    ),
-    Transition(Phase.WAITING, None, Phase.TRAINING, (EndIn,), "the plan is the one that we train ahead by already"),
-    Transition(Phase.WAITING, None, Phase.ENCODING, (EncodeUpdate,), "the plan is the one that we trained ahead by"),
-    Transition(Phase.TRAINING, TimeUp, Phase.TRAINING, (EndIn,), "the round's time is over, and others have offered"),
-    Transition(Phase.TRAINING, Trained, Phase.ENCODING, (EncodeUpdate,)),
-    Transition(Phase.TRAINING, Failed, Phase.ENCODING, (Withdraw, KeepInFeedback)),
-    Transition(Phase.TRAINING, None, Phase.STOPPING, (Stop,), "the round's commit is known: we are too late"),
-    Transition(Phase.STOPPING, Trained, Phase.ENCODING, (KeepInFeedback,)),
-    Transition(Phase.STOPPING, Failed, Phase.ENCODING, (KeepInFeedback,)),
-    Transition(Phase.ENCODING, UpdateEncoded, Phase.WAITING, (Offer,), "the offer is durable"),
-    Transition(Phase.ENCODING, UpdateEncoded, Phase.WAITING, (), "nothing is offered, the feedback is durable"),
-    Transition(Phase.TRAINING, ChainFailed, Phase.TRAINING, (ChainFailure,), "our chain lost a member, or one is slow"),
-    Transition(
-        Phase.TRAINING,
-        Reconfigured,
-        Phase.TRAINING,
-        (ChainReconfig, TrainOrder),
-        "we are among the chain's new members",
-    ),
-    Transition(Phase.TRAINING, Reconfigured, Phase.STOPPING, (Stop,), "a spare has taken our place"),
-    Transition(
-        Phase.TRAINING, Reconfigured, Phase.STOPPING, (ChainReconfig, Withdraw, Stop), "the chain's round is over"
-    ),
-    Transition(
+_ROWS: tuple[Row[Phase], ...] = (
+    Row(Phase.WAITING, None, Phase.WAITING, (RestoreFeedback,), "its round is applied without our offer"),
+    Row(Phase.WAITING, None, Phase.APPLYING, (Apply,), "the commit of round `applied` + 1 is known, the log is read"),
+    Row(Phase.APPLYING, Applied, Phase.WAITING),
+    Row(Phase.WAITING, None, Phase.HOLDING, (HoldShards,), "no newer commit, the log is read, the plan is new"),
+    Row(Phase.HOLDING, ShardsHeld, Phase.WAITING),
+    Row(Phase.WAITING, None, Phase.TRAINING, (TrainOrder, EndIn), "the plan names us"),
+    Row(Phase.WAITING, TakeSeat, Phase.TRAINING, (TrainOrder, EndIn), "we came within the round, and hold the state"),
+    Row(Phase.WAITING, None, Phase.TRAINING, (EndIn,), "the plan is the one that we train ahead by already"),
+    Row(Phase.WAITING, None, Phase.ENCODING, (EncodeUpdate,), "the plan is the one that we trained ahead by"),
+    Row(Phase.TRAINING, TimeUp, Phase.TRAINING, (EndIn,), "the round's time is over, and others have offered"),
+    Row(Phase.TRAINING, Trained, Phase.ENCODING, (EncodeUpdate,)),
+    Row(Phase.TRAINING, Failed, Phase.ENCODING, (Withdraw, KeepInFeedback)),
+    Row(Phase.TRAINING, None, Phase.STOPPING, (Stop,), "the round's commit is known: we are too late"),
+    Row(Phase.STOPPING, Trained, Phase.ENCODING, (KeepInFeedback,)),
+    Row(Phase.STOPPING, Failed, Phase.ENCODING, (KeepInFeedback,)),
+    Row(Phase.ENCODING, UpdateEncoded, Phase.WAITING, (Offer,), "the offer is durable"),
+    Row(Phase.ENCODING, UpdateEncoded, Phase.WAITING, (), "nothing is offered, the feedback is durable"),
+    Row(Phase.TRAINING, ChainFailed, Phase.TRAINING, (ChainFailure,), "our chain lost a member, or one is slow"),
+    Row(Phase.TRAINING, Reconfigured, Phase.TRAINING, (ChainReconfig, TrainOrder), "we are a new member"),
+    Row(Phase.TRAINING, Reconfigured, Phase.STOPPING, (Stop,), "a spare has taken our place"),
+    Row(Phase.TRAINING, Reconfigured, Phase.STOPPING, (ChainReconfig, Withdraw, Stop), "the chain's round is over"),
+    Row(
         Phase.WAITING,
         Reconfigured,
         Phase.TRAINING,
         (ChainReconfig, TrainOrder, EndIn),
-        "we are a spare and take a lost member's place",
+        "a spare replaces a lost member",
     ),
-    Transition(
-        Phase.WAITING,
-        None,
-        Phase.DONE,
-        (Finish,),
-        "the run is over and we attested its final state, or it was over before we had a part in it",
-    ),
-    Transition(None, Connected, None, (ReadLog,), "the log is not being read already"),
-    Transition(None, LogRead, None, (LogRequest,), "for what was decided since"),
-    Transition(None, Committed, None, (ReadLog,), "commits in between are missing"),
-    Transition(None, LogCame, None, (LogRequest,), "it does not follow what is known"),
-    Transition(None, Digested, None, (Attest,), "no later state is attested yet"),
-    Transition(None, Reconfigured, None, (ChainReconfig,), "we follow it already, or our part of the round is done"),
-    Transition(None, Tick, None, (ChainFailure,), "our chain still waits for its reconfiguration"),
+    Row(Phase.WAITING, None, Phase.DONE, (Finish,), "the final state is attested, or the run was over before we came"),
+    anywhere(Connected, (ReadLog,), "the log is not being read already"),
+    anywhere(LogRead, (LogRequest,), "for what was decided since"),
+    anywhere(Committed, (ReadLog,), "commits in between are missing"),
+    anywhere(LogCame, (LogRequest,), "it does not follow what is known"),
+    anywhere(Digested, (Attest,), "no later state is attested yet"),
+    anywhere(Reconfigured, (ChainReconfig,), "we follow it already, or our part of the round is done"),
+    anywhere(Tick, (ChainFailure,), "our chain still waits for its reconfiguration"),
 )
 TABLE = Table("member", Phase, _ROWS)

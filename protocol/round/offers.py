@@ -1,25 +1,32 @@
-"""What was offered to the open round: whose work is complete, who has failed, and what a commit would say of it.
+"""Offers to the open round: admission, completeness, and what has become of each replica. Part of the leader's machine.
 
-Part of the leader's machine (protocol/round/leader.py), pure.
+A replica is *complete*, *failed* or *pending* (protocol/round/leader.py). It is examined again only when something
+happened to one of its members, so an event costs the same time with any number of replicas.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Set
+from dataclasses import dataclass
 
 from protocol.identity import short_peer
+from protocol.ledger import part_lists
 from protocol.ledger.part_lists import share_of
-from protocol.wire.commit import Contribution, Part, Share
-from protocol.wire.plan import ReplicaSpec
-from protocol.wire.session import Offer
+from protocol.planning import memory
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Contribution, LeftOut, Part, Share
+from protocol.wire.plan import Plan, ReplicaSpec
+from protocol.wire.session import Attest, Offer
 
-MOST = 16
+MAX_OFFERS_PER_PEER = 16
 """Different offers of one peer to one round; an honest one has a second one at most after a crash."""
 
 
 class Offers:
-    """The newest offer of each peer, and who failed, in one round. `held`: names of the payloads and lists of parts that are durable."""
+    """Newest offers and failures in one round. held: names of durable payloads and lists."""
 
     def __init__(self, held: Iterable[str]) -> None:
         self.held = set(held)
@@ -31,16 +38,14 @@ class Offers:
         self._waiting: dict[str, set[str]] = {}
 
     def begin(self) -> None:
-        """The next round begins: nothing is offered yet."""
         self._offers, self._shares, self._failures = {}, {}, {}
         self._lacking, self._waiting, self._changed = {}, {}, Counter()
 
     def take(self, peer: str, offer: Offer) -> tuple[bool, list[Part]]:
-        """Takes an offer that was admitted, unless its sender changed it too often. Whether its list of parts is not held yet, and the
-        parts that are not."""
+        """Takes an admitted offer, unless changed too often: whether its list is missing, and missing parts."""
         if self._offers.get(peer) != offer:
             self._changed[peer] += 1
-            if self._changed[peer] > MOST:
+            if self._changed[peer] > MAX_OFFERS_PER_PEER:
                 return False, []
             self._offers[peer], self._shares[peer] = offer, share_of(peer, offer.parts)
         for digest in self._lacking.pop(peer, ()):
@@ -53,7 +58,7 @@ class Offers:
         return root not in self.held, lacking
 
     def hold(self, name: str) -> tuple[set[str], list[Share]]:
-        """A payload or a list is durable now: the peers whose offers have it, and the shares of which nothing is lacking any more."""
+        """A payload or list is durable: the peers whose offers have it, and the shares that are whole now."""
         self.held.add(name)
         peers = self._waiting.pop(name, set())
         for peer in peers:
@@ -78,7 +83,6 @@ class Offers:
         return offer if offer is not None and offer.replica == number else None
 
     def missing(self, replicas: Iterable[ReplicaSpec]) -> tuple[str, ...]:
-        """The members of these replicas that have not offered."""
         return tuple(p for r in replicas for p in r.peers if self.of(r.number, p) is None)
 
     def steps(self, replica: ReplicaSpec) -> int:
@@ -86,54 +90,132 @@ class Offers:
         offers = [self.of(replica.number, peer) for peer in replica.peers]
         return max((offer.steps for offer in offers if offer is not None), default=0)
 
-    def failure(self, replica: ReplicaSpec, diverged: Collection[str]) -> str | None:
-        """Why the replica's work cannot count any more: a member failed, or its state is one of the `diverged`."""
+    def verdict(
+        self, replica: ReplicaSpec, diverged: Collection[str], based: Collection[str], there: Collection[str]
+    ) -> Contribution | str | None:
+        """What a replica contributes, why it failed, or None if pending. based: peers that attested the state."""
         for peer in replica.peers:
             if peer in self._failures:
                 return f"peer {short_peer(peer)}: {self._failures[peer]}"
             if peer in diverged:
                 return f"peer {short_peer(peer)}: its state differs from the majority's"
-        return None
-
-    def gone(self, replica: ReplicaSpec, ready: Collection[str]) -> str | None:
-        """Which member is not among the `ready` ones and has left no offer of which all is here, in words."""
         for peer in replica.peers:
-            offer = self._offers.get(peer)
-            if peer not in ready and (offer is None or self._lacking[peer]):
+            if peer not in there and (peer not in self._offers or self._lacking[peer]):
                 return f"peer {short_peer(peer)}: gone"
-        return None
-
-    def is_complete(self, replica: ReplicaSpec, based: Collection[str]) -> bool:
-        """Whether every member has offered, all of it is held, and every member is among `based`.
-
-        `based` are the peers that attested the state before the round.
-        """
-        return all(
-            self.of(replica.number, peer) is not None and peer in based and not self._lacking[peer]
-            for peer in replica.peers
-        )
-
-    def verdict(
-        self,
-        replica: ReplicaSpec,
-        diverged: Collection[str],
-        based: Collection[str],
-        there: Collection[str],
-    ) -> Contribution | str | None:
-        """What a replica contributes, why it has failed, or None while it is pending. `there`: the peers that are not taken for gone."""
-        reason = self.failure(replica, diverged) or self.gone(replica, there)
-        if reason is not None or not self.is_complete(replica, based):
-            return reason
-        return self.contribution(replica)
-
-    def contribution(self, replica: ReplicaSpec) -> Contribution:
-        """What a commit says of a complete replica: the steps of its slowest member, the loss of its last stage."""
-        offers = [self._offers[peer] for peer in replica.peers]
-        losses = [offer.loss for offer in offers if offer.loss is not None]
+        offers = [self.of(replica.number, peer) for peer in replica.peers if peer in based]
+        made = [offer for offer in offers if offer is not None]
+        if len(made) < len(replica.peers) or any(self._lacking[peer] for peer in replica.peers):
+            return None
+        losses = [offer.loss for offer in made if offer.loss is not None]
         return Contribution(
             replica=replica.number,
-            tokens=min(offer.tokens for offer in offers),
-            steps=min(offer.steps for offer in offers),
+            tokens=min(offer.tokens for offer in made),
+            steps=min(offer.steps for offer in made),
             loss=losses[-1] if losses else None,
             shares=tuple(self._shares[peer] for peer in replica.peers),
         )
+
+
+Judge = Callable[[ReplicaSpec], Contribution | str | None]
+"""A replica -> what it contributes, why it has failed, or None while it is pending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What verdicts depend on besides single peers. wrong: diverged peers; all_anew: another value resets all."""
+
+    plan: Plan | None
+    wrong: Set[str] = frozenset()
+    all_anew: object = None
+
+
+class ReplicaStates:
+    """By number: what `complete` replicas contribute and `since` when, why others `failed`, `pending` ones."""
+
+    def __init__(self) -> None:
+        self.complete: dict[int, Contribution] = {}
+        self.failed: dict[int, str] = {}
+        self.pending: dict[int, ReplicaSpec] = {}
+        self.since: dict[int, float] = {}
+        self._seen = Examined(None)
+        self._of: dict[str, list[ReplicaSpec]] = {}
+        self._touched: set[str] = set()
+
+    def touch(self, peers: Iterable[str]) -> None:
+        self._touched.update(peers)
+
+    def renew(self, seen: Examined, judge: Judge, waited: float) -> bool:
+        """Examines touched replicas, or all of a new plan, `waited` seconds into the round; whether any changed."""
+        plan, before, self._seen = seen.plan, self._seen, seen
+        todo: Iterable[ReplicaSpec]
+        if plan is not before.plan or seen.all_anew != before.all_anew:
+            self._of = {}
+            self.complete, self.failed, self.pending = {}, {}, {}
+            todo = plan.replicas if plan is not None else ()
+            for replica in todo:
+                for peer in replica.peers:
+                    self._of.setdefault(peer, []).append(replica)
+        else:
+            touched = self._touched | (seen.wrong ^ before.wrong)
+            todo = [replica for peer in touched for replica in self._of.get(peer, ())]
+        self._touched.clear()
+        return sum([self._enter(replica, judge(replica), waited) for replica in todo]) > 0
+
+    def _enter(self, replica: ReplicaSpec, found: Contribution | str | None, waited: float) -> bool:
+        """Whether that is news."""
+        number = replica.number
+        before = self.complete.get(number) or self.failed.get(number)
+        if before == found and (before is not None or number in self.pending):
+            return False
+        for verdicts in (self.complete, self.failed, self.pending):
+            verdicts.pop(replica.number, None)
+        if found is None:
+            self.pending[replica.number] = replica
+        elif isinstance(found, str):
+            self.failed[replica.number] = found
+        else:
+            self.complete[replica.number] = found
+            self.since.setdefault(number, waited)
+        return True
+
+    def contributions(self) -> list[Contribution]:
+        """Those of the complete replicas, in the order of the plan."""
+        replicas = self._seen.plan.replicas if self._seen.plan is not None else ()
+        return [self.complete[r.number] for r in replicas if r.number in self.complete]
+
+    def in_turn(self) -> list[Contribution]:
+        """The same in the order in which they were complete for the first time."""
+        return sorted(self.contributions(), key=lambda c: self.since[c.replica])
+
+    def left_out(self, waited: float) -> list[LeftOut]:
+        """The others, after so many seconds."""
+        late = f"no offer after {waited:.0f} s"
+        return [LeftOut(replica=number, reason=reason) for number, reason in self.failed.items()] + [
+            LeftOut(replica=number, reason=late) for number in self.pending
+        ]
+
+
+MAX_DIGEST = 64
+"""Characters of a shard's digest: what is attested gets into commits."""
+
+
+def is_sound_attestation(manifest: Manifest, attest: Attest) -> bool:
+    """Whether what is attested can be compared: digests of shards that the model has."""
+    known = _shards(manifest.model)
+    return all(shard in known and len(digest) <= MAX_DIGEST for shard, digest in attest.digests.items())
+
+
+@functools.lru_cache(maxsize=8)
+def _shards(model: layout.ModelSpec) -> frozenset[str]:
+    return frozenset(layout.shard_names(model))
+
+
+def why_refused(manifest: Manifest, spec: ReplicaSpec, peer: str, offer: Offer) -> str | None:
+    """Why `offer` is not admitted as `peer`'s share of `spec`, None if it is. Raises ValueError for no member."""
+    stage, train = spec.stage_of(peer), manifest.train
+    wanted = memory.stage_shards(manifest, stage.first, stage.last)
+    if offer.replica != spec.number:
+        return "it does not cover the planned shards"
+    if not 1 <= offer.steps <= spec.work.steps or offer.tokens != train.tokens(offer.steps, spec.work.micro_batches):
+        return "steps and tokens do not agree with the plan"
+    return part_lists.why_not_parts(manifest, wanted, offer.parts)

@@ -1,17 +1,22 @@
-"""A corpus: text as sequences of token ids, in chunks that are named by their digests.
+"""A corpus: sequences of token ids in chunks that are named by their digests, and the order in which a run reads them.
 
-A sequence of L tokens is L + 1 ids: its inputs are all but the last, its targets all but the first. So it stands by itself,
-and nothing else has to be read to train on it. Ids are little-endian, 2 bytes each where the vocabulary has at most 65,536
-tokens, else 4. A *chunk* is as many sequences, one after the other, as fit into CHUNK_BYTES; the last one has fewer. Every
-chunk is a blob (protocol/codec/blob_hash.py): whoever knows its name can check each of its ranges by itself.
+A sequence of L tokens is L + 1 ids: its inputs are all but the last, its targets all but the first. Ids are
+little-endian, 2 bytes each for a vocabulary of at most 65,536 tokens, else 4. A *chunk* has as many sequences as fit
+into CHUNK_BYTES; it is a blob (protocol/codec/blob_hash.py). The *index* names the chunks in order, and the held-out
+part's one chunk; it is a canonical msgpack value, and its blob name is the corpus's digest. Sequences are in
+pseudo-random order when a corpus is built (peer/corpus/), so neighbours can be read together.
 
-The *index* names the chunks in order, and the one chunk of the held-out part. It is one canonical msgpack value. Its own name
-as a blob is the corpus's digest. Sequences are in a pseudo-random order when the corpus is built (peer/corpus/), so that what
-lies side by side can be read side by side: protocol/run/data_order.py says who reads which.
+*Order.* A run walks through the sequences epoch after epoch; a *slot* is a position on that walk. A plan gives each
+replica a range of slots (protocol/planning/allotment.py), and an inner step takes
+
+    slot + step rows + row,      0 <= step < steps, 0 <= row < rows,
+
+so no two replicas, steps or rounds share a slot. What a replica has no time for is skipped.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,14 +29,13 @@ FORMAT = 1
 INDEX = "index"
 CHUNKS = "chunks"
 LEAVES = ".leaves"
-"""What is in a corpus's folder, and on its mirrors: the index, the chunks under their names, and beside each the digests of its ranges."""
+"""Contents of a corpus's folder and mirrors: index, chunks by name, and the range digests of each chunk."""
 TOKENIZER = "tokenizer.json"
 """Beside them in the folder in which a corpus was built."""
 MAX_INDEX = 64 << 20
 """Bytes."""
 CHUNK_BYTES = 16 << 20
-"""Bytes. Large enough that the index of a million million tokens fits into a message; small enough that the digests of a chunk's
-ranges (16 KiB) are little beside what is read of it."""
+"""A chunk: large, so that the index of 10^12 tokens fits a message; its range digests have 16 KiB."""
 MAX_SEQUENCE = 1 << 20
 """Tokens."""
 MAX_VOCABULARY = 1 << 31
@@ -49,17 +53,15 @@ class Extent:
     @property
     def ranges(self) -> range:
         """The blob's ranges in which these bytes lie: what has to be fetched to read them."""
-        return range(self.start // blob_hash.RANGE, -(-self.end // blob_hash.RANGE))
+        return range(self.start // blob_hash.RANGE_BYTES, -(-self.end // blob_hash.RANGE_BYTES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusIndex:
-    """What a corpus is made of.
+    """Contents of a corpus.
 
-    `tokenizer`: sha256 of the tokenizer's JSON file. `vocab_size`: ids are smaller than this. `seed`: of the order. `sequence`: L.
-    `sequences` and `held_out_sequences`: how many there are to train on, and in the held-out part. `chunks`: the chunks' names, 32
-    bytes each. `held_out`: the name of the held-out part's chunk. `documents`, `tokens` and `text_bytes` (UTF-8) count the
-    whole source; `held_out_tokens` and `held_out_bytes` the documents that are held out.
+    tokenizer: sha256 of its JSON file; seed: of the order; sequence: L; chunks: names, 32 bytes each
+    documents, tokens, text_bytes: of the whole source; held_out_tokens, held_out_bytes: of its held-out documents
     """
 
     tokenizer: Digest
@@ -84,7 +86,9 @@ class CorpusIndex:
             raise ValueError(f"sequence must be in 1..{MAX_SEQUENCE} and vocab_size in 1..{MAX_VOCABULARY}")
         if not 1 <= self.held_out_sequences <= self.sequences_per_chunk:
             raise ValueError("the held-out part must have one chunk")
-        if self.sequences < 1 or len(self.chunks) != blob_hash.LEAF * -(-self.sequences // self.sequences_per_chunk):
+        if self.sequences < 1 or len(self.chunks) != blob_hash.LEAF_BYTES * -(
+            -self.sequences // self.sequences_per_chunk
+        ):
             raise ValueError("the number of chunks must be that of the sequences")
         if min(self.seed, self.documents, self.tokens, self.text_bytes) < 0:
             raise ValueError("nothing can be negative")
@@ -93,12 +97,10 @@ class CorpusIndex:
 
     @property
     def id_bytes(self) -> int:
-        """Bytes of an id."""
         return id_bytes(self.vocab_size)
 
     @property
     def stride(self) -> int:
-        """Bytes of a sequence."""
         return (self.sequence + 1) * self.id_bytes
 
     @property
@@ -109,7 +111,7 @@ class CorpusIndex:
     @property
     def n_chunks(self) -> int:
         """Without the held-out part's."""
-        return len(self.chunks) // blob_hash.LEAF
+        return len(self.chunks) // blob_hash.LEAF_BYTES
 
     @property
     def bytes_per_token(self) -> float:
@@ -118,7 +120,6 @@ class CorpusIndex:
 
     @property
     def digest(self) -> str:
-        """The corpus's name."""
         return blob_hash.name_of(self.to_bytes())
 
     def to_bytes(self) -> bytes:
@@ -128,17 +129,15 @@ class CorpusIndex:
     def chunk(self, number: int) -> Extent:
         """The whole chunk `number`, from 0."""
         count = min(self.sequences_per_chunk, self.sequences - number * self.sequences_per_chunk)
-        name = self.chunks[number * blob_hash.LEAF : (number + 1) * blob_hash.LEAF].hex()
+        name = self.chunks[number * blob_hash.LEAF_BYTES : (number + 1) * blob_hash.LEAF_BYTES].hex()
         return Extent(name, count * self.stride, 0, count * self.stride)
 
     def held_out_chunk(self) -> Extent:
-        """The whole held-out part."""
         size = self.held_out_sequences * self.stride
         return Extent(self.held_out, size, 0, size)
 
     def extents(self, at: range) -> Iterator[Extent]:
-        """Where the sequences `at`, numbers in [0, sequences) one after the other, lie, in order; one extent for each chunk. Raises
-        IndexError for a number that is outside."""
+        """Extents of the sequences `at`, in order, one for each chunk. Raises IndexError for one outside."""
         if at and not 0 <= at.start < at.stop <= self.sequences:
             raise IndexError(f"sequence outside 0..{self.sequences - 1}")
         each, first = self.sequences_per_chunk, at.start
@@ -151,7 +150,6 @@ class CorpusIndex:
 
 
 def id_bytes(vocab_size: int) -> int:
-    """Bytes of an id of a vocabulary of this size."""
     return 2 if vocab_size <= 1 << 16 else 4
 
 
@@ -166,3 +164,32 @@ def from_bytes(raw: bytes, source: str) -> CorpusIndex:
         return build(CorpusIndex, framing.unpack_message(raw))
     except (framing.FrameError, SchemaError) as error:
         raise UsageError(f"corpus {source}: its index: {shown(error)}; build it again, or get it again") from None
+
+
+def slots(first: int, step: int, rows: int) -> range:
+    """The slots of one inner step (`step` counts from 0) of a replica whose first slot is `first`."""
+    start = first + step * rows
+    return range(start, start + rows)
+
+
+def sequences(seed: bytes, count: int, at: range) -> list[range]:
+    """The corpus's sequences at these slots, as ranges in [0, count).
+
+    An epoch walks through them in order from a start that follows from (seed, epoch), so that a replica reads
+    neighbours (docs/adr/0021-a-corpus-is-shuffled-sequences.md).
+    """
+    if count < 1:
+        raise ValueError("the corpus has no sequence")
+    found: list[range] = []
+    slot = at.start
+    while slot < at.stop:
+        epoch, position = divmod(slot, count)
+        key = hashlib.sha256(seed + b"/sequences/" + str(epoch).encode()).digest()
+        first = (position + int.from_bytes(key[:8], "little")) % count
+        end = min(count, first + min(at.stop - slot, count - position))
+        if found and found[-1].stop == first:
+            found[-1] = range(found[-1].start, end)
+        else:
+            found.append(range(first, end))
+        slot += end - first
+    return found

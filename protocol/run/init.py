@@ -23,8 +23,7 @@ def initial_shard(
     empty: Empty = in_memory,
     run: Map = map,
 ) -> list[npt.NDArray[np.float32]]:
-    """One shard of θ(0): norms 1, matrices of std 0.02; those that end a residual branch 0.02 / sqrt(2
-    layers). `empty` makes the arrays; `run` may draw their parts on several threads."""
+    """A shard of θ(0): norms 1, matrices of std 0.02, those that end a residual branch 0.02 / sqrt(2 layers)."""
     arrays = empty(layout.shapes(spec, shard))
     for (name, shape), array in zip(layout.tensors(spec, shard), arrays, strict=True):
         if len(shape) == 1:

@@ -1,8 +1,8 @@
-"""What a model is made of: its shards, the tensors of each shard, and the digest of a whole state.
+"""Shards of a model, the tensors of each, and the digest of a whole state.
 
-Tensor names are those of Hugging Face's LlamaForCausalLM, or Qwen3ForCausalLM where `use_qk_norm`, one to one. With tied embeddings the
-matrix belongs to `embed`, and `head` is the last norm only. A shard's host value is a list of C-contiguous
-fp32 arrays in the order that `tensors` gives. Shape letters: V vocabulary, d model width, F feed-forward width.
+Tensor names are those of Hugging Face's LlamaForCausalLM, or Qwen3ForCausalLM with `use_qk_norm`. Tied embeddings
+belong to `embed`, and `head` is then the last norm only. A shard's host value is a list of C-contiguous fp32 arrays in
+the order of `tensors`. Shape letters: V vocabulary, d model width, F feed-forward width.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ ROPE_TYPES = ("linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How the angles of RoPE are changed, for longer contexts than those of `original_max_position_embeddings` tokens. Names and meaning are
-    those of Hugging Face's `rope_parameters`: "linear" divides all by `factor`; "llama3" the slow ones, with a passage between wavelengths of
-    original / `low_freq_factor` and original / `high_freq_factor`; "yarn" (Peng et al., 2023, arXiv:2309.00071) the slow ones, with a passage between
-    `beta_slow` and `beta_fast` turns in the original context, and scales attention by (0.1 ln factor + 1)^2."""
+    """Scaling of RoPE for contexts beyond `original_max_position_embeddings`, as Hugging Face's `rope_parameters`.
+
+    linear: all angles by `factor`; llama3: slow ones, between wavelengths of original / `low_freq_factor` and
+    original / `high_freq_factor`; yarn (Peng et al., 2023, arXiv:2309.00071): slow ones, between `beta_slow` and
+    `beta_fast` turns in the original context, and attention by (0.1 ln factor + 1)^2
+    """
 
     rope_type: str
     factor: float
@@ -56,10 +58,11 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder like LLaMA: RoPE, SwiGLU, RMSNorm. What was added later has the names of Hugging Face's configurations, and means what it means
-    there: `num_key_value_heads` heads of keys and values, each shared by as many query heads (0: one for each); one matrix for embedding
-    and head where `tie_word_embeddings`; queries and keys normalized in each head, as Qwen3 does, where `use_qk_norm`; `rope_scaling`.
-    `document_end_id`: the id that ends a document: attention does not look beyond it; -1: it sees the whole sequence."""
+    """A decoder like LLaMA (RoPE, SwiGLU, RMSNorm); later fields are named as in Hugging Face's configurations.
+
+    num_key_value_heads: each shared by several query heads, 0: one for each; use_qk_norm: as Qwen3
+    document_end_id: attention does not look beyond this id, -1: it sees the whole sequence
+    """
 
     vocab_size: int
     d_model: int
@@ -96,20 +99,16 @@ class ModelSpec:
             ("head", "vocab_size or d_model"),
             ("embed", "vocab_size or d_model"),
         ):
-            if shard_bytes(self, shard) > blob_hash.MAX_BLOB:
-                raise ValueError(
-                    f"{shard} has {shard_bytes(self, shard) / 1e9:.1f} GB, a shard may have {blob_hash.MAX_BLOB / 1e9:.1f} GB;"
-                    f" choose a smaller {sizes}"
-                )
+            if shard_bytes(self, shard) > blob_hash.MAX_BLOB_BYTES:
+                size, most = (f"{count / 1e9:.1f} GB" for count in (shard_bytes(self, shard), blob_hash.MAX_BLOB_BYTES))
+                raise ValueError(f"{shard} has {size}, a shard may have {most}; choose a smaller {sizes}")
 
     @property
     def head_dim(self) -> int:
-        """Width of an attention head."""
         return self.d_model // self.n_heads
 
     @property
     def key_value_heads(self) -> int:
-        """Heads of keys and values."""
         return self.num_key_value_heads or self.n_heads
 
     @property
@@ -162,27 +161,23 @@ def block_index(shard: str) -> int:
 
 
 def shapes(spec: ModelSpec, shard: str) -> tuple[tuple[int, ...], ...]:
-    """Shapes of one shard's tensors in canonical order."""
     return tuple(shape for _, shape in tensors(spec, shard))
 
 
 def parameters(spec: ModelSpec, shard: str) -> int:
-    """How many parameters (elements) a shard has."""
     return sum(math.prod(shape) for shape in shapes(spec, shard))
 
 
 def total_parameters(spec: ModelSpec) -> int:
-    """How many parameters (elements) the model has."""
     return sum(parameters(spec, shard) for shard in shard_names(spec))
 
 
 def shard_bytes(spec: ModelSpec, shard: str) -> int:
-    """How many bytes a shard's tensors have in fp32."""
     return 4 * parameters(spec, shard)
 
 
 def shard_digest(tensors: Sequence[NDArray[np.float32]]) -> str:
-    """The digest of a shard: the blob name (protocol/codec/blob_hash.py) of its tensors as little-endian fp32 in canonical order."""
+    """The blob name (protocol/codec/blob_hash.py) of a shard's tensors as little-endian fp32 in canonical order."""
     import numpy as np
 
     return blob_hash.name_of(*(np.ascontiguousarray(tensor, dtype="<f4").reshape(-1).data for tensor in tensors))

@@ -1,10 +1,8 @@
 """The manifest: the immutable description of a run. Its digest is the run id.
 
-Written as TOML, read strictly: an unknown, missing or ill-typed field is refused by name. Everything that changes the
-mathematics or the rules lives here; the command line only sets what is local to a machine. `[hints]` (addresses) may
-change during a run and is the one table that the digest leaves out.
-
-Long because all that a run is described by is here, with its checks.
+Written as TOML and read strictly: an unknown, missing or ill-typed field is refused by name. All that changes the
+mathematics or the rules is here; the command line sets what is local to a machine. `[hints]` (addresses) may change
+during a run and is not in the digest.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocol import identity
-from protocol.codec import boundary_formats
-from protocol.codec.settings import Codec
+from protocol.codec import formats
+from protocol.codec.formats import INDICES, VALUES, Codec
 from protocol.errors import UsageError, shown
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
@@ -27,30 +25,28 @@ from protocol.wire import framing
 from protocol.wire.bounds import LEAST_SHARE, MAX_PROBATION, MAX_SESSIONS
 from protocol.wire.schema import LATER, SchemaError, brief, build
 
-LONGEST = 0.8
+TRAINING_SHARE = 0.8
 """Share of a round's deadline that replicas may train for: the rest is for their offers."""
 FORMAT = 1
 QUORUMS = (1, 4, 7)
 """The numbers of nodes that may decide, 3f + 1: they go on with f of them lost, and f dishonest ones do no harm."""
-MAX_BYTES = 64 * 1024
+MAX_MANIFEST_BYTES = 64 * 1024
 ADMISSIONS = ("open", "listed")
 OPTIMIZERS = ("adamw", "muon")
 MAX_KEYS = 500
 MAX_EVALUATED = 1 << 20
-EVALUATED = 0.06
-"""Of the sequences that a replica trains on until it measures again, so many are measured at most: without gradients, each costs about a third
-of one that is trained on."""
+EVALUATED_SHARE = 0.06
+"""Most sequences measured, as a share of those trained between two evaluations; a third of the cost each."""
 MAX_MIRRORS = 8
 MAX_MIRROR = 512
 """Characters."""
-FRAME_HEAD = 256
+FRAME_HEAD_BYTES = 256
 """Bytes of a frame that a micro-batch's values leave free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSpec:
-    """`digest`: sha256 (hex) of the tokenizer's JSON file; `file`: its name beside the manifest or among those that the
-    package ships. Who has no such file fetches it by its digest from a bootstrap node."""
+    """The tokenizer. digest: sha256 (hex) of its JSON file; file: its name beside the manifest or in the package."""
 
     digest: str
     file: str = ""
@@ -63,8 +59,7 @@ class TokenizerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """`corpus`: the digest of the index of the run's text (protocol/run/corpus.py). `mirrors`: places outside the run that have it, too:
-    an HTTPS folder, `https://…`, or a data set repository of the hub, `hf://datasets/…`."""
+    """The text. corpus: digest of its index (protocol/run/corpus.py); mirrors: `https://…`, `hf://datasets/…`."""
 
     corpus: str
     mirrors: tuple[str, ...] = ()
@@ -83,13 +78,12 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec:
-    """The inner optimizer: AdamW, or Muon for the matrices inside blocks and AdamW for all else; global-norm clip, linear warm-up, cosine to a tenth.
+    """The inner optimizer, with global-norm clip, linear warm-up and a cosine to a tenth.
 
-    A replica does at most `inner_steps` inner steps a round. One inner step has `micro_batches` x `rows` sequences of
-    `sequence` tokens; slow replicas may have fewer micro-batches. The learning rate follows the run's rounds: each counts as
-    `inner_steps`, however many a replica does. `scale_embedding_lr`: the embedding of a compressed chain, of which k coordinates a token are trained in
-    place of d values, learns at sqrt(d / k) times the rate, with the same weight decay (docs/adr/0042-the-architecture.md). `optimizer`: one of
-    OPTIMIZERS, `momentum`: of Muon (peer/training/muon.py).
+    inner_steps: most of a round; the learning rate counts as many for each round, however many a replica does
+    micro_batches x rows: sequences of an inner step, each of `sequence` tokens; slow replicas have fewer
+    scale_embedding_lr: a compressed chain's embedding learns at sqrt(d / k) times the rate (docs/adr/0042)
+    optimizer: adamw, or muon for the matrices inside blocks; momentum: of Muon (peer/training/optimizer.py)
     """
 
     inner_steps: int
@@ -123,7 +117,7 @@ class TrainSpec:
             raise ValueError("momentum must be in [0, 1)")
 
     def has_one_moment(self, shard: str, shape: Sequence[int]) -> bool:
-        """Whether Muon trains this tensor of a shard, which keeps one running mean where AdamW keeps two: a matrix inside a block."""
+        """Whether Muon trains this tensor, with one moment instead of two: a matrix inside a block."""
         return self.optimizer == "muon" and len(shape) == 2 and shard.startswith("block.")
 
     @property
@@ -133,23 +127,22 @@ class TrainSpec:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens in one whole inner step of one replica."""
         return self.step_rows * self.sequence
 
     def tokens(self, steps: int, micro_batches: int) -> int:
-        """Tokens in so many inner steps of so many micro-batches."""
         return steps * micro_batches * self.rows * self.sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterSpec:
-    """The outer step of SparseLoCo (algorithms, section 1): `topk` entries of every 4096 in the value format `values`, their
-    indices in the format `indices`. `overlap`: 1 lets replicas train the next round while this one is decided and applied
-    (peer/node/rounds.py); 0 waits."""
+    """The outer step of SparseLoCo. topk: entries of every 4096.
+
+    overlap: 1: replicas train the next round while this one is decided and applied (peer/node/rounds.py)
+    """
 
     topk: int = 32
-    values: str = "sym2"
-    indices: str = "rice"
+    values: str = VALUES
+    indices: str = INDICES
     beta: float = 0.95
     eta: float = 1.0
     overlap: int = 0
@@ -157,23 +150,26 @@ class OuterSpec:
     def __post_init__(self) -> None:
         if self.overlap not in (0, 1):
             raise ValueError("overlap must be 0 or 1")
-        Codec(topk=self.topk, values=self.values, indices=self.indices)  # raises where there is no such codec
+        Codec(topk=self.topk)  # raises where there is no such codec
+        for name, value, known in (("values", self.values, VALUES), ("indices", self.indices, INDICES)):
+            if value != known:
+                raise ValueError(f'{name} must be {known}, not "{value}"')
         if not (0 <= self.beta <= 1 and self.eta > 0):
             raise ValueError("beta must be in [0, 1] and eta positive")
 
     @property
     def codec(self) -> Codec:
-        """Of the run's payloads."""
-        return Codec(topk=self.topk, values=self.values, indices=self.indices)
+        return Codec(topk=self.topk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgingSpec:
-    """How contributions are judged (protocol/round/judging.py). `clip`: an update counts as no longer than so many medians; 0: no limit.
-    `agreement`: whoever agrees with the others less than this part of what most do is left out; 0: nobody is. `copies`: updates whose
-    cosine is at least this are one. `score_share`: of a full replica's time, for measuring what others' updates are worth (protocol/ledger/scoring.py),
-    0: nobody does. `audit_share`: the part of their time that full replicas give to train others' contributions again
-    (protocol/ledger/audits.py); 0: none is."""
+    """Contribution screening (protocol/round/judging.py).
+
+    clip: most norm, in medians, 0: no limit; agreement: least, as a share of the median's, 0: none
+    copies: least cosine of copies; score_share: of a replica's time for scoring (protocol/ledger/scoring.py)
+    audit_share: of their time that full replicas give to audits (protocol/ledger/audits.py)
+    """
 
     clip: float = 1.0
     agreement: float = 0.2
@@ -194,8 +190,7 @@ class JudgingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainSpec:
-    """Stage boundaries: the allowed ranks (values per token; 0 = no compression) and the number formats (protocol/codec/boundary_formats.py) of
-    activations on their way `forward` and of gradients on their way `backward`."""
+    """Stage boundaries. rank: allowed values per token, 0: all; forward, backward: number formats."""
 
     rank: tuple[int, ...] = (0,)
     forward: str = "int4"
@@ -205,14 +200,13 @@ class ChainSpec:
         if not self.rank or len(set(self.rank)) != len(self.rank) or min(self.rank) < 0:
             raise ValueError("rank must list different numbers, at least 0 each")
         for name, value in (("forward", self.forward), ("backward", self.backward)):
-            if value not in boundary_formats.FORMATS:
-                raise ValueError(f'{name} must be one of {", ".join(boundary_formats.FORMATS)}, not "{value}"')
+            if value not in formats.FORMATS:
+                raise ValueError(f'{name} must be one of {", ".join(formats.FORMATS)}, not "{value}"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingSpec:
-    """Seconds. In every round each replica trains for `round_seconds`, at its own pace, and does at most `train.inner_steps`
-    inner steps; 0: for LONGEST of the deadline. A round is decided `round_deadline` after it began at the latest."""
+    """Seconds. round_seconds: training time of a round, 0: TRAINING_SHARE of the deadline, by which it is decided."""
 
     round_deadline: float = 600.0
     round_seconds: float = 0.0
@@ -222,21 +216,22 @@ class TimingSpec:
     def __post_init__(self) -> None:
         if not 0 < self.heartbeat < self.gone_after < self.round_deadline:
             raise ValueError("0 < heartbeat < gone_after < round_deadline must hold")
-        if not 0 <= self.round_seconds <= LONGEST * self.round_deadline:
-            raise ValueError(f"round_seconds must be in 0..{LONGEST:g} round_deadline")
+        if not 0 <= self.round_seconds <= TRAINING_SHARE * self.round_deadline:
+            raise ValueError(f"round_seconds must be in 0..{TRAINING_SHARE:g} round_deadline")
 
     @property
     def training_seconds(self) -> float:
         """Seconds from the beginning of a round to the moment at which replicas offer what they have done."""
-        return self.round_seconds or LONGEST * self.round_deadline
+        return self.round_seconds or TRAINING_SHARE * self.round_deadline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionSpec:
-    """`mode`: who may take part until the operators decree otherwise (protocol/ledger/access.py): "open": all, or "listed": those whose ids are
-    `keys`. `probation`: a newcomer's work has weight zero for so many rounds; `share`: no peer has more than this
-    part of a round's weight (protocol/ledger/standing.py). Of the strangers from one range of addresses (protocol/ledger/ranges.py) at most
-    `range_sessions` have a session, 0: all, and together at most the part `range_share` of what is planned."""
+    """Admission until the operators decree otherwise. mode: "open", or "listed": `keys` only.
+
+    probation: rounds without weight; share: most of a round's weight (protocol/ledger/standing.py)
+    range_sessions, range_share: most of a range of addresses, 0 and 1: all (protocol/ledger/ranges.py)
+    """
 
     mode: str = "open"
     keys: tuple[str, ...] = ()
@@ -259,14 +254,12 @@ class AdmissionSpec:
 
     @property
     def is_open(self) -> bool:
-        """Whether everybody may take part."""
         return self.mode == "open"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSpec:
-    """The held-out loss (protocol/ledger/evaluation.py) is measured after `every` so many rounds, 0: never; on at most so many `sequences` of
-    the held-out part of the corpus."""
+    """The held-out loss: after `every` so many rounds (0: never), on at most `sequences` sequences."""
 
     every: int = 10
     sequences: int = 64
@@ -297,9 +290,11 @@ def why_no_quorum(nodes: int) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A whole run. `operators`: the peer ids of the bootstrap nodes; the first `quorum` of them decide the first commits, the
-    others are spares; `start_peers`: the first plan is made when so many peers are ready; `rounds`: the run is over after so
-    many; `checkpoint_rounds`: peers keep and serve the state of every so many rounds."""
+    """A whole run.
+
+    operators: ids of the bootstrap nodes; the first `quorum` decide first, the others are spares
+    start_peers: ready peers for the first plan; checkpoint_rounds: rounds between checkpoints of a peer
+    """
 
     name: str
     seed: int
@@ -341,12 +336,13 @@ class Manifest:
             raise ValueError("chains.rank must be at most model.d_model")
         for rank in self.chains.rank:
             for name in (self.chains.forward, self.chains.backward):
-                if not boundary_formats.fits(name, rank or self.model.d_model):
+                if not formats.fits(name, rank or self.model.d_model):
                     raise ValueError(
-                        f"chains.rank = {rank} has no {name}: int4 needs an even number of values per token, tah4 a multiple of 16"
+                        f"chains.rank = {rank} has no {name}: int4 needs an even number of values per token, tah4 a"
+                        " multiple of 16"
                     )
                 tokens, width = self.train.rows * self.train.sequence, rank or self.model.d_model
-                if tokens * boundary_formats.bytes_per_token(name, width) > framing.MAX_FRAME - FRAME_HEAD:
+                if tokens * formats.bytes_per_token(name, width) > framing.MAX_FRAME - FRAME_HEAD_BYTES:
                     raise ValueError(
                         f"chains.rank = {rank}: a micro-batch of {tokens} tokens in {name} does not fit in a frame of"
                         f" {framing.MAX_FRAME} bytes; choose smaller train.rows, train.sequence or chains.rank"
@@ -354,21 +350,18 @@ class Manifest:
 
     @property
     def first_members(self) -> tuple[str, ...]:
-        """Who decides round 0."""
         return self.operators[: self.quorum]
 
     @functools.cached_property
     def run_id(self) -> str:
-        """sha256 (hex) of the canonical form without `[hints]`. Fields that were added later (protocol/wire/schema.py) are in it where they do not
-        have their defaults, so that a run of before keeps its name. Strangers ask for it with whatever they send."""
+        """sha256 (hex) of the canonical form without `[hints]`. Later fields count only without their defaults."""
         return hashlib.sha256(self._canonical()).hexdigest()
 
     @property
     def evaluated_sequences(self) -> int:
-        """On how many held-out sequences the loss is measured, if there are so many: those that the manifest names, or as many as cost a replica
-        about 2 % of its time."""
+        """Held-out sequences measured: those of the manifest, or as many as cost about 2 % of a replica's time."""
         trained = self.evaluation.every * self.train.inner_steps * self.train.step_rows
-        return max(1, min(self.evaluation.sequences, int(EVALUATED * trained)))
+        return max(1, min(self.evaluation.sequences, int(EVALUATED_SHARE * trained)))
 
     @property
     def seed_bytes(self) -> bytes:
@@ -395,14 +388,17 @@ def _build(data: Any, source: str) -> Manifest:
         return build(Manifest, data)
     except SchemaError as error:
         raise UsageError(
-            f"manifest {source}: {shown(error.field)}: {shown(error.reason)}; see docs/guides/manifest.md for the fields"
+            f"manifest {source}: {shown(error.field)}: {shown(error.reason)};"
+            " see docs/guides/manifest.md for the fields"
         ) from None
 
 
 def from_toml(raw: bytes, source: str) -> Manifest:
     """Reads a manifest file's bytes; `source` names it in errors. Raises UsageError."""
-    if len(raw) > MAX_BYTES:
-        raise UsageError(f"manifest {source}: has {len(raw)} bytes, at most {MAX_BYTES}; is it the right file?")
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise UsageError(
+            f"manifest {source}: has {len(raw)} bytes, at most {MAX_MANIFEST_BYTES}; is it the right file?"
+        )
     try:
         data = tomllib.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -417,14 +413,13 @@ def from_toml(raw: bytes, source: str) -> Manifest:
 def from_bytes(raw: bytes, source: str) -> Manifest:
     """Reads the travelling form. Raises UsageError."""
     try:
-        data = json.loads(raw[: MAX_BYTES + 1].decode("utf-8")) if len(raw) <= MAX_BYTES else None
+        data = json.loads(raw[: MAX_MANIFEST_BYTES + 1].decode("utf-8")) if len(raw) <= MAX_MANIFEST_BYTES else None
     except (ValueError, RecursionError):
         data = None
     return _build(data, source)
 
 
 def to_toml(manifest: Manifest) -> str:
-    """A manifest file with this content."""
     return "\n".join(_toml_lines("", brief(manifest))) + "\n"
 
 
@@ -441,5 +436,4 @@ def _toml_lines(path: str, data: dict[str, Any]) -> Iterator[str]:
 
 
 def parameters(manifest: Manifest) -> int:
-    """How many parameters (elements) the run's model has."""
     return layout.total_parameters(manifest.model)

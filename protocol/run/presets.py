@@ -1,9 +1,11 @@
-"""Recipes for runs of usual sizes: a model, how it is trained, and rounds that fit homes. `potluck init` writes them into manifests.
+"""Recipes for runs of usual sizes: a model, how it is trained, and rounds that fit homes. `potluck init` writes them
+into manifests.
 
 The shapes of 178M and 512M are those of *Heterogeneous low-bandwidth pre-training of LLMs*; 1B and 7B are LLaMA's. Each
-has as many parameters as its name says with 32,000 tokens (1B: 1.2 billion, 7B: 6.7). llama-1b and llama-8b have the widths, heads and
-angles of Llama 3, qwen-1.7b those of Qwen3; with 32,000 tokens they have 1.1, 7.2 and 1.5 billion parameters. Their embeddings are not
-tied, as those of the models with these names of less than 2 billion parameters are: then they would have no chains.
+has as many parameters as its name says with 32,000 tokens (1B: 1.2 billion, 7B: 6.7). llama-1b and llama-8b have the
+widths, heads and angles of Llama 3, qwen-1.7b those of Qwen3; with 32,000 tokens they have 1.1, 7.2 and 1.5 billion
+parameters. Their embeddings are not tied, as those of the models with these names of less than 2 billion parameters
+are: then they would have no chains.
 """
 
 from __future__ import annotations
@@ -16,19 +18,17 @@ from protocol.run.layout import ModelSpec
 TOKENS_PER_PARAMETER = 20
 """Of a training that spends its computing well (Hoffmann et al., 2022)."""
 HOMES, HOME_FLOPS = 8, 20e12
-"""What a run is laid out for where nobody says who takes part: so many GPUs, and the operations a second that training gets out of one."""
+"""Assumed swarm of a new run: GPUs, and operations a second that training gets out of one."""
 
 CHECKPOINT_ROUNDS = 320
 """A checkpoint has 12 bytes a parameter: so seldom, a peer's disk takes less than 0.04 of them a round."""
 PROBATION, RANGE_SESSIONS = 8, 16
-"""Of an open run: rounds in which a newcomer's work has no weight, in a run that is ten times as long at least; and strangers who may come
-from one range of addresses at a time."""
+"""Defaults of an open run: probation in rounds (if ten times as long), and sessions of a range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """Widths and depth of a model for sequences of `sequence` tokens, and its training; `vocab_size` of a tokenizer that is made for it.
-    `round_seconds`: replicas train for so long in a round."""
+    """A model, its training, and `round_seconds` of training a round. vocab_size: of a tokenizer made for it."""
 
     d_model: int
     n_layers: int
@@ -67,8 +67,8 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(
-        d_model=256, n_layers=6, n_heads=4, d_ff=688, sequence=256, vocab_size=4096, rows=4, micro_batches=4, inner_steps=20,
-        lr=2e-3, ranks=(128, 32), round_seconds=30.0, rounds=200,
+        d_model=256, n_layers=6, n_heads=4, d_ff=688, sequence=256, vocab_size=4096, rows=4, micro_batches=4,
+        inner_steps=20, lr=2e-3, ranks=(128, 32), round_seconds=30.0, rounds=200,
     ),
     "178m": Preset(
         d_model=1024, n_layers=9, n_heads=8, d_ff=2688, sequence=2048, vocab_size=32_000, rows=4, micro_batches=16,

@@ -1,27 +1,16 @@
-"""What a peer says of itself: to its bootstrap nodes, and some peers in the DHT."""
+"""Announcements of peers, queries for them, and the reachability check (docs/adr/0023-dial-back.md).
+
+Every announcement is sealed by its peer, so a node that passes it on can withhold it, but cannot change it.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Annotated
 
-from protocol.wire.bounds import (
-    Address,
-    Count,
-    Loss,
-    Magnitude,
-    Memory,
-    Milliseconds,
-    Name,
-    Offset,
-    PeerId,
-    Rate,
-    Round,
-    RunId,
-    Size,
-    Word,
-)
-from protocol.wire.schema import AtMost, Within
+from protocol.wire import bounds
+from protocol.wire.schema import MAX_ITEMS, AtMost, Within, row
 
 VERSION = 1
 MAX_SPEED = 10**18
@@ -31,71 +20,119 @@ AXES = 3
 NODE_DEVICE = "bootstrap"
 """What a bootstrap node gives for its device."""
 REACHABLE = ("", "direct", "mapped", "private")
-"""How others reach a peer: it is not known; at an address of its own; at one of a router in front of it; they cannot connect to it,
-unless it connects to them or a hole can be made in its router."""
+"""Reachability: unknown, at an own address, at a router's port, or only outbound and by hole punching."""
 MOST_APART = 16
 """Peers of whom one says that it cannot reach them."""
 FARTHEST = 10_000.0
 """Milliseconds along an axis that a place may have: no two points of the Earth are so far apart."""
 
 
+@row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """Running means over what a stage received at one boundary (peer/chain/neighbours.py)."""
+
+    rms: bounds.Magnitude
+    """Root mean square of the values."""
+    largest: bounds.Magnitude
+    """Largest magnitude."""
+    sampled: bounds.Count
+    """Frames whose root mean square was computed."""
+    frames: bounds.Count
+    """Frames that were accepted."""
+    refused: bounds.Count
+    """Frames that were refused."""
+
+
+@row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainReport:
-    """A chain member's last inner step. `times_ms`: of the step, computing, waiting for activations, for gradients, and those
-    of receiving activations and gradients over its links; `counts`: bytes sent forward and backward, depth, most frames that
-    waited. `activations`, `gradients`: running means of rms and largest magnitude and the refused frames, of what came
-    from the previous and from the next stage; empty where there is none. What makes them: peer/chain/pipeline.py, peer/chain/activation_stats.py.
-    """
+    """Where the time of a stage's inner step went, and what it sent (peer/chain/pipeline.py)."""
 
-    times_ms: Annotated[tuple[Milliseconds, ...], AtMost(6)]
-    counts: Annotated[tuple[Size, ...], AtMost(4)]
-    activations: Annotated[tuple[Magnitude, ...], AtMost(3)] = ()
-    gradients: Annotated[tuple[Magnitude, ...], AtMost(3)] = ()
+    seconds: bounds.Seconds
+    """The inner step."""
+    busy_s: bounds.Seconds
+    """Seconds of computing."""
+    wait_forward_s: bounds.Seconds
+    """Seconds of waiting for activations."""
+    wait_backward_s: bounds.Seconds
+    """Seconds of waiting for gradients."""
+    forward_link_s: bounds.Seconds
+    """Seconds in which activations from the previous stage came through the link."""
+    backward_link_s: bounds.Seconds
+    """Seconds in which gradients from the next stage came through the link."""
+    forward_bytes: bounds.Size
+    """Bytes sent to the next stage, headers included."""
+    backward_bytes: bounds.Size
+    """Bytes sent to the previous stage, headers included."""
+    depth: bounds.Count
+    """Micro-batches that the chain had in work at once."""
+    queued: bounds.Count
+    """The most frames that waited for this stage."""
+    activations: Means | None = None
+    """Of the activations that came from the previous stage; null for the first stage."""
+    gradients: Means | None = None
+    """Of the gradients that came from the next stage; null for the last stage."""
 
-    def __post_init__(self) -> None:
-        if (len(self.times_ms), len(self.counts)) != (6, 4):
-            raise ValueError("times_ms must have 6 entries and counts 4")
-        if not {len(self.activations), len(self.gradients)} <= {0, 3}:
-            raise ValueError("activations and gradients must have 3 entries each, or none")
-        if min(*self.times_ms, *self.counts, *self.activations, *self.gradients) < 0:
-            raise ValueError("no entry may be negative")
+    def share(self, seconds: float) -> float:
+        """Seconds of the step as a share of it, 0 to 1."""
+        return min(1.0, max(0.0, seconds / max(self.seconds, 1e-3)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """What a peer says of itself. `memory_bytes` is what Potluck may use above an idle process, of what trains, `host_bytes` that of
-    the host beside a GPU, 0 where the GPU uses the host's memory, None of a processor; `speed_flops` the
-    floating-point operations a second that its training reached (protocol/planning/speed.py), 0 while that is unknown;
-    `bytes_sent`, `bytes_received`, `bytes_written`: over the network and to disk, since it was started; `chain`: of a
-    member of a chain. `coordinates`: its place (protocol/planning/coordinates.py), empty while that is unknown. `reachable`: one of
-    REACHABLE. `apart`: peers that it could not reach as neighbours in a chain, not even through
-    relays. `refused`: how often it has refused somebody who used too much of it (peer/net/guests.py). `name`: what its owner calls it; it
-    decides nothing, and anybody may take it."""
+    """What a peer says of itself."""
 
-    run: RunId
-    peer: PeerId
-    version: Count = VERSION
-    addresses: Annotated[tuple[Address, ...], AtMost(64)] = ()
-    memory_bytes: Memory = 0
-    host_bytes: Memory | None = None
-    up_bps: Rate = 0
-    down_bps: Rate = 0
+    run: bounds.RunId
+    """The run's id."""
+    peer: bounds.PeerId
+    """Its peer id."""
+    version: bounds.Count = VERSION
+    """The version of Potluck's protocol that it speaks."""
+    addresses: Annotated[tuple[bounds.Address, ...], AtMost(64)] = ()
+    """The multiaddresses that it listens on."""
+    memory_bytes: bounds.Memory = 0
+    """Memory for training that Potluck may use there, above an idle process."""
+    host_bytes: bounds.Memory | None = None
+    """The same of the host beside a GPU; 0 where the GPU uses the host's memory, null of a processor."""
+    up_bps: bounds.Rate = 0
+    """Bits per second that it can send."""
+    down_bps: bounds.Rate = 0
+    """Bits per second that it can receive."""
     speed_flops: Annotated[int, Within(0, MAX_SPEED)] = 0
-    device: Word = "cpu"
-    serial: Count = 0
-    phase: Word = "starting"
-    round: Round = 0
-    step: Count = 0
-    loss: Loss | None = None
-    bytes_sent: Size = 0
-    bytes_received: Size = 0
-    bytes_written: Size = 0
+    """Floating-point operations a second that its training reached (protocol/planning/partition.py); 0 while that is
+    unknown."""
+    device: bounds.Word = "cpu"
+    """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer; `bootstrap` for a bootstrap node."""
+    serial: bounds.Count = 0
+    """Grows with each of its announcements: Unix time in milliseconds."""
+    phase: bounds.Word = "starting"
+    """Its present activity, in its own word."""
+    round: bounds.Round = 0
+    """Its round."""
+    step: bounds.Count = 0
+    """Its newest inner step in that round."""
+    loss: bounds.Loss | None = None
+    """Nats per token of that step."""
+    bytes_sent: bounds.Size = 0
+    """All bytes that it has sent since it was started, as of its last whole round."""
+    bytes_received: bounds.Size = 0
+    """All bytes that it has received since it was started, as of its last whole round."""
+    bytes_written: bounds.Size = 0
+    """Bytes written to disk since its start, as of its last whole round, except for state in mapped files."""
     chain: ChainReport | None = None
-    coordinates: Annotated[tuple[Offset, ...], AtMost(AXES)] = ()
-    reachable: Word = ""
-    apart: Annotated[tuple[PeerId, ...], AtMost(MOST_APART)] = ()
-    refused: Count = 0
-    name: Name = ""
+    """Its newest inner step in a chain; null outside of one."""
+    coordinates: Annotated[tuple[bounds.Offset, ...], AtMost(AXES)] = ()
+    """Its place (protocol/planning/coordinates.py); empty while that is unknown."""
+    reachable: bounds.Word = ""
+    """How others reach it: `direct`, `mapped` by its router, `private` if that lets nobody in; empty while it is not
+    known."""
+    apart: Annotated[tuple[bounds.PeerId, ...], AtMost(MOST_APART)] = ()
+    """Peers that it could not reach as neighbours in a chain, not even through relays."""
+    refused: bounds.Count = 0
+    """Times that it has refused a peer that used too much of it (peer/net/guests.py)."""
+    name: bounds.Name = ""
+    """Its owner's name for it; others may have the same name, and nothing is decided by it."""
 
     def __post_init__(self) -> None:
         if not is_place(self.coordinates) and self.coordinates:
@@ -104,10 +141,68 @@ class Announcement:
             raise ValueError(f"speed_flops must be in 0..{MAX_SPEED}")
         if self.reachable not in REACHABLE:
             raise ValueError(f"reachable must be one of {REACHABLE}")
-        if len(self.apart) > MOST_APART:
-            raise ValueError(f"apart must name at most {MOST_APART} peers")
 
 
 def is_place(coordinates: tuple[float, ...]) -> bool:
     """Whether these are coordinates that a peer can have, in ms."""
     return len(coordinates) == AXES and all(abs(x) <= FARTHEST for x in coordinates)
+
+
+MOST_PORTS = 4
+"""That one request names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialMe:
+    """Please try at which of these TCP ports of the host that I come from a libp2p host answers."""
+
+    ports: Annotated[tuple[bounds.Port, ...], AtMost(MOST_PORTS)]
+
+    def __post_init__(self) -> None:
+        if not self.ports:
+            raise ValueError("ports must have an entry")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialled:
+    """The answer. host: the IP address that you come from, or empty; ports: those that answered, yours included."""
+
+    host: bounds.Word
+    ports: Annotated[tuple[bounds.Port, ...], AtMost(MOST_PORTS + 1)] = ()
+
+    def __post_init__(self) -> None:
+        if self.host:
+            ipaddress.ip_address(self.host[:64])
+
+
+MOST_LOOKED_UP = 64
+"""Announcements of one answer to a Lookup."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """Please send the announcements of `peers`, and of `sample` others by chance, as far as you know them."""
+
+    peers: Annotated[tuple[bounds.PeerId, ...], AtMost(MAX_ITEMS)] = ()
+    sample: bounds.Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RosterRequest:
+    """Please send what is new after `position`, which an earlier answer gave; -1: everything."""
+
+    position: bounds.Since
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """The answer to both. gone: since `position`; more: ask again; anew: earlier answers are void."""
+
+    announcements: Annotated[tuple[bounds.Sealed, ...], AtMost(MAX_ITEMS)]
+    gone: Annotated[tuple[bounds.PeerId, ...], AtMost(MAX_ITEMS)] = ()
+    position: bounds.Since = -1
+    more: bool = False
+    anew: bool = False
+
+
+DirectoryMessage = Announcement | Lookup | RosterRequest | Roster | DialMe | Dialled

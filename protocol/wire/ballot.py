@@ -20,8 +20,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """The answer, and a member's durable vote: the highest ballot that was promised, and the commit that was accepted last
-    (in ballot `accepted`), if any."""
+    """The answer, and a member's durable vote: the highest promised ballot, and the last accepted commit."""
 
     round: Round
     ballot: Ballot = -1
@@ -30,7 +29,7 @@ class Promise:
     pledged: RunId = ""
     """The digest of the commit that the member pledged in `ballot`."""
     pledges: Annotated[dict[PeerId, Signature], AtMost(16)] = field(default_factory=dict)
-    """The certificate of `commit`: enough members pledged it in ballot `accepted`, so no other commit has one of that ballot."""
+    """The certificate of `commit`: enough members pledged it in ballot `accepted`, and no other commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +47,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pledge:
-    """The answer to the first: the commit with this digest is fair, and the only one that its sender pledges in this ballot. The signature is
-    over `pledge_body`."""
+    """The answer to the first: the commit is fair, and the only one pledged in this ballot (`pledge_body`)."""
 
     round: Round
     ballot: Ballot
@@ -74,3 +72,6 @@ class Reject:
     round: Round
     ballot: Ballot
     promised: Ballot
+
+
+QuorumMessage = Prepare | Promise | Accept | Pledge | Vote | Reject

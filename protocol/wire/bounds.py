@@ -1,8 +1,7 @@
-"""What a field of a message may hold: names for types with bounds. Decoding checks them (protocol/wire/schema.py), in one place.
+"""Field types of messages with their bounds, which decoding checks (protocol/wire/schema.py).
 
-Every field of what travels has one of these, or is a digest or true or false (tests/fuzz/messages.py makes messages at and beyond all of
-them). So whatever a machine gets can be counted with, stored, shown and sent on: no sum of what is in a message is infinite, and no
-text of somebody else is long.
+Every field of a message has one of these, or is a digest or bool (tests/fuzz/messages.py makes messages at and beyond
+all of them). So no sum over a message is infinite, and no foreign text is long.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from typing import Annotated
 from protocol.wire.schema import AtMost, Cut, Within
 
 MAX_LOSS = 1e6
-"""Nats per token. A model that guesses has the logarithm of its vocabulary's size, 17 at most; who diverges says this."""
+"""Nats per token. A guessing model has ln(vocabulary), 17 at most; a diverged one reports this."""
 MAX_BITS_PER_BYTE = 2e6
 """Of held-out text: a token has a byte, more or less."""
 MAX_GAIN = 1e3
-"""Nats per token: by how much an update can be said to make the loss less or more. Whatever is beyond is told as this."""
+"""Nats per token that an update can be said to change the loss by; larger gains are reported as this."""
 MAX_AGREEMENT = 1000.0
 MAX_NORM = 1e50
 """Of an update; all values of fp32, squared and added up, have less."""
@@ -53,7 +52,6 @@ Rate = Annotated[int, Within(0, 10**13)]
 """Bits a second."""
 Memory = Annotated[int, Within(0, 2**50)]
 """Bytes of a machine's memory."""
-Milliseconds = Annotated[int, Within(0, 2**40)]
 Seconds = Annotated[float, Within(0.0, 2.0**31)]
 Port = Annotated[int, Within(1, 65535)]
 Loss = Annotated[float, Within(0.0, MAX_LOSS)]
@@ -65,7 +63,7 @@ NormOfAll = Annotated[float, Within(0.0, 100 * MAX_NORM)]
 Scale = Annotated[float, Within(LEAST_SCALE, 1.0)]
 """What an update is multiplied by before it enters the mean."""
 Agreement = Annotated[float, Within(-MAX_AGREEMENT, MAX_AGREEMENT)]
-"""Standard deviations (peer/training/again.py)."""
+"""Standard deviations (peer/node/examining.py)."""
 Probation = Annotated[int, Within(0, MAX_PROBATION)]
 Sessions = Annotated[int, Within(0, MAX_SESSIONS)]
 """From one range of addresses, at a time; 0: all."""
@@ -87,7 +85,7 @@ QuorumSize = Annotated[int, Within(1, 7)]
 Word = Annotated[str, AtMost(48)]
 """One word of what somebody says of itself."""
 Name = Annotated[str, AtMost(64)]
-"""What a peer wants to be called; screens show less of it (peer/ui/names.py)."""
+"""What a peer wants to be called; screens show less of it (peer/ui/text.py)."""
 Reason = Annotated[str, Cut(400)]
 """Why, for a reader."""
 Signature = Annotated[bytes, AtMost(64)]
@@ -95,12 +93,12 @@ Sealed = Annotated[bytes, AtMost(4096)]
 """A sealed announcement: as long as a record of the DHT may be."""
 
 
-def told(loss: float | None) -> float | None:
+def reportable_loss(loss: float | None) -> float | None:
     """A loss as it may be told; whoever has diverged is not to be refused for that."""
     return None if loss is None or math.isnan(loss) else min(max(loss, 0.0), MAX_LOSS)
 
 
-def told_gain(gain: float) -> float | None:
+def reportable_gain(gain: float) -> float | None:
     """A gain as it may be told; None where it is no number."""
     return None if math.isnan(gain) else min(max(gain, -MAX_GAIN), MAX_GAIN)
 

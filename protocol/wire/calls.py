@@ -1,14 +1,15 @@
-"""What small calls and streams between peers begin with or answer, besides messages (protocol/wire/encoding.py): read by the same decoder."""
+"""Payloads of calls and streams between peers that are not messages of protocol/wire/encoding.py, and their decoder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, TypeVar
 
 from protocol.errors import shown
 from protocol.identity import short_peer
 from protocol.wire import framing
-from protocol.wire.bounds import MAX_SHARDS, Count, Round, RunId, Shard, Size
+from protocol.wire.bounds import MAX_SHARDS, Block, Count, PeerId, Reason, Round, RunId, Shard, Size, Word
 from protocol.wire.encoding import MessageError
 from protocol.wire.schema import AtMost, SchemaError, build, packed, row
 
@@ -75,3 +76,50 @@ def write(value: object) -> bytes:
     """The inverse of `read`."""
     data = packed(value)
     return framing.pack_message(data["held"] if isinstance(value, States) else data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """A part of the giver's error feedback of `shard` for `heir`, which the giver keeps as a blob only."""
+
+    serial: Count
+    """Its number; the giver's later ones have larger numbers."""
+    heir: PeerId
+    """The peer that trains the shard now."""
+    shard: Shard
+    """Of what."""
+    topk: Block
+    """Entries of every 4096 in the payload (protocol/codec/sparse.py); all else of the codec is the run's."""
+    blob: RunId
+    """The payload's name (protocol/codec/blob_hash.py)."""
+    size: Size
+    """Its bytes."""
+    given: bool = False
+    """Whether it is the heir's. Until then the giver may take it back, and the heir must not add it."""
+
+    def __post_init__(self) -> None:
+        if self.serial < 1:
+            raise ValueError("serial must be at least 1")
+
+
+class Step(StrEnum):
+    """How far the heir is."""
+
+    REFUSED = "refused"
+    """It will not add this."""
+    WAIT = "wait"
+    """It is fetching the blob, or was given it and has not added it yet."""
+    READY = "ready"
+    """It has the blob, and has found nothing wrong with it."""
+    TAKEN = "taken"
+    """It has added it to its own feedback, durably."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverAnswer:
+    """What the heir says to a Handover."""
+
+    step: Word
+    """A Step."""
+    reason: Reason = ""
+    """Why it refuses."""

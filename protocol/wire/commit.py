@@ -1,6 +1,7 @@
 """What was decided for a round, and the proof of it.
 
-A commit travels as a *record*, `{"c": body, "n": ballot, "v": {peer: signature of the vote}}` (protocol/wire/encoding.py).
+A commit travels as a *record*, `{"c": body, "n": ballot, "v": {peer: signature of the vote}}`
+(protocol/wire/encoding.py).
 """
 
 from __future__ import annotations
@@ -11,30 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from protocol.wire import framing
-from protocol.wire.audit import Audit
-from protocol.wire.bounds import (
-    MAX_SHARDS,
-    Ballot,
-    Count,
-    Loss,
-    Norm,
-    NormOfAll,
-    PeerId,
-    Round,
-    RunId,
-    Scale,
-    Shard,
-    Signature,
-    Size,
-    Time,
-)
-from protocol.wire.decree import Board, Enacted, Schedule
-from protocol.wire.evaluation import Evaluation
-from protocol.wire.invitation import MAX_JOINED, Joined
+from protocol.wire import bounds, framing
+from protocol.wire.claims import Audit, Evaluation, Score
+from protocol.wire.decree import MAX_JOINED, Board, Enacted, Joined, Schedule
 from protocol.wire.plan import Plan
 from protocol.wire.schema import LATER, MAX_ITEMS, AtMost, Digest, packed, row
-from protocol.wire.score import Score
 
 DOMAIN = b"potluck/1/"
 """The first bytes of every signed text of the protocol."""
@@ -46,41 +28,54 @@ MAX_AUDITS = 8
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One shard's payload: its digest (a blob's name, protocol/codec/blob_hash.py), its bytes, and the L2 norm of what it sends."""
+    """One shard's payload."""
 
-    shard: Shard
+    shard: bounds.Shard
+    """Of what."""
     digest: Digest
-    size: Size
-    norm: Norm
+    """The blob's name (protocol/codec/blob_hash.py)."""
+    size: bounds.Size
+    """Its bytes."""
+    norm: bounds.Norm
+    """L2 norm of what it sends."""
 
 
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One stage's parts within a contribution: the name of their list (protocol/ledger/part_lists.py), the bytes of all payloads, the
-    L2 norm of all that they send, and the list's own bytes."""
+    """One stage's parts within a contribution."""
 
-    peer: PeerId
+    peer: bounds.PeerId
+    """The peer that made them."""
     root: Digest
-    size: Size
-    norm: NormOfAll
-    listed: Size
+    """The name of their list (protocol/ledger/part_lists.py)."""
+    size: bounds.Size
+    """Bytes of all payloads."""
+    norm: bounds.NormOfAll
+    """L2 norm of all that they send."""
+    listed: bounds.Size
+    """Bytes of the list itself."""
 
 
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """One replica's committed contribution; its weight in the mean is tokens / sum of tokens, and its update is multiplied by `scale`
-    (protocol/round/judging.py) and by `standing` (protocol/ledger/standing.py). A share may be a spare's of the round's plan, in the
-    place of a member that was lost."""
+    """One replica's committed contribution."""
 
-    replica: Count
-    tokens: Count
-    steps: Count
-    loss: Loss | None
+    replica: bounds.Count
+    """The replica's number in the round's plan."""
+    tokens: bounds.Count
+    """Trained tokens; its weight in the mean is its share of all tokens."""
+    steps: bounds.Count
+    """Inner steps."""
+    loss: bounds.Loss | None
+    """Nats per token of its first inner step, before the round changed anything; null if it is unknown."""
     shares: Annotated[tuple[Share, ...], AtMost(4096)]
-    scale: Scale = 1.0
-    standing: Scale = 1.0
+    """Those of its members, in the order of the stages; a spare's in the place of a member that was lost."""
+    scale: bounds.Scale = 1.0
+    """A factor of its update, less than 1 where it is longer than others' (protocol/round/judging.py)."""
+    standing: bounds.Scale = 1.0
+    """A factor of its update, from what the log says of its members (protocol/ledger/standing.py)."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -88,8 +83,12 @@ class Contribution:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Who made it, in the order of the stages."""
         return tuple(share.peer for share in self.shares)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its payloads."""
+        return sum(share.size for share in self.shares)
 
 
 @row
@@ -97,16 +96,17 @@ class Contribution:
 class LeftOut:
     """A planned replica whose work is not in the commit, and why."""
 
-    replica: Count
+    replica: bounds.Count
     """Its number."""
     reason: Annotated[str, AtMost(4096)]
     """Why, for a reader."""
     judged: Annotated[str, AtMost(64)] | None = None
     """The name of its contribution, which was complete, where that was judged (protocol/round/judging.py)."""
-    peers: Annotated[tuple[PeerId, ...], AtMost(4096)] = ()
+    peers: Annotated[tuple[bounds.PeerId, ...], AtMost(4096)] = ()
     """Who made it, in the order of the stages, where it was judged."""
     probation: bool = False
-    """Whether nothing is wrong with it, and it has no weight since its makers are on probation (protocol/ledger/standing.py)."""
+    """Whether nothing is wrong with it, and it has no weight since its makers are on probation
+    (protocol/ledger/standing.py)."""
 
 
 @row
@@ -114,42 +114,56 @@ class LeftOut:
 class Diverged:
     """A peer whose digest of `shard` after the previous round differs from the majority's."""
 
-    peer: PeerId
+    peer: bounds.PeerId
     """Who."""
-    shard: Shard
+    shard: bounds.Shard
     """In what."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """What was decided for one round (round 0: the first plan, and who may take part). `parent` is the previous commit's digest, the run
-    id for round 0. `digests`: the majority's shard digests of the state *before* this round, as far as attested. `leader`
-    proposed it; `members` decide the next round. `decrees`: how many the run has had, with the one that comes with this commit, if one does.
-    `joined`: who comes in by an invitation; the next plan may have them. `evaluations`: what was found of an earlier state
-    (protocol/ledger/evaluation.py). `scores`: what contributions of earlier rounds were worth (protocol/ledger/scoring.py); `audits`: whether they are
-    what they say (protocol/ledger/audits.py). `schedule`: how long the run is from here on; None: as the manifest says. `board`: who operates the run from here on; None: as the manifest says. `idle`: how many
-    rounds brought no work so far, with this one, if it brought none (protocol/ledger/schedule.py)."""
+    """A decided round: whose updates enter the mean, and who trains what in the next round."""
 
-    run: RunId
-    round: Round
-    parent: RunId
-    time: Time
+    run: bounds.RunId
+    """The run's id."""
+    round: bounds.Round
+    """The decided round; 0 decides the first plan, and who may take part."""
+    parent: bounds.RunId
+    """The digest of the commit before; the run's id in round 0."""
+    time: bounds.Time
+    """When it was proposed, Unix seconds on its leader's clock."""
     contributions: Annotated[tuple[Contribution, ...], AtMost(MAX_ITEMS)]
+    """The work that enters the mean."""
     left_out: Annotated[tuple[LeftOut, ...], AtMost(MAX_ITEMS)]
+    """Replicas whose work does not, each with its reason."""
     diverged: Annotated[tuple[Diverged, ...], AtMost(MAX_ITEMS)]
-    digests: Annotated[dict[Shard, Digest], AtMost(MAX_SHARDS)]
+    """Peers whose digest of a shard after the round before differs from the majority's."""
+    digests: Annotated[dict[bounds.Shard, Digest], AtMost(bounds.MAX_SHARDS)]
+    """The majority's SHA-256 by shard, of the state before this round, as far as it was attested."""
     plan: Plan | None
-    leader: PeerId = ""
-    members: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
-    decrees: Count = 0
+    """The next round's replicas, stages and spares; null after the last round, or while nobody is there."""
+    leader: bounds.PeerId = ""
+    """The bootstrap node that proposed it."""
+    members: Annotated[tuple[bounds.PeerId, ...], AtMost(16)] = ()
+    """The bootstrap nodes that vote on the next round."""
+    decrees: bounds.Count = 0
+    """Decrees of the run so far, with the one of this commit."""
     decree: Enacted | None = None
+    """A decision of the operators, if one comes with this commit."""
     evaluations: Annotated[tuple[Evaluation, ...], AtMost(MAX_EVALUATIONS)] = ()
+    """Held-out losses of an earlier state (protocol/ledger/run_state.py)."""
     joined: Annotated[tuple[Joined, ...], AtMost(MAX_JOINED)] = ()
+    """Peers that come in by an invitation; the next plan may have them."""
     schedule: Schedule | None = None
+    """How long the run is from here on; null: as the manifest says."""
     scores: Annotated[tuple[Score, ...], AtMost(MAX_SCORES)] = ()
+    """What contributions of earlier rounds were worth (protocol/ledger/scoring.py)."""
     audits: Annotated[tuple[Audit, ...], AtMost(MAX_AUDITS)] = ()
+    """How far contributions of earlier rounds agree with the same work done again (protocol/ledger/audits.py)."""
     board: Board | None = None
-    idle: Count = field(default=0, metadata=LATER)
+    """The operators of the run from here on; null: as the manifest says."""
+    idle: bounds.Count = field(default=0, metadata=LATER)
+    """Rounds that brought no work so far: the run has so many more (protocol/ledger/schedule.py)."""
 
     @functools.cached_property
     def digest(self) -> str:
@@ -157,7 +171,6 @@ class Commit:
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        """Those of all contributions, in commit order."""
         return tuple(share for c in self.contributions for share in c.shares)
 
     def tokens_of(self, peer: str) -> int:
@@ -165,7 +178,7 @@ class Commit:
         return sum(c.tokens for c in self.contributions if any(share.peer == peer for share in c.shares))
 
     def tried(self, peer: str) -> str:
-        """Why the work in which `peer` has a share has no weight, where that is its probation, for a reader; else nothing."""
+        """Why the work of `peer` has no weight because of its probation, for a reader; else empty."""
         return next((x.reason for x in self.left_out if x.probation and peer in x.peers), "")
 
     def includes(self, peer: str, root: str) -> bool:
@@ -173,7 +186,8 @@ class Commit:
         return any(s.peer == peer and s.root == root for s in self.shares)
 
     def payloads(self, shard: str, lists: Mapping[str, tuple[Part, ...]]) -> tuple[tuple[float, Part, str], ...]:
-        """(weight times scale and standing, part, sender) of every committed payload of `shard`, in commit order. `lists`: root -> parts of every share."""
+        """(weight times scale and standing, part, sender) of every committed payload of `shard`, in commit order.
+        `lists`: root -> parts of every share."""
         total = sum(c.tokens for c in self.contributions)
         return tuple(
             (c.tokens / total * (c.scale * c.standing), part, share.peer)
@@ -186,11 +200,14 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A decided commit with its proof: the signatures of the members that accepted it in `ballot`."""
+    """A decided commit with its proof."""
 
     commit: Commit
-    ballot: Ballot
-    votes: Annotated[dict[PeerId, Signature], AtMost(16)]
+    """The decision."""
+    ballot: bounds.Ballot
+    """The ballot in which it was decided."""
+    votes: Annotated[dict[bounds.PeerId, bounds.Signature], AtMost(16)]
+    """The signatures of the members that accepted it, by member."""
 
 
 def body_of(commit: Commit, ballot: int) -> bytes:
@@ -214,7 +231,7 @@ def liars_borne(members: int) -> int:
 
 
 def votes_needed(members: int) -> int:
-    """The votes that decide: n - f. Two such sets share f + 1 members, one of whom is honest, and f silent members stop nothing."""
+    """n - f votes decide: two such sets share an honest member, and f silent members stop nothing."""
     return members - liars_borne(members)
 
 

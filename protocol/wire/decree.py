@@ -1,7 +1,7 @@
-"""What the operators of a run decide together while it goes on: who may take part, how long it is, and who they are themselves.
+"""Decisions of a run's operators: who may take part, how long the run is, and who operates it; and invitations.
 
-A decree is in the commit that it came with, signed by as many members of the quorum as a commit needs votes. So everybody who reads
-the log knows it, and no single operator of several can make one.
+A decree is in the commit that enacts it, signed by as many members of the quorum as a commit needs votes. So every
+reader of the log can check it, and no single operator of several can make one.
 """
 
 from __future__ import annotations
@@ -9,27 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from protocol.wire.bounds import (
-    Count,
-    PartOfAll,
-    PeerId,
-    Place,
-    Probation,
-    QuorumSize,
-    Round,
-    RunId,
-    Sessions,
-    Signature,
-    Word,
-)
-from protocol.wire.schema import AtMost, row
+from protocol.wire import bounds
+from protocol.wire.schema import AtMost, Within, row
 
 BAN, ADMIT, OPEN, CLOSE, SET = "ban", "admit", "open", "close", "set"
 APPOINT, DISMISS, QUORUM = "appoint", "dismiss", "quorum"
 ACTIONS = (BAN, ADMIT, OPEN, CLOSE, SET, APPOINT, DISMISS, QUORUM)
-"""`ban` keeps a peer out, `admit` lets it in again, or into a run that is closed; `open` lets everybody in who is not banned, and `close` only
-who is admitted; `set` gives the run another schedule, or other limits.
-`appoint` makes somebody an operator, `dismiss` ends that, `quorum` says how many of them decide (protocol/ledger/board.py)."""
+"""`ban` keeps a peer out, `admit` lets it in again, or into a run that is closed; `open` lets everybody in who is not
+banned, and `close` only who is admitted; `set` gives the run another schedule, or other limits. `appoint` makes
+somebody an operator, `dismiss` ends that, `quorum` says how many of them decide (protocol/ledger/board.py)."""
 OF_PEERS = (BAN, ADMIT, DISMISS)
 LONGEST_REASON = 200
 MAX_OPERATORS, MAX_APPOINTED, MAX_PLACES = 16, 7, 2
@@ -41,9 +29,9 @@ MAX_OPERATORS, MAX_APPOINTED, MAX_PLACES = 16, 7, 2
 class Operator:
     """One of a run's operators."""
 
-    peer: PeerId
+    peer: bounds.PeerId
     """The key of its node."""
-    places: Annotated[tuple[Place, ...], AtMost(MAX_PLACES)] = ()
+    places: Annotated[tuple[bounds.Place, ...], AtMost(MAX_PLACES)] = ()
     """Where that is found, without the key; those of the manifest have no addresses here."""
 
 
@@ -52,25 +40,26 @@ class Board:
     """Who operates a run, and how many of them decide its rounds."""
 
     operators: Annotated[tuple[Operator, ...], AtMost(MAX_OPERATORS)]
-    quorum: QuorumSize
+    """All of them."""
+    quorum: bounds.QuorumSize
+    """How many of them decide a round."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Their keys."""
         return tuple(operator.peer for operator in self.operators)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What strangers may have, as in the manifest's `admission` (protocol/ledger/standing.py, protocol/ledger/ranges.py)."""
+    """Limits for strangers, as in the manifest's `admission`."""
 
-    probation: Probation
+    probation: bounds.Probation
     """The work of a newcomer has no weight for so many rounds."""
-    share: PartOfAll
+    share: bounds.PartOfAll
     """Of a round's weight, for one peer."""
-    range_sessions: Sessions
+    range_sessions: bounds.Sessions
     """With a node, for strangers from one range of addresses."""
-    range_share: PartOfAll
+    range_share: bounds.PartOfAll
     """Of what is planned, for them."""
 
 
@@ -78,9 +67,9 @@ class Limits:
 class Schedule:
     """How long a run is, and what strangers may have in it (protocol/ledger/schedule.py)."""
 
-    rounds: Round
+    rounds: bounds.Round
     """It is over after so many."""
-    total_steps: Count
+    total_steps: bounds.Count
     """The inner steps of the learning rate's schedule, as in the manifest's `train`."""
     limits: Limits | None = None
     """What strangers may have; None: what the manifest says."""
@@ -90,13 +79,13 @@ class Schedule:
 class Decree:
     """What is decreed; what is signed is this as a message."""
 
-    run: RunId
+    run: bounds.RunId
     """The run's id."""
-    number: Count
+    number: bounds.Count
     """How many decrees the run has had before, so that none can be used twice."""
-    action: Word
+    action: bounds.Word
     """One of ACTIONS."""
-    subject: PeerId = ""
+    subject: bounds.PeerId = ""
     """The peer, where it is about one; else empty."""
     reason: Annotated[str, AtMost(LONGEST_REASON)] = ""
     """Why, for a reader."""
@@ -104,12 +93,12 @@ class Decree:
     """From the round after on, where it sets one."""
     operators: Annotated[tuple[Operator, ...], AtMost(MAX_APPOINTED)] = ()
     """Who is appointed; one who was before has other addresses from now on."""
-    quorum: QuorumSize | None = None
+    quorum: bounds.QuorumSize | None = None
     """How many operators decide from now on, where it says that."""
 
     @property
     def is_sound(self) -> bool:
-        """Whether it says something: one of ACTIONS, and whom or what it is about, if that is about anybody or anything."""
+        """Whether the action is one of ACTIONS and has the fields that it needs, and no others."""
         return self.action in ACTIONS and (
             (self.action in OF_PEERS) == bool(self.subject)
             and (self.action == SET) == (self.schedule is not None)
@@ -120,10 +109,12 @@ class Decree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enacted:
-    """A decree and the signatures that make it one (protocol/wire/sealed.py: over the domain and the decree as a message)."""
+    """A decree with enough signatures (protocol/wire/encoding.py: of the domain and the decree as a message)."""
 
     decree: Decree
-    signatures: Annotated[dict[PeerId, Signature], AtMost(16)]
+    """The decision."""
+    signatures: Annotated[dict[bounds.PeerId, bounds.Signature], AtMost(16)]
+    """The operators' signatures, by operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +126,55 @@ class Motion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Motions:
-    """A node's answer: the `number` that the next decree has, the `newest` one, how many signatures the next one needs (`wanted`), who has
-    signed what was sent, the run's `schedule` now, and its `board`."""
+    """A node's answer. number: of the next decree; wanted: signatures that it needs; signed: of what was sent."""
 
-    number: Count
-    wanted: Count
+    number: bounds.Count
+    wanted: bounds.Count
     schedule: Schedule
     board: Board
-    signed: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
+    signed: Annotated[tuple[bounds.PeerId, ...], AtMost(16)] = ()
     newest: Decree | None = None
+
+
+MOST_GUESTS = 1000
+"""Of one invitation."""
+LONGEST_NOTE = 64
+MAX_JOINED = 16
+"""Of one commit; the others come with the next."""
+
+
+@row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """What an operator signs: the first `count` peers who show that they hold its key may take part."""
+
+    run: bounds.RunId
+    """The run's id."""
+    key: bounds.PeerId
+    """Its public key, which is what it is called by, too."""
+    expires: bounds.Count
+    """Unix seconds; it holds up to then."""
+    count: Annotated[int, Within(1, MOST_GUESTS)]
+    """How many peers it lets in."""
+    reason: Annotated[str, AtMost(LONGEST_NOTE)] = ""
+    """For whom or what, for a reader."""
+
+
+@row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """One peer that it lets in, with all that shows it to anybody."""
+
+    invitation: Invitation
+    """The invitation."""
+    operator: bounds.PeerId
+    """Who has signed the invitation."""
+    signature: bounds.Signature
+    """The operator's."""
+    peer: bounds.PeerId
+    """Who comes in."""
+    proof: bounds.Signature
+    """The invitation's key's, for this peer and nobody else."""
+
+
+DecreeMessage = Decree | Motion | Motions

@@ -1,43 +1,29 @@
-"""Messages as bytes: a msgpack map `{"t": type, ...fields}`.
+"""Messages and records as bytes, and signed envelopes.
+
+    message    msgpack map {"t": type, ...fields}
+    record     msgpack map {"c": commit, "n": ballot, "v": {peer: signature of its vote}}
+    envelope   msgpack map {"p": peer, "b": message, "s": Ed25519 signature of DOMAIN and the message}
 
 Unknown fields are ignored. A missing or ill-typed field is refused (`MessageError`).
 """
 
 from __future__ import annotations
 
+import functools
+import typing
 from typing import Any, TypeVar
 
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, shown
-from protocol.identity import short_peer
+from protocol.identity import Identity, short_peer
 from protocol.wire import framing
-from protocol.wire.announcement import Announcement
-from protocol.wire.audit import Audit
-from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Commit, Record, body_of
-from protocol.wire.decree import Decree, Motion, Motions
-from protocol.wire.dial_back import Dialled, DialMe
-from protocol.wire.evaluation import Evaluation
-from protocol.wire.roster import Lookup, Roster, RosterRequest
+from protocol.wire.announcement import Announcement, DirectoryMessage
+from protocol.wire.ballot import QuorumMessage
+from protocol.wire.claims import Claim
+from protocol.wire.commit import DOMAIN, Commit, Record, body_of
+from protocol.wire.decree import DecreeMessage
 from protocol.wire.schema import SchemaError, build, packed
-from protocol.wire.score import Score
-from protocol.wire.session import (
-    Announced,
-    Attest,
-    ChainFailure,
-    ChainReconfig,
-    Finished,
-    Heartbeat,
-    Hello,
-    Leave,
-    LogRequest,
-    NotAdmitted,
-    Offer,
-    Offered,
-    TakeSeat,
-    TimeUp,
-    Withdraw,
-)
+from protocol.wire.session import NodeMessage, PeerMessage
 
 MAX_VOTES = 16
 T = TypeVar("T")
@@ -47,44 +33,8 @@ class MessageError(RemoteError):
     """A peer sent what is not a message, or one with a wrong signature."""
 
 
-Message = (
-    Offer
-    | Offered
-    | Withdraw
-    | Leave
-    | ChainFailure
-    | ChainReconfig
-    | TimeUp
-    | TakeSeat
-    | Attest
-    | Heartbeat
-    | Hello
-    | LogRequest
-    | Finished
-    | Announcement
-    | Announced
-    | Lookup
-    | RosterRequest
-    | Roster
-    | DialMe
-    | Dialled
-    | Prepare
-    | Promise
-    | Accept
-    | Pledge
-    | Vote
-    | Reject
-    | Decree
-    | Motion
-    | Motions
-    | NotAdmitted
-    | Evaluation
-    | Score
-    | Audit
-)
-
-
-TYPES: dict[str, type] = {cls.__name__.lower(): cls for cls in Message.__args__}
+Message = PeerMessage | NodeMessage | DirectoryMessage | QuorumMessage | DecreeMessage | Claim
+TYPES: dict[str, type] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
@@ -117,14 +67,14 @@ def expect(cls: type[T], message: Any, peer: str) -> T:
 
 
 def encode_record(record: Record) -> bytes:
-    """A record as it is stored and sent: one that `decode_record` reads. Raises LocalError for any other, which nobody could get over
-    if it were appended: a bug of this node, since nobody votes for such a commit (protocol/round/fairness.py)."""
+    """A record for disk and network. Raises LocalError if nobody could read it, which is a bug of this node."""
     try:
         raw = framing.pack_message({"c": packed(record.commit), "n": record.ballot, "v": record.votes})
         _record(raw)
     except (SchemaError, framing.FrameError) as error:
         raise LocalError(
-            f"commit of round {record.commit.round}: nobody could read its record ({error}); it was not written, tell the operator"
+            f"commit of round {record.commit.round}: nobody could read its record ({error});"
+            " it was not written, tell the operator"
         ) from None
     return raw
 
@@ -147,8 +97,7 @@ def _record(raw: bytes | memoryview) -> Record:
 
 
 def decode_record(raw: bytes | memoryview, peer: str) -> Record:
-    """The record in `raw`, which `peer` sent; every signature in it is right. Whether its voters are enough of the
-    round's members is for whoever knows the commit before. Raises MessageError."""
+    """A record of `peer` with right signatures; enough voters are not checked. Raises MessageError."""
     try:
         record = _record(raw)
     except (SchemaError, framing.FrameError) as error:
@@ -166,3 +115,41 @@ def decode_any(raw: bytes, peer: str) -> Message | Record:
     except framing.FrameError as error:
         raise MessageError(peer, f"message from {short_peer(peer)}: {shown(error)}; it was dropped") from None
     return decode(raw, peer) if isinstance(data, dict) and "t" in data else decode_record(raw, peer)
+
+
+def seal(who: Identity, message: Message) -> bytes:
+    body = encode(message)
+    return framing.pack_message({"p": who.peer_id, "b": body, "s": who.sign(DOMAIN + body)})
+
+
+def unseal(raw: bytes | memoryview) -> tuple[str, Message]:
+    """(signer, message) of an envelope whose signature is right. Raises MessageError."""
+    return unseal_signed(raw)[:2]
+
+
+def unseal_signed(raw: bytes | memoryview) -> tuple[str, Message, bytes]:
+    """The same, and the signature."""
+    try:
+        data = framing.unpack_message(bytes(raw))
+    except framing.FrameError as error:
+        raise MessageError("unknown", f"envelope: {error}; it was dropped") from None
+    if not isinstance(data, dict):
+        raise MessageError("unknown", "envelope: not a map; it was dropped")
+    peer, body, signature = data.get("p"), data.get("b"), data.get("s")
+    if not (isinstance(peer, str) and isinstance(body, bytes) and isinstance(signature, bytes)):
+        raise MessageError("unknown", "envelope: fields are missing; it was dropped")
+    if not identity.verify(peer, DOMAIN + body, signature):
+        raise MessageError(peer, f"envelope of {shown(short_peer(peer))}: the signature is wrong; it was dropped")
+    return peer, decode(body, peer), signature
+
+
+@functools.lru_cache(maxsize=2048)
+def unseal_announcement(raw: bytes, subkey: str, run: str) -> Announcement | None:
+    """The announcement in a DHT record, or None where it is not one of `run` signed by `subkey`."""
+    try:
+        signer, message = unseal(raw)
+    except MessageError:
+        return None
+    if not isinstance(message, Announcement) or not signer == message.peer == subkey or message.run != run:
+        return None
+    return message

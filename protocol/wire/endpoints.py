@@ -18,10 +18,10 @@ STATES = "potluck/states/1"
 """Call: nothing -> States (protocol/wire/calls.py), which the called peer serves as blobs."""
 
 HANDOVER = "potluck/handover/1"
-"""Call between peers: Handover -> HandoverAnswer (protocol/wire/handover.py)."""
+"""Call between peers: Handover -> HandoverAnswer (protocol/wire/calls.py)."""
 
 MOMENTS = "potluck/moments/1"
-"""Call between peers: MomentsRequest -> MomentsAnswer (protocol/wire/calls.py), the blob being peer/training/moments.py's."""
+"""Call between peers: MomentsRequest -> MomentsAnswer; the blob is that of peer/training/moments.py."""
 
 PIPE = "potluck/pipe/1"
 """Stream between neighbouring stages of a chain, forward and backward."""
@@ -33,7 +33,7 @@ BANDWIDTH = "potluck/bandwidth/1"
 """Stream, peer to bootstrap node: bytes both ways, as many as the peer asks for; see peer/net/bandwidth.py."""
 
 DIAL_BACK = "potluck/dial-back/1"
-"""Call: DialMe -> Dialled (protocol/wire/dial_back.py)."""
+"""Call: DialMe -> Dialled (protocol/wire/announcement.py)."""
 
 ROSTER = "potluck/roster/1"
 """Call to a bootstrap node: Lookup or RosterRequest -> Roster of at most ROSTER_REPLY bytes."""
@@ -52,11 +52,11 @@ ROSTER_REPLY = 512 * 1024
 MANIFEST_NAME = "manifest"
 TOKENIZER_NAME = "tokenizer"
 CORPUS_NAME = "corpus"
-"""What a bootstrap node serves by name: the run's manifest, the file of the run's tokenizer, and the index of its corpus, if it serves that."""
+"""What a bootstrap node serves by name: the run's manifest, the file of the run's tokenizer, and the index of its
+corpus, if it serves that."""
 MAX_TOKENIZER = 64 * 1024 * 1024
 
 
 def announcements_key(run: str) -> str:
-    """The DHT key of the announcements of a run's bootstrap nodes and of some of its peers; one subkey per peer id, each a sealed
-    Announcement."""
+    """The DHT key of a run's announcements; subkeys are peer ids, values sealed Announcements."""
     return f"potluck/1/{run}/peers"

@@ -4,8 +4,8 @@
     end      ff ff ff ff                                               nothing follows on this side of the stream
 
 The end is explicit because a dead peer's stream ends just as quietly as a finished one. A message is one msgpack value
-made of nil, bool, int, float, text, bytes, lists and maps with text keys. What arrives is measured *before* it is decoded or
-kept: bytes, nesting, number of values, no extension types.
+made of nil, bool, int, float, text, bytes, lists and maps with text keys. What arrives is measured *before* it is
+decoded or kept: bytes, nesting, number of values, no extension types.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Ended(Exception):
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames. Feed it only after `next` returned None, and it never holds more than one
-    fed piece above the frame in progress."""
+    """Cuts a byte stream into frames; holds one fed piece above a frame if fed only after `next` is None."""
 
     __slots__ = ("_buffer", "_ended")
 
@@ -60,14 +59,10 @@ class FrameReader:
         return len(self._buffer)
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Takes what arrived."""
         self._buffer += data
 
     def next(self, limit: int = MAX_FRAME) -> bytes | None:
-        """The next frame's body, or None if more bytes are needed.
-
-        Raises FrameError as soon as a prefix announces more than `limit` bytes, and Ended at the end of the stream.
-        """
+        """The next frame's body, None if incomplete. Raises FrameError above `limit` bytes, Ended at the end."""
         if self._ended:
             raise Ended
         if len(self._buffer) < PREFIX:
@@ -99,7 +94,7 @@ def pack_message(value: Any) -> bytes:
 
 
 def repack(value: dict[str, Any]) -> bytes:
-    """As `pack_message`, of a map whose values `unpack_message` gave from what `pack_message` had made: their maps are in order."""
+    """As `pack_message`, for a map of values that `unpack_message` gave: their maps are in order already."""
     raw: bytes = msgpack.packb({key: value[key] for key in sorted(value)}, use_bin_type=True)
     return raw
 
@@ -150,8 +145,7 @@ _FOLLOW = tuple(map(_follow, range(256)))
 
 
 def _measure(data: bytes, max_depth: int) -> None:
-    """Walks over msgpack without decoding or recursion; refuses depth, number of values, extension types, keys that are not
-    text, and what is cut short or followed by more."""
+    """Checks depth, number of values, types, keys and length of msgpack without decoding or recursion."""
     position, values, size = 0, 1, len(data)
     left, in_map = 1, False  # how many values the innermost open container still lacks, and whether it is a map: then
     # every other value is a key; at first it is the message itself

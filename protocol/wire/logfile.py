@@ -1,7 +1,8 @@
 """The file of a run's log: for each round `length (4 bytes, big-endian) | CRC-32 of the record (4 bytes) | record`.
 
-The file only grows. A record counts when it is whole. A crash may leave half a record at the end, which is no damage: the
-record was never told to anybody. Half a record anywhere else is damage, since a decided commit must not be forgotten.
+The file only grows. A record counts when it is whole. A crash may leave half a record at the end, which is no damage:
+the record was never told to anybody. Half a record anywhere else is damage, since a decided commit must not be
+forgotten.
 """
 
 from __future__ import annotations
@@ -52,11 +53,7 @@ def end_of(at: int, record: bytes) -> int:
 
 
 def records(file: BinaryIO, path: object) -> Iterator[tuple[int, bytes]]:
-    """(position, record) of every whole record of the log in `file`, which `path` names in errors.
-
-    Ends before a record that a crash, or a write under way, left half-written at the end of what is there when the reading
-    begins. Raises Damaged for any other that is not whole.
-    """
+    """(position, record) of every whole record; a half-written one at the end is skipped. Raises Damaged."""
     size = file.seek(0, _END)
     at = 0
     while at + _HEAD.size <= size:

@@ -4,9 +4,10 @@
     <- e, ee, s, es        e is fresh for the handshake, s is a party's static key
     -> s, se               the first letter of a pair is the initiator's key
 
-Every message carries a payload, which is encrypted from the second message on; `hash` binds all that was said before. Keys are
-arguments: nothing is drawn here. Source: The Noise Protocol Framework, revision 34 (Perrin, 2018); the tests use its published
-vectors. A static key proves nothing by itself: who signs it says so in a payload (protocol/wire/relaying.py), as in libp2p's noise.
+Every message carries a payload, which is encrypted from the second message on; `hash` binds all that was said before.
+Keys are arguments: nothing is drawn here. Source: The Noise Protocol Framework, revision 34 (Perrin, 2018); the tests
+use its published vectors. A static key proves nothing by itself: who signs it says so in a payload
+(protocol/wire/relaying.py), as in libp2p's noise.
 """
 
 from __future__ import annotations
@@ -64,8 +65,7 @@ class Cipher:
 
 
 class Handshake:
-    """One side of a handshake. `static`, `fresh`: its secret keys, 32 bytes each; `fresh` is used once. `prologue`: what both sides must
-    know alike. Messages are written and read in turn; after the third, `ciphers` are those for sending and for receiving."""
+    """One side of a handshake. static, fresh: 32-byte secret keys, `fresh` used once; prologue: shared context."""
 
     def __init__(self, *, initiator: bool, static: bytes, fresh: bytes, prologue: bytes) -> None:
         self._initiator = initiator
@@ -81,12 +81,10 @@ class Handshake:
 
     @property
     def own_static(self) -> bytes:
-        """Our static public key."""
         return self._public("s")
 
     @property
     def their_static(self) -> bytes:
-        """The other side's, once it came."""
         return self._theirs["s"]
 
     def write(self, payload: bytes) -> bytes:

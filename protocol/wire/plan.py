@@ -29,7 +29,7 @@ class Work:
     """The text and the inner steps that a replica is given for one round (protocol/planning/allotment.py)."""
 
     slot: Slot = 0
-    """The first slot of text of its first inner step (protocol/run/data_order.py)."""
+    """The first slot of text of its first inner step (protocol/run/corpus.py)."""
     steps: Count = 1
     """The most inner steps that it may do: more than it is expected to have time for."""
     micro_batches: Count = 1
@@ -67,7 +67,6 @@ class ReplicaSpec:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """How many blocks each stage has."""
         return tuple(stage.last - stage.first for stage in self.stages)
 
     def is_like(self, other: ReplicaSpec) -> bool:
@@ -82,8 +81,7 @@ class ReplicaSpec:
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """A full replica of a round that nobody is planned for: who holds the whole state before the round's time is over may take it
-    (protocol/round/seats.py)."""
+    """A full replica that is not planned for a peer: a late one may take it (protocol/round/stragglers.py)."""
 
     number: Number
     """The replica's number."""
@@ -100,8 +98,8 @@ class Plan:
     replicas: Annotated[tuple[ReplicaSpec, ...], AtMost(MAX_ITEMS)]
     """The replicas, in the order in which a commit adds their work."""
     forming: Annotated[tuple[ReplicaSpec, ...], AtMost(MAX_ITEMS)] = ()
-    """Replicas of a later round: their members fetch the shards that they will train, and nobody waits for them. Whoever trains in
-    another replica meanwhile goes on there (protocol/planning/changes.py)."""
+    """Replicas of a later round: their members fetch the shards that they will train, and nobody waits for them.
+    Whoever trains in another replica meanwhile goes on there (protocol/planning/planner.py)."""
     forming_since: Annotated[tuple[Round, ...], AtMost(MAX_ITEMS)] = ()
     """The round of the first plan that named each of them."""
     seats: Annotated[tuple[Seat, ...], AtMost(MAX_ITEMS)] = ()
@@ -129,8 +127,8 @@ class Plan:
         return next((r for r in self.replicas if r.number == number), None)
 
     def taken(self, number: int, peers: tuple[str, ...], layers: int) -> ReplicaSpec | None:
-        """The replica with this number, or the seat with it as `peers` have it, who must be one peer that the plan has in no replica;
-        None where it is neither. `layers`: blocks of the model."""
+        """The replica with this number, or the seat with it as `peers` have it, who must be one peer that the plan has
+        in no replica; None where it is neither. `layers`: blocks of the model."""
         seat = next((seat for seat in self.seats if seat.number == number), None)
         if seat is None or len(peers) != 1 or self.replica_of(peers[0]) is not None:
             return self.find(number)
@@ -148,27 +146,23 @@ class Plan:
         )
 
     def allows(self, spec: ReplicaSpec, peers: tuple[str, ...]) -> bool:
-        """Whether a round may end with `peers` as the members of `spec`: each is the planned one or a spare, and none is named twice."""
+        """Whether `peers` may be the members of `spec`: each the planned one or a spare, none twice."""
         return len(set(peers)) == len(peers) == len(spec.stages) and all(
             peer == stage.peer or peer in self.spares for stage, peer in zip(spec.stages, peers, strict=True)
         )
 
     @property
     def count(self) -> int:
-        """How many peers it names."""
         return len({p for replica in (*self.replicas, *self.forming) for p in replica.peers}) + len(self.spares)
 
     @property
     def peers(self) -> frozenset[str]:
-        """Everybody whom it names."""
         return frozenset((*self.spares, *(p for r in (*self.replicas, *self.forming) for p in r.peers)))
 
     def names(self, peer: str) -> bool:
-        """Whether `peer` is in it."""
         return peer in self.spares or any(peer in replica.peers for replica in (*self.replicas, *self.forming))
 
     def replica_of(self, peer: str) -> int | None:
-        """The number of the replica that `peer` is a member of."""
         return next((r.number for r in self.replicas if peer in r.peers), None)
 
     def stage_of(self, peer: str) -> StageSpec | None:

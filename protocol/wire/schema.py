@@ -1,12 +1,11 @@
-"""One strict decoder from plain data (TOML tables, msgpack maps) to frozen dataclasses.
+"""Strict decoder and encoder between plain data (TOML tables, msgpack maps) and frozen dataclasses.
 
-Used at both edges: manifests refuse unknown fields, network messages ignore them (design, section 4).
-Supported field types: bool, int, float, str, bytes, Digest, nested dataclasses, `tuple[T, ...]`, `dict[str, T]` and `T | None`; and
-each of them with bounds, `Annotated[int, Within(0, 9)]`, which are checked here and nowhere else (protocol/wire/bounds.py).
+Manifests refuse unknown fields, network messages ignore them. Field types: bool, int, float, str, bytes, Digest, nested
+dataclasses, `tuple[T, ...]`, `dict[str, T]`, `T | None`, and each with bounds, `Annotated[int, Within(0, 9)]`, which
+are checked here and nowhere else (protocol/wire/bounds.py).
 
-There are two plain forms. `plain` makes maps of names, for files and screens that people read. `packed` makes what travels: the same,
-but that a dataclass marked as a `row`, of which a message has many, is the list of its fields in their order, without those at the end
-that have their default values, and that a digest is 32 bytes. `build` reads both.
+`plain` makes maps for files and screens, with bytes as hexadecimal digits. `packed` makes what travels: a dataclass
+marked as a `row` is the list of its fields without defaults at the end, and a digest is 32 bytes. `build` reads both.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ Digest = Annotated[str, _HEX]
 """64 hexadecimal digits; 32 bytes where it travels. No other text is read in its place."""
 _rows: set[type] = set()
 LATER = {"later": True}
-"""The metadata of a field that was added to a dataclass later, and that `brief` leaves out where it has its default: what was written before
-there was the field keeps its form, and its digest."""
+"""Metadata of a later field: `brief` and messages omit it at its default, so that old digests stay."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class SchemaError(PotluckError):
 
 
 def row(cls: C) -> C:
-    """Marks a dataclass of which messages have many: it travels without its fields' names. New fields come last, with defaults."""
+    """Marks a dataclass that is encoded without its fields' names. New fields come last, with defaults."""
     _rows.add(cls)
     return cls
 
@@ -93,10 +91,7 @@ def _fields(cls: type) -> dict[str, tuple[Convert, bool]]:
 
 
 def build(cls: type[T], data: Any, *, where: str = "", ignore_unknown: bool = False) -> T:
-    """An instance of dataclass `cls` from the map `data`.
-
-    Raises SchemaError naming the dotted field. ValueErrors of a `__post_init__` become SchemaErrors of `where`.
-    """
+    """A `cls` from the map `data`. Raises SchemaError with the dotted field; `__post_init__` errors name `where`."""
     fields = _fields(cls)  # type: ignore[arg-type]
     if isinstance(data, list | tuple) and cls in _rows:
         if len(data) > len(fields) and not ignore_unknown:
@@ -123,7 +118,7 @@ def build(cls: type[T], data: Any, *, where: str = "", ignore_unknown: bool = Fa
 
 @functools.cache
 def _converter(hint: Any) -> Convert:
-    """For fields of this type: a dataclass, a tuple or a table of one type, an optional one, a digest, or a plain type."""
+    """The converter of a field type: dataclass, tuple, table, optional, digest or plain type."""
     origin = typing.get_origin(hint)
     if origin is Annotated:
         base, *marks = typing.get_args(hint)
@@ -131,6 +126,8 @@ def _converter(hint: Any) -> Convert:
             return _convert_digest
         if base in (int, float) and len(marks) == 1:  # most fields: in one step
             return functools.partial(_convert_number, base, marks[0].least, marks[0].most)
+        if base is bytes:
+            return functools.partial(_convert_bytes, marks[0].count)
         return functools.reduce(_bounded, marks, _converter(base))
     if origin in (types.UnionType, typing.Union):
         inner = _converter(next(a for a in typing.get_args(hint) if a is not type(None)))
@@ -143,7 +140,7 @@ def _converter(hint: Any) -> Convert:
     if origin is dict:
         key, value = map(_converter, typing.get_args(hint))
         return functools.partial(_convert_table, key, value)
-    return functools.partial(_convert_plain, hint)
+    return functools.partial(_convert_bytes, math.inf) if hint is bytes else functools.partial(_convert_plain, hint)
 
 
 def _bounded(convert: Convert, mark: Any) -> Convert:
@@ -192,20 +189,37 @@ def _convert_plain(hint: Any, value: Any, path: str, ignore: bool) -> Any:
     return float(value) if hint is float else value
 
 
+def _convert_bytes(most: float, value: Any, path: str, ignore: bool) -> bytes:
+    if isinstance(value, str) and len(value) > 2 * most:
+        raise SchemaError(path, f"has {len(value)} digits; at most {2 * most}")
+    raw = _unhex(value) if isinstance(value, str) else value
+    if not isinstance(raw, bytes):
+        raise SchemaError(path, f"must be bytes, not {_name(value)}")
+    if len(raw) > most:
+        raise SchemaError(path, f"has {len(raw)} entries; at most {most}")
+    return raw
+
+
 def _convert_digest(value: Any, path: str, ignore: bool) -> str:
-    raw = value if isinstance(value, bytes) else _digest(value)
+    raw = value if isinstance(value, bytes) else _unhex(value)
     if not isinstance(raw, bytes) or len(raw) != 32:
         raise SchemaError(path, "must be a digest of 32 bytes")
     return raw.hex()
 
 
-def _digest(text: str) -> bytes | str:
-    """The bytes of 64 hexadecimal digits; any other text as it is, for a reader to refuse."""
+def _unhex(text: str) -> bytes | str:
+    """The bytes of hexadecimal digits in small letters; any other text as it is, for a reader to refuse."""
     with contextlib.suppress(ValueError, TypeError):
         raw = bytes.fromhex(text)
-        if len(raw) == 32 and raw.hex() == text:
+        if raw.hex() == text:
             return raw
     return text
+
+
+def _digest(text: str) -> bytes | str:
+    """The bytes of a digest; any other text as it is, for a reader to refuse."""
+    raw = _unhex(text)
+    return raw if len(raw) == 32 else text
 
 
 def _limit(value: Any, path: str) -> None:
@@ -219,26 +233,28 @@ def _name(value: Any) -> str:
 
 @functools.cache
 def _names(cls: Any) -> tuple[str, ...] | None:
-    """The names of a dataclass's fields; None for any other type."""
-    return tuple(f.name for f in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
+    """The names of a dataclass's public fields; None for any other type."""
+    if not dataclasses.is_dataclass(cls):
+        return None
+    return tuple(f.name for f in dataclasses.fields(cls) if not f.name.startswith("_"))
 
 
 def plain(value: Any) -> Any:
-    """The inverse of `build`: dataclasses become maps, tuples become lists."""
+    """The inverse of `build`: maps of public fields, lists, and hexadecimal digits for bytes."""
     if isinstance(value, tuple | list):
         return [plain(v) for v in value]
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, bytes):
+        return value.hex()
     names = _names(value.__class__)
     return value if names is None else {name: plain(getattr(value, name)) for name in names}
 
 
-def fields(value: Any) -> dict[str, Any]:
-    """A dataclass as a map of its fields as they are: all that JSON lacks to write one. Raises TypeError for anything else."""
-    names = _names(value.__class__)
-    if names is None:
-        raise TypeError(f"{value.__class__.__name__} is no dataclass")
-    return {name: getattr(value, name) for name in names}
+def extend(cls: type[T], value: Any, **more: Any) -> T:
+    """A `cls` from the fields that `value` has too, and `more`; one class extends the other."""
+    names = _fields(cls)  # type: ignore[arg-type]
+    return cls(**{name: getattr(value, name) for name in names if hasattr(value, name)} | more)
 
 
 def brief(value: Any) -> Any:

@@ -23,8 +23,11 @@ from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from peer import events
 from peer.net import directory, keyfile, p2p
+from peer.net.base import Clock
 from peer.net.directory import PUBLISH_SECONDS, SAMPLE, TOGETHER, TTL_SECONDS, Directory
+from peer.net.network import Network
 from peer.net.sockets import socket_base
+from peer.net.uplink import Uplink
 from peer.node.sessions import Sessions
 from protocol.identity import Identity
 from protocol.run.manifest import Manifest
@@ -53,7 +56,7 @@ class Peer:
             run=manifest.run_id, peer=identity.peer_id, addresses=transport.addresses, memory_bytes=1, up_bps=10**7
         )
         self.directory = Directory(manifest, identity, transport, node, about)
-        self.sessions = Sessions(self.directory, transport, lambda body: None)
+        self.sessions = Sessions(Network(transport, self.directory, Clock(), lambda body: None, Uplink()))
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -98,7 +101,7 @@ async def measured(count: int, seconds: float) -> dict[str, Any]:
         key.write_bytes(tiny.OPERATOR.libp2p_bytes())
         node = await begin(key)
         archive = Archive(folder / "archive", manifest, QuickDisk())
-        machine = BootstrapNode(manifest, tiny.OPERATOR, node, archive, emit)
+        machine = BootstrapNode(tiny.OPERATOR, node, archive, emit)
         tasks.append(asyncio.create_task(machine.run()))
         peers = []
         for index in range(count):

@@ -1,4 +1,4 @@
-"""Training again: how well can somebody else tell from a contribution whether its maker trained? Prints the table of docs/results/audits.md.
+"""Training again: how well can somebody else tell from a contribution whether its maker trained? Prints the table of docs/results/judging.md.
 
     python -m tests.benchmarks.audits ROWS.jsonl [--seeds 0] [--steps 5]     runs what ROWS.jsonl lacks
     python -m tests.benchmarks.audits ROWS.jsonl --table                     prints it
@@ -7,7 +7,7 @@
 Eight honest replicas train a small model for ROUNDS rounds, with the trainer, outer step and codec that ship, in one process. Beside them a
 liar of each kind follows the same model and sends what it likes; nothing of that is applied. In every third round every liar and the honest
 are trained again from the global state: on the text that they were assigned, and on other text. What was sent is compared with
-what comes out: by the agreement that ships (peer/training/again.py), and by the plain cosine of what was sent and what was learned.
+what comes out: by the agreement that ships (peer/node/examining.py), and by the plain cosine of what was sent and what was learned.
 
 How it begins: with the maker's own moments of AdamW ("exact"), the same made small as they travel ("packed"), none ("fresh"), or those of
 the examiner, another replica, as they are after the round ("own"): these ship. The others, and an examiner that computes otherwise, are
@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from peer.node import examining as again_
 from peer.state.outer_optimizer import Outer
-from peer.training import again as again_
 from peer.training import moments as small_moments
 from peer.training.trainer import StageTrainer
 from protocol.run import init
@@ -46,7 +46,7 @@ HOW = ("own", "exact", "packed", "fresh", "bf16", "math", "split")
 SELDOM = (6, 15)
 """Rounds in which all of these are looked at, elsewhere only the first."""
 LIES = ("text", "half", "fifth", "made up", "copy", "stale", "noise", "flip", "drift", "ahead")
-"""As in docs/results/teachers.md; *half* and *fifth* do that part of the steps that they claim, *made up* is the sum of what others sent a
+"""As in docs/results/judging.md; *half* and *fifth* do that part of the steps that they claim, *made up* is the sum of what others sent a
 round ago. *ahead* is honest, and began before the last commit was applied, as replicas do with `overlap = 1`."""
 OTHER = 500
 """Rounds ahead lies the text that liars train on."""

@@ -22,10 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bootstrap.bandwidth import PROBE_BYTES, Bandwidth, Bounds
 from peer.net import bandwidth, p2p
-from peer.net.bandwidth import PATIENCE
-from peer.net.clock import Clock
+from peer.net.bandwidth import PROBE_BYTES, PROBE_TIMEOUTS, BandwidthServer, ProbeLimits
+from peer.net.base import Clock
 from tests.lab import Lab, Place, lab
 
 ROWS = ("5/1", "20/5", "100/20", "100/40", "250/50", "500/500")
@@ -45,8 +44,8 @@ HEAD = (
 
 async def be_node(host: str, folder: Path) -> None:
     transport = await p2p.start(folder / "node", host=host, validate=lambda *_: False)
-    patient = Bounds(bytes_per_minute=100 * PROBE_BYTES, probe_s=3600.0, idle_s=600.0)  # time goes slowly at home
-    await Bandwidth(Clock(), patient).serve(transport)
+    patient = ProbeLimits(bytes_per_minute=100 * PROBE_BYTES, probe_s=3600.0, idle_s=600.0)  # time goes slowly at home
+    await BandwidthServer(Clock(), patient).serve(transport)
     say(address=transport.addresses[0], peer=transport.peer_id)
     await asyncio.Event().wait()
 
@@ -58,7 +57,7 @@ async def be_home(host: str, folder: Path, node: str) -> None:
     while text := await asyncio.to_thread(sys.stdin.readline):
         slower = int(text)
         clock = Clock(steady=lambda slower=slower: time.monotonic() / slower)
-        patience = bandwidth.Patience(answer=PATIENCE.answer * slower, way=PATIENCE.way * slower)
+        patience = bandwidth.ProbeTimeouts(answer=PROBE_TIMEOUTS.answer * slower, way=PROBE_TIMEOUTS.way * slower)
         before, began = _interface(), clock.steady()
         found = {}
         for up in (False, True):

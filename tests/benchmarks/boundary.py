@@ -29,11 +29,12 @@ import numpy as np
 import torch
 
 from peer.demo import recipe
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer
-from protocol.codec import boundary_formats, subspace
-from protocol.run import data_order, init, layout
+from protocol.codec import formats, subspace
+from protocol.run import init, layout
+from protocol.run.corpus import slots
 from protocol.run.manifest import Manifest
 from tests.chains import project_at
 from tests.e2e.swarms import options
@@ -82,7 +83,7 @@ def train_round(trainer: StageTrainer, run: Manifest, r: int, slot: int) -> None
     """A replica's inner steps of round r = 0, 1, ..., with the text from this slot on."""
     train, corpus = trainer.train, demo_corpus()
     for step in range(train.inner_steps):
-        at = data_order.slots(slot, step, train.step_rows)
+        at = slots(slot, step, train.step_rows)
         ids = torch.tensor(corpus.slots(run.seed_bytes, at))
         for micro, part in enumerate(ids.reshape(train.micro_batches, train.rows, -1)):
             trainer.forward(micro, part)
@@ -143,10 +144,10 @@ def main() -> int:
         base = base or found
         gaps, plain_gaps = ([x[i] - b[i] for x, b in zip(found, base, strict=True)] for i in (0, 1))
         error = f" ± {statistics.stdev(gaps) / math.sqrt(len(gaps)):.3f}" if len(gaps) > 1 else ""
-        k, *formats = arm.split(":")
-        sizes = [boundary_formats.bytes_per_token(name, int(k) or D) for name in formats[:2]]
+        k, *kinds = arm.split(":")
+        sizes = [formats.bytes_per_token(name, int(k) or D) for name in kinds[:2]]
         print(
-            f"| {' '.join([k, *formats[2:]])} | {formats[0]} | {formats[1]} | {sizes[0]} | {sizes[1]} | {4 * D / sum(sizes):.1f} x"
+            f"| {' '.join([k, *kinds[2:]])} | {kinds[0]} | {kinds[1]} | {sizes[0]} | {sizes[1]} | {4 * D / sum(sizes):.1f} x"
             f" | {statistics.mean(x[0] for x in found):.3f} | {statistics.mean(gaps):+.3f}{error}"
             f" | {statistics.mean(plain_gaps):+.3f} |",
             flush=True,

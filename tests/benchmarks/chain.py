@@ -43,14 +43,13 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from peer.chain.connect import PATIENCE, Patience, Pipes
+from peer.chain.connect import PATIENCE, Patience, PipelineStreams
 from peer.chain.link import LIVENESS, Liveness
 from peer.chain.pipeline import StageSetup, run_steps
 from peer.net import p2p
 from peer.net.base import Stream
-from peer.net.uplink import Uplink
 from peer.training.trainer import make_worker
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import UNBOUNDED, Depths, LinkCost, StageCost
 from protocol.run import layout
@@ -59,6 +58,7 @@ from protocol.run.manifest import TrainSpec
 from protocol.wire import endpoints
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.schema import plain
+from tests import networks
 from tests.lab import lab
 
 STAGES = 4
@@ -106,7 +106,7 @@ class Case:
     def transfer(self) -> float:
         """Seconds that a frame occupies a link."""
         carried = LIMIT if self.limited else CARRIED
-        bits = self.tokens * boundary_formats.bytes_per_token(self.wire, D // self.divisor) * 8
+        bits = self.tokens * formats.bytes_per_token(self.wire, D // self.divisor) * 8
         return bits / (self.rate * 1e6 * carried)
 
     @property
@@ -192,7 +192,7 @@ async def joined(
         await transport.connect([addresses[peer]], timeout=60)
 
     patience = Patience(dial=PATIENCE.dial * clock)
-    ours = Pipes(transport, reach, lambda peer: None, Uplink(limit), patience=patience, liveness=slowed(clock))
+    ours = PipelineStreams(networks.network(transport, reach, limit=limit), patience=patience, liveness=slowed(clock))
     await transport.serve(endpoints.PIPE, lambda stream: ours.serve(stream, 0))
     say(address=transport.addresses[0], peer=transport.peer_id)
     peers = await heard()
@@ -421,7 +421,7 @@ def main() -> int:
     parser.add_argument("--latencies", type=float, nargs="*", default=LATENCIES, help="one-way ms")
     parser.add_argument("--divisors", type=int, nargs="*", default=(1, 8, 32), help="d/k")
     parser.add_argument("--micro-batches", type=int, nargs="*", default=(32, 128))
-    parser.add_argument("--formats", nargs="*", default=("int4",), choices=boundary_formats.FORMATS)
+    parser.add_argument("--formats", nargs="*", default=("int4",), choices=formats.FORMATS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--host", help=argparse.SUPPRESS)

@@ -22,16 +22,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from peer.corpus.reader import CorpusReader
+from peer.corpus.text import CorpusReader
 from peer.demo import recipe
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.state.outer_optimizer import Array, Outer
 from peer.training import moments
-from peer.training.schedule import Pace
+from peer.training.optimizer import Pace
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
-from protocol.codec.settings import Codec
-from protocol.run import data_order, init, layout
+from protocol.codec.formats import Codec
+from protocol.run import init, layout
+from protocol.run.corpus import slots
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import OPTIMIZERS, Manifest
 from tests.e2e.swarms import options
@@ -177,7 +178,7 @@ class Swarm:
         first = (r - 1) * train.inner_steps
         replica.trainer.begin_round(self.theta.theta, Pace(first, train.inner_steps, train.micro_batches))
         for step in range(train.inner_steps):
-            at = data_order.slots(self.slot, step, train.step_rows)
+            at = slots(self.slot, step, train.step_rows)
             step_ids = torch.tensor(self.corpus.slots(self.manifest.seed_bytes, at))
             for micro, ids in enumerate(step_ids.chunk(train.micro_batches)):
                 replica.trainer.forward(micro, ids)

@@ -27,15 +27,17 @@ from hivemind.compression import serialize_torch_tensor
 from hivemind.proto.runtime_pb2 import CompressionType
 
 from peer.demo import recipe
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer
-from protocol.codec import rice, sparse, topk
-from protocol.codec.settings import TILE, Codec
+from protocol.codec import sparse, topk
+from protocol.codec.formats import TILE, Codec
 from protocol.codec.topk import Array
-from protocol.run import data_order, init, layout
+from protocol.run import init, layout
+from protocol.run.corpus import slots
 from protocol.run.layout import ModelSpec
 from tests.e2e.swarms import options
+from tests.plain_codec import entropy_size
 
 THREADS = 2
 MODEL_512M = ModelSpec(vocab_size=32_000, d_model=1536, n_layers=12, n_heads=12, d_ff=5440, context=2048)
@@ -67,7 +69,7 @@ def feedbacks(k: int, rounds: int) -> Iterator[list[Array]]:
         for m, (outer, trainer) in enumerate(zip(outers, trainers, strict=True)):
             trainer.begin_round(outer.theta)
             for step in range(train.inner_steps):
-                at = data_order.slots(slot, step, train.step_rows)
+                at = slots(slot, step, train.step_rows)
                 step_ids = torch.tensor(corpus.slots(manifest.seed_bytes, at))
                 for micro, ids in enumerate(step_ids.chunk(train.micro_batches)):
                     trainer.forward(micro, ids)
@@ -96,7 +98,7 @@ def index_codes(index_TK: npt.NDArray[np.uint16], n: int) -> dict[str, float]:
     golomb = [int((2 * np.floor(np.log2((gap_TK >> r) + 1)) + 1 + r).sum()) for r in rs]
     return {
         "entropy": T * math.log2(math.comb(n, K)),
-        "Rice": rice_rT[rice.rice_parameter(n, K)].sum(),
+        "Rice": rice_rT[sparse.rice_parameter(n, K)].sum(),
         "Rice, best r per tensor": rice_rT.sum(axis=1).min(),
         "Rice, best r per tile": rice_rT.min(axis=0).sum() + 4 * T,
         "Elias-Fano": T * min(K * (1 + r) + ((n - 1) >> r) for r in rs),
@@ -107,13 +109,19 @@ def index_codes(index_TK: npt.NDArray[np.uint16], n: int) -> dict[str, float]:
 
 def layouts(k: int, arrays: Sequence[Array]) -> dict[str, bytes]:
     """The same entries in every layout. The public SparseLoCo client sends a whole byte for each 2-bit code."""
-    fixed = sparse.encode(Codec(k, indices="fixed"), arrays)
-    kept = [s.values for s in sparse.decode(Codec(k, indices="fixed"), [a.shape for a in arrays], fixed)]
-    codes = [np.signbit(v) + 2 * (np.abs(v) > np.abs(v).min()).astype(np.uint8) for v in kept]
-    indices = fixed[: len(fixed) - sum(-(-c.size // 4) for c in codes)]
+    payload = sparse.encode(Codec(k), arrays)
+    sent = sparse.decode(Codec(k), [a.shape for a in arrays], payload)
+    tilings = [topk.tiling(a.shape, k) for a in arrays]
+    whole, codes = [], []
+    for tiling, one in zip(tilings, sent, strict=True):
+        row, col = np.divmod(one.index, tiling.cols)
+        within = (row % tiling.tr * tiling.tc + col % tiling.tc).astype(np.uint16)
+        whole.append(sparse.pack_planes(within, (tiling.n - 1).bit_length()))
+        codes.append(np.signbit(one.values) + 2 * (np.abs(one.values) > np.abs(one.values).min()).astype(np.uint8))
+    indices = b"".join(whole)
     return {
-        "rice + 2": sparse.encode(Codec(k), arrays),
-        "12 + 2 (`fixed`)": fixed,
+        "rice + 2": payload,
+        "12 + 2 (whole indices)": indices + b"".join(sparse.fours(c.astype(np.uint8)) for c in codes),
         "12 + 8 (public client)": indices + b"".join(c.tobytes() for c in codes),
     }
 
@@ -135,7 +143,7 @@ def size(rounds: int) -> int:
             shapes = [a.shape for a in arrays]
             total["entries"] += sparse.entries(codec, shapes)
             total["dense fp32"] += 4 * sum(a.size for a in arrays)
-            total[entropy] += round(sparse.entropy_size(codec, shapes))
+            total[entropy] += round(entropy_size(codec, shapes))
             for name, payload in layouts(k, arrays).items():
                 total[name] += len(payload)
                 total[f"{name}, zstd -19"] += len(zstd.compress(payload))

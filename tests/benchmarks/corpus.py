@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from peer.corpus import build, sources
+from peer.corpus.rows import Reading
 from peer.corpus.tokenizer import parse_tokenizer
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 
 SEQUENCE = 1024
 
@@ -30,7 +31,7 @@ SEQUENCE = 1024
 def alone(tokenizer: Path, names: list[str]) -> dict[str, float]:
     """Tokens a second of the library."""
     made = parse_tokenizer(tokenizer.read_bytes(), str(tokenizer))
-    units = [u for name in names for u in sources.units(sources.parse(name), sources.Reading())]
+    units = [u for name in names for u in sources.units(sources.parse(name), Reading())]
     texts = [[piece.decode() for piece in unit.pieces] for unit in units]
     begin, tokens = time.perf_counter(), 0
     for batch in texts:
@@ -43,7 +44,7 @@ def built(tokenizer: Path, names: list[str], threads: int, spill_ids: int) -> di
     """Seconds of a whole build, peak memory of its processes (kB), and peak disk (bytes)."""
     most = [0]
 
-    class Counting(LocalDisk):
+    class Counting(Disk):
         def write(self, path: Path, *pieces: Any, **options: Any) -> None:
             super().write(path, *pieces, **options)
             most[0] += path.stat().st_size

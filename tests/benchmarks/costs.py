@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.costs [--presets tiny 178m 512m] [--replicas 8 32]
 
-*Judging.* A node decodes each payload when it comes, beside the round, and notes what is in it (protocol/round/notes.py). Between the last offer
+*Judging.* A node decodes each payload when it comes, beside the round, and notes what is in it (protocol/round/comparing.py). Between the last offer
 and the commit it compares the contributions (protocol/round/judging.py): the seconds of `Case.answer`, of what is noted and of lists on
 disk, on one thread beside nothing else. With as many of the round before, as in a run. The members judge once more before they vote, so
 the share of the preset's round, in which replicas train for `round_seconds`, is that of TIMES such answers. After a restart nothing is
@@ -11,7 +11,7 @@ noted: then the first answer takes longer. The verdicts are the same.
 code that measures, beside those of one that is trained on, both in this process by turns. The share is of the time that the replica
 trains in so many rounds, at its full number of inner steps.
 
-*Scores.* A replica marks others' updates (peer/node/scoring.py): the seconds of a mark by itself, in which the model is copied, the update is
+*Scores.* A replica marks others' updates (peer/node/evaluating.py): the seconds of a mark by itself, in which the model is copied, the update is
 decoded and all four losses are measured, beside those of an inner step, by turns. Several marks of a round share a copy and one of the losses.
 
 Medians of several. Exits with 1 if a held-out loss, or the scores, take more than 2 % of a replica's time, or judging more than 3 % of a round.
@@ -34,21 +34,21 @@ import numpy as np
 import torch
 
 from peer.net.blobs import BlobStore
-from peer.node.audit import NoText
-from peer.node.scoring import Scorer
+from peer.node.evaluating import Scorer
 from peer.state.storage import Shards
 from peer.training import inference
-from peer.training.schedule import Pace
+from peer.training.optimizer import Pace
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
 from protocol.ledger import part_lists, scoring
 from protocol.round import comparing, judging
-from protocol.round.notes import Notes
+from protocol.round.comparing import Notes
 from protocol.run import init, layout, presets
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, OuterSpec, TrainSpec
 from protocol.wire.commit import Contribution, Part, Share
 from tests import tiny
+from tests.texts import NoText
 
 MOST_JUDGING, MOST_HELD_OUT, MOST_SCORED = 0.03, 0.02, 0.02
 REPEATS = 3
@@ -116,7 +116,7 @@ def judged(name: str, replicas: list[int]) -> bool:
 
         for count in replicas:
             there, before = tuple(every[:count]), tuple(every[-count:])
-            case = judging.Case(
+            case = judging.JudgingJob(
                 manifest=manifest, round=1, parent="ab" * 32, contributions=there, last=before, medians=()
             )
             began = time.process_time()

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.state.outer_optimizer import Outer
 from tests.benchmarks import boundary
 from tests.benchmarks.boundary import BASE, VALID_SEQUENCES, D

@@ -47,7 +47,7 @@ from peer.training import update
 from peer.training.subspace import Boundary, without_subspace
 from peer.training.trainer import StageTrainer
 from protocol.codec import subspace, topk
-from protocol.run import data_order, init, layout
+from protocol.run import corpus, init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, OuterSpec, TrainSpec
 from tests.benchmarks.gpu import MODELS
@@ -210,7 +210,7 @@ class Swarm:
         losses = []
         for m, replica in enumerate(self.replicas):
             slot = (r * REPLICAS + m) * train.inner_steps * train.rows
-            steps = (bench.windows(data_order.slots(slot, h, train.rows)) for h in range(train.inner_steps))
+            steps = (bench.windows(corpus.slots(slot, h, train.rows)) for h in range(train.inner_steps))
             losses.append(replica.train(first, steps))
         loss = float(torch.stack(losses).mean())
         trained = time.perf_counter()

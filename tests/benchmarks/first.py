@@ -37,9 +37,9 @@ import numpy as np
 
 from bootstrap.archive import Archive
 from peer.cli import main as cli
-from peer.corpus.chunks import ChunkWriter
+from peer.corpus.records import ChunkWriter
 from peer.events import Event
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.peer import Factories
 from peer.state.storage import Checkpoint, Storage
@@ -110,7 +110,7 @@ def make_run(seconds: float, index: str, peers: int) -> Manifest:
 def write_corpus(folder: Path) -> str:
     """Noise of TOKENS tokens in `folder`, if it is not there; its digest."""
     if not (folder / corpus.INDEX).exists():
-        disk, each, rng = LocalDisk(), corpus.sequences_per_chunk(L, MODEL.vocab_size), np.random.default_rng(0)
+        disk, each, rng = Disk(), corpus.sequences_per_chunk(L, MODEL.vocab_size), np.random.default_rng(0)
         disk.make_folder(folder / corpus.CHUNKS)
         train, held = (ChunkWriter(disk, folder / corpus.CHUNKS, each, lambda number: None) for _ in range(2))
         count, left = -(-TOKENS // L), -(-TOKENS // L)
@@ -224,7 +224,9 @@ def first(swarm: Swarm, name: str, prefix: Sequence[str]) -> dict[str, Any]:
         peer = swarm.wait(name, lambda e: e.kind == "started", "its start").fields["peer"]
 
         def has_its_work(event: Event) -> bool:
-            return event.kind == "commit" and any(peer in c["peers"] for c in event.fields["contributions"])
+            return event.kind == "commit" and any(
+                peer in [s["peer"] for s in c["shares"]] for c in event.fields["contributions"]
+            )
 
         commit = swarm.wait(NODE, has_its_work, f"the work of {name}", after=before)
         swarm.wait(name, lambda e: e.kind == "round" and e.fields["own_tokens"] > 0, "the news of that")

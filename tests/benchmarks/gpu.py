@@ -32,11 +32,11 @@ import torch
 
 from peer.chain import quantize
 from peer.chain.pipeline import StageSetup, run_steps
-from peer.node.own_work import OwnWork
+from peer.node.training import encode_update
 from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer, make_worker
 from protocol.codec import subspace
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
@@ -303,14 +303,14 @@ class Bench:
         }  # fmt: skip
 
     def round(self) -> Report:
-        """From the last inner step of a full replica's round to the first of the next, as the daemon does it (peer/node/own_work.py,
+        """From the last inner step of a full replica's round to the first of the next, as the daemon does it (peer/node/training.py,
         rounds.py): the update, the commit of it and of another replica's, the state on the device. Seconds of the first time, which makes
         buffers, and of the median of the others; what the host alone would need for the update."""
         trainer = StageTrainer(self.spec, self.train, layout.shard_names(self.spec), device=str(self.device))
         threads, abreast = min(os.cpu_count() or 1, ROUND_THREADS), memory.ABREAST if self.cuda else 1
         outer = Outer(self.spec, Codec(ROUND_TOPK), 0.95, 1.0, threads, abreast=abreast)
         outer.theta = self.theta()
-        own_work, shards, scratch = OwnWork(outer, trainer), layout.shard_names(self.spec), list[np.ndarray]()
+        shards, scratch = layout.shard_names(self.spec), list[np.ndarray]()
         taken: dict[str, list[float]] = {name: [] for name in ("load", "update", "apply", "all")}
         sent = 0
 
@@ -322,7 +322,7 @@ class Bench:
             return done
 
         def update() -> dict[str, bytes]:
-            return dict(zip(shards, (payload for payload, _ in own_work.encode(shards)), strict=True))
+            return dict(zip(shards, (payload for payload, _ in encode_update(outer, trainer, shards)), strict=True))
 
         def apply(payloads: dict[str, bytes]) -> None:
             outer.apply_all({shard: [(0.5, payload)] * 2 for shard, payload in payloads.items()}, scratch)

@@ -26,7 +26,7 @@ from peer.state.outer_optimizer import Outer
 from peer.training import update
 from peer.training.update import DeviceUpdate, Moved
 from protocol.codec import topk
-from protocol.codec.settings import TILE, Codec
+from protocol.codec.formats import TILE, Codec
 from protocol.codec.topk import Array
 from protocol.run import layout
 from protocol.run.layout import ModelSpec

@@ -26,14 +26,12 @@ import torch
 
 from peer.chain import quantize
 from peer.chain.frames import BACKWARD, BEAT, DONE, ECHO, FORWARD, NORM, PING, TOTAL, Head
-from peer.chain.grad_norm import Norms
+from peer.chain.grad_norm import Norms, StageTiming, StepReport
 from peer.chain.pipeline import StageSetup, run_steps
-from peer.chain.timing import StageTiming, StepReport
 from peer.net.base import Stream, Traffic
-from peer.net.flow import Flow
-from peer.net.stream import FrameStream
+from peer.net.stream import Flow, FrameStream
 from peer.training.trainer import StageTrainer
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.errors import RemoteError
 from protocol.run import layout
 from tests.chains import worker
@@ -65,7 +63,7 @@ class Feed:
 
     def head(self, kind: int, step: int, micro: int) -> Head:
         """That of a tensor's frame."""
-        code = boundary_formats.FORMATS.index(self.wires[kind == BACKWARD])
+        code = formats.FORMATS.index(self.wires[kind == BACKWARD])
         check = self.checks[micro] if kind == FORWARD else 0
         return Head(kind, code, DEPTH, step, micro, *self.shape, check, time.perf_counter())
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from peer.cli import main as cli
-from peer.demo import recipe
 from peer.demo import swarm as demo
 from tests.e2e.swarms import options
 
@@ -41,7 +40,7 @@ def main() -> int:
                     out,
                     **swarm,
                     stages=3,
-                    rank=recipe.parse_rank(cli.DEMO_RANK),
+                    rank="64",
                     rounds=chosen.rounds,
                     inner_steps=None,
                     seed=seed,

@@ -41,9 +41,8 @@ import torch
 from peer.chain.link import Liveness
 from peer.chain.pipeline import StageSetup, run_steps
 from peer.net.base import Stream, Traffic
-from peer.net.disk import LocalDisk
-from peer.net.flow import Flow
-from peer.net.stream import FrameStream
+from peer.net.disk import Disk
+from peer.net.stream import Flow, FrameStream
 from peer.state.outer_optimizer import Outer
 from peer.training import device
 from peer.training.trainer import StageTrainer, make_worker
@@ -242,7 +241,7 @@ def peer(
     spec = manifest.model
     k = shape.k if any(ends) else 0
     basis = subspace.basis(b"memory", spec.d_model, k) if k else None
-    empty = in_memory if folder is None else partial(LocalDisk().arrays, folder)
+    empty = in_memory if folder is None else partial(Disk().arrays, folder)
     outer = Outer(spec, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta, empty=empty)
     held = shards if shards[0] == "embed" else ("embed", *shards)
     for shard in held:

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from peer.cli.watch import to_json
 from peer.ui import web
 from peer.ui.monitor_screen import MonitorScreen
+from peer.ui.state import to_json
 from tests import crowd
 from tests.watched import ROUND_SECONDS, MadeUp
 from tests.watching import Taken, watching
@@ -45,7 +45,7 @@ def measure(peers: int, seconds: float, terminal: bool, page: bool) -> float:
         for event in itertools.islice(told, WARM_ROUNDS * 5 * peers):
             screen.take(event)
         news = list(itertools.islice(told, int(peers * seconds / STEP_SECONDS)))
-        state = web.Fresh("application/json", lambda: to_json(screen.state()), lambda: screen.told)
+        state = web.CachedAnswer("application/json", lambda: to_json(screen.state()), lambda: screen.changes)
         with web.Server(("127.0.0.1", 0), {"/state.json": state}) as server:
             over = threading.Event()
             asking = threading.Thread(target=_ask, args=(server.url, over))

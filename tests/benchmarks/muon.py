@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from peer.demo import recipe
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.training.trainer import StageTrainer
 from protocol.errors import LocalError
 from protocol.run import init, layout

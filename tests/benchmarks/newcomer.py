@@ -33,12 +33,9 @@ import numpy as np
 
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
-from bootstrap.service import serve_bootstrap
-from peer.config import JoinConfig
 from peer.events import Emitter, Event
 from peer.net import directory, keyfile, p2p
 from peer.net.base import Handler, Stream, Transport
-from peer.net.uplink import Uplink
 from peer.node.audit import held_out_text
 from peer.node.peer import Factories, Peer
 from peer.state.outer_optimizer import Outer
@@ -46,17 +43,17 @@ from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
 from peer.training import device
 from protocol.codec import blob_hash, sparse
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.identity import Identity
 from protocol.ledger import part_lists
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec
-from protocol.wire import endpoints, sealed
+from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Contribution, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from tests import tiny
+from tests import machines, networks, tiny
 from tests.volunteers import TOKENIZER, Noise
 
 MODEL = ModelSpec(vocab_size=16384, d_model=512, n_layers=10, n_heads=8, d_ff=1408, context=1024)
@@ -164,7 +161,7 @@ class WrongStream:
 
     async def send(self, *parts: bytes | memoryview, **options: Any) -> None:
         frame = b"".join(parts)
-        if len(frame) > blob_hash.RANGE // 2:
+        if len(frame) > blob_hash.RANGE_BYTES // 2:
             frame = bytes([frame[0] ^ 1]) + frame[1:]
         await self._stream.send(frame, **options)
 
@@ -189,22 +186,16 @@ class Holder:
         self.transport = transport
         self.storage = Storage(folder)
 
-        async def nobody() -> list[str]:
-            return []
-
-        async def reach(peer: str) -> None: ...
-
         self.exchange = Exchange(
-            manifest(), transport, self.storage, Emitter("holder", lambda event: None), reach=reach, peers=nobody,
-            uplink=Uplink(limit),
-        )  # fmt: skip
+            manifest(), self.storage, networks.network(transport, nodes=manifest().operators, limit=limit)
+        )
 
     def announce(self, who: Identity, node: BootstrapNode) -> None:
         """As in a session with the node, which the holder has not."""
         said = Announcement(
             run=manifest().run_id, peer=who.peer_id, addresses=self.transport.addresses, serial=int(time.time() * 1000)
         )
-        assert node.roster.take(who.peer_id, sealed.seal(who, said)) is not None
+        assert node.roster.add(who.peer_id, encoding.seal(who, said)) is not None
 
 
 @contextlib.asynccontextmanager
@@ -215,8 +206,8 @@ async def network(folder: Path, limit: int | None = None, cheats: int = 0) -> As
     archive = Archive(folder / "bootstrap", run)
     boot = await p2p.start(key, host="127.0.0.1", validate=directory.valid_record(manifest().run_id))
     emit = Emitter("bootstrap", lambda event: None)
-    serving = BootstrapNode(run, tiny.OPERATOR, boot, archive, emit)
-    node = asyncio.create_task(serve_bootstrap(serving, boot, emit))
+    serving = BootstrapNode(tiny.OPERATOR, boot, archive, emit)
+    node = asyncio.create_task(serving.serve())
     holders = []
     try:
         for index in range(HOLDERS):
@@ -275,10 +266,10 @@ async def join(name: str, folder: Path, address: str) -> None:
         bootstrap=[address],
         validate=directory.valid_record(manifest().run_id),
     )
-    config = JoinConfig(folder=path, device="cpu", memory_bytes=1 << 40, up_bps=10**9, down_bps=10**9)
+    machine = machines.machine(path, 1 << 40, nodes=[address], up_bps=10**9, down_bps=10**9)
     emit = Emitter(name, hear)
     made = Factories(text=held_out_text, inner_loop=inner_loop)
-    peer = Peer(run, identity(name), transport, storage, config, [address], emit, made)
+    peer = Peer(run, identity(name), transport, storage, machine, emit, made)
     work = asyncio.create_task(peer.run())
     done = asyncio.create_task(ready.wait())
     await asyncio.wait({work, done}, return_when=asyncio.FIRST_COMPLETED)

@@ -294,7 +294,7 @@ def of_daemon(rounds: int, inner_steps: int) -> bool:
     trained: dict[int, list[float]] = {}
     for line in lines:
         if line["event"] == "step":
-            trained.setdefault(line["round"], []).append(turns.without(line["time"] - line["seconds"], line["time"]))
+            trained.setdefault(line["round"], []).append(turns.without(line["at"] - line["seconds"], line["at"]))
     found: list[tuple[float, float, float]] = []
     for r in sorted(decided):
         if r - 1 in decided and r in trained and {r - 1, r} <= processor.keys():

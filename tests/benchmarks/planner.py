@@ -29,11 +29,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bootstrap.latest_job import LatestJob
+from bootstrap.background_jobs import LatestJob
 from protocol.planning.arrange import Arranged, arrange
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Decided, Lead, MakePlan, Planned, Propose, Ready
-from protocol.round.questions import Question
+from protocol.round.leader_events import Decided, Lead, MakePlan, Planned, Propose, Question, Ready
 from protocol.wire.commit import Commit
 from tests import bounds, plans
 
@@ -203,7 +202,7 @@ async def beside(question: Question) -> tuple[Planned, list[float], list[float]]
     """The plan, the seconds from each beat to the next while it was made, and before that while nothing was done."""
     answered: asyncio.Queue[Planned] = asyncio.Queue()
     planning = LatestJob[Question, Planned](
-        "planner", lambda asked: Planned(asked, asked.answer()), answered.put_nowait, pause=0.0
+        "planner", lambda asked: Planned(asked, asked.answer()), answered.put_nowait, retry_seconds=0.0
     )
     working = asyncio.create_task(planning.run())
     end = time.perf_counter() + IDLE_SECONDS

@@ -37,21 +37,20 @@ from typing import Any
 
 import psutil
 
-from peer.chain.connect import Pipes
+from peer.chain.connect import PipelineStreams
 from peer.net import keyfile, p2p
 from peer.net.address import host_of, is_public
-from peer.net.base import Ended, Stream, Transport, call, serve_calls
+from peer.net.base import Clock, Ended, Stream, Transport, call, serve_calls
 from peer.net.blobs import NO_ROUND, BlobServer, BlobStore, Fetcher
-from peer.net.clock import Clock
-from peer.net.dial_back import DialBack
+from peer.net.reach import DialBackServer
 from peer.net.relay import RelayedTransport, RelayServer
 from peer.net.uplink import Uplink
 from peer.node.open_run import KEY, Door, Run
-from peer.node.way_in import WayIn
+from peer.node.way_in import NetworkStart
 from protocol.errors import RemoteError
 from protocol.wire import endpoints
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from tests import tiny
+from tests import networks, tiny
 from tests.benchmarks.chain import Processes, heard, say
 from tests.lab import beside, lab
 
@@ -79,7 +78,7 @@ async def be_relay(folder: Path, host: str) -> None:
     transport = await p2p.start(folder / "relay", host=host, validate=lambda *_: False)
     server = RelayServer(transport, LIMIT, lambda peer: True)
     await server.serve()
-    await DialBack(transport, Clock()).serve()
+    await DialBackServer(transport, Clock()).serve()
     say(address=transport.addresses[0], peer=transport.peer_id)
     await heard()
     say(ready=True)
@@ -101,7 +100,7 @@ class Home:
         self.direct = direct
         self.store = BlobStore(folder / "blobs")
         self.addresses: dict[str, list[str]] = {}
-        self.pipes = Pipes(transport, self.reach, lambda peer: None, Uplink(limit))
+        self.pipes = PipelineStreams(networks.network(transport, self.reach, limit=limit))
         self.blob = os.urandom(BLOB)
         self.uplink = Uplink(limit)
         self.held: list[asyncio.Task[None]] = []
@@ -198,11 +197,11 @@ async def be_home(folder: Path, name: str, relays: Sequence[str], limit: int | N
     key = keyfile.load_or_create(own / KEY)
     nodes = tuple(address.rpartition("/p2p/")[2] for address in relays)
     manifest = tiny.manifest(operators=nodes)
-    way_in = WayIn(Run(None, manifest.run_id, tuple(relays)), own, Door(host="0.0.0.0"))
+    way_in = NetworkStart(Run(None, manifest.run_id, tuple(relays)), own, Door(host="0.0.0.0"))
     transport = await way_in.start()
     await transport.connect(relays, timeout=20.0)
     began = time.monotonic()
-    transport, found = await way_in.settle(transport, manifest)
+    transport, found = await way_in.find_reach(transport, manifest)
     assert found is not None
     settled = time.monotonic() - began
     home = Home(await RelayedTransport.begin(transport, key, nodes), transport, own / "files", limit)

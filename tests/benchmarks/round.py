@@ -101,7 +101,9 @@ def measure(places: Places, millions: float, rounds: int, overlap: int) -> dict[
         parts = [breakdown(swarm, peers, n) for n in range(2, rounds + 2)]
         phases = [e.fields["seconds"] for p in peers for e in swarm.events(p) if e.kind == "round"]
         commits = [e.fields for e in swarm.events(NODE) if e.kind == "commit"]
-    payload = statistics.median(c["bytes"] for commit in commits for c in commit["contributions"])
+    payload = statistics.median(
+        sum(s["size"] for s in c["shares"]) for commit in commits for c in commit["contributions"]
+    )
     sent = [(marks[-1][p][0] - marks[0][p][0]) / rounds for p in peers]
     received = [(marks[-1][p][1] - marks[0][p][1]) / rounds for p in peers]
     shared = len({tuple(prefix) for _, prefix in places.values()}) == 1

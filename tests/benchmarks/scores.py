@@ -1,10 +1,10 @@
-"""Scores: who of eight replicas is found by what others measure of its updates, after how many rounds, and who wrongly. Prints the tables of docs/results/scores.md.
+"""Scores: who of eight replicas is found by what others measure of its updates, after how many rounds, and who wrongly. Prints the tables of docs/results/judging.md.
 
     python -m tests.benchmarks.scores ROWS.jsonl [--cells honest:0 text:2 ...] [--seeds 0] [--alone]     trains what ROWS.jsonl lacks
     python -m tests.benchmarks.scores ROWS.jsonl --table                                               prints them
 
 The runs are those of tests/benchmarks/teachers.py, and so are the attacks. Each contribution that counts in a round is scored as a peer scores it
-(peer/node/scoring.py), on SEQUENCES of each kind of text, and the book (protocol/ledger/marks.py) is that which ships. All three scorers
+(peer/node/evaluating.py), on SEQUENCES of each kind of text, and the book (protocol/ledger/scoring.py) is that which ships. All three scorers
 would find the same, so one measures for them. Whoever is found bad is out for the rest of the run. `--alone`: the rule of
 judging only clips, so that nothing but scores finds anybody.
 """
@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from peer.node.scoring import STEP
+from peer.node.evaluating import STEP
 from peer.training import inference
-from protocol.ledger.marks import Book, Scored
+from protocol.ledger.scoring import ScoreBook, Scored
 from protocol.run.manifest import JudgingSpec
-from protocol.wire.score import Mark
+from protocol.wire.claims import Mark
 from tests.benchmarks import teachers
 from tests.benchmarks.teachers import MODEL, REPLICAS, ROUNDS, SEQUENCE, STEPS, Sent
 
@@ -42,7 +42,7 @@ class Run(teachers.Run):
         super().__init__(name, bad, seed, True)
         if alone:
             self.made = dataclasses.replace(self.made, judging=JudgingSpec(agreement=0.0, copies=1.0))
-        self.book, self.found, self.scored_seconds = Book(), list[tuple[int, int]](), 0.0
+        self.book, self.found, self.scored_seconds = ScoreBook(), list[tuple[int, int]](), 0.0
         self.gains: list[tuple[bool, float, float]] = []
         self.scales: list[float] = []
         starts = np.arange((len(self.held_out) - 1) // SEQUENCE) * SEQUENCE

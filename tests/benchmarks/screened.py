@@ -21,13 +21,13 @@ from torch import Tensor
 from peer.chain import quantize
 from peer.chain.frames import BACKWARD, FORWARD
 from peer.chain.screening import Place, Screen, Screens, log_rms
-from peer.demo.text import SEQUENCE, demo_corpus
+from peer.demo.recipe import SEQUENCE, demo_corpus
 from peer.state.outer_optimizer import Outer
-from peer.training.schedule import Pace
+from peer.training.optimizer import Pace
 from peer.training.trainer import StageTrainer
 from protocol.codec import subspace
-from protocol.codec.settings import Codec
-from protocol.run import data_order, init, layout
+from protocol.codec.formats import Codec
+from protocol.run import corpus, init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import TrainSpec
 
@@ -73,7 +73,7 @@ def honest(kind: int, sender: int, micro: int, x: Tensor) -> Tensor:
 
 class Chain:
     """The stages and their peers' screens. `cuts`: where each stage but the first begins, in blocks. `said` hears of accusations, and may
-    raise; else the frame is used. `seed` is that of the text, the model and the screens' samples."""
+    raise; else the frame is used. `closest`: how near any neighbour came to being accused (`Screen.suspicion`), 1 if it was. `seed` is that of the text, the model and the screens' samples."""
 
     def __init__(self, setup: Setup, seed: int, said: Said) -> None:
         self.setup, self.said, self.seed = setup, said, seed
@@ -87,7 +87,7 @@ class Chain:
             lr=setup.lr, warmup_steps=setup.warmup_steps, total_steps=setup.rounds * setup.inner_steps,
             optimizer=setup.optimizer,
         )  # fmt: skip
-        self.outer = Outer(self.spec, Codec(topk=setup.topk, indices="fixed"), 0.95, 1.0)
+        self.outer = Outer(self.spec, Codec(topk=setup.topk), 0.95, 1.0)
         for shard in layout.shard_names(self.spec):
             self.outer.theta[shard] = list(init.initial_shard(self.spec, self.key, shard))
         self.basis = subspace.basis(self.key, setup.width, setup.rank) if setup.rank else None
@@ -96,6 +96,7 @@ class Chain:
         self.screens: dict[tuple[int, int], Screen] = {}
         self.cuts: tuple[int, ...] = ()
         self._own = dict[int, float]()
+        self.closest = 0.0
         self.corpus, self._moments = demo_corpus(), dict[str, NDArray[np.generic]]()
         step = setup.layers // setup.stages
         self.cut(tuple(step * i for i in range(1, setup.stages)))
@@ -158,7 +159,7 @@ class Chain:
     def _text(self, round: int, steps: int) -> Iterator[Tensor]:
         rows = self.setup.micro_batches * self.setup.rows
         for step in range(steps):
-            at = data_order.slots(round * self.setup.inner_steps * rows, step, rows)
+            at = corpus.slots(round * self.setup.inner_steps * rows, step, rows)
             ids = torch.tensor(self.corpus.slots(self.key, at).astype(np.int64)) % self.setup.vocabulary
             yield ids[:, : self.setup.sequence + 1]
 
@@ -191,6 +192,8 @@ class Chain:
             self._own[sender] = log_rms(back.sample(x))
         own = self._own.get(by, 0.0) if kind == BACKWARD else 0.0
         why = None if screen is None else screen.judge(screen.sample(came), ids.numpy(), own)
+        if screen is not None:
+            self.closest = max(self.closest, 1.0 if why is not None else screen.suspicion)
         if why is not None:
             self.said(by, sender, why)
         return came

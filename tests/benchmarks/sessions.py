@@ -43,7 +43,7 @@ from protocol.identity import Identity
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec
-from protocol.wire import encoding, endpoints, framing, sealed
+from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import VERSION, Announcement
 from protocol.wire.commit import Commit, Part, Record
 from protocol.wire.session import Announced, Attest, Finished, Heartbeat, Hello, Offer
@@ -150,7 +150,7 @@ def node_process(folder: Path, manifest: Manifest, report: Connection, profile: 
             elif isinstance(body, events.RunFinished):
                 over.set()
 
-        node = BootstrapNode(manifest, tiny.OPERATOR, transport, archive, emit)
+        node = BootstrapNode(tiny.OPERATOR, transport, archive, emit)
         server = await listen(folder / "node", {NODE: transport})
         report.send("listening")
         task = asyncio.create_task(node.run())
@@ -219,7 +219,7 @@ class Client:
             up_bps=10**7,
             serial=1,
         )
-        await stream.send(encoding.encode(Announced(sealed=sealed.seal(self.identity, about))))
+        await stream.send(encoding.encode(Announced(sealed=encoding.seal(self.identity, about))))
         beating = asyncio.create_task(self._beat(stream))
         try:
             while True:

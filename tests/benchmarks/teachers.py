@@ -1,4 +1,4 @@
-"""Bad teachers: what it costs when some of eight replicas train badly on purpose. Prints the table of docs/results/teachers.md.
+"""Bad teachers: what it costs when some of eight replicas train badly on purpose. Prints the table of docs/results/judging.md.
 
     python -m tests.benchmarks.teachers ROWS.jsonl [--cells honest:0 flip:1 ...] [--seeds 0]     trains what ROWS.jsonl lacks
     python -m tests.benchmarks.teachers ROWS.jsonl --table                                     prints it
@@ -169,7 +169,7 @@ class Run:
         ]
         if not self.defended:
             return [1.0] * len(sent)
-        before = judging.Before(
+        before = judging.PreviousRound(
             tuple(self.medians[-run_state.MEDIANS_KEPT :]), tuple(Update(u.__getitem__) for u in self.committed)
         )
         names = [hashlib.sha256(f"{number} {i}".encode()).hexdigest() for i in range(len(sent))]

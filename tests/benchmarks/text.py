@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from peer.net.uplink import Uplink
-from protocol.run import data_order
+from protocol.run import corpus
 from tests.text_swarm import STEP, L, Reader, TextSwarm, given, write_noise
 
 UPLINK_BPS = 100_000_000
@@ -29,14 +29,14 @@ async def train(reader: Reader, slot: int, slots: int, steps: int, seconds: floa
     """One round of one peer: how many of its steps waited."""
     reader.text.expect([range(slot, slot + slots)])
     waits = 0
-    task = asyncio.create_task(reader.text.sequences(data_order.slots(slot, 0, STEP)))
+    task = asyncio.create_task(reader.text.sequences(corpus.slots(slot, 0, STEP)))
     await asyncio.sleep(1.0)  # the outer step, of which others have seconds
     for step in range(steps):
         waits += not task.done()
         await task
         last = (step + 1) * STEP >= slots
         if not last:
-            task = asyncio.create_task(reader.text.sequences(data_order.slots(slot, step + 1, STEP)))
+            task = asyncio.create_task(reader.text.sequences(corpus.slots(slot, step + 1, STEP)))
         await asyncio.sleep(seconds)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

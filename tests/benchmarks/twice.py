@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from peer.chain.grad_norm import StepReport
 from peer.chain.pipeline import StageSetup, run_steps
-from peer.chain.timing import StepReport
 from peer.net.base import Stream
 from peer.training.trainer import make_worker
 from protocol.errors import PotluckError

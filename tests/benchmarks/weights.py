@@ -1,4 +1,4 @@
-"""Which weights serve replicas of unequal pace, and what is late work worth? Prints the table of docs/results/weights.md.
+"""Which weights serve replicas of unequal pace, and what is late work worth? Prints the table of docs/results/uneven.md.
 
     python -m tests.benchmarks.weights                              # every arm, three seeds
     python -m tests.benchmarks.weights --arms tokens root --seeds 1 --rounds 2
@@ -40,13 +40,14 @@ from pathlib import Path
 
 import torch
 
-from peer.corpus.reader import CorpusReader
+from peer.corpus.text import CorpusReader
 from peer.demo import recipe
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.state.outer_optimizer import Outer
-from peer.training.schedule import Pace
+from peer.training.optimizer import Pace
 from peer.training.trainer import StageTrainer
-from protocol.run import data_order, init, layout
+from protocol.run import init, layout
+from protocol.run.corpus import slots
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import Work
@@ -117,7 +118,7 @@ def _train(manifest: Manifest, corpus: CorpusReader, trainer: StageTrainer, work
     rows = work.micro_batches * manifest.train.rows
     before = trainer.pace.before
     for step in range(work.steps):
-        at = data_order.slots(work.slot, step, rows)
+        at = slots(work.slot, step, rows)
         trainer.forward(0, torch.tensor(corpus.slots(manifest.seed_bytes, at)))
         trainer.backward(0)
         norm = math.sqrt(sum(square for _, square in trainer.grad_sumsq()))

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from peer import events
-from peer.events import node, volunteer
 from peer.ui.contributors import Contributor
-from peer.ui.logged import LoggedRound
-from peer.ui.snapshot import Snapshot
 from peer.ui.state import State
+from protocol.wire.commit import Record
 
 PATH = Path(__file__).parents[2] / "docs" / "events.md"
 HEAD = """# Events
@@ -32,7 +30,7 @@ With `--json` every process of Potluck prints what happens as lines of JSON, one
 {example}
 ```
 
-`time` is in Unix seconds. `source` says which process it is: a peer by its peer id, `bootstrap`, or `monitor`.
+`at` is the time, in Unix seconds. `source` says which process it is: a peer by its peer id, `bootstrap`, or `monitor`.
 `event` is the kind; the other fields are the kind's own, in the tables below. Amounts are in bytes, seconds, bits per
 second (`_bps`) and nats per token (losses). Rounds count from 1 (round 0 is the first plan), and inner steps from 1 in
 each round; replicas, stages and blocks count from 0. Peers are named by their peer ids. A reader must pass over fields
@@ -40,32 +38,36 @@ and kinds that it does not know.
 
 `potluck monitor --json` prints the run as of now instead, an object a line whenever something has changed:
 [the state](#the-state), which its web page asks for as `/state.json`, too. It is bounded, and has no addresses. With
-`--once` it prints all that one look sees, the whole log and every announcement: [the snapshot](#the-snapshot). And
-`potluck log show --json` prints an object a line for each decided round: [the logged round](#the-logged-round).
+`--once` it prints one. `potluck log show --json` prints an object a line for each decided round:
+[the record](#the-record) with the field `digest`, the SHA-256 of its commit.
 `potluck log credits --json` prints one for each contributor: [the contributor](#the-contributor).
 """
 EXAMPLE = events.Event(1763820000.5, "bootstrap", events.Gone(peer="12D3KooW…"))
-OBJECTS = (State, Snapshot, LoggedRound, Contributor)
+OBJECTS = {State: "The state", Record: "The record", Contributor: "The contributor"}
 """What commands print besides events."""
-_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
+_WORDS = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    bytes: "hexadecimal text",
+    type(None): "null",
+}
 
 
 def documentation() -> str:
     """The whole document."""
     kinds = list(events.KINDS.values())
     parts: list[str] = [HEAD.format(example=EXAMPLE.to_json().encode().decode("unicode_escape"))]
-    for title, module in (("What a bootstrap node tells", node), ("What a peer tells", volunteer)):
+    for title, union in (("What a bootstrap node tells", events.OfNode), ("What a peer tells", events.OfPeer)):
         parts.append(f"## {title}\n")
-        told = [kind for kind in kinds if kind.__module__ == module.__name__]
-        parts += [_section(f"`{events.kind_of(kind)}`", kind) for kind in told]
+        parts += [_section(f"`{events.kind_of(kind)}`", kind) for kind in typing.get_args(union)]
     parts.append("## What `potluck monitor --json` prints\n")
-    parts.append(_section("The state", State))
-    parts.append("## What `potluck monitor --once --json` prints\n")
-    parts.append(_section("The snapshot", Snapshot))
+    parts.append(_section(OBJECTS[State], State))
     parts.append("## What `potluck log show --json` prints\n")
-    parts.append(_section("The logged round", LoggedRound))
+    parts.append(_section(OBJECTS[Record], Record))
     parts.append("## What `potluck log credits --json` prints\n")
-    parts.append(_section("The contributor", Contributor))
+    parts.append(_section(OBJECTS[Contributor], Contributor))
     parts.append("## The parts of these\n")
     named: list[type] = []
     for owner in (*kinds, *OBJECTS):
@@ -76,13 +78,24 @@ def documentation() -> str:
 
 
 def _section(title: str, cls: type) -> str:
-    hints = typing.get_type_hints(cls)
-    rows = "".join(
-        f"| `{field.name}` | {_type(hints[field.name])} | {meaning(cls, field.name)} |\n"
-        for field in dataclasses.fields(cls)
-    )
-    about = textwrap.fill(" ".join((inspect.getdoc(cls) or "").split()), 120)
-    return f"### {title}\n\n{about}\n\n| field | type | meaning |\n|---|---|---|\n{rows}"
+    hints, base = typing.get_type_hints(cls), extended(cls)
+    own = [field for field in public(cls) if base is None or field not in public(base)]
+    rows = "".join(f"| `{field.name}` | {_type(hints[field.name])} | {meaning(cls, field.name)} |\n" for field in own)
+    about = inspect.getdoc(cls) or ""
+    if base is not None:
+        about += f" It has the fields of {_type(base)}" + (", and:" if own else ".")
+    table = f"\n| field | type | meaning |\n|---|---|---|\n{rows}" if own or base is None else ""
+    return f"### {title}\n\n{textwrap.fill(' '.join(about.split()), 120)}\n{table}"
+
+
+def extended(cls: type) -> type | None:
+    """The message whose fields an event has."""
+    return next((base for base in cls.__bases__ if dataclasses.is_dataclass(base)), None)
+
+
+def public(cls: type) -> list[dataclasses.Field[Any]]:
+    """The fields that JSON has."""
+    return [field for field in dataclasses.fields(cls) if not field.name.startswith("_")]
 
 
 def _type(hint: Any) -> str:
@@ -96,7 +109,8 @@ def _type(hint: Any) -> str:
         return f"{_types(inner[1])} by name"
     if dataclasses.is_dataclass(hint):
         assert isinstance(hint, type)
-        return f"[{hint.__name__}](#object-{hint.__name__.lower()})"
+        anchor = OBJECTS.get(hint, f"Object {hint.__name__}").lower().replace(" ", "-")
+        return f"[{hint.__name__}](#{events.kind_of(hint) if hint in events.KINDS.values() else anchor})"
     return _WORDS[hint]
 
 
@@ -110,9 +124,12 @@ def _collect(hint: Any, into: list[type]) -> None:
     for inner in typing.get_args(hint):
         _collect(inner, into)
     if dataclasses.is_dataclass(hint):
-        for part in typing.get_type_hints(hint).values():
-            _collect(part, into)
+        hints = typing.get_type_hints(hint)
+        for field in public(hint):
+            _collect(hints[field.name], into)
         assert isinstance(hint, type)
+        if (base := extended(hint)) is not None:
+            _collect(base, into)
         if hint not in OBJECTS:
             into.append(hint)
 

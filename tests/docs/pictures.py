@@ -25,16 +25,14 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.terminal_theme import DIMMED_MONOKAI, TerminalTheme
 
-from peer.cli.watch import to_json
 from peer.events import Event
 from peer.node.open_run import Door, manifest_of, parse_run, read_manifest, start_transport
 from peer.ui import web
-from peer.ui.browsing import VIEWS, Browsing
-from peer.ui.monitor import Monitor
-from peer.ui.monitor_screen import MonitorScreen, draw
-from peer.ui.replay import Replay
+from peer.ui.monitor import Monitor, Replay
+from peer.ui.monitor_screen import VIEWS, Browsing, MonitorScreen, draw
+from peer.ui.run_view import RunView
 from peer.ui.screen import render
-from peer.ui.watched import Watched
+from peer.ui.state import to_json
 from protocol.run.manifest import Manifest
 from tests import tiny
 from tests.docs import recording
@@ -80,7 +78,7 @@ LAST_NEWS = 10.0
 """Seconds after the demo's end in which its monitor has seen that."""
 
 
-def view_of(watched: Watched, view: str, width: int, height: int) -> RenderableType:
+def view_of(watched: RunView, view: str, width: int, height: int) -> RenderableType:
     """One view of a monitor as a terminal of so many characters shows it."""
     first = watched.credits.table()
     return draw(watched, Browsing(view=view), width, height, me=first[0].peer if first else None)
@@ -161,7 +159,10 @@ def made_up(peers: int) -> MonitorScreen:
 @contextlib.contextmanager
 def served(screen: MonitorScreen) -> Iterator[str]:
     """The address of the web page of a monitor that knows this."""
-    page, state = web.page(), web.Fresh("application/json", lambda: to_json(screen.state()), lambda: screen.told)
+    page, state = (
+        web.page(),
+        web.CachedAnswer("application/json", lambda: to_json(screen.state()), lambda: screen.changes),
+    )
     with web.Server(("127.0.0.1", 0), {"/": lambda: page, "/state.json": state}) as server:
         yield server.url
 
@@ -169,7 +170,7 @@ def served(screen: MonitorScreen) -> Iterator[str]:
 def of_documents(screen: MonitorScreen, many: MonitorScreen, folder: Path, browser: Browser) -> None:
     """Those that README and guides show."""
     (folder / "demo.svg").write_text(svg(render(screen.view, *DEMO), *DEMO, "potluck demo"), encoding="utf-8")
-    chains = view_of(screen.watched, "chains", *SHOWN)
+    chains = view_of(screen.view, "chains", *SHOWN)
     (folder / "monitor.svg").write_text(svg(chains, *SHOWN, "potluck monitor"), encoding="utf-8")
     crowd = view_of(many.watched, "run", *DEMO)
     (folder / "many.svg").write_text(svg(crowd, *DEMO, "potluck monitor"), encoding="utf-8")
@@ -182,7 +183,7 @@ def everything(screen: MonitorScreen, name: str, folder: Path, browser: Browser,
     """Each of the views at each size, and the web page; their names begin with `name`."""
     for view in views:
         for width, height in SIZES:
-            drawn, title = view_of(screen.watched, view, width, height), f"{name}-{view}-{width}x{height}"
+            drawn, title = view_of(screen.view, view, width, height), f"{name}-{view}-{width}x{height}"
             console = _console(width, height)
             console.print(drawn)
             (folder / f"{title}.txt").write_text(console.export_text(), encoding="utf-8")

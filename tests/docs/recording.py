@@ -23,12 +23,12 @@ from pathlib import Path
 from peer.events import Event
 from peer.node.open_run import Door, manifest_of, parse_run, start_transport
 from peer.ui.monitor import PEERS_A_POLL, Monitor
-from protocol.ledger import claims, evaluation
+from protocol.ledger import claims, run_state
 from protocol.run import manifest as manifests
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TrainSpec
+from protocol.wire.claims import Evaluation
 from protocol.wire.commit import Commit, Record
-from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan
 from tests import crowd, tiny
 from tests.watched import BEGAN, ROUND_SECONDS
@@ -68,7 +68,7 @@ class Measured(crowd.Signing):
     def record(self, before: Commit | None) -> Record:
         """The next record of the log; what was measured is in the commit after the round."""
         made = super().record(before)
-        if before is None or not before.round or not evaluation.is_due(self.manifest, before):
+        if before is None or not before.round or not run_state.evaluation_is_due(self.manifest, before):
             return made
         plain = Evaluation(
             peer="",
@@ -80,8 +80,7 @@ class Measured(crowd.Signing):
             sample="Fellow citizens of the Senate and House of Representatives: ⇒ I have the honor to report that the",
         )
         said = tuple(
-            claims.signed(self.keys[peer], before.digest, plain)
-            for peer in evaluation.evaluators(self.manifest, before)
+            claims.signed(self.keys[peer], before.digest, plain) for peer in run_state.evaluators(self.manifest, before)
         )
         return tiny.record(dataclasses.replace(made.commit, evaluations=said))
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from protocol.quorum import acceptor, leadership, paxos
-from protocol.quorum.table import Table, Transition
-from protocol.round import leader, member, overlap
+from protocol.quorum import acceptor, leadership, paxos, paxos_events
+from protocol.quorum.table import Row, Table
+from protocol.round import leader, leader_events, member, member_events
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "docs" / "state-machines.md"
@@ -43,19 +43,19 @@ every few seconds; the tables do not repeat it.
 
 @dataclass(frozen=True)
 class Machine:
-    """A table, and the module that follows it."""
+    """A table, and the module or class that follows it."""
 
     title: str
-    module: ModuleType
+    owner: ModuleType | type
     table: Table[Any]
 
 
 MACHINES = (
-    Machine("The volunteer", member, member.TABLE),
-    Machine("Training ahead", overlap, overlap.TABLE),
-    Machine("The round, as a bootstrap node sees it", leader, leader.TABLE),
+    Machine("The volunteer", member, member_events.TABLE),
+    Machine("Training ahead", member.Overlap, member.OVERLAP_TABLE),
+    Machine("The round, as a bootstrap node sees it", leader, leader_events.TABLE),
     Machine("Who leads", leadership, leadership.TABLE),
-    Machine("The proposer", paxos, paxos.TABLE),
+    Machine("The proposer", paxos, paxos_events.TABLE),
     Machine("The acceptor", acceptor, acceptor.TABLE),
 )
 
@@ -63,7 +63,7 @@ MACHINES = (
 # --- one row
 
 
-def cells(row: Transition[Any]) -> tuple[str, str, str, str, str]:
+def cells(row: Row[Any]) -> tuple[str, str, str, str, str]:
     """phase, event, next, effects, condition"""
     return (
         row.phase.name if row.phase else "any",
@@ -88,8 +88,9 @@ def document() -> str:
 
 
 def _section(machine: Machine) -> str:
-    path = machine.module.__name__.replace(".", "/") + ".py"
-    about = " ".join((machine.module.__doc__ or "").split("\n\n")[0].split())
+    module = getattr(machine.owner, "__module__", machine.owner.__name__)
+    path = module.replace(".", "/") + ".py"
+    about = " ".join((machine.owner.__doc__ or "").split("\n\n")[0].split())
     phases = "".join(f"| {name} | {words} |\n" for name, words in meanings(machine.table.phases).items())
     rows = "".join(f"| {' | '.join(cells(row))} |\n" for row in machine.table.rows)
     return f"""## {machine.title}
@@ -129,7 +130,7 @@ def diagram(table: Table[Any]) -> str:
     return "\n".join([*lines, *(f"    {phase.name} --> [*]" for phase in last)])
 
 
-def _label(row: Transition[Any]) -> str:
+def _label(row: Row[Any]) -> str:
     return row.event.__name__ if row.event else re.sub(r"[`;]", "", row.when.split(":")[0])
 
 

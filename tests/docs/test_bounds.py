@@ -186,16 +186,16 @@ def test_every_number_choice_and_list_of_a_manifest_is_in_the_table() -> None:
 
 def test_the_bounds_in_the_sentences_are_those_of_the_code() -> None:
     text = " ".join(GUIDE.split())
-    assert f"has more than {blob_hash.MAX_BLOB / 1e9:.1f} GB" in text
+    assert f"has more than {blob_hash.MAX_BLOB_BYTES / 1e9:.1f} GB" in text
     assert f"a frame of {framing.MAX_FRAME >> 20} MiB" in text
-    assert f"at most {manifests.MAX_BYTES >> 10} KiB" in text
-    assert f"to be read {init.MOST_READINGS:,} times at most" in text
+    assert f"at most {manifests.MAX_MANIFEST_BYTES >> 10} KiB" in text
+    assert f"to be read {init.MOST_EPOCHS:,} times at most" in text
     assert not takes(["model", "d_model"], 3), "RoPE turns pairs"
 
 
 def test_the_options_of_init_have_the_bounds_that_the_guide_states() -> None:
     bounds = {}
-    for name, hint in typing.get_type_hints(init.init, include_extras=True).items():
+    for name, hint in typing.get_type_hints(init.InitOptions, include_extras=True).items():
         option = next((given for given in getattr(hint, "__metadata__", ()) if isinstance(given, OptionInfo)), None)
         if option is not None and option.min is not None:
             bounds[name.replace("_", "-")] = (option.min, option.max)

@@ -15,8 +15,8 @@ import typer.main
 import yaml
 from typer.core import TyperGroup
 
-from peer.cli.alive import ALIVE, TOUCH_SECONDS
 from peer.cli.main import app
+from peer.cli.running import ALIVE, TOUCH_SECONDS
 from tests.images import FOLDER, IMAGES, KINDS, Image
 from tests.tiny import OPERATOR
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from peer.cli.main import main
 from peer.demo import swarm
-from peer.demo.recipe import DemoOptions, make_manifest
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import DemoOptions, demo_corpus, make_manifest
 from peer.events import Event
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import DataSpec, Manifest
@@ -34,7 +33,7 @@ def options(out: Path, **changes: Any) -> DemoOptions:
         "chains": 0,
         "stages": 2,
         "spares": 0,
-        "rank": (0,),
+        "rank": "0",
         "inner_steps": 1,
         "seed": 0,
         "device": "cpu",

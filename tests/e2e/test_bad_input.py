@@ -16,10 +16,10 @@ import pytest
 
 from bootstrap.archive import Archive
 from peer.cli import main
-from peer.corpus.reader import CHUNKS, CorpusReader
+from peer.corpus.text import CHUNKS, CorpusReader
 from peer.demo import recipe
 from peer.net import keyfile
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.state.storage import Checkpoint, Storage
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
@@ -204,7 +204,7 @@ def test_a_bootstrap_node_with_a_corpus_that_was_built_for_another_run(
 
 def test_a_bootstrap_node_whose_corpus_misses_a_chunk(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = corpus_of(run_file)
-    chunk = CorpusReader(folder, LocalDisk()).index.chunk(0).name
+    chunk = CorpusReader(folder, Disk()).index.chunk(0).name
     (folder / CHUNKS / chunk).unlink()
     line = potluck(capsys, "bootstrap", run_file, "--dir", run_file.parent / "boot", "--corpus", folder)
     assert f"1 of its chunks are missing or cut off, such as {chunk[:12]}…; " in line

@@ -13,19 +13,18 @@ import pytest
 
 from peer import events
 from peer.cli.main import main
-from peer.corpus.reader import CHUNKS, CorpusReader
-from peer.corpus.text import LocalText, Text, open_corpus
+from peer.corpus.text import CHUNKS, CorpusReader, LocalText, Text, open_corpus
 from peer.demo import swarm
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.events import from_json
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.node.inner_loop import StageInnerLoop
-from peer.node.orders import Result
 from peer.node.peer import Factories
+from peer.node.training import Result
 from peer.state.outer_optimizer import Accumulate
 from peer.state.storage import Shards
 from peer.training.trainer import StageTrainer
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.errors import LocalError
 from protocol.round.member_events import TrainOrder
 from protocol.run import layout
@@ -49,7 +48,7 @@ REQUIRED = [
 
 def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(tmp_path: Path) -> None:
     """P1 with a full replica and two chains of different k; and the oracle between transports."""
-    mixed = {"full": 1, "chains": 2, "rank": (8, 4), "inner_steps": 2}
+    mixed = {"full": 1, "chains": 2, "rank": "8,4", "inner_steps": 2}
     near = swarms.run(swarms.options(tmp_path / "memory", **mixed))
     far = swarms.run(swarms.options(tmp_path / "hivemind", **mixed, in_memory=False))
     assert set(REQUIRED) <= set(far)
@@ -83,7 +82,7 @@ def test_accelerators_give_the_bits_of_peers_without(tmp_path: Path) -> None:
                 worked.add((self.peer, shard))
             return found
 
-    mixed = {"full": 1, "chains": 1, "rank": (8,)}
+    mixed = {"full": 1, "chains": 1, "rank": "8"}
     expected = swarms.run(swarms.options(tmp_path / "host", **mixed))
     chosen = swarms.options(tmp_path / "device", **mixed)
     manifest = swarms.manifest(chosen)
@@ -108,8 +107,8 @@ def measured(manifest: Manifest, rank: int, first: events.Chain, last: events.Ch
     tokens, chain = manifest.train.step_tokens, manifest.chains
     for step in (first, last):
         assert 0 < step.busy_s + step.wait_forward_s + step.wait_backward_s <= step.seconds + 0.003
-    assert first.forward_bytes > tokens * boundary_formats.bytes_per_token(chain.forward, rank)
-    assert last.backward_bytes > tokens * boundary_formats.bytes_per_token(chain.backward, rank)
+    assert first.forward_bytes > tokens * formats.bytes_per_token(chain.forward, rank)
+    assert last.backward_bytes > tokens * formats.bytes_per_token(chain.backward, rank)
     assert first.activations is last.gradients is None
     for means in (first.gradients, last.activations):
         assert means is not None
@@ -120,12 +119,12 @@ def measured(manifest: Manifest, rank: int, first: events.Chain, last: events.Ch
 def test_a_peer_whose_corpus_misses_a_chunk_sits_out_and_the_others_go_on(tmp_path: Path) -> None:
     chosen = swarms.options(tmp_path / "run")
     broken = shutil.copytree(demo_corpus().folder, tmp_path / "corpus")
-    index = CorpusReader(broken, LocalDisk()).index
+    index = CorpusReader(broken, Disk()).index
     chunk, digest = index.chunk(0).name, index.digest
     (broken / CHUNKS / chunk).unlink()
 
     async def read_broken(manifest: Manifest, *_: Any) -> Text:
-        return LocalText(open_corpus(broken, LocalDisk(), manifest), manifest.seed_bytes)
+        return LocalText(open_corpus(broken, Disk(), manifest), manifest.seed_bytes)
 
     without = {"full-1": Factories(text=read_broken)}
     asyncio.run(asyncio.wait_for(swarm.run(chosen, main, swarms.manifest(chosen), without), swarms.DEADLINE))

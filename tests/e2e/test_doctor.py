@@ -19,12 +19,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from peer.cli import examination, findings
-from peer.cli.findings import BAD, GOOD, HERE, THERE, UNKNOWN, WARNING, Finding
-from peer.net.clock import Clock
-from peer.net.disk import LocalDisk
+from peer.cli import doctor
+from peer.cli.doctor import BAD, GOOD, MACHINE_STEPS, RUN_STEPS, UNKNOWN, WARNING, Finding
+from peer.net.base import Clock
+from peer.net.disk import Disk
 from peer.net.sockets import SocketFolder
-from protocol.wire import sealed
+from protocol.wire import encoding
 from protocol.wire.announcement import NODE_DEVICE, VERSION, Announcement
 from tests import crowd, tiny
 from tests.benchmarks import doctor as promises
@@ -184,7 +184,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_use(tmp_path: Path) -> None:
-    lock = LocalDisk().lock(tmp_path / "b", "potluck process")
+    lock = Disk().lock(tmp_path / "b", "potluck process")
     found, works = examined("--dir", tmp_path / "b")
     lock.close()
     assert not works
@@ -335,7 +335,7 @@ def test_a_node_that_hangs(run_file: Path, tmp_path: Path) -> None:
 def test_it_ends_in_time_whatever_hangs(swarm: Swarm, tmp_path: Path, hangs: str, within: int) -> None:
     """Somebody at the address who says nothing, a folder whose lock is a pipe that nobody reads, so that whoever opens it hangs within the
     system, and PyTorch, which is never imported. None of it ever ends."""
-    assert findings.WITHIN_SECONDS + 2 * findings.GRACE_SECONDS < MINUTE
+    assert doctor.WITHIN_SECONDS + 2 * doctor.GRACE_SECONDS < MINUTE
     folder, env = tmp_path / "b", {}
     folder.mkdir()
     os.mkfifo(folder / "lock")
@@ -347,7 +347,7 @@ def test_it_ends_in_time_whatever_hangs(swarm: Swarm, tmp_path: Path, hangs: str
         found, works = examined(line, "--dir", folder, "--host", "127.0.0.1", env=env, within=within)
     assert works is None
     first = next(about for about, one in found.items() if one.state == UNKNOWN)
-    steps = (*HERE, *THERE)
+    steps = (*MACHINE_STEPS, *RUN_STEPS)
     never = steps[steps.index(first) :]
     assert hangs in never, "on a slow machine not even that was begun"
     assert tuple(found)[-len(never) :] == never
@@ -404,7 +404,7 @@ def test_another_version(tmp_path: Path, version: int, named: str) -> None:
         said = Announcement(
             run=node.made.manifest.run_id, peer=tiny.OPERATOR.peer_id, device=NODE_DEVICE, version=version, serial=int(1000 * time.time())
         )  # fmt: skip
-        node.heard.take(tiny.OPERATOR.peer_id, sealed.seal(tiny.OPERATOR, said))
+        node.heard.add(tiny.OPERATOR.peer_id, encoding.seal(tiny.OPERATOR, said))
 
     with crowd.living(tmp_path / "node", spoil) as line:
         found, works = examined(line, "--dir", tmp_path / "b", "--host", "127.0.0.1")
@@ -421,7 +421,7 @@ def test_one_operator_of_three_does_not_decide_what_the_time_is() -> None:
         for o, s in zip(tiny.OPERATORS, (2**53, now, now), strict=False)
     ]
     for some in (nodes, [dataclasses.replace(nodes[0], serial=0), *nodes[1:]]):
-        examination.check_nodes(some, Clock(), found.append)
+        doctor.check_nodes(some, Clock(), found.append)
     assert [one.state for one in found] == [GOOD] * 4
 
 

@@ -26,7 +26,7 @@ from peer.node.open_run import NobodyThere
 from peer.ui.monitor import BadLog
 from protocol.errors import LocalError, PotluckError, RemoteError, UsageError
 from protocol.identity import IdentityError
-from protocol.ledger.kept import Kept
+from protocol.ledger.history import Kept
 from protocol.wire import endpoints, framing, logfile
 from tests import crowd, systemd, tiny
 from tests.docs.errors import classes

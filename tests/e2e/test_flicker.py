@@ -105,7 +105,7 @@ WATCH = """
 @pytest.mark.parametrize("phone", [False, True])
 def test_a_page_changes_what_is_news_and_nothing_else(phone: bool) -> None:
     screen = made_up(LARGE)
-    made, newest = MadeUp(LARGE), max(screen.watched.view.committed)
+    made, newest = MadeUp(LARGE), screen.view.losses[-1][0]
     with served(screen) as url, Browser() as browser:
         page = browser.open(url, *((390, 844) if phone else (1280, 900)), dark=False, ready=READY)
         page.does(WATCH)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from peer.cli.init import MANIFEST, NODE
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.events import from_json
 from tests.faults.processes import DEADLINE
 from tests.support import potluck

@@ -11,7 +11,7 @@ import pytest
 
 from peer.corpus.tokenizer import load_tokenizer
 from peer.demo import recipe
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.events import Event
 from peer.log import replay
 from peer.node.evaluating import PROMPT_IDS, SAMPLE_IDS
@@ -50,17 +50,15 @@ def test_the_log_has_the_held_out_loss_of_its_states(tmp_path: Path) -> None:
             """A round after the first of whose state this one has said what it measured."""
 
             def has_it(event: Event) -> bool:
-                if event.kind != "evaluated" or not event.fields["round"]:
-                    return False
-                return who in {x["peer"] for x in event.fields["evaluations"]}
+                return event.kind == "commit" and who in {x["peer"] for x in event.fields["evaluations"] if x["round"]}
 
-            return int(swarm.wait(NODE, has_it, f"an evaluation by {who}").fields["round"])
+            commit = swarm.wait(NODE, has_it, f"an evaluation by {who}").fields
+            return int(commit["evaluations"][0]["round"])
 
         newest = max(map(by, (*peers, operator)))
-        own = swarm.wait(names[0], lambda e: e.kind == "evaluated" and e.fields["round"] > 0, "a peer's news of it")
-        assert own.fields["evaluations"]
-        seen = json.loads(potluck("monitor", swarm.addresses[0], "--once", "--json"))
-        told = [x for c in seen["commits"] for x in c["evaluations"]]
+        swarm.wait(names[0], lambda e: e.kind == "round" and bool(e.fields["evaluations"]), "a peer's news of it")
+        lines = potluck("log", "show", swarm.addresses[0], "--json").splitlines()
+        told = [x for line in lines for x in json.loads(line)["commit"]["evaluations"]]
         assert {x["peer"] for x in told} == peers | {operator}
         assert max(x["round"] for x in told) >= newest
         assert "held out" in potluck("monitor", swarm.addresses[0], "--once")

@@ -47,7 +47,9 @@ def test_it_trains_in_its_hours_and_leaves_and_comes_back_without_a_hand(tmp_pat
             def has_them(event: Event) -> bool:
                 if event.kind != "commit" or event.fields["round"] <= head:
                     return False
-                return {p for c in event.fields["contributions"] if c["tokens"] for p in c["peers"]} == peers
+                return {
+                    p for c in event.fields["contributions"] if c["tokens"] for p in (s["peer"] for s in c["shares"])
+                } == peers
 
             swarm.wait(NODE, has_them, f"a round of {peers}", after=len(seen))
 

@@ -43,7 +43,7 @@ class Done:
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Two full replicas and a chain of two, three rounds."""
     out = tmp_path_factory.mktemp("log") / "run"
-    chosen = swarms.options(out, full=2, chains=1, rank=(8,))
+    chosen = swarms.options(out, full=2, chains=1, rank="8")
     return Done(out, out / "bootstrap", swarms.manifest(chosen), swarms.run(chosen))
 
 
@@ -162,13 +162,13 @@ def test_show_tells_who_did_what(done: Done, potluck: Potluck) -> None:
 def test_show_as_json_has_one_object_per_round(done: Done, potluck: Potluck) -> None:
     lines, _ = potluck("show", done.folder, "--json")
     rounds = [json.loads(line) for line in lines]
-    assert [r["round"] for r in rounds] == [0, 1, 2, 3]
-    assert rounds[0]["parent"] == done.manifest.run_id
-    assert [r["parent"] for r in rounds[1:]] == [r["digest"] for r in rounds[:-1]]
-    for r in rounds[1:]:
-        assert sum(c["weight"] for c in r["contributions"]) == pytest.approx(1)
-        assert [c["kind"] for c in r["contributions"]].count("chain") == 1
-        assert all(c["norm"] > 0 and c["bytes"] > 0 and c["peers"] for c in r["contributions"])
+    commits = [r["commit"] for r in rounds]
+    assert [c["round"] for c in commits] == [0, 1, 2, 3]
+    assert [c["parent"] for c in commits] == [done.manifest.run_id, *(r["digest"] for r in rounds[:-1])]
+    for r, decided in zip(rounds, commits, strict=True):
+        assert r["votes"].keys() == {decided["leader"]}
+        assert all(c["tokens"] > 0 and c["shares"][0]["size"] > 0 for c in decided["contributions"])
+        assert len(decided["contributions"]) == (3 if decided["round"] else 0)
 
 
 def test_who_was_left_out_and_who_diverged_is_shown(copy: Done, potluck: Potluck) -> None:
@@ -190,9 +190,8 @@ def test_who_was_left_out_and_who_diverged_is_shown(copy: Done, potluck: Potluck
     assert re.search(r"^  0 \w+ .*left out: peer \[2J: gone  \w{8}", text, re.M)
     assert re.search(r"^  diverged +\w{8} in block\.1 after round 1$", text, re.M)
     assert "\x1b" not in text
-    left = json.loads(potluck("show", copy.folder, "--json")[0][2])["left_out"]
-    assert left[0]["kind"] in ("full", "chain")
-    assert left[0]["peers"]
+    (left,) = json.loads(potluck("show", copy.folder, "--json")[0][2])["commit"]["left_out"]
+    assert left["reason"] == "peer\x1b[2J: gone", "as it is in the log"
 
 
 # --- verify
@@ -438,7 +437,7 @@ def test_over_hivemind_from_a_node_that_runs_again(done: Done, tmp_path: Path) -
         assert event["event"] == "listening"
         address = event["address"]
         shown = [json.loads(line) for line in potluck("show", address, "--json")]
-        assert [r["round"] for r in shown] == [0, 1, 2, 3]
+        assert [r["commit"]["round"] for r in shown] == [0, 1, 2, 3]
         assert potluck("verify", address)[-1] == f"state after round 3: {done.result['state_digest']}"
         path = a_payload(folder, 2, "block.1")
         path.write_bytes(path.read_bytes()[:-1] + b"\xff")

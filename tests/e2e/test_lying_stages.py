@@ -52,8 +52,8 @@ def test_a_stage_that_lies_is_replaced_within_the_round_and_in_no_chain_afterwar
         round = changes(swarm)[before].fields["round"]
         swarm.until(lambda: swarm.round() >= round + AFTER, "the rounds after it")
         (commit,) = [e for e in swarm.commits() if e.fields["round"] == round]
-        (work,) = [c for c in commit.fields["contributions"] if len(c["peers"]) == STAGES]
-        assert work["peers"] == expected, "the work of the round counts"
+        (work,) = [c for c in commit.fields["contributions"] if len(c["shares"]) == STAGES]
+        assert [share["peer"] for share in work["shares"]] == expected, "the work of the round counts"
         assert all((e.fields["round"], e.fields["peers"]) == (round, expected) for e in changes(swarm)[before:]), (
             "no other change"
         )

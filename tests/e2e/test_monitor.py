@@ -83,14 +83,14 @@ def address(errors: Path, monitor: subprocess.Popen[bytes]) -> str:
 
 
 def once(address: str, run: str) -> None:
-    """One picture, one snapshot, and the first line of the stream, each by a process of its own."""
+    """One picture, one state, and the first line of the stream, each by a process of its own."""
     size = os.environ | {"COLUMNS": "100", "LINES": "30"}
     picture = potluck.run("monitor", address, "--once", text=True, timeout=DEADLINE, check=True, env=size).stdout
     assert f"run {run[:8]}" in picture
     assert "2 full, 0 chain" in picture
     assert max(map(len, picture.splitlines())) <= 100
-    snapshot = potluck.run("monitor", address, "--once", "--json", text=True, timeout=DEADLINE, check=True).stdout
-    assert json.loads(snapshot)["commits"][0]["round"] == 0
+    state = potluck.run("monitor", address, "--once", "--json", text=True, timeout=DEADLINE, check=True).stdout
+    assert json.loads(state)["run"] == run
     with potluck.Popen("monitor", address, "--json", stdout=subprocess.PIPE, text=True) as stream:
         assert stream.stdout is not None
         first, second = (json.loads(stream.stdout.readline()) for _ in range(2))

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from peer.ui.names import LONGEST, harmless_name
-from protocol.wire import sealed
+from peer.ui.text import LONGEST_NAME, harmless_name
+from protocol.wire import encoding
 from protocol.wire.announcement import Announcement
 from tests import crowd
 from tests.docs.browser import NAMES, Browser
@@ -61,7 +61,7 @@ def spoil(node: crowd.Node) -> None:
     node.hear(2)
     who = next(iter(node.made.keys.values()))
     about = Announcement(run=node.made.manifest.run_id, peer=who.peer_id, serial=2**40, name=MOST)
-    assert node.heard.take(who.peer_id, sealed.seal(who, about)) is None
+    assert node.heard.add(who.peer_id, encoding.seal(who, about)) is None
 
 
 def said(*words: object) -> str:
@@ -75,7 +75,7 @@ def said(*words: object) -> str:
 
 def harmless(text: str) -> str:
     assert (found := STEERS.search(text)) is None, text[max(0, found.start() - 80) : found.end() + 80]
-    assert "x" * (LONGEST + 1) not in text
+    assert "x" * (LONGEST_NAME + 1) not in text
     return text
 
 
@@ -116,9 +116,9 @@ def test_names_reach_every_screen_as_harmless_text(tmp_path: Path) -> None:
             of_data(json.loads(row))
         assert "left out" in harmless(said("log", "show", line))
         harmless(said("plan", line))
-        snapshot = json.loads(said("monitor", line, "--once", "--json"))
-        of_data(snapshot)
-        assert {p["name"] for p in snapshot["peers"]} >= {name.partition("·")[0] for name in names}
+        state = json.loads(said("monitor", line, "--once", "--json"))
+        of_data(state)
+        assert {p["name"] for p in state["peers"]} >= set(names)
         assert any(name in harmless(said("monitor", line, "--once")) for name in names)
         with watching(line, "--metrics", "0", width=160, height=50, keys=True) as watched:
             page = of_all(watched, names)

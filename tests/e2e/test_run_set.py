@@ -80,9 +80,11 @@ def test_a_run_ends_when_its_operators_say_so(tmp_path: Path) -> None:
                 in told
             )
             assert "strangers of one range: decided" in told
-        said = swarm.wait("node-2", lambda e: e.kind == "decreed", "the decree").fields
-        assert (said["action"], said["rounds"], said["total_steps"], said["reason"]) == ("set", last, 500, "enough")
-        assert said["limits"] == {"probation": 0, "share": 0.9, "range_sessions": 0, "range_share": 1.0}
+        said = swarm.wait("node-2", lambda e: e.kind == "commit" and bool(e.fields["decree"]), "the decree").fields
+        decree = said["decree"]["decree"]
+        assert (decree["action"], decree["reason"]) == ("set", "enough")
+        limits = {"probation": 0, "share": 0.9, "range_sessions": 0, "range_share": 1.0}
+        assert decree["schedule"] == {"rounds": last, "total_steps": 500, "limits": limits}
         for name in peers:
             swarm.start(name)
         for name in peers:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from peer.corpus.text import LocalText, Text
-from peer.demo.text import TOKENIZER, demo_corpus
+from peer.demo.recipe import TOKENIZER, demo_corpus
 from peer.log import replay
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.open_run import ASSETS
@@ -87,7 +87,7 @@ def test_who_teaches_the_opposite_is_found_by_scores_alone(tmp_path: Path) -> No
             assert plan is not None
             assert bad not in plan.peers
             assert len(plan.replicas) == PEERS, "nobody else is punished"
-            assert sum(e.kind == "scored" for e in swarm.peers["peer-0"].events) > 2
+            assert sum(e.kind == "round" and bool(e.fields["scores"]) for e in swarm.peers["peer-0"].events) > 2
         return commits
 
     commits = asyncio.run(work())

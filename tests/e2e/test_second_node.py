@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from peer.cli.init import MANIFEST, NODE
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from protocol.run.corpus import TOKENIZER
 from tests.e2e.typed import running, until
 from tests.faults.processes import DEADLINE

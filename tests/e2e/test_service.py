@@ -238,7 +238,7 @@ class Service:
 
     @staticmethod
     def works_in(event: Event, peer: str) -> bool:
-        return any(peer in c["peers"] and c["tokens"] for c in event.fields["contributions"])
+        return any(peer in [s["peer"] for s in c["shares"]] and c["tokens"] for c in event.fields["contributions"])
 
     def daemons(self) -> list[psutil.Process]:
         """Its processes but the first one."""

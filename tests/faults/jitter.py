@@ -25,8 +25,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from peer.ui import utilization
+from peer.ui import run_view
 from protocol.run.manifest import Manifest
+from protocol.wire.announcement import ChainReport
+from protocol.wire.schema import build
 from tests import tiny
 from tests.e2e import swarms
 from tests.faults import repair
@@ -63,23 +65,23 @@ class Uneven:
         self.peers = [campaign.ids()[name] for name in self.chain]
         self.reconfigs = 0
 
-    def named(self, bottleneck: utilization.Bottleneck) -> str:
+    def named(self, bottleneck: run_view.Bottleneck) -> str:
         return bottleneck.text(self.chain)
 
-    def expected(self, bottleneck: utilization.Bottleneck) -> bool:
+    def expected(self, bottleneck: run_view.Bottleneck) -> bool:
         """Whether it is the slow stage, or a link of the lossy one."""
         if bottleneck.what == "computing":
             return bottleneck.position == SLOW
         other = bottleneck.position + (-1 if bottleneck.what == "forward" else 1)
         return LOSSY in (bottleneck.position, other)
 
-    def monitor(self) -> utilization.Bottleneck:
+    def monitor(self) -> run_view.Bottleneck:
         """What `potluck monitor` says."""
         _, prefix = self.swarm.places[NODE]
         done = potluck.run("monitor", self.swarm.addresses[0], "--once", "--json", before=prefix, check=True)
         said = json.loads(done.stdout)["bottlenecks"]
         (found,) = said
-        return utilization.Bottleneck(self.peers.index(found["peer"]), found["what"], found["share"])
+        return run_view.Bottleneck(self.peers.index(found["peer"]), found["what"], found["share"])
 
     def moved(self) -> list[dict[str, Any]]:
         """All moves of blocks so far."""
@@ -89,13 +91,13 @@ class Uneven:
         """Waits for the commit of round `until`."""
         self.campaign.until(lambda: self.campaign.round() >= until, f"the commit of round {until}")
 
-    def report(self, phase: str, first: int, last: int, since: float = 0.0) -> list[utilization.Bottleneck]:
+    def report(self, phase: str, first: int, last: int, since: float = 0.0) -> list[run_view.Bottleneck]:
         """Checks the rounds `first` to `last`, and tells of those of their steps that began after `since`: their bottlenecks."""
         commits = {e.fields["round"]: e for e in self.campaign.commits()}
         steps = self.swarm.manifest.train.inner_steps
         for round in range(first, last + 1):
             fields = commits[round].fields
-            done = [c["steps"] for c in fields["contributions"] if set(c["peers"]) == set(self.peers)]
+            done = [c["steps"] for c in fields["contributions"] if {s["peer"] for s in c["shares"]} == set(self.peers)]
             assert done == [steps], (phase, fields["contributions"], fields["left_out"])
         reconfigs = [e.fields for e in self.campaign.tails[NODE].read() if e.kind == "chain_reconfigured"]
         assert not reconfigs, reconfigs
@@ -108,7 +110,10 @@ class Uneven:
             for name in self.chain
         ]
         told = [at for at in events[0] if all(at in of_peer for of_peer in events)]
-        looked = [utilization.bottleneck([utilization.activity(of_peer[at]) for of_peer in events]) for at in told]
+        looked = [
+            run_view.bottleneck([build(ChainReport, of_peer[at], ignore_unknown=True) for of_peer in events])
+            for at in told
+        ]
         found = [b for b in looked if b is not None]
         counts = Counter(
             f"{self.chain[b.position]} computing" if b.what == "computing" else b.text(self.chain).split(" is busy")[0]
@@ -140,7 +145,7 @@ class Uneven:
             moves = (f for f in self.moved()[known:] if slow in f["reason"])
             return next((f for f in moves if f["after"][SLOW] < f["before"][SLOW]), None)
 
-        said: list[tuple[utilization.Bottleneck, float]] = []
+        said: list[tuple[run_view.Bottleneck, float]] = []
         while away() is None:
             assert time.time() - begin < repair.PATIENCE, "no blocks moved away from the slow stage"
             said.append((self.monitor(), time.time()))

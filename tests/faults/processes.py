@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bootstrap.archive import Archive
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.events import Event, from_json
 from peer.log import replay
 from protocol.identity import Identity

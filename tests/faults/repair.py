@@ -186,7 +186,7 @@ class Campaign:
         seconds = max(times[0] for times in firsts) - at if firsts and all(firsts) else None
         self.until(lambda: self.round() >= round, f"the commit of round {round} after {fault} of {victim}")
         (commit,) = (e for e in self.commits() if e.fields["round"] == round)
-        kept = any(len(c["peers"]) == STAGES for c in commit.fields["contributions"])
+        kept = any(len(c["shares"]) == STAGES for c in commit.fields["contributions"])
         begin = time.time()
         if process is not None:
             process.wait()

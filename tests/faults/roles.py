@@ -133,7 +133,9 @@ class Roles:
         return self.wait(lambda commit: commit.fields["round"] >= last, f"round {last}")
 
     def trained(self, commit: Event) -> Trained:
-        return {frozenset(self.ids[p] for p in c["peers"]) for c in commit.fields["contributions"]}
+        return {
+            frozenset(self.ids[p] for p in [s["peer"] for s in c["shares"]]) for c in commit.fields["contributions"]
+        }
 
     def planned(self, commit: Event, kind: str = "replicas") -> list[tuple[str, ...]]:
         """The members of the plan's replicas, of `kind` or forming."""
@@ -176,7 +178,7 @@ class Roles:
         for commit in list(self.commits.values())[1:]:  # the first one was there before
             round = commit.fields["round"]
             for contribution in commit.fields["contributions"]:
-                for peer in contribution["peers"]:
+                for peer in (share["peer"] for share in contribution["shares"]):
                     assert contribution["steps"] == steps[peer][round], (round, self.ids[peer])
 
     def log(self, command: str, *options: str) -> str:
@@ -216,7 +218,9 @@ class Meanwhile:
 def meanwhile(roles: Roles, first: int, last: int) -> Meanwhile:
     """In the rounds `first` to `last`."""
     commits = [roles.commits[r] for r in range(first - 1, last + 1)]
-    mine = [c["steps"] for e in commits[1:] for c in e.fields["contributions"] if roles.ids[c["peers"][0]] == FULL]
+    mine = [
+        c["steps"] for e in commits[1:] for c in e.fields["contributions"] if roles.ids[c["shares"][0]["peer"]] == FULL
+    ]
     return Meanwhile(
         seconds=[b.time - a.time for a, b in itertools.pairwise(commits)],
         whole=sum(not e.fields["left_out"] for e in commits[1:]),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from peer.cli.init import MANIFEST, NODE
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from tests.e2e.typed import running, until
 from tests.faults.processes import DEADLINE
 from tests.support import potluck

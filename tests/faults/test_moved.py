@@ -56,11 +56,12 @@ class Moving:
     def announced(self, name: str) -> list[str]:
         """Where `name` is, by what a monitor sees that looks from its home."""
         (peer,) = (peer for peer, known in self.roles.ids.items() if known == name)
-        command = ("monitor", self.roles.swarm.addresses[0], "--once", "--json")
+        command = (self.roles.swarm.addresses[0], peer)
         there = self.homes.places[name][1]
-        said = potluck.run(*command, before=there, text=True, timeout=DEADLINE, check=True).stdout
-        (found,) = (p for p in json.loads(said)["peers"] if p["peer"] == peer)
-        return [address.split("/")[2] for address in found["addresses"]]
+        said = potluck.run(
+            *command, module="tests.faults.addresses", before=there, text=True, timeout=DEADLINE, check=True
+        ).stdout
+        return [address.split("/")[2] for address in json.loads(said)]
 
     def check(self) -> None:
         for name in list(self.roles.swarm.running):

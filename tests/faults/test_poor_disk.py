@@ -44,9 +44,9 @@ WORKS = """
 import sys
 from pathlib import Path
 from peer.net import keyfile
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from protocol.errors import UsageError
-disk, folder = LocalDisk(), Path(sys.argv[1]) / "peer"
+disk, folder = Disk(), Path(sys.argv[1]) / "peer"
 first, again = (keyfile.load_or_create(folder / "identity.key") for _ in range(2))
 assert first.peer_id == again.peer_id
 disk.write(folder / "file", b"one", seconds=7)

@@ -8,18 +8,19 @@ import signal
 import sys
 from pathlib import Path
 
-from bootstrap.text import ServedText
-from peer.corpus.open_text import Access, open_text
+from bootstrap.archive import ServedText
+from peer.corpus.fetched import TextAccess, open_text
 from peer.net import p2p
 from peer.net.blobs import BlobServer, BlobStore
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.net.uplink import Uplink
 from protocol.codec import blob_hash
 from protocol.identity import Identity
-from protocol.run import data_order
+from protocol.run import corpus
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints
+from tests import networks
 from tests.support import potluck
 from tests.text_swarm import STEP, manifest, write_noise
 
@@ -41,20 +42,17 @@ async def fetch(folder: Path, run: Manifest, address: str) -> None:
     async def reach(peer: str) -> None:
         await transport.connect([address], timeout=60.0)
 
-    access = Access(
-        transport=transport,
+    access = TextAccess(
+        network=networks.network(transport, reach, emit=lambda body: print(body, flush=True), nodes=run.operators),
         folder=folder / "text",
         limit=1 << 30,
-        disk=LocalDisk(),
-        reach=reach,
-        lost=lambda peer: None,
-        emit=lambda body: print(body, flush=True),
+        disk=Disk(),
     )
     text = await open_text(run, access)
-    slots = data_order.slots(0, 0, SEQUENCES)
+    slots = corpus.slots(0, 0, SEQUENCES)
     text.expect([slots])
     for step in range(SEQUENCES // STEP):
-        await text.sequences(data_order.slots(0, step, STEP))
+        await text.sequences(corpus.slots(0, step, STEP))
     await text.aclose()
     await transport.aclose()
 
@@ -70,7 +68,7 @@ def test_a_kill_repeats_less_than_two_percent(tmp_path: Path) -> None:
         whole = SEQUENCES * noise.index.stride
         node = await start(tmp_path / "node")
         try:
-            served = ServedText(noise.folder, noise.index.to_bytes(), LocalDisk())
+            served = ServedText(noise.folder, noise.index.to_bytes(), Disk())
             named = {endpoints.CORPUS_NAME: served.index}
             store = BlobStore(tmp_path / "blobs")
             server = BlobServer(store, named=named, uplink=Uplink(RATE_BPS))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peer.demo import recipe
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from peer.events import Event
 from protocol.run.manifest import TimingSpec
 from tests import tiny
@@ -89,7 +89,7 @@ def test_a_slow_machine_does_fewer_steps_and_all_of_them_count(tmp_path: Path) -
             swarm.kill(name)
         swarm.check()
     for commit in commits:
-        steps = {ids[c["peers"][0]]: c["steps"] for c in commit["contributions"]}
+        steps = {ids[c["shares"][0]["peer"]]: c["steps"] for c in commit["contributions"]}
         assert steps["slow"] < min(steps["quick-0"], steps["quick-1"]), steps
         for c in commit["contributions"]:
             assert c["tokens"] == manifest.train.tokens(c["steps"], 2)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from peer.cli import main as cli
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.node.peer import Factories
 
 

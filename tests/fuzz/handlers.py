@@ -32,13 +32,10 @@ from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.run import layout
 from protocol.wire import bounds, encoding, endpoints
-from protocol.wire.announcement import REACHABLE, VERSION, Announcement
-from protocol.wire.calls import MomentsRequest, PipeHello
+from protocol.wire.announcement import REACHABLE, VERSION, Announcement, DialMe, Lookup, RosterRequest
+from protocol.wire.calls import Handover, MomentsRequest, PipeHello
 from protocol.wire.commit import DOMAIN, Record
-from protocol.wire.dial_back import DialMe
-from protocol.wire.handover import Handover
-from protocol.wire.invitation import Joined
-from protocol.wire.roster import Lookup, RosterRequest
+from protocol.wire.decree import Joined
 from protocol.wire.schema import Digest, SchemaError, build
 from protocol.wire.session import Hello, LogRequest
 from tests import tiny, volunteers

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from protocol.wire import calls, encoding
+from protocol.wire.calls import Handover, HandoverAnswer
 from protocol.wire.commit import Record
-from protocol.wire.handover import Handover, HandoverAnswer
 from protocol.wire.schema import AtMost, Cut, Digest, Within
 
 EVERY: tuple[type, ...] = (*encoding.TYPES.values(), Record, Handover, HandoverAnswer, *calls.CALLS)

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import itertools
 import math
 import shutil
 import struct
@@ -32,27 +31,27 @@ import torch
 from peer.chain import frames as chain_frames
 from peer.chain import quantize
 from peer.demo import recipe
-from peer.net import address, asking, daemon, dht, directory
+from peer.net import address, daemon, dht, directory, node_calls
 from peer.net.base import Closed, Ended, Handler
 from peer.net.blobs import BlobServer, BlobStore, Fetcher
 from peer.training import moments
 from protocol import identity
-from protocol.codec import blob_hash, boundary_formats, sparse
-from protocol.codec.settings import Codec
+from protocol.codec import blob_hash, formats, sparse
+from protocol.codec.formats import Codec
 from protocol.codec.sparse import PayloadError
 from protocol.errors import PotluckError, RemoteError, UsageError
 from protocol.identity import Identity
-from protocol.ledger import part_lists, rules, run_state, validation
+from protocol.ledger import history, part_lists, rules, run_state
 from protocol.round import handover
 from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.run.manifest import TrainSpec
-from protocol.wire import calls, encoding, endpoints, framing, logfile, relaying, sealed
+from protocol.wire import calls, encoding, endpoints, framing, logfile, relaying
 from protocol.wire.announcement import Announcement
+from protocol.wire.calls import Handover, HandoverAnswer, Step
 from protocol.wire.commit import DOMAIN, Commit, Part, Record, body_of
 from protocol.wire.encoding import MessageError
 from protocol.wire.framing import FrameError, FrameReader
-from protocol.wire.handover import Handover, HandoverAnswer, Step
 from protocol.wire.noise import Handshake, NoiseError
 from protocol.wire.plan import Plan
 from protocol.wire.schema import Digest, SchemaError, build, packed, plain
@@ -139,7 +138,7 @@ def unseal(raw: bytes) -> object:
     """An envelope; or, behind a first byte of zero, what the sender signed with its own key: strangers can do that."""
     if raw[:1] == b"\0":
         raw = framing.pack_message({"p": KEY.peer_id, "b": raw[1:], "s": KEY.sign(DOMAIN + raw[1:])})
-    signer, message = sealed.unseal(raw)
+    signer, message = encoding.unseal(raw)
     check(signer == KEY.peer_id, "somebody else's name")
     return type(message)
 
@@ -147,7 +146,7 @@ def unseal(raw: bytes) -> object:
 def announcement(raw: bytes) -> object:
     if raw[:1] == b"\0":
         raw = framing.pack_message({"p": KEY.peer_id, "b": raw[1:], "s": KEY.sign(DOMAIN + raw[1:])})
-    found = sealed.unseal_announcement(raw, KEY.peer_id, RUN)
+    found = encoding.unseal_announcement(raw, KEY.peer_id, RUN)
     check(found is None or found.run == RUN, "another run's")
     return found is None
 
@@ -158,8 +157,8 @@ def from_node(raw: bytes) -> object:
         raw = _voted(raw[1:])
     found = encoding.decode_any(raw, KEY.peer_id)
     if isinstance(found, Record):
-        with _allowed(validation.BadCommit):
-            validation.follow(ONE_NODE, None, raw)
+        with _allowed(history.BadCommit):
+            history.follow(ONE_NODE, None, raw)
         lists = dict.fromkeys([share.root for share in found.commit.shares], PARTS)
         for shard in layout.shard_names(MANIFEST.model):
             weights = [weight for weight, _, _ in found.commit.payloads(shard, lists)]
@@ -202,7 +201,7 @@ def example(hint: Any, name: str = "") -> Any:
     if origin is Annotated:
         return "0" * 64 if hint == Digest else example(typing.get_args(hint)[0], name)
     if origin is tuple:
-        many = {"times_ms": 6, "counts": 4, "activations": 3, "gradients": 3, "coordinates": 3}
+        many = {"coordinates": 3}
         return (example(typing.get_args(hint)[0], name),) * many.get(name, 2)
     if origin is dict:
         return {"embed": example(typing.get_args(hint)[1], name), "block.0": example(typing.get_args(hint)[1], name)}
@@ -218,7 +217,7 @@ def example(hint: Any, name: str = "") -> Any:
 
 EXAMPLES = [example(kind) for kind in encoding.TYPES.values()]
 ENCODED = [encoding.encode(message) for message in EXAMPLES]
-SEALED = [sealed.seal(KEY, message) for message in EXAMPLES]
+SEALED = [encoding.seal(KEY, message) for message in EXAMPLES]
 COMMIT = framing.pack_message(packed(example(Commit)))
 RECORDS = [_voted(COMMIT)]
 ANNOUNCED = encoding.encode(example(Announcement))
@@ -236,17 +235,7 @@ def change_sealed(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
 SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (((10, 50),), ((64, 128), (7,)), ((5,), (3, 4)))
 
 
-def _formats(default: str) -> list[str]:
-    """The names of all formats among which `default` is."""
-    return next(list(names) for names in vars(sparse).values() if isinstance(names, dict) and default in names)
-
-
-FORMATS = {f.name: _formats(f.default) for f in dataclasses.fields(Codec) if isinstance(f.default, str)}
-CODECS = [
-    Codec(k, **dict(zip(FORMATS, chosen, strict=True)))
-    for chosen in itertools.product(*FORMATS.values())
-    for k in (1, 32, 4096)
-]
+CODECS = [Codec(k) for k in (1, 32, 4096)]
 
 
 def payload(raw: bytes) -> object:
@@ -306,8 +295,8 @@ class FakeStream:
 
 def pipe(raw: bytes) -> object:
     """What a stage does with a frame of its neighbour: header, then activations. The first byte chooses their format."""
-    chosen = (raw or b"\0")[0] % len(boundary_formats.FORMATS)
-    form = boundary_formats.FORMATS[chosen]
+    chosen = (raw or b"\0")[0] % len(formats.FORMATS)
+    form = formats.FORMATS[chosen]
     head, body = chain_frames.parse("fuzz", memoryview(raw)[1:])
     chain_frames.compare("fuzz", head, body, HEAD._replace(code=chosen), quantize.size(VALUES, form))
     check(bool(torch.isfinite(quantize.decode(body, VALUES, form, CPU)).all()), "a value is not finite")
@@ -317,7 +306,7 @@ def pipe(raw: bytes) -> object:
 PIPE = [
     *(
         bytes([i]) + HEAD._replace(code=i).pack() + quantize.encode(torch.linspace(-1, 1, 384).reshape(VALUES), form)
-        for i, form in enumerate(boundary_formats.FORMATS)
+        for i, form in enumerate(formats.FORMATS)
     ),
     b"\0" + chain_frames.Head(chain_frames.ABORT).pack() + KEY.peer_id.encode(),
 ]
@@ -495,7 +484,7 @@ def log_reply(raw: bytes) -> object:
     """The reply of a LOG call, as `potluck log` and `potluck monitor` read it."""
 
     async def read() -> list[bytes]:
-        return await asking.page(_FakeTransport([b"\0" + raw]), KEY.peer_id, -1)  # type: ignore[arg-type]
+        return await node_calls.log_page(_FakeTransport([b"\0" + raw]), KEY.peer_id, -1)  # type: ignore[arg-type]
 
     return len(LOOP.run_until_complete(read()))
 
@@ -517,7 +506,7 @@ def change_call(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
 
 
 def hand_over(raw: bytes) -> object:
-    """What a giver says to an heir, as peer/state/taking.py reads it, and what is decided before anything is fetched."""
+    """What a giver says to an heir, as peer/state/handover.py reads it, and what is decided before anything is fetched."""
     said = build(Handover, framing.unpack_message(raw), ignore_unknown=True)
     reason = handover.why_refused(MANIFEST, {}, example(Plan), said.heir, KEY.peer_id, said)
     check(reason is not None and reason.isprintable(), "somebody who trained nothing gives something")
@@ -525,7 +514,7 @@ def hand_over(raw: bytes) -> object:
 
 
 def hand_over_answer(raw: bytes) -> object:
-    """What an heir says to a giver, as peer/state/giving.py reads it."""
+    """What an heir says to a giver, as peer/state/handover.py reads it."""
     return Step(build(HandoverAnswer, framing.unpack_message(raw), ignore_unknown=True).step)
 
 
@@ -599,8 +588,8 @@ def log_file(raw: bytes) -> object:
         check(at == total, "records do not follow each other")
         total = logfile.end_of(at, record)
         check(total <= len(raw), "more comes out than is there")
-        with _allowed(validation.BadCommit):
-            validation.follow(ONE_NODE, None, record)
+        with _allowed(history.BadCommit):
+            history.follow(ONE_NODE, None, record)
     return total
 
 
@@ -637,7 +626,7 @@ def _use(found: manifests.Manifest) -> object:
     return "read"
 
 
-MANIFESTS = [MANIFEST, recipe.make_manifest(swarms.options(Path("unused"), chains=1, rank=(8,)), "0" * 64)]
+MANIFESTS = [MANIFEST, recipe.make_manifest(swarms.options(Path("unused"), chains=1, rank="8"), "0" * 64)]
 
 # --- the DHT
 

@@ -24,7 +24,7 @@ from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.planning.memory import stage_memory
 from protocol.run.manifest import Manifest, TimingSpec
-from protocol.wire import encoding, endpoints, sealed
+from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION, Announcement
 from protocol.wire.encoding import Message
 from protocol.wire.session import Announced, Heartbeat, Hello
@@ -112,7 +112,7 @@ class Enemy:
     def sealed(self, **said: Any) -> bytes:
         """What we announce, signed."""
         values = {"addresses": self.transport.addresses, "serial": 1, "up_bps": 10**8, "down_bps": 10**8, **said}
-        return sealed.seal(self.identity, Announcement(run=self.manifest.run_id, peer=self.id, **values))
+        return encoding.seal(self.identity, Announcement(run=self.manifest.run_id, peer=self.id, **values))
 
     @property
     def whole(self) -> int:

@@ -59,8 +59,10 @@ def test_operators_ban_a_peer_and_admit_it_again(tmp_path: Path) -> None:
         swarm.wait("node-2", lambda e: e.kind == "commit" and bad in plans(e), "a plan with it")
         for told in together(swarm, "ban", f"Ada·{bad[-4:]}", "--reason", "sends noise"):
             assert told.endswith("decided; it is in the log, and holds from the next round on\n")
-        said = swarm.wait("node-2", lambda e: e.kind == "decreed", "the decree").fields
-        assert (said["action"], said["peer"], said["reason"], len(said["operators"])) == ("ban", bad, "sends noise", 3)
+        said = swarm.wait("node-2", lambda e: e.kind == "commit" and bool(e.fields["decree"]), "the decree").fields
+        decree, signatures = said["decree"]["decree"], said["decree"]["signatures"]
+        assert (decree["action"], decree["subject"], decree["reason"]) == ("ban", bad, "sends noise")
+        assert len(signatures) == 3
         assert swarm.ended("bad") == BannedError.exit_code
         line = swarm.errors("bad").splitlines()[-1]
         assert f"peer {bad}: it is banned: sends noise; ask an operator" in line
@@ -102,7 +104,9 @@ def test_somebody_is_admitted_to_a_closed_run_in_which_nobody_is(tmp_path: Path)
         swarm.start("peer")
         swarm.wait(
             "node-2",
-            lambda e: e.kind == "commit" and any(peer in c["peers"] for c in e.fields["contributions"]),
+            lambda e: (
+                e.kind == "commit" and any(peer in [s["peer"] for s in c["shares"]] for c in e.fields["contributions"])
+            ),
             "its work in a commit",
         )
         for name in list(swarm.running):

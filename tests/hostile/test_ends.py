@@ -11,13 +11,13 @@ from typing import Any
 import msgpack
 import pytest
 
-from bootstrap.latest_job import LatestJob
+from bootstrap.background_jobs import LatestJob
 from peer.net.base import Closed, RemoteError, Stream, call, serve_calls
 from peer.net.memory import MemoryNetwork
 from protocol.round.leader_events import Planned
 from protocol.run import layout
 from protocol.run.manifest import Manifest
-from protocol.wire import bounds, endpoints, framing, sealed
+from protocol.wire import bounds, encoding, endpoints, framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.schema import packed
 from protocol.wire.session import Announced
@@ -162,7 +162,7 @@ def test_messages_that_cannot_be_end_their_session_and_nothing_else(tmp_path: Pa
         {"loss": 1e308, "round": 2**64 - 1, "step": 2**64 - 1},
         {"device": "d" * 2000, "phase": "p" * 1000},
         {"serial": 2**64 - 1},
-        {"chain": {"times_ms": [2**64 - 1] * 6, "counts": [2**64 - 1] * 4, "activations": [1e308] * 3}},
+        {"chain": [2.0**32] * 6 + [2**64 - 1] * 4 + [[1e308] * 5]},
         {"addresses": ["/ip4/1.2.3.4/tcp/1/p2p/" + "x" * 600]},
     ],
 )
@@ -172,8 +172,8 @@ def test_announcements_that_cannot_be_are_not_believed(said: dict[str, Any]) -> 
     good = packed(Announcement(run="r" * 64, peer=me.peer_id, serial=1))
     for change, believed in (({}, True), (said, False)):
         body = encoded({"t": "announcement", **good, **change})
-        raw = framing.pack_message({"p": me.peer_id, "b": body, "s": me.sign(sealed.DOMAIN + body)})
-        assert (sealed.unseal_announcement(raw, me.peer_id, "r" * 64) is not None) == believed
+        raw = framing.pack_message({"p": me.peer_id, "b": body, "s": me.sign(encoding.DOMAIN + body)})
+        assert (encoding.unseal_announcement(raw, me.peer_id, "r" * 64) is not None) == believed
 
 
 def test_whoever_announces_the_most_that_there_is_can_be_planned_with(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_whoever_goes_on_provoking_a_handler_is_refused() -> None:
         network = MemoryNetwork()
         victim, enemy, other = (network.transport(name) for name in ("victim", "enemy", "other"))
         told: list[Any] = []
-        victim.guests.tell = told.append
+        victim.guests.follow(told.append)
 
         async def answers(remote: str, request: bytes) -> bytes:
             return bytes(10 // len(request))
@@ -275,7 +275,7 @@ def test_a_planner_that_cannot_bear_what_is_announced_ends_no_node() -> None:
             raise ZeroDivisionError
 
         planning = LatestJob[Any, Planned](
-            "planner", fails, answered.put_nowait, pause=0.0, failed=lambda question: Planned(question, None)
+            "planner", fails, answered.put_nowait, retry_seconds=0.0, failed=lambda question: Planned(question, None)
         )
         running = asyncio.create_task(planning.run())
         question: Any = object()
@@ -291,6 +291,6 @@ def test_a_planner_that_cannot_bear_what_is_announced_ends_no_node() -> None:
 
 def test_what_may_be_told_of_a_loss_is_always_a_loss() -> None:
     for loss in (float("nan"), float("inf"), float("-inf"), 1e308, -1e308, -1.0, 0.0, 3.5, None):
-        told = bounds.told(loss)
+        told = bounds.reportable_loss(loss)
         assert told is None or 0.0 <= told <= bounds.MAX_LOSS
     assert layout.MAX_LAYERS + 2 == bounds.MAX_SHARDS

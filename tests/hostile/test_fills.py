@@ -26,13 +26,13 @@ from protocol.codec import blob_hash, sparse
 from protocol.identity import Identity
 from protocol.ledger import part_lists
 from protocol.planning import memory
-from protocol.round import comparing
 from protocol.run import layout
-from protocol.wire import endpoints, framing, sealed
+from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Part
 from protocol.wire.session import Attest, Offer
 from tests.hostile.ground import SOON, Enemy, Ground, identity, run
+from tests.plain_codec import norm_of
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ class Waster:
     def norm(self, shard: str, payload: bytes) -> float:
         """As it is: what is said otherwise is refused."""
         made = self.ground.manifest
-        return comparing.norm(sparse.decode(made.outer.codec, layout.shapes(made.model, shard), payload))
+        return norm_of(sparse.decode(made.outer.codec, layout.shapes(made.model, shard), payload))
 
     async def go_on(self, session: Stream) -> None:
         made = self.ground.manifest
@@ -145,7 +145,7 @@ def test_what_was_offered_and_not_committed_goes_with_its_round(tmp_path: Path) 
 
 
 def announced(who: Identity, run_id: str, serial: int, **said: Any) -> bytes:
-    return sealed.seal(who, Announcement(run=run_id, peer=who.peer_id, serial=serial, **said))
+    return encoding.seal(who, Announcement(run=run_id, peer=who.peer_id, serial=serial, **said))
 
 
 async def store(enemy: Enemy, victim: p2p.P2PTransport, records: list[tuple[str, bytes, float]]) -> list[bool]:

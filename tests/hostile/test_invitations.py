@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from peer.events import Event
 from protocol.errors import ClosedError
-from protocol.ledger import invitations
+from protocol.ledger import access
 from protocol.run.manifest import AdmissionSpec
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.test_quorum import KEYS, four_nodes
@@ -36,8 +37,13 @@ def test_an_invitation_lets_two_strangers_into_a_closed_run_and_nobody_else(tmp_
             assert swarm.ended(name) == ClosedError.exit_code
             return swarm.errors(name).splitlines()[-1]
 
+        def joined(event: Event) -> list[dict[str, Any]]:
+            return event.fields["joined"] if event.kind == "commit" else []
+
         def brought(event: Event, peer: str) -> bool:
-            return event.kind == "commit" and any(peer in c["peers"] for c in event.fields["contributions"])
+            return event.kind == "commit" and any(
+                peer in [s["peer"] for s in c["shares"]] for c in event.fields["contributions"]
+            )
 
         swarm.start("stranger")
         assert "the run is closed, and it is not admitted; send this id to an operator" in ended("stranger")
@@ -46,7 +52,7 @@ def test_an_invitation_lets_two_strangers_into_a_closed_run_and_nobody_else(tmp_
             swarm.lines[name] = line
             swarm.start(name)
             peer = swarm.wait(name, lambda e: e.kind == "started", "its start").fields["peer"]
-            swarm.wait("node-2", lambda e, p=peer: e.kind == "invited" and e.fields["peer"] == p, "the commit")
+            swarm.wait("node-2", lambda e, p=peer: p in {x["peer"] for x in joined(e)}, "the commit")
             swarm.wait("node-2", lambda e, p=peer: brought(e, p), "its work in a commit")
             inside.append(peer)
         swarm.lines["late"] = line
@@ -54,7 +60,7 @@ def test_an_invitation_lets_two_strangers_into_a_closed_run_and_nobody_else(tmp_
         assert "its invitation is used up, by 2 of 2; send this id to an operator" in ended("late")
         for name in list(swarm.running):
             swarm.kill(name)
-        invited = [e.fields for e in swarm.events("node-2") if e.kind == "invited"]
+        invited = [x for e in swarm.events("node-2") for x in joined(e)]
         assert [said["peer"] for said in invited] == inside
         assert {said["operator"] for said in invited} == {KEYS[1].peer_id}
         swarm.check()
@@ -70,7 +76,7 @@ def test_what_is_wrong_with_an_invitation_is_said_in_one_line(tmp_path: Path) ->
         stranger = swarm.folder / "stranger"
         assert typed("key", "--dir", stranger).returncode == 0
         line = typed("invite", place, "--dir", own).stdout.strip()
-        ticket = invitations.read_ticket(line.rpartition("#")[2], manifest.run_id)
+        ticket = access.read_ticket(line.rpartition("#")[2], manifest.run_id)
         more = dataclasses.replace(ticket, invitation=dataclasses.replace(ticket.invitation, count=9)).text()
         for arguments, reason in (
             (("invite", place, "--dir", stranger), "is no operator of"),

@@ -16,7 +16,6 @@ import pytest
 
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
-from bootstrap.service import serve_bootstrap
 from peer import events
 from peer.events import Emitter, Event
 from protocol.identity import Identity
@@ -62,8 +61,8 @@ class Operators(Ground):
         self.told[name] = []
         emit = Emitter("bootstrap", self._hear(self.told[name]))
         make: Any = self._make if name == self.liar else BootstrapNode
-        machine = self.machines[name] = make(self.manifest, who, transport, archive, emit, addresses)
-        self.tasks.append(asyncio.create_task(serve_bootstrap(machine, transport, emit, 0)))
+        machine = self.machines[name] = make(who, transport, archive, emit, addresses)
+        self.tasks.append(asyncio.create_task(machine.serve()))
 
     async def __aexit__(self, *error: object) -> None:
         for task in self.tasks:

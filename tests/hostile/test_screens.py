@@ -11,11 +11,11 @@ from rich.console import Console
 from peer import events
 from peer.events import Body, Event
 from peer.ui.lines import Lines
-from peer.ui.plot import chart
-from peer.ui.screen import View, render
+from peer.ui.run_view import RunView
+from peer.ui.screen import chart, render
 from peer.ui.text import clock
 from protocol.errors import RemoteError
-from protocol.ledger import validation
+from protocol.ledger import history
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import Commit, Contribution, Record, Share
@@ -23,6 +23,7 @@ from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from protocol.wire.schema import packed
 from tests import tiny
 from tests.hostile.ground import identity
+from tests.watched import decided, made, says
 
 HONEST, ENEMY = identity("honest").peer_id, identity("enemy").peer_id
 EXTREMES = (0.0, 1e6, 1e308, -1e308, float("inf"), float("-inf"), float("nan"), -1.0)
@@ -42,28 +43,23 @@ def plan(round: int) -> Plan:
 
 
 def commit(round: int, loss: float | None = 2.0, time: float = 1.7e9) -> events.Commit:
-    made = [
-        events.Contribution(replica=i, tokens=10, steps=4, loss=said, bytes=100, peers=(peer,))
-        for i, (peer, said) in enumerate(((HONEST, 2.0), (ENEMY, loss)))
-    ]
-    return events.Commit(round=round, contributions=tuple(made), left_out=(), diverged=(), plan=plan(round + 1))
+    contributions = [made(i, said, peer) for i, (peer, said) in enumerate(((HONEST, 2.0), (ENEMY, loss)))]
+    return decided(round, *contributions, plan=plan(round + 1))
 
 
 def announced(loss: float | None, round: int = 1, step: int = 1) -> events.Announced:
-    return events.Announced(
-        phase="training", round=round, step=step, loss=loss, bytes_sent=2**63, bytes_received=2**63, load=None
-    )
+    return says("training", round, step, loss, bytes_sent=2**63, bytes_received=2**63)
 
 
-def drawn(view: View) -> list[str]:
+def drawn(view: RunView) -> list[str]:
     console = Console(file=io.StringIO(), width=WIDTH, height=HEIGHT, force_terminal=True, color_system=None)
     console.print(render(view, WIDTH, HEIGHT), end="")
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().split("\n")[:HEIGHT]
 
 
-def fed(*bodies: tuple[str, Body]) -> View:
-    view = View(M)
+def fed(*bodies: tuple[str, Body]) -> RunView:
+    view = RunView(M)
     view.feed(Event(1.7e9, "bootstrap", commit(0)))
     for source, body in bodies:
         view.feed(Event(1.7e9, source, body))
@@ -138,9 +134,9 @@ def record(of: Manifest, **changes: object) -> bytes:
 )
 def test_a_log_with_what_cannot_be_is_refused_in_one_line(changes: dict[str, object]) -> None:
     """By `log show`, `log verify`, `monitor`, peers and nodes: they read records with one decoder."""
-    assert validation.follow(M, None, record(M)).commit.round == 0
-    with pytest.raises(validation.BadCommit) as refused:
-        validation.follow(M, None, record(M, **changes))
+    assert history.follow(M, None, record(M)).commit.round == 0
+    with pytest.raises(history.BadCommit) as refused:
+        history.follow(M, None, record(M, **changes))
     assert str(refused.value).isprintable()
     with pytest.raises(RemoteError):
         encoding.decode_record(record(M, **changes), "p")
@@ -149,7 +145,7 @@ def test_a_log_with_what_cannot_be_is_refused_in_one_line(changes: dict[str, obj
 def test_events_with_numbers_that_are_none_are_no_events() -> None:
     line = json.dumps(
         {
-            "time": 1.0,
+            "at": 1.0,
             "source": HONEST,
             "event": "step",
             "round": 1,

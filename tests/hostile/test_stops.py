@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.sessions import OUTBOX, RECORDS_AT_ONCE, RECORDS_PER_SECOND, Session
+from bootstrap.sessions import OUTBOX, RECORDS, Session
 from peer.events import Event
 from peer.net.base import Stream
 from peer.net.guests import LIMITS
@@ -88,9 +88,9 @@ def test_requests_for_the_log_are_answered_within_bounds() -> None:
             session.outbox.get_nowait()
         session.post_records(records, 0.0)
         sent += session.outbox.qsize()
-    assert sent <= RECORDS_AT_ONCE
+    assert sent <= RECORDS.burst
     session.post_records(records, 0.1)
-    assert session.outbox.qsize() == RECORDS_PER_SECOND / 10
+    assert session.outbox.qsize() == RECORDS.per_second / 10
 
 
 def test_a_second_session_ends_the_first(tmp_path: Path) -> None:

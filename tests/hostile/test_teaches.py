@@ -14,11 +14,11 @@ from peer.net.blobs import BlobServer, BlobStore
 from protocol.codec import blob_hash, sparse
 from protocol.identity import short_peer
 from protocol.planning import memory
-from protocol.round import comparing
 from protocol.run import layout
 from protocol.wire.commit import Part
 from protocol.wire.session import Attest, Offer
 from tests.hostile.ground import Enemy, Ground, run
+from tests.plain_codec import norm_of
 
 HUGE = 3e37
 
@@ -36,7 +36,7 @@ class Teacher:
             signs = np.random.default_rng(number)
             shapes = layout.shapes(model, shard)
             payload = sparse.encode(codec, [HUGE * signs.choice((-1.0, 1.0), shape) for shape in shapes])
-            norm = comparing.norm(sparse.decode(codec, shapes, payload))
+            norm = norm_of(sparse.decode(codec, shapes, payload))
             self.store.put(payload, 0)
             name = blob_hash.name_of(payload)
             self.parts.append(Part(shard=shard, digest=name, size=len(payload), norm=norm if said is None else said))

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from bootstrap.archive import Archive
-from peer.demo.text import demo_corpus
+from peer.demo.recipe import demo_corpus
 from protocol.codec import subspace
-from protocol.run import data_order, init, layout
+from protocol.run import init, layout
+from protocol.run.corpus import slots
 from protocol.run.layout import RopeScaling
 from tests.e2e import swarms
 from tests.parity import reference
@@ -34,7 +35,7 @@ TODAY = {
 def test_the_swarm_computes_what_the_equations_say(
     tmp_path: Path, overlap: int, model: dict[str, Any], train: dict[str, Any]
 ) -> None:
-    chosen = swarms.options(tmp_path / "run", full=1, chains=1, stages=3, rank=(8,), inner_steps=3)
+    chosen = swarms.options(tmp_path / "run", full=1, chains=1, stages=3, rank="8", inner_steps=3)
     chains = {"forward": "bf16", "backward": "bf16"}
     manifest = swarms.manifest(chosen, outer={"overlap": overlap}, chains=chains, model=model, train=train)
     swarms.run(chosen, manifest)
@@ -52,7 +53,7 @@ def test_the_swarm_computes_what_the_equations_say(
         assert of_round is not None
         work = of_round.replicas[replica].work
         assert (work.steps, work.micro_batches) == (inner.inner_steps, inner.micro_batches)
-        at = data_order.slots(work.slot, step, inner.step_rows)
+        at = slots(work.slot, step, inner.step_rows)
         return corpus.slots(manifest.seed_bytes, at)
 
     config = {

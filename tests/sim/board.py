@@ -13,7 +13,7 @@ from protocol.identity import Identity
 from protocol.run.manifest import QUORUMS
 from protocol.wire import encoding
 from protocol.wire.decree import APPOINT, DISMISS, QUORUM, Board, Decree, Motion, Motions, Operator
-from protocol.wire.sealed import seal
+from protocol.wire.encoding import seal
 from tests.sim.world import Process, Violation
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ ROUNDS, NODE = "peer/node/rounds.py", "bootstrap/node.py"
 MEMBER, LEADER, ROSTER = "protocol/round/member.py", "protocol/round/leader.py", "protocol/round/chain_repair.py"
 PAXOS, ACCEPTOR, OFFERS = "protocol/quorum/paxos.py", "protocol/quorum/acceptor.py", "protocol/round/offers.py"
 FAIRNESS = "protocol/round/fairness.py"
-STORAGE, TAKING = "peer/state/storage.py", "peer/state/taking.py"
+STORAGE, TAKING = "peer/state/storage.py", "peer/state/handover.py"
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ BUGS: dict[str, Bug] = {
         (
             (
                 MEMBER,
-                "            case Committed(record):\n",
-                "            case Committed(record):\n"
+                "            case ev.Committed(record):\n",
+                "            case ev.Committed(record):\n"
                 "                if record.commit.round == self.applied and self.phase is Phase.WAITING:\n"
                 "                    self.applied -= 1\n",
             ),
@@ -131,7 +131,7 @@ BUGS: dict[str, Bug] = {
     "whoever decides next is taken for whoever decided": Bug(
         (
             (
-                "protocol/ledger/validation.py",
+                "protocol/ledger/history.py",
                 "    members = board.members_after(manifest, head)\n",
                 "    members = commit.members\n",
             ),

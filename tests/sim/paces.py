@@ -22,19 +22,18 @@ from numpy.typing import NDArray
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from peer import events
-from peer.chain.stop_sign import StopSign
-from peer.config import JoinConfig
+from peer.chain.reading import StopSign
 from peer.events import Event
-from peer.node.audit import NoTraining, held_out_text
-from peer.node.orders import ChainOrders, Result
+from peer.node.audit import held_out_text
 from peer.node.peer import Factories, Peer
+from peer.node.training import ChainOrders, InnerLoop, Result
 from peer.state.storage import Storage
 from protocol.identity import Identity
-from protocol.planning import speed
+from protocol.planning import partition
 from protocol.round.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec
-from tests import tiny
+from tests import machines, tiny
 from tests.sim.disk import SimDisk
 from tests.sim.world import Process, Weather, World
 
@@ -109,7 +108,7 @@ class Floor:
         here.done.set_result(steps)
 
 
-class PacedTrainer(NoTraining):
+class PacedTrainer(InnerLoop):
     """An inner loop that lasts as long as its machine's pace says; what it learns is drawn."""
 
     def __init__(
@@ -134,7 +133,7 @@ class PacedTrainer(NoTraining):
         stage, work, train = replica.stage_of(self._peer), replica.work, self._manifest.train
         share = (stage.last - stage.first) / self._manifest.model.n_layers
         seconds = self._machine.pace * share * work.micro_batches / train.micro_batches
-        operations = speed.work(self._manifest)[stage.first, stage.last]
+        operations = partition.stage_operations(self._manifest)[stage.first, stage.last]
         self._announce(speed_flops=max(1, round(operations * train.micro_batches / (self._machine.pace * share))))
         key = (order.plan.round, order.replica, order.generation, replica.peers)
         training = asyncio.ensure_future(
@@ -200,7 +199,7 @@ class PacedSwarm:
         emit = process.emitter(self._hear if process is self.node else lambda event: None)
         first = () if process is self.node else (f"/memory/p2p/{self.node.name}",)
         clock = self.world.clock()
-        node = BootstrapNode(self.manifest, process.identity, process.transport, archive, emit, first, clock)
+        node = BootstrapNode(process.identity, process.transport, archive, emit, first, clock)
         process.running = node
         if process is self.node:
             self.leading = node
@@ -216,12 +215,10 @@ class PacedSwarm:
 
             storage = Storage(process.folder, None, SimDisk(process.files, process.points(), process.rng))
             made = Factories(clock=self.world.clock(), text=held_out_text, inner_loop=inner_loop)
-            config = JoinConfig(
-                folder=Path("/"), memory_bytes=memory, up_bps=round(machine.up), down_bps=round(machine.down)
-            )
-            bootstrap = (f"/memory/p2p/{self.node.name}",)
+            line = {"up_bps": round(machine.up), "down_bps": round(machine.down)}
+            own = machines.machine(Path("/"), memory, nodes=[f"/memory/p2p/{self.node.name}"], **line)
             emit = process.emitter(lambda event: None)
-            await Peer(self.manifest, process.identity, process.transport, storage, config, bootstrap, emit, made).run()
+            await Peer(self.manifest, process.identity, process.transport, storage, own, emit, made).run()
 
         return live
 

@@ -5,7 +5,7 @@ python -m tests.sim.roles --seeds 0:1000
 Full replicas and a chain train for some rounds. Then, by the seed, a newcomer joins over a slow line; or a member of the chain becomes slower,
 so that blocks move over its slow line; or a peer that was away for some rounds comes back. The run lasts until the new role is trained and committed, and two
 rounds more. Held up is a round that lasts a second longer than the longest one before the event. What a slow line's own offers take,
-once it trains, is for the grace (protocol/round/grace.py).
+once it trains, is for the grace (protocol/round/stragglers.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from protocol.codec import sparse
 from protocol.planning import partition
-from protocol.round.grace import LEAST
+from protocol.round.stragglers import GRACE_SHARE
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from tests.sim import paces
@@ -143,7 +143,7 @@ class Event:
         quiet = {r: durations[r] for r in range(self.began + 1, self.done)}
         later = {r: s for r, s in durations.items() if r >= self.done}
         long = {r: round(s, 2) for r, s in quiet.items() if s > usual + LONGER}
-        slow = {r: round(s, 2) for r, s in later.items() if s > (1 + LEAST) * SECONDS + LONGER + self.line}
+        slow = {r: round(s, 2) for r, s in later.items() if s > (1 + GRACE_SHARE) * SECONDS + LONGER + self.line}
         left = [c.left_out for c in self.swarm.commits if c.round > self.began and c.left_out]
         idle = self.idle()
         if long or slow or left or idle:

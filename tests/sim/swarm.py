@@ -15,9 +15,9 @@ from typing import Any
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from peer import events
-from peer.config import JoinConfig
 from peer.events import Event
 from peer.node.audit import held_out_text
+from peer.node.config import Machine
 from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
 from protocol.codec import blob_hash
@@ -27,7 +27,7 @@ from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec, Manifest, OuterSpec
 from protocol.wire import logfile
 from protocol.wire.commit import liars_borne
-from tests import tiny
+from tests import machines, tiny
 from tests.liars import Liar
 from tests.lying_nodes import LyingNode
 from tests.sim.board import BoardChanges, newcomers
@@ -91,9 +91,7 @@ class Swarm:
             quorum=quorum,
             checkpoint_rounds=rng.choice((1, 2, 4)),
             admission=AdmissionSpec(probation=probation, share=SHARE if probation else 1.0),
-            outer=OuterSpec(
-                topk=1024, values="fp32", indices="fixed", beta=rng.choice((0.5, 1.0)), overlap=rng.choice((0, 1))
-            ),
+            outer=OuterSpec(topk=1024, beta=rng.choice((0.5, 1.0)), overlap=rng.choice((0, 1))),
         )
         drawn = weather(rng, seed)
         drawn = dataclasses.replace(drawn, calm_at=0.0) if calm else drawn
@@ -119,11 +117,10 @@ class Swarm:
         for i in range(count):
             some = (third, whole - 1, whole - 1, whole - 1) if quarrels else (third, third, third, whole - 1)
             memory = whole if i < full else third if kind == "crowd" else rng.choice(some)
-            config = JoinConfig(
-                folder=Path("/"), memory_bytes=memory, up_bps=rng.choice((10**6, 10**7)), down_bps=10**7
-            )
+            up_bps = rng.choice((10**6, 10**7))
+            machine = machines.machine(Path("/"), memory, nodes=addresses, up_bps=up_bps, down_bps=10**7)
             identity = Identity(rng.randbytes(32))
-            self.peers.append(Process(world, identity, self._peer_life(config, addresses), "peers"))
+            self.peers.append(Process(world, identity, self._peer_life(machine), "peers"))
             self._ended[identity.peer_id] = world.loop.create_future()
         self.liars = [Process(world, Identity(rng.randbytes(32)), self._lie, "liars") for _ in range(liars)]
         self._lying = {liar.name for liar in self.liars}
@@ -139,7 +136,7 @@ class Swarm:
         archive = Archive(process.folder, self.manifest, self._disk(process))
         emit = process.emitter(lambda event: self._hear_node(process, event))
         clock = self.world.clock()
-        parts = (self.manifest, process.identity, process.transport, archive, emit, addresses, clock)
+        parts = (process.identity, process.transport, archive, emit, addresses, clock)
         if process.name not in self._lying:
             process.running = BootstrapNode(*parts)
             await process.running.run()
@@ -151,7 +148,7 @@ class Swarm:
         finally:
             self.world.stats["lies"] += liar.told.total()
 
-    def _peer_life(self, config: JoinConfig, addresses: tuple[str, ...]) -> Any:
+    def _peer_life(self, machine: Machine) -> Any:
         async def live(process: Process) -> None:
             trainer: list[DrawnTrainer] = []
 
@@ -166,7 +163,7 @@ class Swarm:
             storage = Storage(process.folder, None, self._disk(process))
             made = Factories(clock=self.world.clock(), text=held_out_text, inner_loop=inner_loop)
             emit = process.emitter(lambda event: self._hear_peer(process, event))
-            peer = Peer(self.manifest, process.identity, process.transport, storage, config, addresses, emit, made)
+            peer = Peer(self.manifest, process.identity, process.transport, storage, machine, emit, made)
             process.running = peer
             try:
                 await peer.run()

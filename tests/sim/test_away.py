@@ -11,7 +11,7 @@ import dataclasses
 
 import pytest
 
-from peer.net.blobs.jobs import OVERDUE_SECONDS
+from peer.net.blobs.fetching import OVERDUE_SECONDS
 from protocol.wire import endpoints
 from tests import tiny
 from tests.sim import paces

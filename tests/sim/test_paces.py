@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from protocol.round.grace import LEAST
+from protocol.round.stragglers import GRACE_SHARE
 from protocol.run.layout import ModelSpec
 from tests.sim import paces
 from tests.sim.paces import Machine, PacedSwarm
@@ -84,7 +84,7 @@ def test_a_newcomer_with_a_slow_line_costs_the_others_no_second() -> None:
     usual = statistics.median(durations[r] for r in range(1, WARM + 1))
     assert joined[0] > WARM + 1, "it took its time"
     assert max(durations[r] for r in range(WARM + 1, joined[0])) <= usual + 1.0, durations
-    grace = (1 + LEAST) * SECONDS + 5.0
+    grace = (1 + GRACE_SHARE) * SECONDS + 5.0
     assert max(durations.values()) <= grace, (
         "on its line offers and commits take seconds: it is waited for, but not long"
     )

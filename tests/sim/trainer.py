@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.chain.stop_sign import StopSign
-from peer.node.audit import NoTraining
-from peer.node.orders import ChainOrders, Result
+from peer.chain.reading import StopSign
+from peer.node.training import ChainOrders, InnerLoop, Result
 from protocol.ledger import retention
+from protocol.round.accusations import LIES
 from protocol.round.member_events import TrainOrder
-from protocol.round.quarrels import LIES
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from tests.sim.world import Process, World
@@ -152,8 +151,8 @@ class Meetings:
         self._world.loop.call_later(after, tell)
 
 
-class DrawnTrainer(NoTraining):
-    """One life's inner loop; see peer.node.orders.InnerLoop. `deltas`: what was learned, by round and shard, as far as it was asked
+class DrawnTrainer(InnerLoop):
+    """One life's inner loop; see peer.node.training.InnerLoop. `deltas`: what was learned, by round and shard, as far as it was asked
     for."""
 
     def __init__(self, process: Process, meetings: Meetings, manifest: Manifest, announce: Callable[..., None]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from peer.events import Emitter, Event
 from peer.net import base
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.net.memory import MemoryTransport
 from protocol.identity import Identity
 from tests.sim.disk import Files

@@ -10,8 +10,7 @@ from protocol import identity
 from protocol.ledger import part_lists
 from protocol.ledger.part_lists import share_of
 from protocol.quorum.acceptor import MOST_JUDGED, Acceptor, Answer, Ballots
-from protocol.quorum.paxos_events import Fetch, FetchList, Held, Judge, Judged, Listed, Refused, Save, Send
-from protocol.quorum.unfair import Unfair
+from protocol.quorum.paxos_events import Fetch, FetchList, Held, Judge, Judged, Listed, Objection, Refused, Save, Send
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Share, body_of, pledge_body
 from protocol.wire.plan import Plan
@@ -227,7 +226,7 @@ def test_it_votes_once_the_commit_is_found_to_be_fair_and_asks_once() -> None:
 def test_an_unfair_commit_gets_no_vote_whoever_asks_and_how_often() -> None:
     member, unknown = acceptor(), dataclasses.replace(COMMIT, time=3.0)
     accept(member, 0, unknown)
-    unfair = Unfair("gives a replica another's weight", True)
+    unfair = Objection("gives a replica another's weight", True)
     assert member.judge(unknown.digest, unfair) == [Refused(A, 0, unfair)]
     assert accept(member, 0, unknown) == accept(member, 1, unknown) == []
     assert member.vote == Promise(round=0)

@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 
-from bootstrap.decrees import Decrees
-from peer import events
-from peer.events import Event
+from bootstrap.calls import DecreeHandler
 from peer.ui import monitor
-from peer.ui.lines import describe
+from peer.ui.lines import Lines
 from protocol.errors import RemoteError
-from protocol.ledger import access, capacity, run_state, schedule, validation
+from protocol.ledger import access, capacity, history, run_state, schedule
 from protocol.round import fairness
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Gone, Petition, Phase, Propose
+from protocol.round.leader_events import DecreeSigned, Gone, Phase, Propose
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import DOMAIN, Commit, Record
 from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, SET, Decree, Enacted, Limits, Motion, Schedule
+from protocol.wire.encoding import seal
 from protocol.wire.schema import packed
-from protocol.wire.sealed import seal
 from tests import tiny
 from tests.rules import of_access
 from tests.unit import test_leader as leading
@@ -138,7 +136,7 @@ def test_decrees_are_counted_so_that_none_is_used_twice() -> None:
 def test_the_log_cannot_have_what_is_unlawful() -> None:
     enacted = signed(decree(BAN, "a"), STRANGER)
     record = Record(commit=first(ONE, enacted), ballot=0, votes={ONE.operators[0]: b""})
-    reason = validation.why_not_next(ONE, None, record)
+    reason = history.why_not_next(ONE, None, record)
     assert reason == "has a decree that too few of its members signed"
 
 
@@ -156,29 +154,27 @@ def test_the_longest_decree_has_its_place_in_every_commit() -> None:
     names = [f"{i:064}" for i in range(16)]
     enacted = Enacted(decree=longest, signatures=dict.fromkeys(names, bytes(64)))
     with_it, without = (len(framing.pack_message({"c": packed(first(ONE, e))})) for e in (enacted, None))
-    reserved = capacity.reserved_for_a_decree()
+    reserved = capacity.cost(capacity.longest(Enacted))
     assert with_it - without <= reserved.size
 
 
 def test_whoever_reads_the_log_is_told() -> None:
     enacted = signed(decree(BAN, "a", reason="noise\x1b[2J"), tiny.OPERATOR)
     record = Record(commit=first(ONE, enacted), ballot=0, votes={})
-    bodies = [event.body for event in monitor.told(record)]
-    (body,) = [b for b in bodies if isinstance(b, events.Decreed)]
-    assert (body.action, body.peer, body.operators) == (BAN, "a", (tiny.OPERATOR.peer_id,))
-    (line,) = describe(Event(0.0, "bootstrap", body), {})
-    assert line.text == "decreed by the operators: ban a: noise [2J"
+    (event,) = monitor.round_events(record)
+    line = Lines().of(event)[-1]
+    assert line.endswith("decreed by the operators: ban a: noise [2J")
 
 
 # --- what nodes gather
 
 
 def test_the_members_have_to_wish_the_same_and_the_newest_wish_counts() -> None:
-    petitions, wish = access.Petitions(), decree(BAN, "a", manifest=FOUR)
+    petitions, wish = access.SignedDecrees(), decree(BAN, "a", manifest=FOUR)
     other = dataclasses.replace(wish, subject="b")
 
     def sign(key: Any, what: Decree) -> None:
-        petitions.hear(key.peer_id, what, signed(what, key).signatures[key.peer_id])
+        petitions.add(key.peer_id, what, signed(what, key).signatures[key.peer_id])
 
     for key in KEYS[:2]:
         sign(key, wish)
@@ -194,17 +190,17 @@ def test_the_members_have_to_wish_the_same_and_the_newest_wish_counts() -> None:
 
 def test_a_node_takes_only_what_a_commit_can_have() -> None:
     """A signature of other bytes that read as the same decree would make an honest leader propose what all others refuse."""
-    heard: list[Petition] = []
+    heard: list[DecreeSigned] = []
 
-    async def hand_in(event: Petition) -> None:
+    async def hand_in(event: DecreeSigned) -> None:
         heard.append(event)
 
     key, wish = tiny.OPERATOR, decree(BAN, "a")
-    decrees = Decrees(Leader(ONE, (), (), 0.0), hand_in, lambda motion: None, frozenset)
+    decrees = DecreeHandler(Leader(ONE, (), (), 0.0), hand_in, lambda motion: None, frozenset)
 
     def hear(sealed: bytes) -> str | None:
         try:
-            asyncio.run(decrees.hear(Motion(sealed=sealed)))
+            asyncio.run(decrees.receive(Motion(sealed=sealed)))
         except RemoteError as error:
             return str(error)
         return None
@@ -217,7 +213,7 @@ def test_a_node_takes_only_what_a_commit_can_have() -> None:
     assert hear(seal(key, dataclasses.replace(wish, action="crown"))) == "that decree says nothing"
     assert heard == []
     assert hear(seal(key, wish)) is None
-    assert heard == [Petition(key.peer_id, wish, signed(wish, key).signatures[key.peer_id])]
+    assert heard == [DecreeSigned(key.peer_id, wish, signed(wish, key).signatures[key.peer_id])]
 
 
 # --- the leader, voters, auditors
@@ -239,7 +235,7 @@ class Driver(leading.Driver):
 
     def sign(self, action: str, subject: str = "", *, number: int = 0) -> list[Any]:
         wish, key = decree(action, subject, number=number, manifest=self.manifest), tiny.OPERATOR
-        return self.do(Petition(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
+        return self.do(DecreeSigned(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
 
 
 def planned(commit: Commit) -> set[str]:
@@ -287,7 +283,7 @@ def test_voters_and_auditors_refuse_a_plan_of_somebody_banned() -> None:
     driver.sign(BAN, "b")
     (proposal,) = [e for e in driver.offered("a", "b") if isinstance(e, Propose)]
     other = Driver()
-    sight = fairness.sight_of(other.leader, 0.0, 0.0, True)
+    sight = fairness.view_of(other.leader, 0.0, 0.0, True)
     assert fairness.lie_in(sight, proposal.commit) is None
     assert other.leader.plan is not None
     kept = dataclasses.replace(other.leader.plan, round=2)
@@ -358,29 +354,29 @@ def test_a_schedule_that_does_not_end_with_the_run_is_said(part: float, said: st
 
 
 def test_a_node_tells_an_operator_who_comes_too_late() -> None:
-    async def hand_in(event: Petition) -> None:
+    async def hand_in(event: DecreeSigned) -> None:
         raise AssertionError("it was taken")
 
     head = dataclasses.replace(first(ONE, None, 0), round=ONE.rounds - 1, members=ONE.first_members)
-    decrees = Decrees(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, frozenset)
+    decrees = DecreeHandler(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, frozenset)
     with pytest.raises(RemoteError, match=f"that decree cannot be: the run ends with round {ONE.rounds}"):
-        asyncio.run(decrees.hear(Motion(sealed=seal(tiny.OPERATOR, longer(ONE.rounds + 1)))))
+        asyncio.run(decrees.receive(Motion(sealed=seal(tiny.OPERATOR, longer(ONE.rounds + 1)))))
 
 
 def test_who_asks_whether_its_decree_was_decided_is_not_told_that_it_comes_too_late() -> None:
     """The run has one round more by it, which is open now: another decree could not set that."""
 
-    async def hand_in(event: Petition) -> None:
+    async def hand_in(event: DecreeSigned) -> None:
         """The machine knows it."""
 
     wish = longer(2)
     head = dataclasses.replace(
         first(ONE, signed(wish, tiny.OPERATOR)), round=1, schedule=wish.schedule, members=ONE.first_members
     )
-    decrees = Decrees(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, frozenset)
-    assert asyncio.run(decrees.hear(Motion(sealed=seal(tiny.OPERATOR, wish)))) == wish
+    decrees = DecreeHandler(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, frozenset)
+    assert asyncio.run(decrees.receive(Motion(sealed=seal(tiny.OPERATOR, wish)))) == wish
     with pytest.raises(RemoteError, match="that decree cannot be"):
-        asyncio.run(decrees.hear(Motion(sealed=seal(tiny.OPERATOR, longer(2, number=1)))))
+        asyncio.run(decrees.receive(Motion(sealed=seal(tiny.OPERATOR, longer(2, number=1)))))
 
 
 @pytest.mark.parametrize("change", [3, -2])
@@ -388,7 +384,7 @@ def test_a_run_is_as_long_as_was_decreed_last(change: int) -> None:
     driver = Driver()
     rounds, key = driver.manifest.rounds + change, tiny.OPERATOR
     wish = longer(rounds, manifest=driver.manifest)
-    driver.do(Petition(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
+    driver.do(DecreeSigned(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
     commits = [driver.decide(driver.offered("a", "b"))]
     while commits[-1].plan is not None:
         driver.attest("a", "b")
@@ -406,7 +402,7 @@ def test_what_is_wished_too_late_is_in_no_commit() -> None:
         commit = driver.decide(driver.offered("a", "b"))
     driver.attest("a", "b")
     wish, key = longer(driver.manifest.rounds + 3, manifest=driver.manifest), tiny.OPERATOR
-    driver.do(Petition(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
+    driver.do(DecreeSigned(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
     commit = driver.decide(driver.offered("a", "b"))
     assert (commit.round, commit.plan, commit.decree) == (driver.manifest.rounds, None, None)
 
@@ -426,7 +422,7 @@ def test_nobody_plans_beyond_what_was_decreed() -> None:
         state = dataclasses.replace(
             begun, head=head, latest=plan, standing=dataclasses.replace(begun.standing, plan=plan)
         )
-        sight = fairness.Sight(state=state, chains=plan, wall=0.0)
+        sight = fairness.NodeView(state=state, chains=plan, wall=0.0)
         told = dataclasses.replace(commit, schedule=decreed)
         found = fairness.lie_in(sight, told)
         assert found is not None

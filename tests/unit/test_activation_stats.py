@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from peer.chain import frames, quantize
-from peer.chain.activation_stats import EVERY, MEMORY, MOST, Measure, Running, Statistics, measure
-from protocol.codec import boundary_formats
+from peer.chain.neighbours import MEAN_FRAMES, MOST_BOUNDARIES, RMS_EVERY, Measure, Running, Statistics, measure
+from protocol.codec import formats
 from tests.chains import SPEC, TRAIN, Recording, make_chain, run_chain
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("wire", boundary_formats.FORMATS)
+@pytest.mark.parametrize("wire", formats.FORMATS)
 def test_of_a_known_tensor(wire: str) -> None:
     x = torch.full((2, 3, 16), 2.0)
     x[:, :, ::2] = -4.0
@@ -28,20 +28,20 @@ def test_of_a_known_tensor(wire: str) -> None:
     assert seen.rms == pytest.approx(math.sqrt(found.double().square().mean()), rel=1e-6)
     if wire != "sym2":
         assert tuple(seen) == pytest.approx((4.0, math.sqrt(10)), rel=0.05)
-    assert [n for n in range(20) if measure(found, largest, n).rms is not None] == [0, EVERY, 2 * EVERY]
+    assert [n for n in range(20) if measure(found, largest, n).rms is not None] == [0, RMS_EVERY, 2 * RMS_EVERY]
 
 
 def test_the_mean_is_plain_at_first_and_forgets_later() -> None:
     running = Running()
-    for value in range(1, MEMORY + 1):
+    for value in range(1, MEAN_FRAMES + 1):
         running.add(Measure(10 * value, value))
         running.add(Measure(10 * value, None))
         assert running.rms == pytest.approx((value + 1) / 2)
         assert running.sampled * 2 == running.frames
     before = running.rms, running.largest
-    for _ in range(MEMORY):
+    for _ in range(MEAN_FRAMES):
         running.add(Measure(0.0, 1000.0))
-    left = (1 - 1 / MEMORY) ** MEMORY
+    left = (1 - 1 / MEAN_FRAMES) ** MEAN_FRAMES
     assert running.rms == pytest.approx(1000 - (1000 - before[0]) * left)
     assert running.largest == pytest.approx(before[1] * left)
 
@@ -53,7 +53,7 @@ def test_boundaries_are_told_apart_and_not_more_than_bounded() -> None:
     assert statistics.of("P0", frames.FORWARD, 8) is first
     others = [("P1", frames.FORWARD, 8), ("P0", frames.BACKWARD, 8), ("P0", frames.FORWARD, 16)]
     assert [statistics.of(*other).frames for other in others] == [0, 0, 0]
-    for i in range(MOST):
+    for i in range(MOST_BOUNDARIES):
         statistics.of(f"Q{i}", frames.FORWARD, 8)
     assert statistics.of("P0", frames.FORWARD, 8).frames == 0, "the oldest was forgotten"
 

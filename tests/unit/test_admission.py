@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from protocol.ledger import admission, part_lists
+from protocol.ledger import part_lists
 from protocol.planning import memory
+from protocol.round import offers
 from protocol.wire.commit import Part
 from protocol.wire.plan import ReplicaSpec, StageSpec, Work
 from protocol.wire.session import Offer
@@ -27,7 +28,7 @@ OFFER = Offer(round=1, replica=2, parts=PARTS, tokens=2 * TOKENS, steps=2, loss=
 
 
 def why(**changes: Any) -> str | None:
-    return admission.why_refused(M, CHAIN, "b", dataclasses.replace(OFFER, **changes))
+    return offers.why_refused(M, CHAIN, "b", dataclasses.replace(OFFER, **changes))
 
 
 def parts(**changes: Any) -> tuple[Part, ...]:
@@ -47,9 +48,9 @@ def test_it_is_of_the_planned_replica_and_shards(changes: dict[str, Any]) -> Non
 
 
 def test_a_neighbour_cannot_offer_our_stage() -> None:
-    assert admission.why_refused(M, CHAIN, "a", OFFER) == "it does not cover the planned shards"
+    assert offers.why_refused(M, CHAIN, "a", OFFER) == "it does not cover the planned shards"
     with pytest.raises(ValueError, match="tuple"):
-        admission.why_refused(M, CHAIN, "stranger", OFFER)
+        offers.why_refused(M, CHAIN, "stranger", OFFER)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +69,8 @@ def test_its_tokens_are_those_of_its_steps(changes: dict[str, Any]) -> None:
 def test_the_tokens_of_a_step_are_those_of_the_micro_batches_that_it_was_given() -> None:
     less = dataclasses.replace(CHAIN, work=dataclasses.replace(WORK, micro_batches=1))
     half = dataclasses.replace(OFFER, tokens=OFFER.tokens // 2)
-    assert admission.why_refused(M, less, "b", half) is None
-    assert admission.why_refused(M, less, "b", OFFER) == "steps and tokens do not agree with the plan"
+    assert offers.why_refused(M, less, "b", half) is None
+    assert offers.why_refused(M, less, "b", OFFER) == "steps and tokens do not agree with the plan"
 
 
 @pytest.mark.parametrize(

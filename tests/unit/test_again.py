@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from peer.training import again
-from peer.training.again import PARTS, Comparison, excess
+from peer.node import examining
+from peer.node.examining import PARTS, Comparison, excess
 from protocol.codec.sparse import Sparse
 from protocol.errors import LocalError
 from protocol.wire.bounds import MAX_AGREEMENT
@@ -53,5 +53,7 @@ def test_a_figure_can_always_be_told() -> None:
 
 def test_the_audited_contribution_comes_first_and_some_others_after_it() -> None:
     payloads = {"embed": [(0.1, bytes([i])) for i in range(6)]}
-    assert again.chosen(payloads, 4, 3) == {"embed": [b"\x04", b"\x05", b"\x00", b"\x01"]}
-    assert again.chosen(payloads, 4, 16) == {"embed": [b"\x04", b"\x05", b"\x00", b"\x01", b"\x02", b"\x03"]}
+    assert examining.compared_payloads(payloads, 4, 3) == {"embed": [b"\x04", b"\x05", b"\x00", b"\x01"]}
+    assert examining.compared_payloads(payloads, 4, 16) == {
+        "embed": [b"\x04", b"\x05", b"\x00", b"\x01", b"\x02", b"\x03"]
+    }

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.planning import speed
-from protocol.planning.allotment import FASTER, FEWEST, HEADROOM, NEW, allot, share, step_seconds
+from protocol.planning import partition
+from protocol.planning.allotment import FEWEST_STEPS, FULL_SPEEDUP, HEADROOM, NEW, allot, share, step_seconds
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import make_plan
 from protocol.run.manifest import OuterSpec, TimingSpec, TrainSpec
@@ -36,7 +36,7 @@ def did(steps: int, micro_batches: int = TRAIN.micro_batches) -> ReplicaSpec:
 
 def announced(peer: str, seconds: float | None = None) -> Candidate:
     """A full peer that takes so many seconds for a whole inner step; None: it does not know."""
-    work = TRAIN.micro_batches * speed.work(M)[0, tiny.LAYERS]
+    work = TRAIN.micro_batches * partition.stage_operations(M)[0, tiny.LAYERS]
     reached = 0 if seconds is None else round(work / seconds)
     return Candidate(peer=peer, memory_bytes=FULL, up_bps=10**7, speed_flops=reached)
 
@@ -169,7 +169,7 @@ def test_never_more_than_the_run_has() -> None:
 @pytest.mark.parametrize("given", [1, 2, 10])
 def test_who_did_all_that_it_was_given_may_be_four_times_as_fast(given: int) -> None:
     steps, _ = shared(None, did(given), given)
-    assert HEADROOM * FASTER * given + 1 <= steps < HEADROOM * FASTER * given + 2
+    assert HEADROOM * FULL_SPEEDUP * given + 1 <= steps < HEADROOM * FULL_SPEEDUP * given + 2
     fewer, _ = shared(None, did(given + 1), given)
     assert fewer < steps
 
@@ -208,9 +208,9 @@ def test_a_step_of_which_too_few_fit_into_a_round_is_made_smaller(rounds_a_step:
     assert found == micro_batches
     seconds = step_seconds(M, full("a"), {"a": slow})
     assert seconds is not None
-    if FEWEST * rounds_a_step < TRAIN.micro_batches:
-        assert FEWEST * seconds * found / TRAIN.micro_batches <= TIMING.round_seconds
-        assert steps > FEWEST
+    if FEWEST_STEPS * rounds_a_step < TRAIN.micro_batches:
+        assert FEWEST_STEPS * seconds * found / TRAIN.micro_batches <= TIMING.round_seconds
+        assert steps > FEWEST_STEPS
 
 
 def test_what_was_done_counts_in_micro_batches() -> None:

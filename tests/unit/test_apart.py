@@ -12,19 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer.chain.apart import APART_SECONDS, REMEMBERED, Apart
-from peer.chain.connect import Patience, Pipes
+from peer.chain.connect import APART_SECONDS, REMEMBERED, Patience, PipelineStreams, UnreachablePeers
 from peer.chain.frames import NeighbourLost
 from peer.net.memory import MemoryNetwork
-from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
 from protocol.planning import memory
 from protocol.planning.arrange import arrange
-from protocol.planning.objective import DETOUR, PUNCHED, Swarm, padded
+from protocol.planning.objective import PUNCH_SUCCESS, RELAY_DETOUR, Swarm, padded
 from protocol.planning.partition import Candidate, candidate
 from protocol.wire.announcement import MOST_APART, Announcement
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from tests import plans
+from tests import networks, plans
 
 PLAN = Plan(
     round=4,
@@ -33,12 +31,12 @@ PLAN = Plan(
 
 
 class Told:
-    """What an `Apart` announced and warned of; its loop's clock can be turned."""
+    """What an `UnreachablePeers` announced and warned of; its loop's clock can be turned."""
 
     def __init__(self) -> None:
         self.announced: list[tuple[str, ...]] = []
         self.warnings: list[str] = []
-        self.apart = Apart(lambda apart: self.announced.append(apart), self.warnings.append)
+        self.apart = UnreachablePeers(lambda apart: self.announced.append(apart), self.warnings.append)
 
 
 def run(story: Callable[[Told, Callable[[float], Awaitable[None]]], Awaitable[Any]]) -> Told:
@@ -120,7 +118,7 @@ def test_a_neighbour_that_cannot_be_dialled_is_announced() -> None:
             raise RemoteError(peer, "no relay leads to it")
 
         patience = Patience(dial=0.01)
-        pipes = Pipes(transport, reach, lambda peer: None, Uplink(), patience=patience, apart=told.apart)
+        pipes = PipelineStreams(networks.network(transport, reach), patience=patience, unreachable=told.apart)
         for round in (4, 5):
             with pytest.raises(NeighbourLost):
                 await pipes.neighbours(dataclasses.replace(PLAN, round=round), 0, 0, 0)
@@ -178,7 +176,7 @@ def test_private_neighbours_cost_a_detour_and_share_what_relays_pass_on() -> Non
     )
     row = padded([range(3)])
     straight, around = Swarm(manifest, open_peers), Swarm(manifest, peers)
-    assert around.latencies(row) == pytest.approx(DETOUR * straight.latencies(row))
+    assert around.latencies(row) == pytest.approx(RELAY_DETOUR * straight.latencies(row))
     bits, kinds = np.array([1e6, 2e6]), straight.kinds(row)
     assert np.array_equal(straight.boundaries(row, kinds, bits), around.boundaries(row, kinds, bits)), "no limit"
     limited = Swarm(manifest, peers, relay_bps=3e6)
@@ -189,7 +187,7 @@ def test_private_neighbours_cost_a_detour_and_share_what_relays_pass_on() -> Non
     rate = {relay: Swarm(manifest, peers, relay).rates(row, blocks)[0][0] for relay in (0.0, 1e4, 1e12)}
     assert rate[1e4] < rate[1e12]
     direct = Swarm(manifest, open_peers).rates(row, blocks)[0][0]
-    assert rate[0.0] == pytest.approx(PUNCHED**2 * direct), "without relays a hole has to be punched"
+    assert rate[0.0] == pytest.approx(PUNCH_SUCCESS**2 * direct), "without relays a hole has to be punched"
 
 
 def test_private_peers_stand_beside_others_where_there_are_any() -> None:

@@ -16,10 +16,10 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from peer.cli.trained import Choice, replayed
+from peer.cli.model import Choice, replayed
 from peer.log import export
 from peer.log.replay import State
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.training import inference
 from peer.training.inference import Dice
 from peer.training.model import Past, Stage
@@ -107,7 +107,7 @@ def words(spec: ModelSpec) -> bytes:
 
 def written(spec: ModelSpec, folder: Path) -> Path:
     digests = dict.fromkeys(layout.shard_names(spec), "0" * 64)
-    export.write(tiny.manifest(model=spec), State(1, random_theta(spec), digests), words(spec), folder, LocalDisk())
+    export.write(tiny.manifest(model=spec), State(1, random_theta(spec), digests), words(spec), folder, Disk())
     return folder
 
 
@@ -151,7 +151,7 @@ def places(spec: ModelSpec, ids_BL: torch.Tensor) -> torch.Tensor | None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_what_was_exported_is_read_again(name: str, folder: Path) -> None:
     spec = spec_of(name)
-    back = export.read(written(spec, folder), LocalDisk(), lambda _: in_memory)
+    back = export.read(written(spec, folder), Disk(), lambda _: in_memory)
     assert back.spec == spec
     for shard, arrays in random_theta(spec).items():
         for a, b in zip(arrays, back.theta[shard], strict=True):
@@ -159,7 +159,7 @@ def test_what_was_exported_is_read_again(name: str, folder: Path) -> None:
     path = folder / export.CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_key_value_heads": 3}))
     with pytest.raises(UsageError, match="is not as potluck export writes it"):
-        export.read(folder, LocalDisk(), lambda _: in_memory)
+        export.read(folder, Disk(), lambda _: in_memory)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -175,7 +175,7 @@ def test_the_log_a_full_replica_and_a_chains_members_give_the_same_files(name: s
     for members in ([], ["full"], list(parts)):
         checkpoints = tuple(swarm.folder / member / f"checkpoint-{ROUNDS:08d}" for member in members)
         found = asyncio.run(replayed(Choice(str(swarm.folder / "node-0"), None, checkpoints)))
-        export.write(found.manifest, found.state, found.tokenizer, tmp_path / f"model-{len(made)}", LocalDisk())
+        export.write(found.manifest, found.state, found.tokenizer, tmp_path / f"model-{len(made)}", Disk())
         made.append({path.name: path.read_bytes() for path in (tmp_path / f"model-{len(made)}").iterdir()})
     assert export.WEIGHTS in made[0]
     assert made[0] == made[1] == made[2]

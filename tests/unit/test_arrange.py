@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import itertools
 import random
-import re
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from protocol.planning import budget, explain, figures, memory, pipeline_model
 from protocol.planning.arrange import Arranged, arrange
-from protocol.planning.objective import CARRIED, Swarm, padded
+from protocol.planning.objective import USED_LINK_SHARE, Swarm, padded
 from protocol.planning.partition import Candidate
 from protocol.planning.pipeline_model import LinkCost, StageCost
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, TimingSpec, TrainSpec
 from tests import plans, tiny
 
-CHAIN_ROWS = Path(__file__).parents[2] / "docs/results/chain.md"
+CHAIN_ROWS = Path(__file__).parents[2] / "docs/results/chain-grid.csv"
 
 
 @pytest.mark.parametrize("seed", [311, 945, 1596, 1908])
@@ -156,12 +156,8 @@ def _row(cells: list[str]) -> tuple[float, float, int, str, int, float, int]:
 def test_the_chains_that_were_measured_are_predicted_within_ten_points() -> None:
     """docs/results/chain.md: four stages of 400 TFLOP/s of a model of 70 billion parameters, d = 8192; the inner ones have twice the link. The
     planner chooses the depth."""
-    grid = CHAIN_ROWS.read_text(encoding="utf-8").split("## The grid: int4")[1].split("\n## ")[0]
-    rows = [
-        [c.strip() for c in line.strip("|").split("|")]
-        for line in grid.splitlines()
-        if re.match(r"\| \d+ \| \d+ \|", line)
-    ]
+    with CHAIN_ROWS.open(encoding="utf-8", newline="") as grid:
+        _, *rows = csv.reader(grid)
     assert len(rows) == 66
     worst = 0.0
     for rate, latency, divisor, form, micro_batches, share, tokens in map(_row, rows):
@@ -204,7 +200,7 @@ def test_unknown_amounts_count_as_usual_ones() -> None:
     speeds = sorted(c.speed_flops for c in peers[:-1])
     swarm = Swarm(manifest, [*peers[:-1], dataclasses.replace(peers[-1], speed_flops=0, up_bps=0, down_bps=0)])
     assert swarm.speed[-1] == speeds[3]
-    assert swarm.up[-1] == pytest.approx(CARRIED * sorted(c.up_bps for c in peers[:-1])[3])
+    assert swarm.up[-1] == pytest.approx(USED_LINK_SHARE * sorted(c.up_bps for c in peers[:-1])[3])
     assert swarm.down[-1] == swarm.up[-1]
 
 

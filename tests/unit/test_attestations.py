@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.round.attestations import Attestations, diverged, majority
+from protocol.round.attestations import Attestations, Weights
 from protocol.wire.commit import Diverged
 from protocol.wire.session import Attest
+
+
+def majority(attested: Mapping[str, Mapping[str, str]], weights: Weights) -> dict[str, str]:
+    """The digest of each shard that has most of the weight, none where there is a tie or no witness. `attested`: {peer:
+    {shard: digest}}."""
+    counts: dict[str, Counter[str]] = {}
+    for peer, digests in attested.items():
+        if peer in weights:
+            for shard, digest in digests.items():
+                counts.setdefault(shard, Counter())[digest] += weights[peer]
+    found = {}
+    for shard, counted in counts.items():
+        ranked = counted.most_common(2)
+        if len(ranked) == 1 or ranked[0][1] > ranked[1][1]:
+            found[shard] = ranked[0][0]
+    return found
+
+
+def diverged(attested: Mapping[str, Mapping[str, str]], right: Mapping[str, str], ties: bool = False) -> list[Diverged]:
+    """Who of `attested`, {peer: {shard: digest}}, has other bits than the majority, which is `right`.
+
+    With `ties`, nobody is right about a shard of which some say one thing and some another, and that has no majority.
+    """
+    known: dict[str, set[str]] = {}
+    for digests in attested.values():
+        for shard, digest in digests.items():
+            known.setdefault(shard, set()).add(digest)
+    return [
+        Diverged(peer=peer, shard=shard)
+        for peer, digests in sorted(attested.items())
+        for shard, digest in sorted(digests.items())
+        if (right[shard] != digest if shard in right else ties and len(known[shard]) > 1)
+    ]
 
 
 def attested(**peers: dict[str, str]) -> Attestations:

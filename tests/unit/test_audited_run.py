@@ -12,7 +12,7 @@ import pytest
 
 from peer.corpus.text import Text as AnyText
 from peer.node.inner_loop import StageInnerLoop
-from peer.node.orders import InnerLoop
+from peer.node.training import InnerLoop
 from protocol.ledger import standing
 from protocol.ledger.audits import Audits
 from protocol.planning import budget, memory
@@ -55,8 +55,8 @@ def test_a_replica_that_trains_on_other_text_is_found_and_no_other(tmp_path: Pat
             swarm.text = text
             liar = ""
 
-            def inner_loop(manifest: Any, peer: str, config: Any, given: Any, *rest: Any) -> InnerLoop:
-                return StageInnerLoop(manifest, peer, config, Other() if peer == liar else given, *rest)
+            def inner_loop(manifest: Any, peer: str, machine: Any, given: Any, *rest: Any) -> InnerLoop:
+                return StageInnerLoop(manifest, peer, machine, Other() if peer == liar else given, *rest)
 
             swarm.inner_loop = inner_loop
             room = memory.stage_memory(RUN, 0, MODEL.n_layers) * 10
@@ -77,7 +77,7 @@ def test_a_replica_that_trains_on_other_text_is_found_and_no_other(tmp_path: Pat
     (first, *_) = [x for x in found if not x.examined]
     decided = next(c.round for c, known in known_before(commits) if first in known.found(c))
     assert first.round < decided
-    after = commits[decided + 1 : decided + standing.REST]
+    after = commits[decided + 1 : decided + standing.REST_ROUNDS]
     assert after
     for commit in after:
         assert commit.plan is not None

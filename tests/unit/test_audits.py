@@ -12,12 +12,12 @@ import pytest
 
 from protocol.identity import Identity, short_peer
 from protocol.ledger import audits, claims, rules, run_state, standing
-from protocol.ledger.audits import EXAMINERS, KEPT, LEAST, Audits, Found, Turn
+from protocol.ledger.audits import EXAMINERS, KEPT_ROUNDS, LEAST_AGREEMENT, Audits, Found, Turn
 from protocol.ledger.claims import Claims
 from protocol.round import fairness
 from protocol.round.leader_events import Received
 from protocol.run.manifest import JudgingSpec, Manifest
-from protocol.wire.audit import Audit
+from protocol.wire.claims import Audit
 from protocol.wire.commit import MAX_AUDITS, Commit, Contribution, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
@@ -28,7 +28,7 @@ from tests.unit.test_leader import Driver
 KEYS = tuple(Identity(bytes([8, i] * 16)) for i in range(8))
 NAMES = tuple(key.peer_id for key in KEYS)
 OF_NAME = dict(zip(NAMES, KEYS, strict=True))
-WELL, BADLY = LEAST + 1, LEAST - 1
+WELL, BADLY = LEAST_AGREEMENT + 1, LEAST_AGREEMENT - 1
 
 
 def run(share: float) -> Manifest:
@@ -141,7 +141,7 @@ def test_what_has_no_place() -> None:
         assert found.startswith(why)
         assert (of_claims(known, commit(turn.round + 1, said))) == [f"has an audit that {found}"]
         heard = Claims()
-        heard.hear(open_for(known), said)
+        heard.add(open_for(known), said)
         assert heard.next(open_for(known), Audit) == ()
     twice = of_claims(known, commit(turn.round + 1, right, right))
     assert twice == [f"has an audit that is told by {short_peer(first)} for the second time"]
@@ -150,23 +150,23 @@ def test_what_has_no_place() -> None:
 def test_a_late_one_has_a_place_for_some_rounds() -> None:
     known, turn = opened()
     said = says(turn, turn.examiners[0], BADLY)
-    for later in range(1, KEPT):
+    for later in range(1, KEPT_ROUNDS):
         known = known.after(commit(turn.round + later, work=EVERYBODY))
         assert known.why_not(said) is None
-    assert known.after(commit(turn.round + KEPT)).why_not(said) is not None
-    assert len(known.turns) <= KEPT * len(NAMES), "what a run remembers is bounded"
+    assert known.after(commit(turn.round + KEPT_ROUNDS)).why_not(said) is not None
+    assert len(known.turns) <= KEPT_ROUNDS * len(NAMES), "what a run remembers is bounded"
 
 
 def test_a_commit_has_few_and_the_rest_follow() -> None:
-    known = functools.reduce(Audits.after, (commit(r, work=EVERYBODY) for r in range(KEPT - 1)), Audits(ALL))
+    known = functools.reduce(Audits.after, (commit(r, work=EVERYBODY) for r in range(KEPT_ROUNDS - 1)), Audits(ALL))
     heard = Claims()
     for turn in known.turns:
-        heard.hear(open_for(known), says(turn, turn.examiners[0], WELL))
-        heard.hear(open_for(known), says(turn, turn.examiners[0], BADLY))
+        heard.add(open_for(known), says(turn, turn.examiners[0], WELL))
+        heard.add(open_for(known), says(turn, turn.examiners[0], BADLY))
     first = heard.next(open_for(known), Audit)
     assert len(first) == MAX_AUDITS < len(known.turns)
     assert {x.agreement for x in first} == {WELL}, "who has said something does not take it back"
-    known = known.after(commit(KEPT, *first))
+    known = known.after(commit(KEPT_ROUNDS, *first))
     heard.forget(open_for(known))
     second = heard.next(open_for(known), Audit)
     assert len(second) == MAX_AUDITS
@@ -238,7 +238,7 @@ def test_the_next_commit_says_what_was_found_and_voters_look() -> None:
     found = driver.decide(driver.offered(*NAMES[:4]))
     assert found.audits == (said,)
     other.offered(*NAMES[:4])
-    sight = fairness.sight_of(other.leader, found.time, 0.0, True)
+    sight = fairness.view_of(other.leader, found.time, 0.0, True)
     assert fairness.lie_in(sight, found) is None
     false = dataclasses.replace(found, audits=(dataclasses.replace(said, agreement=9.0),))
     lie = fairness.lie_in(sight, false)
@@ -261,7 +261,7 @@ def test_whose_work_two_found_to_be_another_rests_and_whoever_is_alone_loses_hal
         for name in NAMES:
             known = now.of(name)
             if lost == "maker" and name == turn.maker:
-                assert (known.fell, known.until) == (True, now.round + standing.REST)
+                assert (known.fell, known.until) == (True, now.round + standing.REST_ROUNDS)
                 assert now.rests(name)
             elif lost == "first" and name == turn.examiners[0]:
                 assert known.reputation == 1 - standing.LOSS

@@ -10,19 +10,28 @@ from typing import Any
 
 import pytest
 
-from bootstrap import bandwidth as served
-from bootstrap.bandwidth import Bandwidth, Bounds
 from peer import events
-from peer.net import bandwidth, line
-from peer.net.arrivals import Arrivals
-from peer.net.bandwidth import BOUNDS_BPS, HEAD, PATIENCE, PIECE, WAY_BYTES, Busy, measure
-from peer.net.base import Closed, Ended, Handler, Stream
-from peer.net.clock import Clock
-from peer.net.line import LATER_SECONDS, Around, Given, Line, measured_downlink
+from peer.net import bandwidth, link_monitor
+from peer.net import bandwidth as served
+from peer.net.bandwidth import (
+    BOUNDS_BPS,
+    HEAD,
+    PIECE,
+    PROBE_TIMEOUTS,
+    WAY_BYTES,
+    Arrivals,
+    BandwidthServer,
+    Busy,
+    ProbeLimits,
+    measure,
+)
+from peer.net.base import Clock, Closed, Ended, Handler, Stream
+from peer.net.link_monitor import LATER_SECONDS, LinkMonitor, RateConfig, measured_downlink
 from peer.net.memory import IN_FLIGHT, MemoryNetwork, MemoryTransport, Pipe
 from peer.net.stream import FrameStream
 from protocol.errors import RemoteError
 from protocol.wire import endpoints
+from tests import networks
 from tests.sim.loop import VirtualLoop
 
 MBPS = 1e6
@@ -105,7 +114,7 @@ async def at_home(network: MemoryNetwork, **nodes: Handler | None) -> MemoryTran
     for name, handler in nodes.items():
         node = network.transport(name)
         if handler is None:
-            await Bandwidth(clock()).serve(node)
+            await BandwidthServer(clock()).serve(node)
         else:
             await node.serve(endpoints.BANDWIDTH, handler)
     return network.transport("home")
@@ -126,22 +135,17 @@ class Heard:
         return [body.text for body in self.told if isinstance(body, events.Warning)]
 
 
-async def reached(peer: str) -> None: ...
-
-
 def a_line(
     home: MemoryTransport,
     heard: Heard,
     nodes: tuple[str, ...] = ("node",),
     addresses: Callable[[str], list[str]] = lambda peer: [f"/ip4/203.0.113.7/tcp/1/p2p/{peer}"],
-    said: Given | None = None,
+    said: RateConfig | None = None,
     **given: int,
-) -> Line:
-    said = said or Given(up_bps=given.get("up"), down_bps=given.get("down"), limit_bps=given.get("limit"))
-    around = Around(
-        transport=home, clock=clock(), reach=reached, lost=lambda peer: None, addresses=addresses, draw=random.Random(1)
-    )
-    return Line(said, around, lambda: nodes, heard.told.append)
+) -> LinkMonitor:
+    said = said or RateConfig(up_bps=given.get("up"), down_bps=given.get("down"), limit_bps=given.get("limit"))
+    ours = networks.network(home, clock=clock(), addresses=addresses, nodes=nodes, limit=said.limit_bps)
+    return LinkMonitor(said, ours, random.Random(1), heard.told.append)
 
 
 # --- good nodes
@@ -173,15 +177,8 @@ def test_a_downlink_that_was_measured_before_is_not_measured_again() -> None:
         known = await measured_downlink(home, ("node",), clock())
         assert known is not None
         came = network.down.bytes
-        around = Around(
-            transport=home,
-            clock=clock(),
-            reach=reached,
-            lost=lambda peer: None,
-            addresses=lambda peer: [],
-            draw=random.Random(1),
-        )
-        line = Line(Given(None, None, None, known), around, lambda: ["node"], heard.told.append)
+        ours = networks.network(home, clock=clock(), nodes=["node"])
+        line = LinkMonitor(RateConfig(None, None, None, known), ours, random.Random(1), heard.told.append)
         await line.measure()
         (told,) = heard.measured
         assert line.down_bps == told.down_bps == known.bps == pytest.approx(100 * MBPS, rel=0.15)
@@ -267,7 +264,7 @@ def test_what_the_user_said_is_not_measured() -> None:
         network, heard = Shaped(20 * MBPS, 100 * MBPS), Heard()
         home = await at_home(network, node=None)
         line = a_line(home, heard, up=7_000_000, down=70_000_000)
-        assert line.is_given
+        assert line.is_configured
         assert (line.up_bps, line.down_bps, line.uplink.bps) == (7_000_000, 70_000_000, None)
         only_up = a_line(home, heard, up=7_000_000)
         await only_up.measure()
@@ -385,7 +382,7 @@ def test_no_node_makes_a_start_hang_or_a_line_nonsense(kind: str) -> None:
 
 
 def line_start_seconds() -> float:
-    return line.START_SECONDS + 1.0
+    return link_monitor.START_SECONDS + 1.0
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -419,7 +416,7 @@ def test_a_node_that_is_slow_does_not_make_the_line_slow() -> None:
 def test_who_is_busy_is_asked_again() -> None:
     async def work() -> None:
         network, loop = Shaped(20 * MBPS, 100 * MBPS), asyncio.get_running_loop()
-        busy_until, good = loop.time() + 8.0, Bandwidth(clock())
+        busy_until, good = loop.time() + 8.0, BandwidthServer(clock())
         home, node = network.transport("home"), network.transport("node")
 
         async def serve(stream: Stream) -> None:
@@ -456,7 +453,7 @@ def test_one_way_is_measured_and_the_other_is_not() -> None:
 def test_what_could_not_be_measured_is_measured_later() -> None:
     async def work() -> None:
         network, heard, loop = Shaped(20 * MBPS, 100 * MBPS), Heard(), asyncio.get_running_loop()
-        good = Bandwidth(clock())
+        good = BandwidthServer(clock())
 
         async def serve(stream: Stream) -> None:
             if loop.time() > 60:
@@ -483,10 +480,10 @@ def test_what_could_not_be_measured_is_measured_later() -> None:
 
 def test_a_node_measures_with_few_at_once_and_gives_back_what_was_not_taken() -> None:
     async def work() -> None:
-        network, node_side = MemoryNetwork(), Bandwidth(clock())
+        network, node_side = MemoryNetwork(), BandwidthServer(clock())
         node = network.transport("node")
         await node_side.serve(node)
-        peers = [network.transport(f"peer-{i}") for i in range(served.AT_ONCE + 1)]
+        peers = [network.transport(f"peer-{i}") for i in range(served.MAX_PROBES + 1)]
         streams = [await peer.open("node", endpoints.BANDWIDTH, timeout=1.0) for peer in peers]
         for stream in streams:
             await stream.send(bytes(HEAD))
@@ -501,7 +498,7 @@ def test_a_node_measures_with_few_at_once_and_gives_back_what_was_not_taken() ->
             await stream.close()
         while node_side.probes:
             await asyncio.sleep(0.01)
-        for _ in range(3 * served.BOUNDS.bytes_per_minute // served.PROBE_BYTES):  # each takes a ping's worth
+        for _ in range(3 * served.PROBE_LIMITS.bytes_per_minute // served.PROBE_BYTES):  # each takes a ping's worth
             stream = await peers[0].open("node", endpoints.BANDWIDTH, timeout=1.0)
             await stream.send(bytes(HEAD))
             await stream.recv(0)
@@ -519,7 +516,7 @@ def test_a_node_gives_so_much_a_minute() -> None:
         loop, network = asyncio.get_running_loop(), MemoryNetwork()
         node, home = network.transport("node"), network.transport("home")
         most = 2 * served.PROBE_BYTES
-        await Bandwidth(clock(), Bounds(bytes_per_minute=most)).serve(node)
+        await BandwidthServer(clock(), ProbeLimits(bytes_per_minute=most)).serve(node)
         taken, refused, end = 0, 0, loop.time() + 180
         while loop.time() < end:
             try:
@@ -538,7 +535,7 @@ def test_a_node_gives_so_much_a_minute() -> None:
 )
 def test_a_node_closes_on_who_asks_too_much_or_nothing(request_: bytes) -> None:
     async def work() -> None:
-        network, node_side = MemoryNetwork(), Bandwidth(clock())
+        network, node_side = MemoryNetwork(), BandwidthServer(clock())
         node, home = network.transport("node"), network.transport("home")
         await node_side.serve(node)
         stream = await home.open("node", endpoints.BANDWIDTH, timeout=1.0)
@@ -567,7 +564,7 @@ async def pings(stream: Stream, asks: int, every: float = 0.0) -> int:
 @pytest.mark.parametrize("asks", [PIECE, 0])
 def test_a_node_ends_a_probe_that_takes_too_much(asks: int) -> None:
     async def work() -> None:
-        network, node_side = MemoryNetwork(), Bandwidth(clock())
+        network, node_side = MemoryNetwork(), BandwidthServer(clock())
         node, home = network.transport("node"), network.transport("home")
         await node_side.serve(node)
         stream = await home.open("node", endpoints.BANDWIDTH, timeout=1.0)
@@ -578,22 +575,22 @@ def test_a_node_ends_a_probe_that_takes_too_much(asks: int) -> None:
 
 def test_a_node_does_not_wait_for_who_does_nothing() -> None:
     async def work() -> None:
-        network, node_side, loop = MemoryNetwork(), Bandwidth(clock()), asyncio.get_running_loop()
+        network, node_side, loop = MemoryNetwork(), BandwidthServer(clock()), asyncio.get_running_loop()
         node, home = network.transport("node"), network.transport("home")
         await node_side.serve(node)
         idle = await home.open("node", endpoints.BANDWIDTH, timeout=1.0)
         began = loop.time()
         with pytest.raises(Closed):
             await idle.recv()
-        assert loop.time() - began <= served.BOUNDS.idle_s
+        assert loop.time() - began <= served.PROBE_LIMITS.idle_s
         slow = await home.open("node", endpoints.BANDWIDTH, timeout=1.0)
         began = loop.time()
-        assert await pings(slow, 0, every=1.0) <= served.BOUNDS.probe_s
-        assert loop.time() - began <= served.BOUNDS.probe_s + 1
+        assert await pings(slow, 0, every=1.0) <= served.PROBE_LIMITS.probe_s
+        assert loop.time() - began <= served.PROBE_LIMITS.probe_s + 1
         assert node_side.probes == 0
 
     virtually(work())
 
 
 def test_patience_is_less_than_a_start() -> None:
-    assert 2 * (PATIENCE.way + PATIENCE.answer) <= line.START_SECONDS
+    assert 2 * (PROBE_TIMEOUTS.way + PROBE_TIMEOUTS.answer) <= link_monitor.START_SECONDS

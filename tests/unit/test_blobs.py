@@ -18,15 +18,14 @@ import pytest
 
 from peer.net import p2p
 from peer.net.base import Closed, Handler, Stream, Transport, Unreachable
-from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, fetch_named, idle
-from peer.net.blobs.holders import SLACK, Speed
-from peer.net.blobs.serving import PATIENCE
-from peer.net.blobs.spreading import SPREAD_SECONDS, Spreading
-from peer.net.disk import LocalDisk, Piece
+from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, fetch_named, fetching
+from peer.net.blobs.holders import SLACK_RANGES, Holders, Speed
+from peer.net.blobs.serving import SERVING_TIMEOUTS, SPREAD_SECONDS, SpreadTracker
+from peer.net.disk import Disk, Piece
 from peer.net.memory import MemoryNetwork
 from peer.net.uplink import Uplink
 from protocol.codec import blob_hash
-from protocol.codec.blob_hash import RANGE
+from protocol.codec.blob_hash import RANGE_BYTES
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.wire import endpoints, framing
@@ -55,7 +54,7 @@ def noise(size: int, seed: int = 0) -> bytes:
 
 def test_a_store_keeps_blobs_by_name(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
-    data = noise(3 * RANGE)
+    data = noise(3 * RANGE_BYTES)
     name = store.put(data, 4)
     assert (store.has(name), store.get(name), list(store), store.used) == (True, data, [name], len(data))
     assert store.put(data, 9) == name
@@ -67,7 +66,7 @@ def test_a_store_keeps_blobs_by_name(tmp_path: Path) -> None:
     assert again.get("0" * 64) is None
 
 
-@pytest.mark.parametrize("size", [RANGE, 5 * RANGE])
+@pytest.mark.parametrize("size", [RANGE_BYTES, 5 * RANGE_BYTES])
 def test_a_flipped_bit_on_disk_is_not_believed(tmp_path: Path, size: int) -> None:
     store = BlobStore(tmp_path)
     name = store.put(noise(size))
@@ -141,7 +140,7 @@ def test_a_blob_that_comes_again_counts_once_and_as_of_its_last_round(tmp_path: 
 
 
 def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:
-    data = noise(10 * RANGE + 5)
+    data = noise(10 * RANGE_BYTES + 5)
     size, leaves = blob_hash.leaves_of([data])
     name = blob_hash.root(size, leaves)
     part = BlobStore(tmp_path).part(name, size)
@@ -150,10 +149,10 @@ def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:
     assert part.learn(leaves)
     for index in (7, 2, 10):
         assert part.write(index, data[slice(*blob_hash.span(size, index))])
-    assert not part.write(3, data[:RANGE])
+    assert not part.write(3, data[:RANGE_BYTES])
     path = tmp_path / "parts" / name
     with open(path, "r+b") as file:  # one range is damaged meanwhile
-        os.pwrite(file.fileno(), b"?", 2 * RANGE + 9)
+        os.pwrite(file.fileno(), b"?", 2 * RANGE_BYTES + 9)
     store = BlobStore(tmp_path)
     again = store.part(name, size)
     assert again.missing == set(range(11)) - {7, 10}
@@ -166,7 +165,7 @@ def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_what_is_refused_in_the_end_is_not_kept(tmp_path: Path) -> None:
-    data = noise(2 * RANGE)
+    data = noise(2 * RANGE_BYTES)
     store = BlobStore(tmp_path)
     part = store.part(blob_hash.name_of(data), len(data))
     assert part.learn(blob_hash.leaves_of([data])[1])
@@ -258,7 +257,7 @@ def test_without_a_limit_nobody_waits() -> None:
 # --- between peers
 
 
-class Disk(LocalDisk):
+class FillingDisk(Disk):
     """The machine's, which may be `full`."""
 
     full = False
@@ -285,7 +284,7 @@ class Watched:
         with contextlib.suppress(framing.FrameError):
             match framing.unpack_message(frame):
                 case {"blob": str(name), "size": int(size), "whole": bool(whole), "leaves": bool(leaves)}:
-                    self.blob, self.whole, self.leaves = name, whole, leaves and size > RANGE
+                    self.blob, self.whole, self.leaves = name, whole, leaves and size > RANGE_BYTES
                 case {"range": int(index)}:
                     self.asked.append(index)
         return frame
@@ -320,9 +319,9 @@ class Peer:
     def __init__(self, transport: Transport, folder: Path, uplink: Uplink | None = None) -> None:
         self.transport = transport
         self.warnings: list[str] = []
-        self.disk = Disk()
+        self.disk = FillingDisk()
         self.store = BlobStore(folder, disk=self.disk)
-        self.fetcher = Fetcher(transport, self.store, warn=self.warnings.append, timeout=10.0)
+        self.fetcher = Fetcher(transport, self.store, holders=Holders(self.warnings.append), timeout=10.0)
         self.server = BlobServer(
             self.store, coming=self.fetcher.coming, uplink=uplink, named={"hello": b"world"}, warn=self.warnings.append
         )
@@ -391,7 +390,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("size", [0, 1, RANGE, RANGE + 1, 40 * RANGE + 17])
+@pytest.mark.parametrize("size", [0, 1, RANGE_BYTES, RANGE_BYTES + 1, 40 * RANGE_BYTES + 17])
 def test_a_blob_from_one_holder(kind: str, tmp_path: Path, size: int) -> None:
     data = noise(size)
 
@@ -401,7 +400,7 @@ def test_a_blob_from_one_holder(kind: str, tmp_path: Path, size: int) -> None:
             await b.fetcher.fetch(name, size, [a.id], round=6)
             assert b.store.get(name) == data
             assert int((b.store.folder / name).stat().st_mtime) == 6
-            if size <= RANGE:  # the answer, the bytes, the end: nothing for the check
+            if size <= RANGE_BYTES:  # the answer, the bytes, the end: nothing for the check
                 assert a.sent <= size + 60
             await b.fetcher.fetch(name, size, [])
             with pytest.raises(RemoteError, match="does not have it"):
@@ -432,7 +431,7 @@ def test_small_blobs_share_a_stream(kind: str, tmp_path: Path) -> None:
             through = Opening(b.transport)
             fetcher, opened = Fetcher(through, b.store), through.opened  # type: ignore[arg-type]
             for seed in range(6):
-                data = noise(blob_hash.WHOLE - seed, seed)
+                data = noise(blob_hash.WHOLE_BYTES - seed, seed)
                 name = a.store.put(data)
                 if seed == 4:  # the other end is gone meanwhile
                     await opened[-1].close()
@@ -448,7 +447,7 @@ def test_small_blobs_share_a_stream(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_stream_may_be_taken_while_an_older_one_is_closed() -> None:
-    streams = idle.IdleStreams(kept=1)
+    streams = fetching.IdleStreams(most=1)
     taken: list[Any] = []
 
     class Kept:
@@ -482,7 +481,7 @@ def test_what_has_a_name(tmp_path: Path) -> None:
 def test_a_lone_holder_of_a_large_blob_is_asked_over_more_streams_if_that_is_wanted(
     tmp_path: Path, streams: int
 ) -> None:
-    data = noise(200 * RANGE)
+    data = noise(200 * RANGE_BYTES)
 
     async def work() -> None:
         async with swarm("memory", tmp_path, 2) as (a, b):
@@ -500,11 +499,11 @@ def test_a_lone_holder_of_a_large_blob_is_asked_over_more_streams_if_that_is_wan
 
 
 def test_the_next_blob_can_be_asked_for_before_the_last_one_is_here(tmp_path: Path) -> None:
-    data = noise(40 * RANGE)
+    data = noise(40 * RANGE_BYTES)
 
     async def work() -> None:
         async with swarm("memory", tmp_path, 2) as (a, b):
-            a.server.uplink = Uplink(8 * 20 * RANGE)  # twenty ranges a second
+            a.server.uplink = Uplink(8 * 20 * RANGE_BYTES)  # twenty ranges a second
             name, asked = a.store.put(data), asyncio.Event()
             fetching = asyncio.create_task(b.fetcher.fetch(name, len(data), [a.id], all_asked=asked))
             await asked.wait()
@@ -519,12 +518,12 @@ def test_the_next_blob_can_be_asked_for_before_the_last_one_is_here(tmp_path: Pa
 def test_a_holder_that_answers_later_than_at_first_still_has_ranges_under_way() -> None:
     speed = Speed()
     speed.answered(0.05)
-    speed.arrived(1.0, RANGE)
-    assert speed.depth >= SLACK
+    speed.arrived(1.0, RANGE_BYTES)
+    assert speed.depth >= SLACK_RANGES
 
 
 def test_a_blob_from_several_holders_at_once(kind: str, tmp_path: Path) -> None:
-    data = noise(300 * RANGE)
+    data = noise(300 * RANGE_BYTES)
 
     async def work() -> None:
         async with swarm(kind, tmp_path, 4) as (*holders, d):
@@ -539,27 +538,27 @@ def test_a_blob_from_several_holders_at_once(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_fast_holder_carries_more(tmp_path: Path) -> None:
-    data = noise(100 * RANGE)
+    data = noise(100 * RANGE_BYTES)
 
     async def work() -> None:
         async with swarm("memory", tmp_path, 3) as (slow, fast, c):
-            slow.server.uplink = Uplink(8 * 5 * RANGE)  # five ranges a second
-            fast.server.uplink = Uplink(8 * 100 * RANGE)
+            slow.server.uplink = Uplink(8 * 5 * RANGE_BYTES)  # five ranges a second
+            fast.server.uplink = Uplink(8 * 100 * RANGE_BYTES)
             for holder in (slow, fast):
                 name = holder.store.put(data)
             await c.fetcher.fetch(name, len(data), [slow.id, fast.id])
             assert slow.asked < fast.asked / 5
-            other = fast.store.put(noise(RANGE, 1))
-            slow.store.put(noise(RANGE, 1))
+            other = fast.store.put(noise(RANGE_BYTES, 1))
+            slow.store.put(noise(RANGE_BYTES, 1))
             asked = slow.asked
-            await c.fetcher.fetch(other, RANGE, [slow.id, fast.id])
+            await c.fetcher.fetch(other, RANGE_BYTES, [slow.id, fast.id])
             assert slow.asked == asked, "the faster one is asked first"
 
     run(work())
 
 
 def test_a_corrupt_holder_is_named_at_once_and_avoided(kind: str, tmp_path: Path) -> None:
-    data = noise(120 * RANGE)
+    data = noise(120 * RANGE_BYTES)
 
     async def work() -> None:
         async with swarm(kind, tmp_path, 4) as (a, bad, c, d):
@@ -583,7 +582,7 @@ def test_a_corrupt_holder_is_named_at_once_and_avoided(kind: str, tmp_path: Path
 
 
 def test_wrong_digests_of_the_ranges_are_noticed(tmp_path: Path) -> None:
-    data = noise(9 * RANGE)
+    data = noise(9 * RANGE_BYTES)
 
     async def work() -> None:
         async with swarm("memory", tmp_path, 3) as (a, liar, c):
@@ -626,15 +625,15 @@ def test_nonsense_from_a_holder_is_survived(tmp_path: Path, answer: Any) -> None
 def test_nonsense_from_a_fetcher_is_survived(tmp_path: Path) -> None:
     async def work() -> None:
         async with swarm("memory", tmp_path, 2) as (a, b):
-            name = a.store.put(noise(2 * RANGE))
+            name = a.store.put(noise(2 * RANGE_BYTES))
             for first, then in (
                 (b"\xc1", None),
                 (framing.pack_message([1]), None),
                 (framing.pack_message({"blob": "../../etc/passwd"}), None),
                 (framing.pack_message({"blob": name, "size": -1}), None),
                 (framing.pack_message({"blob": name, "size": 1 << 60}), None),
-                (framing.pack_message({"blob": name, "size": 2 * RANGE}), framing.pack_message({"range": 2})),
-                (framing.pack_message({"blob": name, "size": 2 * RANGE}), framing.pack_message({"range": -1})),
+                (framing.pack_message({"blob": name, "size": 2 * RANGE_BYTES}), framing.pack_message({"range": 2})),
+                (framing.pack_message({"blob": name, "size": 2 * RANGE_BYTES}), framing.pack_message({"range": -1})),
             ):
                 stream = await b.transport.open(a.id, endpoints.BLOB, timeout=DEADLINE)
                 await stream.send(first)
@@ -649,20 +648,20 @@ def test_nonsense_from_a_fetcher_is_survived(tmp_path: Path) -> None:
                 await stream.close()
             assert not a.server.open_streams
             with pytest.raises(RemoteError, match="at most"):
-                await b.fetcher.fetch(name, blob_hash.MAX_BLOB + 1, [a.id])
+                await b.fetcher.fetch(name, blob_hash.MAX_BLOB_BYTES + 1, [a.id])
 
     run(work())
 
 
 def test_a_holder_that_is_gone_is_replaced(tmp_path: Path) -> None:
-    data = noise(100 * RANGE)
+    data = noise(100 * RANGE_BYTES)
 
     async def work() -> None:
         async with swarm("memory", tmp_path, 3) as (a, dying, c):
             nobody = Identity(b"nobody" + bytes(26)).peer_id
             for holder in (a, dying):
                 name = holder.store.put(data)
-                holder.server.uplink = Uplink(8 * 200 * RANGE)
+                holder.server.uplink = Uplink(8 * 200 * RANGE_BYTES)
             fetching = asyncio.create_task(c.fetcher.fetch(name, len(data), [nobody, dying.id, a.id]))
             while dying.asked < 5:
                 await asyncio.sleep(0)
@@ -678,7 +677,7 @@ def test_a_holder_that_is_gone_is_replaced(tmp_path: Path) -> None:
 
 def test_an_interrupted_fetch_goes_on_in_another_process(tmp_path: Path) -> None:
     """Here: another store and fetcher on the same folder; tests/faults kills real processes."""
-    data = noise(200 * RANGE)
+    data = noise(200 * RANGE_BYTES)
 
     async def work() -> None:
         async with swarm("memory", tmp_path, 2) as (a, b):
@@ -693,13 +692,13 @@ def test_an_interrupted_fetch_goes_on_in_another_process(tmp_path: Path) -> None
             store = BlobStore(b.store.folder)
             await Fetcher(b.transport, store, timeout=10.0).fetch(name, len(data), [a.id])
             assert store.get(name) == data
-            assert a.asked <= 200 + 9 * (SLACK + 1), "what was under way is asked for again"
+            assert a.asked <= 200 + 9 * (SLACK_RANGES + 1), "what was under way is asked for again"
 
     run(work())
 
 
 def test_a_full_disk_ends_a_fetch_in_one_line(tmp_path: Path) -> None:
-    data = noise(20 * RANGE)
+    data = noise(20 * RANGE_BYTES)
 
     async def work() -> None:
         async with swarm("memory", tmp_path, 2) as (a, b):
@@ -716,7 +715,7 @@ def test_a_full_disk_ends_a_fetch_in_one_line(tmp_path: Path) -> None:
 
 
 def test_our_own_damaged_file_is_not_served(tmp_path: Path) -> None:
-    data = noise(40 * RANGE)
+    data = noise(40 * RANGE_BYTES)
 
     async def work() -> None:
         async with swarm("memory", tmp_path, 3) as (damaged, good, c):
@@ -724,7 +723,7 @@ def test_our_own_damaged_file_is_not_served(tmp_path: Path) -> None:
                 name = holder.store.put(data)
             path = damaged.store.folder / name
             raw = bytearray(data)
-            raw[5 * RANGE] ^= 1
+            raw[5 * RANGE_BYTES] ^= 1
             path.write_bytes(raw)
             await c.fetcher.fetch(name, len(data), [damaged.id, good.id])
             assert c.warnings == [], "an honest peer is not blamed"
@@ -767,7 +766,9 @@ async def spread(peers: list[Peer], size: int) -> list[int]:
     return [sender.gave[name] for sender, name in zip(others, names, strict=True)]
 
 
-@pytest.mark.parametrize(("count", "size"), [(9, RANGE), (9, 5 * RANGE), (17, 3 * RANGE), (9, 40 * RANGE)])
+@pytest.mark.parametrize(
+    ("count", "size"), [(9, RANGE_BYTES), (9, 5 * RANGE_BYTES), (17, 3 * RANGE_BYTES), (9, 40 * RANGE_BYTES)]
+)
 def test_a_home_uplink_sends_its_payload_about_twice(tmp_path: Path, count: int, size: int) -> None:
     async def work() -> None:
         async with swarm("memory", tmp_path, count) as peers:
@@ -783,7 +784,7 @@ def test_a_home_uplink_sends_its_payload_about_twice(tmp_path: Path, count: int,
 def test_spreading_over_real_daemons(tmp_path: Path) -> None:
     async def work() -> None:
         async with swarm("p2p", tmp_path, 6) as peers:
-            size = 30 * RANGE
+            size = 30 * RANGE_BYTES
             own = await spread(peers, size)
             assert max(own) <= 2.2 * size, own
             assert peers[0].sent <= 2.2 * size * 5
@@ -792,7 +793,7 @@ def test_spreading_over_real_daemons(tmp_path: Path) -> None:
 
 
 def test_who_got_a_blob_long_ago_is_not_named() -> None:
-    spreading = Spreading(copies=2)
+    spreading = SpreadTracker(copies=2)
     for peer in "bc":
         assert spreading.admit("blob", 100, peer, False, now=1.0) is None
         spreading.done("blob", 100, peer, 100)
@@ -818,7 +819,7 @@ def test_who_finds_nobody_else_is_served(tmp_path: Path) -> None:
     run(work())
 
 
-@pytest.mark.parametrize("size", [100, 5 * RANGE])
+@pytest.mark.parametrize("size", [100, 5 * RANGE_BYTES])
 def test_who_asks_in_a_circle_does_not_wait_in_vain(tmp_path: Path, size: int) -> None:
     """Everybody finds everybody else nearer than the sender, and asks there first."""
 
@@ -827,7 +828,7 @@ def test_who_asks_in_a_circle_does_not_wait_in_vain(tmp_path: Path, size: int) -
             for seed in range(5):
                 name = sender.store.put(noise(size, seed))
                 before = sender.sent
-                async with asyncio.timeout(0.5 * PATIENCE.wait), asyncio.TaskGroup() as group:
+                async with asyncio.timeout(0.5 * SERVING_TIMEOUTS.wait), asyncio.TaskGroup() as group:
                     for number, peer in enumerate(others):
                         nearer = [p.id for p in others[number + 1 :] + others[:number]]
                         group.create_task(peer.fetcher.fetch(name, size, [*nearer, sender.id]))

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from bootstrap.decrees import Decrees
+from bootstrap.calls import DecreeHandler
 from protocol.errors import RemoteError
 from protocol.identity import Identity
-from protocol.ledger import access, board, validation
+from protocol.ledger import access, board, history
 from protocol.ledger.history import History
 from protocol.quorum.paxos_events import Learned, Proposed
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Petition
+from protocol.round.leader_events import DecreeSigned
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.bounds import LONGEST_PLACE
@@ -33,9 +33,8 @@ from protocol.wire.decree import (
     Motion,
     Operator,
 )
-from protocol.wire.encoding import MessageError
+from protocol.wire.encoding import MessageError, seal
 from protocol.wire.schema import SchemaError, build, plain
-from protocol.wire.sealed import seal
 from tests import tiny
 from tests.unit.test_paxos import NAMES, A, B, C, Cluster, D, E
 
@@ -129,9 +128,9 @@ def test_what_no_commit_can_bring_whoever_signed_it(wish: Decree, said: str) -> 
     enacted = signed(wish, A, B, C, D)
     assert said in (board.why_not(FOUR, None, wish) or "")
     assert said in (access.why_unlawful(FOUR, None, first(FOUR, enacted)) or "")
-    petitions = access.Petitions()
+    petitions = access.SignedDecrees()
     for name in (A, B, C, D):
-        petitions.hear(name, wish, enacted.signatures[name])
+        petitions.add(name, wish, enacted.signatures[name])
     assert petitions.enacted(FOUR, None) is None, "nor does a leader propose it"
 
 
@@ -209,7 +208,7 @@ def test_a_commit_names_members_of_the_new_board_and_as_many_as_it_says() -> Non
     names = "names other members than operators of the run"
     wish = signed(appoint(B, C, D, manifest=ONE), A)
     head = first(ONE, wish)
-    assert validation.why_not_next(ONE, None, tiny.record(head, KEYS[A])) is None
+    assert history.why_not_next(ONE, None, tiny.record(head, KEYS[A])) is None
     four = signed(decree(QUORUM, ONE, 1, quorum=4), A)
     for members, said in (
         ((A, B, C, D), None),
@@ -219,7 +218,7 @@ def test_a_commit_names_members_of_the_new_board_and_as_many_as_it_says() -> Non
         ((A, B, C, C), names),
     ):
         then = dataclasses.replace(following(head, four), members=members, board=board.after(ONE, head, four))
-        assert validation.why_not_next(ONE, head, tiny.record(then, KEYS[A])) == said
+        assert history.why_not_next(ONE, head, tiny.record(then, KEYS[A])) == said
 
 
 def test_a_commit_that_changes_the_board_is_decided_by_those_before_and_the_next_by_those_after() -> None:
@@ -227,12 +226,12 @@ def test_a_commit_that_changes_the_board_is_decided_by_those_before_and_the_next
     four = signed(decree(QUORUM, ONE, 1, quorum=4), A)
     then = dataclasses.replace(following(head, four, (A, B, C, D)), board=board.after(ONE, head, four))
     few = "has too few votes"
-    assert validation.why_not_next(ONE, head, tiny.record(then, KEYS[A])) is None
-    assert validation.why_not_next(ONE, head, tiny.record(then, KEYS[B], KEYS[C], KEYS[D])) == few
+    assert history.why_not_next(ONE, head, tiny.record(then, KEYS[A])) is None
+    assert history.why_not_next(ONE, head, tiny.record(then, KEYS[B], KEYS[C], KEYS[D])) == few
     later = dataclasses.replace(then, round=2, parent=then.digest, decree=None)
-    assert validation.why_not_next(ONE, then, tiny.record(later, KEYS[A])) == few
-    assert validation.why_not_next(ONE, then, tiny.record(later, KEYS[B], KEYS[C])) == few
-    assert validation.why_not_next(ONE, then, tiny.record(later, KEYS[B], KEYS[C], KEYS[D])) is None
+    assert history.why_not_next(ONE, then, tiny.record(later, KEYS[A])) == few
+    assert history.why_not_next(ONE, then, tiny.record(later, KEYS[B], KEYS[C])) == few
+    assert history.why_not_next(ONE, then, tiny.record(later, KEYS[B], KEYS[C], KEYS[D])) is None
 
 
 def test_who_gives_signs_of_life_is_chosen_first() -> None:
@@ -254,26 +253,26 @@ def test_no_typing_error_can_stop_a_run() -> None:
     gone = decree(DISMISS, ONE, 1, subject=A)
     assert "0 of the 1 who would decide" in (board.why_too_few(ONE, head, gone, {A}) or "")
     assert board.why_too_few(ONE, head, gone, {A, C}) is None
-    petitions = access.Petitions()
+    petitions = access.SignedDecrees()
     enacted = signed(four, A)
-    petitions.hear(A, four, enacted.signatures[A])
+    petitions.add(A, four, enacted.signatures[A])
     assert petitions.enacted(ONE, head, frozenset({A})) is None, "it is looked at again when it is proposed"
     assert petitions.enacted(ONE, head, frozenset({A, C, D})) == enacted
 
 
 def test_a_node_refuses_in_one_line_what_cannot_be_and_answers_whose_decree_dismissed_him() -> None:
-    heard: list[Petition] = []
+    heard: list[DecreeSigned] = []
 
-    async def hand_in(event: Petition) -> None:
+    async def hand_in(event: DecreeSigned) -> None:
         heard.append(event)
 
     head = first(ONE, signed(appoint(B, C, D, manifest=ONE), A))
     leader = Leader(ONE, (head,), (), 0.0)
-    decrees = Decrees(leader, hand_in, lambda motion: None, lambda: frozenset({A}))
+    decrees = DecreeHandler(leader, hand_in, lambda motion: None, lambda: frozenset({A}))
 
     def hear(wish: Decree, name: str = A) -> str | None:
         try:
-            asyncio.run(decrees.hear(Motion(sealed=seal(KEYS[name], wish))))
+            asyncio.run(decrees.receive(Motion(sealed=seal(KEYS[name], wish))))
         except RemoteError as error:
             return str(error)
         return None
@@ -293,12 +292,12 @@ def test_a_node_refuses_in_one_line_what_cannot_be_and_answers_whose_decree_dism
 def test_a_node_tells_once_what_waits_for_other_operators() -> None:
     leader, told = Leader(FOUR, (), (), 0.0), list[str]()
 
-    async def hand_in(event: Petition) -> None:
+    async def hand_in(event: DecreeSigned) -> None:
         leader.handle(event, 0.0)
 
-    decrees = Decrees(leader, hand_in, lambda motion: None, frozenset, told.append)
+    decrees = DecreeHandler(leader, hand_in, lambda motion: None, frozenset, told.append)
     for name in (A, A, B, B):
-        asyncio.run(decrees.hear(Motion(sealed=seal(KEYS[name], appoint(E)))))
+        asyncio.run(decrees.receive(Motion(sealed=seal(KEYS[name], appoint(E)))))
     signers = ", ".join(name[-8:] for name in sorted((A, B)))
     assert told == [
         f"decree appoint: 1 of 3 operators have signed it ({A[-8:]}); it waits for others",
@@ -379,7 +378,7 @@ def test_who_is_dismissed_hears_of_it_and_its_votes_count_no_more() -> None:
     assert cluster.nodes[leader].reached == (B, C, D, E), "from then on nobody talks to it"
 
 
-def history() -> list[Record]:
+def changing_log() -> list[Record]:
     """Of four operators A, B, C and D: E and F come, decide in the place of A and B, and these are dismissed."""
     wishes = [
         (signed(appoint(E, F), A, B, C), (A, B, C, D), (A, B, C)),
@@ -393,13 +392,13 @@ def history() -> list[Record]:
         before = records[-1].commit if records else None
         made = first(FOUR, enacted, members) if before is None else following(before, enacted, members)
         made = dataclasses.replace(made, leader=voters[0])
-        assert validation.why_not_next(FOUR, before, tiny.record(made, *map(KEYS.get, voters))) is None  # type: ignore[arg-type]
+        assert history.why_not_next(FOUR, before, tiny.record(made, *map(KEYS.get, voters))) is None  # type: ignore[arg-type]
         records.append(tiny.record(made, *(KEYS[name] for name in voters)))
     return records
 
 
 def test_a_node_and_a_peer_follow_the_log_through_changes_of_the_board() -> None:
-    records, cluster, found = history(), Changing(4), History(FOUR)
+    records, cluster, found = changing_log(), Changing(4), History(FOUR)
     cluster.come(E, F)
     for record in records:
         cluster.do(F, Learned(E, record))

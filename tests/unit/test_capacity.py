@@ -175,7 +175,7 @@ def test_strangers_that_attest_nonsense_cost_the_log_little() -> None:
     plan = plan_of(manifest(4), [1], 3)
     strangers = [Diverged(peer=f"stranger {i:05}", shard="head") for i in range(5000)]
     spare = Diverged(peer=plan.spares[0], shard="head")
-    assert capacity.foremost([*strangers, spare], plan) == (spare, *strangers[: capacity.STRANGERS])
+    assert capacity.foremost([*strangers, spare], plan) == (spare, *strangers[: capacity.MAX_STRANGERS_DIVERGED])
 
 
 def test_a_plan_is_cut_for_what_this_commit_says_too() -> None:

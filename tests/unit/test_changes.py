@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.planning.allotment import NEW
-from protocol.planning.changes import FORMING_ROUNDS, linked
 from protocol.planning.memory import held_shards, stage_memory
 from protocol.planning.partition import Candidate
-from protocol.planning.planner import make_plan
+from protocol.planning.planner import FORMING_ROUNDS, linked, make_plan
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TrainSpec
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from peer.net import children
+from peer.net import processes
 
 
 def test_a_signal_to_a_child_that_has_just_ended_takes_nothing_away(caplog: pytest.LogCaptureFixture) -> None:
@@ -19,7 +19,7 @@ def test_a_signal_to_a_child_that_has_just_ended_takes_nothing_away(caplog: pyte
         until = time.perf_counter() + wait
         while time.perf_counter() < until:
             pass  # the loop does not run, so it cannot know of the end
-        children.send(child)
+        processes.send_signal(child)
         return await child.wait()
 
     ends = {asyncio.run(work(moment * 3e-5)) for moment in range(100)}
@@ -30,7 +30,7 @@ def test_a_signal_to_a_child_that_has_just_ended_takes_nothing_away(caplog: pyte
 def test_a_child_gets_the_signal() -> None:
     async def work(number: int) -> int:
         child = await asyncio.create_subprocess_exec("sleep", "600", stdin=asyncio.subprocess.DEVNULL)
-        children.send(child, number)
+        processes.send_signal(child, number)
         return await child.wait()
 
     assert [asyncio.run(work(number)) for number in (signal.SIGKILL, signal.SIGTERM)] == [-9, -15]

@@ -38,10 +38,10 @@ def test_a_thread_may_call_while_another_compiles() -> None:
     with ThreadPoolExecutor(2) as threads:
         traced = threads.submit(torch.fx.symbolic_trace, _Traced(begun, until))
         assert begun.wait(DEADLINE_S)
-        before = compiled.as_they_are()
+        before = compiled.uncompiled_calls()
         try:  # on another thread than made it, and than traces
             assert torch.equal(threads.submit(call, torch.ones(3)).result(DEADLINE_S), torch.full((3,), 2.0))
-            assert compiled.as_they_are() == before + 1
+            assert compiled.uncompiled_calls() == before + 1
         finally:
             until.set()
         traced.result(DEADLINE_S)

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from peer.chain.connect import MAX_PIPES, PATIENCE, PIPES_OF_A_PEER, Patience, Pipes
+from peer.chain.connect import MAX_EARLY_OF_A_PEER, MAX_EARLY_PIPES, PATIENCE, Patience, PipelineStreams
 from peer.chain.frames import BEAT, Head, NeighbourLost
 from peer.chain.link import Liveness
 from peer.net.base import Closed, Stream
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.striped_stream import SLICE, STRIPES, StripedStream
-from peer.net.uplink import Uplink
 from protocol.wire import endpoints, framing
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from tests import networks
 
 NAMES = ("a", "b", "c")
 PLAN = Plan(
@@ -26,7 +26,7 @@ PLAN = Plan(
 
 
 def run(
-    story: Callable[[dict[str, Pipes], MemoryNetwork], Awaitable[Any]],
+    story: Callable[[dict[str, PipelineStreams], MemoryNetwork], Awaitable[Any]],
     limit: int | None = None,
     patience: Patience = PATIENCE,
 ) -> Any:
@@ -41,8 +41,8 @@ def run(
             async def reach(peer: str, here: Any = transport) -> None:
                 await here.connect([f"/memory/p2p/{peer}"], timeout=1.0)
 
-            mine = Pipes(
-                transport, reach, lambda peer: None, Uplink(limit), patience=patience, liveness=Liveness(beat_s=0.02)
+            mine = PipelineStreams(
+                networks.network(transport, reach, limit=limit), patience=patience, liveness=Liveness(beat_s=0.02)
             )
             await transport.serve(endpoints.PIPE, lambda stream, mine=mine: mine.serve(stream, 3))
             made[name] = mine
@@ -57,7 +57,7 @@ def run(
 
 
 def test_neighbours_find_each_other_whoever_comes_first() -> None:
-    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
+    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> None:
         late = asyncio.create_task(made["c"].neighbours(PLAN, 0, 0, 2))
         first, middle = await asyncio.gather(*(made[p].neighbours(PLAN, 0, 0, i) for i, p in enumerate("ab")))
         last = await late
@@ -75,7 +75,7 @@ def test_neighbours_find_each_other_whoever_comes_first() -> None:
 def test_both_neighbours_share_the_uplink() -> None:
     """Whoever dialled: 200 KB to each of them at 1 MB/s."""
 
-    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
+    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> None:
         first, middle, last = await asyncio.gather(*(made[p].neighbours(PLAN, 0, 0, i) for i, p in enumerate(NAMES)))
         began = asyncio.get_running_loop().time()
 
@@ -91,7 +91,7 @@ def test_both_neighbours_share_the_uplink() -> None:
 
 
 def test_who_is_not_ready_gives_signs_of_life() -> None:
-    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
+    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> None:
         stream = (await made["a"].neighbours(PLAN, 0, 0, 0))[1]  # b has not begun
         for _ in range(3):
             assert await kind(stream) == BEAT
@@ -116,7 +116,7 @@ def test_who_is_not_ready_gives_signs_of_life() -> None:
 
 
 def test_an_older_chain_is_refused_and_its_handlers_end() -> None:
-    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
+    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> None:
         old = (await made["a"].neighbours(PLAN, 0, 0, 0))[1]
         made["b"].forget(4, 1)
         for stream in (old, (await made["a"].neighbours(PLAN, 0, 0, 0))[1]):
@@ -133,7 +133,7 @@ def test_an_older_chain_is_refused_and_its_handlers_end() -> None:
 
 
 def test_who_cannot_be_reached_is_named_and_nothing_stays_open() -> None:
-    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
+    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> None:
         await network.peers["c"].aclose()
         with pytest.raises(NeighbourLost) as caught:
             await made["b"].neighbours(PLAN, 0, 1, 1)
@@ -153,7 +153,7 @@ def test_who_cannot_be_reached_is_named_and_nothing_stays_open() -> None:
     + [{"round": 4, "generation": 0, "replica": 0, "stripe": stripe} for stripe in (-1, STRIPES)],
 )
 def test_other_beginnings_are_refused(hello: Any) -> None:
-    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
+    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> None:
         stream = await network.peers["a"].open("b", endpoints.PIPE, timeout=1.0)
         await stream.send(framing.pack_message(hello))
         with pytest.raises(Closed):
@@ -163,7 +163,7 @@ def test_other_beginnings_are_refused(hello: Any) -> None:
 
 
 def test_a_dial_that_failed_halfway_does_not_stand_in_the_way_of_the_next() -> None:
-    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
+    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> None:
         halves = [await network.peers["a"].open("b", endpoints.PIPE, timeout=1.0) for _ in range(STRIPES - 1)]
         for stripe, half in enumerate(halves):
             await half.send(framing.pack_message({"round": 4, "generation": 0, "replica": 0, "stripe": stripe}))
@@ -181,17 +181,17 @@ def test_a_dial_that_failed_halfway_does_not_stand_in_the_way_of_the_next() -> N
 
 
 def test_waiting_pipes_are_bounded() -> None:
-    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> int:
+    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> int:
         async def dial(peer: str, generation: int) -> Stream:
             stream = await network.peers[peer].open("b", endpoints.PIPE, timeout=1.0)
             hello = {"round": 4, "generation": generation, "replica": 7, "stripe": 0}
             await stream.send(framing.pack_message(hello))
             return stream
 
-        kept = [await dial("a", number) for number in range(PIPES_OF_A_PEER)]
+        kept = [await dial("a", number) for number in range(MAX_EARLY_OF_A_PEER)]
         with pytest.raises(Closed):
-            await (await dial("a", PIPES_OF_A_PEER)).recv()
-        for number in range(MAX_PIPES - PIPES_OF_A_PEER):
+            await (await dial("a", MAX_EARLY_OF_A_PEER)).recv()
+        for number in range(MAX_EARLY_PIPES - MAX_EARLY_OF_A_PEER):
             network.transport(f"stranger {number}")
             kept.append(await dial(f"stranger {number}", 1))
         network.transport("one too many")
@@ -202,7 +202,7 @@ def test_waiting_pipes_are_bounded() -> None:
         assert found[1][0] is not None, "strangers who took all places keep no neighbour out"
         return waiting
 
-    assert run(story) == MAX_PIPES
+    assert run(story) == MAX_EARLY_PIPES
 
 
 def test_a_silent_neighbour_is_doubted_and_looked_for_anew() -> None:
@@ -216,9 +216,7 @@ def test_a_silent_neighbour_is_doubted_and_looked_for_anew() -> None:
     async def main() -> None:
         transport = Doubting(MemoryNetwork(), "a", lambda key, subkey, value: True)
 
-        async def reach(peer: str) -> None: ...
-
-        Pipes(transport, reach, lost.append, Uplink(None)).doubt("b")
+        PipelineStreams(networks.network(transport, lost=lost.append)).doubt("b")
         await transport.aclose()
 
     asyncio.run(main())

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peer.net.base import Stream
-from peer.net.clock import Clock
+from peer.net.base import Clock, Stream
 from peer.net.latency import PINGS, PROBE_SECONDS, TOLD_MS, Latency
 from peer.net.memory import MemoryNetwork, Pipe
 from protocol.errors import RemoteError

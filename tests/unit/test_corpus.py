@@ -24,12 +24,12 @@ from tokenizers import Tokenizer
 from peer.cli.data import tokenizer_file
 from peer.corpus import build, sources
 from peer.corpus.build import Request
-from peer.corpus.reader import CHUNKS, INDEX, CorpusReader
 from peer.corpus.records import HELD_OUT, HELD_OUT_TOKENS, RANKS, Counts, held_out_rank
 from peer.corpus.sources import Unit
+from peer.corpus.text import CHUNKS, INDEX, CorpusReader
 from peer.corpus.tokenizing import Pool
 from peer.net.blobs import BlobStore
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from protocol.errors import LocalError, UsageError
 from protocol.run.corpus import TOKENIZER as TOKENIZER_FILE
 from protocol.run.corpus import CorpusIndex
@@ -78,8 +78,8 @@ def request(out: Path, *names: Path | str, **options: Any) -> Request:
     return Request(**{"sources": found, "tokenizer": TOKENIZER, "sequence": L, "out": out, **options})
 
 
-def made(asked: Request, disk: LocalDisk | None = None, say: Callable[[str], None] = lambda line: None) -> CorpusIndex:
-    return build.build(asked, disk or LocalDisk(), say, threading.Event())
+def made(asked: Request, disk: Disk | None = None, say: Callable[[str], None] = lambda line: None) -> CorpusIndex:
+    return build.build(asked, disk or Disk(), say, threading.Event())
 
 
 # --- what a corpus holds, computed anew from the words of docs/adr/0021
@@ -130,7 +130,7 @@ def test_documents_are_cut_shuffled_and_packed_as_the_record_of_the_decision_say
     seed: int, source: Path, tmp_path: Path
 ) -> None:
     index = made(request(tmp_path / "out", source, seed=seed))
-    reader = CorpusReader(tmp_path / "out", LocalDisk(), index.digest)
+    reader = CorpusReader(tmp_path / "out", Disk(), index.digest)
     train, held_out = expected(texts(), seed)
     assert reader.sequences([range(index.sequences)]).tolist() == train
     assert reader.held_out(10**6).tolist() == held_out
@@ -204,8 +204,7 @@ def test_wide_vocabularies_have_four_bytes(source: Path, tmp_path: Path) -> None
     narrow = made(request(tmp_path / "narrow", source))
     assert (index.id_bytes, narrow.id_bytes) == (4, 2)
     rows = [
-        CorpusReader(tmp_path / out, LocalDisk()).sequences([range(narrow.sequences)]).tolist()
-        for out in ("wide", "narrow")
+        CorpusReader(tmp_path / out, Disk()).sequences([range(narrow.sequences)]).tolist() for out in ("wide", "narrow")
     ]
     assert rows[0] == rows[1]
 
@@ -226,7 +225,7 @@ class Refused(UsageError):
     """What a full disk says."""
 
 
-class Full(LocalDisk):
+class Full(Disk):
     """A disk that refuses its n-th write."""
 
     def __init__(self, writes: int) -> None:
@@ -251,13 +250,13 @@ def test_a_disk_that_is_full_at_any_time_is_gone_on_from(source: Path, tmp_path:
         (tmp_path / "out" / CHUNKS / f".torn.{refused}").touch()
     assert refused >= 3, "it was refused in both halves"
     assert index == plain
-    assert CorpusReader(tmp_path / "out", LocalDisk()).missing() == []
+    assert CorpusReader(tmp_path / "out", Disk()).missing() == []
     assert len(list((tmp_path / "out" / CHUNKS).iterdir())) == 4, "two chunks, and their digests"
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [CHUNKS, INDEX, "report.json", TOKENIZER_FILE]
 
 
 def test_a_build_that_was_asked_to_stop_goes_on(source: Path, tmp_path: Path) -> None:
-    class Stopping(LocalDisk):
+    class Stopping(Disk):
         def write(self, path: Path, *pieces: Any, **options: Any) -> None:
             super().write(path, *pieces, **options)
             if path.name.startswith("spill-"):
@@ -276,9 +275,9 @@ CHILD = """
 import sys, threading
 from pathlib import Path
 from peer.corpus import build, sources
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 
-class Telling(LocalDisk):
+class Telling(Disk):
     # says what it wrote, and waits for ever when it wrote two files whose paths contain what argv[1] says
     left = 2
     def write(self, path, *pieces, **options):
@@ -355,7 +354,7 @@ def test_what_is_in_the_way_is_refused(source: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match="a build of something else was begun there"):
             made(other)
-    lock = LocalDisk().lock(out / build.BUILDING, "test")
+    lock = Disk().lock(out / build.BUILDING, "test")
     with pytest.raises(UsageError, match="another `potluck data build` uses it"):
         made(asked)
     lock.close()
@@ -378,7 +377,7 @@ def test_a_source_that_changed_is_not_gone_on_with(source: Path, tmp_path: Path)
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(source: Path, tmp_path: Path) -> None:
-    class Changing(LocalDisk):
+    class Changing(Disk):
         def write(self, path: Path, *pieces: Any, **options: Any) -> None:
             super().write(path, *pieces, **options)
             if path.name.startswith("spill-"):
@@ -425,20 +424,20 @@ def test_a_damaged_or_missing_chunk_is_found_when_it_is_first_used(source: Path,
     whole = path.read_bytes()
     for damaged, told in ((bytes([whole[0] ^ 1]) + whole[1:], "is damaged"), (whole[:-2], "is missing")):
         path.write_bytes(damaged)
-        reader = CorpusReader(tmp_path / "out", LocalDisk())
+        reader = CorpusReader(tmp_path / "out", Disk())
         assert len(reader.held_out(1)) == 1
         with pytest.raises(UsageError, match=rf"chunk {path.name[:12]}… {told}; get it again"):
             reader.sequences([range(1)])
     assert reader.missing() == [path.name]
     path.write_bytes(whole)
-    assert CorpusReader(tmp_path / "out", LocalDisk()).sequences([range(1)]).shape == (1, L + 1)
+    assert CorpusReader(tmp_path / "out", Disk()).sequences([range(1)]).shape == (1, L + 1)
 
 
 def test_another_corpus_than_the_runs_is_refused(source: Path, tmp_path: Path) -> None:
     made(request(tmp_path / "out", source))
     with pytest.raises(UsageError, match=r"its digest is .*…, not 000000000000…; use the run's own corpus"):
-        CorpusReader(tmp_path / "out", LocalDisk(), "0" * 64)
+        CorpusReader(tmp_path / "out", Disk(), "0" * 64)
     with pytest.raises(
         UsageError, match=r"corpus .*: No such file or directory; give the folder of a `potluck data build`"
     ):
-        CorpusReader(tmp_path, LocalDisk())
+        CorpusReader(tmp_path, Disk())

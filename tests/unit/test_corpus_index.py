@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
-from protocol.run import corpus, data_order
+from protocol.run import corpus
 from protocol.run.corpus import CorpusIndex
 from protocol.wire import framing
 
@@ -106,7 +106,7 @@ def test_a_sequence_that_is_not_there_is_an_error(at: range) -> None:
 
 @given(st.integers(1, 300), st.integers(0, 5), st.binary(max_size=8))
 def test_every_epoch_reads_every_sequence_once(n: int, epoch: int, seed: bytes) -> None:
-    found = data_order.sequences(seed, n, range(epoch * n, (epoch + 1) * n))
+    found = corpus.sequences(seed, n, range(epoch * n, (epoch + 1) * n))
     assert sorted(i for part in found for i in part) == list(range(n))
     assert len(found) <= 2
 
@@ -114,7 +114,7 @@ def test_every_epoch_reads_every_sequence_once(n: int, epoch: int, seed: bytes) 
 @given(st.integers(1, 300), st.integers(0, 2000), st.integers(0, 700), st.integers(0, 700))
 def test_the_order_is_the_same_in_one_go_and_in_pieces(n: int, first: int, middle: int, rest: int) -> None:
     def read(at: range) -> list[int]:
-        return [i for part in data_order.sequences(b"s", n, at) for i in part]
+        return [i for part in corpus.sequences(b"s", n, at) for i in part]
 
     cut = first + middle
     assert read(range(first, cut + rest)) == read(range(first, cut)) + read(range(cut, cut + rest))
@@ -124,19 +124,19 @@ FROZEN = [range(434, 437)]
 
 
 def test_the_order_does_not_change_between_versions() -> None:
-    assert data_order.sequences(b"potluck/1", 1000, range(0, 3)) == FROZEN
+    assert corpus.sequences(b"potluck/1", 1000, range(0, 3)) == FROZEN
 
 
 def test_a_corpus_without_sequences_has_no_order() -> None:
     with pytest.raises(ValueError, match="no sequence"):
-        data_order.sequences(b"", 0, range(1))
+        corpus.sequences(b"", 0, range(1))
 
 
 def test_micro_batches_are_the_steps_slots_one_after_the_other() -> None:
     first, steps, micro_batches, rows = 777, 3, 4, 2
-    whole = [list(data_order.slots(first, s, micro_batches * rows)) for s in range(steps)]
+    whole = [list(corpus.slots(first, s, micro_batches * rows)) for s in range(steps)]
     for s in range(steps):
-        parts = [data_order.slots(first, s * micro_batches + m, rows) for m in range(micro_batches)]
+        parts = [corpus.slots(first, s * micro_batches + m, rows) for m in range(micro_batches)]
         assert [slot for part in parts for slot in part] == whole[s]
 
 
@@ -144,10 +144,12 @@ def test_micro_batches_are_the_steps_slots_one_after_the_other() -> None:
 def test_little_more_is_fetched_than_is_read(slot: int, steps: int) -> None:
     """A replica's round: steps of 16 sequences of 1,024 tokens. Ranges are fetched whole, and with them all digests of a chunk's."""
     made = index(290_000)
-    at = data_order.slots(slot, 0, steps * 16)
-    extents = [e for part in data_order.sequences(b"run", made.sequences, at) for e in made.extents(part)]
+    at = corpus.slots(slot, 0, steps * 16)
+    extents = [e for part in corpus.sequences(b"run", made.sequences, at) for e in made.extents(part)]
     read = sum(e.end - e.start for e in extents)
-    fetched = sum(min(e.size, e.ranges.stop * blob_hash.RANGE) - e.ranges.start * blob_hash.RANGE for e in extents)
-    fetched += sum(blob_hash.LEAF * blob_hash.count(e.size) for e in extents)
+    fetched = sum(
+        min(e.size, e.ranges.stop * blob_hash.RANGE_BYTES) - e.ranges.start * blob_hash.RANGE_BYTES for e in extents
+    )
+    fetched += sum(blob_hash.LEAF_BYTES * blob_hash.count(e.size) for e in extents)
     assert read == len(at) * made.stride
     assert read <= fetched <= 1.2 * read

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from peer.corpus import sources
-from peer.corpus.decoding import Decoder
-from peer.corpus.sources import Reading
-from peer.corpus.tokenizer import parse_tokenizer
-from peer.corpus.windows import ROWS, Read, windows
+from peer.corpus.rows import Reading
+from peer.corpus.tokenizer import Decoder, parse_tokenizer
+from peer.corpus.tokenizing import ROWS, Read, windows
 from peer.node.open_run import ASSETS
 from peer.ui.text import harmless
 

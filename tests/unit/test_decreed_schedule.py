@@ -9,16 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peer.chain.connect import Pipes
-from peer.config import JoinConfig
+from peer.chain.connect import PipelineStreams
 from peer.events import Emitter
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.net.memory import MemoryNetwork
-from peer.net.uplink import Uplink
-from peer.node.audit import NoText
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.training import Training
-from peer.training.schedule import learning_rate
+from peer.training.optimizer import learning_rate
 from peer.training.trainer import StageTrainer
 from protocol.round.member_events import Event, Trained, TrainOrder
 from protocol.run import init, layout
@@ -26,7 +23,8 @@ from protocol.run.manifest import TrainSpec
 from protocol.wire.commit import Commit
 from protocol.wire.decree import Schedule
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
-from tests import tiny
+from tests import machines, networks, tiny
+from tests.texts import NoText
 
 TRAIN = TrainSpec(inner_steps=2, micro_batches=1, rows=2, sequence=8, lr=1e-2, warmup_steps=0, total_steps=20)
 RUN = tiny.manifest(train=TRAIN)
@@ -61,13 +59,11 @@ def test_trainers_follow_the_newest_commit(decreed: Schedule | None, tmp_path: P
 
     async def work() -> Event:
         emit = Emitter("me", lambda event: None)
-        config = JoinConfig(folder=tmp_path, memory_bytes=10**9, up_bps=1, down_bps=1)
+        machine = machines.machine(tmp_path, 10**9)
         transport = MemoryNetwork().transport("me")
 
-        async def reach(peer: str) -> None: ...
-
-        pipes = Pipes(transport, reach, lambda peer: None, Uplink())
-        loop = Loop(RUN, "me", config, Text(), pipes, lambda **news: None, {}, emit)
+        pipes = PipelineStreams(networks.network(transport))
+        loop = Loop(RUN, "me", machine, Text(), pipes, lambda **news: None, {}, emit)
         training = Training(RUN, "me", loop, emit, told.put_nowait, Clock())
         theta = {s: init.initial_shard(RUN.model, b"0", s) for s in layout.shard_names(RUN.model)}
         head = Commit(

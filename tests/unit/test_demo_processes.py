@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from peer import events
-from peer.demo import processes
 from peer.demo.recipe import PeerSpec
+from peer.demo.swarm import LAST_NEWS_SECONDS, run_processes
 from peer.events import Event
 from protocol.identity import Identity
 from tests.e2e import swarms
@@ -51,13 +51,13 @@ def test_the_node_stays_after_the_end_so_long_that_a_monitor_elsewhere_hears_of_
     told: list[Event] = []
 
     async def watch() -> None:
-        swarm = processes.run_processes(options, play, [peer], tmp_path, told.append)
+        swarm = run_processes(options, play, [peer], tmp_path, told.append)
         async with contextlib.aclosing(swarm) as steps:
             async for _ in steps:
                 if isinstance(told[-1].body, events.RunFinished):
                     break
             heard = time.time()
-            assert heard - told[-1].time >= processes.LAST_NEWS_SECONDS
+            assert heard - told[-1].time >= LAST_NEWS_SECONDS
             while (tmp_path / THERE).stat().st_mtime <= heard:
                 await asyncio.sleep(0.01)
 

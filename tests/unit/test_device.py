@@ -48,10 +48,10 @@ def test_what_is_not_a_rate(text: str) -> None:
 
 
 def test_devices() -> None:
-    assert device.choose_device("cpu") == "cpu"
-    assert device.choose_device("auto") in ("cuda", "mps", "cpu")
+    assert device.choose_devices(("cpu",)) == ("cpu",)
+    assert device.choose_devices(("auto",))[0] in ("cuda", "mps", "cpu")
     with pytest.raises(UsageError, match="choose one of auto, cuda, mps, cpu"):
-        device.choose_device("tpu")
+        device.parse_devices("tpu", None)
 
 
 def test_a_missing_device_is_an_error() -> None:
@@ -62,7 +62,7 @@ def test_a_missing_device_is_an_error() -> None:
     assert missing, "no machine has both"
     for name in missing:
         with pytest.raises(UsageError, match=f"device {name}: PyTorch finds none"):
-            device.choose_device(name)
+            device.choose_devices((name,))
 
 
 def write(path: Path, text: str) -> None:

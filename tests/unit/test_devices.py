@@ -10,12 +10,11 @@ import torch
 from torch.nn import functional
 
 from peer.chain import quantize
-from peer.training import cross_entropy
-from peer.training.pinned import pinned
+from peer.training import model
 from peer.training.subspace import Boundary, t_perp, without_subspace
 from peer.training.trainer import StageTrainer
-from peer.training.update import DeviceUpdate
-from protocol.codec.settings import TILE
+from peer.training.update import DeviceUpdate, pinned
+from protocol.codec.formats import TILE
 from protocol.run import layout
 from tests.chains import BASIS, CUTS, SPEC, TRAIN, make_chain, random_theta, relative, run_chain
 
@@ -86,7 +85,7 @@ def test_slices_of_the_loss(device: str, tokens: int, vocabulary: int) -> None:
     x = torch.randn(tokens, 8, generator=generator).to(device).requires_grad_()
     weight = torch.randn(vocabulary, 8, generator=generator).to(device).requires_grad_()
     targets = torch.randint(0, vocabulary, (tokens,), generator=generator).to(device)
-    loss = cross_entropy.mean(x, weight, targets)
+    loss = model.cross_entropy(x, weight, targets)
     (loss / 3).backward()
     found = [loss.item(), x.grad, weight.grad]
     x64, weight64 = (v.detach().double().requires_grad_() for v in (x, weight))
@@ -98,7 +97,7 @@ def test_slices_of_the_loss(device: str, tokens: int, vocabulary: int) -> None:
         assert b.grad is not None
         assert (a.grad - b.grad).norm() <= SUMS[device] * b.grad.norm() + 1e-9  # as torch's own
     with torch.no_grad():
-        assert cross_entropy.mean(x, weight, targets).item() == pytest.approx(found[0])
+        assert model.cross_entropy(x, weight, targets).item() == pytest.approx(found[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -5,25 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
-from peer.cli import own_folder
+from peer.cli import join
 from peer.cli.main import main
-from peer.config import JoinConfig
 from peer.corpus.tokenizer import check_document_end
 from peer.net import keyfile
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.memory import MemoryNetwork
+from peer.node.config import Machine
 from peer.node.open_run import ASSETS, KEY
 from protocol.errors import UsageError
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest, TokenizerSpec
 from protocol.wire import endpoints
-from tests import tiny
+from tests import machines, tiny
 
 RAW = (ASSETS / "sotu-4k.json").read_bytes()
 """Ends documents with 0."""
@@ -77,16 +78,21 @@ def test_a_node_does_not_start(from_its_folder: bool, tmp_path: Path, capsys: py
     assert capsys.readouterr().err == f"potluck: {TOLD}\n"
 
 
-async def checked(manifest: Manifest, config: JoinConfig, served: bytes | None) -> None:
+async def checked(manifest: Manifest, machine: Machine, served: bytes | None) -> None:
     """What a peer finds, where its node gives these bytes, or nobody is there."""
     network = MemoryNetwork()
     node, peer = network.transport(manifest.operators[0]), network.transport("Peer")
     if served is not None:
-        await BlobServer(BlobStore(config.folder / "node"), named={endpoints.TOKENIZER_NAME: served}).serve(node)
+        await BlobServer(BlobStore(machine.config.folder / "node"), named={endpoints.TOKENIZER_NAME: served}).serve(
+            node
+        )
     try:
         async with asyncio.timeout(60):
-            blobs = BlobStore(config.folder / "blobs")
-            await own_folder.check_document_end(manifest, config, peer, blobs, manifest.operators)
+            blobs = BlobStore(machine.config.folder / "blobs")
+            tokenizer = functools.partial(
+                join.fetch_tokenizer, manifest, machine.config, peer, blobs, manifest.operators
+            )
+            await join.check_document_end(manifest, tokenizer)
     finally:
         await peer.aclose()
         await node.aclose()
@@ -98,20 +104,20 @@ def test_a_peer_does_not_join(place: str, tmp_path: Path) -> None:
     folder = tmp_path / "peer"
     for name in ("peer", "corpus"):
         (tmp_path / name).mkdir()
-    config = JoinConfig(folder=folder, memory_bytes=1, up_bps=None, down_bps=None, corpus=tmp_path / "corpus")
+    machine = machines.machine(folder, 1, corpus=tmp_path / "corpus")
     if place != "node":
         {"folder": folder, "corpus": tmp_path / "corpus"}[place].joinpath("tokenizer.json").write_bytes(RAW)
     served = RAW if place == "node" else None
     with pytest.raises(UsageError) as error:
-        asyncio.run(checked(run_of(5), config, served))
+        asyncio.run(checked(run_of(5), machine, served))
     assert str(error.value) == TOLD
-    asyncio.run(checked(run_of(0), config, served))
+    asyncio.run(checked(run_of(0), machine, served))
 
 
 def test_a_peer_asks_nobody_where_it_does_not_matter_and_goes_on_where_nobody_answers(tmp_path: Path) -> None:
-    config = JoinConfig(folder=tmp_path, memory_bytes=1, up_bps=None, down_bps=None)
-    asyncio.run(checked(run_of(-1), config, b"another run's"))
-    asyncio.run(checked(run_of(5), config, None))
+    machine = machines.machine(tmp_path, 1)
+    asyncio.run(checked(run_of(-1), machine, b"another run's"))
+    asyncio.run(checked(run_of(5), machine, None))
 
 
 def test_what_is_shown_of_a_text_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Who measures the held-out loss, what of it has a place in a commit, and what readers make of it (protocol/ledger/evaluation.py)."""
+"""Who measures the held-out loss, what of it has a place in a commit, and what readers make of it (protocol/ledger/run_state.py)."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from tokenizers import Tokenizer, models
 
 from peer import events
 from peer.events import Event
-from peer.node.audit import NoText
 from peer.node.evaluating import SAMPLE_IDS, Evaluator, Tools
-from peer.ui.held_out import HeldOut
 from peer.ui.lines import describe
 from peer.ui.metrics import exposition
-from peer.ui.watched import Watched, state
+from peer.ui.run_view import HeldOutLosses, RunView
+from peer.ui.state import state
 from protocol.errors import UsageError
 from protocol.identity import Identity, short_peer
-from protocol.ledger import claims, evaluation
+from protocol.ledger import claims, run_state
 from protocol.ledger.claims import Claims
-from protocol.ledger.evaluation import EVALUATORS, Due
+from protocol.ledger.run_state import EVALUATORS, Due
 from protocol.round import fairness
 from protocol.round.leader_events import Received
 from protocol.run import layout
 from protocol.run.corpus import CorpusIndex
 from protocol.run.manifest import EvaluationSpec, TokenizerSpec
 from protocol.wire.bounds import MAX_BITS_PER_BYTE
+from protocol.wire.claims import Evaluation
 from protocol.wire.commit import MAX_EVALUATIONS, Commit
 from protocol.wire.encoding import Message
-from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
 from tests.rules import due as open_for
 from tests.rules import of_claims
+from tests.texts import NoText
 from tests.unit.test_leader import Driver
+from tests.watched import decided
 
 KEYS = tuple(Identity(bytes([7, i] * 16)) for i in range(8))
 NAMES = tuple(key.peer_id for key in KEYS)
@@ -68,17 +69,17 @@ def says(who: Identity, due: Due, **changes: Any) -> Evaluation:
 
 
 def test_every_so_many_rounds_three_full_replicas_measure_by_turns() -> None:
-    assert [evaluation.is_due(RUN, planned(r)) for r in range(5)] == [True, False, True, False, True]
-    assert not evaluation.is_due(RUN, commit(2, None)), "nothing follows that could say what was found"
+    assert [run_state.evaluation_is_due(RUN, planned(r)) for r in range(5)] == [True, False, True, False, True]
+    assert not run_state.evaluation_is_due(RUN, commit(2, None)), "nothing follows that could say what was found"
     never = tiny.manifest(evaluation=EvaluationSpec(every=0))
-    assert not evaluation.is_due(never, planned(0))
-    turns = [evaluation.evaluators(RUN, planned(r)) for r in (0, 2, 4)]
+    assert not run_state.evaluation_is_due(never, planned(0))
+    turns = [run_state.evaluators(RUN, planned(r)) for r in (0, 2, 4)]
     assert turns == [NAMES[0:3], NAMES[3:6], (NAMES[6], NAMES[7], NAMES[0])]
-    assert evaluation.evaluators(RUN, planned(4, count=2)) == (NAMES[0], NAMES[1])
+    assert run_state.evaluators(RUN, planned(4, count=2)) == (NAMES[0], NAMES[1])
     assert len(turns[0]) == EVALUATORS
     chains = Plan(round=1, replicas=(replica(0, NAMES[0], NAMES[1]), replica(1, NAMES[2])))
-    assert evaluation.evaluators(RUN, commit(0, chains)) == (NAMES[2],)
-    assert evaluation.evaluators(RUN, commit(0, dataclasses.replace(chains, replicas=chains.replicas[:1]))) == ()
+    assert run_state.evaluators(RUN, commit(0, chains)) == (NAMES[2],)
+    assert run_state.evaluators(RUN, commit(0, dataclasses.replace(chains, replicas=chains.replicas[:1]))) == ()
 
 
 def test_what_is_measured_costs_a_fiftieth() -> None:
@@ -112,7 +113,7 @@ def test_what_has_no_place(said: Evaluation, why: str) -> None:
     assert DUE.why_not(said) == why
     assert (of_claims(DUE, commit(1, None, said))) == [f"has an evaluation that {why}"]
     heard = Claims()
-    heard.hear(open_for(DUE), said)
+    heard.add(open_for(DUE), said)
     assert heard.next(open_for(DUE), Evaluation) == ()
 
 
@@ -134,8 +135,8 @@ def test_a_commit_has_few_and_the_rest_follow() -> None:
     run = dataclasses.replace(RUN, operators=tuple(k.peer_id for k in tiny.OPERATORS[:3]))
     due, heard = Due(run).after(planned(0)), Claims()
     for key in keys:
-        heard.hear(open_for(due), says(key, due))
-        heard.hear(open_for(due), says(key, due, loss=9.0))
+        heard.add(open_for(due), says(key, due))
+        heard.add(open_for(due), says(key, due, loss=9.0))
     first = heard.next(open_for(due), Evaluation)
     assert len(first) == MAX_EVALUATIONS < len(keys)
     assert {x.loss for x in first} == {2.0}, "who has said something does not take it back"
@@ -169,7 +170,7 @@ def test_the_next_commit_says_what_was_measured_and_voters_look() -> None:
     found = driver.decide(driver.offered(*NAMES[:2]))
     assert found.evaluations == (said,)
     other.offered(*NAMES[:2])
-    sight = fairness.sight_of(other.leader, found.time, 0.0, True)
+    sight = fairness.view_of(other.leader, found.time, 0.0, True)
     assert fairness.lie_in(sight, found) is None
     false = dataclasses.replace(found, evaluations=(dataclasses.replace(said, loss=0.1),))
     lie = fairness.lie_in(sight, false)
@@ -307,57 +308,59 @@ def test_what_cannot_be_measured_is_told_of_once_and_what_is_no_number_not_at_al
 # --- readers
 
 
-def told(round: int, sample: str = "", **losses: float) -> events.Evaluated:
-    found = tuple(
-        events.Evaluation(peer=peer, sequences=1, loss=loss, bits_per_byte=loss / 2, sample=sample)
+def told(round: int, sample: str = "", **losses: float) -> tuple[Evaluation, ...]:
+    return tuple(
+        Evaluation(peer=peer, round=round, sequences=1, loss=loss, bits_per_byte=loss / 2, signature=b"", sample=sample)
         for peer, loss in losses.items()
     )
-    return events.Evaluated(round=round, evaluations=found)
+
+
+def with_these(evaluations: tuple[Evaluation, ...], round: int = 9) -> Event:
+    return Event(1.0, "bootstrap", decided(round, plan=None, evaluations=evaluations))
 
 
 def test_readers_see_the_text_that_most_tell() -> None:
-    held = HeldOut()
-    for event, seen in (
-        (told(2, "once \x1b[2Jupon", a=3.0), "once  [2Jupon"),
+    held = HeldOutLosses()
+    for evaluations, seen in (
+        (told(2, "once upon", a=3.0), "once upon"),
         (told(2, "buy this", b=3.0), ""),
-        (told(2, "once \x1b[2Jupon", c=3.0), "once  [2Jupon"),
+        (told(2, "once upon", c=3.0), "once upon"),
         (told(4, "a time", a=3.0), "a time"),
     ):
-        held.add(event)
+        held.add(evaluations)
         assert held.newest is not None
         assert held.newest.sample == seen
-    watched = Watched(RUN)
-    watched.feed(Event(1.0, "bootstrap", told(2, "once upon", a=3.0)))
+    watched = RunView(RUN)
+    watched.feed(with_these(told(2, "once \x1b[2Jupon", a=3.0)))
     shown = state(watched, 2.0)
     assert shown.held_out is not None
-    assert shown.held_out.sample == "once upon"
+    assert shown.held_out.sample == "once  [2Jupon"
 
 
 def test_readers_see_the_median_and_who_measured() -> None:
-    held = HeldOut()
+    held = HeldOutLosses()
     assert held.newest is None
-    for event in (told(2, a=3.0, b=1e6), told(2, c=3.5, a=9.0), told(0, a=5.0)):
-        held.add(event)
+    for evaluations in (told(2, a=3.0, b=1e6), told(2, c=3.5, a=9.0), told(0, a=5.0)):
+        held.add(evaluations)
     assert list(held.found) == [0, 2]
     newest = held.newest
     assert newest is not None
     assert (newest.loss, newest.bits_per_byte) == (3.5, 1.75), "one liar of three is not believed"
-    assert newest.by == (("a", 3.0), ("b", 1e6), ("c", 3.5))
-    watched = Watched(RUN)
-    for event in (told(0, a=5.0), told(2, **{"\x1b[2J": 3.0})):
-        watched.feed(Event(1.0, "bootstrap", event))
+    assert [(said.peer, said.loss) for said in newest.by] == [("a", 3.0), ("b", 1e6), ("c", 3.5)]
+    watched = RunView(RUN)
+    watched.feed(with_these(told(0, a=5.0), 8))
+    watched.feed(with_these(told(2, **{"\x1b[2J": 3.0}), 9))
     shown = state(watched, 2.0)
     assert shown.held_out_by_round == ((0, 5.0), (2, 3.0))
     assert shown.held_out is not None
-    assert "\x1b" not in shown.held_out.by[0].name
+    assert "\x1b" not in shown.held_out.by[0].peer
     assert 'potluck_held_out_bits_per_byte{run="' in exposition(shown)
-    assert [text for _, text in describe(Event(1.0, "bootstrap", told(2, a=3.0)), {})] == [
-        "held out: loss 3.000 after round 2, 1.500 bits per byte, as a measured it"
-    ]
+    *_, (_, text) = describe(with_these(told(2, a=3.0)), {})
+    assert text == "held out: loss 3.000 after round 2, 1.500 bits per byte, as a measured it"
 
 
 def test_a_long_run_keeps_a_bounded_number_of_points() -> None:
-    held = HeldOut()
+    held = HeldOutLosses()
     for round in range(9000):
         held.add(told(round, a=1.0))
     assert len(held.found) <= 4000

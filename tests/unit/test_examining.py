@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer.config import JoinConfig
-from peer.node.audit import NoText
 from peer.node.examining import Case, Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
-from peer.node.orders import ChainOrders
+from peer.node.training import ChainOrders
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import Shards
 from protocol.identity import Identity
@@ -27,12 +25,13 @@ from protocol.round.member_events import TrainOrder
 from protocol.run import init, layout
 from protocol.run.corpus import CorpusIndex
 from protocol.run.manifest import JudgingSpec, Manifest, TrainSpec
-from protocol.wire.audit import Audit
 from protocol.wire.bounds import MAX_AGREEMENT
+from protocol.wire.claims import Audit
 from protocol.wire.commit import Commit, Contribution, Share
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
-from tests import tiny
+from tests import machines, tiny
+from tests.texts import NoText
 
 SEQUENCES, LENGTH, VOCABULARY = 40_000, 16, 2048
 MODEL = dataclasses.replace(
@@ -89,9 +88,9 @@ def plan(round: int) -> Plan:
 
 
 def inner_loop(folder: Path, place: int, run: Manifest = RUN) -> StageInnerLoop:
-    config = JoinConfig(folder=folder, memory_bytes=10**9, up_bps=1, down_bps=1)
+    machine = machines.machine(folder, 10**9)
     pipes: Any = NoPipes()
-    return StageInnerLoop(run, NAMES[place], config, Text(), pipes, lambda **_: None, {}, lambda _: None)
+    return StageInnerLoop(run, NAMES[place], machine, Text(), pipes, lambda **_: None, {}, lambda _: None)
 
 
 async def trained(loop: StageInnerLoop, place: int, round: int, theta: Shards) -> int:
@@ -260,7 +259,7 @@ def test_whoever_comes_second_keeps_the_state_until_it_is_wanted_or_not() -> Non
         await one.aclose()
         return told
 
-    assert asyncio.run(work(audits.LEAST)) == []
+    assert asyncio.run(work(audits.LEAST_AGREEMENT)) == []
     (said,) = asyncio.run(work(0.0))
     assert isinstance(said, Audit)
 

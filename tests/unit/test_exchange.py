@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from protocol.ledger import part_lists
 from protocol.round.leader_events import Received
 from protocol.wire import endpoints

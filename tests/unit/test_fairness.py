@@ -9,11 +9,11 @@ import pytest
 
 from protocol.errors import LocalError
 from protocol.planning.partition import Candidate
-from protocol.quorum.unfair import Unfair
+from protocol.quorum.paxos_events import Objection
 from protocol.round import fairness, judging
-from protocol.round.fairness import FORGIVEN, REMEMBERED_ROUNDS, Doubts, Sight
+from protocol.round.accusations import LIES as SAYS_LIES
+from protocol.round.fairness import FORGIVEN_PER_ROUND, REMEMBERED_ROUNDS, DoubtRecord, NodeView
 from protocol.round.leader_events import Decided, Ready, Received
-from protocol.round.quarrels import LIES as SAYS_LIES
 from protocol.wire import encoding, framing
 from protocol.wire.ballot import Accept
 from protocol.wire.commit import Commit, Diverged, LeftOut, liars_borne
@@ -45,14 +45,14 @@ class Round:
         decided = self.leading.decide(self.leading.offered(*self.peers))
         return dataclasses.replace(decided, time=WALL, members=self.leading.manifest.first_members)
 
-    def sight(self, *peers: str, settled: bool = True) -> Sight:
+    def sight(self, *peers: str, settled: bool = True) -> NodeView:
         """What the other node knows when these have offered to it."""
         self.other.now = self.seconds
         self.other.offered(*peers)
-        return fairness.sight_of(self.other.leader, WALL, self.seconds, settled)
+        return fairness.view_of(self.other.leader, WALL, self.seconds, settled)
 
 
-def found(sight: Sight, commit: Commit) -> Unfair | None:
+def found(sight: NodeView, commit: Commit) -> Objection | None:
     return fairness.lie_in(sight, commit) or fairness.doubt_in(sight, commit)
 
 
@@ -109,7 +109,7 @@ def test_the_first_plan_is_fair() -> None:
     other = Driver(MEMORY, driver.manifest)
     commit = dataclasses.replace(driver.decide(driver.ready(*MEMORY)), time=WALL)
     other.ready(*MEMORY)
-    assert found(fairness.sight_of(other.leader, WALL, 0.0, True), commit) is None
+    assert found(fairness.view_of(other.leader, WALL, 0.0, True), commit) is None
 
 
 LIES: list[tuple[str, Change]] = [
@@ -176,14 +176,14 @@ def test_a_commit_that_fits_in_a_message_and_not_in_a_record_gets_no_vote() -> N
         encoding.encode_record(tiny.record(commit, *tiny.OPERATORS[:3]))
     unfair = found(round.sight("a", "b", "c"), commit)
     assert unfair is not None
-    assert unfair == Unfair("is so long that nobody could read its record", True)
+    assert unfair == Objection("is so long that nobody could read its record", True)
     assert found(round.sight("a", "b", "c"), honest) is None
 
 
 DOUBTS: list[tuple[str, Change]] = [
     ("before the round was over", without_first),
     ("counts other work", work(loss=0.1)),
-    ("a day from", lambda c: dataclasses.replace(c, time=WALL + 10 * fairness.DAY)),
+    ("a day from", lambda c: dataclasses.replace(c, time=WALL + 10 * fairness.CLOCK_TOLERANCE_SECONDS)),
     ("nobody attested", lambda c: dataclasses.replace(c, digests={**c.digests, "embed": tiny.digest("another")})),
 ]
 
@@ -295,17 +295,17 @@ def test_a_plan_without_a_chain_that_quarrels_is_doubted_only_where_nobody_said_
 
 
 def test_one_doubt_skips_a_leader_once_in_a_round_and_a_leader_that_is_doubted_again_is_accused() -> None:
-    doubts, doubt = Doubts(), Unfair("leaves out replica 1", False)
+    doubts, doubt = DoubtRecord(), Objection("leaves out replica 1", False)
     assert doubts.weigh("a", 5, doubt, 3) == doubt
-    assert doubts.weigh("b", 5, Unfair("has no plan", False), 3) is None, "bad weather must end"
+    assert doubts.weigh("b", 5, Objection("has no plan", False), 3) is None, "bad weather must end"
     assert doubts.weigh("b", 6, None, 3) is None
     again = doubts.weigh("a", 6, doubt, 3)
     assert again is not None
     assert again.accuses
     assert not again.lie, "what it proposes is not proven to be one, and may have to be decided"
-    lie = Unfair("weighs it twice", True)
+    lie = Objection("weighs it twice", True)
     assert doubts.weigh("b", 6, lie, 3) == lie
-    for _ in range(int(fairness.LIES / FORGIVEN)):
+    for _ in range(int(fairness.ACCUSE_WEIGHT / FORGIVEN_PER_ROUND)):
         doubts.decided("a")
     forgiven = doubts.weigh("a", 7, doubt, 3)
     assert forgiven is not None
@@ -313,11 +313,11 @@ def test_one_doubt_skips_a_leader_once_in_a_round_and_a_leader_that_is_doubted_a
 
 
 def test_a_peer_that_attests_other_digests_to_each_node_has_no_honest_leader_accused() -> None:
-    doubts, doubt = Doubts(), Unfair("leaves out replica 1", False, about="liar")
+    doubts, doubt = DoubtRecord(), Objection("leaves out replica 1", False, about="liar")
     assert [doubts.weigh("a", round, doubt, 4) for round in range(5, 20)] == [doubt] * 15, (
         "it costs a turn, and no more"
     )
-    later = doubts.weigh("a", 20, Unfair("has no plan", False), 4)
+    later = doubts.weigh("a", 20, Objection("has no plan", False), 4)
     assert later is not None
     assert not later.accuses
 
@@ -339,16 +339,16 @@ def test_work_that_is_left_out_for_another_digest_is_a_doubt_about_its_maker() -
 
 @pytest.mark.parametrize("members", [3, 4, 5, 7])
 def test_a_doubt_about_more_leaders_than_may_lie_is_wrong_and_comes_back_no_more(members: int) -> None:
-    doubts, liars = Doubts(), max(1, liars_borne(members))
+    doubts, liars = DoubtRecord(), max(1, liars_borne(members))
     for n in range(liars):
-        assert doubts.weigh(f"leader {n}", 5 + n, Unfair(f"plans {n}.5 tokens a second", False), members) is not None
+        assert doubts.weigh(f"leader {n}", 5 + n, Objection(f"plans {n}.5 tokens a second", False), members) is not None
     for n in range(20):
         leader = f"leader {(liars + n) % members}"
-        assert doubts.weigh(leader, 5 + liars + n, Unfair(f"plans {n} tokens a second", False), members) is None
-    other = doubts.weigh("leader 0", 50, Unfair("plans more for b than it has memory for", False), members)
+        assert doubts.weigh(leader, 5 + liars + n, Objection(f"plans {n} tokens a second", False), members) is None
+    other = doubts.weigh("leader 0", 50, Objection("plans more for b than it has memory for", False), members)
     assert other is not None
     assert not other.accuses, "what was wrong is held against nobody"
-    late = doubts.weigh("leader 1", 51 + 2 * REMEMBERED_ROUNDS, Unfair("plans 3 tokens a second", False), members)
+    late = doubts.weigh("leader 1", 51 + 2 * REMEMBERED_ROUNDS, Objection("plans 3 tokens a second", False), members)
     assert late is not None
 
 

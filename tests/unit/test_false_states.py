@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protocol.ledger.witnesses import ROUNDS
+from protocol.round.attestations import WITNESS_ROUNDS
 from tests.false_states import LARGE, believes_the_log, digests_of, made_up, never_doubted
 from tests.unit.test_recovery import SHARDS, Rounds, is_right, planned, run, to
 from tests.volunteers import Swarm, Volunteer, manifest
@@ -136,9 +136,9 @@ def test_a_bit_that_flipped_is_mended_though_the_machine_was_told_before_that_ot
             spoil(wrong, "head")
             await to(swarm, rounds, 8)
             await is_right(swarm, wrong)
-            await to(swarm, rounds, 8 + ROUNDS)
+            await to(swarm, rounds, 8 + WITNESS_ROUNDS)
             spoil(wrong, "head")
-            await to(swarm, rounds, 11 + ROUNDS)
+            await to(swarm, rounds, 11 + WITNESS_ROUNDS)
             await is_right(swarm, wrong)
             assert [e.fields["shards"] for e in wrong.events if e.kind == "shard_rebuilt"] == [["head"], ["head"]]
 

@@ -15,9 +15,9 @@ import pytest
 
 from peer import events
 from peer.corpus.cache import TextStore
-from peer.corpus.lookahead import Lookahead
+from peer.corpus.fetched import Lookahead
 from peer.net.blobs import Place
-from peer.net.disk import LocalDisk, Piece
+from peer.net.disk import Disk, Piece
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
 from tests.text_swarm import STEP, Noise, Reader, TextSwarm, given, write_noise
@@ -62,10 +62,10 @@ def test_little_more_is_fetched_than_is_read_and_nobody_waits(noise: Noise, tmp_
                     await train(swarm, reader, slot, given(expected), round_steps(draw, expected))
                     slot += given(expected)
                     if not round:
-                        after_first[i] = reader.text.counts.waits
+                        after_first[i] = reader.text.waits
             for i, reader in enumerate(readers):
-                assert reader.text.fetched_bytes <= 1.2 * reader.text.counts.read_bytes
-                assert reader.text.counts.waits == after_first[i]
+                assert reader.text.fetched_bytes <= 1.2 * reader.text.read_bytes
+                assert reader.text.waits == after_first[i]
                 assert [type(body) for body in reader.told] == [events.TextFetched]
 
     run(work())
@@ -120,12 +120,12 @@ def test_with_overlap_the_next_round_is_fetched_while_this_one_is_read(noise: No
                 now, after = (range(n * size, (n + 1) * size) for n in (round, round + 1))
                 reader.text.expect([now, after])
                 await reader.settle()
-                before = reader.text.counts.waits
+                before = reader.text.waits
                 for step in range(40):
                     at = range(now.start + step * STEP, now.start + (step + 1) * STEP)
                     np.testing.assert_array_equal(await reader.text.sequences(at), swarm.slots(at))
                     await reader.settle()
-                assert reader.text.counts.waits == before or not round
+                assert reader.text.waits == before or not round
             reader.text.expect([range(3 * size, 4 * size)])
             assert not reader.text.is_fetching, "it was known a round ago"
 
@@ -167,7 +167,7 @@ def test_a_node_sends_a_range_about_twice_however_many_peers_read_it(
             copies = swarm.copies()
             assert sum(copies) / len(copies) <= 2.2
             for member in (member for chain in chains for member in chain):
-                assert member.text.fetched_bytes <= 1.2 * member.text.counts.read_bytes
+                assert member.text.fetched_bytes <= 1.2 * member.text.read_bytes
                 assert not member.warnings
 
     run(work())
@@ -214,7 +214,7 @@ def test_the_cache_keeps_its_bound(noise: Noise, tmp_path: Path) -> None:
             for round in range(6):
                 await train(swarm, reader, round * given(60), given(60), 60)
                 assert on_disk(reader.folder) <= limit
-            assert reader.text.fetched_bytes <= 1.2 * reader.text.counts.read_bytes
+            assert reader.text.fetched_bytes <= 1.2 * reader.text.read_bytes
             assert on_disk(reader.folder) > limit // 2, "it is used, too"
 
     run(work())
@@ -231,7 +231,7 @@ def test_a_cache_smaller_than_a_step_is_survived(noise: Noise, tmp_path: Path) -
             reader = await swarm.start(limit=40_000)
             await train(swarm, reader, 0, given(30), 30)
             assert on_disk(reader.folder) <= 40_000
-            assert reader.text.fetched_bytes <= 1.3 * reader.text.counts.read_bytes
+            assert reader.text.fetched_bytes <= 1.3 * reader.text.read_bytes
 
     run(work())
 
@@ -287,7 +287,7 @@ def flip(path: Path) -> None:
     path.write_bytes(raw)
 
 
-class FullDisk(LocalDisk):
+class FullDisk(Disk):
     """May be full."""
 
     full = False
@@ -313,10 +313,10 @@ def test_a_full_disk_is_told_once_and_survived(noise: Noise, tmp_path: Path) -> 
 
 
 def test_the_chunk_that_was_read_longest_ago_goes_first(tmp_path: Path) -> None:
-    data = {i: random.Random(i).randbytes(3 * blob_hash.RANGE) for i in range(3)}
+    data = {i: random.Random(i).randbytes(3 * blob_hash.RANGE_BYTES) for i in range(3)}
     leaves = {i: blob_hash.leaves_of([data[i]])[1] for i in data}
     names = {i: blob_hash.name_of(data[i]) for i in data}
-    store = TextStore(tmp_path, 7 * blob_hash.RANGE, LocalDisk(), pytest.fail)
+    store = TextStore(tmp_path, 7 * blob_hash.RANGE_BYTES, Disk(), pytest.fail)
 
     def place(number: int, index: int = -1) -> Place:
         return Place(names[number], len(data[number]), index)
@@ -330,15 +330,15 @@ def test_the_chunk_that_was_read_longest_ago_goes_first(tmp_path: Path) -> None:
     put(0)
     put(1)
     store.touch(place(0))
-    assert store.read(place(0, 2)) == data[0][2 * blob_hash.RANGE :]
+    assert store.read(place(0, 2)) == data[0][2 * blob_hash.RANGE_BYTES :]
     store.need([place(1, 1)])
     put(2)
     assert [store.holds(place(1, i)) for i in range(3)] == [False, True, False], "what is needed stays"
     assert sum(store.holds(place(0, i)) for i in range(3)) == 2
     assert all(store.holds(place(2, i)) for i in range(3))
-    assert store.used <= 7 * blob_hash.RANGE
-    again = TextStore(tmp_path, 3 * blob_hash.RANGE, LocalDisk(), pytest.fail)
-    assert again.used <= 3 * blob_hash.RANGE, "a smaller limit holds at once"
-    stranger = Place(names[2], 3 * blob_hash.RANGE - 1, -1)
+    assert store.used <= 7 * blob_hash.RANGE_BYTES
+    again = TextStore(tmp_path, 3 * blob_hash.RANGE_BYTES, Disk(), pytest.fail)
+    assert again.used <= 3 * blob_hash.RANGE_BYTES, "a smaller limit holds at once"
+    stranger = Place(names[2], 3 * blob_hash.RANGE_BYTES - 1, -1)
     assert again.read(stranger) == b"", "somebody's wrong size is no reason to forget"
     assert again.holds(place(2)) == store.holds(place(2))

@@ -15,14 +15,14 @@ import numpy as np
 import psutil
 import pytest
 
-from peer.chain.connect import Pipes
+from peer.chain.connect import PipelineStreams
 from peer.chain.frames import FORWARD, Head, NeighbourLost
 from peer.net.base import Timeout, Transport
 from peer.net.striped_stream import STRIPES
-from peer.net.uplink import Uplink
 from peer.training.trainer import make_worker
 from protocol.wire import endpoints
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from tests import networks
 from tests.chains import SPEC, TRAIN, make_chain, steps_of
 from tests.unit.test_net import SOON, run, sockets, start, swarm
 
@@ -41,13 +41,10 @@ IN_DAEMON = 48 << 20
 """What both daemons and the sockets hold of a pipe, at most; also how much a daemon may grow."""
 
 
-async def _pipes(transport: Transport) -> Pipes:
+async def _pipes(transport: Transport) -> PipelineStreams:
     """A peer's pipes; whom it dials it knows from the DHT's connections."""
 
-    async def reach(peer: str) -> None:
-        return
-
-    pipes = Pipes(transport, reach, lambda peer: None, Uplink())
+    pipes = PipelineStreams(networks.network(transport))
     await transport.serve(endpoints.PIPE, lambda stream: pipes.serve(stream, 0))
     return pipes
 

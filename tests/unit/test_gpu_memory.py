@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peer.training import attention
+from peer.training import model
 from peer.training.model import Block
 from protocol.planning import budget, memory
 from protocol.planning.arrange import arrange
@@ -54,7 +54,7 @@ def kept(spec: ModelSpec, tokens: int, form: torch.dtype) -> int:
     block = Block(spec)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    angles = attention.rope(spec, torch.device("cpu"))
+    angles = model.rope(spec, torch.device("cpu"))
     theirs = {x.untyped_storage().data_ptr() for x in (*block.parameters(), *angles)}
     found: dict[int, int] = {}
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from protocol.planning.allotment import HEADROOM
-from protocol.round.grace import LEAST, is_over
+from protocol.round.stragglers import GRACE_SHARE, timed_out
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec
 from protocol.wire.plan import ReplicaSpec, StageSpec, Work
 from tests import tiny
@@ -29,7 +29,7 @@ def late(steps: int = EXPECTED, micro_batches: int = 2) -> ReplicaSpec:
 def waits(offered: list[tuple[float, int]], *missing: ReplicaSpec, manifest: Manifest = M) -> float:
     """Seconds after which the round waits no more; it is not interrupted before, and does not begin to wait again."""
     seconds = [i / 8 for i in range(8 * 200)]
-    over = [is_over(manifest, offered, missing, waited) for waited in seconds]
+    over = [timed_out(manifest, offered, missing, waited) for waited in seconds]
     assert over == sorted(over)
     return seconds[over.index(True)]
 
@@ -37,8 +37,8 @@ def waits(offered: list[tuple[float, int]], *missing: ReplicaSpec, manifest: Man
 @pytest.mark.parametrize("complete", [1, 3, 100])
 def test_nobody_is_late_before_the_time_is_over(complete: int) -> None:
     offered = [(1.0, 1000 * TOKENS)] * complete
-    assert not is_over(M, offered, [late()], SECONDS)
-    assert waits(offered, late()) >= (1 + LEAST) * SECONDS
+    assert not timed_out(M, offered, [late()], SECONDS)
+    assert waits(offered, late()) >= (1 + GRACE_SHARE) * SECONDS
 
 
 @pytest.mark.parametrize("complete", [1, 2, 4, 10])
@@ -62,9 +62,9 @@ def test_who_offers_while_the_round_waits_is_idle_from_then_on() -> None:
 
 def test_with_overlap_nobody_is_idle_before_it_did_all_that_it_was_given() -> None:
     assert waits([(30.0, TOKENS)], late(), manifest=AHEAD) == HEADROOM * SECONDS + SECONDS
-    assert not is_over(AHEAD, [(30.0, 1000 * TOKENS)], [late()], HEADROOM * SECONDS)
-    assert is_over(AHEAD, [(30.0, 1000 * TOKENS)], [late()], HEADROOM * SECONDS + 0.1)
+    assert not timed_out(AHEAD, [(30.0, 1000 * TOKENS)], [late()], HEADROOM * SECONDS)
+    assert timed_out(AHEAD, [(30.0, 1000 * TOKENS)], [late()], HEADROOM * SECONDS + 0.1)
 
 
 def test_while_nobody_is_complete_the_round_waits() -> None:
-    assert not is_over(M, [], [late()], 1e9)
+    assert not timed_out(M, [], [late()], 1e9)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from bootstrap.inbox import Inbox
+from bootstrap.node import EventQueue
 from peer.events import Refused
 from peer.net.guests import OPENED, Guests, Limits, network_of
-from peer.net.token_bucket import Rate
+from peer.net.rate_limits import Rate
 from protocol.wire import endpoints
 
 HOME, FARM = "/ip4/203.0.113.5/tcp/1", "/ip4/198.51.100.7/tcp/1"
@@ -33,7 +33,8 @@ class House:
         self.guests = Guests(Limits(**{"of_a_peer": 4, "of_an_address": 8, "together": 10, **limits}))
         self.told: list[Refused] = []
         self.expelled: list[str] = []
-        self.guests.tell, self.guests.expel = self.told.append, self.expelled.append
+        self.guests.follow(self.told.append)
+        self.guests.expel = self.expelled.append
 
     def enter(self, peer: str, where: str = "", name: str = "x", now: float = 0.0) -> Line | None:
         line = Line()
@@ -217,14 +218,14 @@ def test_a_home_is_one_address(where: str, network: str) -> None:
 
 def test_whoever_hands_in_waits_until_it_was_dealt_with_and_hears_what_it_raised() -> None:
     async def work() -> None:
-        inbox = Inbox[str](patience=60.0)
-        handing = asyncio.create_task(inbox.hand_in("good"))
-        entry = await inbox.get()
+        queue = EventQueue[str](patience=60.0)
+        handing = asyncio.create_task(queue.submit("good"))
+        entry = await queue.get()
         assert (entry.event, handing.done()) == ("good", False)
         entry.finish()
         await handing
-        handing = asyncio.create_task(inbox.hand_in("bad"))
-        (await inbox.get()).finish(KeyError("bad"))
+        handing = asyncio.create_task(queue.submit("bad"))
+        (await queue.get()).finish(KeyError("bad"))
         with pytest.raises(KeyError, match="bad"):
             await handing
 
@@ -233,10 +234,10 @@ def test_whoever_hands_in_waits_until_it_was_dealt_with_and_hears_what_it_raised
 
 def test_nobody_waits_for_ever_for_a_loop_that_is_busy() -> None:
     async def work() -> None:
-        inbox = Inbox[str](patience=0.01)
-        await inbox.hand_in("late")
-        inbox.put("own")
-        entries = [await inbox.get(), await inbox.get()]
+        queue = EventQueue[str](patience=0.01)
+        await queue.submit("late")
+        queue.put("own")
+        entries = [await queue.get(), await queue.get()]
         assert [entry.event for entry in entries] == ["late", "own"]
         for entry in entries:
             entry.finish(KeyError("nobody hears of it"))

@@ -7,8 +7,7 @@ import dataclasses
 
 import pytest
 
-from protocol.ledger import stretches
-from protocol.ledger.history import ForkError, History
+from protocol.ledger.history import ForkError, History, read
 from protocol.round.member import Member
 from protocol.round.member_events import LogCame, Send
 from protocol.wire import encoding
@@ -64,7 +63,7 @@ def gap_in_the_log() -> Member:
     for one in log[:2]:
         history.learn(by(one))
     raws = [encoding.encode_record(by(one)) for one in log[2:]]
-    asked = member.handle(LogCame(tuple(stretches.read(FOUR, history.tip, raws, A))), 0.0)
+    asked = member.handle(LogCame(tuple(read(FOUR, history.tip, raws, A))), 0.0)
     assert asked == [Send(LogRequest(after=-1))]
     return member
 
@@ -83,7 +82,7 @@ def long_log(rounds: int, **changes: object) -> list[Commit]:
 def test_a_stretch_of_the_log_counts_by_its_last_record() -> None:
     history, log = History(FOUR), long_log(6)
     raws = [encoding.encode_record(by(one)) for one in log]
-    (stretch,) = stretches.read(FOUR, history.tip, raws, A)
+    (stretch,) = read(FOUR, history.tip, raws, A)
     assert [packed.round for packed in stretch.before] == [0, 1, 2, 3, 4]
     assert not history.learn_stretch(stretch)
     assert history.commits == dict(enumerate(log))
@@ -96,7 +95,7 @@ def test_one_record_without_enough_votes_proves_nothing(liars: tuple[int, ...]) 
     raws = [encoding.encode_record(by(one)) for one in log[:3]]
     raws.append(encoding.encode_record(tiny.record(log[3], *(KEYS[key] for key in liars))))
     with pytest.raises(encoding.MessageError, match="round 3 has too few votes"):
-        list(stretches.read(FOUR, History(FOUR).tip, raws, A))
+        list(read(FOUR, History(FOUR).tip, raws, A))
 
 
 def test_a_forged_commit_that_names_other_members_is_proved_by_none_of_them() -> None:
@@ -107,11 +106,11 @@ def test_a_forged_commit_that_names_other_members_is_proved_by_none_of_them() ->
     raws = [encoding.encode_record(by(one)) for one in log]
     raws += [encoding.encode_record(tiny.record(one, KEYS[0])) for one in (forged, after)]
     history = History(FOUR)
-    read = []
+    found = []
     with contextlib.suppress(encoding.MessageError):
-        for stretch in stretches.read(FOUR, history.tip, raws, A):
-            read.append(stretch)
-    for stretch in read:
+        for stretch in read(FOUR, history.tip, raws, A):
+            found.append(stretch)
+    for stretch in found:
         with contextlib.suppress(ForkError):
             history.learn_stretch(stretch)
     assert history.head == 1
@@ -128,7 +127,7 @@ def test_a_commit_that_was_changed_is_proved_by_no_successor(change: dict[str, o
     raws = [encoding.encode_record(by(one)) for one in (*log[:2], changed, *log[3:])]
     history = History(FOUR)
     with contextlib.suppress(encoding.MessageError, ForkError):
-        for stretch in stretches.read(FOUR, history.tip, raws, A):
+        for stretch in read(FOUR, history.tip, raws, A):
             history.learn_stretch(stretch)
     assert history.head <= 2
 
@@ -144,6 +143,6 @@ def test_who_operates_the_run_changes_by_no_commit_that_brings_no_decree(place: 
     raws = [encoding.encode_record(by(one, 0, 1, 2, 3)) for one in log]
     for page in (raws[:2], raws[2:]):
         with contextlib.suppress(ForkError, encoding.MessageError):
-            for stretch in stretches.read(FOUR, history.tip, page, A):
+            for stretch in read(FOUR, history.tip, page, A):
                 history.learn_stretch(stretch)
     assert history.head <= 1 + place

@@ -24,7 +24,7 @@ from hivemind.utils import get_dht_time
 
 from peer.net import base, blobs, daemon, p2p
 from peer.net.base import Closed, Stream, Transport, Unreachable
-from peer.net.blobs.serving import Patience
+from peer.net.blobs.serving import ServingTimeouts
 from peer.net.dht import MOST_KEYS, MOST_RECORDS
 from peer.net.keyfile import load_or_create
 from protocol.wire import endpoints
@@ -348,7 +348,9 @@ def test_who_opens_a_stream_and_says_nothing_is_not_waited_for(tmp_path: Path) -
     async def work() -> None:
         async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
             await base.serve_calls(victim, "call", nothing, timeout=0.3)
-            await blobs.BlobServer(blobs.BlobStore(tmp_path / "blobs"), patience=Patience(request=0.3)).serve(victim)
+            await blobs.BlobServer(blobs.BlobStore(tmp_path / "blobs"), patience=ServingTimeouts(request=0.3)).serve(
+                victim
+            )
             for name in ("call", endpoints.BLOB):
                 _, reader, writer = await bad.call_binary_stream_handler(PeerID.from_base58(victim.peer_id), name)
                 with contextlib.suppress(ConnectionError):

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.ledger import run_state, schedule
 from protocol.round import fairness
-from protocol.round.leader_events import Knock, Petition, Phase, Propose, Received
+from protocol.round.leader_events import DecreeSigned, JoinRequest, Phase, Propose, Received
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire.commit import Commit
 from protocol.wire.decree import ADMIT, CLOSE, SET, Decree, Schedule
@@ -29,10 +29,10 @@ class Run(Driver):
         manifest = tiny.manifest(rounds=rounds, start_peers=2, admission=AdmissionSpec(mode=mode))
         super().__init__(dict.fromkeys(NAMES, FULL), manifest)
 
-    def wish(self, action: str, subject: str = "", number: int = 0, lasts: Schedule | None = None) -> Petition:
+    def wish(self, action: str, subject: str = "", number: int = 0, lasts: Schedule | None = None) -> DecreeSigned:
         made: Decree = decree(action, subject, number=number, manifest=self.manifest, schedule=lasts)
         (signature,) = signed(made, tiny.OPERATOR).signatures.values()
-        return Petition(tiny.OPERATOR.peer_id, made, signature)
+        return DecreeSigned(tiny.OPERATOR.peer_id, made, signature)
 
     def decide(self, effects: list[Any]) -> Commit:
         """As the quorum does, which adds who decides what comes next."""
@@ -82,7 +82,7 @@ def test_whoever_is_let_in_before_the_first_plan_does_not_wait_for_a_lease() -> 
     run = Run(mode="listed")
     made = ticket(run=run.manifest.run_id, operator=tiny.OPERATOR, count=2)
     run.decide(run.do(run.wish(CLOSE)))
-    commit = run.decide(run.do(Knock(made.joined(FRIENDS[0]))))
+    commit = run.decide(run.do(JoinRequest(made.joined(FRIENDS[0]))))
     assert [joined.peer for joined in commit.joined] == [FRIENDS[0]]
     assert (commit.round, commit.idle, run.now) == (1, 1, 0.0)
 
@@ -134,7 +134,7 @@ def test_no_leader_counts_rounds_otherwise() -> None:
     run.attest(*NAMES)
     head, commit = run.commits[0], run.decide(run.offered(*NAMES))
     state = run_state.fold(run.manifest, [head])
-    sight = fairness.Sight(state=state, chains=head.plan, wall=0.0)
+    sight = fairness.NodeView(state=state, chains=head.plan, wall=0.0)
     assert fairness.lie_in(sight, commit) is None
     more = fairness.lie_in(sight, dataclasses.replace(commit, idle=1))
     assert more is not None

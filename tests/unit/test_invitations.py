@@ -1,4 +1,4 @@
-"""Invitations: what lets a stranger into a closed run, and what does not (protocol/ledger/invitations.py, protocol/ledger/access.py)."""
+"""Invitations: what lets a stranger into a closed run, and what does not (protocol/ledger/access.py, protocol/ledger/access.py)."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ from typing import Any
 
 import pytest
 
-from bootstrap.doorman import TOO_MANY, WAITS, Doorman
-from peer import events
-from peer.cli.invite import seconds_in
-from peer.events import Event
-from peer.net.clock import Clock
+from bootstrap.sessions import TOO_MANY, WAITS, AdmissionControl
+from peer.cli import log
+from peer.cli.decrees import seconds_in
+from peer.net.base import Clock
 from peer.node.open_run import parse_run
-from peer.ui import log_text, monitor
-from peer.ui.lines import describe
+from peer.ui import monitor
+from peer.ui.lines import Lines
 from protocol.errors import LocalError, UsageError
 from protocol.identity import Identity
-from protocol.ledger import access, capacity, invitations, validation
-from protocol.ledger.access import ASKED_SECONDS, MAX_WAITING, Access, Guests
-from protocol.ledger.invitations import Ticket
+from protocol.ledger import access, capacity, history
+from protocol.ledger.access import ASKED_SECONDS, MAX_WAITING, Access, PendingInvitations, Ticket
 from protocol.round import fairness
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Gone, Knock, Lead, Petition, Propose
+from protocol.round.leader_events import DecreeSigned, Gone, JoinRequest, Lead, Propose
 from protocol.run.manifest import AdmissionSpec
 from protocol.wire import bounds, encoding, framing
 from protocol.wire.commit import Commit, Record
-from protocol.wire.decree import ADMIT, BAN, OPEN
-from protocol.wire.invitation import LONGEST_NOTE, MAX_JOINED, Invitation, Joined
+from protocol.wire.decree import ADMIT, BAN, LONGEST_NOTE, MAX_JOINED, OPEN, Invitation, Joined
 from protocol.wire.schema import build, packed
 from protocol.wire.session import Hello, NotAdmitted
 from tests import tiny
@@ -47,7 +44,7 @@ FRIENDS = [Identity(bytes([100 + i]) * 32).peer_id for i in range(8)]
 def ticket(
     *, count: int = 2, seed: int = 50, operator: Identity = OPERATOR, run: str = CLOSED.run_id, reason: str = ""
 ) -> Ticket:
-    return invitations.issue(operator, bytes([seed]) * 32, run, expires=EXPIRES, count=count, reason=reason)
+    return access.issue(operator, bytes([seed]) * 32, run, expires=EXPIRES, count=count, reason=reason)
 
 
 def commit_of(
@@ -64,7 +61,7 @@ def unlawful(*joined: Joined, time: float = 5.0) -> str | None:
     commit = commit_of(*joined, time=time)
     record = Record(commit=commit, ballot=0, votes=dict.fromkeys(CLOSED.first_members, b""))
     said = access.why_unlawful(CLOSED, None, commit)
-    assert validation.why_not_next(CLOSED, None, record) == said, "every reader of the log looks at it"
+    assert history.why_not_next(CLOSED, None, record) == said, "every reader of the log looks at it"
     return said
 
 
@@ -92,7 +89,7 @@ def test_a_line_brings_it_and_what_it_shows_lets_one_peer_in() -> None:
     assert unlawful(made.joined(FRIENDS[0])) is None
     assert len(made.text()) < 300
     longest = ticket(reason="\U0010ffff" * LONGEST_NOTE, count=1000)
-    assert invitations.read_ticket(longest.text(), CLOSED.run_id) == longest
+    assert access.read_ticket(longest.text(), CLOSED.run_id) == longest
 
 
 @pytest.mark.parametrize(
@@ -192,11 +189,10 @@ def test_a_ban_of_the_peer_of_the_invitation_or_of_its_operator_ends_it() -> Non
 def test_whoever_reads_the_log_is_told() -> None:
     made = ticket(reason="friends\x1b[2J").joined(FRIENDS[0])
     record = Record(commit=commit_of(made), ballot=0, votes={})
-    (body,) = [event.body for event in monitor.told(record) if isinstance(event.body, events.Invited)]
-    assert (body.peer, body.invitation, body.operator) == (FRIENDS[0], made.invitation.key, OPERATOR.peer_id)
-    (line,) = describe(Event(0.0, "bootstrap", body), {})
-    assert line.text == f"{FRIENDS[0][-8:]} comes in, invited by operator {OPERATOR.peer_id[-8:]}: friends [2J"
-    shown = [line for line in log_text.round_lines(record, None, 5) if "invited" in line]
+    (event,) = monitor.round_events(record)
+    line = Lines().of(event)[-1]
+    assert line.endswith(f"{FRIENDS[0][-8:]} comes in, invited by operator {OPERATOR.peer_id[-8:]}: friends [2J")
+    shown = [line for line in log.round_lines(record, None, 5) if "invited" in line]
     assert len(shown) == 1
     assert FRIENDS[0][-8:] in shown[0]
 
@@ -212,7 +208,7 @@ def test_the_longest_have_their_place_in_every_commit_and_hello() -> None:
         operator="o" * 64, signature=bytes(64), peer="p" * 64, proof=bytes(64),
     )  # fmt: skip
     with_them, without = (len(framing.pack_message(packed(commit_of(*many)))) for many in ((longest,) * MAX_JOINED, ()))
-    assert with_them - without <= capacity.longest_joined().times(MAX_JOINED).size
+    assert with_them - without <= capacity.cost(capacity.longest(Joined)).times(MAX_JOINED).size
     hello = encoding.encode(Hello(run="f" * 64, version=2**53, joining=longest))
     assert len(hello) <= 2048
     with pytest.raises(LocalError, match="nobody could read"):
@@ -223,10 +219,10 @@ def test_the_longest_have_their_place_in_every_commit_and_hello() -> None:
 
 
 def test_those_who_wait_come_in_turn_and_nobody_fills_the_queue() -> None:
-    guests, known = Guests(), access.of(CLOSED)
+    guests, known = PendingInvitations(), access.of(CLOSED)
     made = ticket(count=2)
     for peer in FRIENDS[:3]:
-        guests.hear(made.joined(peer), 0.0)
+        guests.add(made.joined(peer), 0.0)
     assert [joined.peer for joined in guests.next(known, 0.0)] == FRIENDS[:2], "no more of one than it lets in"
     assert guests.has_place(made.joined(FRIENDS[0]), 1.0)
     assert not guests.has_place(made.joined(FRIENDS[3]), 1.0)
@@ -237,10 +233,10 @@ def test_those_who_wait_come_in_turn_and_nobody_fills_the_queue() -> None:
 
 
 def test_a_commit_lets_in_so_many_and_so_many_wait_at_most() -> None:
-    guests, known, made = Guests(), access.of(CLOSED), ticket(count=1000).joined("")
+    guests, known, made = PendingInvitations(), access.of(CLOSED), ticket(count=1000).joined("")
     crowd = [dataclasses.replace(made, peer=f"p{i}") for i in range(MAX_WAITING + 5)]
     for joined in crowd:
-        guests.hear(joined, 0.0)
+        guests.add(joined, 0.0)
     taken: list[str] = []
     while news := guests.next(known, 0.0):
         assert len(news) <= MAX_JOINED
@@ -250,18 +246,18 @@ def test_a_commit_lets_in_so_many_and_so_many_wait_at_most() -> None:
 
 
 def test_the_door_says_in_one_line_what_is_the_matter() -> None:
-    heard: list[Knock] = []
+    heard: list[JoinRequest] = []
     leader = Leader(CLOSED, (), (), 0.0)
     clock = Clock(steady=lambda: 0.0, wall=lambda: float(EXPIRES))
 
-    async def hand_in(event: Knock) -> None:
+    async def hand_in(event: JoinRequest) -> None:
         heard.append(event)
         leader.handle(event, 0.0)
 
-    doorman, made = Doorman(leader, hand_in, clock), ticket(count=1)
+    admission, made = AdmissionControl(leader, hand_in, clock), ticket(count=1)
 
     def said(peer: str, joining: Joined | None) -> NotAdmitted | None:
-        return asyncio.run(doorman.welcome(peer, joining))
+        return asyncio.run(admission.welcome(peer, joining))
 
     shown = made.joined(FRIENDS[0])
     assert said(FRIENDS[0], None) == NotAdmitted(reason="the run is closed, and it is not admitted")
@@ -271,9 +267,9 @@ def test_the_door_says_in_one_line_what_is_the_matter() -> None:
     )
     assert heard == []
     assert said(FRIENDS[0], shown) == NotAdmitted(reason=WAITS, waits=True)
-    assert heard == [Knock(shown)]
+    assert heard == [JoinRequest(shown)]
     assert said(FRIENDS[1], made.joined(FRIENDS[1])) == NotAdmitted(reason=TOO_MANY, waits=True)
-    late = Doorman(leader, hand_in, dataclasses.replace(clock, wall=lambda: EXPIRES + 1.0))
+    late = AdmissionControl(leader, hand_in, dataclasses.replace(clock, wall=lambda: EXPIRES + 1.0))
     assert asyncio.run(late.welcome(FRIENDS[0], shown)) == NotAdmitted(reason="its invitation has expired")
     joined = dataclasses.replace(leader.standing, access=leader.access.after(None, (shown,)))
     leader.state = dataclasses.replace(leader.state, standing=joined)
@@ -299,7 +295,7 @@ class Driver(leading.Driver):
         return super().decide([Propose(dataclasses.replace(found, leader=members[0], members=members))])
 
     def knock(self, peer: str) -> list[Any]:
-        return self.do(Knock(self.ticket.joined(peer)))
+        return self.do(JoinRequest(self.ticket.joined(peer)))
 
 
 def test_a_stranger_comes_into_a_run_in_which_nobody_is_and_is_planned() -> None:
@@ -334,7 +330,7 @@ def test_a_decree_is_enacted_before_the_first_plan() -> None:
     driver = Driver()
     wish = decree(ADMIT, FRIENDS[0], manifest=driver.manifest)
     (signature,) = signed(wish, tiny.OPERATOR).signatures.values()
-    commit = driver.decide(driver.do(Petition(tiny.OPERATOR.peer_id, wish, signature)))
+    commit = driver.decide(driver.do(DecreeSigned(tiny.OPERATOR.peer_id, wish, signature)))
     assert (commit.round, commit.plan, commit.decrees) == (0, None, 1)
     assert driver.leader.access.why_not(FRIENDS[0]) is None
 
@@ -352,7 +348,7 @@ def test_voters_refuse_a_commit_that_lets_in_whom_nobody_invited() -> None:
     (proposal,) = [e for e in driver.knock(FRIENDS[0]) if isinstance(e, Propose)] or [
         e for e in driver.at(driver.now) if isinstance(e, Propose)
     ]
-    sight = fairness.sight_of(Driver().leader, 0.0, 0.0, True)
+    sight = fairness.view_of(Driver().leader, 0.0, 0.0, True)
     assert fairness.lie_in(sight, proposal.commit) is None
     uninvited = dataclasses.replace(driver.ticket.joined(FRIENDS[0]), peer=FRIENDS[1])
     found = fairness.lie_in(sight, dataclasses.replace(proposal.commit, joined=(uninvited,)))
@@ -377,7 +373,7 @@ def test_a_leader_that_ends_rounds_for_newcomers_alone_is_doubted_where_it_is_to
     (proposal,) = [e for e in driver.at(leading.GONE) if isinstance(e, Propose)]
     assert proposal.commit.joined
     early, later = (
-        fairness.sight_of(driver.leader, proposal.commit.time, waited, True) for waited in (1.0, leading.GONE)
+        fairness.view_of(driver.leader, proposal.commit.time, waited, True) for waited in (1.0, leading.GONE)
     )
     assert fairness.doubt_in(later, proposal.commit) is None
     found = fairness.doubt_in(early, proposal.commit)
@@ -386,13 +382,13 @@ def test_a_leader_that_ends_rounds_for_newcomers_alone_is_doubted_where_it_is_to
 
 
 def test_nothing_that_strangers_make_up_lets_anybody_in_or_is_kept() -> None:
-    heard: list[Knock] = []
+    heard: list[JoinRequest] = []
 
-    async def hand_in(event: Knock) -> None:
+    async def hand_in(event: JoinRequest) -> None:
         heard.append(event)
 
     clock = Clock(steady=lambda: 0.0, wall=lambda: 0.0)
-    doorman = Doorman(Leader(CLOSED, (), (), 0.0), hand_in, clock)
+    admission = AdmissionControl(Leader(CLOSED, (), (), 0.0), hand_in, clock)
     rng, good = random.Random(1), ticket().joined(FRIENDS[0])
     known = {
         bounds.PeerId: lambda r: r.choice((good.peer, good.operator, good.invitation.key)),
@@ -403,7 +399,7 @@ def test_nothing_that_strangers_make_up_lets_anybody_in_or_is_kept() -> None:
     for _ in range(3000):
         made = build(Joined, maker.make(Joined))
         if made != good:
-            refusal = asyncio.run(doorman.welcome(FRIENDS[0], made))
+            refusal = asyncio.run(admission.welcome(FRIENDS[0], made))
             assert refusal is not None
             assert not refusal.waits
     assert heard == []

@@ -16,13 +16,14 @@ from protocol.codec.sparse import Sparse
 from protocol.ledger import part_lists, run_state
 from protocol.round import comparing, judging
 from protocol.round.comparing import Update
-from protocol.round.fairness import Sight, unjust_in
-from protocol.round.judging import Before, Judged
+from protocol.round.fairness import NodeView, wrong_verdict_in
+from protocol.round.judging import PreviousRound, Verdict
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import JudgingSpec, Manifest, OuterSpec
 from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
 from tests import tiny
+from tests.plain_codec import norm_of
 
 MODEL = ModelSpec(vocab_size=256, d_model=64, n_layers=2, n_heads=2, d_ff=128, context=8)
 M = tiny.manifest(model=MODEL, outer=OuterSpec(topk=64))
@@ -71,11 +72,11 @@ def names(count: int) -> list[str]:
     return [hashlib.sha256(bytes([i])).hexdigest() for i in range(count)]
 
 
-def judge(sent: Sequence[Sent], before: Before | None = None, of: Manifest = M) -> list[Judged]:
-    return judging.judge(of, PARENT, names(len(sent)), [update(x) for x in sent], before or Before())
+def judge(sent: Sequence[Sent], before: PreviousRound | None = None, of: Manifest = M) -> list[Verdict]:
+    return judging.judge(of, PARENT, names(len(sent)), [update(x) for x in sent], before or PreviousRound())
 
 
-def out(verdicts: Sequence[Judged]) -> dict[int, str]:
+def out(verdicts: Sequence[Verdict]) -> dict[int, str]:
     return {i: v.reason for i, v in enumerate(verdicts) if v.reason is not None}
 
 
@@ -134,7 +135,7 @@ def test_what_is_far_too_long_is_left_out_and_names_its_norm() -> None:
 def test_where_all_are_far_longer_than_before_they_are_clipped_and_not_left_out(count: int) -> None:
     """Else a run whose machines have become faster would stand still for ever."""
     medians = (1e-2,) * run_state.MEDIANS_KEPT
-    verdicts = judge(GOOD[:count], Before(medians))
+    verdicts = judge(GOOD[:count], PreviousRound(medians))
     assert out(verdicts) == {}
     norms = [math.sqrt(sum(comparing.squares(x.values) for t in sent.values() for x in t)) for sent in GOOD[:count]]
     assert [v.scale * n for v, n in zip(verdicts, norms, strict=True)] == pytest.approx([2e-2] * count)
@@ -143,7 +144,7 @@ def test_where_all_are_far_longer_than_before_they_are_clipped_and_not_left_out(
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_no_clip_makes_harmless_is_left_out_however_few_there_are(count: int) -> None:
     medians = (1.0,) * run_state.MEDIANS_KEPT
-    assert list(out(judge([*GOOD[: count - 1], times(GOOD[7], 1e30)], Before(medians)))) == [count - 1]
+    assert list(out(judge([*GOOD[: count - 1], times(GOOD[7], 1e30)], PreviousRound(medians)))) == [count - 1]
 
 
 def test_of_copies_the_one_that_came_later_is_left_out() -> None:
@@ -153,7 +154,7 @@ def test_of_copies_the_one_that_came_later_is_left_out() -> None:
 
 
 def test_what_repeats_the_round_before_is_left_out() -> None:
-    before = Before(updates=(update(honest(40)), update(honest(41))))
+    before = PreviousRound(updates=(update(honest(40)), update(honest(41))))
     assert out(judge([*GOOD[:6], honest(41)], before)) == {6: "it repeats the round before (1.00)"}
 
 
@@ -183,7 +184,7 @@ def test_whoever_sends_nothing_is_left_out() -> None:
 
 def test_a_norm_that_is_not_what_is_said_is_found_among_any_number() -> None:
     false = Update(GOOD[1].__getitem__, {"head": 0.05})
-    verdicts = judging.judge(M, PARENT, names(2), [update(GOOD[0]), false], Before())
+    verdicts = judging.judge(M, PARENT, names(2), [update(GOOD[0]), false], PreviousRound())
     assert list(out(verdicts)) == [1]
     assert verdicts[1].reason is not None
     assert verdicts[1].reason.startswith("the norm of head is ")
@@ -196,15 +197,14 @@ def test_a_payload_of_another_shard_is_found_among_any_number() -> None:
         s: sparse.encode(M.outer.codec, [np.ones(x, np.float32) for x in layout.shapes(MODEL, s)]) for s in SHARDS
     }
     parts = {
-        s: Part(shard=s, digest=tiny.digest(s), size=len(p), norm=comparing.norm(decoded(s, p)))
-        for s, p in payloads.items()
+        s: Part(shard=s, digest=tiny.digest(s), size=len(p), norm=norm_of(decoded(s, p))) for s, p in payloads.items()
     }
     by_name = {parts[s].digest: payloads[s] for s in SHARDS}
 
     def verdicts(*changed: Part) -> dict[int, str]:
         said = {**parts, **{part.shard: part for part in changed}}
         made = comparing.update_of(M, list(said.values()), lambda part: by_name[part.digest])
-        return out(judging.judge(M, PARENT, names(2), [update(GOOD[0]), made], Before()))
+        return out(judging.judge(M, PARENT, names(2), [update(GOOD[0]), made], PreviousRound()))
 
     assert verdicts() == {}
     wrong = verdicts(dataclasses.replace(parts["embed"], digest=parts["block.0"].digest))
@@ -232,10 +232,12 @@ def test_what_tiny_updates_of_many_say_of_the_median_is_bounded_by_the_log() -> 
     tiny_ones = [encoded(drawn(100 + i, 1e-4)) for i in range(5)]
     medians = (1.0,) * run_state.MEDIANS_KEPT
     long = [times(x, 1 / math.sqrt(sum(float((y.values**2).sum()) for t in x.values() for y in t))) for x in GOOD[:3]]
-    verdicts = judging.judge(M, PARENT, names(8), [update(x) for x in (*tiny_ones, *long)], Before(medians))
+    verdicts = judging.judge(M, PARENT, names(8), [update(x) for x in (*tiny_ones, *long)], PreviousRound(medians))
     assert not {5, 6, 7} & set(out(verdicts))
-    assert [verdicts[i].scale for i in (5, 6, 7)] == pytest.approx([1 / judging.SWING] * 3, rel=1e-5)
-    assert {5, 6, 7} <= set(out(judging.judge(M, PARENT, names(8), [update(x) for x in (*tiny_ones, *long)], Before())))
+    assert [verdicts[i].scale for i in (5, 6, 7)] == pytest.approx([1 / judging.MEDIAN_SWING] * 3, rel=1e-5)
+    assert {5, 6, 7} <= set(
+        out(judging.judge(M, PARENT, names(8), [update(x) for x in (*tiny_ones, *long)], PreviousRound()))
+    )
 
 
 def test_the_median_grows_at_most_twofold() -> None:
@@ -257,7 +259,7 @@ def test_the_verdict_on_the_rest_is_the_same_without_those_that_are_left_out() -
         PARENT,
         [every[i] for i in rest],
         [update(sent[i]) for i in rest],
-        Before(),
+        PreviousRound(),
         [every[i] for i in out(verdicts)],
     )
     assert again == [verdicts[i] for i in rest]
@@ -289,7 +291,7 @@ def test_agreement_is_the_cosine_with_the_sum_of_the_others() -> None:
 # --- a commit
 
 
-def commit(sent: Sequence[Sent], verdicts: Sequence[Judged], **changes: object) -> Commit:
+def commit(sent: Sequence[Sent], verdicts: Sequence[Verdict], **changes: object) -> Commit:
     shares = [Share(peer=f"p{i}", root=n, size=1, norm=1.0, listed=1) for i, n in enumerate(names(len(sent)))]
     made = [
         Contribution(replica=i, tokens=8, steps=1, loss=None, shares=(shares[i],), scale=v.scale)
@@ -316,7 +318,7 @@ def test_a_commit_of_the_rules_verdict_is_just_and_any_other_is_not() -> None:
     assert [x.replica for x in made.left_out] == [6]
 
     def why(of: Commit, known: dict[int, Update] = updates) -> str | None:
-        return judging.why_unjust(M, of, known, Before())
+        return judging.why_unjust(M, of, known, PreviousRound())
 
     assert why(made) is None
     assert why(made, {i: updates[i] for i in range(6)}) is None, "whoever lacks what was left out checks the rest"
@@ -325,7 +327,7 @@ def test_a_commit_of_the_rules_verdict_is_just_and_any_other_is_not() -> None:
     assert "counts with 0.5 of its update" in str(why(more))
     let_in = commit(sent, [dataclasses.replace(v, reason=None) for v in judge(sent)])
     assert "replica 6 counts, although it disagrees with the others" in str(why(let_in))
-    framed = commit(GOOD[:6], [*judge(GOOD[:6])[:5], Judged(1.0, "I do not like it")])
+    framed = commit(GOOD[:6], [*judge(GOOD[:6])[:5], Verdict(1.0, "I do not like it")])
     assert "there is nothing wrong with it" in str(why(framed))
 
 
@@ -368,7 +370,7 @@ def test_a_member_checks_the_verdict_from_the_payloads_that_it_holds() -> None:
             raw = sparse.encode(codec, [_dense(sent, shard, i).reshape(shape) for i, shape in enumerate(shapes)])
             name = blob_hash.name_of(raw)
             store[name] = raw
-            norm = comparing.norm(sparse.decode(codec, shapes, raw))
+            norm = norm_of(sparse.decode(codec, shapes, raw))
             parts.append(Part(shard=shard, digest=name, size=len(raw), norm=norm))
         root = part_lists.root_of(tuple(parts))
         store[root] = part_lists.pack(tuple(parts))
@@ -379,7 +381,7 @@ def test_a_member_checks_the_verdict_from_the_payloads_that_it_holds() -> None:
     sent = [*GOOD[:5], ENEMIES["flipped"]]
     here = [offered(i, x) for i, x in enumerate(sent)]
     names = [judging.name_of(c) for c in here]
-    case = judging.Case(manifest=M, round=1, parent=PARENT, contributions=tuple(here), last=(), medians=())
+    case = judging.JudgingJob(manifest=M, round=1, parent=PARENT, contributions=tuple(here), last=(), medians=())
     verdicts = case.answer(store.__getitem__)
     assert list(out(verdicts)) == [5]
 
@@ -389,15 +391,15 @@ def test_a_member_checks_the_verdict_from_the_payloads_that_it_holds() -> None:
         said = commit([], [])
         return dataclasses.replace(said, contributions=tuple(kept), left_out=tuple(gone))
 
-    sight = Sight(state=run_state.begin(M), chains=None, wall=0.0, complete=dict(enumerate(here)))
+    sight = NodeView(state=run_state.begin(M), chains=None, wall=0.0, complete=dict(enumerate(here)))
     just = [v.scale if v.reason is None else None for v in verdicts]
-    assert unjust_in(sight, proposed(just), store.__getitem__) is None
+    assert wrong_verdict_in(sight, proposed(just), store.__getitem__) is None
     for wrong in (
         [0.001, *just[1:]],
         [None, *just[1:]],
         [*just[:5], 1.0],
     ):
-        found = unjust_in(sight, proposed(wrong), store.__getitem__)
+        found = wrong_verdict_in(sight, proposed(wrong), store.__getitem__)
         assert found is not None
         assert found.lie
 

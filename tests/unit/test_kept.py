@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bootstrap.archive import Archive
-from protocol.ledger.kept import NEWEST, Commits, Kept
+from protocol.ledger.history import NEWEST, Commits, Kept
 from protocol.wire import encoding
 from protocol.wire.commit import Commit
 from tests import tiny

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from peer.net import known_line
-from peer.net.bandwidth import LEAST_WAY_BYTES, WAY_BYTES, worth
-from peer.net.disk import LocalDisk
-from peer.net.known_line import UNKNOWN, KnownLine
-from peer.net.line import EARLIER, Given
+from peer.net import link_monitor
+from peer.net.bandwidth import LEAST_WAY_BYTES, WAY_BYTES, probe_bytes
+from peer.net.disk import Disk
+from peer.net.link_monitor import EARLIER, UNKNOWN, RateConfig, StoredRates
 from tests.unit.test_bandwidth import MBPS, Heard, Shaped, a_line, at_home, virtually
 
 HOME, DAY = ("192.168.1.7",), 86_400.0
-FOUND = KnownLine(20_000_000, 100_000_000)
+FOUND = StoredRates(20_000_000, 100_000_000)
 
 
 @pytest.mark.parametrize(
@@ -29,11 +28,11 @@ FOUND = KnownLine(20_000_000, 100_000_000)
     ],
 )
 def test_it_holds_for_days_and_in_the_same_place(
-    tmp_path: Path, hosts: tuple[str, ...], after: float, expected: KnownLine
+    tmp_path: Path, hosts: tuple[str, ...], after: float, expected: StoredRates
 ) -> None:
-    disk = LocalDisk()
-    known_line.write(disk, tmp_path, FOUND, HOME, 1e9)
-    assert known_line.read(disk, tmp_path, hosts, 1e9 + after) == expected
+    disk = Disk()
+    link_monitor.write_rates(disk, tmp_path, FOUND, HOME, 1e9)
+    assert link_monitor.read_rates(disk, tmp_path, hosts, 1e9 + after) == expected
 
 
 @pytest.mark.parametrize(
@@ -42,8 +41,8 @@ def test_it_holds_for_days_and_in_the_same_place(
      b'{"time": 1e9, "hosts": ["192.168.1.7"], "up_bps": -5, "down_bps": "fast"}'],
 )  # fmt: skip
 def test_a_damaged_file_says_nothing(tmp_path: Path, raw: bytes) -> None:
-    (tmp_path / known_line.FILE).write_bytes(raw)
-    assert known_line.read(LocalDisk(), tmp_path, HOME, 1e9) == UNKNOWN
+    (tmp_path / link_monitor.STORED_FILE).write_bytes(raw)
+    assert link_monitor.read_rates(Disk(), tmp_path, HOME, 1e9) == UNKNOWN
 
 
 def test_what_is_known_is_not_measured_again() -> None:
@@ -53,7 +52,7 @@ def test_what_is_known_is_not_measured_again() -> None:
         first = a_line(home, heard)
         await first.measure()
         sent, came = network.up.bytes, network.down.bytes
-        second = a_line(home, heard, said=Given(None, None, None, known=first.known))
+        second = a_line(home, heard, said=RateConfig(None, None, None, stored=first.found))
         await second.measure()
         assert (second.up_bps, second.down_bps) == (first.up_bps, first.down_bps)
         assert second.uplink.bps == first.uplink.bps
@@ -66,8 +65,8 @@ def test_what_is_known_is_not_measured_again() -> None:
 def test_what_was_not_known_is_measured() -> None:
     async def work() -> None:
         network, heard = Shaped(20 * MBPS, 100 * MBPS), Heard()
-        known = KnownLine(up_bps=19_000_000)
-        line = a_line(await at_home(network, node=None), heard, said=Given(None, None, None, known=known))
+        known = StoredRates(up_bps=19_000_000)
+        line = a_line(await at_home(network, node=None), heard, said=RateConfig(None, None, None, stored=known))
         await line.measure()
         assert line.up_bps == 19_000_000
         assert line.down_bps == pytest.approx(100 * MBPS, rel=0.15)
@@ -79,9 +78,9 @@ def test_what_was_not_known_is_measured() -> None:
 def test_what_the_user_said_is_not_remembered() -> None:
     async def work() -> None:
         line = a_line(await at_home(Shaped(20 * MBPS, 100 * MBPS), node=None), Heard(), up=7_000_000)
-        assert line.known == UNKNOWN
+        assert line.found == UNKNOWN
         await line.measure()
-        assert line.known == KnownLine(None, line.down_bps)
+        assert line.found == StoredRates(None, line.down_bps)
 
     virtually(work())
 
@@ -90,8 +89,8 @@ def test_what_the_user_said_is_not_remembered() -> None:
 def test_a_probe_costs_little_of_what_a_small_model_is(mbps: int) -> None:
     async def work() -> None:
         network, heard = Shaped(mbps * MBPS, mbps * MBPS), Heard()
-        most = worth(4 * 1_000_000)
-        line = a_line(await at_home(network, node=None), heard, said=Given(None, None, None, most=most))
+        most = probe_bytes(4 * 1_000_000)
+        line = a_line(await at_home(network, node=None), heard, said=RateConfig(None, None, None, most=most))
         await line.measure()
         assert most == LEAST_WAY_BYTES
         assert max(network.up.bytes, network.down.bytes) < 1.1 * LEAST_WAY_BYTES
@@ -101,5 +100,5 @@ def test_a_probe_costs_little_of_what_a_small_model_is(mbps: int) -> None:
 
 
 def test_of_a_large_model_a_line_is_measured_as_well_as_can_be() -> None:
-    assert worth(4 * 512_000_000) == WAY_BYTES
-    assert worth(4 * 6_843_648) < 2_000_000
+    assert probe_bytes(4 * 512_000_000) == WAY_BYTES
+    assert probe_bytes(4 * 6_843_648) < 2_000_000

@@ -12,9 +12,10 @@ from protocol.ledger.part_lists import root_of, share_of
 from protocol.ledger.run_state import norm_of
 from protocol.planning import memory
 from protocol.planning.partition import Candidate
-from protocol.round.judging import Case, Judged, name_of
+from protocol.round.judging import JudgingJob, Verdict, name_of
 from protocol.round.leader import Leader
 from protocol.round.leader_events import (
+    AnnounceShare,
     Decided,
     Done,
     Effect,
@@ -23,7 +24,7 @@ from protocol.round.leader_events import (
     Gone,
     Held,
     Judge,
-    Keep,
+    JudgingDone,
     Lead,
     MakePlan,
     Moved,
@@ -34,9 +35,8 @@ from protocol.round.leader_events import (
     Report,
     Resting,
     Send,
-    Tell,
+    StoreList,
     Tick,
-    Verdict,
 )
 from protocol.run import layout
 from protocol.run.manifest import Manifest, TimingSpec
@@ -117,7 +117,7 @@ class Driver:
     def come(self, effect: Effect) -> list[Effect]:
         """What the effect asks for is here, and what follows but for news for the others; any other effect as it is."""
         names = tiny.names(effect)
-        return [e for n in names for e in self.do(Held(n)) if not isinstance(e, Tell)] if names else [effect]
+        return [e for n in names for e in self.do(Held(n)) if not isinstance(e, AnnounceShare)] if names else [effect]
 
     def decide(self, effects: list[Effect]) -> Commit:
         """The one proposal among the effects becomes the decision."""
@@ -182,9 +182,9 @@ def test_nothing_is_proposed_twice() -> None:
 def test_an_offer_makes_the_leader_fetch_what_it_does_not_hold() -> None:
     driver = opened(FULLS)
     offer = driver.offer("a")
-    assert driver.do(Received("a", offer)) == [Keep(offer.parts), *(Fetch("a", part) for part in offer.parts)]
+    assert driver.do(Received("a", offer)) == [StoreList(offer.parts), *(Fetch("a", part) for part in offer.parts)]
     driver.do(Held(offer.parts[0].digest))
-    assert driver.do(Received("a", offer)) == [Keep(offer.parts), *(Fetch("a", part) for part in offer.parts[1:])]
+    assert driver.do(Received("a", offer)) == [StoreList(offer.parts), *(Fetch("a", part) for part in offer.parts[1:])]
     driver.do(Held(root_of(offer.parts)))
     assert driver.do(Received("a", offer)) == [Fetch("a", part) for part in offer.parts[1:]]
 
@@ -196,7 +196,7 @@ def test_who_has_offered_counts_once_its_list_is_durable_and_all_are_told_then()
     driver.do(Received("a", offer), *(Held(p.digest) for p in offer.parts))
     assert driver.at(driver.now + 1.0) == []
     told, proposal = driver.do(Held(root_of(offer.parts)))
-    assert told == Tell(1, share_of("a", offer.parts))
+    assert told == AnnounceShare(1, share_of("a", offer.parts))
     assert isinstance(proposal, Propose)
     assert [s for s in proposal.commit.shares if s.peer == "a"] == [share_of("a", offer.parts)]
 
@@ -275,12 +275,12 @@ class Judges(Driver):
     def do(self, *events: Event) -> list[Effect]:
         return [effect for event in events for effect in self.leader.handle(event, self.now)]
 
-    def asked(self, effects: list[Effect]) -> Case:
+    def asked(self, effects: list[Effect]) -> JudgingJob:
         (case,) = [e.case for e in effects if isinstance(e, Judge)]
         return case
 
-    def say(self, case: Case, *verdicts: Judged) -> list[Effect]:
-        effects = self.do(Verdict(case, verdicts))
+    def say(self, case: JudgingJob, *verdicts: Verdict) -> list[Effect]:
+        effects = self.do(JudgingDone(case, verdicts))
         return [
             found
             for e in effects
@@ -304,7 +304,7 @@ def test_what_was_offered_is_judged_in_the_order_in_which_it_came_and_the_commit
     driver.now = 2.0
     case = driver.asked(driver.offered("a"))
     assert [c.shares[0].peer for c in case.contributions] == ["c", "b", "a"]
-    commit = driver.decide(driver.say(case, Judged(0.25), Judged(1.0, "it is a copy (1.00)"), Judged(1.0)))
+    commit = driver.decide(driver.say(case, Verdict(0.25), Verdict(1.0, "it is a copy (1.00)"), Verdict(1.0)))
     assert [(c.shares[0].peer, c.scale) for c in commit.contributions] == [("a", 1.0), ("c", 0.25)]
     (out,) = commit.left_out
     assert out.reason == "peer b: judged: it is a copy (1.00)"
@@ -315,8 +315,8 @@ def test_whoever_is_judged_out_again_and_again_is_planned_no_more() -> None:
     driver = judged_swarm("a", "b", "c")
     for _ in range(2):
         case = driver.asked([*driver.offered("a", "b"), *driver.offered("c")])
-        out = Judged(1.0, "it changes nothing")
-        verdicts = [out if c.shares[0].peer == "b" else Judged(1.0) for c in case.contributions]
+        out = Verdict(1.0, "it changes nothing")
+        verdicts = [out if c.shares[0].peer == "b" else Verdict(1.0) for c in case.contributions]
         commit = driver.decide(driver.say(case, *verdicts))
         driver.attest("a", "b", "c")
     assert commit.plan is not None
@@ -328,18 +328,18 @@ def test_a_verdict_that_nobody_waits_for_any_more_is_nothing() -> None:
     driver = judged_swarm("a", "b")
     case = driver.asked(driver.offered("a", "b"))
     driver.do(Lead(False))
-    assert driver.say(case, Judged(1.0), Judged(1.0)) == []
+    assert driver.say(case, Verdict(1.0), Verdict(1.0)) == []
     again = driver.asked(driver.do(Lead(True)))
     assert again == case
-    assert driver.say(dataclasses.replace(case, parent="another"), Judged(1.0), Judged(1.0)) == []
-    assert replicas(driver.decide(driver.say(again, Judged(1.0), Judged(1.0)))) == [0, 1]
-    assert driver.say(again, Judged(1.0), Judged(1.0)) == []
+    assert driver.say(dataclasses.replace(case, parent="another"), Verdict(1.0), Verdict(1.0)) == []
+    assert replicas(driver.decide(driver.say(again, Verdict(1.0), Verdict(1.0)))) == [0, 1]
+    assert driver.say(again, Verdict(1.0), Verdict(1.0)) == []
 
 
 def test_where_nothing_counts_the_round_goes_on_until_it_may_end_without_work() -> None:
     driver = judged_swarm("a", "b")
     case = driver.asked(driver.offered("a", "b"))
-    out = Judged(1.0, "its norm 9 is over 10 times the median")
+    out = Verdict(1.0, "its norm 9 is over 10 times the median")
     assert driver.say(case, out, out) == []
     assert driver.at(1.0) == [], "it is not judged again"
     (question,) = [e.question for e in driver.at(GONE) if isinstance(e, MakePlan)]
@@ -352,7 +352,7 @@ def test_a_case_has_what_the_log_says_of_the_rounds_before() -> None:
     driver = judged_swarm("a", "b")
     first = driver.asked(driver.offered("a", "b", norm=2.0))
     assert (first.last, first.medians) == ((), ())
-    commit = driver.decide(driver.say(first, Judged(1.0), Judged(0.5)))
+    commit = driver.decide(driver.say(first, Verdict(1.0), Verdict(0.5)))
     driver.attest("a", "b")
     second = driver.asked(driver.offered("a", "b"))
     norms = [norm_of(c) * c.scale for c in commit.contributions]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from protocol.planning.partition import Candidate
-from protocol.round import grace
-from protocol.round.leader import LEFT
+from protocol.round import stragglers
+from protocol.round.leader import LEAVES_REASON
 from protocol.round.leader_events import Done, Effect, Gone, MakePlan, Planned, Propose, Ready, Send, Tick
 from protocol.round.member_events import Phase
 from protocol.wire.commit import Commit
@@ -37,7 +37,7 @@ def test_a_round_does_not_wait_for_a_full_replica_that_leaves() -> None:
     driver = opened(FULLS)
     assert driver.offered("a") == []
     commit = driver.decide(leaves(driver, "b"))
-    assert (driver.now, [x.reason for x in commit.left_out]) == (0.0, [f"peer b: {LEFT}"])
+    assert (driver.now, [x.reason for x in commit.left_out]) == (0.0, [f"peer b: {LEAVES_REASON}"])
     assert planned(commit) == {"a"}
 
 
@@ -76,7 +76,7 @@ def test_a_member_of_a_chain_that_leaves_is_replaced_at_once_or_its_chain_ends(s
     assert isinstance(told.message, ChainReconfig)
     expected = (chain.peers[0], plan.spares[0], chain.peers[2]) if spare else ()
     assert told.message.peers == expected
-    assert LEFT in told.message.reason
+    assert LEAVES_REASON in told.message.reason
 
 
 def test_a_spare_that_leaves_takes_nobodys_place() -> None:
@@ -124,13 +124,13 @@ def test_a_peer_without_a_session_is_waited_for_in_proportion_to_the_round() -> 
     driver.now = 1.0
     driver.offered("a")
     absent, now = frozenset({"b"}), 1.0
-    while now < grace.ABSENT:
+    while now < stragglers.ABSENT:
         driver.now = now
         assert not [e for e in driver.do(Tick(absent)) if isinstance(e, Propose)]
         now += 0.25
-    driver.now = grace.ABSENT
+    driver.now = stragglers.ABSENT
     commit = driver.decide(driver.do(Tick(absent)))
-    assert grace.ABSENT < GONE
+    assert stragglers.ABSENT < GONE
     assert [x.reason for x in commit.left_out] == ["peer b: gone"]
 
 
@@ -190,7 +190,7 @@ def test_a_peer_that_is_asked_to_end_says_so_and_its_round_goes_on_at_once(when:
             counts = any(share.peer == leaver.id for share in commits[3].shares)
             assert counts == (when == "offered")
             if when == "training":
-                assert [LEFT in x.reason for x in commits[3].left_out] == [True]
+                assert [LEAVES_REASON in x.reason for x in commits[3].left_out] == [True]
             assert all(commit.plan is None or leaver.id not in commit.plan.peers for commit in commits[3:])
 
     asyncio.run(asyncio.wait_for(work(), DEADLINE))

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer.net.base import Stream
-from peer.net.clock import Clock
-from peer.node.audit import NoTraining
-from peer.node.training import END_SECONDS, Training
+from peer.net.base import Clock, Stream
+from peer.node.training import END_SECONDS, InnerLoop, Training
 from peer.state.storage import Shards
 from protocol.round.handover import LEAVE_SECONDS
 from protocol.round.member_events import Phase, TrainOrder
@@ -134,7 +132,7 @@ def test_to_ask_again_ends_the_waiting_for_heirs_that_do_not_answer(tmp_path: Pa
     asyncio.run(asyncio.wait_for(work(), DEADLINE))
 
 
-class Stuck(NoTraining):
+class Stuck(InnerLoop):
     """Does three inner steps, and waits in the fourth for somebody of its chain who never answers."""
 
     def __init__(self) -> None:

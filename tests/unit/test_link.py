@@ -11,8 +11,7 @@ import pytest
 
 from peer.chain import frames, link
 from peer.chain.frames import Head
-from peer.chain.link import LIVENESS, Link, Liveness
-from peer.chain.timing import LinkClock
+from peer.chain.link import LIVENESS, Link, LinkClock, Liveness
 from tests.chains import DEADLINE_S, Wired
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from peer.cli import log_file, running
+from peer.cli import running
 from protocol.errors import LocalError, UsageError
 
 
@@ -47,14 +47,14 @@ def test_a_bug_is_kept_too_and_nothing_of_what_was_there_is_lost(tmp_path: Path)
 
 def test_the_files_together_have_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "x" * 100_000
-    lines = 2 * (log_file.KEPT + 1) * log_file.MAX_BYTES // len(line)
-    with log_file.keeping(tmp_path / "a.log"):
+    lines = 2 * (running.OLDER_LOG_FILES + 1) * running.LOG_FILE_BYTES // len(line)
+    with running.keeping(tmp_path / "a.log"):
         for number in range(lines):
             print(number, line)
     capsys.readouterr()
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"a.log", *(f"a.log.{i + 1}" for i in range(log_file.KEPT))}
-    assert all(path.stat().st_size <= log_file.MAX_BYTES for path in tmp_path.iterdir())
+    assert names == {"a.log", *(f"a.log.{i + 1}" for i in range(running.OLDER_LOG_FILES))}
+    assert all(path.stat().st_size <= running.LOG_FILE_BYTES for path in tmp_path.iterdir())
     newest = (tmp_path / "a.log").read_text().splitlines()[-1]
     assert newest.split()[1] == str(lines - 1)
 
@@ -71,6 +71,6 @@ def test_where_nothing_can_be_written_is_said_at_once(tmp_path: Path, capsys: py
 def test_a_full_disk_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.log"
     path.symlink_to("/dev/full")
-    with log_file.keeping(path):
+    with running.keeping(path):
         print("printed all the same")
     assert capsys.readouterr().out == "printed all the same\n"

@@ -11,7 +11,7 @@ import pytest
 from peer.net import p2p
 from peer.net.address import parse
 from peer.net.base import BadAddress
-from peer.net.lookup import why_unknown
+from peer.net.greeting import why_unknown
 from protocol.errors import RemoteError
 from protocol.identity import Identity
 

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from protocol.ledger import stretches
-from protocol.ledger.history import ForkError
+from protocol.ledger import history
+from protocol.ledger.history import ForkError, Tip
 from protocol.ledger.part_lists import share_of
-from protocol.ledger.stretches import Tip
-from protocol.round.deadline import COPIES, FORGIVEN
-from protocol.round.member import LEARN_SECONDS, RESEND_SECONDS, SETTLED_SECONDS, Member
+from protocol.round.member import COPIES, FORGIVEN, LEARN_SECONDS, RESEND_SECONDS, SETTLED_SECONDS, Ahead, Member
 from protocol.round.member_events import (
     Applied,
     Apply,
@@ -37,18 +35,16 @@ from protocol.round.member_events import (
     ShardsHeld,
     Stop,
     Tick,
-    TimeUp,
     Trained,
     TrainOrder,
     UpdateEncoded,
 )
-from protocol.round.overlap import Ahead
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire import encoding
 from protocol.wire.commit import Commit, Contribution, Diverged, Part
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
-from protocol.wire.session import Attest, LogRequest, Offer, Withdraw
+from protocol.wire.session import Attest, LogRequest, Offer, TimeUp, Withdraw
 from tests import tiny
 
 ME = "me"
@@ -440,17 +436,17 @@ def test_what_is_trained_ahead_has_no_end_before_its_round_begins() -> None:
 
 def test_who_is_asked_for_its_work_ends_at_once() -> None:
     driver, _ = training(1)
-    assert driver.do(TimeUp(1)) == [EndIn(1, 0.0)]
+    assert driver.do(TimeUp(round=1)) == [EndIn(1, 0.0)]
     assert driver.member.phase is Phase.TRAINING
-    assert driver.do(TimeUp(1)) == [EndIn(1, 0.0)]
-    assert driver.do(TimeUp(0), TimeUp(2)) == []
+    assert driver.do(TimeUp(round=1)) == [EndIn(1, 0.0)]
+    assert driver.do(TimeUp(round=0), TimeUp(round=2)) == []
 
 
 def test_who_had_to_be_asked_ends_its_next_rounds_earlier() -> None:
     """Its commits come late: by its own clock it would have ended 4 seconds after the others."""
     driver, _ = training(1)
     driver.now = SECONDS - 4.0
-    driver.do(TimeUp(1), TimeUp(1), Trained(1, 4, TOKENS, 2.0), UpdateEncoded(1, offer(1)))
+    driver.do(TimeUp(round=1), TimeUp(round=1), Trained(1, 4, TOKENS, 2.0), UpdateEncoded(1, offer(1)))
     ends = []
     for commit in log(3)[1:3]:
         round = commit.round
@@ -460,12 +456,12 @@ def test_who_had_to_be_asked_ends_its_next_rounds_earlier() -> None:
 
 
 def test_who_does_not_train_the_round_is_asked_in_vain() -> None:
-    assert Driver().do(TimeUp(1)) == []
-    assert waiting_with_offer().do(TimeUp(1)) == []
+    assert Driver().do(TimeUp(round=1)) == []
+    assert waiting_with_offer().do(TimeUp(round=1)) == []
     driver, _ = training(1)
     driver.do(Trained(1, 4, TOKENS, 2.0))
-    assert driver.do(TimeUp(1)) == []
-    assert ahead().do(TimeUp(1), TimeUp(2)) == []
+    assert driver.do(TimeUp(round=1)) == []
+    assert ahead().do(TimeUp(round=1), TimeUp(round=2)) == []
 
 
 # --- what is lost is sent again
@@ -498,7 +494,7 @@ def came(*commits: Commit) -> LogCame:
     *before, last = commits
     raws = [encoding.encode_record(tiny.record(one)) for one in commits]
     parent = M.run_id if last.round == len(before) else log(commits[0].round - 1)[-1].digest
-    return LogCame(tuple(stretches.read(M, Tip(commits[0].round - 1, parent, M.first_members), raws, "node")))
+    return LogCame(tuple(history.read(M, Tip(commits[0].round - 1, parent, M.first_members), raws, "node")))
 
 
 def test_while_the_log_is_read_no_state_is_fetched_and_live_commits_do_not_begin_it_again() -> None:
@@ -536,7 +532,7 @@ def test_pages_that_follow_another_commit_are_asked_for_by_the_session() -> None
     for one in commits[3:]:
         other.append(dataclasses.replace(one, parent=other[-1].digest))
     raws = [encoding.encode_record(tiny.record(one)) for one in other]
-    page = LogCame(tuple(stretches.read(M, Tip(1, "0" * 64, M.first_members), raws, "node")))
+    page = LogCame(tuple(history.read(M, Tip(1, "0" * 64, M.first_members), raws, "node")))
     assert driver.do(page) == [Send(LogRequest(after=1))]
     assert driver.member.head == 1
 

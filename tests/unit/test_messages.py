@@ -14,12 +14,11 @@ from protocol.errors import LocalError
 from protocol.identity import Identity
 from protocol.ledger.part_lists import root_of, share_of
 from protocol.wire import encoding, framing
-from protocol.wire.announcement import Announcement, ChainReport
-from protocol.wire.audit import Audit
+from protocol.wire.announcement import Announcement, ChainReport, Dialled, DialMe, Lookup, Means, Roster, RosterRequest
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.claims import Audit, Evaluation, Mark, Score
 from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Record, is_decided
-from protocol.wire.decree import Board, Decree, Enacted, Limits, Motion, Motions, Operator, Schedule
-from protocol.wire.dial_back import Dialled, DialMe
+from protocol.wire.decree import Board, Decree, Enacted, Invitation, Joined, Limits, Motion, Motions, Operator, Schedule
 from protocol.wire.encoding import (
     Message,
     MessageError,
@@ -29,14 +28,12 @@ from protocol.wire.encoding import (
     encode,
     encode_record,
     expect,
+    seal,
+    unseal,
+    unseal_announcement,
 )
-from protocol.wire.evaluation import Evaluation
-from protocol.wire.invitation import Invitation, Joined
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
-from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import plain
-from protocol.wire.score import Mark, Score
-from protocol.wire.sealed import seal, unseal, unseal_announcement
 from protocol.wire.session import (
     Announced,
     Attest,
@@ -121,7 +118,10 @@ COMMIT = Commit(
     board=BOARD,
 )
 LISTS = ((PART,), (dataclasses.replace(PART, digest="b" * 64),), (dataclasses.replace(PART, shard="head"),))
-REPORT = ChainReport(times_ms=(9, 5, 1, 1, 2, 0), counts=(70, 0, 8, 2), gradients=(0.5, 2.0, 0.0))
+REPORT = ChainReport(
+    seconds=0.9, busy_s=0.5, wait_forward_s=0.1, wait_backward_s=0.1, forward_link_s=0.2, backward_link_s=0.0, forward_bytes=70,
+    backward_bytes=0, depth=8, queued=2, gradients=Means(rms=0.5, largest=2.0, sampled=1, frames=8, refused=0),
+)  # fmt: skip
 SAMPLES: list[Message] = [
     Announcement(run="r", peer="p", addresses=("/ip4/1.2.3.4/tcp/1",), loss=1.0, chain=REPORT, name="Ada"),
     Offer(round=1, replica=0, parts=(PART,), tokens=64, steps=4, loss=None),
@@ -300,7 +300,11 @@ def test_only_a_peer_itself_announces_itself_and_for_this_run() -> None:
 
 
 def test_reports_of_a_chain_are_small_whatever_they_say() -> None:
-    largest = ChainReport(times_ms=(2**40,) * 6, counts=(2**63,) * 4, activations=(1e39,) * 3, gradients=(1e-300,) * 3)
+    means = Means(rms=1e39, largest=1e-300, sampled=2**53, frames=2**53, refused=2**53)
+    largest = ChainReport(
+        seconds=1e9, busy_s=1e9, wait_forward_s=1e9, wait_backward_s=1e9, forward_link_s=1e9, backward_link_s=1e9, forward_bytes=2**63,
+        backward_bytes=2**63, depth=2**53, queued=2**53, activations=means, gradients=means,
+    )  # fmt: skip
     announced = Announcement(run="r", peer=ME.peer_id, chain=largest)
     assert unseal_announcement(seal(ME, announced), ME.peer_id, "r") == announced
     with_none = seal(ME, dataclasses.replace(announced, chain=None))
@@ -310,13 +314,13 @@ def test_reports_of_a_chain_are_small_whatever_they_say() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"times_ms": [1] * 5},
-        {"times_ms": [1] * 5 + [-1]},
-        {"counts": [1] * 5},
-        {"counts": "four"},
+        {"seconds": -1.0},
+        {"busy_s": math.inf},
+        {"depth": "four"},
+        {"queued": -1},
         {"activations": [1.0]},
-        {"activations": [1.0, 2.0, -1.0]},
-        {"gradients": [1.0, 2.0, math.nan]},
+        {"activations": [1.0, -1.0, 1, 1, 1]},
+        {"gradients": [1.0, math.nan, 1, 1, 1]},
     ],
 )
 def test_impossible_reports_of_a_chain_are_refused(change: dict[str, Any]) -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from peer.chain import quantize
 from peer.training.model import Stage
-from peer.training.schedule import Pace, learning_rate
+from peer.training.optimizer import Pace, learning_rate
 from peer.training.trainer import COORDINATES, StageTrainer, mean_loss
-from protocol.codec import boundary_formats
+from protocol.codec import formats
 from protocol.errors import LocalError
 from protocol.run import layout
 from tests.chains import BASIS, SPEC, TRAIN, ids_of, make_chain, random_theta, relative, run_chain
@@ -252,11 +252,11 @@ def test_a_stage_must_be_contiguous() -> None:
         StageTrainer(SPEC, TRAIN, ("embed",), rank=BASIS.shape[1] + 1, basis=BASIS)
 
 
-@pytest.mark.parametrize("wire", boundary_formats.FORMATS)
+@pytest.mark.parametrize("wire", formats.FORMATS)
 def test_tensors_round_trip_at_any_alignment(wire: str) -> None:
     x = torch.randn(2, 3, 80, generator=torch.Generator().manual_seed(0)) * 1e3
     raw = quantize.encode(x, wire)
-    assert len(raw) == quantize.size(x.shape, wire) == 6 * boundary_formats.bytes_per_token(wire, 80)
+    assert len(raw) == quantize.size(x.shape, wire) == 6 * formats.bytes_per_token(wire, 80)
     expected = quantize.decode(raw, x.shape, wire, CPU)
     for offset in range(5):
         view = memoryview(bytes(offset) + raw)[offset:]
@@ -296,7 +296,7 @@ def test_two_bits_lose_of_normal_values_what_max_says(width: int) -> None:
         assert float((found - x).square().mean() / x.square().mean()) == pytest.approx(0.1175, rel=0.1)
 
 
-@pytest.mark.parametrize("wire", boundary_formats.FORMATS)
+@pytest.mark.parametrize("wire", formats.FORMATS)
 def test_zeros_stay_zeros(wire: str) -> None:
     assert float(_error(torch.zeros(3, 64), wire).max()) < 1e-30
 
@@ -329,7 +329,7 @@ def test_bad_tensors_are_named() -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("wire", boundary_formats.FORMATS)
+@pytest.mark.parametrize("wire", formats.FORMATS)
 def test_what_could_overflow_is_neither_sent_nor_taken(wire: str, sign: int) -> None:
     most, over, far = (torch.full((1, 16), sign * quantize.LIMIT * share) for share in (0.5, 0.51, 1.02))
     assert float(quantize.decode(quantize.encode(most, wire), (1, 16), wire, CPU).abs().max()) < quantize.LIMIT

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import functools
 import io
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -18,13 +17,13 @@ from peer.events import Event
 from peer.net.base import Stream, Transport, serve_calls
 from peer.net.memory import MemoryNetwork
 from peer.ui.monitor import COMPARE_POLLS, BadLog, Monitor
-from peer.ui.run_state import View
+from peer.ui.run_view import RunView
 from peer.ui.screen import Screen
-from peer.ui.watched import Watched, state
+from peer.ui.state import state
 from protocol.identity import Identity, short_peer
 from protocol.ledger import part_lists
-from protocol.wire import encoding, endpoints, framing, schema, sealed
-from protocol.wire.announcement import Announcement, ChainReport
+from protocol.wire import encoding, endpoints, framing, schema
+from protocol.wire.announcement import Announcement, ChainReport, Means
 from protocol.wire.commit import Commit, Contribution, LeftOut, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from protocol.wire.session import LogRequest
@@ -99,7 +98,7 @@ class Node:
         await serve_calls(self.transport, endpoints.LOG, answer)
 
     async def announce(self, who: Identity, ttl: float = 60.0, **changes: Any) -> None:
-        raw = sealed.seal(who, announcement(who, **changes))
+        raw = encoding.seal(who, announcement(who, **changes))
         assert await self.transport.store(endpoints.announcements_key(MANIFEST.run_id), who.peer_id, raw, ttl=ttl)
 
 
@@ -126,10 +125,9 @@ def records(found: list[Commit]) -> list[bytes]:
 
 
 REPORT = ChainReport(
-    times_ms=(2000, 1860, 20, 40, 500, 300),
-    counts=(4_000, 0, 7, 2),
-    activations=(1.5, 9.0, 1.0),
-)
+    seconds=2.0, busy_s=1.86, wait_forward_s=0.02, wait_backward_s=0.04, forward_link_s=0.5, backward_link_s=0.3, forward_bytes=4_000,
+    backward_bytes=0, depth=7, queued=2, activations=Means(rms=1.5, largest=9.0, sampled=1, frames=8, refused=1),
+)  # fmt: skip
 
 
 def test_a_whole_run_becomes_events_and_a_screen() -> None:
@@ -139,7 +137,6 @@ def test_a_whole_run_becomes_events_and_a_screen() -> None:
         await node.announce(BOB, phase="waiting", round=1, bytes_sent=900, chain=REPORT)
         await monitor.follow(events.append)
         assert node.asked == [-1, 1, 2]
-        assert (await monitor.snapshot()).bottlenecks == ()
 
     events = play(story)
     told = [e.kind for e in events]
@@ -149,13 +146,12 @@ def test_a_whole_run_becomes_events_and_a_screen() -> None:
     roles = [(e.source, e.body.role, e.body.round) for e in events if isinstance(e.body, kinds.Role)]
     assert (CAROL.peer_id, "stage", 1) in roles
     news = {e.source: e.body for e in events if isinstance(e.body, kinds.Announced)}
-    assert news[ALICE.peer_id] == kinds.Announced(
-        phase="training", round=2, step=3, loss=1.5, bytes_sent=0, bytes_received=0, load=None
-    )
+    said = announcement(ALICE, phase="training", round=2, step=3, loss=1.5)
+    assert news[ALICE.peer_id] == schema.extend(kinds.Announced, said)
     (left,) = [e.body.left_out for e in events if isinstance(e.body, kinds.Commit)][-1]
     assert left == LeftOut(replica=1, reason=f"peer {BOB.peer_id[-8:]}: gone", judged="0" * 64)
-    watched = Watched(MANIFEST)
-    view = watched.view
+    watched = RunView(MANIFEST)
+    view = watched
     for event in events[:-1]:
         watched.feed(event)
     alice, bob = view.peers[ALICE.peer_id], view.peers[BOB.peer_id]
@@ -163,7 +159,7 @@ def test_a_whole_run_becomes_events_and_a_screen() -> None:
     assert (bob.phase, bob.sent_bytes) == ("waiting", 900)
     assert {p.peer: p.busy for p in state(watched, 0.0).peers if p.busy} == {BOB.peer_id: 0.93}
     watched.feed(events[-1])
-    assert view.committed == {1: 2.0, 2: 1.0}
+    assert view.losses == [(1, 2.0), (2, 1.0)]
     assert view.finished
     shown = [(p.phase, p.busy) for p in state(watched, 0.0).peers if p.here]
     assert shown == [("finished", None)] * len(shown), "nobody is busy with a run that is over, on the page neither"
@@ -176,7 +172,7 @@ def test_of_many_peers_the_announcements_are_read_less_often(peers: int, looks: 
     many = {f"peer-{i}": dataclasses.replace(announcement(ALICE), peer=f"peer-{i}") for i in range(peers)}
 
     class Counted(Monitor):
-        async def _everybody(self) -> dict[str, Announcement]:
+        async def _current_announcements(self) -> dict[str, Announcement]:
             asked.append("announcements")
             return many
 
@@ -229,21 +225,10 @@ def test_a_chain_that_only_announces_is_shown() -> None:
         await monitor.poll(events.append)
         (news,) = [e.body for e in events[told:]]
         assert isinstance(news, kinds.Announced)
-        assert (news.step, news.load) == (4, None), "the same is not told twice"
-        found = json.loads(await monitor.snapshot_json())
-        assert found["bottlenecks"] == [{"replica": 1, "peer": CAROL.peer_id, "what": "computing", "share": 0.93}]
-        chains = {peer["peer"]: peer["chain"] for peer in found["peers"]}
-        assert chains[BOB.peer_id] is None
-        assert chains[CAROL.peer_id]["activations"] == {"rms": 1.5, "largest": 9.0, "refused": 1}
+        assert (news.step, news.chain) == (4, REPORT)
 
     events = play(story)
-    (load,) = (e.body.load for e in events if isinstance(e.body, kinds.Announced) and e.body.load is not None)
-    assert schema.plain(load) == {
-        "seconds": 2.0, "busy_s": 1.86, "wait_forward_s": 0.02, "wait_backward_s": 0.04,
-        "forward_link_s": 0.5, "backward_link_s": 0.3, "forward_bytes": 4_000, "backward_bytes": 0, "depth": 7, "queued": 2,
-        "activations": {"rms": 1.5, "largest": 9.0, "refused": 1}, "gradients": None,
-    }  # fmt: skip
-    view = View(MANIFEST)
+    view = RunView(MANIFEST)
     for event in events:
         view.feed(event)
     assert view.chains[0].slowest == f"{CAROL.peer_id[-8:]} computes 93 %"
@@ -275,8 +260,8 @@ def test_only_changes_are_told() -> None:
 def test_announcements_of_others_are_not_believed() -> None:
     async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
         key = endpoints.announcements_key(MANIFEST.run_id)
-        forged = sealed.seal(BOB, announcement(ALICE))
-        foreign = sealed.seal(CAROL, announcement(CAROL, run="another"))
+        forged = encoding.seal(BOB, announcement(ALICE))
+        foreign = encoding.seal(CAROL, announcement(CAROL, run="another"))
         assert await node.transport.store(key, ALICE.peer_id, forged, ttl=60)
         assert await node.transport.store(key, CAROL.peer_id, foreign, ttl=60)
         assert await node.transport.store(key, "junk", b"junk", ttl=60)
@@ -383,23 +368,6 @@ def test_a_fork_between_two_nodes_is_found_and_told_once(voters: tuple[int, ...]
 
     found = [event.body for event in asyncio.run(run()) if isinstance(event.body, kinds.Forked)]
     assert found == ([kinds.Forked(round=0)] if len(voters) == 3 else [])
-
-
-def test_snapshot() -> None:
-    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
-        node.log = records(commits()[:2])
-        await node.announce(CAROL, phase="training", round=2, step=1, loss=1.5)
-        found = json.loads(await monitor.snapshot_json())
-        assert (found["run"], found["round"], found["rounds"]) == (MANIFEST.run_id, 2, 2)
-        assert not found["finished"]
-        assert found["log_digest"] == commits()[1].digest
-        assert [c["round"] for c in found["commits"]] == [0, 1]
-        assert found["commits"][1]["contributions"][0]["bytes"] == 70
-        (peer,) = found["peers"]
-        assert (peer["role"], peer["replica"], peer["first"], peer["last"]) == ("stage", 1, 2, 4)
-        assert peer["loss"] == 1.5
-
-    play(story)
 
 
 def test_neither_torch_nor_hivemind_is_imported() -> None:

@@ -10,24 +10,22 @@ from typing import Any
 
 import pytest
 
-from bootstrap.roster import Heard
+from bootstrap.roster import AnnouncementTable
 from bootstrap.sessions import Sessions as NodeSessions
-from peer.net import roster
-from peer.net.asking import NEXT_SECONDS
-from peer.net.base import Closed, Stream, Timeout, Traffic, Transport, Unreachable, answer, serve_calls
-from peer.net.clock import Clock
-from peer.net.contacts import Contacts
-from peer.net.directory import CIRCUITS, LOOK_SECONDS, PUBLISH_SECONDS, Directory
-from peer.net.flow import LONGEST_SECONDS, SLOW_BYTES_PER_SECOND, Flow
+from peer.net import node_calls
+from peer.net.address import OwnAddresses, interface_hosts, on_interfaces
+from peer.net.base import Clock, Closed, Stream, Timeout, Traffic, Transport, Unreachable, answer, serve_calls
+from peer.net.directory import CIRCUITS, LOOK_SECONDS, PUBLISH_SECONDS, Contacts, Directory
 from peer.net.memory import MemoryNetwork, MemoryTransport, Pipe
-from peer.net.own_addresses import OwnAddresses, interface_hosts, on_interfaces
-from peer.net.stream import FrameStream
+from peer.net.network import Network
+from peer.net.node_calls import NEXT_SECONDS
+from peer.net.stream import MAX_QUEUE_SECONDS, SLOW_BYTES_PER_SECOND, Flow, FrameStream
+from peer.net.uplink import Uplink
 from peer.node.sessions import Sessions
 from protocol.identity import Identity
-from protocol.wire import encoding, endpoints, sealed
-from protocol.wire.announcement import Announcement
+from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import Announcement, Lookup, RosterRequest
 from protocol.wire.encoding import Message
-from protocol.wire.roster import Lookup, RosterRequest
 from protocol.wire.session import Announced, Heartbeat
 from tests import tiny
 from tests.sim.loop import VirtualLoop
@@ -141,7 +139,7 @@ class Node:
 
     def __init__(self, internet: Internet) -> None:
         self.transport = internet.join(tiny.OPERATOR)
-        self.heard = Heard(M.run_id, 0)
+        self.heard = AnnouncementTable(M.run_id, 0)
         self.clock = virtual_clock()
         self.sessions = NodeSessions(M, self.clock, self._hear, lambda session: None, self.transport)
         self.moved: list[str] = []
@@ -161,7 +159,7 @@ class Node:
     async def _hear(self, peer: str, session: Any, message: Message) -> None:
         match message:
             case Announced(sealed=sealed):
-                found = self.heard.take(peer, sealed)
+                found = self.heard.add(peer, sealed)
                 if found is not None:
                     self.directory.learn([found])
             case Heartbeat():
@@ -176,7 +174,7 @@ class Member:
         self.transport = internet.join(who)
         self.moved: list[str] = []
         self.directory = directory(who, self.transport, node.transport.addresses, self.moved.extend)
-        self.sessions = Sessions(self.directory, self.transport, lambda body: None)
+        self.sessions = Sessions(Network(self.transport, self.directory, Clock(), lambda body: None, Uplink()))
 
     async def start(self) -> list[asyncio.Task[None]]:
         async def echo(stream: Stream) -> None:
@@ -266,7 +264,7 @@ def test_a_peer_that_moves_is_announced_at_its_new_address_and_only_there() -> N
 
         def stored() -> bool:
             _, raw = internet.records[endpoints.announcements_key(M.run_id)][peer]
-            found = sealed.unseal_announcement(raw, peer, M.run_id)
+            found = encoding.unseal_announcement(raw, peer, M.run_id)
             return found is not None and found.addresses == (new,)
 
         await until(stored, PUBLISH_SECONDS)
@@ -326,7 +324,7 @@ def test_a_node_that_moves_says_so_at_once() -> None:
 
         def stored() -> bool:
             _, raw = internet.records[endpoints.announcements_key(M.run_id)][peer]
-            found = sealed.unseal_announcement(raw, peer, M.run_id)
+            found = encoding.unseal_announcement(raw, peer, M.run_id)
             return found is not None and found.addresses == (new,)
 
         await until(stored, LOOK_SECONDS + 0.5)
@@ -342,7 +340,7 @@ def test_who_watches_is_answered_soon_after_a_move(mover: Identity) -> None:
         contacts = Contacts(M, internet.join(C), node.transport.addresses)
 
         async def look(transport: Transport, peer: str) -> object:
-            return await roster.look_up(transport, M.run_id, peer)
+            return await node_calls.look_up_peers(transport, M.run_id, peer)
 
         await contacts.call(tiny.OPERATOR.peer_id, look)
         internet.move(mover)
@@ -410,7 +408,7 @@ def test_what_was_sent_before_a_question_gives_its_answer_more_time() -> None:
     assert flow.queue_seconds(now=11.0) == pytest.approx(2.0)
     assert flow.queue_seconds(now=20.0) == 0.0
     flow.sent(1 << 30, now=20.0)
-    assert flow.queue_seconds(now=20.0) == LONGEST_SECONDS
+    assert flow.queue_seconds(now=20.0) == MAX_QUEUE_SECONDS
     assert [flow.ask_in(now) for now in (0.0, 0.5, 0.75, 1.0, 1.5, 2.0)] == [0.0, 0.5, 0.25, 0.0, 0.5, 0.0]
 
 

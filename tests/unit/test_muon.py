@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from peer.training.schedule import learning_rate
+from peer.training.optimizer import learning_rate
 from peer.training.trainer import COORDINATES, StageTrainer
 from protocol.planning import memory
 from protocol.run import layout

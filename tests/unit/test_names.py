@@ -11,9 +11,9 @@ import pytest
 from peer import events
 from peer.events import Event
 from peer.ui.lines import Lines
-from peer.ui.names import LONGEST, MOST, Names, harmless_name, meant
-from peer.ui.text import readable
-from peer.ui.watched import Watched, state
+from peer.ui.run_view import RunView
+from peer.ui.state import state
+from peer.ui.text import LONGEST_NAME, MOST_NAMES, Names, harmless_name, meant, readable
 from protocol.errors import UsageError
 from protocol.identity import Identity, short_peer
 from tests.watched import BEGAN, MadeUp, peer_id
@@ -37,7 +37,7 @@ HOSTILE = [
 @pytest.mark.parametrize("said", HOSTILE)
 def test_names_of_enemies_are_harmless(said: str) -> None:
     name = harmless_name(said)
-    assert len(name) <= LONGEST
+    assert len(name) <= LONGEST_NAME
     assert name.isprintable()
     assert all(c.isalnum() or c in " -_." or unicodedata.category(c).startswith("M") for c in name)
     assert all(not (unicodedata.combining(a) and unicodedata.combining(b)) for a, b in itertools.pairwise(name))
@@ -50,7 +50,7 @@ def test_names_of_everybody_are_kept(name: str) -> None:
 
 
 def ready(peer: str, name: str) -> events.Ready:
-    return events.Ready(peer=peer, memory_bytes=10**9, up_bps=1, down_bps=1, speed_flops=1, device="cpu", name=name)
+    return events.Ready(run="run", peer=peer, memory_bytes=10**9, name=name)
 
 
 def test_equal_names_are_told_apart_and_given_ones_stay() -> None:
@@ -75,16 +75,16 @@ def test_who_looks_like_somebody_else_is_not_named_in_his_place() -> None:
 
 def test_a_screen_keeps_only_so_many_names() -> None:
     names = Names()
-    for number in range(MOST + 50):
+    for number in range(MOST_NAMES + 50):
         names.learn(peer_id(number), "x")
-    assert len(names) == MOST
+    assert len(names) == MOST_NAMES
     names.learn(peer_id(3), "y")
     assert names[peer_id(3)].startswith("y·"), "whoever has one may change it"
 
 
 def test_screens_and_lines_call_peers_by_their_names() -> None:
     made, lines = MadeUp(5), Lines()
-    watched = Watched(made.manifest)
+    watched = RunView(made.manifest)
     for event in made.begin():
         watched.feed(event)
     named = Event(BEGAN, "bootstrap", ready(made.ids[0], "Ada"))

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from peer import events
-from peer.net import address, base, blobs, daemon, descriptors, dht, directory, keyfile, p2p
+from peer.net import address, base, blobs, daemon, dht, directory, keyfile, p2p, processes
 from peer.net.base import (
     Closed,
     Ended,
@@ -34,10 +34,10 @@ from peer.net.base import (
 )
 from peer.net.memory import MemoryNetwork
 from peer.net.sockets import FOLDER, LOCK, SocketFolder, sweep
-from peer.net.stream import NONSENSE, Endpoint, ending
+from peer.net.stream import NONSENSE_OFFENCES, Endpoint, ending
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
-from protocol.wire import calls, endpoints, sealed
+from protocol.wire import calls, encoding, endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.calls import PipeHello
 from protocol.wire.framing import MAX_FRAME, FrameError, pack_message
@@ -294,7 +294,7 @@ def test_whoever_says_what_has_no_place_again_and_again_is_refused(said: bytes) 
         network, told = MemoryNetwork(), list[events.Refused]()
         a, b = (network.transport(Identity(bytes([i]) * 32).peer_id) for i in range(2))
         assert isinstance(b, Endpoint)
-        b.guests.tell = told.append
+        b.guests.follow(told.append)
 
         async def listen(stream: Stream) -> None:
             calls.read(PipeHello, await stream.recv(256), stream.remote, "pipe")
@@ -308,7 +308,7 @@ def test_whoever_says_what_has_no_place_again_and_again_is_refused(said: bytes) 
                 await stream.send(said)
                 await stream.recv()
         assert (told[0].peer, told[0].reason) == (a.peer_id, "says what has no place in pipe")
-        assert tries > b.guests.limits.offences.burst / NONSENSE > 1, "an honest peer may err"
+        assert tries > b.guests.limits.offences.burst / NONSENSE_OFFENCES > 1, "an honest peer may err"
         await asyncio.gather(a.aclose(), b.aclose())
 
     run(work())
@@ -625,7 +625,7 @@ def test_six_clients_open_64_streams_each_to_a_busy_peer(tmp_path: Path) -> None
 def _limits(up: Any, soft: int, hard: int) -> None:
     """Another process, begun with these limits: what it says of them, and what they are then."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    up.send((descriptors.raise_limit(enough=400), *resource.getrlimit(resource.RLIMIT_NOFILE)))
+    up.send((processes.raise_file_limit(enough=400), *resource.getrlimit(resource.RLIMIT_NOFILE)))
 
 
 @pytest.mark.parametrize(("soft", "hard", "enough"), [(128, 512, True), (128, 256, False), (300, 300, False)])
@@ -850,11 +850,11 @@ def test_a_node_keeps_announcements_of_its_own_run_only() -> None:
     run, other = "1" * 64, "2" * 64
     who = Identity(b"w" * 32)
     valid = directory.valid_record(run)
-    good = sealed.seal(who, Announcement(run=run, peer=who.peer_id))
+    good = encoding.seal(who, Announcement(run=run, peer=who.peer_id))
     assert valid(endpoints.announcements_key(run), who.peer_id, good)
     assert not valid(endpoints.announcements_key(run), Identity(b"x" * 32).peer_id, good)
     assert not valid("something else", who.peer_id, good)
-    foreign = sealed.seal(who, Announcement(run=other, peer=who.peer_id))
+    foreign = encoding.seal(who, Announcement(run=other, peer=who.peer_id))
     assert not valid(endpoints.announcements_key(other), who.peer_id, foreign)
     assert not valid(endpoints.announcements_key(run), who.peer_id, foreign)
 

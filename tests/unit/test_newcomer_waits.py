@@ -1,13 +1,13 @@
-"""Who has a new identity for each broken promise is not waited for again and again (protocol/round/newcomers.py)."""
+"""Who has a new identity for each broken promise is not waited for again and again (protocol/round/presence.py)."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from protocol.ledger import standing
-from protocol.round import newcomers
-from protocol.round.grace import LEAST
+from protocol.round import presence
 from protocol.round.leader_events import Decided, Effect, Propose
+from protocol.round.stragglers import GRACE_SHARE
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
 from tests.unit.test_leader import FULL, SHARDS, Driver
@@ -44,7 +44,7 @@ class Run:
         driver.attest(*driver.memory, shards=SHARDS)
         driver.now = began + EARLY
         effects = driver.offered(*bring, *KNOWN)
-        effects = self._later(effects, began + (1 + LEAST) * SECONDS - 0.1)
+        effects = self._later(effects, began + (1 + GRACE_SHARE) * SECONDS - 0.1)
         if late and not self._proposed(effects):
             effects = driver.offered(*late)
         effects = self._later(effects, began + M.timing.round_deadline)
@@ -115,18 +115,18 @@ def plan(*peers: tuple[str, ...]) -> Plan:
 def test_who_is_new_follows_from_the_log() -> None:
     run = Run()
     after = run.driver.leader.standing
-    assert newcomers.are_new(after, plan(("a",), ("x",), ("x", "b"), ("y", "z"))) == {1, 3}
-    assert newcomers.are_new(after, plan(("x",), ("y",))) == frozenset(), "somebody has to begin"
-    assert newcomers.are_new(after, None) == frozenset()
-    assert newcomers.are_new(standing.of(M, run.driver.commits), plan(("a",), ("x",))) == {1}
+    assert presence.are_new(after, plan(("a",), ("x",), ("x", "b"), ("y", "z"))) == {1, 3}
+    assert presence.are_new(after, plan(("x",), ("y",))) == frozenset(), "somebody has to begin"
+    assert presence.are_new(after, None) == frozenset()
+    assert presence.are_new(standing.of(M, run.driver.commits), plan(("a",), ("x",))) == {1}
 
 
 def test_work_that_has_no_weight_yet_is_a_newcomers() -> None:
     base = Run().driver.leader.standing
     there = plan(("a",), ("x",))
-    known = {**base.known, "x": standing.Known(served=2)}
+    known = {**base.known, "x": standing.Reputation(served=2)}
     after = dataclasses.replace(
         base, limits=dataclasses.replace(base.limits, probation=5), plan=there, known=known, founders=frozenset(KNOWN)
     )
-    assert newcomers.are_new(after, there) == {1}
-    assert newcomers.are_new(dataclasses.replace(after, limits=base.limits), there) == frozenset()
+    assert presence.are_new(after, there) == {1}
+    assert presence.are_new(dataclasses.replace(after, limits=base.limits), there) == frozenset()

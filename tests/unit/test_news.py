@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 
-from bootstrap.news import MOST_SHARES, PAUSE_SECONDS, News
+from bootstrap.sessions import MAX_SHARES, OFFER_PAUSE_SECONDS, OfferAnnouncer
 from protocol.wire import encoding
 from protocol.wire.commit import Share
 from protocol.wire.session import Offered
@@ -23,7 +23,7 @@ def told(sessions: int, arrivals: list[tuple[float, int]], until: float) -> list
     loop = VirtualLoop(random.Random(0))
 
     async def work() -> None:
-        news = News(lambda message: out.append((loop.time(), message)), lambda: sessions)
+        news = OfferAnnouncer(lambda message: out.append((loop.time(), message)), lambda: sessions)
         task = asyncio.create_task(news.run())
         count = 0
         for when, many in arrivals:
@@ -59,11 +59,11 @@ def test_telling_takes_the_same_share_of_time_at_any_size() -> None:
         out = told(sessions, arrivals, until=1000.0)
         assert sum(len(roots(m)) for _, m in out) == 20_000
         busy = [when for when, _ in out if when < 10.0]
-        assert len(busy) * sessions * PAUSE_SECONDS <= 10.0 + 2 * sessions * PAUSE_SECONDS
+        assert len(busy) * sessions * OFFER_PAUSE_SECONDS <= 10.0 + 2 * sessions * OFFER_PAUSE_SECONDS
 
 
 def test_a_message_never_gets_too_long() -> None:
-    out = told(1, [(0.0, 3 * MOST_SHARES)], until=10.0)
-    assert max(len(roots(m)) for _, m in out) <= MOST_SHARES
-    assert sum(len(roots(m)) for _, m in out) == 3 * MOST_SHARES
+    out = told(1, [(0.0, 3 * MAX_SHARES)], until=10.0)
+    assert max(len(roots(m)) for _, m in out) <= MAX_SHARES
+    assert sum(len(roots(m)) for _, m in out) == 3 * MAX_SHARES
     assert all(encoding.decode(encoding.encode(m), "node") == m for _, m in out)

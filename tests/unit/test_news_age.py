@@ -14,19 +14,17 @@ import pytest
 from rich.console import Console
 
 from peer.net import greeting, p2p
-from peer.net.base import Transport, serve_calls
-from peer.net.clock import Clock
+from peer.net.base import Clock, Transport, serve_calls
 from peer.net.memory import MemoryNetwork
 from peer.ui import metrics, views
-from peer.ui.browsing import Browsing
 from peer.ui.monitor import Monitor
-from peer.ui.monitor_screen import MonitorScreen, draw
-from peer.ui.run_state import SILENT_SECONDS
+from peer.ui.monitor_screen import Browsing, MonitorScreen, draw
+from peer.ui.run_view import SILENT_SECONDS, RunView
+from peer.ui.state import state
 from peer.ui.text import clock as time_of_day
-from peer.ui.watched import Watched, state
 from protocol.errors import RemoteError
 from protocol.identity import Identity
-from protocol.wire import encoding, endpoints, framing, sealed
+from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.session import LogRequest
 from tests import tiny
@@ -48,20 +46,20 @@ class Time:
         return Clock(lambda: self.steady, lambda: self.wall)
 
 
-def run_of(age: float | None) -> Watched:
-    watched = Watched(MadeUp(5).manifest)
+def run_of(age: float | None) -> RunView:
+    watched = RunView(MadeUp(5).manifest)
     for event in MadeUp(5).all(20):
         watched.feed(event)
-    watched.view.news_age = age
+    watched.news_age = age
     return watched
 
 
-def figures(watched: Watched) -> dict[str, float]:
+def figures(watched: RunView) -> dict[str, float]:
     lines = metrics.exposition(state(watched, NOW)).splitlines()
     return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
 
-def frame(watched: Watched, view: str, width: int = 120, height: int = 40) -> str:
+def frame(watched: RunView, view: str, width: int = 120, height: int = 40) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, height=height, legacy_windows=False)
     console.print(draw(watched, Browsing(view=view), width, height, me=MadeUp(5).ids[0]))
@@ -117,15 +115,15 @@ def test_the_terminal_counts_the_seconds_of_silence_though_nothing_happens() -> 
     )
     assert screen.has_news()
     assert not screen.has_news()
-    before = screen.heard()
+    before = screen.version()
     age[0] = OLD
-    assert screen.heard() != before, "a page is made anew"
+    assert screen.version() != before, "a page is made anew"
     assert screen.has_news()
     assert screen.has_news()
     age[0] = 0.1
     assert screen.has_news(), "that it is over is shown too"
     assert not screen.has_news()
-    assert screen.heard() == before
+    assert screen.version() == before
 
 
 # --- what is heard
@@ -209,7 +207,7 @@ def test_a_node_that_came_back_elsewhere_is_found_by_what_it_announces() -> None
         said = Announcement(
             run=MANIFEST.run_id, peer=tiny.OPERATOR.peer_id, addresses=node.transport.addresses, serial=1
         )
-        raw = sealed.seal(tiny.OPERATOR, said)
+        raw = encoding.seal(tiny.OPERATOR, said)
         key = endpoints.announcements_key(MANIFEST.run_id)
         assert await other.store(key, tiny.OPERATOR.peer_id, raw, ttl=60.0)
         monitor = Monitor(MANIFEST, moved, bootstrap=(old,))

@@ -14,19 +14,21 @@ from peer.net.blobs import BlobServer, BlobStore
 from peer.net.memory import MemoryNetwork
 from protocol.codec import sparse
 from protocol.ledger import part_lists
-from protocol.round import comparing
-from protocol.round.comparing import OVERHEAD, Examined
-from protocol.round.notes import OF_ONE, Notes
+from protocol.quorum import paxos_events
+from protocol.round import leader_events
+from protocol.round.comparing import NOTES_PER_PEER, OVERHEAD_BYTES, Examined, Notes
 from protocol.run import layout
 from protocol.wire.commit import Commit, Contribution, Part, Share
+from protocol.wire.session import Withdraw
 from tests import tiny
+from tests.plain_codec import norm_of
 
 SIZE = 1000
 """Bytes that a payload takes here."""
 
 
 def found(number: int = 0) -> Examined:
-    marked = np.full((SIZE - OVERHEAD) // 2, number, np.uint16)
+    marked = np.full((SIZE - OVERHEAD_BYTES) // 2, number, np.uint16)
     return Examined(
         size=9, square=1.0, counts=(marked.size,), marked=marked, values=np.zeros(0, np.float32), coded=False
     )
@@ -79,7 +81,7 @@ def test_whoever_offers_again_and_again_fills_nothing_and_drops_only_his_own() -
     notes.keep("honest", part(1), found())
     for number in range(100, 200):
         notes.keep("enemy", part(number), found(number))
-        assert notes.used <= (1 + OF_ONE) * SIZE
+        assert notes.used <= (1 + NOTES_PER_PEER) * SIZE
     assert is_noted(notes, part(1))
     assert is_noted(notes, part(199))
     assert not is_noted(notes, part(100))
@@ -129,7 +131,7 @@ def test_a_node_notes_what_comes_and_forgets_what_is_not_committed(tmp_path: Pat
     theirs, parts = BlobStore(tmp_path / "theirs"), []
     for number in (1, 2):
         data = sparse.encode(codec, [np.full(shape, number, np.float32) for shape in shapes])
-        norm = comparing.norm(sparse.decode(codec, shapes, data))
+        norm = norm_of(sparse.decode(codec, shapes, data))
         parts.append(Part(shard="head", digest=theirs.put(data), size=len(data), norm=norm))
 
     def unknown() -> Examined:
@@ -140,15 +142,20 @@ def test_a_node_notes_what_comes_and_forgets_what_is_not_committed(tmp_path: Pat
         await BlobServer(theirs).serve(holder)
         here: asyncio.Queue[str] = asyncio.Queue()
         archive = Archive(tmp_path / "node", manifest)
+
+        def put(event: leader_events.Event | paxos_events.Event) -> None:
+            match event:
+                case leader_events.Held(name):
+                    here.put_nowait(name)
+                case leader_events.Received(_, Withdraw(reason=reason)):
+                    here.put_nowait(reason)
+
         node = Payloads(
-            manifest,
             transport,
             archive,
             Everybody(),  # type: ignore[arg-type]
             lambda event: None,
-            here.put_nowait,
-            lambda root, parts: None,
-            lambda peer, withdraw: here.put_nowait(withdraw.reason),
+            put,
         )
         for sender, part in zip(("honest", "other"), parts, strict=True):
             node.fetch(("holder",), part, sender, 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from protocol.ledger.part_lists import root_of, share_of
-from protocol.round.offers import MOST, Offers
-from protocol.wire.commit import Part
+from protocol.round.offers import MAX_OFFERS_PER_PEER, Offers
+from protocol.wire.commit import Contribution, Part
 from protocol.wire.plan import ReplicaSpec, StageSpec
 from protocol.wire.session import Offer
 from tests import tiny
@@ -51,26 +51,33 @@ def test_a_share_is_whole_once_its_list_and_its_parts_are_held() -> None:
 
 def test_who_changes_its_offer_again_and_again_is_not_listened_to() -> None:
     offers = Offers(())
-    for steps in range(1, MOST + 1):
+    for steps in range(1, MAX_OFFERS_PER_PEER + 1):
         assert offers.take("a", offer("a", steps=steps)) == (True, list(offer("a").parts))
-    assert offers.take("a", offer("a", steps=MOST + 1)) == (False, [])
-    assert offers.of(1, "a") == offer("a", steps=MOST)
-    assert offers.take("a", offer("a", steps=MOST)) == (True, list(offer("a").parts)), "the last one may be sent again"
+    assert offers.take("a", offer("a", steps=MAX_OFFERS_PER_PEER + 1)) == (False, [])
+    assert offers.of(1, "a") == offer("a", steps=MAX_OFFERS_PER_PEER)
+    assert offers.take("a", offer("a", steps=MAX_OFFERS_PER_PEER)) == (True, list(offer("a").parts)), (
+        "the last one may be sent again"
+    )
+
+
+def is_complete(offers: Offers, based: tuple[str, ...]) -> bool:
+    return isinstance(offers.verdict(CHAIN, (), based, CHAIN.peers), Contribution)
 
 
 def test_a_replica_is_complete_when_all_offered_all_is_held_and_all_attested_the_state_before() -> None:
-    assert offered("a", "b", "c").is_complete(CHAIN, based=("a", "b", "c"))
-    assert not offered("a", "b").is_complete(CHAIN, based=("a", "b", "c"))
-    assert not offered("a", "b", "c", held=("a", "b")).is_complete(CHAIN, based=("a", "b", "c"))
-    assert not offered("a", "b", "c").is_complete(CHAIN, based=("a", "b"))
-    assert not offered("a", "b", "c", replica=0).is_complete(CHAIN, based=("a", "b", "c")), "of another replica"
+    assert is_complete(offered("a", "b", "c"), ("a", "b", "c"))
+    assert not is_complete(offered("a", "b"), ("a", "b", "c"))
+    assert not is_complete(offered("a", "b", "c", held=("a", "b")), ("a", "b", "c"))
+    assert not is_complete(offered("a", "b", "c"), ("a", "b"))
+    assert not is_complete(offered("a", "b", "c", replica=0), ("a", "b", "c")), "of another replica"
 
 
 def test_a_contribution_counts_the_steps_of_the_slowest_and_the_loss_of_the_last() -> None:
     offers = offered("a", "b")
     offers.take("b", offer("b", steps=2))
     offers.take("c", offer("c", loss=1.5))
-    made = offers.contribution(CHAIN)
+    made = offers.verdict(CHAIN, (), CHAIN.peers, CHAIN.peers)
+    assert isinstance(made, Contribution)
     assert (made.replica, made.steps, made.tokens, made.loss) == (1, 2, 32, 1.5)
     assert made.shares == tuple(share_of(p, offer(p).parts) for p in "abc")
     assert offers.steps(CHAIN) == 4
@@ -79,19 +86,19 @@ def test_a_contribution_counts_the_steps_of_the_slowest_and_the_loss_of_the_last
 
 def test_a_replica_fails_with_its_first_member_that_failed_or_diverged() -> None:
     offers = offered("a")
-    assert offers.failure(CHAIN, diverged=("x",)) is None
-    assert offers.failure(CHAIN, diverged=("c",)) == "peer c: its state differs from the majority's"
+    assert offers.verdict(CHAIN, ("x",), (), CHAIN.peers) is None
+    assert offers.verdict(CHAIN, ("c",), (), CHAIN.peers) == "peer c: its state differs from the majority's"
     offers.fail("b", "out of memory")
     offers.fail("b", "something else")
-    assert offers.failure(CHAIN, diverged=("c",)) == "peer b: out of memory"
+    assert offers.verdict(CHAIN, ("c",), (), CHAIN.peers) == "peer b: out of memory"
     assert (offers.has_failed("b"), offers.has_failed("a")) == (True, False)
 
 
 def test_who_is_gone_is_missed_unless_all_that_it_offered_is_here() -> None:
     offers = offered("a", "b", held=("a",))
-    assert offers.gone(CHAIN, ready=("b", "c")) is None
-    assert offers.gone(CHAIN, ready=("a", "c")) == "peer b: gone", "its payload never came"
-    assert offers.gone(CHAIN, ready=("a", "b")) == "peer c: gone"
+    assert offers.verdict(CHAIN, (), (), ("b", "c")) is None
+    assert offers.verdict(CHAIN, (), (), ("a", "c")) == "peer b: gone", "its payload never came"
+    assert offers.verdict(CHAIN, (), (), ("a", "b")) == "peer c: gone"
 
 
 def test_with_the_next_round_nothing_is_offered_and_nobody_has_failed() -> None:
@@ -99,5 +106,5 @@ def test_with_the_next_round_nothing_is_offered_and_nobody_has_failed() -> None:
     offers.fail("b", "?")
     offers.begin()
     assert offers.of(1, "a") is None
-    assert offers.failure(CHAIN, diverged=()) is None
+    assert offers.verdict(CHAIN, (), (), CHAIN.peers) is None
     assert offers.take("c", offer("c")) == (False, []), "what is held stays held"

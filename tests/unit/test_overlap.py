@@ -8,8 +8,8 @@ import pytest
 
 from protocol.planning.allotment import NEW, allot
 from protocol.quorum.table import TableError
+from protocol.round.member import Ahead, Overlap, is_same_work
 from protocol.round.member_events import Failed, Send, Stop, Trained, TrainOrder
-from protocol.round.overlap import Ahead, Overlap, is_same_work
 from protocol.run.manifest import OuterSpec
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec

@@ -11,8 +11,7 @@ import pytest
 from peer import events
 from peer.events import Event
 from peer.net import p2p
-from peer.net.address import host_of
-from peer.net.own_addresses import best_first
+from peer.net.address import best_first, host_of
 from peer.net.sockets import check_port, hosts
 from peer.ui.lines import describe
 from protocol.errors import UsageError

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from peer.node.own_work import OwnWork
+from peer.node.training import add_to_feedback, encode_update
 from peer.state.outer_optimizer import Outer
 from peer.training import update
 from peer.training.trainer import StageTrainer
 from peer.training.update import DeviceUpdate, WithinSubspace
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.errors import LocalError
 from protocol.run import layout
 from tests.chains import BASIS, SPEC, TRAIN, ids_of, random_theta
@@ -36,7 +36,6 @@ class Side:
         self.trainer = kind(SPEC, TRAIN, shards, rank=rank, basis=BASIS if rank else None)
         self.outer = Outer(SPEC, Codec(64), 0.95, 1.0, threads=threads)
         self.outer.theta = dict(random_theta())
-        self.own_work = OwnWork(self.outer, self.trainer)
 
     def learn(self, seed: int) -> None:
         """Any values of the parameters: what inner steps would leave behind."""
@@ -48,7 +47,7 @@ class Side:
 
     def end_round(self) -> dict[str, tuple[bytes, float]]:
         """What was offered, which is then applied."""
-        offered = dict(zip(self.shards, self.own_work.encode(self.shards), strict=True))
+        offered = dict(zip(self.shards, encode_update(self.outer, self.trainer, self.shards), strict=True))
         for shard, (payload, _) in offered.items():
             self.outer.apply(shard, [(0.5, payload), (0.25, payload)])
         return offered
@@ -74,7 +73,7 @@ def test_rounds_are_the_same_with_a_device_and_without(shards: tuple[str, ...], 
             side.learn(round)
         if round == 1:  # a round that is not offered
             for side in (host, device):
-                side.own_work.keep(shards)
+                add_to_feedback(side.outer, side.trainer, shards)
         else:
             offered = host.end_round()
             assert offered == device.end_round()
@@ -106,9 +105,9 @@ def test_work_that_is_not_finite_is_refused_and_what_was_owed_stays(
     with torch.no_grad():
         next(side.trainer.stage.parameters())[3, 2] = float("nan")
     with pytest.raises(LocalError, match="not finite"):
-        side.own_work.keep(["embed"])
+        add_to_feedback(side.outer, side.trainer, ["embed"])
     with pytest.raises(LocalError, match="not finite"):
-        list(side.own_work.encode(["embed"]))
+        list(encode_update(side.outer, side.trainer, ["embed"]))
     assert [e.tobytes() for e in side.outer.feedback["embed"]] == [e.tobytes() for e in before]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peer.net.blobs import BlobStore
-from peer.state.part_lists import PartLists
+from peer.state.payloads import PartLists
 from protocol.codec import blob_hash
 from protocol.ledger import part_lists
 from protocol.ledger.part_lists import BadList

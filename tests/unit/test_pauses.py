@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peer import events
-from peer.cli.pauses import Pauses, by_hours, while_busy
-from peer.net.clock import Clock
-from peer.node import busy, hours
-from peer.node.busy import Busy, Others, Spent, Use, others_share
+from peer.cli.join import Pauses, by_hours, while_busy
+from peer.net.base import Clock
+from peer.node.pausing import Busy, CpuTimes, Hours, OtherPrograms, Use, gpu_share, others_share
 from protocol.errors import UsageError
 from tests import systemd
 
@@ -47,27 +46,27 @@ def at(text: str, fold: int = 0) -> float:
     ],
 )
 def test_hours_of_a_day(typed: str, inside: list[str], outside: list[str]) -> None:
-    found = hours.parse(typed)
+    found = Hours.parse(typed)
     for minute in (*inside, *outside):
         assert found.has(at(f"2026-11-24T{minute}:00"), BERLIN) == (minute in inside), minute
-    assert hours.parse(str(found)) == found
+    assert Hours.parse(str(found)) == found
 
 
 @given(st.integers(0, 1439), st.integers(0, 1439), st.integers(0, 1439))
 def test_hours_and_the_rest_of_the_day_are_the_day(begin: int, end: int, minute: int) -> None:
     if begin != end:
         moment = at("2026-11-24T00:00:00") + 60 * minute
-        assert hours.Hours(begin, end).has(moment, BERLIN) != hours.Hours(end, begin).has(moment, BERLIN)
+        assert Hours(begin, end).has(moment, BERLIN) != Hours(end, begin).has(moment, BERLIN)
 
 
 def test_when_the_clock_is_put_back_an_hour_comes_twice_and_forward_not_at_all() -> None:
-    early = hours.parse("2-3")
+    early = Hours.parse("2-3")
     assert early.has(at("2026-10-25T02:30:00", fold=0), BERLIN)
     assert early.has(at("2026-10-25T02:30:00", fold=1), BERLIN)
     assert at("2026-10-25T02:30:00", fold=1) - at("2026-10-25T02:30:00", fold=0) == 3600
     spring = at("2026-03-29T00:00:00")
     assert not any(early.has(spring + 60 * minute, BERLIN) for minute in range(23 * 60))
-    night = hours.parse("22-7")
+    night = Hours.parse("22-7")
     for evening, there in (("2026-03-28", 8), ("2026-10-24", 10), ("2026-11-24", 9)):
         begin = at(f"{evening}T12:00:00")
         assert sum(night.has(begin + 60 * minute, BERLIN) for minute in range(24 * 60)) == 60 * there
@@ -78,7 +77,7 @@ def test_when_the_clock_is_put_back_an_hour_comes_twice_and_forward_not_at_all()
 )
 def test_hours_that_are_none_are_refused(typed: str) -> None:
     with pytest.raises(UsageError, match="--hours"):
-        hours.parse(typed)
+        Hours.parse(typed)
 
 
 def test_a_short_burst_is_no_game_and_a_short_rest_not_its_end() -> None:
@@ -100,13 +99,13 @@ def test_a_short_burst_is_no_game_and_a_short_rest_not_its_end() -> None:
 
 
 def test_what_we_use_ourselves_is_not_counted() -> None:
-    begin = Spent(total=1000, worked=500, ours=100)
-    assert others_share(begin, Spent(total=1040, worked=530, ours=130)) == 0
-    assert others_share(begin, Spent(total=1040, worked=530, ours=110)) == 0.5
-    assert others_share(begin, Spent(total=1040, worked=540, ours=100)) == 1
-    assert others_share(begin, Spent(total=1040, worked=500, ours=90)) == 0, "a child has ended"
+    begin = CpuTimes(total=1000, worked=500, ours=100)
+    assert others_share(begin, CpuTimes(total=1040, worked=530, ours=130)) == 0
+    assert others_share(begin, CpuTimes(total=1040, worked=530, ours=110)) == 0.5
+    assert others_share(begin, CpuTimes(total=1040, worked=540, ours=100)) == 1
+    assert others_share(begin, CpuTimes(total=1040, worked=500, ours=90)) == 0, "a child has ended"
     assert others_share(begin, begin) == 0
-    now = busy.spent()
+    now = CpuTimes.read()
     assert 0 < now.ours <= now.worked <= now.total
 
 
@@ -115,14 +114,14 @@ def test_what_we_use_ourselves_is_not_counted() -> None:
     [(PMON, {53100}, 0.3), (PMON, {53100, 60001}, 0.02), (PMON, set(), 1.0), ("", set(), 0.0), ("no GPU", set(), 0.0)],
 )
 def test_the_share_of_a_gpu_that_others_have(said: str, ours: set[int], share: float) -> None:
-    assert busy.gpu_share(said, ours) == pytest.approx(share)
+    assert gpu_share(said, ours) == pytest.approx(share)
 
 
 def test_nvidia_smi_is_asked_where_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = systemd.programs(tmp_path / "bin", "nvidia-smi")
     (tmp_path / "bin" / "nvidia-smi").write_text(f'#!/bin/sh\necho "$*" > {calls}\ncat << EOF\n{PMON}EOF\n')
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
-    assert asyncio.run(Others().look()).gpu == pytest.approx(1.0)
+    assert asyncio.run(OtherPrograms().look()).gpu == pytest.approx(1.0)
     assert calls.read_text().split()[0] == "pmon"
 
 
@@ -136,7 +135,7 @@ class Watched:
         self.is_over = False
         self.pauses = Pauses(
             [
-                by_hours(hours.parse("22-7"), Clock(wall=lambda: self.now - 3600 * self.shift())),
+                by_hours(Hours.parse("22-7"), Clock(wall=lambda: self.now - 3600 * self.shift())),
                 while_busy(Clock(steady=lambda: self.now), self.others),
             ],
             self.told.append,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from protocol import identity
+from protocol.ledger.history import why_not_next
 from protocol.ledger.part_lists import share_of
-from protocol.ledger.validation import why_not_next
 from protocol.quorum.leadership import REPLACE_LEASES
 from protocol.quorum.paxos import Quorum
 from protocol.quorum.paxos_events import (
@@ -27,6 +27,7 @@ from protocol.quorum.paxos_events import (
     Leads,
     Learned,
     Listed,
+    Objection,
     Proposed,
     Refused,
     Save,
@@ -36,7 +37,6 @@ from protocol.quorum.paxos_events import (
     Stalled,
     Tick,
 )
-from protocol.quorum.unfair import Unfair
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
@@ -69,7 +69,7 @@ class Cluster:
         self.lease = self.manifest.timing.gone_after
         self.now = 0.0
         self.cut: Callable[[str, str, object], bool] = lambda sender, to, message: False
-        self.unfair: Callable[[str, Commit], Unfair | None] = lambda name, commit: None
+        self.unfair: Callable[[str, Commit], Objection | None] = lambda name, commit: None
         self.logs: dict[str, list[Record]] = {n: [] for n in self.manifest.operators}
         self.votes: dict[str, list[Promise]] = {n: [] for n in self.manifest.operators}
         self.held: dict[str, set[str]] = {n: set() for n in self.manifest.operators}
@@ -287,7 +287,7 @@ def test_a_commit_whose_digest_was_computed_beforehand_is_proposed_as_it_is() ->
 @pytest.mark.parametrize("lie", [True, False])
 def test_who_proposes_what_is_not_fair_gets_no_vote_and_leads_this_round_no_more(lie: bool) -> None:
     cluster = Cluster(4)
-    unfair = Unfair("weighs one replica twice", lie)
+    unfair = Objection("weighs one replica twice", lie)
     cluster.unfair = lambda name, commit: unfair if commit.time == 666.0 else None
     cluster.propose(A, 666.0)
     for name in (B, C, D):

@@ -82,10 +82,10 @@ def test_a_full_replica_takes_the_undisturbed_step(phase: str, spec: Any, room: 
     found = trained((), 0, kind, spec)
     trainer = found[0][0]
     assert trainer.refused >= 1, "memory ran out"
-    assert 0 < trainer.pieces <= room, "and what was computed afterwards had room"
+    assert 0 < trainer.piece_rows <= room, "and what was computed afterwards had room"
     same(found, trained((), 0, Recording, spec))
     trainer.begin_round(random_theta(spec))
-    assert trainer.pieces == 0, "the next round begins with whole micro-batches"
+    assert trainer.piece_rows == 0, "the next round begins with whole micro-batches"
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -95,7 +95,7 @@ def test_no_stage_of_a_chain_sends_anything_else(phase: str, k: int, cuts: tuple
     """The stage that is short is the first, one in the middle, or the last."""
     found = trained(cuts, k, short(phase=phase, room=1), QWEN, depth=2)
     assert sum(t.refused for t in found[0]) >= 1
-    assert len([t for t in found[0] if t.pieces]) == 1, "the others go on as before"
+    assert len([t for t in found[0] if t.piece_rows]) == 1, "the others go on as before"
     same(found, trained(cuts, k, Recording, QWEN, depth=2))
 
 
@@ -119,7 +119,7 @@ def test_pieces_stay_until_the_round_is_over() -> None:
     """There is room again later; nobody tries before the next round."""
     found = trained((), 0, short(phase="forward", room=2, last=2))
     assert found[0][0].most <= ROWS
-    assert found[0][0].pieces in (1, 2)
+    assert found[0][0].piece_rows in (1, 2)
     same(found, trained((), 0, Recording))
 
 
@@ -146,7 +146,7 @@ def test_other_errors_are_not_tried_again(error: Exception) -> None:
     trainer = make_chain((), 0, WIDE, kind=Broken)[0]
     with pytest.raises(type(error)):
         trainer.forward(0, torch.tensor(ids_of(1, SPEC, WIDE))[:ROWS])
-    assert (trainer.calls, trainer.pieces) == (1, 0)
+    assert (trainer.calls, trainer.piece_rows) == (1, 0)
 
 
 @pytest.mark.parametrize("spec", [SPEC, QWEN, TIED], ids=["llama", "qwen", "tied"])

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from peer.chain import frames
-from peer.chain.activation_stats import Statistics
+from peer.chain.grad_norm import StepReport
+from peer.chain.neighbours import Statistics
 from peer.chain.pipeline import NeighbourLost
-from peer.chain.timing import StepReport
 from peer.training.trainer import StageTrainer
 from protocol.codec.subspace import basis
 from protocol.errors import LocalError, UsageError

@@ -43,9 +43,14 @@ memory = "1GB"
 def _said(folder: Path, text: str = PEERS, *what_if: str, figures: bool = False) -> list[str]:
     (folder / "run.toml").write_text(manifests.to_toml(plans.manifest_of("0.5B")))
     (folder / "peers.toml").write_text(text)
-    said: list[str] = []
-    asyncio.run(command.plan(str(folder / "peers.toml"), what_if, figures, said.append))
-    return said
+    return planned(str(folder / "peers.toml"), *what_if, figures=figures)
+
+
+def planned(text: str | None, *what_if: str, figures: bool) -> list[str]:
+    async def lines() -> list[str]:
+        return [line async for line in command.lines(text, what_if, figures)]
+
+    return asyncio.run(lines())
 
 
 def _rate(line: str) -> float:
@@ -138,12 +143,11 @@ def test_two_peers_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_figures_come_without_a_run() -> None:
-    said: list[str] = []
-    asyncio.run(command.plan(None, (), True, said.append))
+    said = planned(None, figures=True)
     assert any(line.split()[-8:] == ["15.5", "%", "97.8", "%", "99.6", "%", "99.8", "%"] for line in said)
     assert [line for line in said if "billion tokens" in line]
     with pytest.raises(UsageError, match=r"^RUN: is missing"):
-        asyncio.run(command.plan(None, (), False, said.append))
+        planned(None, figures=False)
 
 
 def test_a_run_is_planned_from_what_is_announced_and_its_newest_plan() -> None:

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from protocol.planning import budget, memory, partition, speed
+from protocol.planning import budget, memory, partition
 from protocol.planning.allotment import NEW
 from protocol.planning.budget import Budget
-from protocol.planning.changes import FORMING_ROUNDS
 from protocol.planning.memory import stage_memory
 from protocol.planning.partition import Candidate
-from protocol.planning.planner import make_plan
+from protocol.planning.planner import FORMING_ROUNDS, make_plan
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, Manifest, TimingSpec, TrainSpec
@@ -414,7 +413,7 @@ def _next(candidates: list[Candidate], previous: Plan, manifest: Manifest = DEEP
 
 
 def _slowest(manifest: Manifest, ranges: partition.Ranges, speeds: Sequence[int]) -> float:
-    return max(speed.work(manifest)[r] / s for r, s in zip(ranges, speeds, strict=True))
+    return max(partition.stage_operations(manifest)[r] / s for r, s in zip(ranges, speeds, strict=True))
 
 
 members = st.integers(1, 6).flatmap(
@@ -452,7 +451,7 @@ def test_who_becomes_slower_never_gets_more_to_do(chain: tuple[list[int], list[i
     after = partition.split(M, tiny.rooms(memory), [s // 2 if i == slower else s for i, s in enumerate(speeds)])
     assert (before is None) == (after is None)
     if before is not None and after is not None:
-        assert speed.work(M)[after[slower]] <= speed.work(M)[before[slower]]
+        assert partition.stage_operations(M)[after[slower]] <= partition.stage_operations(M)[before[slower]]
 
 
 @pytest.mark.parametrize("stages", range(1, 17))
@@ -465,14 +464,14 @@ def test_stages_are_contiguous_and_follow_the_speeds_for_every_length(stages: in
     assert [a for a, _ in ranges] == [0, *(b for _, b in ranges[:-1])]
     assert ranges[-1][1] == layers
     assert all(a < b for a, b in ranges)
-    even = speed.work(deep)[0, layers] / sum(speeds)
-    block = speed.work(deep)[1, 2]
+    even = partition.stage_operations(deep)[0, layers] / sum(speeds)
+    block = partition.stage_operations(deep)[1, 2]
     assert _slowest(deep, ranges, speeds) <= even + 2 * block / min(speeds)
 
 
 def test_the_head_counts_as_the_blocks_that_it_is_worth() -> None:
     """V = 8 blocks' worth of operations: with equal machines the last stage has fewer blocks."""
-    block = (speed.work(DEEP)[1, 2]) // (DEEP.train.rows * DEEP.train.sequence)
+    block = (partition.stage_operations(DEEP)[1, 2]) // (DEEP.train.rows * DEEP.train.sequence)
     wide = tiny.manifest(
         model=ModelSpec(vocab_size=4 * block // (6 * 8), d_model=8, n_layers=12, n_heads=2, d_ff=16, context=8)
     )
@@ -511,7 +510,7 @@ def test_a_guess_moves_nothing() -> None:
 def test_what_takes_longer_to_move_than_ten_rounds_save_stays() -> None:
     plan = _kept(DEEP, (4, 4, 4))
     train, speeds = DEEP.train, (10**6, 5 * 10**5, 10**6)
-    work = speed.work(DEEP)
+    work = partition.stage_operations(DEEP)
     now, then = work[4, 8] / 5e5, max(work[5, 7] / 5e5, work[7, 12] / 1e6)
     saved = 10 * train.inner_steps * train.micro_batches * (now - then)
     moved = 2 * layout.shard_bytes(DEEP.model, "block.0")

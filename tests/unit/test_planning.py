@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.archive import Archive
-from bootstrap.latest_job import LatestJob
+from bootstrap.background_jobs import LatestJob
 from bootstrap.node import BootstrapNode
 from peer.events import Emitter
 from peer.net import directory
@@ -19,10 +19,21 @@ from protocol.identity import Identity
 from protocol.planning.partition import Candidate
 from protocol.round.attestations import Attestations
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Decided, Effect, Event, Lead, MakePlan, Phase, Planned, Propose, Ready, Tick
-from protocol.round.questions import Question
+from protocol.round.leader_events import (
+    Decided,
+    Effect,
+    Event,
+    Lead,
+    MakePlan,
+    Phase,
+    Planned,
+    Propose,
+    Question,
+    Ready,
+    Tick,
+)
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding, endpoints, sealed
+from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION, Announcement
 from protocol.wire.commit import Record
 from protocol.wire.plan import Plan
@@ -63,7 +74,7 @@ class Planners:
         self.go_on = threading.Semaphore(0)
         self.came: asyncio.Queue[Planned] = asyncio.Queue()
         self.planning = LatestJob[Question, Planned](
-            "planner", lambda asked: Planned(asked, self.answer(asked)), self.came.put_nowait, pause=0.0
+            "planner", lambda asked: Planned(asked, self.answer(asked)), self.came.put_nowait, retry_seconds=0.0
         )
 
     def answer(self, asked: Question) -> Plan | None:
@@ -123,9 +134,7 @@ def test_a_node_answers_its_peers_while_a_plan_is_made(tmp_path: Path) -> None:
         network, me = MemoryNetwork(), Identity(b"9" * 32)
         boot = network.transport(tiny.OPERATOR.peer_id, directory.valid_record(manifest.run_id))
         archive = Archive(tmp_path, manifest, QuickDisk())
-        node = BootstrapNode(
-            manifest, tiny.OPERATOR, boot, archive, Emitter("node", lambda event: None), answer=planners.answer
-        )
+        node = BootstrapNode(tiny.OPERATOR, boot, archive, Emitter("node", lambda event: None), answer=planners.answer)
         serving = asyncio.create_task(node.run())
         try:
             stream = await opened(network, manifest, me)
@@ -165,7 +174,7 @@ async def opened(network: MemoryNetwork, manifest: Manifest, me: Identity) -> St
         serial=1,
     )
     await stream.send(encoding.encode(Hello(run=manifest.run_id, version=VERSION)))
-    await stream.send(encoding.encode(Announced(sealed=sealed.seal(me, about))))
+    await stream.send(encoding.encode(Announced(sealed=encoding.seal(me, about))))
     return stream
 
 

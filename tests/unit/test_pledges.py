@@ -9,8 +9,7 @@ import pytest
 from protocol import identity
 from protocol.quorum.acceptor import Acceptor
 from protocol.quorum.leadership import Leadership
-from protocol.quorum.paxos_events import Heard, Learned, Save, Send
-from protocol.quorum.unfair import Unfair
+from protocol.quorum.paxos_events import Heard, Learned, Objection, Save, Send
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, liars_borne, pledge_body, votes_needed
 from protocol.wire.session import Heartbeat
@@ -95,7 +94,7 @@ def test_who_has_accepted_a_commit_pledges_another_one_only_if_that_was_certifie
 def test_what_is_certified_is_believed_to_be_fair() -> None:
     """Of 2f + 1 that pledged it, f + 1 are honest and could have proposed it."""
     member = acceptor()
-    member.judge(OTHER.digest, Unfair("leaves out replica 1", False))
+    member.judge(OTHER.digest, Objection("leaves out replica 1", False))
     assert ask(member, 1, OTHER) == []
     assert ask(member, 4, OTHER, 1, 0, 1, 3) == [Save, Pledge]
     fresh = Acceptor(M, Promise(round=0), (), tiny.OPERATORS[2].sign, identity.verify)

@@ -28,17 +28,21 @@ def test_gone_is_who_was_silent_for_a_lease() -> None:
 
 def test_the_end_waits_for_who_is_there_and_not_long_for_who_is_gone() -> None:
     stages = (StageSpec(peer="a", first=0, last=2), StageSpec(peer="b", first=2, last=4))
-    final = presence.Final(Plan(round=3, replicas=(ReplicaSpec(stages=stages),)), TIMING)
-    assert final.waits({"b": {}}, set(), 11.9), "it may be back"
-    assert not final.waits({"b": {}}, {"b"}, 12.0)
-    assert final.waits({"b": {}}, {"a"}, 59.9), "it still applies the last round"
-    assert not final.waits({"b": {}}, {"a"}, 60.0)
-    assert not final.waits({"a": {}, "b": {}}, {"a"}, 0.0)
-    assert not presence.Final(None, TIMING).waits({}, {"a"}, 0.0)
+    plan = Plan(round=3, replicas=(ReplicaSpec(stages=stages),))
+
+    def waits(attested: set[str], ready: set[str], waited: float, plan: Plan | None = plan) -> bool:
+        return presence.waits_for_final_state(plan, TIMING, attested, ready, waited)
+
+    assert waits({"b"}, set(), 11.9), "it may be back"
+    assert not waits({"b"}, {"b"}, 12.0)
+    assert waits({"b"}, {"a"}, 59.9), "it still applies the last round"
+    assert not waits({"b"}, {"a"}, 60.0)
+    assert not waits({"a", "b"}, {"a"}, 0.0)
+    assert not waits(set(), {"a"}, 0.0, None)
 
 
 def test_presence_is_the_share_of_rounds_in_which_a_peer_stayed() -> None:
-    stays = presence.Stays()
+    stays = presence.PresenceRecord()
     for round in range(200):
         stays.begin({"stays", "comes and goes"})
         if round % 2:
@@ -52,7 +56,7 @@ def test_presence_is_the_share_of_rounds_in_which_a_peer_stayed() -> None:
 
 
 def test_who_is_away_every_night_is_there_all_day() -> None:
-    stays = presence.Stays()
+    stays = presence.PresenceRecord()
     for round in range(1000):
         by_day = round % 100 < 60
         stays.begin({"worker", *({"student"} if by_day else ())})
@@ -62,7 +66,7 @@ def test_who_is_away_every_night_is_there_all_day() -> None:
 
 
 def test_what_is_remembered_is_bounded_and_forgets() -> None:
-    stays = presence.Stays()
+    stays = presence.PresenceRecord()
     for _ in range(50):
         stays.begin({"was bad"})
         stays.lost("was bad")

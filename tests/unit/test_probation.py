@@ -12,9 +12,9 @@ import pytest
 from peer.log.reader import BadPayload
 from peer.log.replay import verify
 from protocol.ledger import standing
-from protocol.ledger.standing import REST, Finding, Known
+from protocol.ledger.standing import REST_ROUNDS, Finding, Reputation
 from protocol.round import fairness, judging
-from protocol.round.judging import Before, Case, Judged
+from protocol.round.judging import JudgingJob, PreviousRound, Verdict
 from protocol.round.leader_events import Decided, Effect, Gone, Held, Propose, Received, Resting, Send
 from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec
@@ -35,11 +35,13 @@ def named(one: Sent, who: int) -> tuple[str, judging.Update]:
     return sent.names(250)[who], update(one)
 
 
-def newcomers(works: Sequence[Sent], among: Sequence[Sent] = GOOD[:4], before: Before | None = None) -> dict[int, str]:
+def newcomers(
+    works: Sequence[Sent], among: Sequence[Sent] = GOOD[:4], before: PreviousRound | None = None
+) -> dict[int, str]:
     """What is found of newcomers who send this, where those who are established send `among`."""
     counted = [named(one, i) for i, one in enumerate(among)]
     new = [named(one, 100 + i) for i, one in enumerate(works)]
-    return sent.out(judging.judge_newcomers(M, PARENT, counted, new, before or Before()))
+    return sent.out(judging.judge_newcomers(M, PARENT, counted, new, before or PreviousRound()))
 
 
 # --- how they are judged
@@ -83,7 +85,9 @@ def test_thirty_newcomers_have_no_say_about_anybody() -> None:
     """Without probation the noise of thirty hides everything: nobody agrees with anybody. With it the four are judged as if alone, and each
     of the thirty against the four."""
     noise = [sent.encoded(sent.drawn(200 + i, 1.8)) for i in range(30)]
-    undefended = sent.out(judging.judge(M, PARENT, sent.names(34), [update(x) for x in (*GOOD[:4], *noise)], Before()))
+    undefended = sent.out(
+        judging.judge(M, PARENT, sent.names(34), [update(x) for x in (*GOOD[:4], *noise)], PreviousRound())
+    )
     assert len(undefended) < 10
     assert set(newcomers([*noise[:15], GOOD[5], *noise[15:]])) == set(range(31)) - {15}
 
@@ -94,21 +98,25 @@ def test_one_machines_work_under_thirty_names_serves_one_of_them() -> None:
 
 
 def test_the_work_of_the_round_before_serves_nothing() -> None:
-    before = Before((), (update(GOOD[5]),))
+    before = PreviousRound((), (update(GOOD[5]),))
     assert newcomers([sent.times(GOOD[5], 1.1)], before=before) == {0: "it repeats the round before (1.00)"}
 
 
 def case(works: Sequence[Sent], trial: Sequence[int]) -> tuple[Commit, dict[int, judging.Update]]:
     """The commit of a round with these works, of which those of `trial` are newcomers', as an honest leader makes it."""
     updates = {i: update(x) for i, x in enumerate(works)}
-    all_count = sent.commit(works, [Judged(1.0)] * len(works))
+    all_count = sent.commit(works, [Verdict(1.0)] * len(works))
     name = {c.replica: judging.name_of(c) for c in all_count.contributions}
     old = [i for i in updates if i not in trial]
     found = dict(
-        zip(old, judging.judge(M, PARENT, [name[i] for i in old], [updates[i] for i in old], Before()), strict=True)
+        zip(
+            old,
+            judging.judge(M, PARENT, [name[i] for i in old], [updates[i] for i in old], PreviousRound()),
+            strict=True,
+        )
     )
     counted = [(name[i], updates[i]) for i in old if found[i].reason is None]
-    new = judging.judge_newcomers(M, PARENT, counted, [(name[i], updates[i]) for i in trial], Before())
+    new = judging.judge_newcomers(M, PARENT, counted, [(name[i], updates[i]) for i in trial], PreviousRound())
     found |= dict(zip(trial, new, strict=True))
     made = [
         dataclasses.replace(c, scale=found[c.replica].scale)
@@ -144,7 +152,7 @@ def test_voters_come_to_the_same_verdict_and_name_any_other() -> None:
     ]
 
     def why(of: Commit, known: dict[int, judging.Update] = updates) -> str | None:
-        return judging.why_unjust(M, of, known, Before(), set(trial))
+        return judging.why_unjust(M, of, known, PreviousRound(), set(trial))
 
     assert why(said) is None
     assert why(said, {i: updates[i] for i in range(6)}) is None, "who lacks the newcomers' work checks the rest"
@@ -261,13 +269,13 @@ def test_a_run_of_newcomers_alone_goes_on() -> None:
 # --- which commits get no vote
 
 
-def seen(driver: Driver, *peers: str) -> fairness.Sight:
+def seen(driver: Driver, *peers: str) -> fairness.NodeView:
     """What another node knows of the open round, when these have offered."""
     other = Driver(driver.memory, driver.manifest, tuple(driver.commits))
     other.ready(*peers)
     other.attest(*peers)
     other.offered(*peers)
-    return fairness.sight_of(other.leader, WALL, 1.0, True)
+    return fairness.view_of(other.leader, WALL, 1.0, True)
 
 
 def forged(change: Callable[[Commit], Commit]) -> list[str | None]:
@@ -332,8 +340,8 @@ def test_a_commit_that_says_otherwise_gets_no_vote_and_log_verify_names_it(
 
 
 def test_whoever_is_judged_out_again_and_again_loses_its_reputation_and_rests() -> None:
-    def verdict(case: Case) -> list[Judged]:
-        return [Judged(1.0, "noise" if c.peers == ("new",) else None) for c in case.contributions]
+    def verdict(case: JudgingJob) -> list[Verdict]:
+        return [Verdict(1.0, "noise" if c.peers == ("new",) else None) for c in case.contributions]
 
     driver = swarm(rounds=60, probation=0)
     told: list[Resting] = []
@@ -364,17 +372,17 @@ def test_what_a_stranger_gains_who_throws_names_away() -> None:
     two names; then findings after the fact, as of audits, halve its weight each time. So 8 rounds of work buy less than two of harm."""
     of, names, harm, work = tiny.manifest(admission=AdmissionSpec(probation=8)), [f"x{i}" for i in range(30)], 0.0, 0
     for name in names:
-        known = Known()
+        known = Reputation()
         while known.served < of.admission.probation:
             known, work = dataclasses.replace(known, served=known.served + 1), work + 1
         while not known.fell:
             harm += known.reputation
             known = known.found(Finding(name, False), 0)
     assert harm / work < 0.25
-    fallen = Known().found(Finding("x", False), 0)
+    fallen = Reputation().found(Finding("x", False), 0)
     for _ in range(3):
         fallen = fallen.found(Finding("x", False), 0)
-    assert (fallen.served, fallen.until) == (0, REST), "to come back takes longer than a new name"
+    assert (fallen.served, fallen.until) == (0, REST_ROUNDS), "to come back takes longer than a new name"
 
 
 # --- whoever reads the log

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 from peer.chain.frames import BACKWARD, DONE, FORWARD, NORM, RESUME, TOTAL, Head, NeighbourLost
-from peer.chain.grad_norm import Total
+from peer.chain.grad_norm import StageProgress, Total
 from peer.chain.link import Liveness
-from peer.chain.progress import StageProgress
 from peer.net.base import Traffic
-from peer.net.flow import Flow
-from peer.net.stream import FrameStream
+from peer.net.stream import Flow, FrameStream
 from peer.training.trainer import StageTrainer
 from tests.chains import DEADLINE_S, TRAIN, Recording, Wired, make_chain, read_of, run_chain, steps_of, worker
 

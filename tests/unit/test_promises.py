@@ -1,4 +1,4 @@
-"""Who is planned and brings nothing is planned less and less, and wins it back slowly (protocol/round/promises.py)."""
+"""Who is planned and brings nothing is planned less and less, and wins it back slowly (protocol/round/presence.py)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import dataclasses
 from typing import Any
 
 from protocol.planning.partition import Candidate
-from protocol.round import promises
-from protocol.round.leader_events import Decided, Effect, Propose, Resting
-from protocol.round.promises import MOST_ROUNDS, Promises
-from protocol.round.questions import Question
+from protocol.round import presence
+from protocol.round.leader_events import Decided, Effect, Propose, Question, Resting
+from protocol.round.presence import MOST_PAUSE_ROUNDS, Promises
 from protocol.wire.commit import Commit, Contribution, LeftOut, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
@@ -66,9 +65,9 @@ def test_trust_comes_back_slowly() -> None:
 def test_a_rest_is_bounded() -> None:
     known = Promises()
     until = [known.settle(decided(round), {"peer": 1.0}) for round in range(100)][-1]
-    assert until == {"peer": 99 + MOST_ROUNDS}
-    assert known.rests("peer", 99 + MOST_ROUNDS)
-    assert not known.rests("peer", 100 + MOST_ROUNDS)
+    assert until == {"peer": 99 + MOST_PAUSE_ROUNDS}
+    assert known.rests("peer", 99 + MOST_PAUSE_ROUNDS)
+    assert not known.rests("peer", 100 + MOST_PAUSE_ROUNDS)
 
 
 # --- who broke a promise
@@ -85,20 +84,20 @@ def plan(*replicas: tuple[str, ...]) -> Plan:
 
 def test_of_a_chain_those_are_struck_who_were_lost_or_each_half() -> None:
     there, done = plan(("a",), ("b", "c", "d"), ("e",)), decided(1, "a")
-    assert promises.broken(there, done, offered=(), lost=()) == {"b": 0.5, "c": 0.5, "d": 0.5, "e": 1.0}
-    assert promises.broken(there, done, offered=(), lost=("c", "x")) == {"c": 1.0, "e": 1.0}
-    assert promises.broken(there, done, offered=("b", "e"), lost=()) == {"c": 0.5, "d": 0.5}
-    assert promises.broken(None, done, offered=(), lost=()) == {}
+    assert presence.broken(there, done, offered=(), lost=()) == {"b": 0.5, "c": 0.5, "d": 0.5, "e": 1.0}
+    assert presence.broken(there, done, offered=(), lost=("c", "x")) == {"c": 1.0, "e": 1.0}
+    assert presence.broken(there, done, offered=("b", "e"), lost=()) == {"c": 0.5, "d": 0.5}
+    assert presence.broken(None, done, offered=(), lost=()) == {}
     reason = LeftOut(replica=2, reason="judged: it is a copy", judged="0" * 64)
     judged = dataclasses.replace(done, left_out=(reason, dataclasses.replace(reason, replica=1)))
-    assert promises.broken(there, judged, offered=("b", "c", "d", "e"), lost=()) == {
+    assert presence.broken(there, judged, offered=("b", "c", "d", "e"), lost=()) == {
         "b": 0.5,
         "c": 0.5,
         "d": 0.5,
         "e": 1.0,
     }
     too_late = dataclasses.replace(done, left_out=(dataclasses.replace(reason, judged=None),))
-    assert promises.broken(there, too_late, offered=("b", "c", "d", "e"), lost=()) == {}
+    assert presence.broken(there, too_late, offered=("b", "c", "d", "e"), lost=()) == {}
 
 
 # --- the leader

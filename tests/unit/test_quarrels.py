@@ -1,4 +1,4 @@
-"""Who is in no chain any more after reports that stages lie, and what false reports cost (protocol/round/quarrels.py)."""
+"""Who is in no chain any more after reports that stages lie, and what false reports cost (protocol/round/accusations.py)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from protocol.planning import planner
 from protocol.planning.partition import Candidate
+from protocol.round.accusations import FIRST_ROUNDS, LIES, MOST_ROUNDS, REMEMBERED_PAIRS, Accusation, Accusations
 from protocol.round.leader_events import Gone, Lead, Propose, Received, Send
-from protocol.round.quarrels import FIRST_ROUNDS, LIES, MOST_ROUNDS, REMEMBERED, Quarrel, Quarrels
 from protocol.wire.plan import ReplicaSpec, StageSpec
 from protocol.wire.session import ChainFailure, ChainReconfig
 from tests.unit import test_leader as leading
@@ -20,14 +20,16 @@ def chain(*peers: str) -> ReplicaSpec:
     return ReplicaSpec(stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(peers)))
 
 
-def hear(known: Quarrels, accuser: str, accused: str, *, round: int = 1, reason: str = SAW, **of: Any) -> list[Quarrel]:
+def hear(
+    known: Accusations, accuser: str, accused: str, *, round: int = 1, reason: str = SAW, **of: Any
+) -> list[Accusation]:
     """The report of `accuser`, who is beside `accused` unless `chains` says who is beside whom."""
     failure = ChainFailure(round=round, replica=0, generation=0, peer=accused, reason=reason)
-    return known.hear(accuser, failure, of.get("chains", [chain(accuser, accused)]))
+    return known.report(accuser, failure, of.get("chains", [chain(accuser, accused)]))
 
 
-def heard(*pairs: tuple[str, str]) -> Quarrels:
-    known = Quarrels()
+def heard(*pairs: tuple[str, str]) -> Accusations:
+    known = Accusations()
     for accuser, accused in pairs:
         hear(known, accuser, accused)
     return known
@@ -37,11 +39,11 @@ def heard(*pairs: tuple[str, str]) -> Quarrels:
 
 
 def test_a_liar_is_out_when_a_second_neighbour_names_it() -> None:
-    known = Quarrels()
-    assert hear(known, "a", "liar") == [Quarrel("a", "liar", SAW, ())]
+    known = Accusations()
+    assert hear(known, "a", "liar") == [Accusation("a", "liar", SAW, ())]
     assert hear(known, "a", "liar") == [], "the same again is no news"
     assert known.out == frozenset()
-    assert hear(known, "b", "liar") == [Quarrel("b", "liar", SAW, ("liar",))]
+    assert hear(known, "b", "liar") == [Accusation("b", "liar", SAW, ("liar",))]
 
 
 def test_who_accuses_falsely_costs_each_one_neighbour_and_is_out_itself() -> None:
@@ -54,7 +56,7 @@ def test_who_accuses_falsely_costs_each_one_neighbour_and_is_out_itself() -> Non
 
 
 def test_two_who_accuse_one_together_are_out_before_they_have_thrown_out_three() -> None:
-    known, lost = Quarrels(), []
+    known, lost = Accusations(), []
     for victim in ("a", "b", "c"):
         for liar in ("liar-1", "liar-2"):
             hear(known, liar, victim)
@@ -74,7 +76,7 @@ def test_an_honest_one_beside_two_liars_comes_back_when_others_name_them() -> No
 
 
 def test_only_neighbours_are_believed_and_only_of_lies() -> None:
-    known = Quarrels()
+    known = Accusations()
     assert hear(known, "a", "c", chains=[chain("a", "b", "c"), None]) == []
     assert hear(known, "x", "a", chains=[chain("a", "b", "c")]) == []
     assert hear(known, "a", "a", chains=[chain("a", "b", "c")]) == []
@@ -89,14 +91,14 @@ def test_quarrels_end_and_their_number_is_bounded() -> None:
     known.begin(2 + FIRST_ROUNDS)
     assert known.out == frozenset()
     assert hear(known, "a", "liar") != [], "it is news again"
-    for i in range(REMEMBERED + 5):
+    for i in range(REMEMBERED_PAIRS + 5):
         hear(known, f"x{i}", f"y{i}")
     assert hear(known, "a", "liar") != [], "the oldest was forgotten"
 
 
 def test_a_quarrel_of_the_same_two_lasts_twice_as_long_as_the_one_before() -> None:
     """One that was a mistake ends soon, and honest neighbours are planned beside each other again; a liar is hardly ever tried again."""
-    known, round, lasted = Quarrels(), 1, []
+    known, round, lasted = Accusations(), 1, []
     for _ in range(9):
         began = round
         hear(known, "a", "b", round=round)
@@ -134,7 +136,7 @@ def accused(driver: Driver, by: str, who: str, generation: int = 0) -> list[Any]
 def test_the_accused_is_replaced_and_the_operator_told() -> None:
     driver = Driver("f")
     effects = accused(driver, "e", "d")
-    assert effects[0] == Quarrel("e", "d", SAW, ())
+    assert effects[0] == Accusation("e", "d", SAW, ())
     found = reconfig(effects[1:])
     assert (found.peers, found.generation) == (("c", "f", "e"), 1)
     assert "gradients do not fit their text" in found.reason
@@ -154,14 +156,14 @@ def test_who_accuses_a_second_time_in_a_round_gives_way_itself() -> None:
     driver = Driver("f", "g")
     driver.follow(reconfig(accused(driver, "c", "d")[1:]))
     effects = accused(driver, "c", "f", 1)
-    assert effects[0] == Quarrel("c", "f", SAW, ("c",))
+    assert effects[0] == Accusation("c", "f", SAW, ("c",))
     assert reconfig(effects[1:]).peers == ("g", "f", "e")
 
 
 def test_a_later_report_of_another_neighbour_counts_though_the_accused_is_gone() -> None:
     driver = Driver("f")
     accused(driver, "e", "d")
-    assert accused(driver, "c", "d")[0] == Quarrel("c", "d", SAW, ("d",))
+    assert accused(driver, "c", "d")[0] == Accusation("c", "d", SAW, ("d",))
 
 
 def test_a_liar_that_was_quicker_to_name_its_neighbour_loses_its_place_too() -> None:
@@ -174,16 +176,16 @@ def test_a_liar_that_was_quicker_to_name_its_neighbour_loses_its_place_too() -> 
 def test_a_node_that_does_not_lead_knows_it_when_it_does() -> None:
     driver = Driver("f")
     driver.do(Lead(False))
-    assert accused(driver, "e", "d") == [Quarrel("e", "d", SAW, ())]
+    assert accused(driver, "e", "d") == [Accusation("e", "d", SAW, ())]
     driver.do(Lead(True))
     assert isinstance(accused(driver, "e", "d")[0].message, ChainReconfig), "the report is repeated"
-    assert driver.leader.quarrels.loser("d", "x") == "d"
+    assert driver.leader.accusations.loser("d", "x") == "d"
 
 
 def test_a_report_of_another_round_says_nothing() -> None:
     driver = Driver("f")
     assert driver.failure("e", "d", round=7, reason=SAW) == []
-    assert driver.leader.quarrels.out == frozenset()
+    assert driver.leader.accusations.out == frozenset()
 
 
 def test_who_is_out_is_in_no_chain_of_the_next_plan() -> None:
@@ -207,7 +209,7 @@ def quarrelling() -> Driver:
     driver = Driver()
     ended = reconfig(accused(driver, "e", "d")[1:])
     driver.do(*(Received(peer, ended) for peer in driver.memory))
-    assert accused(driver, "c", "d", 1)[0] == Quarrel("c", "d", SAW, ("d",))
+    assert accused(driver, "c", "d", 1)[0] == Accusation("c", "d", SAW, ("d",))
     return driver
 
 
@@ -216,7 +218,7 @@ def test_a_run_that_cannot_go_on_with_its_quarrels_forgets_them() -> None:
     commit = driver.decide(asked_for(driver.at(leading.GONE)))
     assert commit.plan is not None
     assert [len(r.peers) for r in commit.plan.replicas] == [3]
-    assert driver.leader.quarrels.out == frozenset()
+    assert driver.leader.accusations.out == frozenset()
 
 
 def test_quarrels_are_forgotten_in_vain_where_others_are_lacking() -> None:

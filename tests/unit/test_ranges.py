@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from bootstrap.doorman import Doorman
-from peer.net.clock import Clock
+from bootstrap.sessions import AdmissionControl
+from peer.net.base import Clock
 from protocol.ledger import access, ranges, schedule, standing
 from protocol.ledger.ranges import RELAYED, range_of
 from protocol.planning import memory
 from protocol.planning.partition import Candidate
 from protocol.round import fairness
 from protocol.round.leader import Leader
-from protocol.round.leader_events import Petition, Propose, Ready
+from protocol.round.leader_events import DecreeSigned, Propose, Ready
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import DOMAIN, Commit
@@ -186,7 +186,7 @@ def test_a_plan_for_one_range_is_doubted_by_whoever_sees_it() -> None:
     other.ready(*"abcd")
     for name in names:
         other.do(Ready(Candidate(peer=name, memory_bytes=FULL, up_bps=10**7, range=HOME)))
-    sight = fairness.sight_of(other.leader, commit.time, 1.0, True)
+    sight = fairness.view_of(other.leader, commit.time, 1.0, True)
     found = fairness.doubt_in(sight, commit)
     assert found is not None
     assert found.reason == "plans 88% for one range of addresses"
@@ -204,7 +204,7 @@ def decreed(driver: Driver, **changes: Any) -> Limits:
     limits = dataclasses.replace(last, **changes)
     lasts = Schedule(rounds=now.rounds, total_steps=now.train.total_steps, limits=limits)
     wish, key = Decree(run=now.run_id, number=0, action=SET, schedule=lasts), tiny.OPERATOR
-    driver.do(Petition(key.peer_id, wish, key.sign(DOMAIN + encoding.encode(wish))))
+    driver.do(DecreeSigned(key.peer_id, wish, key.sign(DOMAIN + encoding.encode(wish))))
     return limits
 
 
@@ -228,13 +228,13 @@ def test_limits_that_are_decreed_hold_from_the_commit_that_brings_them() -> None
     async def hand_in(event: object) -> None:
         """Nobody is invited."""
 
-    refused = Doorman(driver.leader, hand_in, Clock()).crowded("x", ["y", "z"])
+    refused = AdmissionControl(driver.leader, hand_in, Clock()).crowded("x", ["y", "z"])
     assert refused is not None
     other = Driver(driver.memory, driver.manifest, before)
     other.ready(*"abcd")
     for name in names:
         other.do(Ready(Candidate(peer=name, memory_bytes=FULL, up_bps=10**7, range=HOME)))
-    sight = fairness.sight_of(other.leader, commit.time, 1.0, True)
+    sight = fairness.view_of(other.leader, commit.time, 1.0, True)
     large = dataclasses.replace(before[-1].plan, round=commit.plan.round)
     found = fairness.doubt_in(sight, dataclasses.replace(commit, plan=large))
     assert found is not None
@@ -265,12 +265,15 @@ def test_so_many_strangers_of_a_range_have_a_session_and_an_operator_may_admit_m
     async def hand_in(event: object) -> None:
         """Nobody is invited."""
 
-    doorman = Doorman(leader, hand_in, Clock())
-    assert doorman.crowded("x", ["y"]) is None
-    refused = doorman.crowded("x", ["y", "z"])
+    admission = AdmissionControl(leader, hand_in, Clock())
+    assert admission.crowded("x", ["y"]) is None
+    refused = admission.crowded("x", ["y", "z"])
     assert refused is not None
     assert refused.waits
-    assert doorman.crowded("x", ["y", key]) is None, "who is admitted takes nobody's place"
-    assert doorman.crowded(key, ["y", "z"]) is None
-    assert Doorman(Leader(manifest(), (), (), 0.0), hand_in, Clock()).crowded("x", [str(i) for i in range(99)]) is None
-    assert asyncio.run(doorman.welcome("x", None)) is None
+    assert admission.crowded("x", ["y", key]) is None, "who is admitted takes nobody's place"
+    assert admission.crowded(key, ["y", "z"]) is None
+    assert (
+        AdmissionControl(Leader(manifest(), (), (), 0.0), hand_in, Clock()).crowded("x", [str(i) for i in range(99)])
+        is None
+    )
+    assert asyncio.run(admission.welcome("x", None)) is None

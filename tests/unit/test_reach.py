@@ -13,17 +13,24 @@ from typing import Any
 
 import pytest
 
-from peer.net.base import call, serve_calls
-from peer.net.clock import Clock
+from peer.net.base import Clock, call, serve_calls
 from peer.net.daemon import Entrance
-from peer.net.dial_back import BOUNDS, Bounds, DialBack, greets
 from peer.net.greeting import GREETING
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.net.reach import AGAIN_SECONDS, Around, Finding, Reach, find_out
+from peer.net.reach import (
+    AGAIN_SECONDS,
+    DIAL_BACK_LIMITS,
+    DialBackLimits,
+    DialBackServer,
+    Reachability,
+    ReachContext,
+    ReachMonitor,
+    check_reachability,
+    greets,
+)
 from protocol.errors import RemoteError
 from protocol.wire import encoding, endpoints, framing
-from protocol.wire.announcement import Announcement
-from protocol.wire.dial_back import MOST_PORTS, Dialled, DialMe
+from protocol.wire.announcement import MOST_PORTS, Announcement, Dialled, DialMe
 from tests.sim.loop import VirtualLoop
 from tests.unit.test_net import sockets, start
 
@@ -71,10 +78,10 @@ class Town:
         self.announced: tuple[str, ...] = ()
         self.others: dict[str, str] = {}
 
-    async def node(self, name: str, bounds: Bounds = BOUNDS, host: str = NODE) -> MemoryTransport:
+    async def node(self, name: str, bounds: DialBackLimits = DIAL_BACK_LIMITS, host: str = NODE) -> MemoryTransport:
         made = self.network.transport(name)
         self.others[name] = f"/ip4/{host}/tcp/31337/p2p/{name}"
-        await DialBack(made, clock(), self.ports.greets, bounds).serve()
+        await DialBackServer(made, clock(), self.ports.greets, bounds).serve()
         return made
 
     async def liar(self, name: str, answer: bytes) -> None:
@@ -85,14 +92,14 @@ class Town:
         self.others[name] = f"/ip4/{NODE}/tcp/31337/p2p/{name}"
         await serve_calls(made, endpoints.DIAL_BACK, lies)
 
-    def around(self) -> Around:
+    def around(self) -> ReachContext:
         async def others() -> AsyncIterator[str]:
             for name in self.others:
                 yield name
 
         async def reach(peer: str) -> None: ...
 
-        return Around(
+        return ReachContext(
             transport=self.home,
             others=others,
             reach=reach,
@@ -169,7 +176,7 @@ def test_neither_the_answer_nor_its_time_tells_a_closed_port_from_a_silent_one()
             began = asyncio.get_running_loop().time()
             assert await town.ask("n", 22) == Dialled(host=ROUTER, ports=(OUTSIDE,))
             took.append(asyncio.get_running_loop().time() - began)
-        assert took == [pytest.approx(BOUNDS.seconds, abs=0.1)] * 2
+        assert took == [pytest.approx(DIAL_BACK_LIMITS.seconds, abs=0.1)] * 2
 
     run(story())
 
@@ -181,7 +188,7 @@ def test_an_answer_that_is_all_yes_does_not_wait() -> None:
         town.ports.open = {(ROUTER, PORT), (ROUTER, OUTSIDE)}
         began = asyncio.get_running_loop().time()
         assert await town.ask("n", PORT) == Dialled(host=ROUTER, ports=(PORT, OUTSIDE))
-        assert asyncio.get_running_loop().time() - began < BOUNDS.seconds / 2
+        assert asyncio.get_running_loop().time() - began < DIAL_BACK_LIMITS.seconds / 2
 
     run(story())
 
@@ -197,7 +204,7 @@ async def tries(ask: Callable[[], Coroutine[Any, Any, Dialled]], times: int) -> 
     return times - len(refused)
 
 
-BURST = BOUNDS.each[1]
+BURST = DIAL_BACK_LIMITS.each[1]
 
 
 def test_a_peer_may_ask_a_few_times_only() -> None:
@@ -206,7 +213,7 @@ def test_a_peer_may_ask_a_few_times_only() -> None:
         await town.node("n")
         assert await tries(lambda: town.ask("n", PORT), 20) == BURST
         assert len(town.ports.dialled) == 2 * BURST
-        await asyncio.sleep(2 / BOUNDS.each[0])
+        await asyncio.sleep(2 / DIAL_BACK_LIMITS.each[0])
         assert await tries(lambda: town.ask("n", PORT), 20) == 2
 
     run(story())
@@ -227,7 +234,7 @@ def test_many_names_at_one_address_count_as_one(hosts: list[str]) -> None:
             town.network.hosts[f"s{i}"] = host
             answered += await tries(lambda by=sybil: town.ask("n", PORT, by=by), 1)  # type: ignore[misc]
         # while they are asked one after another some more may
-        assert BURST <= answered <= BURST + 1 + 30 * BOUNDS.seconds * BOUNDS.each[0]
+        assert BURST <= answered <= BURST + 1 + 30 * DIAL_BACK_LIMITS.seconds * DIAL_BACK_LIMITS.each[0]
 
     run(story())
 
@@ -235,12 +242,15 @@ def test_many_names_at_one_address_count_as_one(hosts: list[str]) -> None:
 @pytest.mark.parametrize(
     ("bounds", "most"),
     [
-        (dataclasses.replace(BOUNDS, together=(0.001, 5.0)), 5),
-        (dataclasses.replace(BOUNDS, at_once=3), 3),
-        (dataclasses.replace(BOUNDS, kept=2), BOUNDS.at_once),  # to forget who asked does not lift what holds for all
+        (dataclasses.replace(DIAL_BACK_LIMITS, together=(0.001, 5.0)), 5),
+        (dataclasses.replace(DIAL_BACK_LIMITS, at_once=3), 3),
+        (
+            dataclasses.replace(DIAL_BACK_LIMITS, kept=2),
+            DIAL_BACK_LIMITS.at_once,
+        ),  # to forget who asked does not lift what holds for all
     ],
 )
-def test_all_together_may_ask_so_often(bounds: Bounds, most: int) -> None:
+def test_all_together_may_ask_so_often(bounds: DialBackLimits, most: int) -> None:
     async def story() -> None:
         town = Town()
         await town.node("n", bounds)
@@ -257,7 +267,7 @@ def test_all_together_may_ask_so_often(bounds: Bounds, most: int) -> None:
 def test_who_may_not_ask_takes_nothing_from_the_others() -> None:
     async def story() -> None:
         town = Town()
-        await town.node("n", dataclasses.replace(BOUNDS, together=(0.001, BURST + 1)))
+        await town.node("n", dataclasses.replace(DIAL_BACK_LIMITS, together=(0.001, BURST + 1)))
         assert await tries(lambda: town.ask("n", PORT), 40) == BURST
         other = town.network.transport("other")
         town.network.hosts["other"] = "/ip4/203.0.113.77/tcp/1"
@@ -340,9 +350,9 @@ def test_how_a_peer_is_reached(
         town.ports.open = open_ports
         for name in ("n", "m", "unasked"):
             await town.node(name, host="192.168.1.7" if seen.startswith(f"/ip4/{HOME}") else NODE)
-        found = await find_out(town.around())
+        found = await check_reachability(town.around())
         asked = ("n", "m") if how else ()
-        assert found == Finding(how=how, addresses=addresses, asked=asked)
+        assert found == Reachability(how=how, addresses=addresses, asked=asked)
 
     run(story())
 
@@ -352,7 +362,7 @@ def test_who_sees_us_in_its_own_network_cannot_tell_for_the_internet() -> None:
         town = Town(f"/ip4/{HOME}/tcp/{PORT}")
         town.ports.open = {(HOME, PORT)}
         await town.node("n")
-        assert await find_out(town.around()) == Finding()
+        assert await check_reachability(town.around()) == Reachability()
 
     run(story())
 
@@ -364,39 +374,39 @@ def answer(*ports: int, host: str = ROUTER) -> bytes:
 @pytest.mark.parametrize(
     ("lie", "open_ports", "expected"),
     [
-        (answer(PORT), set(), Finding(how="private", asked=("liar", "n", "m"))),
+        (answer(PORT), set(), Reachability(how="private", asked=("liar", "n", "m"))),
         (
             answer(),
             {(ROUTER, PORT)},
-            Finding(how="mapped", addresses=(f"/ip4/{ROUTER}/tcp/{PORT}",), asked=("liar", "n", "m")),
+            Reachability(how="mapped", addresses=(f"/ip4/{ROUTER}/tcp/{PORT}",), asked=("liar", "n", "m")),
         ),
         (  # an address that only one names is not announced: others would dial a stranger
             answer(22, host="198.51.100.99"),
             {(ROUTER, PORT)},
-            Finding(how="mapped", asked=("liar", "n")),
+            Reachability(how="mapped", asked=("liar", "n")),
         ),
-        (b"nonsense", set(), Finding(how="private", asked=("n", "m"))),
-        (encoding.encode(DialMe(ports=(1,))), set(), Finding(how="private", asked=("n", "m"))),
+        (b"nonsense", set(), Reachability(how="private", asked=("n", "m"))),
+        (encoding.encode(DialMe(ports=(1,))), set(), Reachability(how="private", asked=("n", "m"))),
         (
             framing.pack_message({"t": "dialled", "host": "x" * 900, "ports": [1]}),
             set(),
-            Finding(how="private", asked=("n", "m")),
+            Reachability(how="private", asked=("n", "m")),
         ),
         (
             framing.pack_message({"t": "dialled", "host": ROUTER, "ports": [*range(1, 100)]}),
             set(),
-            Finding(how="private", asked=("n", "m")),
+            Reachability(how="private", asked=("n", "m")),
         ),
     ],
 )
-def test_one_liar_does_not_decide(lie: bytes, open_ports: set[tuple[str, int]], expected: Finding) -> None:
+def test_one_liar_does_not_decide(lie: bytes, open_ports: set[tuple[str, int]], expected: Reachability) -> None:
     async def story() -> None:
         town = Town()
         town.ports.open = open_ports
         await town.liar("liar", lie)
         for name in ("n", "m"):
             await town.node(name)
-        assert await find_out(town.around()) == expected
+        assert await check_reachability(town.around()) == expected
 
     run(story())
 
@@ -418,7 +428,7 @@ def test_what_the_user_announces_is_tried(
         town.announced, town.ports.open = (announced,), open_ports
         for name in ("n", "m"):
             await town.node(name)
-        assert (await find_out(town.around())).how == how
+        assert (await check_reachability(town.around())).how == how
         assert (ROUTER, dialled) in town.ports.dialled
 
     run(story())
@@ -429,7 +439,9 @@ def test_a_peer_looks_again_when_its_addresses_change_and_now_and_then() -> None
         town, told, loop = Town(), list[tuple[float, str]](), asyncio.get_running_loop()
         for name in ("n", "m"):
             await town.node(name)
-        look = Reach(town.around(), Finding(how="private"), lambda found: told.append((loop.time(), found.how)))
+        look = ReachMonitor(
+            town.around(), Reachability(how="private"), lambda found: told.append((loop.time(), found.how))
+        )
         task = asyncio.create_task(look.run())
         await asyncio.sleep(AGAIN_SECONDS + 20)
         assert told == []  # nothing is told that was known
@@ -494,7 +506,7 @@ def test_a_daemon_is_dialled_back_and_a_remapped_port_is_reached(tmp_path: Path)
             announce = (f"/ip4/127.0.0.1/tcp/{outside}",)
             node = await start(tmp_path / "node")
             stack.push_async_callback(node.aclose)
-            await DialBack(node, Clock()).serve()
+            await DialBackServer(node, Clock()).serve()
             peer = await start(tmp_path / "peer", port=port, entrance=Entrance(announce=announce))
             stack.push_async_callback(peer.aclose)
             await peer.connect(node.addresses, timeout=DEADLINE)
@@ -504,14 +516,14 @@ def test_a_daemon_is_dialled_back_and_a_remapped_port_is_reached(tmp_path: Path)
 
             async def reach(peer: str) -> None: ...
 
-            around = Around(
+            around = ReachContext(
                 transport=peer,
                 others=others,
                 reach=reach,
                 addresses=lambda peer: node.addresses,
                 announced=announce,
             )
-            found = await find_out(around)
+            found = await check_reachability(around)
             assert found.how == "direct"
             assert set(found.addresses) == {announce[0], f"/ip4/127.0.0.1/tcp/{port}"}
 

@@ -167,7 +167,7 @@ def test_without_memory_for_a_recording_blocks_are_called(most: int) -> None:
     found = steps(records(most=most), (2, 4), 8, SPEC, "cpu", depth=3)
     same(found, steps(Unrecorded, (2, 4), 8, SPEC, "cpu", depth=3))
     assert all(made.recorded <= most for made in MADE)
-    assert not any(trainer.pieces for trainer in found[0])
+    assert not any(trainer.piece_rows for trainer in found[0])
 
 
 class _Traced(torch.nn.Module):
@@ -233,7 +233,7 @@ def test_a_step_that_is_broken_off_leaves_nothing(device: str) -> None:
         for parameter in trainer.stage.parameters():
             parameter.grad = 2 * parameter.grad
         trainer.backward(1, wire)
-        found.append([total.clone() for total in trainer.gradient_sums()])
+        found.append([total.clone() for total in trainer.stage.make_gradients()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -242,7 +242,7 @@ def test_other_shapes_are_called_and_another_round_goes_on(device: str) -> None:
     found = []
     for kind in (Unrecorded, Records):
         trainer = steps(kind, (2, 4), 8, SPEC, device)[0][1]
-        trainer.rest()
+        trainer.end_round()
         trainer.begin_round(random_theta(seed=2))
         sent = []
         for rows in (LONG.rows, 1, LONG.rows):

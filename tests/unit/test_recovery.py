@@ -17,9 +17,9 @@ import pytest
 from peer.log import replay
 from peer.net.base import Handler, Stream
 from peer.net.blobs import Blob, BlobServer
+from peer.state.handover import TAKEN
 from peer.state.storage import KEPT, Storage
-from peer.state.taking import TAKEN
-from protocol.codec.blob_hash import RANGE
+from protocol.codec.blob_hash import RANGE_BYTES
 from protocol.ledger import part_lists
 from protocol.planning import memory
 from protocol.run import layout
@@ -159,7 +159,7 @@ def test_a_newcomer_takes_the_newest_checkpoint_and_replays_the_rest(tmp_path: P
     """The newest is 20 rounds old: at most 1.5 checkpoints. And who missed 5 rounds fetches at most 12 % of one."""
 
     async def work() -> None:
-        run = manifest(rounds=100, checkpoint_rounds=50, outer=OuterSpec(topk=96, indices="fixed"))
+        run = manifest(rounds=100, checkpoint_rounds=50, outer=OuterSpec(topk=96))
         async with Swarm(tmp_path, run) as swarm:
             rounds = Rounds(swarm)
             for name in ("a", "b"):
@@ -228,7 +228,7 @@ def test_after_a_kill_the_payloads_on_disk_are_not_fetched_again(tmp_path: Path)
 @pytest.mark.campaign
 def test_who_is_far_behind_takes_a_later_state(tmp_path: Path) -> None:
     async def work() -> None:
-        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512))
         async with Swarm(tmp_path, run) as swarm:
             rounds = Rounds(swarm)
             swarm.start("a"), swarm.start("b")
@@ -252,7 +252,7 @@ def test_a_newcomer_that_is_restarted_goes_on(tmp_path: Path) -> None:
     """It is stopped after its first shards: what is on disk is not fetched again."""
 
     async def work() -> None:
-        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512))
         async with Swarm(tmp_path, run) as swarm:
             rounds = Rounds(swarm)
             holders = holder, _ = swarm.start("a"), swarm.start("b")
@@ -281,7 +281,7 @@ def test_a_newcomer_that_is_restarted_goes_on(tmp_path: Path) -> None:
             assert set(again.bases.values()) == {10}
             log = swarm.archive.commits
             size = sum(s.size + s.listed for r in (11, 12) for s in log[r].shares)
-            assert taken + again.received < 1.02 * (CHECKPOINT + size) - 3 * RANGE
+            assert taken + again.received < 1.02 * (CHECKPOINT + size) - 3 * RANGE_BYTES
             assert list((again.storage.blobs.folder / "parts").iterdir()) == []
 
     run(work())
@@ -289,7 +289,7 @@ def test_a_newcomer_that_is_restarted_goes_on(tmp_path: Path) -> None:
 
 def test_a_stage_fetches_its_own_shards_only(tmp_path: Path) -> None:
     async def work() -> None:
-        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512))
         half = max(memory.stage_memory(run, 0, 2), memory.stage_memory(run, 2, 4))
         async with Swarm(tmp_path, run) as swarm:
             rounds = Rounds(swarm)
@@ -313,7 +313,7 @@ def test_a_stage_fetches_its_own_shards_only(tmp_path: Path) -> None:
 def test_a_corrupt_holder_of_a_state_is_named_and_the_join_ends(tmp_path: Path) -> None:
     async def work() -> None:
         large = dataclasses.replace(MODEL, vocab_size=8192)  # three holders at once are asked for two megabytes
-        run = manifest(model=large, rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
+        run = manifest(model=large, rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512))
         async with Swarm(tmp_path, run) as swarm:
             rounds = Rounds(swarm)
             bad, *_ = [swarm.start(name) for name in ("bad", "b", "c")]
@@ -331,7 +331,7 @@ def test_a_corrupt_holder_of_a_state_is_named_and_the_join_ends(tmp_path: Path) 
 
 def test_without_any_checkpoint_the_archive_still_serves(tmp_path: Path) -> None:
     async def work() -> None:
-        run = manifest(rounds=100, checkpoint_rounds=100, outer=OuterSpec(topk=512, indices="fixed"))
+        run = manifest(rounds=100, checkpoint_rounds=100, outer=OuterSpec(topk=512))
         async with Swarm(tmp_path, run) as swarm:
             rounds = Rounds(swarm)
             holders = [swarm.start(name) for name in ("a", "b")]
@@ -351,7 +351,7 @@ def test_holders_that_vanish_on_the_way_are_replaced_by_a_replay(tmp_path: Path)
     """They say that they have a state and then do not serve it."""
 
     async def work() -> None:
-        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512))
         async with Swarm(tmp_path, run) as swarm:
             rounds = Rounds(swarm)
             holders = [swarm.start(name) for name in ("a", "b")]
@@ -371,7 +371,7 @@ def test_holders_that_have_a_newer_state_meanwhile_are_asked_for_that(tmp_path: 
     """They keep two, and whoever fetches is slow: what they offered is gone when it is asked for."""
 
     async def work() -> None:
-        run = manifest(rounds=100, checkpoint_rounds=5, outer=OuterSpec(topk=512, indices="fixed"))
+        run = manifest(rounds=100, checkpoint_rounds=5, outer=OuterSpec(topk=512))
         async with Swarm(tmp_path, run) as swarm:
             rounds, gone = Rounds(swarm), set[str]()
             holders = [swarm.start(name) for name in ("a", "b")]

@@ -1,4 +1,4 @@
-"""A peer that nodes refuse ends by what the log says and enough of them say, never on the word of one (peer/node/refusals.py)."""
+"""A peer that nodes refuse ends by what the log says and enough of them say, never on the word of one (peer/node/sessions.py)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from typing import Any
 
 import pytest
 
-from peer.net.base import serve_calls
-from peer.net.clock import Clock
+from peer.net.base import Clock, serve_calls
 from peer.net.memory import MemoryNetwork
-from peer.node.refusals import Refusals
+from peer.node.sessions import Refusals
 from protocol.errors import BannedError, ClosedError, LocalError, UsageError
-from protocol.ledger import invitations
+from protocol.ledger import access
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import DOMAIN, Commit
-from protocol.wire.decree import ADMIT, BAN, CLOSE, OPEN, Decree, Enacted
-from protocol.wire.invitation import Joined
+from protocol.wire.decree import ADMIT, BAN, CLOSE, OPEN, Decree, Enacted, Joined
 from protocol.wire.session import LogRequest, NotAdmitted
-from tests import tiny
+from tests import networks, tiny
 
 KEYS = tiny.OPERATORS[:4]
 NODES = tuple(key.peer_id for key in KEYS)
@@ -80,7 +78,9 @@ def ends(
             await serve_calls(node, endpoints.LOG, page)
         clock = Clock(steady=lambda: 0.0, wall=lambda: 0.0)
         me = network.transport(ME)
-        refusals = Refusals(manifest, me, joining, "/ip4/1.2.3.4/tcp/1/p2p/x#r", lambda: NODES, clock)
+        refusals = Refusals(
+            manifest, networks.network(me, clock=clock, nodes=NODES), joining, "/ip4/1.2.3.4/tcp/1/p2p/x#r"
+        )
         running = asyncio.create_task(refusals.run())
         for node_index, word in words:
             refusals.taken(NODES[node_index]) if word is None else refusals.refused(NODES[node_index], word)
@@ -167,7 +167,7 @@ def test_who_is_refused_again_after_it_was_let_in_ends_then() -> None:
 )
 def test_an_invitation_that_does_not_hold_any_more_is_named(expires: int, used: int, said: str) -> None:
     """It has expired by the time of the log, whatever this machine's clock says."""
-    made = invitations.issue(KEYS[0], b"i" * 32, CLOSED.run_id, expires=expires, count=1, reason="")
+    made = access.issue(KEYS[0], b"i" * 32, CLOSED.run_id, expires=expires, count=1, reason="")
     guest = made.joined(tiny.OPERATORS[5].peer_id)
     log = history(CLOSED, *(guest,) * used, None, time=10.0)
     error = ends(CLOSED, log, ALL, made.joined(ME))

@@ -14,11 +14,10 @@ import pytest
 
 from peer.net.base import Closed, Ended, NotServed, Stream, Timeout, Unreachable, call, serve_calls
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.net.relay import RelayServer, dialling
-from peer.net.relay.channel import CHANGED, SILENT, RelayFault, Signs
-from peer.net.relay.dialling import Patience, Relays
-from peer.net.relay.server import LIMITS, Limits
-from peer.net.relay.transport import RelayedTransport
+from peer.net.relay import RelayServer, transport
+from peer.net.relay.channel import CHANGED, SILENT, KeepAlive, RelayFault
+from peer.net.relay.server import RELAY_LIMITS, RelayLimits
+from peer.net.relay.transport import RelayedTransport, Relays, RelayTimeouts
 from peer.net.stream import CHUNK
 from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
@@ -31,7 +30,7 @@ R1, R2, R3 = (Identity(bytes([8, i] * 16)).peer_id for i in range(3))
 DEADLINE = 60.0
 PLENTY = 10**12
 """Bits a second that no test reaches."""
-QUICK = Patience(direct=0.05, offer=30.0, next=0.05)
+QUICK = RelayTimeouts(direct=0.05, offer=30.0, next=0.05)
 
 
 class Homes(MemoryNetwork):
@@ -70,7 +69,7 @@ class Lab:
         self.homes.append(home)
         return home
 
-    async def relay(self, who: str, bps: int = PLENTY, limits: Limits = LIMITS) -> RelayServer:
+    async def relay(self, who: str, bps: int = PLENTY, limits: RelayLimits = RELAY_LIMITS) -> RelayServer:
         transport = self.network.transport(who)
         self.servers[who] = server = RelayServer(transport, bps, lambda peer: peer in self.network.peers, limits=limits)
         await server.serve()
@@ -452,7 +451,7 @@ def test_a_relay_that_passes_nothing_on_is_named_and_the_next_stream_takes_anoth
             return [] if silent else [record]
 
         await liar(lab, R1, hold)
-        signs = Signs(ask=0.05, silent=0.3)
+        signs = KeepAlive(ask=0.05, silent=0.3)
         a = await lab.home(A, [R1], signs=signs)
         b = await lab.home(B, [R1, R2])
         await b.serve("echo", echo)
@@ -494,7 +493,7 @@ def test_a_relay_that_is_late_is_avoided_by_the_next_stream() -> None:
 
         transport = lab.network.transport(R1)
         await transport.serve(endpoints.RELAY, relay)
-        a = await lab.home(A, [R1], signs=Signs(ask=0.05, silent=DEADLINE, late=0.15))
+        a = await lab.home(A, [R1], signs=KeepAlive(ask=0.05, silent=DEADLINE, late=0.15))
         b = await lab.home(B, [R1])
         await b.serve("echo", echo)
         stream = await a.open(B.peer_id, "echo", timeout=10.0)
@@ -559,7 +558,7 @@ def test_the_quickest_relay_is_kept() -> None:
 
 def test_a_relay_serves_those_who_are_connected_and_no_more_than_it_says() -> None:
     async def story(lab: Lab) -> None:
-        limits = dataclasses.replace(LIMITS, circuits=3, of_a_peer=2)
+        limits = dataclasses.replace(RELAY_LIMITS, circuits=3, of_a_peer=2)
         server = await lab.relay(R1, limits=limits)
         a, b, c, d = [await lab.home(who, [R1]) for who in (A, B, C, D)]
         await b.serve("echo", echo)
@@ -631,7 +630,7 @@ def test_a_relay_passes_on_no_more_than_its_limit_in_fair_shares() -> None:
 def test_a_reader_that_does_not_read_holds_a_bounded_amount_and_only_its_own_stream() -> None:
     async def story(lab: Lab) -> None:
         server = await lab.relay(R1)
-        signs = Signs(ask=0.02, silent=1.0)
+        signs = KeepAlive(ask=0.02, silent=1.0)
         a, b = await lab.home(A, [R1], signs=signs), await lab.home(B, [R1])
         reading = asyncio.Event()
         got = 0
@@ -690,7 +689,7 @@ def test_a_sender_that_ignores_the_window_is_stopped_by_its_receiver() -> None:
         await b.serve("late", late)
         direct = lab.network.transport(A.peer_id)
         carrier = await direct.open(R1, endpoints.RELAY, timeout=10.0)
-        shake = dialling.handshake(initiator=True, relay=R1)
+        shake = transport.handshake(initiator=True, relay=R1)
         await carrier.send(relaying.pack_ask(B.peer_id))
         await carrier.send(shake.write(b""))
         assert relaying.answer_of(await carrier.recv()) == relaying.HERE
@@ -713,7 +712,7 @@ def test_a_sender_that_ignores_the_window_is_stopped_by_its_receiver() -> None:
 
 def test_a_circuit_that_carries_nothing_ends() -> None:
     async def story(lab: Lab) -> None:
-        server = await lab.relay(R1, limits=dataclasses.replace(LIMITS, idle=0.2))
+        server = await lab.relay(R1, limits=dataclasses.replace(RELAY_LIMITS, idle=0.2))
         a, b = await lab.home(A, [R1]), await lab.home(B, [R1])
         await b.serve("echo", echo)
         stream = await a.open(B.peer_id, "echo", timeout=10.0)
@@ -793,7 +792,7 @@ def test_nonsense_ends_only_its_own_stream() -> None:
 
 def test_a_silent_stranger_does_not_hold_a_circuit() -> None:
     async def story(lab: Lab) -> None:
-        server = await lab.relay(R1, limits=dataclasses.replace(LIMITS, ask=0.1))
+        server = await lab.relay(R1, limits=dataclasses.replace(RELAY_LIMITS, ask=0.1))
         stream = await lab.network.transport(C.peer_id).open(R1, endpoints.RELAY, timeout=10.0)
         with pytest.raises((Closed, Timeout)):
             await stream.recv(timeout=30.0)

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from peer.chain.connect import Pipes
+from peer.chain.connect import PipelineStreams
 from peer.net import keyfile, p2p
 from peer.net.base import Ended, Stream, Unreachable, call, serve_calls
 from peer.net.blobs import NO_ROUND, BlobServer, BlobStore, Fetcher
 from peer.net.relay import RelayedTransport, RelayServer
 from peer.net.relay.channel import RelayFault
-from peer.net.uplink import Uplink
 from protocol.identity import short_peer
 from protocol.wire import endpoints
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from tests import networks
 
 DEADLINE = 200.0
 SOCKETS = Path(f"/tmp/relay-{os.getpid()}")
@@ -107,7 +107,7 @@ def test_a_call_a_blob_and_a_pipe_go_through_a_relay(tmp_path: Path) -> None:
             assert ours.get(name) == data
             await fetcher.aclose()
 
-            ends = [Pipes(home, reach, lambda peer: None, Uplink()) for home in (a, b)]
+            ends = [PipelineStreams(networks.network(home, reach)) for home in (a, b)]
             await b.serve(endpoints.PIPE, lambda stream: ends[1].serve(stream, 0))
             stages = tuple(StageSpec(peer=home.peer_id, first=i, last=i + 1) for i, home in enumerate((a, b)))
             plan = Plan(round=1, replicas=(ReplicaSpec(rank=0, stages=stages),))

@@ -12,22 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootstrap.roster import GONE, Heard
-from bootstrap.sessions import ANNOUNCED_AT_ONCE, Session
-from peer.net import roster
-from peer.net.base import MAX_RECORD, CallHandler, serve_calls
-from peer.net.clock import Clock
+from bootstrap.roster import MAX_GONE, AnnouncementTable
+from bootstrap.sessions import ANNOUNCEMENTS, Session
+from peer.net import node_calls
+from peer.net.base import MAX_RECORD, CallHandler, Clock, serve_calls
 from peer.net.directory import PUBLISH_SECONDS, SAMPLE, TOGETHER, Directory
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.net.roster import CALL_SECONDS, RosterReader
-from peer.net.token_bucket import TokenBucket
+from peer.net.node_calls import CALL_SECONDS, RosterReader
+from peer.net.rate_limits import TokenBucket
 from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding, endpoints, sealed
-from protocol.wire.announcement import Announcement
+from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import MOST_LOOKED_UP, Announcement, Lookup, Roster, RosterRequest
 from protocol.wire.encoding import MessageError
-from protocol.wire.roster import MOST_LOOKED_UP, Lookup, Roster, RosterRequest
 from tests import tiny
 from tests.sim.loop import VirtualLoop
 
@@ -44,37 +42,37 @@ def announcement(who: Identity, serial: int = 1, **changes: Any) -> Announcement
 
 
 def raw(who: Identity, serial: int = 1, **changes: Any) -> bytes:
-    return sealed.seal(who, announcement(who, serial, **changes))
+    return encoding.seal(who, announcement(who, serial, **changes))
 
 
-def answer(heard: Heard, request: Lookup | RosterRequest) -> Roster:
+def answer(heard: AnnouncementTable, request: Lookup | RosterRequest) -> Roster:
     reply = encoding.decode(heard.answer(request), "node")
     assert isinstance(reply, Roster)
     return reply
 
 
 def names(reply: Roster) -> list[str]:
-    return [found.peer for body in reply.announcements if (found := roster.believed(body, RUN)) is not None]
+    return [found.peer for body in reply.announcements if (found := node_calls.believed(body, RUN)) is not None]
 
 
 # --- what a node takes
 
 
 def test_an_announcement_counts_if_it_is_its_peers_and_newer() -> None:
-    heard = Heard(RUN, 0)
-    assert heard.take(A.peer_id, raw(A, 5)) == announcement(A, 5)
+    heard = AnnouncementTable(RUN, 0)
+    assert heard.add(A.peer_id, raw(A, 5)) == announcement(A, 5)
     for who, body in (
         (A, raw(A, 5)),
         (A, raw(A, 4)),
         (A, raw(B, 6)),
         (B, raw(A, 6)),
-        (A, sealed.seal(B, announcement(A, 6))),
+        (A, encoding.seal(B, announcement(A, 6))),
         (A, raw(A, 6, run="another")),
         (A, raw(A, 6, device="d" * MAX_RECORD)),
         (A, b"junk"),
     ):
-        assert heard.take(who.peer_id, body) is None
-    assert heard.take(A.peer_id, raw(A, 6, memory_bytes=1)) is not None
+        assert heard.add(who.peer_id, body) is None
+    assert heard.add(A.peer_id, raw(A, 6, memory_bytes=1)) is not None
     assert answer(heard, Lookup(peers=(A.peer_id,))).announcements == (raw(A, 6, memory_bytes=1),)
 
 
@@ -87,35 +85,35 @@ def test_a_peer_is_heard_as_often_as_its_session_and_the_node_allow() -> None:
     assert not second.may_announce(node, 0.0)
     assert first.may_announce(node, 100.0)
     alone = Session()
-    assert sum(alone.may_announce(TokenBucket(1e9, 1e9), 0.0) for _ in range(100)) == ANNOUNCED_AT_ONCE
+    assert sum(alone.may_announce(TokenBucket(1e9, 1e9), 0.0) for _ in range(100)) == ANNOUNCEMENTS.burst
 
 
 # --- what it tells
 
 
 def test_who_asks_for_some_gets_those_and_no_more_than_fit() -> None:
-    heard = Heard(RUN, 0)
+    heard = AnnouncementTable(RUN, 0)
     for who in PEERS:
-        heard.take(who.peer_id, raw(who))
+        heard.add(who.peer_id, raw(who))
     everybody = tuple(p.peer_id for p in PEERS)
     assert names(answer(heard, Lookup(peers=(C.peer_id, "unknown", A.peer_id, C.peer_id)))) == [C.peer_id, A.peer_id]
     assert names(answer(heard, Lookup(peers=everybody))) == list(everybody[:MOST_LOOKED_UP])
     sampled = names(answer(heard, Lookup(sample=10**9)))
     assert len(set(sampled)) == len(sampled) == MOST_LOOKED_UP
     assert names(answer(heard, Lookup(sample=-1))) == []
-    big = Heard(RUN, 0)
+    big = AnnouncementTable(RUN, 0)
     for who in PEERS:
-        big.take(who.peer_id, raw(who, device="d" * 3500))
+        big.add(who.peer_id, raw(who, device="d" * 3500))
     for request in (Lookup(sample=MOST_LOOKED_UP), RosterRequest(position=-1)):
         assert len(big.answer(request)) <= endpoints.ROSTER_REPLY
 
 
 def test_many_gone_peers_are_forgotten_and_who_missed_them_starts_anew() -> None:
-    heard = Heard(RUN, 1000)
-    heard.take(A.peer_id, raw(A))
+    heard = AnnouncementTable(RUN, 1000)
+    heard.add(A.peer_id, raw(A))
     at = answer(heard, RosterRequest(position=-1)).position
-    for serial in range(1, GONE + 2):
-        heard.take(B.peer_id, raw(B, serial))
+    for serial in range(1, MAX_GONE + 2):
+        heard.add(B.peer_id, raw(B, serial))
         heard.remove(B.peer_id)
     reply = answer(heard, RosterRequest(position=at))
     assert reply.anew
@@ -132,7 +130,7 @@ def test_a_reader_of_differences_knows_what_the_node_knows(steps: list[Step]) ->
     async def work() -> None:
         network = MemoryNetwork()
         node, watcher = network.transport(tiny.OPERATOR.peer_id), network.transport(A.peer_id)
-        heard, now, there = Heard(RUN, 1), 1, dict[str, Announcement]()
+        heard, now, there = AnnouncementTable(RUN, 1), 1, dict[str, Announcement]()
 
         async def serve(remote: str, request: bytes) -> bytes:
             ask = encoding.decode(request, remote)
@@ -145,13 +143,13 @@ def test_a_reader_of_differences_knows_what_the_node_knows(steps: list[Step]) ->
             who, now = PEERS[index], now + 1
             match what:
                 case "announce":
-                    heard.take(who.peer_id, raw(who, now))
+                    heard.add(who.peer_id, raw(who, now))
                     there[who.peer_id] = announcement(who, now)
                 case "leave":
                     heard.remove(who.peer_id)
                     there.pop(who.peer_id, None)
                 case "restart":
-                    heard, there = Heard(RUN, 100 * now), {}
+                    heard, there = AnnouncementTable(RUN, 100 * now), {}
                 case "read":
                     await reader.refresh([tiny.OPERATOR.peer_id])
                     assert reader.known == there
@@ -167,13 +165,13 @@ def test_a_long_roster_comes_in_pages() -> None:
             long = tuple(
                 f"/dns4/{'d' * 60}.{'d' * 60}.{'d' * 60}/tcp/{port}/p2p/{who.peer_id}" for port in range(1, 14)
             )
-            swarm.heard.take(who.peer_id, raw(who, addresses=long))
+            swarm.heard.add(who.peer_id, raw(who, addresses=long))
         reader = RosterReader(swarm.me, RUN)
         await reader.refresh([tiny.OPERATOR.peer_id])
         assert sorted(reader.known) == sorted(p.peer_id for p in PEERS)
         assert len(swarm.asked) > 1
         swarm.asked.clear()
-        swarm.heard.take(A.peer_id, raw(A, 2))
+        swarm.heard.add(A.peer_id, raw(A, 2))
         await reader.refresh(["nobody", tiny.OPERATOR.peer_id])
         assert reader.known[A.peer_id].serial == 2
         assert len(swarm.asked) == 1
@@ -184,7 +182,7 @@ def test_a_long_roster_comes_in_pages() -> None:
 def test_a_node_that_lies_is_not_believed_and_does_not_keep_us() -> None:
     async def story(swarm: Nodes) -> None:
         reader = RosterReader(swarm.me, RUN)
-        forged = sealed.seal(B, announcement(A))
+        forged = encoding.seal(B, announcement(A))
         swarm.reply = Roster(announcements=(forged, b"junk", raw(A, run="another")), position=5)
         await reader.refresh([tiny.OPERATOR.peer_id])
         assert reader.known == {}
@@ -205,7 +203,7 @@ class Nodes:
         self.network = network
         self.node = network.transport(tiny.OPERATOR.peer_id)
         self.me = network.transport(PEERS[-1].peer_id)
-        self.heard = Heard(RUN, 0)
+        self.heard = AnnouncementTable(RUN, 0)
         self.asked: list[Lookup | RosterRequest] = []
         self.reply: Roster | None = None
         me = announcement(PEERS[-1], 0)
@@ -245,7 +243,7 @@ def test_a_peer_asks_its_node_for_whom_it_needs_and_for_several_at_once() -> Non
     async def story(swarm: Nodes) -> None:
         for who in PEERS[:50]:
             swarm.peer(who)
-            swarm.heard.take(who.peer_id, raw(who))
+            swarm.heard.add(who.peer_id, raw(who))
         await asyncio.gather(*(swarm.directory.reach(p.peer_id) for p in PEERS[:50]))
         assert len(swarm.asked) == 2, "the first alone, all who came meanwhile together"
         assert set(swarm.directory.known) == {p.peer_id for p in PEERS[:50]}
@@ -265,8 +263,8 @@ def test_a_node_that_does_not_answer_holds_nobody_up() -> None:
     async def work() -> None:
         network = MemoryNetwork()
         nodes = [network.transport(peer) for peer in manifest.operators]
-        heard = Heard(manifest.run_id, 0)
-        heard.take(A.peer_id, raw(A, run=manifest.run_id))
+        heard = AnnouncementTable(manifest.run_id, 0)
+        heard.add(A.peer_id, raw(A, run=manifest.run_id))
 
         def serves(node: MemoryTransport) -> CallHandler:
             async def serve(remote: str, request: bytes) -> bytes:
@@ -309,7 +307,7 @@ def test_who_has_lost_the_nodes_finds_those_in_the_dht() -> None:
 def test_some_who_are_there_are_found_and_older_news_does_not_count() -> None:
     async def story(swarm: Nodes) -> None:
         for who in PEERS:
-            swarm.heard.take(who.peer_id, raw(who, 7))
+            swarm.heard.add(who.peer_id, raw(who, 7))
         swarm.directory.learn([announcement(who, 9) for who in PEERS])
         found = await swarm.directory.peers()
         assert len(set(found)) == len(found) == MOST_LOOKED_UP
@@ -372,7 +370,7 @@ def test_serials_grow_although_the_time_of_day_goes_back() -> None:
         found = []
         for step in range(3):
             directory.update(step=step)
-            said = roster.believed(await told.get(), RUN)
+            said = node_calls.believed(await told.get(), RUN)
             assert said is not None
             found.append(said.serial)
         task.cancel()
@@ -389,7 +387,7 @@ def test_what_is_told_is_the_newest() -> None:
     async def story(swarm: Nodes) -> None:
         told: asyncio.Queue[bytes] = asyncio.Queue()
         task = asyncio.create_task(swarm.directory.announce(told.put_nowait))
-        first = roster.believed(await told.get(), RUN)
+        first = node_calls.believed(await told.get(), RUN)
         assert first is not None
         assert dataclasses.replace(first, serial=0) == swarm.directory.announcement
         assert first.serial > 0

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from peer.chain.stop_sign import StopSign
+from peer.chain.reading import StopSign
 from peer.events import Emitter
-from peer.net.clock import Clock
-from peer.node.audit import NoTraining
-from peer.node.orders import Result
-from peer.node.training import RoundEnd, Training
-from protocol.round.deadline import Deadline
-from protocol.round.grace import LEAST, OVERRUN
+from peer.net.base import Clock
+from peer.node.training import InnerLoop, Result, RoundEnd, Training
+from protocol.round.member import Deadline
 from protocol.round.member_events import Event, Trained, TrainOrder
+from protocol.round.stragglers import GRACE_SHARE, OVERRUN
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import tiny
 from tests.sim import paces
@@ -54,7 +52,7 @@ def test_the_last_step_ends_before_the_moment_or_hardly_later(seconds: float, st
     end.set_in(24.0)
     assert steps_until(end, watch, seconds) == steps
     assert steps == 1 or steps * seconds <= 24.0 * (1 + OVERRUN)
-    assert OVERRUN < LEAST, "nobody is left out for it"
+    assert OVERRUN < GRACE_SHARE, "nobody is left out for it"
 
 
 def test_without_a_moment_it_does_not_end() -> None:
@@ -80,7 +78,7 @@ def test_when_the_time_is_over_already_the_step_under_way_is_the_last() -> None:
     assert end.is_set()
 
 
-class Stepping(NoTraining):
+class Stepping(InnerLoop):
     """An inner loop that does steps of a second on the test's clock."""
 
     def __init__(self, watch: Watch, before_step: Callable[[int], None]) -> None:

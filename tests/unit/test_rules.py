@@ -13,22 +13,19 @@ import pytest
 from peer import events
 from peer.log.reader import BadPayload
 from peer.log.replay import verify
-from peer.node.follower import Follower
+from peer.node.log_reader import Follower
 from protocol.identity import Identity
-from protocol.ledger import invitations, part_lists, rules, run_state
+from protocol.ledger import access, part_lists, rules, run_state
+from protocol.ledger.history import BadCommit, follow
 from protocol.ledger.rules import RULES
 from protocol.ledger.run_state import RunState
-from protocol.ledger.validation import BadCommit, follow
 from protocol.round import fairness, judging
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding
-from protocol.wire.audit import Audit
+from protocol.wire.claims import Audit, Evaluation, Mark, Score
 from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Share
-from protocol.wire.decree import BAN, SET, Board, Decree, Enacted, Operator, Schedule
-from protocol.wire.evaluation import Evaluation
-from protocol.wire.invitation import Joined
+from protocol.wire.decree import BAN, SET, Board, Decree, Enacted, Joined, Operator, Schedule
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
-from protocol.wire.score import Mark, Score
 from tests import tiny
 
 LAYERS = tiny.LAYERS
@@ -227,7 +224,7 @@ def ban(subject: str, **changes: Any) -> Decree:
 
 def invited(*seeds: int, operator: Identity = OPERATOR, count: int = 1) -> tuple[Joined, ...]:
     """Peers with these seeds show an invitation for `count`."""
-    ticket = invitations.issue(operator, b"\5" * 32, RUN.run_id, expires=10**6, count=count, reason="")
+    ticket = access.issue(operator, b"\5" * 32, RUN.run_id, expires=10**6, count=count, reason="")
     return tuple(ticket.joined(Identity(bytes([seed]) * 32).peer_id) for seed in seeds)
 
 
@@ -376,7 +373,7 @@ def test_a_lie_breaks_its_rule_for_voters_auditors_and_peers(lie: Lie) -> None:
     commit = lie.change(lie.honest(state))
     found = [(v.rule, v.reason) for v in rules.check(state, commit)]
     assert any(rule == lie.rule and lie.reason in reason for rule, reason in found), found
-    unfair = fairness.lie_in(fairness.Sight(state=state, chains=None, wall=1.0), commit)
+    unfair = fairness.lie_in(fairness.NodeView(state=state, chains=None, wall=1.0), commit)
     assert unfair is not None
     assert unfair.lie
     assert any((lie.before or lie.reason) in reason for reason in audited(RUN, [*log, commit]))

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from peer.cli.log import lines, round_lines
 from peer.log import reader, replay
 from peer.net.base import serve_calls
 from peer.net.blobs import BlobServer, BlobStore
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.net.memory import MemoryNetwork
-from peer.ui import log_text
 from protocol.codec.topk import in_memory
 from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity
 from protocol.run import layout
-from protocol.wire import encoding, endpoints, framing, sealed
+from protocol.wire import encoding, endpoints, framing
 from protocol.wire.commit import Commit, Contribution
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import LogRequest
@@ -85,8 +85,7 @@ def records(found: list[Commit]) -> list[bytes]:
 
 def test_the_log_comes_page_by_page_from_the_node_that_answers() -> None:
     async def story(log: reader.Remote) -> None:
-        shown: list[str] = []
-        await log_text.show(MANIFEST, log, shown.append, shown.append)
+        shown = [line async for line in lines(MANIFEST, log)]
         assert [line.split("  ")[0] for line in shown if line.startswith("round")] == ["round 0", "round 1", "round 2"]
 
     ask(story, pages(records(commits(3))))
@@ -103,7 +102,7 @@ def test_the_log_comes_page_by_page_from_the_node_that_answers() -> None:
 def test_a_node_that_answers_nonsense_is_named(answer: Callable[[int], bytes], reason: str) -> None:
     async def story(log: reader.Remote) -> None:
         with pytest.raises(RemoteError, match=reason) as error:
-            await log_text.show(MANIFEST, log, lambda text: None, lambda text: None)
+            [record async for record in reader.checked(MANIFEST, log)]
         assert error.value.peer == OTHER
 
     ask(story, answer)
@@ -114,7 +113,7 @@ def test_a_node_that_answers_nonsense_is_named(answer: Callable[[int], bytes], r
     [
         ([b"junk"], "round 0: the commit cannot be believed: record from the log"),
         (
-            [sealed.seal(tiny.OPERATOR, LogRequest(after=1))],
+            [encoding.seal(tiny.OPERATOR, LogRequest(after=1))],
             "round 0: the commit cannot be believed: record from the log",
         ),
         (records(commits(1)) * 50, "round 1: the commit is not the one of round 1"),
@@ -123,8 +122,8 @@ def test_a_node_that_answers_nonsense_is_named(answer: Callable[[int], bytes], r
 def test_a_node_that_repeats_itself_or_lies_is_not_followed_for_ever(log: list[bytes], reason: str) -> None:
     async def story(source: reader.Remote) -> None:
         with pytest.raises(LocalError, match=reason):
-            await log_text.show(MANIFEST, source, lambda text: None, lambda text: None)
-        found = await replay.verify(MANIFEST, source.records(print), source.payload, lambda problem: None)
+            [record async for record in reader.checked(MANIFEST, source)]
+        found = await replay.verify(MANIFEST, source.records(), source.payload, lambda problem: None)
         assert len(found.problems) == 1
 
     ask(story, lambda after: framing.pack_message(log))
@@ -134,9 +133,9 @@ def test_a_replay_in_files_gives_the_same_digests(tmp_path: Path) -> None:
     async def story(source: reader.Remote) -> None:
         found = [
             await replay.verify(
-                MANIFEST, source.records(print), source.payload, lambda problem: pytest.fail(str(problem)), None, empty
+                MANIFEST, source.records(), source.payload, lambda problem: pytest.fail(str(problem)), None, empty
             )
-            for empty in (in_memory, functools.partial(LocalDisk().arrays, tmp_path))
+            for empty in (in_memory, functools.partial(Disk().arrays, tmp_path))
         ]
         assert set(found[0].digests) == set(layout.shard_names(MANIFEST.model))
         assert found[0].digests == found[1].digests
@@ -206,7 +205,5 @@ def test_blocks_that_moved_are_shown() -> None:
         return Plan(round=2, replicas=(ReplicaSpec(rank=0, stages=stages),))
 
     made = tiny.record(dataclasses.replace(commits(2)[1], plan=plan(3)))
-    assert (
-        log_text.round_lines(made, plan(2), 9)[-1] == "  0 moved       blocks 2 > 2 become 3 > 1  aaaaaaaa > bbbbbbbb"
-    )
-    assert "moved" not in "".join(log_text.round_lines(made, plan(3), 9))
+    assert round_lines(made, plan(2), 9)[-1] == "  0 moved       blocks 2 > 2 become 3 > 1  aaaaaaaa > bbbbbbbb"
+    assert "moved" not in "".join(round_lines(made, plan(3), 9))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from peer.chain.scheduler import AHEAD, AlternatingScheduler, Launched
+from peer.chain.worker import AHEAD, AlternatingScheduler, Launched
 
 BACK, FORTH = 2, 1
 DEADLINE_S = 30.0

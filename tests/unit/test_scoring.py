@@ -10,16 +10,26 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from protocol.identity import Identity, short_peer
-from protocol.ledger import claims, marks, scoring, standing
+from protocol.ledger import claims, scoring, standing
 from protocol.ledger.claims import Claims
-from protocol.ledger.marks import ENOUGH, KNOWN, MISSES, Book, Scored
-from protocol.ledger.scoring import LATE, LEAST, MOST, SCORERS, Scoring
+from protocol.ledger.scoring import (
+    ENOUGH_EVIDENCE,
+    LATE_ROUNDS,
+    LEAST_POOL,
+    LEAST_SEQUENCES,
+    MISSES,
+    MOST_SEQUENCES,
+    SCORERS,
+    ScoreBook,
+    Scored,
+    Scoring,
+)
 from protocol.round import fairness
 from protocol.round.leader_events import Received
 from protocol.run.manifest import EvaluationSpec, JudgingSpec, Manifest, TrainSpec
+from protocol.wire.claims import MAX_MARKS, Mark, Score
 from protocol.wire.commit import MAX_SCORES, Commit, Contribution, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
-from protocol.wire.score import MAX_MARKS, Mark, Score
 from tests import tiny
 from tests.rules import due as open_for
 from tests.rules import of_claims, of_standing
@@ -61,7 +71,7 @@ def full(count: int = 8) -> list[Contribution]:
 
 
 def test_three_score_each_contribution_and_nobody_its_own() -> None:
-    by = scoring.assigned(RUN, commit(1, *full()), Book())
+    by = scoring.assigned(RUN, commit(1, *full()), ScoreBook())
     assert set(by) == set(NAMES[:8])
     for number in range(8):
         assert sum(number in given for given in by.values()) == SCORERS
@@ -70,17 +80,19 @@ def test_three_score_each_contribution_and_nobody_its_own() -> None:
 
 
 def test_nobody_knows_beforehand_who_scores_whom() -> None:
-    one, other = (scoring.assigned(RUN, dataclasses.replace(commit(1, *full()), time=t), Book()) for t in (1.0, 2.0))
+    one, other = (
+        scoring.assigned(RUN, dataclasses.replace(commit(1, *full()), time=t), ScoreBook()) for t in (1.0, 2.0)
+    )
     assert one != other
-    assert one == scoring.assigned(RUN, commit(1, *full()), Book())
+    assert one == scoring.assigned(RUN, commit(1, *full()), ScoreBook())
 
 
 def test_scoring_takes_no_more_than_its_share() -> None:
     for share in (0.0, 0.005, 0.02, 0.08, 0.5):
         run = dataclasses.replace(RUN, judging=JudgingSpec(score_share=share))
         each = scoring.sequences(run)
-        assert LEAST <= each <= MOST
-        given = [scoring.assigned(run, commit(r, *full()), Book()) for r in range(400)]
+        assert LEAST_SEQUENCES <= each <= MOST_SEQUENCES
+        given = [scoring.assigned(run, commit(r, *full()), ScoreBook()) for r in range(400)]
         passes = 4 * each * sum(len(numbers) for by in given for numbers in by.values()) / len(given) / 8
         assert passes <= share * 3 * 200 + 1e-9, "of the time that 200 trained sequences take, three passes each"
         assert (passes > 0) == (share > 0)
@@ -91,19 +103,19 @@ def test_scoring_takes_no_more_than_its_share() -> None:
 
 def test_who_is_slow_sets_the_pace_or_does_not_score() -> None:
     slow = [*full(7), contribution(7, NAMES[7], steps=STEPS // 3)]
-    assert NAMES[7] not in scoring.assigned(RUN, commit(1, *slow), Book())
+    assert NAMES[7] not in scoring.assigned(RUN, commit(1, *slow), ScoreBook())
     half = [*full(7), contribution(7, NAMES[7], steps=STEPS // 2 + 1)]
-    marks_given = [sum(map(len, scoring.assigned(RUN, commit(r, *half), Book()).values())) for r in range(50)]
+    marks_given = [sum(map(len, scoring.assigned(RUN, commit(r, *half), ScoreBook()).values())) for r in range(50)]
     assert statistics.mean(marks_given) < 0.6 * 24
 
 
 def test_members_of_chains_are_scored_and_do_not_score() -> None:
     made = [*full(3), contribution(3, *NAMES[3:5])]
-    by = scoring.assigned(RUN, commit(1, *made), Book())
+    by = scoring.assigned(RUN, commit(1, *made), ScoreBook())
     assert set(by) == set(NAMES[:3])
     assert all(3 in given for given in by.values())
-    assert scoring.assigned(RUN, commit(1, contribution(0, *NAMES[:2])), Book()) == {}
-    assert scoring.assigned(RUN, commit(1, contribution(0, NAMES[0])), Book()) == {}, "nobody scores himself"
+    assert scoring.assigned(RUN, commit(1, contribution(0, *NAMES[:2])), ScoreBook()) == {}
+    assert scoring.assigned(RUN, commit(1, contribution(0, NAMES[0])), ScoreBook()) == {}, "nobody scores himself"
 
 
 def test_whoever_was_scored_longest_ago_comes_first() -> None:
@@ -166,7 +178,7 @@ def test_what_has_no_place(said: Score, why: str) -> None:
     assert len(found) == 1
     assert f"has a score that {NOW.why_not(said)}" in found
     heard = Claims()
-    heard.hear(open_for(NOW), said)
+    heard.add(open_for(NOW), said)
     assert heard.next(open_for(NOW), Score) == ()
 
 
@@ -179,17 +191,17 @@ def test_scores_come_once_and_not_too_late() -> None:
     then = NOW.after(commit(2, *full(), scores=[said]))
     assert then.why_not(said) == f"is told by {short_peer(NAMES[0])} for the second time"
     late = says(NOW, KEYS[1], 1)
-    for round in range(3, 1 + LATE):
+    for round in range(3, 1 + LATE_ROUNDS):
         then = then.after(commit(round, *full()))
     assert then.why_not(late) is None
-    assert then.after(commit(1 + LATE, *full())).why_not(late) == "scores round 1, which is not due"
+    assert then.after(commit(1 + LATE_ROUNDS, *full())).why_not(late) == "scores round 1, which is not due"
 
 
 def test_a_commit_has_so_many_and_the_rest_follow() -> None:
     heard = Claims()
     for key in KEYS[:8]:
-        heard.hear(open_for(NOW), says(NOW, key, 1))
-        heard.hear(open_for(NOW), says(NOW, key, 1, 2.0))
+        heard.add(open_for(NOW), says(NOW, key, 1))
+        heard.add(open_for(NOW), says(NOW, key, 1, 2.0))
     first = heard.next(open_for(NOW), Score)
     assert len(first) == 8 <= MAX_SCORES
     assert {m.assigned for said in first for m in said.marks} == {1.0}, "who has said something does not take it back"
@@ -208,7 +220,7 @@ def test_the_next_commit_has_the_scores_and_voters_look() -> None:
     said = says(now, key, turn.round)
     made.do(Received(NAMES[5], said))  # in somebody else's session
     made.do(Received(key.peer_id, said))
-    sight = fairness.sight_of(made.leader, 0.0, 0.0, True)
+    sight = fairness.view_of(made.leader, 0.0, 0.0, True)
     found = made.decide(made.offered(*NAMES[:2], steps=STEPS))
     assert found.scores == (said,)
     forged = dataclasses.replace(
@@ -307,14 +319,14 @@ def test_a_liar_does_not_save_an_accomplice() -> None:
 
 
 def test_whoever_is_silent_is_not_asked_for_a_while() -> None:
-    book, told = Book(), {NAMES[0]: Mark(replica=0, assigned=1.0, other=0.5)}
+    book, told = ScoreBook(), {NAMES[0]: Mark(replica=0, assigned=1.0, other=0.5)}
     one = Scored(peers=(NAMES[5],), part=1.0, due=NAMES[:3], told=told)
     for round in range(int(MISSES)):
         assert book.is_heard(NAMES[1], round)
         book, _ = book.after(round, [one], round)
     assert not book.is_heard(NAMES[1], int(MISSES))
     assert book.is_heard(NAMES[0], int(MISSES))
-    assert book.is_heard(NAMES[1], marks.MUTE + int(MISSES))
+    assert book.is_heard(NAMES[1], scoring.MUTE_ROUNDS + int(MISSES))
 
 
 def test_one_mark_says_nothing_and_of_two_the_better_one_counts() -> None:
@@ -322,21 +334,21 @@ def test_one_mark_says_nothing_and_of_two_the_better_one_counts() -> None:
         told = {NAMES[i]: Mark(replica=0, assigned=v, other=0.0) for i, v in enumerate(values)}
         return Scored(peers=("x",), part=1.0, due=NAMES[: len(values)], told=told)
 
-    assert marks.valued(scored(-9.0)) is None
-    assert marks.valued(scored(-9.0, 1.0)) == (1.0, 1.0)
-    assert marks.valued(scored(-9.0, 1.0, 2.0)) == (1.0, 1.0)
+    assert scoring.valued(scored(-9.0)) is None
+    assert scoring.valued(scored(-9.0, 1.0)) == (1.0, 1.0)
+    assert scoring.valued(scored(-9.0, 1.0, 2.0)) == (1.0, 1.0)
 
 
 def test_what_differs_as_much_as_it_is_worth_counts_for_little() -> None:
-    clear, dim = [1.0] * KNOWN, [3.0, -1.0] * KNOWN
-    assert marks.against(0.0, 1.0, clear) == 2.0
-    assert marks.against(1.0, 1.0, clear) == -2.0
-    assert 0 < marks.against(0.0, 1.0, dim) < 0.2
-    assert marks.against(0.0, 1.0, clear[1:]) == 0.0, "too few to compare with"
-    assert marks.against(-5.0, 1.0, [-1.0] * KNOWN) == 0.0, (
+    clear, dim = [1.0] * LEAST_POOL, [3.0, -1.0] * LEAST_POOL
+    assert scoring.against(0.0, 1.0, clear) == 2.0
+    assert scoring.against(1.0, 1.0, clear) == -2.0
+    assert 0 < scoring.against(0.0, 1.0, dim) < 0.2
+    assert scoring.against(0.0, 1.0, clear[1:]) == 0.0, "too few to compare with"
+    assert scoring.against(-5.0, 1.0, [-1.0] * LEAST_POOL) == 0.0, (
         "nobody's work makes the loss less: that is not one peer's fault"
     )
-    assert marks.against(0.25, 0.25, clear) < 0, "a quarter of the work, a quarter of the gain"
+    assert scoring.against(0.25, 0.25, clear) < 0, "a quarter of the work, a quarter of the gain"
 
 
 # --- standing
@@ -378,4 +390,4 @@ def test_whose_work_is_found_bad_loses_its_standing_and_is_not_planned() -> None
 
 
 def test_enough_is_more_than_one_round_can_say() -> None:
-    assert ENOUGH >= 4 * marks.STEP
+    assert ENOUGH_EVIDENCE >= 4 * scoring.MOST_EVIDENCE_STEP

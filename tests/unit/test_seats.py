@@ -1,4 +1,4 @@
-"""Seats: who comes within a round trains in it, counts by its tokens, and holds nobody up (protocol/round/seats.py)."""
+"""Seats: who comes within a round trains in it, counts by its tokens, and holds nobody up (protocol/round/stragglers.py)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from protocol.ledger.part_lists import share_of
-from protocol.planning.allotment import A_SEAT_FOR, MOST_SEATS, NEW, allot
-from protocol.round.grace import OVERRUN
+from protocol.planning.allotment import MOST_SEATS, NEW, REPLICAS_PER_SEAT, allot
 from protocol.round.leader_events import Effect, Gone, Lead, Propose, Received, Send
-from protocol.round.member_events import EndIn, Reconfigured, Seated, TrainOrder
-from protocol.round.seats import LEAST, PATIENCE
+from protocol.round.member_events import EndIn, Reconfigured, TrainOrder
+from protocol.round.stragglers import OVERRUN, SEAT_LEAST_SHARE, SEAT_PATIENCE_SECONDS
 from protocol.run.manifest import OuterSpec
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
@@ -69,7 +68,12 @@ def committed(driver: Driver, effects: list[Effect]) -> Commit:
 
 def test_a_plan_has_a_seat_and_one_more_for_every_so_many_replicas_under_numbers_and_text_of_their_own() -> None:
     run = tiny.manifest(timing=TIMING)
-    for count, seats in ((1, 1), (A_SEAT_FOR - 1, 1), (A_SEAT_FOR, 2), (MOST_SEATS * A_SEAT_FOR, MOST_SEATS)):
+    for count, seats in (
+        (1, 1),
+        (REPLICAS_PER_SEAT - 1, 1),
+        (REPLICAS_PER_SEAT, 2),
+        (MOST_SEATS * REPLICAS_PER_SEAT, MOST_SEATS),
+    ):
         stages = [(StageSpec(peer=f"p{i}", first=0, last=4),) for i in range(count)]
         plan = allot(run, 1, [ReplicaSpec(number=NEW, stages=s) for s in stages], (), {})
         assert len(plan.seats) == seats
@@ -135,7 +139,12 @@ def test_a_newcomer_that_was_forming_takes_a_seat_and_forms_no_more() -> None:
 
 @pytest.mark.parametrize(
     ("memory", "shards", "at"),
-    [(FULL, SHARDS[:-1], AT), (FULL, (), AT), (FULL - 1, SHARDS, AT), (FULL, SHARDS, SECONDS * (1 - LEAST) + 0.1)],
+    [
+        (FULL, SHARDS[:-1], AT),
+        (FULL, (), AT),
+        (FULL - 1, SHARDS, AT),
+        (FULL, SHARDS, SECONDS * (1 - SEAT_LEAST_SHARE) + 0.1),
+    ],
     ids=["a shard is lacking", "it holds nothing", "it has too little memory", "it comes too late"],
 )
 def test_who_gets_no_seat(memory: int, shards: tuple[str, ...], at: float) -> None:
@@ -168,9 +177,9 @@ def test_a_round_waits_a_moment_for_a_seat_and_no_longer() -> None:
     driver = seated()
     driver.at(SECONDS)
     assert driver.offered("a", "b") == []
-    asked = [e for e in driver.at(SECONDS + PATIENCE - 0.1) if isinstance(e, Send)]
+    asked = [e for e in driver.at(SECONDS + SEAT_PATIENCE_SECONDS - 0.1) if isinstance(e, Send)]
     assert asked == [Send(("new",), TimeUp(round=1), False)]
-    commit = committed(driver, driver.at(SECONDS + PATIENCE))
+    commit = committed(driver, driver.at(SECONDS + SEAT_PATIENCE_SECONDS))
     assert [c.replica for c in commit.contributions] == [0, 1]
     assert leading.left_out(commit) == [(2, "no offer after 40 s")]
     assert commit.plan is not None
@@ -263,16 +272,26 @@ def newcomer() -> tuple[MemberDriver, Plan]:
 def test_a_newcomer_trains_its_seat_for_the_rest_of_the_round() -> None:
     driver, plan = newcomer()
     driver.now = 7.0
-    order, end = driver.do(Seated(1, plan.seats[0].number, 12.0))
+    order, end = driver.do(TakeSeat(round=1, replica=plan.seats[0].number, seconds=12.0))
     assert isinstance(order, TrainOrder)
     assert order.plan.replica(order.replica).peers == (ME,)
     assert order.plan.replica(order.replica).work == plan.seats[0].work
     assert end == EndIn(1, 12.0 - OVERRUN * TIMING.training_seconds)
-    assert driver.do(Seated(1, plan.seats[0].number, 11.0)) == [], "it is told again, and trains already"
+    assert driver.do(TakeSeat(round=1, replica=plan.seats[0].number, seconds=11.0)) == [], (
+        "it is told again, and trains already"
+    )
 
 
-@pytest.mark.parametrize("seat", [Seated(2, 1, 9.0), Seated(0, 1, 9.0), Seated(1, 0, 9.0), Seated(1, 7, 9.0)])
-def test_what_is_no_seat_of_the_plan_is_not_taken(seat: Seated) -> None:
+@pytest.mark.parametrize(
+    "seat",
+    [
+        TakeSeat(round=2, replica=1, seconds=9.0),
+        TakeSeat(round=0, replica=1, seconds=9.0),
+        TakeSeat(round=1, replica=0, seconds=9.0),
+        TakeSeat(round=1, replica=7, seconds=9.0),
+    ],
+)
+def test_what_is_no_seat_of_the_plan_is_not_taken(seat: TakeSeat) -> None:
     driver, plan = newcomer()
     assert plan.seats[0].number == 1
     assert driver.do(seat) == []
@@ -284,7 +303,7 @@ def test_who_has_work_in_the_round_takes_no_seat() -> None:
     plan = allot(run, 1, [mine], (), {})
     driver = MemberDriver(manifest=run)
     driver.settle(driver.learn(dataclasses.replace(commits[0], plan=plan)))
-    assert driver.do(Seated(1, plan.seats[0].number, 9.0)) == []
+    assert driver.do(TakeSeat(round=1, replica=plan.seats[0].number, seconds=9.0)) == []
 
 
 def test_a_seat_makes_no_chain() -> None:

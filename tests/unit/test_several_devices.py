@@ -21,12 +21,13 @@ import pytest
 import torch
 
 from peer import events
-from peer.config import JoinConfig, why_one_device
+from peer.node.examining import Comparison
 from peer.node.inner_loop import StageInnerLoop
-from peer.node.orders import ChainOrders
-from peer.training import again, device, group
-from peer.training import helper_messages as messages
-from peer.training.schedule import Pace
+from peer.node.training import ChainOrders
+from peer.training import device
+from peer.training import device_group as group
+from peer.training.device import Hardware
+from peer.training.optimizer import Pace
 from peer.training.several_devices import GIVE_UP, Patience, SeveralDevicesTrainer, shares
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
@@ -36,7 +37,7 @@ from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import TrainSpec
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
-from tests import tiny
+from tests import machines, tiny
 from tests.chains import SPEC, TRAIN, ids_of, random_theta, relative, run_chain
 from tests.unit import test_examining as examining
 
@@ -188,7 +189,7 @@ def test_the_first_gradients_differ_by_rounding_only(make: Make) -> None:
         for micro, part in enumerate(torch.tensor(ids_of(1, SPEC, train)).reshape(5, train.rows, -1)):
             trainer.forward(micro, part)
             trainer.backward(micro)
-        found.append([gradient.clone() for gradient in trainer.gradient_sums()])
+        found.append([gradient.clone() for gradient in trainer.stage.make_gradients()])
     for a, b in zip(*found, strict=True):
         assert relative(b, a) < 1e-6
     assert any(not torch.equal(a, b) for a, b in zip(*found, strict=True)), "they were added up in another order"
@@ -389,10 +390,10 @@ def test_nothing_listens_but_on_loopback_and_nothing_is_left_on_disk(make: Make,
 
 STRANGER = """
 import sys, torch
-from peer.training import group
-from peer.training.helper_messages import Seat
-group.join(Seat(sys.argv[1], 1, 2, (1, int(sys.argv[2])), 60.0), torch.device("cpu"))
-group.leave()
+from peer.training import device_group as group
+from peer.training.device_group import Join
+group.join_group(Join(sys.argv[1], 1, 2, (1, int(sys.argv[2])), 60.0), torch.device("cpu"))
+group.leave_group()
 """
 
 
@@ -400,14 +401,14 @@ group.leave()
 def test_a_stranger_in_the_group_is_found_before_anything_is_exchanged(tmp_path: Path, shown: int) -> None:
     """Who shows the secret 2 is the helper."""
     other = subprocess.Popen([sys.executable, "-c", STRANGER, str(tmp_path), str(shown)], stderr=subprocess.DEVNULL)
-    seat = messages.Seat(str(tmp_path), 0, 2, (1, 2), 60.0)
+    seat = group.Join(str(tmp_path), 0, 2, (1, 2), 60.0)
     with other:
         if shown == 2:
-            group.join(seat, torch.device("cpu"))
-            group.leave()
+            group.join_group(seat, torch.device("cpu"))
+            group.leave_group()
         else:
             with pytest.raises(RuntimeError, match="stranger"):
-                group.join(seat, torch.device("cpu"))
+                group.join_group(seat, torch.device("cpu"))
         assert other.wait(DEADLINE) == 0
 
 
@@ -439,11 +440,11 @@ def test_a_pipeline_measures_the_time_for_all_devices(make: Make) -> None:
 
 def test_in_a_chain_one_device_trains_and_a_line_says_so(tmp_path: Path) -> None:
     async def work() -> list[object]:
-        config = JoinConfig(folder=tmp_path, more_devices=("cpu",), memory_bytes=10**9, up_bps=1, down_bps=1)
+        machine = machines.machine(tmp_path, 10**9, devices=("cpu", "cpu"))
         pipes: Any = examining.NoPipes()
         told: list[object] = []
         loop = StageInnerLoop(
-            examining.RUN, examining.NAMES[0], config, examining.Text(), pipes, lambda **_: None, {}, told.append
+            examining.RUN, examining.NAMES[0], machine, examining.Text(), pipes, lambda **_: None, {}, told.append
         )
         stages = (
             StageSpec(peer=examining.NAMES[0], first=0, last=1),
@@ -470,11 +471,11 @@ def test_an_audit_of_a_peer_with_two_devices_agrees(tmp_path: Path) -> None:
     examiner would say of it."""
 
     async def work() -> None:
-        config = JoinConfig(folder=tmp_path, more_devices=("cpu",), memory_bytes=10**9, up_bps=1, down_bps=1)
+        machine = machines.machine(tmp_path, 10**9, devices=("cpu", "cpu"))
         pipes: Any = examining.NoPipes()
         told: list[object] = []
         run, name, start = examining.RUN, examining.NAMES[0], examining.theta()
-        loop = StageInnerLoop(run, name, config, examining.Text(), pipes, lambda **_: None, {}, told.append)
+        loop = StageInnerLoop(run, name, machine, examining.Text(), pipes, lambda **_: None, {}, told.append)
         assert await examining.trained(loop, 0, 1, start) == 6
         moments = {name: array.copy() for name, array in loop.optimizer().items()}
         assert await examining.trained(loop, 0, 2, start) == 6
@@ -485,7 +486,7 @@ def test_an_audit_of_a_peer_with_two_devices_agrees(tmp_path: Path) -> None:
         payloads = examining.decided(2, start)[3]
         agreements = []
         for source in (loop, learned):
-            compared = again.Comparison(5)
+            compared = Comparison(5)
             for shard in examining.SHARDS:
                 outer = examining.Outer(run.model, run.outer.codec, run.outer.beta, run.outer.eta)
                 outer.accumulate(shard, source.displacement(shard))
@@ -495,7 +496,7 @@ def test_an_audit_of_a_peer_with_two_devices_agrees(tmp_path: Path) -> None:
                 compared.add(updates, learned.delta(shard), plain.delta(shard))
             agreements.append(compared.agreement)
         assert agreements[0] == pytest.approx(agreements[1], rel=0.02)
-        assert agreements[0] > examining.audits.LEAST
+        assert agreements[0] > examining.audits.LEAST_AGREEMENT
         for shard in examining.SHARDS:
             for a, (kept, local) in zip(learned.delta(shard), loop.displacement(shard), strict=True):
                 found = kept if local is None else kept - local
@@ -508,26 +509,28 @@ def test_an_audit_of_a_peer_with_two_devices_agrees(tmp_path: Path) -> None:
 
 
 def test_what_devices_are_called(tmp_path: Path) -> None:
-    assert device.chosen("cpu", None) == ("cpu",)
-    assert device.chosen("auto", "cpu, cpu") == ("cpu", "cpu")
+    assert device.parse_devices("cpu", None) == ("cpu",)
+    assert device.parse_devices("auto", "0, 1") == ("cuda:0", "cuda:1")
+    assert device.choose_devices(device.parse_devices("auto", "cpu, cpu")) == ("cpu", "cpu")
     assert device.name_of(("cpu",)) == "cpu"
     assert device.name_of(("cuda:1", "cuda:3")) == "2 x cuda"
     assert device.smallest_budget(("cpu", "cpu")) <= device.memory_budget("cpu")
     for text in ("", "cpu,0", "a", "1,,2", "-1", ",".join(["cpu"] * 65), "9" * 5000):
         with pytest.raises(UsageError, match="devices "):
-            device.choose_devices(text)
+            device.choose_devices(device.parse_devices("auto", text))
     with pytest.raises(UsageError, match="takes the place of --device"):
-        device.chosen("cpu", "cpu,cpu")
+        device.parse_devices("cpu", "cpu,cpu")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     with pytest.raises(UsageError, match=f"finds {gpus} GPUs here"):
-        device.choose_devices(f"0,{gpus}")
+        device.choose_devices(("cuda:0", f"cuda:{gpus}"))
 
 
-def test_without_room_for_the_whole_model_one_device_trains_and_a_line_says_so(tmp_path: Path) -> None:
+def test_without_room_for_the_whole_model_one_device_trains_and_a_line_says_so() -> None:
     run = tiny.manifest()
     needed = tiny.full_memory(run)
-    config = JoinConfig(folder=tmp_path, more_devices=("cpu",), memory_bytes=needed, up_bps=1, down_bps=1)
-    assert why_one_device(run, config) is None
-    small = dataclasses.replace(config, memory_bytes=needed - 1)
-    assert (why_one_device(run, small) or "").startswith("devices: each of the 2 must hold the whole model")
-    assert why_one_device(run, dataclasses.replace(small, more_devices=())) is None
+    told: list[str] = []
+    for one in (Hardware(("cpu", "cpu"), needed), Hardware(("cpu",), needed - 1)):
+        assert one.useful(run, told.append) is one
+    assert told == []
+    assert Hardware(("cpu", "cpu"), needed - 1).useful(run, told.append) == Hardware(("cpu",), needed - 1)
+    assert told[0].startswith("devices: each of the 2 must hold the whole model")

@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from peer.chain.connect import Pipes
-from peer.config import JoinConfig
+from peer.chain.connect import PipelineStreams
 from peer.events import Emitter, Warning
-from peer.net.clock import Clock
+from peer.net.base import Clock
 from peer.net.memory import MemoryNetwork
-from peer.net.uplink import Uplink
-from peer.node.audit import NoText
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.training import Training
 from peer.training.trainer import StageTrainer
@@ -26,7 +23,8 @@ from protocol.run import init, layout
 from protocol.run.manifest import TrainSpec
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
-from tests import tiny
+from tests import machines, networks, tiny
+from tests.texts import NoText
 
 TRAIN = TrainSpec(inner_steps=4, micro_batches=2, rows=4, sequence=8, lr=1e-2, warmup_steps=0, total_steps=40)
 RUN = tiny.manifest(train=TRAIN)
@@ -74,13 +72,11 @@ def a_round(
     async def work() -> tuple[Event, dict[str, list[np.ndarray]]]:
         told: asyncio.Queue[Event] = asyncio.Queue()
         emit = Emitter("me", lambda event: lines.append(event.body.text) if isinstance(event.body, Warning) else None)
-        config = JoinConfig(folder=folder, memory_bytes=OFFERED, up_bps=1, down_bps=1)
+        machine = machines.machine(folder, OFFERED)
         transport = MemoryNetwork().transport("me")
 
-        async def reach(peer: str) -> None: ...
-
-        pipes = Pipes(transport, reach, lambda peer: None, Uplink())
-        loop = Loop(RUN, "me", config, Text(), pipes, lambda **news: said.update(news), {}, emit)
+        pipes = PipelineStreams(networks.network(transport))
+        loop = Loop(RUN, "me", machine, Text(), pipes, lambda **news: said.update(news), {}, emit)
         training = Training(RUN, "me", loop, emit, told.put_nowait, Clock())
         theta = {s: init.initial_shard(RUN.model, b"0", s) for s in layout.shard_names(RUN.model)}
         head = Commit(
@@ -131,10 +127,10 @@ def test_where_not_even_a_row_fits_the_steps_before_count_and_less_is_offered(tm
 def test_a_bug_ends_the_round_and_is_told(tmp_path: Path) -> None:
     """Whoever kept silent about it would be waited for until the round's deadline."""
 
-    def rest(self: StageTrainer) -> None:
+    def end_round(self: StageTrainer) -> None:
         raise TypeError("missing an argument\nand more")
 
-    heard, _, _, _ = a_round(tmp_path, room=TRAIN.rows, rest=rest)
+    heard, _, _, _ = a_round(tmp_path, room=TRAIN.rows, end_round=end_round)
     assert isinstance(heard, Failed)
     assert heard.reason == "training: TypeError: missing an argument; this is a bug"
 

@@ -12,11 +12,11 @@ import pytest
 
 from peer.net.base import Stream
 from peer.net.blobs import BlobServer, BlobStore, Fetcher
+from peer.net.blobs.fetching import OVERDUE_SECONDS, WAIT_SECONDS
 from peer.net.blobs.holders import REST_SECONDS
-from peer.net.blobs.jobs import OVERDUE_SECONDS, WAIT_SECONDS
-from peer.net.blobs.serving import PATIENCE
+from peer.net.blobs.serving import SERVING_TIMEOUTS
 from peer.net.memory import MemoryNetwork
-from protocol.codec.blob_hash import RANGE
+from protocol.codec.blob_hash import RANGE_BYTES
 from protocol.wire import endpoints, framing
 from tests.sim.loop import VirtualLoop
 
@@ -95,7 +95,7 @@ def waits(seconds: float, data: bytes) -> Say:
         end = now() + seconds
         while now() < end:
             await stream.send(framing.pack_message({"state": "wait"}))
-            await asyncio.sleep(PATIENCE.sign)
+            await asyncio.sleep(SERVING_TIMEOUTS.sign)
         await gives(data)(stream, request)
 
     return say
@@ -108,7 +108,7 @@ def unless_insisted(otherwise: Say, data: bytes) -> Say:
     return say
 
 
-@pytest.mark.parametrize("size", [5, 5 * RANGE])
+@pytest.mark.parametrize("size", [5, 5 * RANGE_BYTES])
 def test_who_has_nothing_does_not_hide_that_the_next_one_is_silent(tmp_path: Path, size: int) -> None:
     async def work() -> None:
         network = Network(tmp_path)
@@ -142,7 +142,7 @@ def test_when_all_whom_a_busy_holder_names_are_silent_it_has_to_give(tmp_path: P
     run(work())
 
 
-@pytest.mark.parametrize(("seconds", "gives_up"), [(4 * PATIENCE.sign, False), (1e5, True)])
+@pytest.mark.parametrize(("seconds", "gives_up"), [(4 * SERVING_TIMEOUTS.sign, False), (1e5, True)])
 def test_who_lets_us_wait_is_not_silent_but_not_for_ever(tmp_path: Path, seconds: float, gives_up: bool) -> None:
     """A home's uplink sends its payload twice, however long that takes; and nobody keeps a blob from us by promising it."""
 

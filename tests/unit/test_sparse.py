@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import math
 import re
 import tracemalloc
@@ -16,15 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import rice, sparse, topk
-from protocol.codec.settings import Codec
-from protocol.codec.sparse import PayloadError, apply, decode, encode, entropy_size, max_payload_size
+from protocol.codec import sparse, topk
+from protocol.codec.formats import Codec
+from protocol.codec.sparse import PayloadError, apply, decode, encode, max_payload_size
+from tests.plain_codec import entropy_size
 
-VALUES = ("sym2", "ref2", "fp32")
-INDICES = ("rice", "fixed")
-FORMATS = list(itertools.product(VALUES, INDICES))
 ks = st.one_of(st.integers(1, 4096), st.sampled_from([1, 32, 64, 128, 2048, 4095, 4096]))
-codecs = st.builds(Codec, topk=ks, values=st.sampled_from(VALUES), indices=st.sampled_from(INDICES))
+codecs = st.builds(Codec, topk=ks)
 side = st.one_of(st.integers(1, 40), st.sampled_from([48, 64, 67, 96, 128]))
 shape = st.one_of(st.tuples(side), st.tuples(side, side), st.sampled_from([(5000,), (4096,), (12288,), (192, 352)]))
 shape_lists = st.lists(shape, min_size=1, max_size=3)
@@ -57,8 +54,6 @@ def check_round_trip(codec: Codec, shapes: list[tuple[int, ...]], seed: int) -> 
     arrays = arrays_of(shapes, seed)
     payload = encode(codec, arrays)
     assert len(payload) <= max_payload_size(codec, shapes)
-    if codec.indices == "fixed":
-        assert len(payload) == max_payload_size(codec, shapes)
     assert encode(codec, arrays) == payload
     for x, got in zip(arrays, decode(codec, shapes, memoryview(payload)), strict=True):
         assert got.values.dtype == np.float32
@@ -76,14 +71,9 @@ def check_round_trip(codec: Codec, shapes: list[tuple[int, ...]], seed: int) -> 
         behind_one_left_out = np.maximum.accumulate(equal & ~in_tiles, axis=1)
         assert not (behind_one_left_out & equal & in_tiles).any(), "of equal magnitudes, the first are kept"
         exact = x.reshape(-1)[got.index]
-        if codec.values == "fp32":
-            assert got.values.tobytes() == exact.tobytes()
-        elif codec.values == "sym2":
-            assert (got.values[exact > 0] >= 0).all()
-            assert (got.values[exact < 0] <= 0).all()
-            assert len(np.unique(np.abs(got.values))) <= 2
-        else:
-            assert len(np.unique(got.values)) <= 4
+        assert (got.values[exact > 0] >= 0).all()
+        assert (got.values[exact < 0] <= 0).all()
+        assert len(np.unique(np.abs(got.values))) <= 2
 
 
 @given(codec=codecs, shapes=shape_lists, seed=st.integers(0, 2**32))
@@ -111,11 +101,10 @@ def test_tiles_are_what_is_decoded(codec: Codec, shapes: list[tuple[int, ...]], 
             assert found.sent.tobytes() == sent.values.tobytes()
 
 
-@pytest.mark.parametrize(("values", "indices"), FORMATS)
 @pytest.mark.parametrize("fill", [0.0, -0.0, 1.5, -3.25])
-def test_constant_tensors_survive_exactly(values: str, indices: str, fill: float) -> None:
+def test_constant_tensors_survive_exactly(fill: float) -> None:
     x = [np.full((64, 128), fill, dtype=np.float32), np.full(7, fill, dtype=np.float32)]
-    codec = Codec(32, values, indices)
+    codec = Codec(32)
     for got in decode(codec, [a.shape for a in x], encode(codec, x)):
         assert (got.values == np.float32(fill)).all()
     first = decode(codec, [(64, 128), (7,)], encode(codec, x))[0].index
@@ -129,7 +118,7 @@ def test_hot_rows_and_columns_hide_nothing(k: int) -> None:
     for hot in (np.s_[:, 5], np.s_[7, :], np.s_[:, 60:], np.s_[10:20, 3:9]):
         x = rng.standard_normal((128, 192)).astype(np.float32)
         x[hot] *= 100
-        got = decode(Codec(k, "fp32"), [x.shape], encode(Codec(k, "fp32"), [x]))[0]
+        got = decode(Codec(k), [x.shape], encode(Codec(k), [x]))[0]
         kept = np.zeros(x.size, dtype=bool)
         kept[got.index] = True
         of_tiles = np.sort(np.abs(tiles_of(x)), axis=1)[:, -k:]
@@ -164,12 +153,9 @@ SPECIAL = [0.0, -0.0, 1.0, -1e-45, 3e38, -3e38, math.inf, -math.inf, math.nan]
 
 @pytest.mark.parametrize("eta", [1.0, 0.7, 3e38, math.inf, 0.0, -0.5])
 @pytest.mark.parametrize("weights", [(), (0.5,), (0.0, -0.0), (0.3, 0.0, 0.7, -0.2), (1e30, 1.0, -1e30)])
-@pytest.mark.parametrize(("values", "indices"), FORMATS)
-def test_every_bit_of_the_aggregate_is_that_of_dense_arithmetic(
-    eta: float, weights: tuple[float, ...], values: str, indices: str
-) -> None:
+def test_every_bit_of_the_aggregate_is_that_of_dense_arithmetic(eta: float, weights: tuple[float, ...]) -> None:
     """Signs of zeros, what is not finite, and entries that none, one or several have."""
-    shapes, codec = [(130, 96), (7, 67), (5000,), (13,), (1,), (1, 1)], Codec(300, values, indices)
+    shapes, codec = [(130, 96), (7, 67), (5000,), (13,), (1,), (1, 1)], Codec(300)
     rng = np.random.default_rng(3)
     old = [
         np.where(rng.random(s) < 0.5, rng.choice(SPECIAL, s), rng.standard_normal(s)).astype(np.float32) for s in shapes
@@ -205,20 +191,18 @@ def test_threads_change_nothing() -> None:
 
 def test_a_large_tensor_keeps_what_its_bands_keep() -> None:
     """A band of tiles is small enough to be worked through at once."""
-    codec, (x,) = Codec(64, "fp32"), arrays_of([LARGE], 5)
+    codec, (x,) = Codec(64), arrays_of([LARGE], 5)
     (whole,) = decode(codec, [LARGE], encode(codec, [x]))
     bands = np.split(x, LARGE[0] // 64)
     parts = [decode(codec, [band.shape], encode(codec, [band]))[0] for band in bands]
     index = np.concatenate([part.index + number * bands[0].size for number, part in enumerate(parts)])
     assert (np.sort(whole.index) == np.sort(index)).all()
-    assert (x.reshape(-1)[whole.index] == whole.values).all()
 
 
-@pytest.mark.parametrize(("values", "indices"), FORMATS)
-def test_tensors_of_several_segments(values: str, indices: str) -> None:
+def test_tensors_of_several_segments() -> None:
     """At 2048 of 4096 a segment has 2^17 elements: five of them here, and one smaller tensor."""
     shapes = [(640, 1024), (352, 192)]
-    codec = Codec(2048, values, indices)
+    codec = Codec(2048)
     check_round_trip(codec, shapes, 6)
     check_aggregate(codec, shapes, 7, 2)
     payload = encode(codec, arrays_of(shapes, 6))
@@ -279,7 +263,6 @@ def test_wrong_lengths_of_quotients_are_refused(
     codec: Codec, shapes: list[tuple[int, ...]], seed: int, at: int, step: int
 ) -> None:
     """Also where the bytes move from one tensor to its neighbour, so that their sum is right."""
-    codec = Codec(codec.topk, codec.values, "rice")
     payload = encode(codec, arrays_of(shapes, seed))
     lengths = np.frombuffer(payload, "<u4", len(shapes), 8).astype(np.int64)
     lengths[at % len(shapes)] += step
@@ -295,47 +278,36 @@ def test_noise_behind_a_good_header_is_refused_or_sound(
     codec: Codec, shapes: list[tuple[int, ...]], data: st.DataObject
 ) -> None:
     payload = encode(codec, arrays_of(shapes, 0))
-    head = 8 + (4 * len(shapes) if codec.indices == "rice" else 0)
+    head = 8 + 4 * len(shapes)
     noise = np.random.default_rng(data.draw(st.integers(0, 2**32))).bytes(len(payload) - head)
     check_refused_or_sound(codec, shapes, payload[:head] + noise)
 
 
 def check_refused_or_sound(codec: Codec, shapes: list[tuple[int, ...]], payload: bytes) -> None:
-    """Sound: what `encode` can have made. With exact values, that means that these bytes come back."""
+    """Sound: what `encode` can have made."""
     try:
         decoded = decode(codec, shapes, payload)
     except PayloadError:
         return
-    back = []
     for s, got in zip(shapes, decoded, strict=True):
         assert np.isfinite(got.values).all()
         assert len(np.unique(got.index)) == len(got.index) == len(got.values)
         assert got.index.min() >= 0
         assert got.index.max() < math.prod(s)
-        x = np.zeros(math.prod(s), dtype=np.float32)
-        x[got.index] = got.values
-        back.append((x.reshape(s), got))
-    if codec.values == "fp32" and all((got.values != 0).all() for _, got in back):
-        assert encode(codec, [x for x, _ in back]) == payload
 
 
-@pytest.mark.parametrize("indices", INDICES)
-def test_every_field_is_checked(indices: str) -> None:
-    codec = Codec(3, "sym2", indices)
-    shapes = [(10, 50)]  # one tile of 500 that keeps 1 entry: an index of 9 bits, or 8 low bits and a quotient up to 1
+def test_every_field_is_checked() -> None:
+    codec = Codec(3)
+    shapes = [(10, 50)]  # one tile of 500 that keeps 1 entry: 8 low bits and a quotient up to 1
     good = encode(codec, arrays_of(shapes, 1))
-    at = 8 if indices == "fixed" else 12  # where the tensor begins
-    assert max_payload_size(codec, shapes) == at + 8 + (2 if indices == "fixed" else 1) + 1 + (indices == "rice")
-    codes = -1 if indices == "fixed" else -2
+    at = 12  # where the tensor begins
+    assert max_payload_size(codec, shapes) == at + 8 + 1 + 1 + 1
     cases = [
         (0, 0, "header"), (3, 1, "header"), (4, 0, "header"), (5, 2, "header"), (6, 4, "header"),
-        (at + 3, 0xFF, "ordered"), (at + 7, 0xFF, "ordered"), (at + 7, 0x7F, "finite"), (codes, 0x04, "padding"),
+        (at + 3, 0xFF, "ordered"), (at + 7, 0xFF, "ordered"), (at + 7, 0x7F, "finite"), (-2, 0x04, "padding"),
     ]  # fmt: skip
-    if indices == "fixed":
-        cases += [(at + 9, 0x02, "padding")]
-    else:
-        cases += [(8, 2, "quotients"), (8, 0, "quotients"), (11, 255, "quotients")]
-        cases += [(-1, 0, "one for each"), (-1, 3, "one for each"), (-1, 4, "range")]
+    cases += [(8, 2, "quotients"), (8, 0, "quotients"), (11, 255, "quotients")]
+    cases += [(-1, 0, "one for each"), (-1, 3, "one for each"), (-1, 4, "range")]
     for where, value, reason in cases:
         bad = bytearray(good)
         bad[where] = value
@@ -345,32 +317,15 @@ def test_every_field_is_checked(indices: str) -> None:
             decode(codec, shapes, bytes(bad))
 
 
-def test_whole_indices_are_checked() -> None:
-    shapes, codec = [(10, 50)], Codec(3, "sym2", "fixed")
-    bad = bytearray(encode(codec, arrays_of(shapes, 1)))
-    bad[16:18] = (500).to_bytes(2, "little")
-    with pytest.raises(PayloadError, match="out of range"):
-        decode(codec, shapes, bytes(bad))
-    two = Codec(17, "fp32", "fixed")  # two entries of the same tile
-    bad = bytearray(encode(two, arrays_of(shapes, 2)))
-    bad[8:11] = rice.pack(np.array([7, 7], dtype=np.uint16), 9)
-    with pytest.raises(PayloadError, match="ascending"):
-        decode(two, shapes, bytes(bad))
-    bad = bytearray(encode(two, arrays_of(shapes, 2)))
-    bad[-4:] = np.float32(np.nan).tobytes()
-    with pytest.raises(PayloadError, match="finite"):
-        decode(two, shapes, bytes(bad))
-
-
 def test_gaps_are_checked() -> None:
     """A tile of 500 with two entries: 7 low bits, quotients up to 3 in sum."""
-    shapes, codec = [(10, 50)], Codec(17, "fp32")
+    shapes, codec = [(10, 50)], Codec(17)
     header = encode(codec, arrays_of(shapes, 2))[:8]
 
     def indices(low: list[int], quotients: bytes) -> list[int]:
-        planes = rice.pack(np.array(low, dtype=np.uint8), 7)
-        values = np.ones(2, dtype="<f4").tobytes()
-        payload = header + len(quotients).to_bytes(4, "little") + planes + values + quotients
+        planes = sparse.pack_planes(np.array(low, dtype=np.uint8), 7)
+        centroids = np.ones(2, dtype="<f4").tobytes()
+        payload = header + len(quotients).to_bytes(4, "little") + centroids + planes + bytes(1) + quotients
         return decode(codec, shapes, payload)[0].index.tolist()
 
     assert indices([3, 5], b"\x03") == [3, 9]
@@ -383,13 +338,12 @@ def test_gaps_are_checked() -> None:
             indices(low, quotients)
 
 
-@pytest.mark.parametrize("indices", INDICES)
-def test_memory_stays_within_what_is_stated(indices: str) -> None:
+def test_memory_stays_within_what_is_stated() -> None:
     """Of decode: 12 bytes per entry for the result, 20 per entry of a segment, and tables; for good payloads and for noise."""
     shapes = [(1024, 2048), (512, 512)]
-    codec = Codec(128, "sym2", indices)
+    codec = Codec(128)
     payload = encode(codec, arrays_of(shapes, 1))
-    head = max_payload_size(Codec(1, "fp32", indices), []) + (4 * 3 if indices == "rice" else 0)
+    head = max_payload_size(Codec(1), []) + 4 * 3
     noise = payload[:head] + np.random.default_rng(1).bytes(len(payload) - head)
     limit = 12 * sparse.entries(codec, shapes) + 20 * sparse.SEGMENT + (1 << 18)
     for data in (payload, noise):
@@ -402,13 +356,12 @@ def test_memory_stays_within_what_is_stated(indices: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize(("values", "indices"), FORMATS)
 @pytest.mark.parametrize("shape", [(64, 64), (13,), (4096,)])
-def test_values_that_are_not_finite_are_not_sent(bad: float, values: str, indices: str, shape: tuple[int, ...]) -> None:
+def test_values_that_are_not_finite_are_not_sent(bad: float, shape: tuple[int, ...]) -> None:
     x = np.zeros(shape, dtype=np.float32)
     x[-1] = bad
     with pytest.raises(PayloadError):
-        encode(Codec(32, values, indices), [x])
+        encode(Codec(32), [x])
 
 
 @pytest.mark.parametrize("bad", [(), (2, 2, 2), (0,), (3, 0)])
@@ -417,23 +370,13 @@ def test_shapes_that_cannot_be_tiled(bad: tuple[int, ...]) -> None:
         max_payload_size(Codec(32), [bad])
 
 
-@pytest.mark.parametrize(
-    ("k", "values", "indices"), [(0, "sym2", "rice"), (4097, "sym2", "rice"), (32, "int4", "rice"), (32, "sym2", "raw")]
-)
-def test_bad_codecs(k: int, values: str, indices: str) -> None:
+@pytest.mark.parametrize("k", [0, 4097])
+def test_bad_codecs(k: int) -> None:
     with pytest.raises(ValueError, match="must be"):
-        Codec(k, values, indices)
+        Codec(k)
 
 
 # --- sizes
-
-
-@pytest.mark.parametrize("k", [32, 64, 128])
-def test_fixed_indices_take_fourteen_bits_per_entry(k: int) -> None:
-    shapes = [(8192, 256), (256,), (256, 256), (704, 256), (256, 704), (8192, 256)]
-    kept = sum(math.prod(s) * k / 4096 for s in shapes)
-    for values in ("sym2", "ref2"):
-        assert max_payload_size(Codec(k, values, "fixed"), shapes) == pytest.approx(kept * 14 / 8, rel=0.03)
 
 
 @pytest.mark.parametrize(("k", "bits_per_index"), [(32, 8.32), (64, 7.36), (128, 6.38)])
@@ -458,7 +401,7 @@ def test_rice_is_near_the_entropy_of_sets_without_structure(k: int) -> None:
 def test_the_longest_payload_has_the_stated_size() -> None:
     """One entry at the end of the tile and the others so that no quotient is rounded down."""
     for k in (1, 32, 64, 128, 2000, 4096):
-        r = rice.rice_parameter(4096, k)
+        r = sparse.rice_parameter(4096, k)
         steps = (4096 - k) >> r  # all quotients of a tile add up to this
         gaps = np.zeros(k, dtype=np.int64)
         gaps[0] = steps << r
@@ -471,53 +414,26 @@ def test_the_longest_payload_has_the_stated_size() -> None:
 # --- values
 
 
-def test_symmetric_values_are_nearer_than_the_reference_ones() -> None:
-    rng = np.random.default_rng(3)
-    for spread in (0.25, 0.5, 0.75):
-        scale = np.exp(spread * rng.standard_normal((16, 1, 16, 1)))
-        x = (rng.standard_normal((16, 64, 16, 64)) * scale).reshape(1024, 1024).astype(np.float32)
-        error = {}
-        for values in ("sym2", "ref2"):
-            got = decode(Codec(32, values), [x.shape], encode(Codec(32, values), [x]))[0]
-            exact = x.reshape(-1)[got.index].astype(np.float64)
-            error[values] = np.linalg.norm(exact - got.values) / np.linalg.norm(exact)
-        assert error["sym2"] < 0.9 * error["ref2"]
-
-
 @given(shapes=shape_lists, seed=st.integers(0, 2**32), k=ks)
 @settings(max_examples=50, deadline=None)
 def test_two_means_are_those_of_the_formula(shapes: list[tuple[int, ...]], seed: int, k: int) -> None:
     """The docstring's iteration as it is written, on the kept values themselves."""
     arrays = arrays_of(shapes, seed)
-    exact, got = (decode(Codec(k, v), shapes, encode(Codec(k, v), arrays)) for v in ("fp32", "sym2"))
-    for e, g in zip(exact, got, strict=True):
-        m = np.abs(e.values.astype(np.float64))
+    for x, g in zip(arrays, decode(Codec(k), shapes, encode(Codec(k), arrays)), strict=True):
+        e = x.reshape(-1)[g.index]
+        m = np.abs(e.astype(np.float64))
         t = m.mean()
         for _ in range(8):
             low, high = m[m <= t], m[m > t]
             lo = low.mean() if low.size else high.mean()
             hi = high.mean() if high.size else lo
             t = (lo + hi) / 2
-        expected = np.where(np.signbit(e.values) & (m > 0), -1, 1) * np.where(m > t, hi, lo)
+        expected = np.where(np.signbit(e) & (m > 0), -1, 1) * np.where(m > t, hi, lo)
         np.testing.assert_allclose(g.values, expected, rtol=1e-6)
 
 
 def test_the_golden_payload() -> None:
     """Whoever changes these bytes changes the wire format: raise the version."""
     x = ((np.arange(96 * 128) * 2_654_435_761 % 1_000_003) - 500_000).reshape(96, 128).astype(np.float32)
-    got = {
-        f"{values}, {indices}": hashlib.sha256(encode(Codec(32, values, indices), [x, x[0]])).hexdigest()[:16]
-        for values, indices in FORMATS
-    }
-    assert got == GOLDEN
+    assert hashlib.sha256(encode(Codec(32), [x, x[0]])).hexdigest()[:16] == "f5be5c27d4a7a133"
     assert sparse.entries(Codec(32), [(96, 128), (128,)]) == 4 * 24 + 1
-
-
-GOLDEN = {
-    "sym2, rice": "f5be5c27d4a7a133",
-    "sym2, fixed": "a789af852116b119",
-    "ref2, rice": "31fbf42b3d73b64d",
-    "ref2, fixed": "9fbea8c12ff49202",
-    "fp32, rice": "247964140e1b8d3b",
-    "fp32, fixed": "03bb85660905fc38",
-}

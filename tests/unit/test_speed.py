@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from peer.training.model import Stage
 from peer.training.trainer import StageTrainer
-from protocol.planning import memory, speed
-from protocol.planning.speed import LEAST, RECENT, Speedometer
+from protocol.planning import memory, partition
+from protocol.planning.partition import LEAST_STEPS, RECENT_STEPS, Speedometer
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TrainSpec
 from protocol.wire import encoding
@@ -24,7 +24,9 @@ from tests import tiny
 from tests.chains import ids_of, random_theta
 
 SPEC = ModelSpec(vocab_size=64, d_model=32, n_layers=3, n_heads=2, d_ff=48, context=16)
-TRAIN = TrainSpec(inner_steps=RECENT, micro_batches=2, rows=2, sequence=16, lr=1e-3, warmup_steps=0, total_steps=100)
+TRAIN = TrainSpec(
+    inner_steps=RECENT_STEPS, micro_batches=2, rows=2, sequence=16, lr=1e-3, warmup_steps=0, total_steps=100
+)
 M = tiny.manifest(model=SPEC, train=TRAIN)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -52,7 +54,7 @@ def _carried_out(manifest: Manifest, first: int, last: int) -> int:
 def test_the_operations_that_are_counted_are_those_that_are_carried_out(first: int, last: int, name: str) -> None:
     manifest = tiny.manifest(model=dataclasses.replace(SPEC, **OPTIONS[name]), train=TRAIN)
     lookups = TRAIN.rows * TRAIN.sequence * SPEC.d_model if first == 0 else 0
-    assert speed.work(manifest)[first, last] == _carried_out(manifest, first, last) + lookups
+    assert partition.stage_operations(manifest)[first, last] == _carried_out(manifest, first, last) + lookups
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -84,28 +86,28 @@ def test_what_a_micro_batch_keeps_is_what_the_formula_counts(name: str, blocks: 
 
 
 def _steps(meter: Speedometer, *speeds: float) -> list[int]:
-    work = speed.work(M)[1, 2]
+    work = partition.stage_operations(M)[1, 2]
     return [meter.add(1, 2, work / s) for s in speeds]
 
 
 def test_a_speed_is_unknown_until_a_few_steps_agree() -> None:
-    assert _steps(Speedometer(M), *[1e9] * LEAST)[:-1] == [0] * (LEAST - 1)
-    assert _steps(Speedometer(M), *[1e9] * LEAST)[-1] == pytest.approx(1e9)
+    assert _steps(Speedometer(M), *[1e9] * LEAST_STEPS)[:-1] == [0] * (LEAST_STEPS - 1)
+    assert _steps(Speedometer(M), *[1e9] * LEAST_STEPS)[-1] == pytest.approx(1e9)
 
 
 def test_half_the_speed_is_said_before_the_round_is_over() -> None:
     meter = Speedometer(M)
-    before = _steps(meter, *[1e9] * RECENT)[-1]
+    before = _steps(meter, *[1e9] * RECENT_STEPS)[-1]
     assert _steps(meter, *[5e8] * TRAIN.inner_steps)[-1] == pytest.approx(before / 2, rel=0.01)
 
 
 def test_a_single_slow_step_and_small_changes_are_not_said() -> None:
     meter = Speedometer(M)
-    before = _steps(meter, *[1e9] * RECENT)[-1]
+    before = _steps(meter, *[1e9] * RECENT_STEPS)[-1]
     assert set(_steps(meter, 1e6, 1.04e9, 0.97e9, 1e9, 1e12)) == {before}
 
 
-@example([(0, 5e-324)] * LEAST)
+@example([(0, 5e-324)] * LEAST_STEPS)
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 1e6)), max_size=40))
 def test_what_is_said_can_be_announced(steps: list[tuple[int, float]]) -> None:
     meter = Speedometer(M)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from protocol.ledger import standing
-from protocol.ledger.standing import FLOOR, REMEMBERED, REST, RETURNING, Finding, Known, Standing
+from protocol.ledger.standing import FLOOR, REMEMBERED_PEERS, REST_ROUNDS, RETURNING, Finding, Reputation, Standing
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire.bounds import LEAST_COMPARED
 from protocol.wire.commit import Commit, Contribution, LeftOut, Share
@@ -196,14 +196,14 @@ def test_whoever_falls_rests_and_begins_anew() -> None:
         now = now.after(
             commit(now.round + 1, of_founders(now.round + 2), work_of_founders()[1:], (tried(0, "f0", bad=True),))
         )
-    assert now.of("f0") == Known(served=0, reputation=RETURNING, until=now.round + REST, fell=True)
+    assert now.of("f0") == Reputation(served=0, reputation=RETURNING, until=now.round + REST_ROUNDS, fell=True)
     assert now.left("f0") == 3, "a founder, too"
     with_it = commit(now.round + 1, of_founders(now.round + 2), work_of_founders()[1:])
     (why,) = of_standing(now, with_it)
     assert why.endswith("for whom the log says no place")
     alone = dataclasses.replace(with_it, plan=plan(now.round + 2, ("f0",)))
     assert of_standing(now, alone) == [], "there is nobody else"
-    for _ in range(REST):
+    for _ in range(REST_ROUNDS):
         assert now.rests("f0")
         now = now.after(commit(now.round + 1, plan(now.round + 2, ("f1",))))
     assert not now.rests("f0")
@@ -231,7 +231,7 @@ def test_an_operator_may_forgive() -> None:
 
 @pytest.mark.parametrize("start", [1.0, 0.5, FLOOR])
 def test_a_reputation_stays_between_the_floor_and_one(start: float) -> None:
-    draw, known = random.Random(1), Known(reputation=start)
+    draw, known = random.Random(1), Reputation(reputation=start)
     for round in range(2000):
         known = known.found(Finding("x", draw.random() < 0.6, draw.random()), round)
         assert FLOOR <= known.reputation <= 1
@@ -357,11 +357,11 @@ def test_what_is_known_does_not_change_when_more_is_known() -> None:
 def test_only_so_many_peers_are_remembered_and_who_is_forgotten_is_new() -> None:
     now = begun(("new",)).after(commit(2, of_founders(3), work_of_founders(), (tried(4, "new"),)))
     assert now.of("new").served == 1
-    crowd = tuple(f"x{i}" for i in range(REMEMBERED))
-    for start in range(0, REMEMBERED, 4000):
+    crowd = tuple(f"x{i}" for i in range(REMEMBERED_PEERS))
+    for start in range(0, REMEMBERED_PEERS, 4000):
         now = now.after(
             commit(now.round + 1, None, work_of_founders(), (tried(0, *crowd[start : start + 4000], bad=True),))
         )
-    assert len(now.known) == REMEMBERED
+    assert len(now.known) == REMEMBERED_PEERS
     assert now.of("new").served == 0
     assert now.of("f0").served == 7, "of whom there is news is remembered"

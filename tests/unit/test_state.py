@@ -11,25 +11,26 @@ from typing import Any
 import pytest
 
 from peer import events
-from peer.cli.watch import to_json
 from peer.events import Event
 from peer.ui import metrics
-from peer.ui.state import State
-from peer.ui.watched import MOST_PEERS, MOST_POINTS, Watched, state, thinned
+from peer.ui.run_view import RunView
+from peer.ui.state import MOST_PEERS, MOST_POINTS, State, state, thinned, to_json
+from protocol.wire.claims import Evaluation
 from protocol.wire.commit import Diverged, LeftOut
-from protocol.wire.schema import plain
 from tests import tiny
 from tests.docs import metrics as document
-from tests.unit.test_events import reached
-from tests.watched import BEGAN, ROUND_SECONDS, MadeUp, peer_id
+from tests.unit.test_events import every_field_has_a_value
+from tests.watched import BEGAN, ROUND_SECONDS, MadeUp, peer_id, says
 
 NOW = BEGAN + 1e6
+LOG_ONLY = {f"Contributor.{name}" for name in ("scored", "gain", "edge", "rests", "probation")}
+"""What only `potluck log credits` tells of a contributor, and of the made-up run nobody."""
 HOSTILE = "<script>alert(1)</script>\x1b[31m‮\n" + "x" * 10_000
 EXTREMES = (1e308, -1e308, float("inf"), float("-inf"), float("nan"))
 
 
-def watched(made: MadeUp, rounds: int) -> Watched:
-    out = Watched(made.manifest)
+def watched(made: MadeUp, rounds: int) -> RunView:
+    out = RunView(made.manifest)
     for event in made.all(rounds):
         out.feed(event)
     return out
@@ -37,7 +38,7 @@ def watched(made: MadeUp, rounds: int) -> Watched:
 
 def test_the_state_of_a_small_run() -> None:
     made = MadeUp(5)
-    found: dict[str, Any] = plain(state(watched(made, 20), NOW))
+    found: dict[str, Any] = json.loads(to_json(state(watched(made, 20), NOW)))
     ids = made.ids
     assert (found["run"], found["round"], found["rounds"], found["finished"]) == (made.manifest.run_id, 21, 1000, False)
     assert found["progress"] == pytest.approx((20 + 0.75) / 1000)
@@ -52,10 +53,10 @@ def test_the_state_of_a_small_run() -> None:
         (0, ids[0][-8:], False, 0), (1, "chain 0", True, 4)
     ]  # fmt: skip
     assert found["replicas"][1]["waits"].startswith("link ")
-    assert [found["replicas"][1][name] for name in ("slowest", "what", "share")] == [1, "forward", 0.45]
-    assert [found["replicas"][0][name] for name in ("slowest", "what", "share")] == [None, "", None]
+    assert found["replicas"][1]["bottleneck"] == {"position": 1, "what": "forward", "share": 0.45}
+    assert found["replicas"][0]["bottleneck"] is None
     assert [len(found[f"{name}_by_round"]) for name in ("loss", "speed", "seconds", "left_out")] == [20, 20, 20, 20]
-    assert found["speed_by_round"][8:10] == [[9, 34.1333], [10, 68.2667]]
+    assert found["speed_by_round"][8:10] == [[9, 34.133333], [10, 68.266667]]
     assert found["left_out_by_round"][8:10] == [[9, 1.0], [10, 0.0]]
     newest, before = found["recent"][:2]
     assert (newest["round"], newest["seconds"], newest["replicas"], newest["left_out"]) == (20, ROUND_SECONDS, 2, [])
@@ -77,10 +78,11 @@ def test_every_field_of_the_state_has_a_source() -> None:
     assert isinstance(commit, events.Commit)
     left = tuple(LeftOut(replica=n, reason="late") for n in range(7))
     wrong = (Diverged(peer=made.ids[2], shard="block.0"),)
-    measured = events.Evaluation(peer=made.ids[0], sequences=64, loss=4.0, bits_per_byte=1.5, sample="once ⇒ upon")
+    measured = Evaluation(
+        peer=made.ids[0], round=9, sequences=64, loss=4.0, bits_per_byte=1.5, signature=b"s", sample="once ⇒ upon"
+    )
     for source, body in (
-        ("bootstrap", events.Evaluated(round=9, evaluations=(measured,))),
-        ("bootstrap", dataclasses.replace(commit, left_out=left, diverged=wrong)),
+        ("bootstrap", dataclasses.replace(commit, left_out=left, diverged=wrong, evaluations=(measured,))),
         ("bootstrap", events.Forked(round=3)),
         (made.manifest.operators[0], events.Relayed(circuits=3, bytes=10, bps=5.0, refused=1)),
         ("bootstrap", events.Refused(peer=made.ids[4], address="", reason="says too much", seconds=60.0)),
@@ -88,24 +90,12 @@ def test_every_field_of_the_state_has_a_source() -> None:
         ("bootstrap", events.RunFinished(round=10, state_digest=None)),
     ):
         one.feed(Event(BEGAN + 10 * ROUND_SECONDS, source, body))
-    seen: dict[str, list[Any]] = {}
-
-    def collect(value: Any) -> None:
-        if dataclasses.is_dataclass(value):
-            for f in dataclasses.fields(value):
-                seen.setdefault(f"{type(value).__name__}.{f.name}", []).append(getattr(value, f.name))
-                collect(getattr(value, f.name))
-        elif isinstance(value, tuple):
-            for item in value:
-                collect(item)
-
     old = watched(made, 3)
-    old.view.news_age = 40.0
-    for each in (state(watched(made, 3), NOW), state(old, NOW), state(one, NOW)):
-        collect(each)
-    expected = {f"{cls.__name__}.{f.name}" for cls in reached(State) for f in dataclasses.fields(cls)}
-    assert set(seen) == expected
-    assert {name for name, values in seen.items() if not any(values)} == set()
+    for peer in made.ids[:2]:
+        old.feed(Event(BEGAN, "bootstrap", events.Attest(peer=peer, round=3, digests={"embed": "0" * 64})))
+    old.news_age = 40.0
+    told = (state(watched(made, 3), NOW), state(old, NOW), state(one, NOW))
+    every_field_has_a_value(State, told, but=LOG_ONLY)
 
 
 @pytest.mark.parametrize("peers", [500, 5000])
@@ -121,7 +111,7 @@ def test_its_size_is_bounded_however_many_peers_there_are(peers: int) -> None:
 
 def test_charts_of_long_runs_have_a_few_hundred_points() -> None:
     made = MadeUp(1, rounds=100_000)
-    one = Watched(made.manifest)
+    one = RunView(made.manifest)
     for round in range(9001):
         one.feed(made.commit(round))
     found = state(one, NOW)
@@ -142,9 +132,7 @@ def test_thinned_points_are_means() -> None:
 def test_numbers_that_cannot_be_are_no_json_that_browsers_refuse(value: float) -> None:
     made = MadeUp(5)
     one = watched(made, 2)
-    said = events.Announced(
-        phase="training", round=3, step=4, loss=value, bytes_sent=2**63, bytes_received=0, load=None
-    )
+    said = says("training", 3, 4, value, bytes_sent=2**63)
     for event in (
         Event(BEGAN + 200, made.ids[0], said),
         Event(value, "bootstrap", made.commit(3, value).body),
@@ -164,10 +152,10 @@ def test_texts_of_enemies_are_short_and_harmless() -> None:
     assert isinstance(commit, events.Commit)
     for source, body in (
         (HOSTILE, events.Withdrew(round=3, reason=HOSTILE)),
-        (made.ids[0], events.Announced(phase=HOSTILE, round=3, step=1, loss=None, bytes_sent=0, bytes_received=0, load=None)),
+        (made.ids[0], says(HOSTILE, 3, 1)),
         ("bootstrap", dataclasses.replace(commit, left_out=(LeftOut(replica=1, reason=HOSTILE),))),
         ("bootstrap", events.Warning(text=HOSTILE)),
-        ("bootstrap", events.Ready(peer=HOSTILE, memory_bytes=1, up_bps=1, down_bps=1, speed_flops=1, device=HOSTILE, reachable=HOSTILE, name=HOSTILE)),
+        ("bootstrap", events.Ready(run="run", peer=HOSTILE, memory_bytes=1, device=HOSTILE, name=HOSTILE)),
     ):  # fmt: skip
         one.feed(Event(BEGAN + 200, source, body))
 
@@ -190,7 +178,7 @@ def test_the_document_of_the_metrics_is_todays() -> None:
 
 
 def test_before_anything_happened() -> None:
-    found = json.loads(to_json(state(Watched(tiny.manifest()), NOW)))
+    found = json.loads(to_json(state(RunView(tiny.manifest()), NOW)))
     assert (found["round"], found["loss"], found["peers"], found["recent"]) == (0, None, [], [])
     assert found["health"]["operators"][0]["here"] is False
 
@@ -198,12 +186,10 @@ def test_before_anything_happened() -> None:
 def test_refusals_of_the_operators_nodes_are_counted_across_their_restarts() -> None:
     """Not those of peers, who may say what they like."""
     one = watched(MadeUp(5), 2)
-    node, peer = one.view.manifest.operators[0], one.view.listed()[0].peer
+    node, peer = one.manifest.operators[0], one.listed()[0].peer
 
     def told(source: str, refused: int) -> None:
-        body = events.Announced(
-            phase="", round=0, step=0, loss=None, bytes_sent=0, bytes_received=0, load=None, refused=refused
-        )
+        body = says("", 0, 0, refused=refused)
         one.feed(Event(NOW, source, body))
 
     for refused in (0, 3, 3, 8, 2):
@@ -211,7 +197,7 @@ def test_refusals_of_the_operators_nodes_are_counted_across_their_restarts() -> 
     told(peer, 10**9)
     shown = state(one, NOW)
     assert shown.health.refused_total == 8 + 2
-    assert f'potluck_refused_total{{run="{one.view.manifest.run_id[:12]}"}} 10\n' in metrics.exposition(shown)
+    assert f'potluck_refused_total{{run="{one.manifest.run_id[:12]}"}} 10\n' in metrics.exposition(shown)
     one.feed(Event(NOW, "bootstrap", events.Refused(peer=peer, address="", reason="says too much", seconds=60.0)))
     assert state(one, NOW).health.refused_total == 11, "a node's own recording"
 

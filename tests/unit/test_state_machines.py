@@ -12,31 +12,31 @@ from typing import Any
 
 import pytest
 
-from protocol.ledger import part_lists, schedule, stretches
+from protocol.ledger import history, part_lists, schedule
 from protocol.ledger.part_lists import share_of
 from protocol.planning import memory
 from protocol.planning.allotment import allot
 from protocol.planning.partition import Candidate
 from protocol.quorum import leadership, paxos_events
 from protocol.quorum.acceptor import TABLE as ACCEPTOR
-from protocol.quorum.table import Position, Table, TableError, Transition
-from protocol.quorum.unfair import Unfair
+from protocol.quorum.paxos_events import Objection
+from protocol.quorum.table import Position, Row, Table, TableError
 from protocol.round import leader_events as leading
+from protocol.round import member
 from protocol.round import member_events as events
-from protocol.round import overlap
+from protocol.round.accusations import LIES
 from protocol.round.chain_repair import SLOW
-from protocol.round.judging import Case, Judged
+from protocol.round.judging import JudgingJob, Verdict
 from protocol.round.leader import Leader
+from protocol.round.leader_events import Question
 from protocol.round.member import Member
-from protocol.round.quarrels import LIES
-from protocol.round.questions import Question
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire import encoding
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Contribution, Part, pledge_body
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Heartbeat, Offer, Withdraw
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Heartbeat, Offer, TakeSeat, TimeUp, Withdraw
 from tests import tiny
 from tests.docs import state_machines
 from tests.unit.test_history import gap_in_the_log
@@ -55,11 +55,11 @@ from tests.unit.test_paxos import (
 from tests.unit.test_pledges import learned_while_asking, pledges, rejected, shown_another
 
 
-def taken_by(*positions: Position[Any]) -> set[tuple[str, Transition[Any]]]:
+def taken_by(*positions: Position[Any]) -> set[tuple[str, Row[Any]]]:
     return {(position.table.name, row) for position in positions for row in position.taken}
 
 
-def rows(*tables: Table[Any]) -> set[tuple[str, Transition[Any]]]:
+def rows(*tables: Table[Any]) -> set[tuple[str, Row[Any]]]:
     return {(table.name, row) for table in tables for row in table.rows}
 
 
@@ -91,9 +91,9 @@ CROSSING = Table(
     "light",
     Light,
     (
-        Transition(Light.RED, Go, Light.GREEN, (Beep,)),
-        Transition(Light.GREEN, None, Light.RED),
-        Transition(None, Go, None),
+        Row(Light.RED, Go, Light.GREEN, (Beep,)),
+        Row(Light.GREEN, None, Light.RED),
+        Row(None, Go, None),
     ),
 )
 
@@ -114,7 +114,7 @@ def test_a_step_that_no_row_allows_is_an_error_and_changes_nothing() -> None:
 
 def test_a_table_has_no_row_twice() -> None:
     with pytest.raises(TableError, match="two rows say GREEN → GREEN upon Go"):
-        Table("light", Light, (*CROSSING.rows, Transition(Light.GREEN, Go, Light.GREEN)))
+        Table("light", Light, (*CROSSING.rows, Row(Light.GREEN, Go, Light.GREEN)))
 
 
 # --- the volunteer, and training ahead
@@ -193,9 +193,11 @@ class Life:
             case 8 | 9:
                 return events.Reconfigured(self.reconfig())
             case 10:
-                return rng.choice((events.Connected(), events.RunOver(), events.TimeUp(self.member.applied + 1)))
+                return rng.choice((events.Connected(), events.RunOver(), TimeUp(round=self.member.applied + 1)))
             case 11 if (plan := self.member.plan) is not None:
-                return events.Seated(plan.round - rng.randrange(2), plan.seats[0].number - rng.randrange(2), 9.0)
+                return TakeSeat(
+                    round=plan.round - rng.randrange(2), replica=plan.seats[0].number - rng.randrange(2), seconds=9.0
+                )
         self.now += rng.choice((1.0, 6.0))
         return events.Tick()
 
@@ -232,7 +234,7 @@ class Life:
                     self.answers.append(events.Applied(commit.round))
                 case events.ReadLog(tip):
                     raws = [encoding.encode_record(tiny.record(commit)) for commit in self.commits[tip.round + 1 :]]
-                    found = tuple(stretches.read(self.manifest, tip, raws, ME))
+                    found = tuple(history.read(self.manifest, tip, raws, ME))
                     self.answers += [events.LogCame(found), events.LogRead()]
                 case events.HoldShards(commit):
                     self.answers += [events.ShardsHeld(commit.round), events.Digested(commit.round, {"embed": "x"})]
@@ -245,7 +247,7 @@ def test_random_lives_of_a_volunteer_take_every_row_and_apply_every_commit_once(
         life.live(400)
         assert life.applied == list(range(len(life.applied)))
         taken |= taken_by(life.member.position, life.member.overlap.position)
-    assert rows(events.TABLE, overlap.TABLE) - taken == set()
+    assert rows(events.TABLE, member.OVERLAP_TABLE) - taken == set()
 
 
 # --- the round, as a bootstrap node sees it
@@ -275,7 +277,7 @@ class Twins:
         self.now = 0.0
         self.commit: Commit | None = None
         self.sent: list[ChainReconfig] = []
-        self.questions: list[tuple[Leader, Question | Case]] = []
+        self.questions: list[tuple[Leader, Question | JudgingJob]] = []
         self.lead(0)
 
     def lead(self, index: int) -> None:
@@ -307,11 +309,11 @@ class Twins:
             for node in self.nodes:
                 self.tell(node, event)
 
-    def answer(self, question: Question | Case) -> leading.Event:
+    def answer(self, question: Question | JudgingJob) -> leading.Event:
         if isinstance(question, Question):
             return leading.Planned(question, question.answer())
         reason = self.rng.choice((None, None, None, "it is a copy"))
-        return leading.Verdict(question, (Judged(1.0, reason),) * len(question.contributions))
+        return leading.JudgingDone(question, (Verdict(1.0, reason),) * len(question.contributions))
 
     def happens(self) -> leading.Event:
         rng, peer = self.rng, self.rng.choice(list(self.memory))
@@ -393,7 +395,7 @@ def test_random_lives_of_two_bootstrap_nodes_take_every_row() -> None:
 # --- the quorum
 
 
-def taken_by_quorum(cluster: Cluster) -> set[tuple[str, Transition[Any]]]:
+def taken_by_quorum(cluster: Cluster) -> set[tuple[str, Row[Any]]]:
     return set().union(
         *(taken_by(n.position, n.leadership.position, n.acceptor.position) for n in cluster.nodes.values())
     )
@@ -405,7 +407,7 @@ class Council(Cluster):
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.late: list[tuple[str, str, Any]] = []
-        self.taken: set[tuple[str, Transition[Any]]] = set()
+        self.taken: set[tuple[str, Row[Any]]] = set()
         self.loss = self.rng.choice((0.0, 0.1, 0.4))
         self.apart: frozenset[str] = frozenset()
         super().__init__(*self.rng.choice(((1, 1), (1, 2), (4, 4), (4, 5))))
@@ -543,7 +545,7 @@ def more_liars_than_are_borne() -> Cluster:
 def leader_that_lies() -> Cluster:
     """A proposes what is not fair, and what does not follow."""
     cluster = Cluster(4)
-    cluster.unfair = lambda name, commit: Unfair("is not fair", True)
+    cluster.unfair = lambda name, commit: Objection("is not fair", True)
     cluster.propose(A, 1.0)
     wrong = dataclasses.replace(cluster.commit(C), leader=B, members=cluster.manifest.operators, time=666.0, run="?")
     cluster.do(C, paxos_events.Heard(B, Accept(round=0, ballot=1, commit=wrong)))

@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from peer.net.clock import Clock
-from peer.net.disk import LocalDisk
+from peer.net.base import Clock
+from peer.net.disk import Disk
 from peer.state import tensor_file
-from peer.state.feedback_writer import FeedbackWriter
-from peer.state.storage import Checkpoint, Storage
+from peer.state.storage import Checkpoint, FeedbackWriter, Storage
 from protocol.ledger import retention
 from protocol.run import layout
 from protocol.wire.commit import Part
@@ -36,7 +35,7 @@ def copies(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
 
 
-def found(folder: Path, disk: LocalDisk | None = None) -> tuple[int, float | None, Offer | None, tuple[int, ...]]:
+def found(folder: Path, disk: Disk | None = None) -> tuple[int, float | None, Offer | None, tuple[int, ...]]:
     """As a process finds it that starts now; last, the rounds of the offers that the feedback does not know of."""
     storage = Storage(folder, None, disk)
     state = storage.load_feedback()
@@ -76,7 +75,7 @@ def test_feedback_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_leaves_its_feedback_in_memory(tmp_path: Path) -> None:
-    disk = LocalDisk(memory=tmp_path / "memory")
+    disk = Disk(memory=tmp_path / "memory")
     (tmp_path / "memory").mkdir()
     storage = Storage(tmp_path / "peer", None, disk)
     storage.close()
@@ -101,7 +100,7 @@ def test_a_killed_process_leaves_its_feedback_in_memory(tmp_path: Path) -> None:
 def test_a_copy_counts_only_for_the_feedback_that_it_was_made_after(tmp_path: Path) -> None:
     """A part of the feedback went elsewhere since: the copy still has it."""
     (tmp_path / "memory").mkdir()
-    disk = LocalDisk(memory=tmp_path / "memory")
+    disk = Disk(memory=tmp_path / "memory")
     storage = Storage(tmp_path / "peer", None, disk)
     storage.save_feedback(1, feedback(1.0))
     storage.copy_feedback(2, feedback(2.0))
@@ -116,7 +115,7 @@ def test_a_copy_counts_only_for_the_feedback_that_it_was_made_after(tmp_path: Pa
 
 def test_a_loss_of_power_leaves_the_feedback_on_disk_and_the_offers_since(tmp_path: Path) -> None:
     (tmp_path / "memory").mkdir()
-    disk = LocalDisk(memory=tmp_path / "memory")
+    disk = Disk(memory=tmp_path / "memory")
     storage = Storage(tmp_path / "peer", None, disk)
     storage.save_feedback(1, feedback(1.0))
     for round in (2, 3, 4):
@@ -138,7 +137,7 @@ def test_a_loss_of_power_leaves_the_feedback_on_disk_and_the_offers_since(tmp_pa
 def test_what_many_rounds_write_is_little(tmp_path: Path) -> None:
     """At most 0.02 bytes a parameter and round, on average, and it is counted."""
     (tmp_path / "memory").mkdir()
-    disk = LocalDisk(memory=tmp_path / "memory")
+    disk = Disk(memory=tmp_path / "memory")
     storage = Storage(tmp_path / "peer", None, disk)
     arrays = {"head": [np.zeros(10_000, np.float32), np.zeros((2, 5), np.float32)]}
     rounds = 2 * retention.SAVED_ROUNDS

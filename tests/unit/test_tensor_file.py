@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 from peer.state import tensor_file
 from peer.state.outer_optimizer import Outer
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.errors import UsageError
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
 
-DISK = LocalDisk()
+DISK = Disk()
 TENSORS = {
     "b/0": np.arange(12, dtype=np.float32).reshape(3, 4),
     "a": np.float32([7.0]),
@@ -118,7 +118,7 @@ _ANONYMOUS = """
 import sys
 from pathlib import Path
 import numpy as np
-from peer.net.disk import LocalDisk
+from peer.net.disk import Disk
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -126,7 +126,7 @@ def anonymous():
 
 size = int(sys.argv[2])
 at_first = anonymous()
-(mapped,) = LocalDisk().arrays(Path(sys.argv[1]), [(size // 4,)])
+(mapped,) = Disk().arrays(Path(sys.argv[1]), [(size // 4,)])
 mapped.fill(1)
 with_mapped = anonymous()
 held = np.ones(size // 4, dtype=np.float32)

@@ -13,21 +13,19 @@ import numpy as np
 import pytest
 
 from peer import events
+from peer.chain import reading
 from peer.cli.data import tokenizer_file
-from peer.corpus.reader import CHUNKS, CorpusReader
-from peer.corpus.text import LocalText, check, open_corpus
+from peer.corpus.text import CHUNKS, CorpusReader, LocalText, check, open_corpus
 from peer.corpus.tokenizer import load_tokenizer
-from peer.net.disk import LocalDisk
-from peer.node import round_text
-from peer.node.audit import NoText
+from peer.net.disk import Disk
 from protocol.errors import UsageError
+from protocol.run import corpus
 from protocol.run import corpus as corpora
-from protocol.run import data_order
 from protocol.run.manifest import DataSpec, Manifest, TokenizerSpec
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import tiny
-from tests.texts import write_corpus
+from tests.texts import NoText, write_corpus
 
 COUNT = 50
 
@@ -42,11 +40,11 @@ def test_an_inner_step_reads_what_seed_slots_and_corpus_say(step: int, tmp_path:
     index, ids = write_corpus(tmp_path / "corpus", COUNT, sequence=8)
     run = run_of(index.digest)
     work = Work(slot=COUNT - 7, steps=3, micro_batches=3)  # 3 micro-batches of 1 row
-    text = LocalText(open_corpus(tmp_path / "corpus", LocalDisk(), run), run.seed_bytes)
-    found = asyncio.run(round_text.reader(run, text, work, 11, lambda body: None)(10 + step))
+    text = LocalText(open_corpus(tmp_path / "corpus", Disk(), run), run.seed_bytes)
+    found = asyncio.run(reading.reader(run, text, work, 11, lambda body: None)(10 + step))
     numbers: list[int] = []
     for slot in range(COUNT - 7 + 3 * (step - 1), COUNT - 7 + 3 * step):
-        (one,) = data_order.sequences(run.seed_bytes, COUNT, range(slot, slot + 1))
+        (one,) = corpus.sequences(run.seed_bytes, COUNT, range(slot, slot + 1))
         numbers += one
     assert found.dtype == np.int64
     np.testing.assert_array_equal(found, ids[numbers])
@@ -59,7 +57,7 @@ def test_an_id_that_the_model_has_not_is_not_trained_on() -> None:
         async def sequences(self, slots: range) -> np.ndarray:
             return np.array([[3, 16, 0]])
 
-    read = round_text.reader(tiny.manifest(), Wild(), Work(), 1, lambda body: None)
+    read = reading.reader(tiny.manifest(), Wild(), Work(), 1, lambda body: None)
     with pytest.raises(
         UsageError, match=r"^corpus 000000000000…: has an id outside the vocabulary of 16; the operator"
     ):
@@ -68,20 +66,20 @@ def test_an_id_that_the_model_has_not_is_not_trained_on() -> None:
 
 def test_the_held_out_part_and_the_entropy_of_what_is_predicted(tmp_path: Path) -> None:
     index, ids = write_corpus(tmp_path, COUNT, sequence=8)
-    text = LocalText(CorpusReader(tmp_path, LocalDisk()), b"seed")
+    text = LocalText(CorpusReader(tmp_path, Disk()), b"seed")
     assert text.index == index
     assert asyncio.run(text.held_out(3)).shape == (3, 9)
     assert asyncio.run(text.held_out(99)).shape == (4, 9)
     shares = np.bincount(ids[:, 1:].reshape(-1)) / (COUNT * 8)
     expected = -sum(p * math.log(p) for p in shares.tolist() if p)
-    assert CorpusReader(tmp_path, LocalDisk()).unigram_entropy() == pytest.approx(expected)
+    assert CorpusReader(tmp_path, Disk()).unigram_entropy() == pytest.approx(expected)
 
 
 def test_a_chunk_that_is_missing_or_damaged_is_an_error_of_the_steps_that_read_it(tmp_path: Path) -> None:
     long = 1 << 20
     index, ids = write_corpus(tmp_path, 8, sequence=long)
     assert index.n_chunks == 2
-    reader = CorpusReader(tmp_path, LocalDisk())
+    reader = CorpusReader(tmp_path, Disk())
     path = tmp_path / CHUNKS / index.chunk(1).name
     raw = path.read_bytes()
     path.unlink()
@@ -100,9 +98,9 @@ def test_a_chunk_that_is_missing_or_damaged_is_an_error_of_the_steps_that_read_i
 def test_another_corpus_than_the_runs_is_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", COUNT, sequence=8)
     with pytest.raises(UsageError, match=r"^corpus .*: its digest is .*, not 111111111111…; use the run's own corpus$"):
-        open_corpus(tmp_path / "corpus", LocalDisk(), run_of("1" * 64))
+        open_corpus(tmp_path / "corpus", Disk(), run_of("1" * 64))
     with pytest.raises(UsageError, match=r"^corpus .*: No such file or directory; give the folder of a `potluck data"):
-        open_corpus(tmp_path / "nothing", LocalDisk(), run_of("1" * 64))
+        open_corpus(tmp_path / "nothing", Disk(), run_of("1" * 64))
 
 
 def test_a_corpus_that_was_not_built_for_the_run_is_refused(tmp_path: Path) -> None:
@@ -156,7 +154,7 @@ def commit(round: int, plan: Plan | None) -> Commit:
 
 def test_a_plan_says_what_will_be_read_as_soon_as_it_is_known() -> None:
     seen: list[Sequence[range]] = []
-    ahead = round_text.TextAhead(tiny.manifest(), "me", seen.append)
+    ahead = reading.TextAhead(tiny.manifest(), "me", seen.append)
     stages = (StageSpec(peer="me", first=0, last=1), StageSpec(peer="b", first=1, last=4))
     mine = ReplicaSpec(number=3, stages=stages, work=Work(slot=10, steps=4, micro_batches=2))
     other = ReplicaSpec(number=1, stages=(StageSpec(peer="c", first=0, last=4),), work=Work(slot=99, steps=9))
@@ -181,7 +179,7 @@ def test_why_a_round_ends_early_is_told_but_not_why_one_is_sat_out() -> None:
             raise UsageError("text: gone")
 
     told: list[events.Body] = []
-    read = round_text.reader(tiny.manifest(), Gone(), Work(), 5, told.append)
+    read = reading.reader(tiny.manifest(), Gone(), Work(), 5, told.append)
     for step in (5, 6):
         with pytest.raises(UsageError, match="text: gone"):
             asyncio.run(read(step))

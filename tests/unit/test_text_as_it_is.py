@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from peer.cli.main import main
 from peer.corpus import sources
-from peer.corpus.sources import Reading
+from peer.corpus.rows import Reading
 from peer.corpus.tokenizer import TextEncoder, end_of_text, parse_tokenizer, with_end
 from peer.corpus.tokenizing import encode
 from peer.node.open_run import ASSETS

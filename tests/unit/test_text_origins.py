@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from peer.corpus.fetched import FetchTimeouts
 from peer.corpus.mirrors import Mirrors
-from peer.corpus.range_fetcher import Patience
 from protocol.errors import RemoteError, UsageError
 from tests import web_server
 from tests.text_swarm import STEP, Noise, Reader, TextSwarm, given, write_noise
@@ -26,8 +26,8 @@ CHUNK = 8192
 """Sequences of a chunk."""
 
 
-def patience(silent: bool) -> Patience:
-    return Patience(retry=0.05, hopeless=DEADLINE, silence=BRIEF if silent else DEADLINE)
+def patience(silent: bool) -> FetchTimeouts:
+    return FetchTimeouts(retry=0.05, hopeless=DEADLINE, silence=BRIEF if silent else DEADLINE)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -166,7 +166,7 @@ def test_who_waits_is_not_held_up_by_what_is_fetched_ahead(noise: Noise, tmp_pat
                 return data
 
             swarm.nodes[0].spoil = hang
-            reader = await swarm.start(patience=Patience(silence=DEADLINE))
+            reader = await swarm.start(patience=FetchTimeouts(silence=DEADLINE))
             reader.text.expect([range(16 * STEP, 900 * STEP)])
             while len(hanging) < 4:
                 await asyncio.sleep(0.001)
@@ -178,7 +178,7 @@ def test_who_waits_is_not_held_up_by_what_is_fetched_ahead(noise: Noise, tmp_pat
 def test_nobody_has_it(noise: Noise, tmp_path: Path) -> None:
     async def work() -> None:
         async with TextSwarm(noise, tmp_path) as swarm:
-            reader = await swarm.start(patience=Patience(retry=0.05, hopeless=1.0))
+            reader = await swarm.start(patience=FetchTimeouts(retry=0.05, hopeless=1.0))
             swarm.nodes[0].spoil = nothing
             with pytest.raises(RemoteError, match="does not have it"):
                 await reader.text.sequences(range(STEP))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peer.net.cooldown import Cooldown
-from peer.net.token_bucket import Rate, TokenBucket, TokenBuckets
+from peer.net.rate_limits import Cooldown, Rate, TokenBucket, TokenBuckets
 
 
 def test_a_bucket_says_how_long_until_it_is_paid() -> None:

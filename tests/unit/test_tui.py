@@ -14,15 +14,15 @@ from rich.console import Console
 from peer import events
 from peer.events import Body, Event
 from peer.ui.lines import Lines, printer
-from peer.ui.names import Names
-from peer.ui.plot import chart
-from peer.ui.screen import Screen, View, render
-from peer.ui.text import clean, duration, size
+from peer.ui.run_view import RunView
+from peer.ui.screen import Screen, chart, render
+from peer.ui.text import Names, clean, duration, size
 from protocol.identity import Identity, short_peer
+from protocol.wire.announcement import Means
 from protocol.wire.commit import LeftOut
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import tiny
-from tests.watched import MadeUp
+from tests.watched import MadeUp, decided, made, says
 
 PEERS = [Identity(bytes([i] * 32)).peer_id for i in range(1, 7)]
 NAMES = dict(zip(PEERS, ("full-0", "full-1", "a", "b", "c", "spare"), strict=True))
@@ -51,7 +51,7 @@ class Story:
 
     def __init__(self, names: dict[str, str] | None = NAMES) -> None:
         self.events: list[Event] = []
-        self.view = View(tiny.manifest(), Names(names))
+        self.view = RunView(tiny.manifest(), Names(names))
         self.sent = dict.fromkeys(PEERS, 100)
 
     def tell(self, source: str, body: Body) -> None:
@@ -66,13 +66,8 @@ class Story:
         return self
 
     def commit(self, number: int, losses: list[float], left_out: tuple[LeftOut, ...] = ()) -> None:
-        made = tuple(
-            events.Contribution(replica=i, tokens=64, steps=4, loss=x, bytes=100, peers=())
-            for i, x in enumerate(losses)
-        )
-        self.tell(
-            "bootstrap", events.Commit(round=number, contributions=made, left_out=left_out, diverged=(), plan=PLAN)
-        )
+        contributions = [made(i, loss) for i, loss in enumerate(losses)]
+        self.tell("bootstrap", decided(number, *contributions, left_out=left_out, plan=PLAN))
 
     def step(self, peer: str, round: int, step: int, loss: float | None) -> None:
         self.tell(peer, events.Step(round=round, step=step, loss=loss, tokens=16, seconds=0.1))
@@ -102,7 +97,7 @@ class Story:
 
     def chain(self, peer: str, busy: float, **changes: Any) -> None:
         """`busy`: seconds of a step of 2 s that `peer` computes."""
-        means = events.BoundaryMeans(rms=1.0, largest=2.0, refused=0, sampled=1, frames=8)
+        means = Means(rms=1.0, largest=2.0, refused=0, sampled=1, frames=8)
         values: dict[str, Any] = {
             "round": 1, "step": 1, "seconds": 2.0, "busy_s": busy, "wait_forward_s": 0.1, "wait_backward_s": 0.3,
             "forward_link_s": 0.5, "backward_link_s": 0.2, "forward_bytes": 12_300, "backward_bytes": 4_500, "depth": 7,
@@ -121,16 +116,16 @@ class Story:
 
 
 def ready(peer: str) -> events.Ready:
-    return events.Ready(peer=peer, memory_bytes=64_000_000, up_bps=20_000_000, down_bps=1, speed_flops=0, device="cpu")
+    return events.Ready(run="run", peer=peer, memory_bytes=64_000_000, up_bps=20_000_000, device="cpu")
 
 
-def draw(view: View, width: int, height: int, ascii_only: bool = False) -> list[str]:
+def draw(view: RunView, width: int, height: int, ascii_only: bool = False) -> list[str]:
     console = Console(width=width, height=height, file=io.StringIO(), record=True, legacy_windows=False)
     console.print(render(view, width, height, ascii_only=ascii_only))
     return console.export_text().rstrip("\n").split("\n")
 
 
-def text(view: View, width: int = 120, height: int = 40) -> str:
+def text(view: RunView, width: int = 120, height: int = 40) -> str:
     return "\n".join(draw(view, width, height))
 
 
@@ -189,9 +184,7 @@ def test_who_joins_late_is_not_counted_from_the_start() -> None:
 
 
 def announced(sent: int, round: int, phase: str = "waiting") -> events.Announced:
-    return events.Announced(
-        phase=phase, round=round, step=4, loss=None, bytes_sent=sent, bytes_received=0, load=None
-    )  # fmt: skip
+    return says(phase, round, 4, bytes_sent=sent)
 
 
 def test_rounds_that_are_shorter_than_announcements_are_frequent_are_not_added_up() -> None:
@@ -278,7 +271,7 @@ def test_the_curve_has_a_slow_replicas_steps_where_they_are_in_the_round() -> No
     """It does two steps where the others do four."""
     story = Story()
     slow = PLAN.replaced(dataclasses.replace(PLAN.replica(1), work=Work(steps=2, micro_batches=2)))
-    story.tell("bootstrap", events.Commit(round=0, contributions=(), left_out=(), diverged=(), plan=slow))
+    story.tell("bootstrap", decided(0, plan=slow))
     story.step(PEERS[0], 1, 1, 8.0)
     story.step(PEERS[1], 1, 1, 4.0)
     story.step(PEERS[0], 1, 2, 6.0)
@@ -292,7 +285,7 @@ def test_the_curve_has_a_slow_replicas_steps_where_they_are_in_the_round() -> No
 def test_a_replica_is_known_by_its_number_wherever_it_is_in_the_plan() -> None:
     story = Story()
     late = dataclasses.replace(PLAN, replicas=(PLAN.replica(2), dataclasses.replace(PLAN.replica(0), number=9)))
-    story.tell("bootstrap", events.Commit(round=4, contributions=(), left_out=(), diverged=(), plan=late))
+    story.tell("bootstrap", decided(4, plan=late))
     assert [story.view.replica_name(n) for n in (2, 9, 0)] == ["chain 0", "full-0", "replica 0"]
     assert [p.peer for p in story.view.listed()][:4] == [*PEERS[2:5], PEERS[0]]
 
@@ -300,7 +293,7 @@ def test_a_replica_is_known_by_its_number_wherever_it_is_in_the_plan() -> None:
 def test_who_fetches_what_it_will_train_is_joining() -> None:
     story = Story()
     forming = dataclasses.replace(PLAN, replicas=PLAN.replicas[:2], forming=(PLAN.replica(2),), forming_since=(1,))
-    story.tell("bootstrap", events.Commit(round=0, contributions=(), left_out=(), diverged=(), plan=forming))
+    story.tell("bootstrap", decided(0, plan=forming))
     assert {p.peer: p.role for p in story.view.peers.values()} == {
         **dict.fromkeys(PEERS[:2], "full"), **dict.fromkeys(PEERS[2:5], "joining"), PEERS[5]: "spare"
     }  # fmt: skip
@@ -391,7 +384,7 @@ def test_what_was_measured_in_another_place_is_forgotten() -> None:
     story = Story().begin()
     story.chain(PEERS[3], 1.0)
     (chain,) = story.view.chains
-    assert [p.activity is not None for p in chain.members] == [False, True, False]
+    assert [p.chain is not None for p in chain.members] == [False, True, False]
     elsewhere = events.Role(round=2, role="stage", replica=2, first=0, last=2, rank=4, position=0, stages=2)
     story.tell(PEERS[3], elsewhere)
     assert story.view.chains == []
@@ -430,7 +423,7 @@ def printed(story: Story) -> list[str]:
     with Screen(tiny.manifest(), NAMES, Console(file=out, width=80)) as screen:
         for event in story.events:
             screen.feed(event)
-    assert screen.view.committed == story.view.committed
+    assert screen.view.losses == story.view.losses
     return [line.partition(" ")[2] for line in out.getvalue().splitlines()]
 
 
@@ -608,9 +601,7 @@ def test_a_newcomer_is_told_of_its_probation_when_it_joins_and_after_each_round_
 
 def test_a_replica_on_probation_is_no_warning() -> None:
     tried = LeftOut(replica=2, reason="on probation", judged="0" * 64, peers=(PEERS[3],), probation=True)
-    commit = events.Commit(
-        round=4, contributions=(), left_out=(tried, LeftOut(replica=3, reason="late")), diverged=(), plan=None
-    )
+    commit = decided(4, left_out=(tried, LeftOut(replica=3, reason="late")), plan=None)
     said = [line[9:] for line in Lines().of(Event(0.0, "bootstrap", commit))]
     assert said[1:] == ["· round 4 without replica 2: on probation", "! round 4 without replica 3: late"]
 
@@ -619,7 +610,7 @@ def test_a_replica_on_probation_is_no_warning() -> None:
 def test_nothing_of_a_small_run_is_cut(width: int, height: int) -> None:
     """With a line's rate, a share that is computed and a sum that has been sent as wide as they come."""
     made = MadeUp(5)
-    view = View(made.manifest)
+    view = RunView(made.manifest)
     for event in made.all(20):
         if isinstance(event.body, events.Ready):
             event = dataclasses.replace(event, body=dataclasses.replace(event.body, up_bps=20_200_000))
@@ -634,7 +625,7 @@ def test_nothing_of_a_small_run_is_cut(width: int, height: int) -> None:
 @pytest.mark.parametrize("width", [80, 104, 120, 200])
 def test_long_names_cut_nothing(width: int) -> None:
     made = MadeUp(5)
-    view = View(made.manifest)
+    view = RunView(made.manifest)
     for event in made.all(2):
         if isinstance(event.body, events.Ready):
             event = dataclasses.replace(event, body=dataclasses.replace(event.body, name="old laptop-7"))
@@ -651,7 +642,7 @@ def test_long_names_cut_nothing(width: int) -> None:
 def test_a_rounds_loss_stands_where_the_round_began() -> None:
     """The log has the loss of its first step."""
     made = MadeUp(5)
-    view = View(made.manifest)
+    view = RunView(made.manifest)
     for event in made.all(4):
         view.feed(event)
     console = Console(file=io.StringIO(), width=120, height=40)
@@ -664,7 +655,7 @@ def test_a_rounds_loss_stands_where_the_round_began() -> None:
 
 def test_who_left_after_the_plan_was_made_does_not_train() -> None:
     made = MadeUp(5)
-    view = View(made.manifest)
+    view = RunView(made.manifest)
     for event in made.begin():
         view.feed(event)
     peer = made.ids[0]

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from peer.net.token_bucket import Rate
-from peer.net.turns import Turns
+from peer.net.guests import Turns
+from peer.net.rate_limits import Rate
 
 HOME, FARM = "203.0.113.5/32", "198.51.100.7/32"
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peer.cli import units
+from peer.cli import service
 from protocol.errors import FINAL, UsageError
 from tests import systemd
 
@@ -26,12 +26,12 @@ KNOWN_LATER = ("RestartSteps", "RestartMaxDelaySec")
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs", "Cc"])), max_size=5))
 def test_systemd_reads_each_word_as_it_was_typed(words: list[str]) -> None:
     command = ["/usr/bin/python", *words, NASTY, "a\nb\tc", "", ";", "$$", "%%", "-x"]
-    unit = units.systemd(command, Path("/tmp"), Path("/tmp/p"))
+    unit = service.systemd(command, Path("/tmp"), Path("/tmp/p"))
     assert systemd.command(systemd.settings(unit)["ExecStart"]) == command
 
 
 def test_folders_with_spaces_and_percent_signs_are_the_same_for_systemd() -> None:
-    found = systemd.settings(units.systemd([NASTY], Path(NASTY), Path("/a b/50%")))
+    found = systemd.settings(service.systemd([NASTY], Path(NASTY), Path("/a b/50%")))
     assert systemd.value(found["WorkingDirectory"]) == NASTY
     assert systemd.value(found["Description"]).endswith("/a b/50%")
     assert systemd.command(found["ExecStart"]) == [NASTY]
@@ -40,7 +40,7 @@ def test_folders_with_spaces_and_percent_signs_are_the_same_for_systemd() -> Non
 @pytest.mark.parametrize("folder", ["/a\nExecStart=/bin/false", "/a ", "/a\\", "/a\x1b[2J"])
 def test_a_folder_that_no_unit_can_name_is_refused(folder: str) -> None:
     with pytest.raises(UsageError, match="choose a folder with another name"):
-        units.systemd(["/bin/true"], Path(folder), Path("/tmp"))
+        service.systemd(["/bin/true"], Path(folder), Path("/tmp"))
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
@@ -51,7 +51,7 @@ def test_systemd_itself_finds_nothing_wrong(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     unit = tmp_path / "potluck-x.service"
-    unit.write_text(units.systemd([str(program), NASTY, "%n"], there, there))
+    unit.write_text(service.systemd([str(program), NASTY, "%n"], there, there))
     said = subprocess.run(
         ["systemd-analyze", "verify", "--user", str(unit)],
         capture_output=True,
@@ -65,17 +65,17 @@ def test_systemd_itself_finds_nothing_wrong(tmp_path: Path) -> None:
 
 def test_names_tell_folders_apart_and_are_plain(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "one")
-    names = {units.name_of(tmp_path / name) for name in ("one", "two", "x/one", "o%n e", "potluck-peer", "…")}
+    names = {service.name_of(tmp_path / name) for name in ("one", "two", "x/one", "o%n e", "potluck-peer", "…")}
     assert len(names) == 6
     assert all(name.replace("-", "").isalnum() and name.isascii() for name in names)
-    assert units.name_of(tmp_path / "link") == units.name_of(tmp_path / "one")
+    assert service.name_of(tmp_path / "link") == service.name_of(tmp_path / "one")
 
 
 def started_by_launchd(tmp_path: Path, script: str) -> tuple[int, list[int]]:
     """What the agent's program gives where the peer does `script`, and its pauses."""
     calls = systemd.programs(tmp_path / "bin", "sleep")
     command = ["/bin/sh", "-c", script, "peer", NASTY]
-    agent = plistlib.loads(units.launchd("potluck-x", command, tmp_path))
+    agent = plistlib.loads(service.launchd("potluck-x", command, tmp_path))
     done = subprocess.run(
         agent["ProgramArguments"],
         cwd=agent["WorkingDirectory"],
@@ -106,7 +106,7 @@ SLOW_AT = ("", " child=$!", " tell\n")
 def test_launchd_stops_the_peer_politely_and_waits_for_it(tmp_path: Path, slow_at: str) -> None:
     polite = "trap 'echo >> asked; read line < go; touch done; exit 0' TERM; echo here; while :; do sleep 1 & wait $!; done"  # a signal ends `wait` at once, and is not lost where it comes just before
     subprocess.run(["mkfifo", str(tmp_path / "go")], check=True)
-    agent = plistlib.loads(units.launchd("potluck-x", ["/bin/sh", "-c", polite], tmp_path))
+    agent = plistlib.loads(service.launchd("potluck-x", ["/bin/sh", "-c", polite], tmp_path))
     program = [
         word.replace(slow_at, f" sleep 2;{slow_at}", 1) if slow_at else word for word in agent["ProgramArguments"]
     ]

@@ -18,7 +18,7 @@ from peer.state.outer_optimizer import Outer
 from peer.training import update
 from peer.training.update import DeviceUpdate, Moved
 from protocol.codec import sparse, topk
-from protocol.codec.settings import Codec
+from protocol.codec.formats import Codec
 from protocol.codec.sparse import PayloadError
 from protocol.errors import LocalError
 from protocol.run import layout
@@ -76,8 +76,6 @@ def check_same_bytes(codec: Codec, feedback: list[Array], moved: list[Moved]) ->
 @given(
     shape=st.lists(shapes, min_size=1, max_size=3),
     k=st.one_of(st.integers(1, 4096), st.sampled_from([32, 64, 128, 4096])),
-    kind=st.sampled_from(["sym2", "ref2", "fp32"]),
-    indices=st.sampled_from(["rice", "fixed"]),
     seed=st.integers(0, 2**32),
     special=st.sampled_from([SPECIAL, [0.0, -0.0], [1.0, -1.0], SPECIAL + INFINITE]),
     share=st.sampled_from([0.0, 0.001, 0.5, 0.99, 1.0]),
@@ -87,8 +85,6 @@ def check_same_bytes(codec: Codec, feedback: list[Array], moved: list[Moved]) ->
 def test_the_device_makes_the_hosts_bytes(
     shape: list[tuple[int, ...]],
     k: int,
-    kind: str,
-    indices: str,
     seed: int,
     special: list[float],
     share: float,
@@ -98,9 +94,7 @@ def test_the_device_makes_the_hosts_bytes(
     feedback = [values_of(s, seed + i, special, share) for i, s in enumerate(shape)]
     theta = [values_of(s, seed + 10 + i, SPECIAL, share) for i, s in enumerate(shape)]
     local = [torch.from_numpy(values_of(s, seed + 20 + i, SPECIAL, share)) for i, s in enumerate(shape)]
-    check_same_bytes(
-        Codec(k, kind, indices), feedback, [(None if alone else a, b) for a, b in zip(theta, local, strict=True)]
-    )
+    check_same_bytes(Codec(k), feedback, [(None if alone else a, b) for a, b in zip(theta, local, strict=True)])
 
 
 @pytest.mark.parametrize(
@@ -119,8 +113,7 @@ def test_no_density_brings_more_to_the_host_than_twice_the_payload(shape: tuple[
         assert np.array_equal(update.unpack(packed.numpy(), tiling), index_TK.numpy())
         # of equal ones the first are kept: no quotient but 0
         kept = topk.Kept(tiling, index_TK.numpy().view(np.uint16), np.zeros(index_TK.numel(), np.float32))
-        for indices in ("rice", "fixed"):
-            assert packed.numel() <= 2 * len(sparse.pack(Codec(k, "sym2", indices), [kept])) - 1
+        assert packed.numel() <= 2 * len(sparse.pack(Codec(k), [kept])) - 1
 
 
 @given(
@@ -164,8 +157,7 @@ def test_of_a_chains_embedding_no_more_comes_to_the_host(k: int) -> None:
         moved = update.WithinSubspace(*(x.to(f"{NAME}:0", copy=True) for x in (a0_VS, a_VS, u_DS)))
         (kept,) = DeviceUpdate(f"{NAME}:0").accumulate([(None, moved)], [e], BETA, k, map)
     assert np.array_equal(e, ((a0_VS - a_VS) @ u_DS.T).numpy())
-    for indices in ("rice", "fixed"):
-        assert e.nbytes < sum(device.to_host) <= e.nbytes + 2 * len(sparse.pack(Codec(k, "sym2", indices), [kept]))
+    assert e.nbytes < sum(device.to_host) <= e.nbytes + 2 * len(sparse.pack(Codec(k), [kept]))
 
 
 def test_the_outer_step_is_the_same_with_a_device_and_without() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.round.verdicts import Seen, Verdicts
+from protocol.round.offers import Examined, ReplicaStates
 from protocol.wire.commit import Contribution, LeftOut
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
@@ -42,7 +42,7 @@ def judged(plan: Plan | None, world: dict[str, str]) -> dict[int, Contribution |
     )
 )
 def test_renewed_verdicts_are_those_of_judging_all(steps: list[tuple[str, str, int]]) -> None:
-    verdicts, world, plan = Verdicts(), dict[str, str](), PLAN
+    verdicts, world, plan = ReplicaStates(), dict[str, str](), PLAN
     asked: list[int] = []
     known: dict[int, Contribution | str | None] | None = None
     anew = 0
@@ -60,7 +60,7 @@ def test_renewed_verdicts_are_those_of_judging_all(steps: list[tuple[str, str, i
             return wanted[r.number]
 
         first = not verdicts.complete and not verdicts.failed and not verdicts.pending
-        news = verdicts.renew(Seen(plan, all_anew=anew), judge, 1.0)
+        news = verdicts.renew(Examined(plan, all_anew=anew), judge, 1.0)
         assert news == (change == 2 or plan is not before or wanted != known)
         known = wanted
         if not first and change == 0 and plan is before:
@@ -73,25 +73,25 @@ def test_renewed_verdicts_are_those_of_judging_all(steps: list[tuple[str, str, i
 
 
 def test_who_is_late_is_left_out_with_the_time() -> None:
-    verdicts = Verdicts()
-    verdicts.renew(Seen(PLAN), lambda r: "it failed" if r.number == 5 else None, 12.4)
+    verdicts = ReplicaStates()
+    verdicts.renew(Examined(PLAN), lambda r: "it failed" if r.number == 5 else None, 12.4)
     assert verdicts.left_out(12.4)[:2] == [
         LeftOut(replica=5, reason="it failed"),
         LeftOut(replica=3, reason="no offer after 12 s"),
     ]
-    assert not verdicts.renew(Seen(PLAN), lambda r: None, 12.5), "nothing happened"
-    assert verdicts.renew(Seen(None), lambda r: None, 12.5) is False
+    assert not verdicts.renew(Examined(PLAN), lambda r: None, 12.5), "nothing happened"
+    assert verdicts.renew(Examined(None), lambda r: None, 12.5) is False
     assert verdicts.pending == {}
 
 
 def test_who_diverges_or_does_no_more_is_judged_again_and_keeps_the_time_when_it_was_complete() -> None:
-    verdicts, wrong = Verdicts(), {"b"}
+    verdicts, wrong = ReplicaStates(), {"b"}
 
     def judge(r: ReplicaSpec) -> Contribution | str | None:
         return "wrong" if wrong.intersection(r.peers) else contribution(r.number)
 
-    verdicts.renew(Seen(PLAN, frozenset(wrong)), judge, 3.0)
+    verdicts.renew(Examined(PLAN, frozenset(wrong)), judge, 3.0)
     assert (verdicts.since, sorted(verdicts.failed)) == ({5: 3.0, 9: 3.0}, [3, 7])
     wrong = {"a"}
-    assert verdicts.renew(Seen(PLAN, frozenset(wrong)), judge, 4.0)
+    assert verdicts.renew(Examined(PLAN, frozenset(wrong)), judge, 4.0)
     assert (verdicts.since, sorted(verdicts.failed)) == ({5: 3.0, 9: 3.0, 3: 4.0, 7: 4.0}, [5])

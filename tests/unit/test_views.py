@@ -20,39 +20,36 @@ from rich.console import Console
 from peer import events
 from peer.events import Event
 from peer.ui import views
-from peer.ui.browsing import VIEWS, Browsing
-from peer.ui.keys import Keys, can_read
-from peer.ui.monitor_screen import draw
-from peer.ui.watched import Watched, state
+from peer.ui.monitor_screen import VIEWS, Browsing, can_read, draw, keys
+from peer.ui.run_view import RunView
+from peer.ui.state import state
 from protocol.run import manifest as manifests
 from tests.support import potluck
 from tests.unit.test_state import EXTREMES, HOSTILE, watched
-from tests.watched import BEGAN, MadeUp
+from tests.watched import BEGAN, MadeUp, says
 
 DEADLINE = 60.0
 
 
 def drawn(
-    of: Watched, browsing: Browsing, width: int, height: int, *, ascii_only: bool = False, me: str | None = None
+    of: RunView, browsing: Browsing, width: int, height: int, *, ascii_only: bool = False, me: str | None = None
 ) -> list[str]:
     console = Console(width=width, height=height, file=io.StringIO(), record=True, legacy_windows=False)
     console.print(draw(of, browsing, width, height, ascii_only=ascii_only, me=me))
     return console.export_text().rstrip("\n").split("\n")
 
 
-def text(of: Watched, browsing: Browsing) -> str:
+def text(of: RunView, browsing: Browsing) -> str:
     return "\n".join(drawn(of, browsing, 120, 40))
 
 
-def hostile() -> Watched:
+def hostile() -> RunView:
     """A run in which everybody says what hurts most."""
     made = MadeUp(5)
     one = watched(made, 3)
     for value in EXTREMES:
         for peer in made.ids:
-            said = events.Announced(
-                phase=HOSTILE, round=4, step=2**31, loss=value, bytes_sent=2**63, bytes_received=0, load=None
-            )
+            said = says(HOSTILE, 4, 2**31, value, bytes_sent=2**63)
             one.feed(Event(value, peer, said))
         one.feed(Event(value, "bootstrap", events.Warning(text=HOSTILE)))
     one.feed(made.commit(4, float("inf")))
@@ -62,7 +59,7 @@ def hostile() -> Watched:
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60), (60, 16)], ids=str)
 def test_a_frame_has_the_size_of_the_screen_whatever_is_in_it(view: str, size: tuple[int, int]) -> None:
-    runs = (Watched(MadeUp(5).manifest), watched(MadeUp(5), 3), watched(MadeUp(100), 2), hostile())
+    runs = (RunView(MadeUp(5).manifest), watched(MadeUp(5), 3), watched(MadeUp(100), 2), hostile())
     me = MadeUp(5).ids[1]
     for of in runs:
         for ascii_only in (False, True):
@@ -107,7 +104,7 @@ def test_each_view_says_what_it_is_for() -> None:
 
 def test_nothing_is_cut_of_the_health_of_thousands_on_the_smallest_screen() -> None:
     made = MadeUp(4 * 999)
-    of = Watched(made.manifest)
+    of = RunView(made.manifest)
     for event in made.begin():
         of.feed(event)
     browsing = Browsing()
@@ -200,7 +197,7 @@ def test_keys_come_one_by_one_and_the_terminal_is_as_before() -> None:
     before = termios.tcgetattr(there)
     got: queue.Queue[str] = queue.Queue()
     try:
-        with contextlib.suppress(ZeroDivisionError), Keys(there, got.put):
+        with contextlib.suppress(ZeroDivisionError), keys(there, got.put):
             assert not termios.tcgetattr(there)[3] & termios.ICANON
             os.write(here, b"2\x1b[Aq\x1b")
             assert [got.get(timeout=DEADLINE) for _ in range(4)] == ["2", "\x1b[A", "q", "\x1b"]

@@ -12,17 +12,16 @@ import pytest
 
 from peer.events import Emitter, Event
 from peer.net import directory
-from peer.net.uplink import Uplink
-from peer.node.warm_up import WarmUp
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
-from peer.state.recovery import Recovery
+from peer.state.recovery import Recovery, WarmUp
 from peer.state.storage import Shards, Storage
 from protocol.errors import UsageError
 from protocol.identity import Identity
-from protocol.ledger.kept import Commits
+from protocol.ledger.history import Commits
 from protocol.run import layout
 from protocol.wire import endpoints
+from tests import networks
 from tests.volunteers import QuickDisk, Swarm, manifest
 
 DEADLINE = 120.0
@@ -61,9 +60,8 @@ class Mover:
         async def peers() -> list[str]:
             return [peer.id for peer in swarm.peers.values()]
 
-        self.exchange = Exchange(
-            run, self.transport, self.storage, emit, reach=reach, peers=peers, uplink=Uplink()
-        )  # fmt: skip
+        ours = networks.network(self.transport, reach, emit=emit, peers=peers, nodes=run.operators)
+        self.exchange = Exchange(run, self.storage, ours)
         self.outer = Outer(run.model, run.outer.codec, run.outer.beta, run.outer.eta)
         log = Commits()
         for commit in self.commits:

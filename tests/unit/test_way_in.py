@@ -12,19 +12,16 @@ from typing import Any
 
 import pytest
 
-from bootstrap.roster import Heard
-from peer.net.base import Transport, serve_calls
-from peer.net.clock import Clock
-from peer.net.dial_back import DialBack
+from bootstrap.roster import AnnouncementTable
+from peer.net.base import Clock, Transport, serve_calls
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.net.reach import Finding
+from peer.net.reach import DialBackServer, Reachability
 from peer.node.open_run import Door, Run
-from peer.node.way_in import RELAYS, REMEMBERED_SECONDS, WayIn
+from peer.node.way_in import RELAYS, REMEMBERED_SECONDS, NetworkStart
 from protocol.identity import Identity
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding, endpoints, sealed
-from protocol.wire.announcement import Announcement
-from protocol.wire.roster import Lookup
+from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import Announcement, Lookup
 from tests import tiny
 from tests.sim.loop import VirtualLoop
 
@@ -46,7 +43,7 @@ class Street:
         self.open: set[int] = set()
         self.dialled = 0
         self.doors: list[Door] = []
-        self.heard = Heard(M.run_id, 0)
+        self.heard = AnnouncementTable(M.run_id, 0)
         self.meanwhile: list[Transport] = []
 
     async def greets(self, host: str, port: int) -> bool:
@@ -58,10 +55,10 @@ class Street:
         address = f"/ip4/198.51.100.{number}/tcp/31337/p2p/{who.peer_id}"
         made.addresses = (address,)
         loop = asyncio.get_running_loop()
-        await DialBack(made, Clock(steady=loop.time, wall=loop.time), self.greets).serve()
+        await DialBackServer(made, Clock(steady=loop.time, wall=loop.time), self.greets).serve()
         said = Announcement(run=M.run_id, peer=who.peer_id, addresses=(address,), reachable=reachable, serial=1)
-        self.heard.take(who.peer_id, sealed.seal(who, said))
-        await made.store(endpoints.announcements_key(M.run_id), who.peer_id, sealed.seal(who, said), ttl=600.0)
+        self.heard.add(who.peer_id, encoding.seal(who, said))
+        await made.store(endpoints.announcements_key(M.run_id), who.peer_id, encoding.seal(who, said), ttl=600.0)
         if who.peer_id == OPERATOR:
 
             async def roster(peer: str, request: bytes) -> bytes:
@@ -77,7 +74,7 @@ class Street:
         made.addresses = (LISTENS, CIRCUIT) if door.relays else (LISTENS,)
         return made
 
-    async def settle(self, manifest: Manifest = M, **door: Any) -> Finding | None:
+    async def find_reach(self, manifest: Manifest = M, **door: Any) -> Reachability | None:
         """Starts once; what was found."""
         line = f"/ip4/198.51.100.1/tcp/31337/p2p/{OPERATOR}"
         door = {"host": "0.0.0.0", **door}
@@ -85,8 +82,8 @@ class Street:
         async def meanwhile(transport: Transport) -> None:
             self.meanwhile.append(transport)
 
-        way_in = WayIn(Run(None, M.run_id, (line,)), self.folder, Door(**door), self.begin, meanwhile)
-        transport, found = await way_in.settle(await way_in.start(), manifest)
+        way_in = NetworkStart(Run(None, M.run_id, (line,)), self.folder, Door(**door), self.begin, meanwhile)
+        transport, found = await way_in.find_reach(await way_in.start(), manifest)
         assert self.network.peers["home"] is transport
         await transport.aclose()
         return found
@@ -107,7 +104,7 @@ def test_a_private_peer_is_started_again_with_relays_and_remembers_it_for_a_day(
         street = Street(tmp_path)
         await street.public(tiny.OPERATOR, 1)
         await street.public(VOLUNTEERS[0], 2)
-        found = await street.settle()
+        found = await street.find_reach()
         assert found is not None
         assert (found.how, set(found.asked)) == ("private", {OPERATOR, VOLUNTEERS[0].peer_id})
         relays = [f"/ip4/198.51.100.{i}/tcp/31337/p2p/{p}" for i, p in ((1, OPERATOR), (2, VOLUNTEERS[0].peer_id))]
@@ -115,14 +112,14 @@ def test_a_private_peer_is_started_again_with_relays_and_remembers_it_for_a_day(
         assert len(street.meanwhile) == 1
 
         dialled = street.dialled
-        assert await street.settle() == Finding(how="private")
+        assert await street.find_reach() == Reachability(how="private")
         assert street.dialled == dialled
         assert len(street.doors) == 4
 
         old = time.time() - REMEMBERED_SECONDS - 60
         os.utime(mark, (old, old))
         street.open = {PORT}
-        found = await street.settle()
+        found = await street.find_reach()
         assert found is not None
         assert (found.how, found.addresses) == ("mapped", (f"/ip4/{ROUTER}/tcp/{PORT}",))
         assert not mark.exists()
@@ -143,7 +140,7 @@ def test_a_router_that_maps_a_port_late_is_waited_for(tmp_path: Path, mark: Path
             home.addresses = (f"/ip4/{ROUTER}/tcp/{MAPPED}/p2p/home", LISTENS)
 
         late = asyncio.create_task(maps())
-        found = await street.settle()
+        found = await street.find_reach()
         await late
         assert found is not None
         assert (found.how, found.addresses) == ("mapped", (f"/ip4/{ROUTER}/tcp/{MAPPED}",))
@@ -164,7 +161,7 @@ def test_only_who_answers_now_and_is_reached_by_everybody_carries_signals(tmp_pa
         await street.public(VOLUNTEERS[2], 4, "")
         for number in range(3, 10):
             await street.public(VOLUNTEERS[number], number + 2, "mapped")
-        await street.settle()
+        await street.find_reach()
         chosen = street.doors[-1].relays
         assert len(chosen) == RELAYS
         assert chosen[0].endswith(OPERATOR)
@@ -187,8 +184,8 @@ def test_nodes_that_one_node_does_not_know_are_found_in_the_dht(tmp_path: Path) 
             addresses=(f"/ip4/198.51.100.2/tcp/31337/p2p/{VOLUNTEERS[0].peer_id}",),
         )
         key, node = endpoints.announcements_key(both.run_id), street.network.peers[VOLUNTEERS[0].peer_id]
-        await node.store(key, node.peer_id, sealed.seal(VOLUNTEERS[0], said), ttl=600.0)
-        await street.settle(both)
+        await node.store(key, node.peer_id, encoding.seal(VOLUNTEERS[0], said), ttl=600.0)
+        await street.find_reach(both)
         assert [address.rpartition("/")[2] for address in street.doors[-1].relays] == list(both.operators)
 
     run(story())
@@ -199,11 +196,11 @@ def test_what_is_announced_is_no_reason_to_start_again(tmp_path: Path) -> None:
         street = Street(tmp_path)
         await street.public(tiny.OPERATOR, 1)
         announced = {"announce": (f"/ip4/{ROUTER}/tcp/9999",), "port": PORT}
-        found = await street.settle(**announced)
+        found = await street.find_reach(**announced)
         assert found is not None
         assert found.how == "private"  # nobody answers there
         street.open = {9999}
-        found = await street.settle(**announced)
+        found = await street.find_reach(**announced)
         assert found is not None
         assert found.how == "mapped"
         assert [door.relays for door in street.doors] == [(), ()]
@@ -215,7 +212,7 @@ def test_who_listens_to_itself_only_asks_nobody(tmp_path: Path) -> None:
     async def story() -> None:
         street = Street(tmp_path)
         await street.public(tiny.OPERATOR, 1)
-        assert await street.settle(host="127.0.0.1") is None
+        assert await street.find_reach(host="127.0.0.1") is None
         assert (street.dialled, len(street.doors)) == (0, 1)
 
     run(story())
@@ -225,7 +222,7 @@ def test_without_anybody_to_ask_it_goes_on(tmp_path: Path) -> None:
     async def story() -> None:
         street = Street(tmp_path)
         await street.public(tiny.OPERATOR, 1, there=False)
-        assert await street.settle() == Finding()
+        assert await street.find_reach() == Reachability()
         assert len(street.doors) == 1
 
     run(story())

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from peer.ui import web
-from peer.ui.web import Fresh, Server, answer, read_where
+from peer.ui.web import CachedAnswer, Server, answer, read_where
 from protocol.errors import UsageError
 
 DEADLINE = 30.0
@@ -181,7 +181,7 @@ def test_a_thousand_visitors_cost_one() -> None:
         made += 1
         return str(made)
 
-    fresh = Fresh("text/plain", make, lambda: told, lambda: now)
+    fresh = CachedAnswer("text/plain", make, lambda: told, lambda: now)
     asking = [threading.Thread(target=fresh) for _ in range(50)]
     for thread in asking:
         thread.start()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protocol.ledger.witnesses import MOST, ROUNDS, Witnesses
 from protocol.planning.allotment import NEW, allot
+from protocol.round.attestations import WITNESS_MOST, WITNESS_ROUNDS, Witnesses
 from protocol.wire.commit import Commit, Contribution, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
@@ -36,17 +36,22 @@ def test_before_anything_was_contributed_the_members_of_the_plan_count_once_each
 def test_who_contributed_counts_by_its_replicas_tokens_of_the_last_rounds() -> None:
     witnesses = Witnesses([commit(plan=planned("planned"))])
     witnesses.add(commit(contribution(8, "old")))
-    for _ in range(ROUNDS):
+    for _ in range(WITNESS_ROUNDS):
         witnesses.add(commit(contribution(4, "a"), contribution(3, "b", "c"), contribution(2, "d")))
         witnesses.add(commit())  # of which nobody's work is
-    assert witnesses.weights() == {"a": 4 * ROUNDS, "b": 3 * ROUNDS, "c": 3 * ROUNDS, "d": 2 * ROUNDS}
+    assert witnesses.weights() == {
+        "a": 4 * WITNESS_ROUNDS,
+        "b": 3 * WITNESS_ROUNDS,
+        "c": 3 * WITNESS_ROUNDS,
+        "d": 2 * WITNESS_ROUNDS,
+    }
 
 
 def test_nobody_has_more_than_a_third_of_the_weight() -> None:
     weights = Witnesses(
         [commit(contribution(1000, "datacentre"), contribution(1, "a"), contribution(1, "b"))]
     ).weights()
-    assert weights == {"datacentre": 1002 // MOST, "a": 1, "b": 1}
+    assert weights == {"datacentre": 1002 // WITNESS_MOST, "a": 1, "b": 1}
     two = Witnesses([commit(contribution(1000, "a"), contribution(700, "b"))]).weights()
     assert two["a"] == two["b"], "of two nobody decides alone"
     assert Witnesses([commit(contribution(1, "a"))]).weights() == {"a": 1}
@@ -61,7 +66,7 @@ def test_a_leader_that_is_started_again_counts_what_the_log_has() -> None:
 
 
 def test_an_auditor_counts_more_than_all_others() -> None:
-    witnesses = Witnesses([commit(contribution(8, "a"), contribution(8, "b"), contribution(8, "c"))])
-    witnesses.auditors = frozenset({"auditor"})
+    log = [commit(contribution(8, "a"), contribution(8, "b"), contribution(8, "c"))]
+    witnesses = Witnesses(log, frozenset({"auditor"}))
     weights = witnesses.weights()
     assert weights["auditor"] > sum(weight for peer, weight in weights.items() if peer != "auditor")

@@ -1,14 +1,14 @@
-"""Fetching blobs: by name, in ranges, from several holders at once, resumable, each range checked by itself.
+"""Fetching blobs by name: in ranges, from several holders at once, resumable, each range checked by itself.
 
-A large blob is asked of several holders, the fastest and nearest first by what was measured; each of them is kept busy with
-just as many ranges as its link holds and takes the next missing one, so a fast holder carries more. A range whose digest is
-wrong costs its holder our trust for a while, and that range is asked of another; so does a holder that is gone or silent.
-What came is on disk (peer/net/blobs/store.py): a fetch that was interrupted, by whatever, goes on where it was. A small blob
-comes as a whole, with the answer, over a stream that is kept for the next one.
+A large blob is asked of several holders, the fastest by past measurements first. Each is kept busy with as many ranges
+as its link holds and takes the next missing one, so a fast holder carries more. A holder that sends a range with a
+wrong digest is not asked for a while, one that is gone or silent is asked last, and the range is asked of another. The
+ranges are on disk (store.py), so an interrupted fetch resumes where it was. A small blob comes as a whole, with the
+answer, over a stream that is kept for the next one.
 
-A holder may itself be getting the blob, and lets others wait for it. Peers that wait for each other in a circle would wait in
-vain; so one may wait for another only if that one surely leads to somebody who has the blob (it is being served; or it was
-named, as one that is, by somebody of whom the same is sure), or comes after it in an order that differs from blob to blob.
+A holder may itself be fetching the blob, and lets others wait for it. Peers that wait for each other in a circle would
+wait in vain; so one waits for another only if that one surely leads to a holder (it is being served; or a peer of
+which the same is sure named it as one that is), or comes after it in an order that differs from blob to blob.
 """
 
 from __future__ import annotations
@@ -17,39 +17,253 @@ import asyncio
 import contextlib
 import functools
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from peer.net.base import Closed, Stream, Timeout, Transport, Unreachable, answer
+from peer.net.base import Closed, Stream, Timeout, Transport, Unreachable, answer, now
 from peer.net.blobs.gate import Gate
 from peer.net.blobs.holders import Absent, Corrupt, Holders, Speed, rank
-from peer.net.blobs.idle import IdleStreams
-from peer.net.blobs.jobs import OVERDUE_SECONDS, WAIT_SECONDS, Asked, Job
-from peer.net.blobs.named import answer_of
-from peer.net.blobs.store import LEAVES, BlobStore, Place
+from peer.net.blobs.store import LEAVES, BlobStore, Part, Place
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import endpoints, framing
 
-PARALLEL = 4
-"""Holders that one blob is fetched from at once."""
-PARALLEL_BYTES = 1 << 20
-"""One holder more for every so many missing bytes."""
+MAX_IDLE_STREAMS = 128
+"""To all peers together; the one that was used longest ago is closed first."""
+IDLE_SECONDS = 240.0
+"""Longest time that an idle stream is kept; its other end waits a little longer (serving.py)."""
+OVERDUE_SECONDS = 2.0
+"""After this, plus four times its expected time, a range is also asked of an idle holder; and another holder is asked
+besides one that has not begun to send."""
+WAIT_SECONDS = 30.0
+"""Longest time that a holder may let us wait for a blob that it is still fetching."""
+MAX_HOLDERS = 4
+"""Most holders that one blob is fetched from at once."""
+BYTES_PER_HOLDER = 1 << 20
+"""Missing bytes for each further holder."""
+MAX_ANSWER_BYTES = 4096
+
+
+def answer_of(raw: bytes, what: str) -> dict[str, object]:
+    """Decodes a holder's answer; `what` names it in errors. Raises FrameError."""
+    answer = framing.unpack_message(raw)
+    if not isinstance(answer, dict):
+        raise framing.FrameError(f"{what} sent no answer")
+    return answer
+
+
+async def fetch_named(transport: Transport, peer: str, name: str, *, limit: int, timeout: float = 20.0) -> bytes:
+    """Fetches a file that `peer` serves by name, such as the manifest: `limit` bytes at most, unchecked.
+
+    Raises RemoteError.
+    """
+    what = f"{name} from {short_peer(peer)}"
+    stream = await transport.open(peer, endpoints.BLOB, timeout=timeout)
+    try:
+        await stream.send(framing.pack_message({"named": name}))
+        size = answer_of(await stream.recv(1024, timeout=timeout), what).get("size")
+        if not isinstance(size, int) or size < 0:
+            raise RemoteError(peer, f"{what}: it does not have it; ask another node")
+        if size > limit:
+            raise RemoteError(peer, f"{what}: {size} bytes; at most {limit} are taken")
+        data = bytearray()
+        while len(data) < size:
+            piece = await stream.recv(blob_hash.RANGE_BYTES, timeout=timeout)
+            if not piece or len(data) + len(piece) > size:
+                raise RemoteError(peer, f"{what}: it sent another number of bytes than it said; ask another node")
+            data += piece
+        await stream.finish()
+        return bytes(data)
+    except framing.FrameError as error:
+        raise RemoteError(peer, f"{what}: {error}; ask another node") from None
+    finally:
+        await stream.close()
+
+
+class IdleStreams:
+    """Open streams that wait for their next use: opening one costs both peers more than a small blob does.
+
+    A stream that was closed meanwhile raises Closed when it is used.
+    """
+
+    def __init__(self, most: int = MAX_IDLE_STREAMS) -> None:
+        self._most = most
+        self._since: OrderedDict[Stream, float] = OrderedDict()
+
+    def take(self, peer: str) -> Stream | None:
+        """Returns the stream to `peer` that was used last."""
+        stream = next((s for s in reversed(self._since) if s.remote == peer), None)
+        if stream is None or now() - self._since[stream] >= IDLE_SECONDS:
+            return None
+        del self._since[stream]
+        return stream
+
+    async def keep(self, stream: Stream) -> None:
+        """Keeps a stream for later, and closes those that are too old or too many."""
+        self._since[stream] = now()
+        expired: list[Stream] = []
+        while self._since:  # nothing is awaited here, as others use the streams meanwhile
+            oldest, since = next(iter(self._since.items()))
+            if len(self._since) <= self._most and now() - since < IDLE_SECONDS:
+                break
+            del self._since[oldest]
+            expired.append(oldest)
+        await asyncio.gather(*(old.close() for old in expired))
+
+    async def aclose(self) -> None:
+        while self._since:
+            await self._since.popitem(last=False)[0].close()
+
+
+@dataclass(slots=True)
+class Asked:
+    """A holder that was asked for a blob."""
+
+    peer: str
+    since: float  # when, in steady seconds
+    mine: deque[int] = field(default_factory=deque)  # the ranges it was asked for and has not sent
+    answered: bool = False  # whether it has said anything
+    gives: bool = False  # whether it has the blob, so that the blob is on its way to us
+
+    def is_late(self, now: float) -> bool:
+        """Whether another holder is asked besides."""
+        return not self.gives and now >= self.since + OVERDUE_SECONDS
+
+    def is_silent(self, now: float) -> bool:
+        """Whether nothing more can be expected of it."""
+        return not self.gives and now >= self._silent_at
+
+    def changes_in(self, now: float) -> float:
+        """Seconds until it counts as late or silent; infinite if that does not change."""
+        at = [] if self.gives else [self.since + OVERDUE_SECONDS, self._silent_at]
+        return min((time - now for time in at if time > now), default=math.inf)
+
+    @property
+    def _silent_at(self) -> float:
+        return self.since + (WAIT_SECONDS if self.answered else OVERDUE_SECONDS)
+
+
+@dataclass(slots=True)
+class Job:
+    """The fetch of one blob. For `place`, `check`, `streams` and `all_asked` see `Fetcher.fetch`.
+
+    todo: ranges that no holder was asked for; of a small blob the one piece that it comes in
+    known: set when the digests of all ranges are known; never for a small blob
+    changed: set now and then, when a waiting holder should look for ranges again
+    reading: streams on which it comes, with the bytes received on each before
+    """
+
+    name: str
+    size: int
+    place: Place | None = None
+    round: int = 0
+    check: Callable[[bytes], None] | None = None
+    streams: int = 1
+    all_asked: asyncio.Event = field(default_factory=asyncio.Event)
+    part: Part | None = None  # what is here of a large blob
+    todo: deque[int] = field(default_factory=lambda: deque([0]))
+    asked: dict[int, float] = field(default_factory=dict)  # when the others were asked for
+    data: bytes | None = None  # a small blob, once it is here
+    asking: set[str] = field(default_factory=set)  # the holders that were asked and have not ended
+    served: bool = False  # whether one of them has the blob
+    named_by: dict[str, str] = field(default_factory=dict)  # peers that a holder surely named, with that holder
+    known: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    reading: dict[Stream, int] = field(default_factory=dict)
+    read: int = 0  # bytes that came on other streams
+
+    def resume(self, part: Part) -> None:
+        """Takes over the ranges of a large blob that are on disk."""
+        self.part, self.todo = part, deque(sorted(part.missing))
+        if part.leaves is not None:
+            self.known.set()
+        if not part.missing:
+            self.done.set()
+
+    @property
+    def received(self) -> int:
+        """Bytes that holders have sent."""
+        return self.read + sum(stream.received - before for stream, before in self.reading.items())
+
+    def over(self, stream: Stream | None) -> None:
+        """Stops counting the bytes of a stream."""
+        if stream in self.reading:
+            self.read += stream.received - self.reading.pop(stream)
+
+    @property
+    def came(self) -> int:
+        """Bytes of a large blob that are here, to a range."""
+        return max(0, self.size - blob_hash.RANGE_BYTES * len(self.part.missing)) if self.part is not None else 0
+
+    def is_missing(self, index: int) -> bool:
+        return self.data is None if self.part is None else index in self.part.missing
+
+    def give_back(self, indices: Sequence[int]) -> None:
+        """Has other holders asked for ranges that a holder does not send."""
+        for index in indices:
+            if self.asked.pop(index, None) is not None and self.is_missing(index):
+                self.todo.appendleft(index)
+        self.wake()
+
+    def wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def next(self, mine: deque[int], speed: Speed) -> int | None:
+        """Returns the next range to ask of a holder that still owes us `mine`: one not asked for yet, or a late one."""
+        while self.todo:
+            index = self.todo.popleft()
+            if self.is_missing(index):
+                return index
+        self.all_asked.set()
+        if mine or not self.asked:
+            return None
+        index, since = min(self.asked.items(), key=lambda item: item[1])
+        late = now() - since - 4 * speed.expected(blob_hash.RANGE_BYTES)
+        return index if late > OVERDUE_SECONDS else None
+
+    def ask(self, mine: deque[int], index: int) -> None:
+        """Notes that a holder is asked for a range."""
+        self.asked[index] = now()
+        with contextlib.suppress(ValueError):
+            self.todo.remove(index)
+        mine.append(index)
+
+    async def keep(self, index: int, data: bytes) -> bool:
+        """Stores a range. Returns whether it is right. Raises UsageError where the disk refuses."""
+        if not self.is_missing(index):
+            return True  # another holder was quicker
+        if self.part is not None:
+            return await asyncio.to_thread(self.part.write, index, data)
+        if self.place is not None and self.place.index < 0:
+            is_right = blob_hash.root(self.place.size, data) == self.place.name
+        else:
+            is_right = blob_hash.name_of(data) == self.name
+        self.data = data if is_right else None
+        return is_right
 
 
 class Source(Protocol):
     """A holder that is no peer."""
 
     async def read(self, place: Place) -> bytes:
-        """A range of a blob, or its leaves, unchecked. Raises RemoteError."""
+        """Returns a range of a blob, or its leaves, unchecked. Raises RemoteError."""
 
 
 class Fetcher:
-    """Fetches into `store`. `sources`: holders that are no peers, by the names under which they stand among holders. `holders` remembers who served well. `reach(peer)` is awaited before a holder is asked, `lost(peer)` called when it is gone; `warn` hears of
-    holders that cannot be trusted. `timeout`: seconds of silence after which a holder counts as gone. `sync`: whether what came survives a loss of
-    power; without it, it is fetched again."""
+    """Fetches blobs into `store`.
+
+    reach: awaited before a holder is asked
+    lost: called when a holder is gone
+    timeout: seconds of silence after which a holder counts as gone
+    sync: whether fetched blobs survive a loss of power
+    holders: what is known of holders
+    sources: holders that are no peers, by their names among holders
+    """
 
     def __init__(
         self,
@@ -58,13 +272,11 @@ class Fetcher:
         *,
         reach: Callable[[str], Awaitable[None]] | None = None,
         lost: Callable[[str], None] = lambda peer: None,
-        warn: Callable[[str], None] = lambda text: None,
         timeout: float = 20.0,
         sync: bool = False,
         holders: Holders | None = None,
         sources: Mapping[str, Source] | None = None,
     ) -> None:
-        """Long because a downloader is told where it is and where else to ask."""
         self._sync = sync
         self._transport = transport
         self._store = store
@@ -76,12 +288,14 @@ class Fetcher:
         self._begun: dict[str, Job] = {}
         self._closing: set[asyncio.Task[list[str]]] = set()
         self._idle = IdleStreams()
-        self._holders = holders or Holders(warn)
+        self._holders = holders or Holders()
         self._sources = sources or {}
 
     def coming(self, name: str, peer: str, named_by: str) -> tuple[asyncio.Task[None], bool] | None:
-        """The fetch of this blob that is under way, if `peer`, whom the holder `named_by` sends, may wait for it (see the
-        module's docstring), and whether it surely leads to somebody who has the blob."""
+        """Returns the running fetch of a blob, if `peer`, sent here by the holder `named_by`, may wait for it.
+
+        Also returns whether the fetch surely leads to a holder (see the module's docstring).
+        """
         job = self._begun.get(name)
         if job is None:
             return None
@@ -112,39 +326,37 @@ class Fetcher:
         owner: str = "",
         place: Place | None = None,
     ) -> None:
-        """Returns when the blob of exactly `size` bytes is in the store, as one of `round`'s; `check` sees it before and may
-        refuse it by raising. `all_asked` is set when every range was asked for once: the line will soon be free. `streams`: that one holder is asked over, at most, where
-        there are too few others. `owner`: who offered the blob (default: the first holder; see gate.py). `place`: where a blob of one range lies in a larger one, for holders that know it by that; the name of leaves is that of their blob and LEAVES. Whoever asks for a blob that is on its way waits for that fetch, which goes on when they are
-        cancelled. Raises RemoteError naming the last holder to fail, UsageError where the disk refuses.
+        """Returns when the blob of `size` bytes is in the store. Callers for the same name share one fetch.
 
-        Long because each of these is of one fetch.
+        Long because each option is of one fetch:
+        round: that the blob is stored for
+        check: sees the blob before it is stored, and may refuse it by raising
+        all_asked: set when every range was asked for once, so that the link will soon be free
+        streams: most streams to one holder, where there are too few others
+        owner: the peer that offered the blob, for the gate (default: the first holder)
+        place: where a blob of one range lies in a larger one, for holders that know it by that; leaves are named by
+            their blob's name and LEAVES
+
+        Raises RemoteError naming the last holder to fail, UsageError where the disk refuses.
         """
         if self._store.has(name):
             return
-        if not blob_hash.is_name(name.removesuffix(LEAVES) if place is not None else name):  # it would be a path
+        if not blob_hash.is_name(name.removesuffix(LEAVES) if place is not None else name):  # it becomes a path
             raise RemoteError("nobody", "blob: its name is not 64 hexadecimal digits; nothing is fetched")
-        if not 0 <= size <= blob_hash.MAX_BLOB:
-            raise RemoteError("nobody", f"blob {name[:12]}: {size} bytes; at most {blob_hash.MAX_BLOB} are fetched")
+        if not 0 <= size <= blob_hash.MAX_BLOB_BYTES:
+            raise RemoteError(
+                "nobody", f"blob {name[:12]}: {size} bytes; at most {blob_hash.MAX_BLOB_BYTES} are fetched"
+            )
         task = self._running.get(name)
         if task is None:
-            self._running[name] = task = asyncio.create_task(
-                self._fetch(
-                    name,
-                    size,
-                    holders,
-                    round,
-                    check,
-                    all_asked or asyncio.Event(),
-                    streams,
-                    owner or next(iter(holders), ""),
-                    place,
-                )
-            )
+            job = Job(name, size, place, round, check, streams, all_asked or asyncio.Event())
+            task = asyncio.create_task(self._fetch(job, holders, owner or next(iter(holders), "")))
+            self._running[name] = task
             task.add_done_callback(lambda task: self._ended(name, task))
         await asyncio.shield(task)
 
     def give_up(self, name: str) -> None:
-        """Nobody needs this blob any more."""
+        """Cancels the fetch of a blob."""
         if name in self._running:
             self._running[name].cancel()
 
@@ -161,76 +373,56 @@ class Fetcher:
         del self._running[name]
         self._begun.pop(name, None)
         if not task.cancelled():
-            task.exception()  # it is told to those who wait, if there are any
+            task.exception()  # retrieved; callers that wait get it too
 
     # --- one blob
 
-    async def _fetch(
-        self,
-        name: str,
-        size: int,
-        holders: Sequence[str],
-        round: int,
-        check: Callable[[bytes], None] | None,
-        all_asked: asyncio.Event,
-        streams: int,
-        owner: str,
-        place: Place | None,
-    ) -> None:
-        """Long because it has what `fetch` has."""
-
+    async def _fetch(self, job: Job, holders: Sequence[str], owner: str) -> None:
         async def turn() -> None:
-            job = self._begun.get(name)
-            if job is None:
-                part = await asyncio.to_thread(self._store.part, name, size) if size > blob_hash.WHOLE else None
-                missing = sorted(part.missing) if part is not None else [0]
-                self._begun[name] = job = Job(name, size, part, deque(missing), place, all_asked=all_asked)
-                if part is not None and part.leaves is not None:
-                    job.known.set()
-                if not missing:
-                    job.done.set()
+            if job.name not in self._begun:
+                if job.size > blob_hash.WHOLE_BYTES:
+                    job.resume(await asyncio.to_thread(self._store.part, job.name, job.size))
+                self._begun[job.name] = job
             if not job.done.is_set():
-                await self._gather(job, holders, streams)
+                await self._gather(job, holders)
 
-        await self._gate.run(owner, turn, lambda: self._begun[name].received if name in self._begun else 0)
-        job = self._begun[name]
+        await self._gate.run(owner, turn, lambda: job.received)
         if job.part is not None:
-            await asyncio.to_thread(job.part.finish, round, check, sync=self._sync)
+            await asyncio.to_thread(job.part.finish, job.round, job.check, sync=self._sync)
         else:
             assert job.data is not None
-            if check is not None:
-                await asyncio.to_thread(check, job.data)
-            await asyncio.to_thread(self._store.put, job.data, round, name=name, sync=self._sync)
+            if job.check is not None:
+                await asyncio.to_thread(job.check, job.data)
+            await asyncio.to_thread(self._store.put, job.data, job.round, name=job.name, sync=self._sync)
 
-    async def _gather(self, job: Job, holders: Sequence[str], streams: int) -> None:
-        """Asks holders, and whomever they name, until nothing is missing."""
+    async def _gather(self, job: Job, holders: Sequence[str]) -> None:
+        """Asks holders, and the peers that they name, until nothing is missing."""
         asked = {self._transport.peer_id}
         insisted: set[str] = set()
         waiting, busy, more = self._holders.order(holders, job.size), deque[str](), deque[str]()
         workers: dict[asyncio.Task[list[str]], Asked] = {}
-        parallel = min(PARALLEL, 1 + len(job.todo) * blob_hash.RANGE // PARALLEL_BYTES)
+        parallel = min(MAX_HOLDERS, 1 + len(job.todo) * blob_hash.RANGE_BYTES // BYTES_PER_HOLDER)
         last: RemoteError | None = None
         done, known = asyncio.create_task(job.done.wait()), asyncio.create_task(job.known.wait())
-        clock = asyncio.get_running_loop().time
         try:
             while not job.done.is_set():
-                # one holder tells the digests of the ranges, or gives a small blob; another is asked when it takes its time
-                now = clock()
-                room = (parallel if job.known.is_set() else 1) + sum(a.is_late(now) for a in workers.values())
+                # one holder sends the digests of the ranges, or a small blob; another is asked when it is late
+                time = now()
+                room = (parallel if job.known.is_set() else 1) + sum(a.is_late(time) for a in workers.values())
                 while len(workers) < room:
                     again = False  # over one more stream
                     if waiting:
                         peer, known_to = waiting.popleft(), asked
-                        more.extend([peer] * (streams - 1) if peer not in asked else ())
+                        more.extend([peer] * (job.streams - 1) if peer not in asked else ())
                     elif more and job.known.is_set():
                         peer, known_to, again = more.popleft(), set[str](), True
-                    elif busy and all(a.is_silent(now) for a in workers.values()):
+                    elif busy and all(a.is_silent(time) for a in workers.values()):
                         peer, known_to = busy.popleft(), insisted
                     else:
                         break
                     if peer in known_to or self._holders.is_avoided(peer):
                         continue
-                    holder = Asked(peer, now, answered=again)
+                    holder = Asked(peer, time, answered=again)
                     known_to.add(peer)
                     workers[asyncio.create_task(self._work(job, holder, known_to is insisted))] = holder
                 if not workers:
@@ -238,22 +430,18 @@ class Fetcher:
                         "nobody", f"blob {job.name[:12]}: no holder that can be trusted is known; it is tried again"
                     )
                 events = {done, *workers} if job.known.is_set() else {done, known, *workers}
-                patience = min(a.changes_in(now) for a in workers.values())
-                ended, _ = await asyncio.wait(
-                    events,
-                    timeout=None if patience == math.inf else patience,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
+                patience = min(a.changes_in(time) for a in workers.values())
+                timeout = None if patience == math.inf else patience
+                ended, _ = await asyncio.wait(events, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                 for holder in workers.values():
-                    if not holder.answered and holder.is_silent(clock()):
+                    if not holder.answered and holder.is_silent(now()):
                         self._holders.silent(holder.peer)
                 for task in [t for t in workers if t in ended]:
                     peer = workers.pop(task).peer
                     try:
                         others = task.result()
                     except RemoteError as error:
-                        # what a holder says tells more than another's silence
-                        if last is None or not isinstance(error, Unreachable):
+                        if last is None or not isinstance(error, Unreachable):  # which tells less than an answer
                             last = error
                         more = deque(p for p in more if p != peer)
                         self._holders.failed(peer, error)
@@ -262,14 +450,14 @@ class Fetcher:
                         continue
                     if others:
                         busy.append(peer)
-                        told = [p for p in others if p not in asked and not self._holders.breaks_promises(p)]
-                        told = list(self._holders.order(told, job.size))
-                        waiting = deque([*told, *waiting] if job.place is not None else [*waiting, *told])
+                        named = [p for p in others if p not in asked and not self._holders.breaks_promises(p)]
+                        named = list(self._holders.order(named, job.size))
+                        waiting = deque([*named, *waiting] if job.place is not None else [*waiting, *named])
         finally:
             done.cancel()
             known.cancel()
             for worker, holder in workers.items():
-                if holder.answered and holder.is_late(clock()):  # it let us wait, and others were quicker
+                if holder.answered and holder.is_late(now()):  # it let us wait, and others were quicker
                     self._holders.broke_promise(holder.peer)
                 if holder.mine or not job.done.is_set():
                     worker.cancel()
@@ -283,8 +471,10 @@ class Fetcher:
             self._holders.failed(peer, error)
 
     async def _work(self, job: Job, holder: Asked, insist: bool) -> list[str]:
-        """Takes ranges from one holder until none is missing. Returns the peers that it names instead. Raises RemoteError,
-        UsageError."""
+        """Takes ranges from one holder until none is missing. Returns the peers that it names instead.
+
+        Raises RemoteError, UsageError.
+        """
         peer, mine = holder.peer, holder.mine
         if peer in self._sources:
             return await self._read(job, holder)
@@ -305,22 +495,20 @@ class Fetcher:
                 "named_by": job.named_by.get(peer, ""),
             }
             if job.place is not None:
-                request |= {
-                    "blob": job.name.removesuffix(LEAVES),
-                    "in": [job.place.name, job.place.size, job.place.index],
-                }
+                place = [job.place.name, job.place.size, job.place.index]
+                request |= {"blob": job.name.removesuffix(LEAVES), "in": place}
             stream, reply = await self._begin(peer, framing.pack_message(request))
             holder.answered = True
             self._holders.answered(peer)
             if job.part is None:
                 job.ask(mine, 0)
             waited = False
-            until = asyncio.get_running_loop().time() + WAIT_SECONDS + OVERDUE_SECONDS
+            until = now() + WAIT_SECONDS + OVERDUE_SECONDS
             while (said := answer_of(reply, what)).get("state") == "wait":
-                if asyncio.get_running_loop().time() > until:
+                if now() > until:
                     self._holders.broke_promise(peer)
                     raise RemoteError(peer, f"{what} promised it for {WAIT_SECONDS:g} s; another is asked")
-                waited, reply = True, await self._answer(stream, 4096)
+                waited, reply = True, await self._answer(stream, MAX_ANSWER_BYTES)
             usable = job.part is None and said.get("state") in ("busy", "absent")
             if said.get("state") == "busy":
                 others = [p for p in _names(said.get("ask")) if p != self._transport.peer_id]
@@ -330,20 +518,13 @@ class Fetcher:
             if said.get("state") != "here":
                 raise Absent(peer, f"{what} does not have it; another is asked")
             job.served = holder.gives = True
-            job.streams[stream] = stream.received
+            job.reading[stream] = stream.received
             self._holders.gave(peer)
-            speed = self._holders.speed(peer)
             if leaves:
-                assert job.part is not None
-                digests = await self._answer(stream, blob_hash.LEAF * blob_hash.count(job.size))
-                if not job.known.is_set():
-                    if not await asyncio.to_thread(job.part.learn, digests):
-                        raise Corrupt(peer, f"{what} sent digests that are not those of the blob")
-                    job.todo = deque(i for i in job.todo if i in job.part.missing)
-                    job.known.set()
-                    if not job.part.missing:
-                        job.done.set()
-            await self._take(stream, job, peer, mine, speed, what, waited)
+                await self._learn(
+                    job, peer, await self._answer(stream, blob_hash.LEAF_BYTES * blob_hash.count(job.size)), what
+                )
+            await self._take(stream, job, holder, what, waited)
             usable = job.part is None and not mine
             if not usable:
                 await stream.finish()
@@ -359,6 +540,18 @@ class Fetcher:
             elif stream is not None:
                 await stream.close()
 
+    async def _learn(self, job: Job, peer: str, digests: bytes, what: str) -> None:
+        """Takes the digests of a large blob's ranges, unless another holder sent them meanwhile."""
+        assert job.part is not None
+        if job.known.is_set():
+            return
+        if not await asyncio.to_thread(job.part.learn, digests):
+            raise Corrupt(peer, f"{what} sent digests that are not those of the blob")
+        job.todo = deque(i for i in job.todo if i in job.part.missing)
+        job.known.set()
+        if not job.part.missing:
+            job.done.set()
+
     async def _read(self, job: Job, holder: Asked) -> list[str]:
         """Takes a small blob from a source."""
         assert job.place is not None
@@ -370,31 +563,31 @@ class Fetcher:
         return []
 
     async def _begin(self, peer: str, ask: bytes) -> tuple[Stream, bytes]:
-        """A stream to a holder, and its first answer."""
+        """Opens a stream to a holder, or takes an idle one. Returns it and the first answer."""
         while True:
             kept = self._idle.take(peer)
             stream = kept or await self._transport.open(peer, endpoints.BLOB, timeout=self._timeout)
             try:
                 await stream.send(ask)
-                return stream, await self._answer(stream, 4096)
+                return stream, await self._answer(stream, MAX_ANSWER_BYTES)
             except BaseException as error:
                 await stream.close()
                 if kept is None or not isinstance(error, Closed):
                     raise
-            self._lost(peer)  # it may be elsewhere now
+            self._lost(peer)  # it may have moved
             if self._reach is not None:
                 await self._reach(peer)
 
     async def _answer(self, stream: Stream, limit: int) -> bytes:
         return await answer(stream, self._transport.doubt, limit, timeout=self._timeout)
 
-    async def _take(
-        self, stream: Stream, job: Job, peer: str, mine: deque[int], speed: Speed, what: str, waited: bool
-    ) -> None:
-        """Asks for ranges ahead of time, and takes them as they come. `waited`: the holder had to get the blob first, so how long it took
-        to answer says nothing of its link."""
-        clock = asyncio.get_running_loop().time
-        arrived, measured = clock(), waited
+    async def _take(self, stream: Stream, job: Job, holder: Asked, what: str, waited: bool) -> None:
+        """Asks for ranges ahead of time, and takes them as they come.
+
+        waited: whether the holder had to fetch the blob first; then its first answer says nothing of its link
+        """
+        mine, speed = holder.mine, self._holders.speed(holder.peer)
+        arrived, measured = now(), waited
         while not job.done.is_set():
             while len(mine) < speed.depth and (index := job.next(mine, speed)) is not None:
                 job.ask(mine, index)
@@ -406,15 +599,15 @@ class Fetcher:
                 continue
             index = mine[0]
             begin, end = (0, job.size) if job.part is None else blob_hash.span(job.size, index)
-            data = await self._answer(stream, blob_hash.WHOLE)
-            now = clock()
+            data = await self._answer(stream, blob_hash.WHOLE_BYTES)
+            time = now()
             if not measured:
                 measured = True
-                speed.answered(now - job.asked.get(index, arrived))
-            speed.arrived(now - max(arrived, job.asked.get(index, arrived)), len(data))
-            arrived = now
+                speed.answered(time - job.asked.get(index, arrived))
+            speed.arrived(time - max(arrived, job.asked.get(index, arrived)), len(data))
+            arrived = time
             if len(data) != end - begin or not await job.keep(index, data):
-                raise Corrupt(peer, f"{what} sent wrong bytes for range {index}")
+                raise Corrupt(holder.peer, f"{what} sent wrong bytes for range {index}")
             mine.popleft()
             job.asked.pop(index, None)
             if job.part is None or not job.part.missing:

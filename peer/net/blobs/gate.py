@@ -1,7 +1,7 @@
-"""How many blobs are fetched at once, and whose: those that wait take turns by their owners, and nobody keeps a place by promising.
+"""Limits how many blobs are fetched at once, in turns by their owners.
 
-A blob's owner is whoever offered it. While others wait, a fetch to which no byte comes gives its place up, and so does one that has had it for
-long, of the owner who has the most of them; it goes on where it was when its turn comes again.
+A blob's owner is the peer that offered it. While others wait, a fetch to which no byte comes gives its place up, and so
+does one that has had it for long, of the owner with the most of them. It resumes when its turn comes again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOOK_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """One fetch that has a place: whose, since when, and since when it has `came` bytes."""
+    """A fetch that has a place: its owner, its start, and since when it has had `came` bytes."""
 
     owner: str
     began: float
@@ -48,12 +48,13 @@ class Gate:
 
     @property
     def waiting(self) -> int:
-        """How many have no place."""
         return sum(map(len, self._waiting.values()))
 
     async def run(self, owner: str, work: Callable[[], Coroutine[Any, Any, None]], progress: Callable[[], int]) -> None:
-        """Does `work`, in as many turns as it takes: it is cancelled where others are to have the place, and begun anew. `progress`:
-        bytes that have come."""
+        """Does `work` in one or more turns: it is cancelled when others get the place, and started again.
+
+        progress: returns the bytes that have come
+        """
         while True:
             await self._enter(owner)
             now = asyncio.get_running_loop().time()
@@ -135,6 +136,5 @@ class Gate:
                 turn.over.set()
 
     def close(self) -> None:
-        """Nobody gets a place any more."""
         if self._looking is not None:
             self._looking.cancel()

@@ -1,4 +1,4 @@
-"""Who holds blobs: how fast each holder was, and whom we do not trust for a while."""
+"""What is known of the holders of blobs: how fast each was, and which are not asked for a while."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from peer.net.base import Closed, Timeout, Unreachable, now
-from peer.net.cooldown import Cooldown
+from peer.net.rate_limits import Cooldown
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError
 
 DEPTH = (2, 64)
 """Least and most ranges that are asked of one holder ahead of time."""
-SLACK = 8
-"""Ranges that are asked for ahead of time beyond what the way holds: a holder that computes, or whose line others use, too, answers later than it
-did at first. Without it fewer ranges would be under way the later they come, and come the later for it."""
-SHARE = 0.2
-"""Of a new measurement in the mean."""
+SLACK_RANGES = 8
+"""Asked for beyond what the link holds, as a busy holder answers later than it did at first."""
+NEW_SHARE = 0.2
+"""Weight of a new measurement in a mean."""
 AVOID_SECONDS = 600.0
-"""How long a holder that sent wrong bytes is not asked."""
+"""A holder that sent wrong bytes is not asked for so long."""
 REST_SECONDS = 30.0
-"""How long a holder that did not answer is asked after all others; until it answers."""
-MOST_REST_SECONDS = 480.0
-"""The same, at most, of one that breaks its promises again and again."""
-MEASURED = 512
+"""A holder that did not answer is asked last for so long, or until it answers."""
+MAX_REST_SECONDS = 480.0
+"""The same, at most, for one that breaks its promises repeatedly."""
+MAX_MEASURED = 512
 """Holders whose speed is remembered."""
 
 
@@ -40,51 +39,48 @@ class Absent(RemoteError):
 
 @dataclass(slots=True)
 class Speed:
-    """Of one holder: seconds until the first range that is asked for comes, seconds per byte; 0 where it is not known yet."""
+    """One holder's speed: seconds until the first range comes, and seconds a byte; 0: not known yet."""
 
     latency: float = 0.0
     seconds_per_byte: float = 0.0
 
     def answered(self, seconds: float) -> None:
-        """The first range came so many seconds after it was asked for."""
+        """Adds the seconds from asking for the first range until it came."""
         self.latency = _mean(self.latency, seconds)
 
     def arrived(self, seconds: float, size: int) -> None:
-        """A range of `size` bytes took so many seconds to come."""
+        """Adds the seconds in which a range of `size` bytes came."""
         self.seconds_per_byte = _mean(self.seconds_per_byte, seconds / max(size, 1))
 
     def expected(self, size: int) -> float:
-        """Seconds that `size` bytes will take, by what was measured."""
+        """Expected seconds for `size` bytes."""
         return self.latency + size * self.seconds_per_byte
 
     @property
     def depth(self) -> int:
-        """Enough ranges to fill the way there and back one and a half times, and some more."""
-        ahead = (
-            SLACK + math.ceil(1.5 * self.latency / (self.seconds_per_byte * blob_hash.RANGE))
-            if self.seconds_per_byte
-            else 0
-        )
+        """Ranges to ask for ahead of time: 1.5 round trips' worth, and SLACK_RANGES."""
+        if not self.seconds_per_byte:
+            return DEPTH[0]
+        ahead = SLACK_RANGES + math.ceil(1.5 * self.latency / (self.seconds_per_byte * blob_hash.RANGE_BYTES))
         return max(DEPTH[0], min(DEPTH[1], ahead))
 
 
 def _mean(old: float, new: float) -> float:
-    return (1 - SHARE) * old + SHARE * new if old else new
+    return (1 - NEW_SHARE) * old + NEW_SHARE * new if old else new
 
 
 class Holders:
-    """What we remember of those who served us. `warn` hears of whom we do not trust any more."""
+    """What is known of holders. `warn` is called for each that sends wrong bytes."""
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
+    def __init__(self, warn: Callable[[str], None] = lambda text: None) -> None:
         self._warn = warn
         self._speeds: OrderedDict[str, Speed] = OrderedDict()
         self._avoided = Cooldown(AVOID_SECONDS)
         self._silent = Cooldown(REST_SECONDS)
-        self._broken = Cooldown(REST_SECONDS, MOST_REST_SECONDS, MEASURED)
+        self._broken = Cooldown(REST_SECONDS, MAX_REST_SECONDS, MAX_MEASURED)
 
     def order(self, holders: Sequence[str], size: int) -> deque[str]:
-        """The likely fastest first; who was not measured yet is taken to be as fast as the middle of the others. Last are those that did
-        not answer lately: as long as one is away, it would cost every blob some seconds."""
+        """Returns the expected fastest first, unmeasured ones as the median, those that did not answer lately last."""
         known = sorted(s.expected(size) for p in holders if (s := self._speeds.get(p)) is not None)
         middle = known[len(known) // 2] if known else 0.0
 
@@ -95,9 +91,9 @@ class Holders:
         return deque(sorted(dict.fromkeys(holders), key=expected))
 
     def speed(self, peer: str) -> Speed:
-        """What was measured of `peer`, to be gone on with."""
+        """Returns the measurements of `peer`, to be continued."""
         self._speeds[peer] = speed = self._speeds.pop(peer, None) or Speed()
-        if len(self._speeds) > MEASURED:
+        if len(self._speeds) > MAX_MEASURED:
             self._speeds.popitem(last=False)
         return speed
 
@@ -106,33 +102,31 @@ class Holders:
         return self._silent.is_resting(peer, now()) or self._broken.is_resting(peer, now())
 
     def silent(self, peer: str) -> None:
-        """`peer` does not answer, or is gone."""
         self._silent.begin(peer, now())
 
     def answered(self, peer: str) -> None:
-        """`peer` is there."""
         self._silent.end(peer)
 
     def gave(self, peer: str) -> None:
-        """`peer` gives what it was asked for."""
         self._broken.end(peer)
         self._silent.end(peer)
 
     def broke_promise(self, peer: str) -> None:
-        """`peer` said that the blob was on its way, and it was not, or not soon. That happens; who does it again and again is asked after
-        all others for longer each time, and not at all where others only named it."""
+        """Notes that `peer` had us wait for a blob that did not come soon.
+
+        If it does so repeatedly it is asked last, longer each time, and not at all where others only named it.
+        """
         self._broken.begin(peer, now())
 
     def breaks_promises(self, peer: str) -> bool:
-        """Whether it does so again and again, and did of late."""
+        """Whether it broke promises repeatedly, and lately."""
         return self._broken.times(peer) > 1 and self._broken.is_resting(peer, now())
 
     def is_avoided(self, peer: str) -> bool:
-        """Whether `peer` is not asked for now."""
         return self._avoided.is_resting(peer, now())
 
     def failed(self, peer: str, error: RemoteError) -> None:
-        """`peer` did not give what it was asked for. One that sent what cannot be is not asked for a while."""
+        """Notes a failure of `peer`; one that sent wrong bytes is not asked for AVOID_SECONDS."""
         if isinstance(error, Unreachable | Closed | Timeout):
             self.silent(peer)
         elif isinstance(error, Corrupt) and not self.is_avoided(peer):
@@ -141,5 +135,5 @@ class Holders:
 
 
 def rank(name: str, peer: str) -> bytes:
-    """Where `peer` stands in the order of those who wait for a blob."""
+    """Orders the peers that wait for a blob (fetching.py)."""
     return hashlib.sha256(f"{name} {peer}".encode()).digest()

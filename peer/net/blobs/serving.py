@@ -1,24 +1,24 @@
-"""Serving blobs: who is served, by whom else, and how fast.
+"""Serves blobs, to a bounded number of peers, which then pass them on.
 
-    -> {"blob": name, "size": bytes, "leaves": bool, "whole": bool, "insist": bool, "named_by": who sent us here, or ""}
-    <- {"state": "wait"}, at once and now and then, while the blob is still on its way here
-    <- {"state": "here"}, then one frame with the whole blob, if that was asked for; else one with the leaves, if they were, and:
-       -> {"range": i}, in any order, about twice as many as there are at most
-       <- one frame with range i for each, in that order
-       {"state": "busy", "ask": [peers], "sure": bool}: enough copies were sent, these peers have it or are getting it, surely
-       if they get it from a peer that has it
+    -> {"blob": name, "size": bytes, "leaves": bool, "whole": bool, "insist": bool, "named_by": holder or ""}
+    <- {"state": "wait"}, at once and repeatedly, while the blob is still being fetched here
+    <- {"state": "here"}, then a frame with the whole blob if asked for; else one with the leaves if asked for, and:
+       -> {"range": i}, in any order, at most about twice as many as there are
+       <- a frame with range i for each, in that order
+       {"state": "busy", "ask": [peers], "sure": bool}: enough copies were sent; these peers have the blob or get
+       it, surely if from a peer that has it
        {"state": "absent"}
 
-After "busy", "absent" or a whole blob the stream is free for the next request. A request for text says where in a chunk of the corpus it is
-(store.py), since nodes have whole chunks and peers some ranges: "in": [chunk, its bytes, number of the range, or -1 for the digests of all].
-And for what has a name instead of a digest: -> {"named": name} <- {"size": bytes, -1 if it is not here}, frames.
+After "busy", "absent" or a whole blob the stream is free for the next request. A request for text adds its place in a
+chunk of the corpus (store.py), as nodes have whole chunks and peers some ranges: "in": [chunk, its bytes, number of the
+range, or -1 for the leaves]. A file with a name: -> {"named": name} <- {"size": bytes, -1 if absent}, frames.
 
-*Spreading.* A stored blob is sent about `copies` times; whoever asks then is told who got it, and asks there, so that copies
-multiply like the leaves of a tree and a home uplink sends its own payload about twice, however many peers there are. A
-peer that is still getting a blob lets others wait for it (who may wait for whom: fetching.py). Who finds nobody else may
-insist. So an operator sends a range of text about twice, however many peers read it.
+*SpreadTracker.* A stored blob is sent about `copies` times. Further peers are told who got it and ask there, so copies
+multiply like the leaves of a tree, and a home uplink sends its own payload about twice, however many peers there are.
+A peer that is still fetching a blob lets others wait for it (fetching.py). One that finds no other holder may insist.
 
-*Fairness.* However many streams a peer has, a few pieces for it are under way at once. With an upload limit, ranges are sent in turn, one for each requesting peer, as a token bucket allows.
+*Fairness.* A few pieces for a peer are under way at once, however many streams it has. With an upload limit, ranges are
+sent in turn, one for each peer, as a token bucket allows.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from peer.net.base import REQUEST_SECONDS, Closed, Ended, Stream, Timeout, Transport
-from peer.net.blobs.idle import KEPT_SECONDS
-from peer.net.blobs.spreading import Spreading
+from peer.net.blobs.fetching import IDLE_SECONDS
 from peer.net.blobs.store import Blob, BlobStore, Place
 from peer.net.uplink import Uplink
 from protocol.codec import blob_hash
@@ -41,6 +40,65 @@ from protocol.identity import short_peer
 from protocol.wire import endpoints, framing
 from protocol.wire.encoding import MessageError
 
+SPREAD_SECONDS = 300.0
+"""How long after the last request for a blob we remember who got it."""
+SPREAD_BLOBS = 4096
+NAMED_AT_ONCE = 8
+"""Peers that one answer names."""
+
+
+@dataclass(slots=True)
+class _Spread:
+    """One blob: bytes sent, bytes promised to open streams, and who got some."""
+
+    asked_at: float
+    sent: int = 0
+    promised: int = 0
+    receivers: dict[str, None] = field(default_factory=dict)
+    turns: int = 0
+
+
+class SpreadTracker:
+    """Remembers which peers got a blob or range from us, so that each is sent about `copies` times.
+
+    most: remembered blobs
+    seconds: after the last request for one
+    """
+
+    def __init__(self, copies: int, most: int = SPREAD_BLOBS, seconds: float = SPREAD_SECONDS) -> None:
+        self._copies = copies
+        self._most = most
+        self._seconds = seconds
+        self._blobs: OrderedDict[str, _Spread] = OrderedDict()
+
+    def admit(self, name: str, size: int, peer: str, insist: bool, now: float) -> list[str] | None:
+        """None where `peer` is to be served, else the peers to ask instead."""
+        spread = self._blobs.pop(name, None)
+        if spread is None or (now - spread.asked_at > self._seconds and not spread.promised):
+            spread = _Spread(now)
+        spread.asked_at = now
+        self._blobs[name] = spread
+        if len(self._blobs) > self._most:
+            self._blobs.popitem(last=False)
+        others = [p for p in spread.receivers if p != peer]
+        if others and not insist and spread.sent + spread.promised + size > self._copies * size:
+            spread.turns += 1
+            start = spread.turns % len(others)
+            return (others[start:] + others[:start])[:NAMED_AT_ONCE]
+        spread.promised += size
+        spread.receivers[peer] = None
+        return None
+
+    def done(self, name: str, size: int, peer: str, sent: int) -> None:
+        """An admitted peer's stream is over, after `sent` bytes."""
+        spread = self._blobs.get(name)
+        if spread is not None:
+            spread.promised -= size
+            spread.sent += sent
+            if not sent:
+                spread.receivers.pop(peer, None)
+
+
 COPIES = 2
 """How often a peer sends a blob."""
 NODE_COPIES = 6
@@ -48,29 +106,27 @@ NODE_COPIES = 6
 STREAMS_PER_PEER = 128
 """At once; a payload or shard takes one."""
 PIECES_PER_PEER = 8
-"""That are read from disk and sent at once to one peer, however many streams it has: others get their share."""
+"""Pieces read and sent at once to one peer, however many streams it has."""
 MOST_AHEAD = 8
-"""Requests of one stream that were there before the one before was answered. Who asks without listening is not answered for long: what it
-has left behind would have to be read when it is gone."""
+"""Requests that a stream may have queued: a peer that does not read its answers is cut off."""
 TEXTS, TEXT_SECONDS = 16384, 6 * 3600.0
-"""Ranges of text of which we know who got them, 512 MiB, and for how long after the last request."""
+"""Ranges of text whose receivers are remembered, 512 MiB, and for how long after the last request."""
 CACHED_LEAVES = 1024
 """Blobs whose range digests are kept in memory: 1 KiB for each MiB of a blob."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How many seconds are waited: `request`: for the first request on a stream; `range`: for the next range of a large blob; `next`: for
-    the next request on a stream; `wait`: by a peer for a blob that is on its way here, which is told so every `sign`."""
+class ServingTimeouts:
+    """Seconds to wait."""
 
-    request: float = REQUEST_SECONDS
-    range: float = 60.0
-    next: float = KEPT_SECONDS + 30.0
-    wait: float = 30.0
+    request: float = REQUEST_SECONDS  # for a stream's first request
+    range: float = 60.0  # for the next range of a large blob
+    next: float = IDLE_SECONDS + 30.0  # for the next request on a stream
+    wait: float = 30.0  # for a blob that is being fetched here, with a sign of life every `sign`
     sign: float = 5.0
 
 
-PATIENCE = Patience()
+SERVING_TIMEOUTS = ServingTimeouts()
 
 
 Coming = tuple["asyncio.Future[None]", bool]
@@ -100,7 +156,7 @@ class BlobServer:
         uplink: Uplink | None = None,
         warn: Callable[[str], None] = lambda text: None,
         copies: int = COPIES,
-        patience: Patience = PATIENCE,
+        patience: ServingTimeouts = SERVING_TIMEOUTS,
     ) -> None:
         self.uplink = uplink or Uplink()
         self._store = store
@@ -109,9 +165,9 @@ class BlobServer:
         self._named = named or {}
         self._warn = warn
         self._patience = patience
-        self._spreading = Spreading(copies)
+        self._spreading = SpreadTracker(copies)
         self._text: Text | None = None
-        self._texts = Spreading(COPIES, TEXTS, TEXT_SECONDS)
+        self._texts = SpreadTracker(COPIES, TEXTS, TEXT_SECONDS)
         self._is_there: Callable[[str], bool] = lambda peer: True
         self._leaves: OrderedDict[str, bytes] = OrderedDict()
         self._damaged: set[str] = set()
@@ -120,7 +176,6 @@ class BlobServer:
 
     @property
     def open_streams(self) -> int:
-        """How many streams are being served."""
         return sum(self._streams.values())
 
     def add_text(self, text: Text, is_there: Callable[[str], bool] = lambda peer: True) -> None:
@@ -128,7 +183,6 @@ class BlobServer:
         self._text, self._is_there = text, is_there
 
     async def serve(self, transport: Transport) -> None:
-        """Lets others ask."""
         await transport.serve(endpoints.BLOB, self._handle)
 
     async def _handle(self, stream: Stream) -> None:
@@ -165,14 +219,14 @@ class BlobServer:
     async def _send_named(self, stream: Stream, data: bytes | None) -> None:
         await stream.send(framing.pack_message({"size": -1 if data is None else len(data)}))
         view = memoryview(data or b"")
-        for start in range(0, len(view), blob_hash.RANGE):
+        for start in range(0, len(view), blob_hash.RANGE_BYTES):
             async with self._pieces[stream.remote]:
-                await self.uplink.turn(stream.remote, blob_hash.RANGE)
-                await stream.send(view[start : start + blob_hash.RANGE])
+                await self.uplink.turn(stream.remote, blob_hash.RANGE_BYTES)
+                await stream.send(view[start : start + blob_hash.RANGE_BYTES])
 
     async def _answer(self, stream: Stream, name: str, request: Mapping[str, object]) -> None:
         size, peer = request.get("size"), stream.remote
-        if not isinstance(size, int) or not 0 <= size <= blob_hash.MAX_BLOB:
+        if not isinstance(size, int) or not 0 <= size <= blob_hash.MAX_BLOB_BYTES:
             raise MessageError(peer, f"blobs for {short_peer(peer)}: asks for an impossible size; it was closed")
         blob = self._store.find(name)
         coming = self._coming(name, peer, _named_by(request)) if blob is None else None
@@ -240,14 +294,14 @@ class BlobServer:
         if blob is None or leaves is None:
             return await _say(stream, "absent")
         await _say(stream, "here")
-        if request.get("whole") is True and size <= blob_hash.WHOLE:
+        if request.get("whole") is True and size <= blob_hash.WHOLE_BYTES:
             async with self._pieces[stream.remote]:
                 data = await asyncio.to_thread(self._read_whole, name, blob, leaves)
                 await self.uplink.turn(stream.remote, size)
                 await stream.send(data)
             sent[0] = size
             return
-        if request.get("leaves") is True and len(leaves) > blob_hash.LEAF:
+        if request.get("leaves") is True and len(leaves) > blob_hash.LEAF_BYTES:
             await self.uplink.turn(stream.remote, len(leaves))
             await stream.send(leaves)
         for _ in range(2 * blob_hash.count(size) + MOST_AHEAD):
@@ -317,7 +371,7 @@ def _place(said: object) -> Place | None:
     """What a request says of where a range is; None where there can be no such place."""
     match said:
         case [str(name), int(size), int(index)] if (
-            blob_hash.is_name(name) and 0 <= size <= blob_hash.MAX_BLOB and -1 <= index < blob_hash.count(size)
+            blob_hash.is_name(name) and 0 <= size <= blob_hash.MAX_BLOB_BYTES and -1 <= index < blob_hash.count(size)
         ):
             return Place(name, size, index)
     return None

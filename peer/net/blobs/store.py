@@ -1,15 +1,15 @@
 """Blobs on disk.
 
-    FOLDER/<name>             a whole blob; the round that it belongs to is the file's modification time, in seconds
-    FOLDER/parts/<name>       ranges of a blob that is being fetched, each at its place
-    FOLDER/parts/<name>.leaves   the digests of its ranges
-    FOLDER/<name>.leaves      the same of a blob of which a store has some ranges only (peer/corpus/cache.py)
+    FOLDER/<name>               a whole blob; its round is the file's modification time, in seconds
+    FOLDER/parts/<name>         ranges of a blob that is being fetched, each at its place
+    FOLDER/parts/<name>.leaves  the digests of its ranges
+    FOLDER/<name>.leaves        the same of a blob of which a store has some ranges only (peer/corpus/cache.py)
 
-A blob becomes visible only when it is whole, checked and durable (write, fsync, rename, fsync of the folder). A part file says
-by itself which ranges are there: those whose digest is right. So whatever a kill leaves behind can be gone on with.
+A blob becomes visible only when it is whole, checked and durable (write, fsync, rename, fsync of the folder). The
+ranges in a part file are those whose digest is right, so a fetch resumes after any kill.
 
-Retention: a store with a limit removes what is not protected when space is needed, oldest rounds first. What is protected is
-kept even above the limit: it is up to the owner to need less.
+A store with a limit evicts unprotected blobs when space is needed, oldest rounds first. Protected blobs are kept even
+above the limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from peer.net.disk import Disk, LocalDisk, disk_error
+from peer.net.disk import Disk, disk_error
 from protocol.codec import blob_hash
 
 NO_ROUND = 2**31 - 1
@@ -51,9 +51,8 @@ class Place:
 
     @property
     def length(self) -> int:
-        """Bytes."""
         if self.index < 0:
-            return blob_hash.LEAF * blob_hash.count(self.size)
+            return blob_hash.LEAF_BYTES * blob_hash.count(self.size)
         start, end = blob_hash.span(self.size, self.index)
         return end - start
 
@@ -96,7 +95,7 @@ class BlobStore:
 
     def __init__(self, folder: Path, limit: int | None = None, disk: Disk | None = None) -> None:
         self.folder = folder
-        self.disk: Disk = disk or LocalDisk()
+        self.disk: Disk = disk or Disk()
         self.limit = limit
         self.used = 0
         """Bytes of whole blobs that belong to a round."""
@@ -139,13 +138,11 @@ class BlobStore:
         return -1 if known is None else known.round
 
     def newer(self, round: int) -> set[str]:
-        """The blobs of later rounds."""
         with self._lock:
             later = self._rounds[bisect.bisect_right(self._rounds, round) :]
             return {name for each in later if each < NO_ROUND for name in self._of_round[each]}
 
     def of_no_round(self) -> set[str]:
-        """The blobs that belong to none."""
         with self._lock:
             return set(self._of_round.get(NO_ROUND, ()))
 
@@ -172,7 +169,7 @@ class BlobStore:
     def put(
         self, data: bytes, round: int = 0, *, name: str | None = None, protect: bool = False, sync: bool = True
     ) -> str:
-        """Stores `data` durably (see peer/net/disk.py) as one of `round`'s; its name (default: found out). Raises UsageError."""
+        """Stores `data` durably (see peer/net/disk.py) as one of `round`'s. Returns its name. Raises UsageError."""
         name = name or blob_hash.name_of(data)
         if protect:
             self.protected.add(name)
@@ -197,7 +194,6 @@ class BlobStore:
             return self.used + size <= self.limit
 
     def remove(self, name: str) -> None:
-        """Forgets a blob."""
         with self._lock:
             if self._forget(name):
                 self.disk.remove(self.folder / name)
@@ -216,7 +212,7 @@ class BlobStore:
         return True
 
     def settle(self, round: int, committed: Collection[str]) -> set[str]:
-        """`round` is decided: what was stored for it and is not committed goes, as soon as it is not protected. The names that are gone."""
+        """Removes what was stored for a decided round and not committed, once it is unprotected. Returns the names."""
         with self._lock:
             self._loose |= self._of_round.get(round, set()).difference(committed)
             gone = self._loose - self.protected
@@ -248,8 +244,7 @@ class BlobStore:
 
 
 class Part:
-    """A blob of more than one range on its way to being whole. `missing`: its ranges that are not here yet; all of them until
-    the leaves are known."""
+    """A large blob that is being fetched. `missing`: ranges that are not here, all of them without the leaves."""
 
     def __init__(self, store: BlobStore, name: str, size: int) -> None:
         self.name = name
@@ -271,7 +266,10 @@ class Part:
         return True
 
     def _learn(self, leaves: bytes) -> bool:
-        if len(leaves) != blob_hash.LEAF * blob_hash.count(self.size) or blob_hash.root(self.size, leaves) != self.name:
+        if (
+            len(leaves) != blob_hash.LEAF_BYTES * blob_hash.count(self.size)
+            or blob_hash.root(self.size, leaves) != self.name
+        ):
             return False
         with contextlib.suppress(FileNotFoundError), self._disk.open(self._path) as file:
             for index in sorted(self.missing):
@@ -290,7 +288,7 @@ class Part:
         if self.leaves is None or not blob_hash.is_leaf(self.leaves, index, data):
             return False
         try:
-            self._disk.write_at(self._path, index * blob_hash.RANGE, data)
+            self._disk.write_at(self._path, index * blob_hash.RANGE_BYTES, data)
         except OSError as error:
             self._discard()
             raise disk_error(self._store.folder, error) from None

@@ -1,4 +1,4 @@
-"""Streams between two peers through a third one, who can neither read nor change what passes (docs/adr/0022-sealed-relays.md)."""
+"""Streams between two peers through a third one, which can neither read nor change them (docs/adr/0022)."""
 
 from peer.net.relay.server import RelayServer
 from peer.net.relay.transport import RelayedTransport

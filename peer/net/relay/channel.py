@@ -1,9 +1,8 @@
-"""One end of a relayed stream: bytes both ways in sealed records over a stream to the relay (protocol/wire/relaying.py).
+"""One end of a relayed stream: bytes in sealed records over a stream to the relay (protocol/wire/relaying.py).
 
-It stands where a socket does: `FrameStream` reads from `reader` and writes to the channel itself. At most WINDOW bytes are under way in
-one direction, for the receiver says how many more may come: that, and not its good will, bounds what an honest pair lets a relay hold.
-The receiver's window is always free, so signs of life are answered even when nobody reads: who gets no answer knows that
-the relay, or the way, is at fault, and not a reader that is slow.
+It takes a socket's place: `FrameStream` reads from `reader` and writes to the channel itself. At most WINDOW bytes are
+under way in one direction, as the receiver grants credit; that bounds what an honest pair lets a relay hold. Signs of
+life need no credit, so a missing answer means that the relay, or the way, is at fault, and not a slow reader.
 """
 
 from __future__ import annotations
@@ -44,17 +43,16 @@ class RelayFault(Closed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signs:
-    """Seconds: between two questions for a sign of life; after which a side that heard nothing gives up; that an answer may take before
-    another relay is preferred; and for which it goes on asking on a stream that carries nothing."""
+class KeepAlive:
+    """Seconds."""
 
-    ask: float = 5.0
-    silent: float = 15.0
-    late: float = 3.0
-    rest: float = 60.0
+    ask: float = 5.0  # between two questions for a sign of life
+    silent: float = 15.0  # a side that heard nothing for so long gives up
+    late: float = 3.0  # a slower answer makes another relay preferred
+    rest: float = 60.0  # a stream that carries nothing is asked about for so long
 
 
-SIGNS = Signs()
+KEEP_ALIVE = KeepAlive()
 
 
 class CreditedReader(asyncio.StreamReader):
@@ -71,8 +69,14 @@ class CreditedReader(asyncio.StreamReader):
 
 
 class Channel:
-    """See the module's docstring. `carrier`: the stream to the relay, which nobody else uses; `ciphers`: for sending and for receiving;
-    `peer`, `name`: who is at the other end, and for what; `fault`: is told of what the relay did. The side that has `asks` asks for signs."""
+    """See the module's docstring.
+
+    carrier: the stream to the relay, owned by the channel
+    ciphers: for sending and for receiving
+    peer, name: the other end, and the stream's protocol
+    fault: called with what the relay did
+    asks: whether this side asks for signs of life
+    """
 
     def __init__(
         self,
@@ -83,7 +87,7 @@ class Channel:
         *,
         fault: Callable[[RelayFault], None],
         asks: bool,
-        signs: Signs = SIGNS,
+        signs: KeepAlive = KEEP_ALIVE,
     ) -> None:
         self.reader = CreditedReader(self._was_read)
         self._carrier = carrier
@@ -142,7 +146,7 @@ class Channel:
             await asyncio.shield(self._ending)
 
     abort = close
-    """What is written is on its way or dropped with the stream; the other side is told that it is over, if it still hears."""
+    """Closing sends what is written, or drops it with the stream, and tells the other side."""
 
     # --- records
 
@@ -157,7 +161,6 @@ class Channel:
                 raise self._fail(GONE) from None
 
     async def _hear(self) -> None:
-        """Takes what comes until the end."""
         try:
             while True:
                 kind, body = relaying.record_of(self._open.open(await self._carrier.recv(relaying.MAX_RECORD)))
@@ -194,7 +197,7 @@ class Channel:
                 self._fail(GONE)
 
     async def _say(self) -> None:
-        """Gives credit and signs of life, and asks for them. In a task of its own: who hears must never wait until it can speak."""
+        """Sends credit and signs of life, in a task of its own, as the receiving one must never wait for a send."""
         with contextlib.suppress(RemoteError):
             while True:
                 await self._to_say.wait()
@@ -211,8 +214,10 @@ class Channel:
                     await self._put(CREDIT, relaying.credit(size))
 
     def _watch(self) -> None:
-        """Now and then: whether the other side is still to be heard. What counts is how often nothing was, not the time: when our own process
-        was stopped for a while, others are not to blame."""
+        """Checks that the other side still sends.
+
+        It counts silent checks, not time, as our own process may have been stopped.
+        """
         if self._error is not None or self._ending is not None:
             return
         every = self._signs.ask / 2
@@ -228,7 +233,7 @@ class Channel:
         self._watching = self._loop.call_later(every, self._watch)
 
     def _answered(self) -> None:
-        """A sign has come. One that took long ends nothing, but the next stream should take another relay."""
+        """Takes a sign of life. A late one ends nothing, but the next stream should take another relay."""
         if self._asked is not None and self._loop.time() - self._asked > self._signs.late:
             self._told(RelayFault(self._peer, self._carrier.remote, self._name, LATE))
         self._asked = None
@@ -249,7 +254,7 @@ class Channel:
         return Closed(self._peer, text)
 
     def _fail(self, what: str) -> Closed:
-        """The relay is to blame; returns what is to be raised."""
+        """Ends the channel because of its relay. Returns what to raise."""
         if self._error is None:
             fault = RelayFault(self._peer, self._carrier.remote, self._name, what)
             self._over(fault, lost=True)
@@ -259,7 +264,7 @@ class Channel:
         return self._error
 
     def _over(self, error: Closed, *, lost: bool = False) -> None:
-        """Nothing more can be sent; whoever reads gets what came, unless it is lost."""
+        """Ends sending; a reader still gets what came, unless it is lost."""
         if self._error is not None:
             return
         self._error = error
@@ -270,7 +275,7 @@ class Channel:
         self._woken.set()
 
     async def _end(self) -> None:
-        """Tells the other side, waits until it has heard, and closes the stream to the relay."""
+        """Tells the other side, waits until it has closed too, and closes the stream to the relay."""
         try:
             with contextlib.suppress(RemoteError, TimeoutError):
                 async with asyncio.timeout(LINGER_SECONDS):

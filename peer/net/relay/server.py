@@ -1,7 +1,7 @@
-"""A relay: passes sealed records on between peers to whom it is connected (docs/adr/0022-sealed-relays.md).
+"""A relay: passes sealed records between peers that are connected to it (docs/adr/0022-sealed-relays.md).
 
-It knows who talks to whom and how much, no more. What all circuits together may pass on in a second is bounded, and shared out in
-turn among those who asked for them. Nothing is kept: a record is read when the one before has been taken.
+It knows who talks to whom and how much, no more. The bytes a second of all circuits are bounded, and shared in turn
+among the peers that asked for them. A record is read when the one before has been sent, so nothing is kept.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ RECORD_COST = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """`circuits`, `of_a_peer`: circuits at once, in all and that one peer has asked for. Seconds: `ask`, that it may take to say for whom it asks;
-    `open`, that whom it asks for may take to answer; `idle`, after which a circuit ends that carries nothing; `stalled`, and one whose
-    receiver takes nothing."""
+class RelayLimits:
+    """Limits of a relay; times in seconds.
+
+    circuits, of_a_peer: circuits at once, in all and that one peer has asked for
+    """
 
     circuits: int = 256
     of_a_peer: int = 64
-    ask: float = 10.0
-    open: float = 4.0
-    idle: float = 120.0
-    stalled: float = 30.0
+    ask: float = 10.0  # until a peer says whom it asks for
+    open: float = 4.0  # until that one answers
+    idle: float = 120.0  # a circuit without records ends after so long
+    stalled: float = 30.0  # one whose receiver does not read ends after so long
 
 
-LIMITS = Limits()
+RELAY_LIMITS = RelayLimits()
 
 
 class RelayServer:
-    """Relays at most `bps` bits a second in all between those of whom `is_here` says that they are connected."""
+    """Relays `bps` bits a second at most, between peers for which `is_here` is true."""
 
     def __init__(
-        self, transport: Transport, bps: int, is_here: Callable[[str], bool], *, limits: Limits = LIMITS
+        self, transport: Transport, bps: int, is_here: Callable[[str], bool], *, limits: RelayLimits = RELAY_LIMITS
     ) -> None:
         self.passed = 0
         """Bytes of records, both ways, since the start."""
@@ -58,15 +59,12 @@ class RelayServer:
 
     @property
     def circuits(self) -> int:
-        """How many there are now."""
         return self._of.total()
 
     async def serve(self) -> None:
-        """Lets peers ask."""
         await self._transport.serve(endpoints.RELAY, self._serve)
 
     def close(self) -> None:
-        """Passes nothing on any more."""
         self._uplink.close()
 
     async def _serve(self, stream: Stream) -> None:

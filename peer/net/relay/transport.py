@@ -1,25 +1,204 @@
-"""A transport that reaches through relays whom it cannot reach itself, and is reached through them.
+"""A transport that reaches peers through relays where it cannot reach them itself, and is reached through them.
 
-Whoever uses it sees no difference: a relayed stream is a stream, with the peer at its other end as `remote`. Where a direct way
-is found, also later, new streams take it.
+A relayed stream behaves as any other, with the peer at its other end as `remote`. Where a direct way is found, also
+later, new streams take it.
+
+Relays are asked at once, and the one through which the peer answers first is kept for it. A relay that did something
+wrong is asked last for a while, so that a lone one is still used.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from peer.net.base import Handler, NotServed, Stream, Timeout, Traffic, Transport, Unreachable
+from peer.net.base import Handler, NotServed, Stream, Timeout, Traffic, Transport, Unreachable, log, now
 from peer.net.guests import Limits
-from peer.net.relay.channel import SIGNS, Channel, Signs
-from peer.net.relay.dialling import PATIENCE, Patience, Relays, handshake
+from peer.net.rate_limits import Cooldown
+from peer.net.relay.channel import CHANGED, GONE, KEEP_ALIVE, LATE, Channel, KeepAlive, RelayFault
 from peer.net.stream import Endpoint, FrameStream
 from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.wire import endpoints, relaying
 from protocol.wire.framing import FrameError
-from protocol.wire.noise import Cipher, NoiseError
-from protocol.wire.relaying import MAX_HELLO
+from protocol.wire.noise import KEY, Cipher, Handshake, NoiseError
+from protocol.wire.relaying import HERE, MAX_ASK, MAX_HELLO
+
+RACED = 3
+"""Relays that are asked at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayTimeouts:
+    """Seconds.
+
+    soon, again: before a direct way is tried again, at first and at most; twice as long each time
+    changed, silent, gone: a relay is avoided for so long after it changed something, was silent or late, or broke off
+    """
+
+    direct: float = 2.0  # a direct way has so long before relays are asked too
+    offer: float = 5.0  # a relay and the peer behind it have so long to answer
+    kept: float = 600.0  # the quickest relay is asked first for so long
+    next: float = 1.0  # after which others are asked besides it
+    soon: float = 5.0
+    again: float = 60.0
+    changed: float = 600.0
+    silent: float = 60.0
+    gone: float = 10.0
+
+
+RELAY_TIMEOUTS = RelayTimeouts()
+
+
+def handshake(*, initiator: bool, relay: str) -> Handshake:
+    """Starts one side of a handshake, with fresh keys."""
+    static, fresh = os.urandom(KEY), os.urandom(KEY)
+    return Handshake(initiator=initiator, static=static, fresh=fresh, prologue=relaying.prologue(relay))
+
+
+Offer = tuple[Stream, Handshake]
+"""A relayed stream to a peer that has proved its identity and waits for ours, and our side of the handshake."""
+
+
+class Relays:
+    """Opens channels to peers through `relays`, over `transport`. `own`: our identity."""
+
+    def __init__(
+        self,
+        own: Identity,
+        transport: Transport,
+        relays: Callable[[], Sequence[str]],
+        *,
+        patience: RelayTimeouts = RELAY_TIMEOUTS,
+        signs: KeepAlive = KEEP_ALIVE,
+    ) -> None:
+        self._own = own
+        self._transport = transport
+        self._relays = relays
+        self._patience = patience
+        self._signs = signs
+        self._kept: dict[str, tuple[str, float]] = {}  # the quickest relay to a peer, and until when
+        self._avoided = Cooldown(0.0)
+        self._choosing: dict[str, asyncio.Lock] = {}
+
+    def kept(self, peer: str) -> str | None:
+        """The relay through which `peer` is reached, if it is known."""
+        relay, until = self._kept.get(peer, ("", 0.0))
+        return relay if now() < until else None
+
+    def is_avoided(self, relay: str) -> bool:
+        return self._avoided.is_resting(relay, now())
+
+    async def reach(self, peer: str) -> None:
+        """Finds a way to `peer`. Raises RemoteError."""
+        stream, _ = await self._offer(peer)
+        await stream.close()
+
+    async def open(self, peer: str, name: str) -> Channel:
+        """Opens a channel to `peer`, for `name`. Raises RemoteError."""
+        stream, shake = await self._offer(peer)
+        try:
+            await stream.send(shake.write(relaying.pack_hello(self._own, shake.own_static, name)))
+        except BaseException:
+            await stream.close()
+            raise
+        return Channel(stream, shake.ciphers, peer, name, fault=self.blame, asks=True, signs=self._signs)
+
+    def blame(self, fault: RelayFault) -> None:
+        """Avoids a relay at fault for a while."""
+        if fault.what == LATE and not self.is_avoided(fault.relay):
+            log.warning("relay %s: %s; others are preferred for a while", short_peer(fault.relay), LATE)
+        if self._kept.get(fault.peer, ("", 0.0))[0] == fault.relay:
+            del self._kept[fault.peer]
+        seconds = {CHANGED: self._patience.changed, GONE: self._patience.gone}.get(fault.what, self._patience.silent)
+        self._avoided.begin(fault.relay, now(), seconds)
+
+    async def _offer(self, peer: str) -> Offer:
+        relay = self.kept(peer)
+        if relay is not None and not self.is_avoided(relay):
+            return await self._race(peer, relay)
+        async with self._choosing.setdefault(peer, asyncio.Lock()):
+            relay = self.kept(peer)
+            if relay is None or self.is_avoided(relay):
+                return await self._race(peer)
+        return await self._race(peer, relay)
+
+    def _groups(self, first: str | None) -> list[list[str]]:
+        """The relays in the order in which they are asked; those of a group at once."""
+        others = [r for r in self._relays() if r != first and r != self._own.peer_id]
+        groups = [[first]] if first is not None else []
+        for avoided in (False, True):
+            some = [relay for relay in others if self.is_avoided(relay) == avoided]
+            groups += [some[at : at + RACED] for at in range(0, len(some), RACED)]
+        return groups
+
+    async def _race(self, peer: str, first: str | None = None) -> Offer:
+        """The first offer; the next group is asked when one has failed, or takes long. Raises RemoteError."""
+        groups = [[r for r in group if r != peer] for group in self._groups(first)]
+        asked: dict[asyncio.Task[Offer], str] = {}
+        failures: list[str] = []
+        won: Offer | None = None
+        try:
+            while won is None and (groups or asked):
+                for relay in groups.pop(0) if groups else ():
+                    asked[asyncio.create_task(self._ask(relay, peer))] = relay
+                if not asked:
+                    continue
+                seconds = self._patience.next if groups else None
+                done, _ = await asyncio.wait(asked, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if won is None and task.exception() is None:
+                        won, relay = task.result(), asked.pop(task)
+                        self._kept[peer] = relay, now() + self._patience.kept
+                    elif isinstance(error := task.exception(), RemoteError):
+                        failures.append(str(error))
+                        del asked[task]
+                    elif error is not None:
+                        raise error
+        finally:
+            for task in asked:
+                task.cancel()
+            for other in await asyncio.gather(*asked, return_exceptions=True):
+                if isinstance(other, tuple):
+                    await other[0].close()
+        if won is None:
+            why = "; ".join(failures) or "there is none"
+            raise Unreachable(peer, f"peer {short_peer(peer)}: no relay leads to it: {why}")
+        return won
+
+    async def _ask(self, relay: str, peer: str) -> Offer:
+        """An offer through `relay`. Raises RemoteError."""
+        try:
+            async with asyncio.timeout(self._patience.offer):
+                stream = await self._transport.open(relay, endpoints.RELAY, timeout=self._patience.offer)
+                try:
+                    return await self._shake(stream, relay, peer)
+                except BaseException:
+                    await stream.close()
+                    raise
+        except TimeoutError:
+            text = f"relay {short_peer(relay)}: no answer within {self._patience.offer:g} s"
+            raise Timeout(peer, text) from None
+
+    async def _shake(self, stream: Stream, relay: str, peer: str) -> Offer:
+        shake = handshake(initiator=True, relay=relay)
+        await stream.send(relaying.pack_ask(peer))
+        await stream.send(shake.write(b""))
+        try:
+            answer = relaying.answer_of(await stream.recv(MAX_ASK))
+            if answer != HERE:
+                raise Unreachable(peer, f"relay {short_peer(relay)}: {relaying.ANSWERS[answer]}")
+            hello = relaying.hello_of(shake.read(await stream.recv(MAX_HELLO)), shake.their_static)
+            if hello.peer != peer:
+                raise FrameError("relayed stream: another peer")
+        except (FrameError, NoiseError):
+            fault = RelayFault(peer, relay, "to be opened", CHANGED)
+            self.blame(fault)
+            raise fault from None
+        return stream, shake
+
 
 MOST_ACCEPTED = 256
 """Streams through relays that others have open to us."""
@@ -36,8 +215,10 @@ class Inside(Traffic):
 
 
 class RelayedTransport:
-    """See the module's docstring and peer.net.base.Transport. `relays()`: the peers through whom to reach others, and whose word we
-    take that somebody else wants us; they themselves are reached over `direct`. Made by `begin`."""
+    """See the module's docstring and peer.net.base.Transport. Made by `begin`.
+
+    relays: returns the peers that relay, which are themselves reached over `direct`
+    """
 
     def __init__(
         self,
@@ -45,14 +226,16 @@ class RelayedTransport:
         own: Identity,
         relays: Callable[[], Sequence[str]],
         *,
-        patience: Patience = PATIENCE,
-        signs: Signs = SIGNS,
+        patience: RelayTimeouts = RELAY_TIMEOUTS,
+        signs: KeepAlive = KEEP_ALIVE,
     ) -> None:
         self.peer_id = direct.peer_id
         self.traffic = direct.traffic
         self.lost = direct.lost
         self.relays = Relays(own, direct, relays, patience=patience, signs=signs)
         self._direct = direct
+        self.look, self.seen_at, self.disconnect = direct.look, direct.seen_at, direct.disconnect
+        self.store, self.prefer, self.get = direct.store, direct.prefer, direct.get
         self._own = own
         self._names = relays
         self._patience = patience
@@ -64,7 +247,7 @@ class RelayedTransport:
         self.guests = direct.guests
         self.guests.relays = relays
         self._inside = Endpoint(Limits(of_a_peer=MOST_OF_A_PEER))
-        self._inside.guests.tell = lambda refused: self.guests.tell(refused)
+        self._inside.guests.follow(self.guests.tell)
         self._inside.traffic = Inside(direct.traffic)
         self._channels: set[Channel] = set()
         self._accepted = 0
@@ -77,7 +260,6 @@ class RelayedTransport:
         return made
 
     async def accept(self) -> None:
-        """Lets others reach us through relays."""
         await self._direct.serve(endpoints.RELAYED, self._answer)
 
     @property
@@ -85,7 +267,6 @@ class RelayedTransport:
         return self._direct.addresses
 
     def is_behind(self, peer: str) -> bool:
-        """Whether `peer` is reached through relays now."""
         return peer in self._behind
 
     # --- streams
@@ -133,7 +314,6 @@ class RelayedTransport:
         return peer != self.peer_id and peer not in names and bool(names)
 
     async def _answer(self, stream: Stream) -> None:
-        """Somebody wants us, through a relay."""
         relay = stream.remote
         if relay not in self._names():
             raise RemoteError(relay, f"relayed stream: {short_peer(relay)} is no relay of this run; it was closed")
@@ -198,7 +378,7 @@ class RelayedTransport:
             if direct in done and direct.exception() is None:
                 return
             if through in done and through.exception() is None:
-                self._behind[peer] = addresses, asyncio.get_running_loop().time(), 0
+                self._behind[peer] = addresses, now(), 0
                 if direct.done() and direct.exception() is None:
                     del self._behind[peer]
                 return
@@ -223,33 +403,15 @@ class RelayedTransport:
 
     def _dial_again(self, peer: str) -> None:
         addresses, when, times = self._behind[peer]
-        now = asyncio.get_running_loop().time()
-        if now - when > min(self._patience.again, self._patience.soon * 2**times):
-            self._behind[peer] = addresses, now, times + 1
+        time = now()
+        if time - when > min(self._patience.again, self._patience.soon * 2**times):
+            self._behind[peer] = addresses, time, times + 1
             self._dial(peer, addresses, 10.0)
-
-    async def look(self) -> bool:
-        return await self._direct.look()
 
     def doubt(self, peer: str) -> None:
         """Who is behind a relay is asked for signs of life on each stream anyhow (peer/net/relay/channel.py)."""
         if peer not in self._behind:
             self._direct.doubt(peer)
-
-    def seen_at(self, peer: str) -> str:
-        return self._direct.seen_at(peer)
-
-    async def disconnect(self, peer: str) -> None:
-        await self._direct.disconnect(peer)
-
-    async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
-        return await self._direct.store(key, subkey, value, ttl=ttl)
-
-    def prefer(self, peers: Collection[str]) -> None:
-        self._direct.prefer(peers)
-
-    async def get(self, key: str) -> dict[str, bytes]:
-        return await self._direct.get(key)
 
     async def aclose(self) -> None:
         await self._inside.shut()

@@ -16,13 +16,10 @@ from peer.net.bandwidth import HEAD, PIECE
 from protocol.codec import blob_hash
 from protocol.identity import Identity
 from protocol.run import layout
-from protocol.wire import calls, encoding, endpoints, framing, sealed
-from protocol.wire.announcement import Announcement
-from protocol.wire.calls import MomentsRequest
+from protocol.wire import calls, encoding, endpoints, framing
+from protocol.wire.announcement import Announcement, DialMe, Lookup, RosterRequest
+from protocol.wire.calls import Handover, MomentsRequest
 from protocol.wire.decree import BAN, Decree, Motion
-from protocol.wire.dial_back import DialMe
-from protocol.wire.handover import Handover
-from protocol.wire.roster import Lookup, RosterRequest
 from protocol.wire.session import LogRequest
 from tests.hostile.attacks.attacker import AT_ONCE, Attack, Attacker
 from tests.hostile.ground import SOON
@@ -62,7 +59,7 @@ async def decrees(enemy: Attacker) -> None:
 
     def motion(number: int) -> bytes:
         decree = Decree(run=enemy.manifest.run_id, number=number % 10, action=BAN, subject=enemy.victim, reason="r")
-        return encoding.encode(Motion(sealed=sealed.seal(enemy.identity, decree)))
+        return encoding.encode(Motion(sealed=encoding.seal(enemy.identity, decree)))
 
     await enemy.calls(enemy.node, endpoints.DECREES, motion)
 
@@ -261,7 +258,7 @@ async def store(enemy: Attacker, key: str, number: int) -> None:
     request = dht_pb2.StoreRequest(
         keys=[DHTID.generate(key).to_bytes()],
         subkeys=[framing.pack_message(who.peer_id)],
-        values=[framing.pack_message([key, sealed.seal(who, said)])],
+        values=[framing.pack_message([key, encoding.seal(who, said)])],
         expiration_time=[time.time() + 100],
         in_cache=[False],
     )

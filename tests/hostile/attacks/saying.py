@@ -13,10 +13,10 @@ from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.planning import memory
 from protocol.run import layout
-from protocol.wire import encoding, endpoints, invitation, sealed
+from protocol.wire import decree, encoding, endpoints
 from protocol.wire.announcement import VERSION, Announcement
+from protocol.wire.claims import Evaluation
 from protocol.wire.commit import Part
-from protocol.wire.evaluation import Evaluation
 from protocol.wire.session import (
     Announced,
     Attest,
@@ -77,7 +77,7 @@ async def others_announcements(enemy: Attacker) -> None:
     def message(number: int) -> Announced:
         who = made_up[number % len(made_up)]
         said = Announcement(run=enemy.manifest.run_id, peer=who.peer_id, serial=number + 1)
-        return Announced(sealed=sealed.seal(who, said))
+        return Announced(sealed=encoding.seal(who, said))
 
     await enemy.says(message)
 
@@ -200,10 +200,10 @@ async def dripping(enemy: Attacker) -> None:
 async def invitations(enemy: Attacker) -> None:
     """invitations that no operator has signed, shown again and again"""
     guest = Identity(bytes(31) + b"\x05")
-    invited = invitation.Invitation(
+    invited = decree.Invitation(
         run=enemy.manifest.run_id, key=guest.peer_id, expires=int(time.time()) + 10**6, count=1000
     )
-    joining = invitation.Joined(
+    joining = decree.Joined(
         invitation=invited,
         operator=enemy.manifest.operators[0],
         signature=bytes(64),

@@ -1,0 +1,165 @@
+"""Background jobs of a bootstrap node: plans and scoring on a thread, and the checks of other nodes' proposals.
+
+A long job is mostly numpy, which releases the interpreter between steps: a plan for 10,000 peers delays the event loop
+by some hundredths of a second at most (docs/results/planner.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+from peer.net.base import Clock
+from protocol.quorum.paxos import Quorum
+from protocol.quorum.paxos_events import Judged, Objection
+from protocol.round import fairness
+from protocol.round.fairness import DoubtRecord, NodeView
+from protocol.round.judging import Lookup
+from protocol.round.leader import Leader
+from protocol.wire.commit import Commit
+
+log = logging.getLogger("potluck.jobs")
+fairness_log = logging.getLogger("potluck.fairness")
+Job = TypeVar("Job")
+Answer = TypeVar("Answer")
+
+
+class Missing(Exception):
+    """A payload or list that a job needs has not arrived yet."""
+
+
+def require(read: Callable[[str], bytes | None]) -> Callable[[str], bytes]:
+    """Returns a `read` that raises Missing in place of returning None."""
+
+    def found(name: str) -> bytes:
+        data = read(name)
+        if data is None:
+            raise Missing(f"{name} is not here")
+        return data
+
+    return found
+
+
+class LatestJob(Generic[Job, Answer]):
+    """Runs the newest job on a thread; a newer job replaces one that waits.
+
+    work: does a job
+    put: takes its answer
+    retry_seconds: pause after a job that failed, before it is tried again if there is no newer one
+    failed: the answer for a failed job, in place of another try
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[Job], Answer],
+        put: Callable[[Answer], None],
+        *,
+        retry_seconds: float,
+        failed: Callable[[Job], Answer] | None = None,
+    ) -> None:
+        self._name = name
+        self._work = work
+        self._put = put
+        self._retry_seconds = retry_seconds
+        self._failed = failed
+        self._jobs: asyncio.Queue[Job] = asyncio.Queue()
+
+    def ask(self, job: Job) -> None:
+        """Queues a job in place of those that wait; the one that runs goes on."""
+        while not self._jobs.empty():
+            self._jobs.get_nowait()
+        self._jobs.put_nowait(job)
+
+    async def run(self) -> None:
+        """Never returns. When it is cancelled, the thread ends after its current job."""
+        worker, loop = ThreadPoolExecutor(1, self._name), asyncio.get_running_loop()
+        try:
+            while True:
+                job = await self._jobs.get()
+                try:
+                    answer = await loop.run_in_executor(worker, self._work, job)
+                except Exception as error:  # whatever peers announce or offer ends no node
+                    level = logging.INFO if isinstance(error, Missing) else logging.ERROR
+                    log.log(level, "%s: %s", self._name, error, exc_info=level == logging.ERROR)
+                    await asyncio.sleep(self._retry_seconds)
+                    if self._failed is not None:
+                        self._put(self._failed(job))
+                    elif self._jobs.empty():
+                        self._jobs.put_nowait(job)
+                else:
+                    self._put(answer)
+        finally:
+            worker.shutdown(wait=False)
+
+
+class ProposalChecker:
+    """Checks the commits that other nodes propose, one after the other (protocol/round/fairness.py).
+
+    leader: this node's own machine; what it knows when a proposal arrives is what the proposal is checked against
+    put: takes the answers
+    read: gives payloads and lists of parts by name, None for those that are not here
+    known: what was found in payloads (protocol/round/comparing.py)
+    """
+
+    def __init__(
+        self,
+        leader: Leader,
+        quorum: Quorum,
+        clock: Clock,
+        put: Callable[[Judged], None],
+        read: Callable[[str], bytes | None],
+        known: Lookup,
+    ) -> None:
+        self._leader = leader
+        self._quorum = quorum
+        self._clock = clock
+        self._put = put
+        self._read = require(read)
+        self._known = known
+        self._since = clock.steady()
+        self._doubts = DoubtRecord()
+        self._questions: asyncio.Queue[tuple[str, NodeView, Commit]] = asyncio.Queue()
+
+    def ask(self, peer: str, commit: Commit) -> None:
+        """Queues the question whether this node could have proposed what `peer` proposes."""
+        now, quorum = self._clock.steady(), self._quorum
+        settled = now - self._since >= self._leader.manifest.timing.gone_after
+        present = quorum.leadership.present
+        sight = fairness.view_of(self._leader, self._clock.wall(), now, settled, quorum.living, present)
+        self._questions.put_nowait((peer, sight, commit))
+
+    def decided(self, commit: Commit) -> None:
+        """Drops the doubts about the leader of a commit that was decided."""
+        self._doubts.decided(commit.leader)
+
+    async def run(self) -> None:
+        """Never returns."""
+        while True:
+            peer, sight, commit = await self._questions.get()
+            if commit.round != self._leader.round:
+                continue
+            found = await asyncio.to_thread(self._judge, sight, commit)
+            head = sight.state.head
+            members = len(head.members if head is not None else sight.manifest.first_members)
+            self._put(Judged(commit.digest, self._doubts.weigh(peer, commit.round, found, members)))
+
+    def _judge(self, sight: NodeView, commit: Commit) -> Objection | None:
+        if (lie := fairness.lie_in(sight, commit)) is not None:
+            return lie
+        try:
+            if (unjust := fairness.wrong_verdict_in(sight, commit, self._read, self._known)) is not None:
+                return unjust
+        except Missing as error:
+            fairness_log.info("the verdicts of round %d cannot be checked: %s", commit.round, error)
+        except Exception:
+            fairness_log.exception("the verdicts of round %d cannot be checked", commit.round)
+            return Objection("cannot be judged", False)
+        try:
+            return fairness.doubt_in(sight, commit)
+        except Exception:  # announcements that the planner cannot bear end no node, and are no reason to accuse one
+            fairness_log.exception("a plan could not be compared with this node's own")
+            return None

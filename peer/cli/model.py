@@ -1,0 +1,528 @@
+"""Commands that use the trained model of a run: `potluck sample`, `potluck eval` and `potluck export`.
+
+The model comes from a run's log, from the checkpoints in a peer's folder, or from a folder of `potluck export`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import io
+import itertools
+import json as jsons
+import math
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from peer.cli import running
+from peer.cli.log import Log, log_of, room_for
+from peer.cli.options import coroutine, with_options
+from peer.net import processes
+from peer.net.disk import Disk
+from peer.node.open_run import here, is_run, run_in
+from peer.ui.text import clean, count, harmless, size, typed
+from protocol.errors import LocalError, UsageError
+from protocol.run import layout
+from protocol.run import manifest as manifests
+from protocol.run.corpus import TOKENIZER
+from protocol.run.manifest import Manifest
+from protocol.wire import logfile
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from peer.log import replay
+    from peer.training.inference import Dice
+    from peer.training.model import Stage
+
+Where = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="DIR|RUN",
+        help="A folder of a bootstrap node, of a full replica, or of potluck export; or a manifest file or one-line"
+        " address, as for join (default: the peer or node in this folder).",
+        show_default=False,
+    ),
+]
+Round = Annotated[
+    int | None,
+    typer.Option(min=0, help="The round after which it is wanted (default: the last one).", show_default=False),
+]
+Checkpoints = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="FOLDER",
+        help="A peer's folder checkpoint-…, from which to go on; one of a full replica, or one of each member of a"
+        " chain.",
+        show_default=False,
+    ),
+]
+SEEDS = 1 << 32
+CHECKPOINT = "checkpoint-"
+"""Prefix of the folders in a peer's folder; the round follows."""
+LARGEST_LOSS = 700.0
+"""Nats a token; the perplexity of a larger loss overflows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The model of `where` after a round (None: the last), replayed from peers' checkpoints if there are any."""
+
+    where: str
+    round: int | None
+    checkpoints: tuple[Path, ...]
+
+    @classmethod
+    def typed(cls, where: str | None, round: int | None, checkpoints: list[Path] | None) -> Choice:
+        """Without `where`: the peer or node in the working folder. Raises UsageError."""
+        return cls(here() if where is None else where, round, tuple(checkpoints or ()))
+
+    @property
+    def exported(self) -> Path | None:
+        """The folder, if `potluck export` wrote it."""
+        from peer.log import export
+
+        folder = Path(self.where)
+        return folder if os.path.isfile(folder / export.CONFIG) and not (folder / logfile.LOG).is_file() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """The state of a log or of a peer's checkpoint."""
+
+    manifest: Manifest
+    state: replay.State
+    tokenizer: bytes
+    is_checked: bool
+    """Whether a later commit has the state's digests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A trained model, ready to use."""
+
+    name: str
+    """The run's."""
+    round: int
+    window: int
+    """Tokens of a sequence in training."""
+    stage: Stage
+    tokenizer: Tokenizer
+
+    def __str__(self) -> str:
+        millions = layout.total_parameters(self.stage.spec) / 1e6
+        device = next(self.stage.parameters()).device.type
+        return f"the model of {clean(self.name)} after round {self.round}, {millions:,.1f}M parameters, on {device}"
+
+
+# --- where a model comes from
+
+
+async def trained(choice: Choice) -> Trained:
+    """Loads the model. Raises UsageError, LocalError, RemoteError."""
+    from peer.corpus.tokenizer import parse_tokenizer, vocabulary
+    from peer.log import export
+    from peer.training import inference
+
+    if (folder := choice.exported) is not None:
+        if choice.round is not None or choice.checkpoints:
+            raise UsageError(f"model {folder}: is of one round; give it without --round and --checkpoint")
+        there = export.read(folder, Disk(), room_for)
+        name, round, window = there.name, there.round, there.sequence
+        spec, theta, raw = there.spec, there.theta, there.tokenizer
+    else:
+        found = await (_own_model(choice) if checkpoints_in(Path(choice.where)) else replayed(choice))
+        name, round, window = found.manifest.name, found.state.round, found.manifest.train.sequence
+        spec, theta, raw = found.manifest.model, found.state.theta, found.tokenizer
+    tokenizer = parse_tokenizer(raw, "tokenizer")
+    if vocabulary(tokenizer) > spec.vocab_size:
+        raise UsageError(
+            f"tokenizer: has {vocabulary(tokenizer)} ids, the model {spec.vocab_size}; give it the one that it was"
+            " trained with"
+        )
+    return Trained(name=name, round=round, window=window, stage=inference.load(spec, theta), tokenizer=tokenizer)
+
+
+async def replayed(choice: Choice) -> Replayed:
+    """Checks and replays the log. Raises UsageError, LocalError, RemoteError."""
+    from peer.log import replay
+
+    round = choice.round
+    if run_in(Path(choice.where)) is None and (known := checkpoints_in(Path(choice.where))):
+        raise UsageError(
+            f"directory {choice.where}: is a peer's, which has no log; give RUN, and {typed('--checkpoint', known[-1])}"
+        )
+    async with log_of(choice.where) as (manifest, source):
+        if manifest is None:
+            raise UsageError(f"log {source.name}: has no rounds yet; there is no model before the first")
+        empty = room_for(manifest.model)
+        start = _start(manifest, choice.checkpoints) if choice.checkpoints else None
+        if start is not None and round is not None and start.round > round:
+            raise UsageError(f"--checkpoint: is of round {start.round}, after --round {round}; give an older one")
+        done = await replay.verify(
+            manifest, source.records(), source.payload, lambda problem: None, start, empty, round
+        )
+        head = -1 if done.head is None else done.head.round
+        reached = min(head, round) if round is not None else head
+        if done.problems:
+            raise LocalError(
+                f"log {source.name}: {clean(str(done.problems[0]), 300)}; no model is made of it, see potluck log"
+                " verify"
+            )
+        if reached < (round or 0) or (start is not None and start.round > head):
+            raise UsageError(f"log {source.name}: ends at round {head}; give a --round, or a --checkpoint, that it has")
+        state = replay.State(max(reached, start.round if start else 0), done.theta, done.digests)
+        return Replayed(manifest, state, await source.tokenizer(manifest), start is None or start.round < head)
+
+
+def _start(manifest: Manifest, checkpoints: tuple[Path, ...]) -> replay.State:
+    """The shards of all the checkpoints. Raises UsageError."""
+    from peer.log import replay
+
+    found = [replay.start_from(manifest, path) for path in checkpoints]
+    theta = {shard: arrays for state in found for shard, arrays in state.theta.items()}
+    missing = [shard for shard in layout.shard_names(manifest.model) if shard not in theta]
+    if len({state.round for state in found}) > 1:
+        rounds = ", ".join(str(state.round) for state in found)
+        raise UsageError(f"--checkpoint: they are of rounds {rounds}; give those of one round")
+    if missing:
+        raise UsageError(
+            f"--checkpoint: none has {', '.join(missing[:4])}; give one of each member of the chain, or of a full"
+            " replica"
+        )
+    return replay.State(found[0].round, theta, {})
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a peer's folder, the newest last; none in another folder."""
+    if not os.path.isdir(folder) or (folder / logfile.LOG).is_file():
+        return []
+    return sorted(path for path in folder.glob(f"{CHECKPOINT}*") if path.is_dir())
+
+
+async def _own_model(choice: Choice) -> Replayed:
+    """The model of a full replica's folder, by a checkpoint. Raises UsageError if a part is missing."""
+    from peer.log import replay
+
+    folder = Path(choice.where)
+    if choice.checkpoints:
+        raise UsageError(f"directory {folder}: is a peer's; give it without --checkpoint, or RUN with it")
+    found = checkpoints_in(folder)
+    numbers = {path.name.removeprefix(CHECKPOINT): path for path in found}
+    rounds = {int(number): path for number, path in numbers.items() if number.isdigit()}
+    path = found[-1] if choice.round is None else rounds.get(choice.round)
+    if path is None:
+        known = ", ".join(map(str, sorted(rounds)))
+        raise UsageError(
+            f"directory {folder}: has checkpoints of rounds {known}, and none of round {choice.round}; give one of"
+            " these"
+        )
+    _require(folder, logfile.MANIFEST, path)
+    manifest = manifests.from_bytes((folder / logfile.MANIFEST).read_bytes(), str(folder / logfile.MANIFEST))
+    state = replay.start_from(manifest, path)
+    missing = [shard for shard in layout.shard_names(manifest.model) if shard not in state.theta]
+    if missing:
+        raise UsageError(
+            f"directory {folder}: its peer holds a part of the model, without {', '.join(missing[:4])}; give RUN, and"
+            " every member's checkpoint by --checkpoint"
+        )
+    _require(folder, TOKENIZER, path)
+    tokenizer = (folder / TOKENIZER).read_bytes()
+    if hashlib.sha256(tokenizer).hexdigest() != manifest.tokenizer.digest:
+        raise UsageError(f"tokenizer {folder / TOKENIZER}: is another one than the run's; remove it, and join again")
+    return Replayed(manifest, state, tokenizer, False)
+
+
+def _require(folder: Path, name: str, checkpoint: Path) -> None:
+    if not (folder / name).is_file():
+        raise UsageError(
+            f"directory {folder}: is a peer's without {name}, which a full replica has after a while in the run; give"
+            f" RUN, and {typed('--checkpoint', checkpoint)}"
+        )
+
+
+# --- potluck sample
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Continues texts by at most `tokens` tokens."""
+
+    model: Trained
+    dice: Dice
+    tokens: int
+
+    def ids(self, beginning: str) -> list[int]:
+        """Token ids of the beginning of a document. Raises UsageError."""
+        from peer.corpus.tokenizer import TextEncoder
+
+        try:
+            beginning.encode()
+        except UnicodeEncodeError:
+            raise UsageError("the beginning: is not UTF-8; type it in a terminal that is set to UTF-8") from None
+        encoder = TextEncoder(self.model.tokenizer)
+        ids = [] if encoder.end is None else [encoder.end]
+        ids += encoder.ids(beginning)
+        if not ids:
+            raise UsageError(
+                "the beginning: is empty, and the run's tokenizer has no token that begins a text; give one"
+            )
+        return ids
+
+    def text(self, ids: Sequence[int]) -> Iterator[str]:
+        """The continuation of `ids` in pieces that are safe to print, until the model ends it. Raises LocalError."""
+        from peer.corpus.tokenizer import Decoder, end_of_text
+        from peer.training import inference
+
+        decoder, end = Decoder(self.model.tokenizer, ids), end_of_text(self.model.tokenizer)
+        endless = inference.continuation(self.model.stage, ids, self.model.window, self.dice)
+        for new in itertools.islice(endless, self.tokens):
+            if new == end:
+                break
+            yield harmless(decoder.add(new))
+        yield harmless(decoder.rest())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOptions:
+    """The options of `potluck sample`."""
+
+    where: Where = None
+    round: Round = None
+    checkpoint: Checkpoints = None
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="How the text begins.", show_default=False)] = ""
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens that the model adds; it may end the text before.")] = (
+        200
+    )
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token; 1: as the model says.")] = (
+        0.8
+    )
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from the N likeliest tokens; 0: from all.")] = 50
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=SEEDS - 1, help="The same seed gives the same text (default: a new one, which is printed)."
+        ),
+    ] = None
+    interactive: Annotated[
+        bool,
+        typer.Option(
+            "--interactive",
+            help="Type beginnings, and the model goes on. Ctrl-C ends a text, Ctrl-D the program.",
+        ),
+    ] = False
+
+
+def _sample(options: SampleOptions, context: typer.Context) -> None:
+    seed = secrets.randbelow(SEEDS) if options.seed is None else options.seed
+
+    async def ready() -> Writer:
+        from peer.training.inference import Dice
+
+        if options.interactive and options.prompt:
+            raise UsageError("--prompt: is what you type with --interactive; leave one of them out")
+        if not math.isfinite(options.temperature):
+            raise UsageError(f"--temperature {options.temperature}: is not a number; give one such as 0.8")
+        model = await trained(Choice.typed(options.where, options.round, options.checkpoint))
+        print(f"potluck: {model}, seed {seed}", file=sys.stderr)
+        return Writer(model, Dice(seed, temperature=options.temperature, top_k=options.top_k), options.tokens)
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for characters that the terminal cannot show
+    if options.interactive:
+        writer = running.run(ready(), interrupted=1)
+        with running.reporting():
+            converse(writer)
+    else:
+        running.run(_write(ready(), options.prompt), interrupted=1)
+
+
+sample = with_options(SampleOptions, _sample)
+
+
+async def _write(ready: Coroutine[Any, Any, Writer], prompt: str) -> None:
+    writer = await ready
+    ids = writer.ids(prompt)
+    try:
+        print(harmless(prompt), end="", flush=True)
+        for piece in writer.text(ids):
+            print(piece, end="", flush=True)
+            await asyncio.sleep(0)  # here Ctrl-C ends it
+    finally:
+        print(flush=True)
+
+
+def converse(writer: Writer) -> None:
+    """Continues each line that is typed, until the input ends."""
+    print("potluck: type a beginning; Ctrl-C ends a text, Ctrl-D the program", file=sys.stderr)
+    while True:
+        try:
+            for piece in writer.text(writer.ids(input("> "))):
+                print(piece, end="", flush=True)
+            print(flush=True)
+        except KeyboardInterrupt:
+            print(flush=True)
+        except EOFError:
+            print(flush=True)
+            return
+        except (UsageError, UnicodeDecodeError) as error:
+            print(f"potluck: {error}", file=sys.stderr)
+
+
+# --- potluck eval
+
+
+@coroutine
+async def evaluate(
+    where: Where = None,
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE",
+            help="Files with text: .parquet, .jsonl, .csv; any other: UTF-8 text.",
+            show_default=False,
+        ),
+    ] = None,
+    round: Round = None,
+    checkpoint: Checkpoints = None,
+    column: Annotated[str, typer.Option(help="Column with the text, in files that have columns.")] = "text",
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Not files, but these tasks of lm-evaluation-harness, if it is installed.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object (docs/guides/model.md).")] = False,
+) -> None:
+    named = list(files or ())
+    if where is not None and not is_run(where):
+        named.insert(0, where)  # it is the first of the files
+        where = None
+    if not named and tasks is None:
+        raise UsageError("potluck eval: no text; name files, or tasks with --tasks")
+    choice = Choice.typed(where, round, checkpoint)
+    await (_files(choice, named, column, json) if tasks is None else _tasks(choice, tasks, bool(named or json)))
+
+
+async def _files(choice: Choice, files: Sequence[str], column: str, json: bool) -> None:
+    """Prints loss, perplexity and bits per byte (peer/corpus/tokenizing.py). Raises PotluckError."""
+    from peer.corpus import sources
+    from peer.corpus.rows import Reading
+    from peer.corpus.tokenizing import Read, windows
+    from peer.training import inference
+
+    found = [sources.parse(name) for name in files]
+    for source in found:
+        if source.kind in ("folder", "hub"):
+            raise UsageError(f"source {source}: is not a file; name files")
+    sources.forbid_the_hub(found)
+    model = await trained(choice)
+    read, nats, tokens = Read(), 0.0, 0
+    reading = Reading(column=column, options=("--column",))
+    for ids in windows(found, reading, model.tokenizer, model.window, read):
+        nats += inference.nats(model.stage, ids)
+        tokens += ids[:, 1:].size
+        await asyncio.sleep(0)  # here Ctrl-C ends it
+    if not tokens:
+        raise UsageError("files: have no text; name some that have, or their column with --column")
+    loss = nats / tokens
+    if not loss < LARGEST_LOSS:
+        raise LocalError(f"model: its loss is {loss}; the run has diverged, give an earlier --round")
+    result = {
+        "run": model.name,
+        "round": model.round,
+        "documents": read.documents,
+        "tokens": tokens,
+        "bytes": read.text_bytes,
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "bits_per_byte": nats / (math.log(2) * read.text_bytes),
+    }
+    if json:
+        print(jsons.dumps(result), flush=True)
+        return
+    print(model)
+    print(
+        f"{count(range(read.documents), 'document')}, {size(read.text_bytes)} ({read.text_bytes:,} bytes),"
+        f" {tokens:,} tokens, in sequences of {model.window}"
+    )
+    print(
+        f"loss {loss:.4f} nats per token, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per"
+        " byte"
+    )
+
+
+async def _tasks(choice: Choice, tasks: str, with_more: bool) -> None:
+    """Runs lm-evaluation-harness' command on an export. Raises UsageError, LocalError, RemoteError."""
+    from peer.log import export
+
+    if with_more:
+        raise UsageError("--tasks: goes without files and --json; leave them out")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UsageError(
+            "--tasks: lm-evaluation-harness is not installed here; type pip install 'lm_eval[hf]', or name files"
+            " instead"
+        )
+    with tempfile.TemporaryDirectory(prefix="potluck-eval-") as name:
+        folder = Path(name) / "model"
+        if choice.exported is not None:
+            try:
+                folder.symlink_to(choice.exported.resolve())
+            except OSError:  # a disk without symbolic links
+                shutil.copytree(choice.exported, folder)
+        else:
+            found = await replayed(choice)
+            export.write(found.manifest, found.state, found.tokenizer, folder, Disk())
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "lm_eval", "--model", "hf"),
+            *("--model_args", f"pretrained={folder},dtype=float32", f"--tasks={tasks}"),
+        )
+        try:
+            code = await process.wait()
+        except asyncio.CancelledError:
+            processes.send_signal(process, signal.SIGTERM)
+            await process.wait()
+            raise
+    if code:
+        raise LocalError(f"lm_eval: ended with exit code {code}; see what it says above")
+
+
+# --- potluck export
+
+
+@coroutine
+async def export(
+    *,
+    where: Log = None,
+    out: Annotated[Path, typer.Option(help="Folder for the model; must not exist yet.")],
+    round: Round = None,
+    checkpoint: Checkpoints = None,
+) -> None:
+    from peer.log import export as exports
+
+    choice = Choice.typed(where, round, checkpoint)
+    if out.exists():
+        raise UsageError(f"--out {out}: is there already; choose another folder")
+    found = await replayed(choice)
+    exports.write(found.manifest, found.state, found.tokenizer, out, Disk())
+    digest = layout.state_digest(found.manifest.model, found.state.digests)
+    unchecked = "as the checkpoint has it: no later round says what it should be"
+    by = "as the log gives it" if found.is_checked else unchecked
+    print(
+        f"{out}: the model of {clean(found.manifest.name)} after round {found.state.round}, state {digest[:12]}…, {by}"
+    )
+    print(f"in Python: transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})")

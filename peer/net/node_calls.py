@@ -1,0 +1,142 @@
+"""Calls to bootstrap nodes: for the roster (protocol/wire/announcement.py), the log, and the operators' decrees.
+
+Announcements count only with their peers' signatures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from peer.net.base import Transport, call
+from protocol.errors import RemoteError
+from protocol.identity import short_peer
+from protocol.wire import encoding, endpoints, framing
+from protocol.wire.announcement import Announcement, Lookup, Roster, RosterRequest
+from protocol.wire.decree import Motion, Motions
+from protocol.wire.session import LogRequest
+
+CALL_SECONDS = 10.0
+NEXT_SECONDS = 1.0
+"""After which another node is asked besides, where one has not answered: it may just have died."""
+
+
+async def ask_in_turn(nodes: Iterable[str], ask: Callable[[str], Awaitable[bool]]) -> None:
+    """Asks nodes in turn until `ask` returns true; a slow one does not delay the next. Raises what `ask` raises."""
+    left, asked = list(nodes), set[asyncio.Task[bool]]()
+    try:
+        while left or asked:
+            if left:
+                asked.add(asyncio.ensure_future(ask(left.pop(0))))
+            done, asked = await asyncio.wait(
+                asked, timeout=NEXT_SECONDS if left else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if any(task.result() for task in done):
+                return
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def log_page(transport: Transport, node: str, after: int, seconds: float = CALL_SECONDS) -> list[bytes]:
+    """Returns a page of the records after round `after`, none at the end of the log. Raises RemoteError."""
+    reply = await call(transport, node, endpoints.LOG, encoding.encode(LogRequest(after=after)), timeout=seconds)
+    try:
+        found = framing.unpack_message(reply)
+    except framing.FrameError as error:
+        raise RemoteError(node, f"log of {short_peer(node)}: {error}; ask another bootstrap node") from None
+    if not isinstance(found, list) or not all(isinstance(raw, bytes) for raw in found):
+        raise RemoteError(node, f"log of {short_peer(node)}: not a list of commits; ask another bootstrap node")
+    return found
+
+
+async def send_motion(transport: Transport, node: str, motion: Motion) -> Motions:
+    """A node's answer. Raises RemoteError."""
+    raw = await call(transport, node, endpoints.DECREES, encoding.encode(motion), timeout=CALL_SECONDS)
+    try:
+        return encoding.expect(Motions, encoding.decode(raw, node), node)
+    except RemoteError as error:
+        raise RemoteError(node, f"{error}; is it of the same version?") from None
+
+
+async def ask_operators(transport: Transport, node: str) -> Motions:
+    """The same, where nothing is moved: who operates the run, by that node's word. Raises RemoteError."""
+    return await send_motion(transport, node, Motion())
+
+
+MOST_PEERS = 32_768
+"""That are kept of what one node tells."""
+_PAGES = 256
+"""That are read at once; more are for the next time."""
+
+
+async def ask_roster(transport: Transport, node: str, request: Lookup | RosterRequest) -> Roster:
+    """A node's answer. Raises RemoteError, TransportLost."""
+    raw = await call(
+        transport,
+        node,
+        endpoints.ROSTER,
+        encoding.encode(request),
+        timeout=CALL_SECONDS,
+        limit=endpoints.ROSTER_REPLY + 1024,
+    )
+    return encoding.expect(Roster, encoding.decode(raw, node), node)
+
+
+async def look_up_peers(
+    transport: Transport, run: str, node: str, peers: Sequence[str] = (), sample: int = 0
+) -> dict[str, Announcement]:
+    """What `node` knows of `peers`, and of so many others, by peer id. Raises RemoteError, TransportLost."""
+    reply = await ask_roster(transport, node, Lookup(peers=tuple(peers), sample=sample))
+    return {found.peer: found for raw in reply.announcements if (found := believed(raw, run)) is not None}
+
+
+def believed(raw: bytes, run: str) -> Announcement | None:
+    """The announcement in an envelope, or None where it is none of `run` signed by its peer."""
+    try:
+        peer, message = encoding.unseal(raw)
+    except encoding.MessageError:
+        return None
+    if not isinstance(message, Announcement) or message.peer != peer or message.run != run:
+        return None
+    return message
+
+
+class RosterReader:
+    """Follows a bootstrap node's roster by its changes. `known`: the announcements, by peer id."""
+
+    def __init__(self, transport: Transport, run: str) -> None:
+        self.known: dict[str, Announcement] = {}
+        self._transport = transport
+        self._run = run
+        self._node = ""
+        self._position = -1
+
+    async def refresh(self, nodes: Sequence[str]) -> None:
+        """Reads the changes from the first of `nodes` that answers. Raises RemoteError if none does, TransportLost."""
+        last = RemoteError("nobody", "roster: no bootstrap node to ask; check the manifest")
+        for node in nodes:
+            try:
+                return await self._read(node)
+            except RemoteError as error:
+                last = error
+        raise last
+
+    async def _read(self, node: str) -> None:
+        for _ in range(_PAGES):
+            position = self._position if node == self._node else -1
+            reply = await ask_roster(self._transport, node, RosterRequest(position=position))
+            if reply.more and reply.position <= position:
+                raise RemoteError(node, f"roster of {short_peer(node)}: does not end; another is asked")
+            if reply.anew or node != self._node:
+                self.known.clear()
+            self._node, self._position = node, reply.position
+            for peer in reply.gone:
+                self.known.pop(peer, None)
+            for raw in reply.announcements:
+                found = believed(raw, self._run)
+                if found is not None and (found.peer in self.known or len(self.known) < MOST_PEERS):
+                    self.known[found.peer] = found
+            if not reply.more:
+                return

@@ -1,0 +1,230 @@
+"""The processes that train one replica on several devices of a machine: their messages, and their group.
+
+The peer's process and a helper talk over a pair of connected sockets without a name. No other process can open it, and
+its end shows that the other process has ended. So messages are trusted, and pickled.
+
+Members of the group add up gradients by torch.distributed: gloo between CPUs, NCCL between GPUs. A sum has the same
+bits for all members and in every run: its order follows from the number of members and the tensor's size. The members
+find each other through a file in a folder that only their user may read, and talk over the loopback interface. Other
+users of the machine can connect to it, so before anything is exchanged every member shows a secret from the peer's
+process; a group with a stranger in it is refused. An exchange that takes too long raises a RuntimeError, as does the
+end of a member. A process is in one group at most.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import secrets
+import socket
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from peer.training.optimizer import Pace
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import TrainSpec
+
+_SIZE = struct.Struct(">Q")
+_FILE = "members"
+
+# --- messages
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The first message to a helper. It answers Done."""
+
+    spec: ModelSpec
+    train: TrainSpec
+    device: str
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Leave the former group and join this one. The answer is Done.
+
+    folder: where the members find each other; only their user may read it.
+    secrets: by rank, what each member shows to the others.
+    seconds: for one exchange.
+    """
+
+    folder: str
+    rank: int
+    size: int
+    secrets: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Receive the first member's parameters, and begin or continue a round at this pace.
+
+    state: names and shapes of the optimizer's arrays that follow; None: the helper's own are the same.
+    """
+
+    pace: Pace
+    state: tuple[tuple[str, tuple[int, ...]], ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Forward and backward of one micro-batch of an inner step; ids [B, L+1]."""
+
+    turn: int
+    micro: int
+    ids: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Answer with Computed."""
+
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Results of the micro-batches since the last step.
+
+    losses: mean of each in order, nats per token.
+    piece_rows: of the StageTrainer.
+    """
+
+    turn: int
+    losses: tuple[float, ...]
+    piece_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class AddUp:
+    """Add up the gradients of all members of the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Clip by this norm and take this inner step."""
+
+    step: int
+    norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Forget the inner step under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Answer Done with this number when all messages before are done."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer to Begin, Join (number 0) and Ask."""
+
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An order failed; the helper ignores all orders until the next Join.
+
+    together: in an exchange with other members, any of whom may be the cause.
+    """
+
+    why: str
+    together: bool = False
+
+
+Order = Begin | Join | Take | Compute | Tell | AddUp | Step | Reset | Ask
+Answer = Done | Computed | Failed
+
+
+def send(way: socket.socket, message: Order | Answer) -> None:
+    """Raises OSError where the other process has ended, or does not read for as long as the socket's timeout."""
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    way.sendall(_SIZE.pack(len(body)) + body)
+
+
+def receive(way: socket.socket) -> object:
+    """The next message. Raises EOFError where the other process has ended, OSError after the socket's timeout."""
+    (size,) = _SIZE.unpack(_exactly(way, _SIZE.size))
+    return pickle.loads(_exactly(way, size))
+
+
+def _exactly(way: socket.socket, size: int) -> bytearray:
+    found, at = bytearray(size), 0
+    while at < size:
+        read = way.recv_into(memoryview(found)[at:])
+        if not read:
+            raise EOFError
+        at += read
+    return found
+
+
+# --- the group
+
+
+def new_secrets(size: int) -> tuple[int, ...]:
+    """A random secret for each member."""
+    return tuple(secrets.randbits(63) for _ in range(size))
+
+
+def join_group(join: Join, device: torch.device) -> None:
+    """Returns when all members have joined. Raises RuntimeError where one does not, or is a stranger."""
+    leave_group()
+    loopback, cuda = _loopback(), device.type == "cuda"
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # what takes too long raises, instead of ending the process
+    limit = timedelta(seconds=join.seconds)
+    store = dist.FileStore(str(Path(join.folder) / _FILE), join.size)
+    store.set_timeout(limit)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", store=store, rank=join.rank, world_size=join.size, timeout=limit
+    )
+    shown = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(join.size)]
+    dist.all_gather(shown, torch.tensor([join.secrets[join.rank]], device=device))
+    if tuple(int(one) for one in shown) != join.secrets:
+        leave_group()
+        raise RuntimeError("a stranger has answered in place of a helper")
+
+
+def leave_group() -> None:
+    """Leaves the group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def add_up(tensors: Iterable[Tensor]) -> None:
+    """Each becomes the sum over all members. Raises RuntimeError; their values are undefined then."""
+    for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+        work.wait()
+
+
+def broadcast(tensors: Iterable[Tensor]) -> None:
+    """Each becomes the first member's. Raises RuntimeError; their values are undefined then."""
+    for work in [dist.broadcast(tensor, 0, async_op=True) for tensor in tensors]:
+        work.wait()
+
+
+@functools.cache
+def _loopback() -> str:
+    """The name of the interface that only this machine reaches. Raises RuntimeError."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address == "::1" or (a.family == socket.AF_INET and a.address.startswith("127.")) for a in addresses):
+            return name
+    raise RuntimeError("this machine has no loopback interface")

@@ -1,0 +1,60 @@
+"""What a command imports before it does its work: torch alone takes seconds of processor."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from peer.cli.main import COMMANDS, main
+
+HEAVY = ("torch", "scipy", "pandas", "pyarrow", "datasets", "transformers", "tokenizers", "grpc", "huggingface_hub")
+NETWORK = ("numpy", "hivemind", "rich", "cryptography", "msgpack", "peer.net.base", "peer.events", "protocol.wire")
+
+
+def loaded(code: str) -> set[str]:
+    """The modules that another process has after `code`."""
+    code = f"import sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\nprint(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("typed", [["--help"], ["--version"]])
+def test_help_and_version_import_nothing_heavy(typed: list[str]) -> None:
+    modules = loaded(f"from peer.cli.main import main; main({typed})")
+    assert "peer.cli.main" in modules
+    assert not modules & {*HEAVY, *NETWORK}
+
+
+def test_what_watches_a_run_does_without_torch() -> None:
+    """Of hivemind's libraries alone a process would have about 240 MB."""
+    modules = loaded("import peer.cli.watch, peer.net.p2p")
+    assert "hivemind" in modules
+    assert not modules & {*HEAVY, "numpy"}
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"potluck {version('potluck')}\n"
+
+
+def test_a_mistyped_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["jion"])
+    assert ended.value.code == 2
+    assert "Did you mean 'join'?" in capsys.readouterr().err
+
+
+def test_an_example_begins_with_its_command() -> None:
+    for name, late in COMMANDS.items():
+        assert late.example is None or late.example.startswith(f"potluck {name} ")
+
+
+def test_joining_reaches_the_network_before_it_imports_torch() -> None:
+    modules = loaded("import peer.cli.join, peer.net.p2p, peer.net.relay, peer.state.storage")
+    assert "hivemind" in modules
+    assert not modules & set(HEAVY)
