@@ -9,7 +9,7 @@ held-out part:
 
 with the bytes per token of the whole held-out part, from the corpus's index (Gao et al., 2020, arXiv:2101.00027,
 section 3.1). With it goes a sample: the model's likeliest continuation of the beginning of that text, in which a peer
-with other bits is seen (peer/ui/run_state.py).
+with other bits is seen (peer/ui/run_view.py).
 
 θ after a round holds all of the round's updates u. A score takes a little more of one out again, on assigned and on
 other text:

@@ -7,7 +7,7 @@ checks the next commit against it.
 
 *Evaluation.* After every `evaluation.every` rounds, EVALUATORS of the plan's full replicas, in turn, and the auditor of
 any operator measure the held-out loss of the state. One of the next commits carries their signed results, until the
-next state is due. A result cannot be proven, so readers show the median and its sources (peer/ui/run_state.py).
+next state is due. A result cannot be proven, so readers show the median and its sources (peer/ui/run_view.py).
 """
 
 from __future__ import annotations
