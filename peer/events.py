@@ -424,7 +424,7 @@ class Round:
     peak_rss_bytes: int = 0
     """Peak resident memory of its process; 0 if it is not measured."""
     bytes_written: int = 0
-    """Bytes written to disk since its start."""
+    """Bytes written to disk since its start, except by the system for state in mapped files."""
     evaluations: tuple[Evaluation, ...] = ()
     """Held-out losses of an earlier state in the commit; none if a later round is decided."""
     scores: tuple[Score, ...] = ()

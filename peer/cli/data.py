@@ -65,6 +65,7 @@ class BuildOptions:
 async def _build(options: BuildOptions) -> None:
     from peer.corpus import sources
     from peer.corpus.build import Request
+    from peer.corpus.rows import Reading
     from peer.corpus.tokenizer import with_end
 
     tokenizer = tokenizer_file(options.tokenizer)
@@ -73,7 +74,7 @@ async def _build(options: BuildOptions) -> None:
         tokenizer=with_end(tokenizer, options.end) if options.end else tokenizer,
         sequence=options.sequence,
         out=options.out,
-        reading=sources.Reading(
+        reading=Reading(
             column=options.column, split=options.split, subset=options.subset, skip_bad_rows=options.skip_bad_rows
         ),
         seed=options.seed,

@@ -39,10 +39,14 @@ if TYPE_CHECKING:
 
 MANIFEST, NODE, CORPUS, TOKENIZER = "run.toml", "node", "corpus", "tokenizer.json"
 """Names in the run's folder."""
+BUILT = "potluck data build {}, whose folder goes with --corpus"
+"""The remedy where an option is needed that only that command has."""
 WARM_UP_SHARE = 0.03
 """Of all inner steps; of a short run a tenth, at most 100."""
 MOST_EPOCHS = 1000
 """Of a run's text. The value of epoch n falls as exp(-n / 15.4) (Muennighoff et al., 2023, arXiv:2305.16264)."""
+MOST_ROUNDS, MOST_PEERS, MOST_SEED = 10**9, 10**6, 2**63 - 1
+"""Limits of the options; TOML has no larger whole numbers than the last."""
 FEW_HELD_OUT_SEQUENCES = 8
 COMMENTS = {
     "seed": "what the model begins with, and the order of the text, follow from it",
@@ -103,9 +107,11 @@ class InitOptions:
     peers: Annotated[
         Path | None, typer.Option(help="TOML file of machines that there will be (docs/guides/plan.md), for estimates.")
     ] = None
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds (default: what the size needs).")] = None
-    start_peers: Annotated[int, typer.Option(min=1, help="Begin when so many peers are there.")] = 1
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the run.")] = 0
+    rounds: Annotated[
+        int | None, typer.Option(min=1, max=MOST_ROUNDS, help="Rounds (default: what the size needs).")
+    ] = None
+    start_peers: Annotated[int, typer.Option(min=1, max=MOST_PEERS, help="Begin when so many peers are there.")] = 1
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the run.")] = 0
 
 
 command = with_options(InitOptions, lambda options, _: running.run(_init(options), interrupted=1))
@@ -163,6 +169,7 @@ def _index(folder: Path) -> CorpusIndex:
 async def _build(options: InitOptions, preset: Preset, folder: Path) -> CorpusIndex:
     """Builds the run's corpus in its folder. Raises UsageError."""
     from peer.corpus import build, sources
+    from peer.corpus.rows import Reading
 
     found = tuple(map(sources.parse, options.sources or ("sotu",)))
     sources.forbid_the_hub(found)
@@ -172,6 +179,7 @@ async def _build(options: InitOptions, preset: Preset, folder: Path) -> CorpusIn
         tokenizer=raw,
         sequence=preset.sequence,
         out=folder / CORPUS,
+        reading=Reading(options=(), instead=BUILT),
         seed=options.seed,
         workers=os.cpu_count() or 1,
     )
@@ -181,13 +189,14 @@ async def _build(options: InitOptions, preset: Preset, folder: Path) -> CorpusIn
 
 async def _tokenizer(folder: Path, found: tuple[Source, ...], preset: Preset) -> bytes:
     """The tokenizer of this text, trained unless it is in `folder`. Raises UsageError."""
+    from peer.corpus.rows import Reading
     from peer.corpus.tokenizer import parse_tokenizer, vocabulary
     from peer.corpus.tokenizing import train_tokenizer
 
     path, disk = folder / TOKENIZER, Disk()
     if not path.exists():
         print(f"tokenizer: {preset.vocab_size:,} ids are made from the text", flush=True)
-        raw = await asyncio.to_thread(train_tokenizer, found, preset.vocab_size)
+        raw = await asyncio.to_thread(train_tokenizer, found, preset.vocab_size, Reading(options=(), instead=BUILT))
         disk.make_folder(folder)
         disk.write(path, raw)
         if (made := vocabulary(parse_tokenizer(raw, "tokenizer"))) < preset.vocab_size:

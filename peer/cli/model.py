@@ -421,6 +421,7 @@ async def evaluate(
 async def _files(choice: Choice, files: Sequence[str], column: str, json: bool) -> None:
     """Prints loss, perplexity and bits per byte (peer/corpus/tokenizing.py). Raises PotluckError."""
     from peer.corpus import sources
+    from peer.corpus.rows import Reading
     from peer.corpus.tokenizing import Read, windows
     from peer.training import inference
 
@@ -431,7 +432,8 @@ async def _files(choice: Choice, files: Sequence[str], column: str, json: bool) 
     sources.forbid_the_hub(found)
     model = await trained(choice)
     read, nats, tokens = Read(), 0.0, 0
-    for ids in windows(found, sources.Reading(column=column), model.tokenizer, model.window, read):
+    reading = Reading(column=column, options=("--column",))
+    for ids in windows(found, reading, model.tokenizer, model.window, read):
         nats += inference.nats(model.stage, ids)
         tokens += ids[:, 1:].size
         await asyncio.sleep(0)  # here Ctrl-C ends it

@@ -40,7 +40,8 @@ from peer.corpus.records import (
     write_all,
     write_spill,
 )
-from peer.corpus.sources import Reading, Source, Unit
+from peer.corpus.rows import Reading
+from peer.corpus.sources import Source, Unit
 from peer.corpus.tokenizer import end_of_text, parse_tokenizer, specials, vocabulary
 from peer.corpus.tokenizing import Pool
 from peer.net.disk import Disk, disk_error
@@ -298,9 +299,10 @@ def _read_all(
                 part, carry = cutter.part, cutter.carry.tobytes()
                 spill(None if place is None else Position(*place, cutter.document, part, carry))
     if not total.n_tokens:
-        raise UsageError("source: has no text; name a source that has, or its column with --column")
+        how = request.reading.option("--column")
+        raise UsageError(f"source: has no text; name a source that has, or its column with {how}")
     if _description(request) != disk.read(building / _REQUEST):
-        raise UsageError("source: changed while it was read; remove the folder of --out, and start again")
+        raise UsageError(f"source: changed while it was read; remove the folder {request.out}, and start again")
     spill(Position(source=len(request.sources), document=cutter.document, done=True))
 
 

@@ -22,8 +22,30 @@ from protocol.errors import UsageError
 
 MOST_ROW_BYTES = 1 << 28
 """A row has to fit into memory; a longer document is a file of its own."""
+OPTIONS = ("--column", "--split", "--skip-bad-rows")
+"""Options of `potluck data build` that errors name as remedies."""
 _BATCH_ROWS = 64
 _NAMES: dict[type, str] = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How rows are read: the column with the text; of a data set of the hub also its split and subset.
+
+    options: those of OPTIONS that the command has, so that its errors name no others
+    instead: how an option `{}` that it lacks is given elsewhere; empty if it cannot be
+    """
+
+    column: str = "text"
+    split: str = "train"
+    subset: str = ""
+    skip_bad_rows: bool = False  # rows that cannot be read are left out and counted, instead of an error
+    options: tuple[str, ...] = OPTIONS
+    instead: str = ""
+
+    def option(self, name: str) -> str:
+        """Returns how an error names an option, or several; empty if the command cannot have it."""
+        return name if name.split(",")[0] in self.options else self.instead.format(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +72,15 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_Object, parse_int=float)
 """Numbers are never text; as floats they have no limit of digits."""
 
 
-def rows(file: File, column: str, first: int = 0) -> Iterator[Row]:
+def rows(file: File, reading: Reading, first: int = 0) -> Iterator[Row]:
     """The rows of a file from number `first` on, from 0. Raises UsageError."""
     if file.format in ("parquet", "arrow"):
-        return _table(file, column, first)
+        return _table(file, reading, first)
     if file.format in ("csv", "tsv"):
-        return _skipped(_csv(file, column), first)
+        return _skipped(_csv(file, reading), first)
     if _is_lines(file):
-        return _json_lines(file, column, first)
-    return _skipped(_json_values(file, column), first)
+        return _json_lines(file, reading, first)
+    return _skipped(_json_values(file, reading), first)
 
 
 def _skipped(found: Iterator[Row], first: int) -> Iterator[Row]:
@@ -103,7 +125,7 @@ def _lines(file: File) -> Iterator[bytes]:
         yield last
 
 
-def _json_lines(file: File, column: str, first: int) -> Iterator[Row]:
+def _json_lines(file: File, reading: Reading, first: int) -> Iterator[Row]:
     number = 0
     for line_number, line in enumerate(_lines(file), 1):
         if not line.strip():
@@ -112,7 +134,7 @@ def _json_lines(file: File, column: str, first: int) -> Iterator[Row]:
         if number > first:
             place = f"row {number}, line {line_number}"
             try:
-                yield _of_object(_DECODER.decode(line.decode()), column, place)
+                yield _of_object(_DECODER.decode(line.decode()), reading, place)
             except UnicodeDecodeError as error:
                 yield Row(place, bad=f"not UTF-8 at byte {error.start} of the line")
             except (ValueError, RecursionError) as error:
@@ -125,12 +147,14 @@ def _why(error: Exception) -> str:
     return f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else first_line(error)
 
 
-def _of_object(value: Any, column: str, place: str) -> Row:
+def _of_object(value: Any, reading: Reading, place: str) -> Row:
     if not isinstance(value, _Object):
         return Row(place, bad=f"not an object with columns but {_named(value)}")
+    column = reading.column
     if column not in value:
         there = ", ".join(list(value)[:12])
-        return Row(place, bad=f"has no column {column}; it has {there or 'none'}: name one with --column")
+        how = reading.option("--column")
+        return Row(place, bad=f"has no column {column}; it has {there or 'none'}: name one with {how}")
     if column in value.twice:
         return Row(place, bad=f"has the column {column} twice")
     return of_value(value[column], column, place)
@@ -154,7 +178,7 @@ def _named(value: object) -> str:
     return next((name for kind, name in _NAMES.items() if isinstance(value, kind)), "text")
 
 
-def _json_values(file: File, column: str) -> Iterator[Row]:
+def _json_values(file: File, reading: Reading) -> Iterator[Row]:
     """The objects of one list, or one after the other."""
     text = _Text(file)
     in_list = text.peek() == "["
@@ -164,7 +188,7 @@ def _json_values(file: File, column: str) -> Iterator[Row]:
     while (char := text.peek()) and not (in_list and char == "]"):
         number += 1
         place = f"row {number}, line {text.line}"
-        yield _of_object(text.value(place), column, place)
+        yield _of_object(text.value(place), reading, place)
         if in_list and (char := text.peek()) != "]":
             if char != ",":
                 raise refused(file, f"{place}: not JSON: no comma or ] behind it; mend the file")
@@ -252,8 +276,9 @@ def _with_end(blocks: Iterator[bytes]) -> Iterator[bytes]:
 # --- CSV
 
 
-def _csv(file: File, column: str) -> Iterator[Row]:
+def _csv(file: File, reading: Reading) -> Iterator[Row]:
     """Each field is text, whatever it looks like. The first row names the columns."""
+    column = reading.column
     csv.field_size_limit(MOST_ROW_BYTES)
     reader = csv.reader(_csv_lines(file), delimiter="\t" if file.format == "tsv" else ",", strict=True)
     names: list[str] | None = None
@@ -275,7 +300,8 @@ def _csv(file: File, column: str) -> Iterator[Row]:
         if number == 0 and names.count(column) != 1:
             what = f"has no column {column}" if column not in names else f"has the column {column} more than once"
             there = ", ".join(name[:40] for name in names[:12])
-            raise refused(file, f"{what}; its first line names {there}: name one with --column, or mend that line")
+            how = reading.option("--column")
+            raise refused(file, f"{what}; its first line names {there}: name one with {how}, or mend that line")
         number += 1
         if len(fields) != len(names):
             yield Row(place, bad=f"has {len(fields)} fields, the first line names {len(names)} columns")
@@ -297,14 +323,14 @@ def _csv_lines(file: File) -> Iterator[str]:
 # --- Parquet and Arrow
 
 
-def _table(file: File, column: str, first: int) -> Iterator[Row]:
+def _table(file: File, reading: Reading, first: int) -> Iterator[Row]:
     number = first
     with ExitStack() as stack:
         try:
-            for values in _binary(stack.enter_context(_seekable(file)), file, column, first):
+            for values in _binary(stack.enter_context(_seekable(file)), file, reading, first):
                 for value in values:
                     number += 1
-                    yield _of_bytes(value, column, f"row {number}")
+                    yield _of_bytes(value, reading.column, f"row {number}")
         except UsageError:
             raise
         except Exception as error:  # whatever pyarrow raises
@@ -333,11 +359,12 @@ def _seekable(file: File) -> IO[bytes]:
     return unpacked
 
 
-def _binary(stream: IO[bytes], file: File, column: str, first: int) -> Iterator[list[bytes | None]]:
+def _binary(stream: IO[bytes], file: File, reading: Reading, first: int) -> Iterator[list[bytes | None]]:
     """The column's values as bytes, so that what is not UTF-8 can be told by its row."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    column, how = reading.column, reading.option("--column")
     if file.format == "parquet":
         table = pq.ParquetFile(stream)
         schema, count = table.schema_arrow, table.metadata.num_rows
@@ -348,14 +375,12 @@ def _binary(stream: IO[bytes], file: File, column: str, first: int) -> Iterator[
         return
     if schema.names.count(column) != 1:
         there = ", ".join(schema.names[:12])
-        raise refused(file, f"has no column {column}; it has {there}: name one with --column")
+        raise refused(file, f"has no column {column}; it has {there}: name one with {how}")
     kind = schema.field(column).type
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
     is_view = getattr(pa.types, "is_string_view", lambda _: False)
     if not (pa.types.is_string(plain) or pa.types.is_large_string(plain) or is_view(plain) or pa.types.is_null(plain)):
-        raise refused(
-            file, f"row 1: column {column} has no text but {kind}; name the column with the text with --column"
-        )
+        raise refused(file, f"row 1: column {column} has no text but {kind}; name the column with the text with {how}")
     for batch in _batches(table, column, first) if count > 0 else _record_batches(table, column, first):
         values = batch.dictionary_decode() if pa.types.is_dictionary(batch.type) else batch
         if is_view(values.type):

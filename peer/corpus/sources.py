@@ -20,7 +20,7 @@ from typing import Any
 
 from peer.corpus import files
 from peer.corpus.files import File, LeftOut, mark_bytes, refused
-from peer.corpus.rows import Row, decoded, of_value, rows
+from peer.corpus.rows import Reading, Row, decoded, of_value, rows
 from peer.corpus.tokenizer import first_line
 from protocol.errors import UsageError
 
@@ -30,16 +30,6 @@ UNIT_CHARS = 1 << 19
 """A unit is done when it has so many: about a second's work of one core."""
 UNIT_ROWS = 64
 """A unit of rows is done when it has so many, whatever is in them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """How rows are read: the column with the text; of a data set of the hub also its split and subset."""
-
-    column: str = "text"
-    split: str = "train"
-    subset: str = ""
-    skip_bad_rows: bool = False  # rows that cannot be read are left out and counted, instead of an error
 
 
 @dataclass(slots=True)
@@ -194,7 +184,7 @@ def _text(file: File, number: int, offset: int) -> Iterator[Unit]:
 def _rows(file: File, reading: Reading, number: int, first: int) -> Iterator[Unit]:
     """Yields a document a row. Its places are numbers of rows, from 0."""
     unit, chars, read = Unit(), 0, first
-    for row in rows(file, reading.column, first):
+    for row in rows(file, reading, first):
         read += 1
         remedy = "" if "--column" in row.bad else "; mend or remove that row"
         chars += _add_row(unit, row, reading, file, remedy)
@@ -210,8 +200,9 @@ def _add_row(unit: Unit, row: Row, reading: Reading, source: File | Source, reme
     """Adds a row to a unit, a bad one as an empty document. Returns its characters. Raises UsageError for a bad one."""
     if row.bad:
         if not reading.skip_bad_rows:
-            text = f"source {source}: {row.place}: {row.bad}{remedy}, or leave such rows out: --skip-bad-rows"
-            raise UsageError(text)
+            skip = reading.option("--skip-bad-rows")
+            leave_out = f", or leave such rows out: {skip}" if skip else ""
+            raise UsageError(f"source {source}: {row.place}: {row.bad}{remedy}{leave_out}")
         unit.left_out += 1
         unit.first_left_out = unit.first_left_out or f"{row.place}: {row.bad}"
     return add(unit, row.text or "")
@@ -224,6 +215,7 @@ def _hub(source: Source, reading: Reading, state: Any) -> Iterator[Unit]:
     """Yields rows through `datasets`. The state is [rows that were read, the stream's own]."""
     number, begun = (0, None) if state is None else state
     stream = _open(source, reading)
+    remedy = f"; name the column with the text with {reading.option('--column')}"
     try:
         if begun is not None:
             stream.load_state_dict(begun)
@@ -232,7 +224,7 @@ def _hub(source: Source, reading: Reading, state: Any) -> Iterator[Unit]:
             for text in _column(source, reading, table, number):
                 number += 1
                 row = of_value(text, reading.column, f"row {number}")
-                chars += _add_row(unit, row, reading, source, "; name the column with the text with --column")
+                chars += _add_row(unit, row, reading, source, remedy)
                 if chars >= UNIT_CHARS:
                     yield unit
                     unit, chars = Unit(file=str(source)), 0
@@ -243,7 +235,7 @@ def _hub(source: Source, reading: Reading, state: Any) -> Iterator[Unit]:
     except StopIteration:
         return  # this is how `datasets` says that a JSON file is empty
     except Exception as error:  # whatever datasets, pyarrow, a decompressor or the network raise
-        raise _explained(source, error, f"near row {number + 1}: ") from None
+        raise _explained(source, reading, error, f"near row {number + 1}: ") from None
 
 
 def _column(source: Source, reading: Reading, table: Any, number: int) -> list[object]:
@@ -254,7 +246,7 @@ def _column(source: Source, reading: Reading, table: Any, number: int) -> list[o
         return found
     except UnicodeDecodeError:
         where = f"rows {number + 1} to {number + len(table)}"
-        raise UsageError(f"source {source}: {where}: not UTF-8; mend or remove those rows") from None
+        raise UsageError(f"source {source}: {where}: not UTF-8; {_fetch(source)}") from None
 
 
 def _open(source: Source, reading: Reading) -> Any:
@@ -264,21 +256,18 @@ def _open(source: Source, reading: Reading) -> Any:
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs what it raises
     datasets.disable_progress_bars()
     try:
-        stream = datasets.load_dataset(
-            source.name,
-            name=reading.subset or None,
-            split=reading.split,
-            revision=source.revision,
-            streaming=True,
-        )
+        builder = datasets.load_dataset_builder(source.name, name=reading.subset or None, revision=source.revision)
+        if hasattr(builder.config, "on_mixed_types"):  # or one number puts a whole block of texts in quotes
+            builder.config.on_mixed_types = None
+        stream = builder.as_streaming_dataset(split=reading.split)
         features = stream.features
         if features is not None and reading.column not in features:
             raise _no_column(source, reading, list(features))
         kind = None if features is None else getattr(features[reading.column], "dtype", "a nested one")
         if kind is not None and kind not in ("string", "large_string", "string_view", "null"):
             raise UsageError(
-                f"source {source}: column {reading.column} has no text but {kind}; name the column with the text"
-                " with --column, or fetch the files and name them"
+                f"source {source}: column {reading.column} has no text but {kind}; name the column with the text with"
+                f" {reading.option('--column')}, or where only some rows have none: {_fetch(source)}"
             )
         if features is not None:
             stream = stream.select_columns([reading.column])
@@ -286,15 +275,21 @@ def _open(source: Source, reading: Reading) -> Any:
     except UsageError:
         raise
     except Exception as error:
-        raise _explained(source, error) from None
+        raise _explained(source, reading, error) from None
 
 
 def _no_column(source: Source, reading: Reading, names: list[str]) -> UsageError:
-    there = ", ".join(names[:12])
-    return UsageError(f"source {source}: has no column {reading.column}; it has {there}: name one with --column")
+    there, how = ", ".join(names[:12]), reading.option("--column")
+    return UsageError(f"source {source}: has no column {reading.column}; it has {there}: name one with {how}")
 
 
-def _explained(source: Source, error: Exception, where: str = "") -> UsageError:
+def _fetch(source: Source) -> str:
+    """The remedy for a bad row that `datasets` can neither name nor leave out."""
+    command = f"hf download {source.name} --repo-type dataset --revision {source.revision} --local-dir DIR"
+    return f"fetch its files ({command}) and name those: then bad rows are named, too, and can be left out"
+
+
+def _explained(source: Source, reading: Reading, error: Exception, where: str = "") -> UsageError:
     """One line for whatever `datasets` raised."""
     reason = first_line(error)
     if isinstance(error, UnicodeError):
@@ -306,4 +301,7 @@ def _explained(source: Source, error: Exception, where: str = "") -> UsageError:
             f"source {source}: {where}the hub cannot be reached: {reason}; start again when it can:"
             " it goes on where it was"
         )
-    return UsageError(f"source {source}: {where}{reason}; check --split, --subset and --column")
+    if type(error).__name__ == "ArrowInvalid" or isinstance(error.__cause__, ValueError):
+        return UsageError(f"source {source}: {where}{reason.rstrip('.')}; {_fetch(source)}")
+    options = "--split, --subset and --column"
+    return UsageError(f"source {source}: {where}{reason}; check {reading.option(options)}")

@@ -42,7 +42,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from peer.corpus import sources
-from peer.corpus.sources import Reading, Source, Unit
+from peer.corpus.rows import Reading
+from peer.corpus.sources import Source, Unit
 from peer.corpus.tokenizer import END_OF_TEXT, TextEncoder, parse_tokenizer
 from protocol.errors import LocalError
 
@@ -195,7 +196,7 @@ ENOUGH_BYTES = 100_000_000
 """Of the text, from its beginning: merges hardly change with more, and memory grows with it."""
 
 
-def train_tokenizer(found: Sequence[Source], vocab_size: int) -> bytes:
+def train_tokenizer(found: Sequence[Source], vocab_size: int, reading: Reading) -> bytes:
     """The JSON file of a tokenizer with at most `vocab_size` ids, the first of which ends a text. Raises UsageError."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -206,15 +207,15 @@ def train_tokenizer(found: Sequence[Source], vocab_size: int) -> bytes:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_pieces(found), trainer)
+    tokenizer.train_from_iterator(_pieces(found, reading), trainer)
     return tokenizer.to_str().encode()
 
 
-def _pieces(found: Sequence[Source]) -> Iterator[str]:
+def _pieces(found: Sequence[Source], reading: Reading) -> Iterator[str]:
     left = ENOUGH_BYTES // max(1, len(found))
     for source in found:
         taken = 0
-        for unit in sources.units(source, Reading()):
+        for unit in sources.units(source, reading):
             for piece in unit.pieces:
                 taken += len(piece)
                 yield piece.decode()

@@ -199,6 +199,21 @@ def best_first(addresses: Iterable[str]) -> list[str]:
     return sorted((a for a in addresses if ":" not in host_of(a) or not is_link_local(host_of(a))), key=rank)
 
 
+def on_interfaces(listed: Iterable[str], hosts: Iterable[str]) -> list[str]:
+    """Our addresses at an interface's `hosts`, if we listen on all of them: the daemon lists new ones only 5 s later.
+
+    The port is in the address for this machine alone, which is always `listed`.
+    """
+    inner = [a for a in listed if not is_circuit(a) and is_loopback(host_of(a))]
+    ports = {":" in host_of(a): (port_of(a), parse(a).peer) for a in inner}
+    return [
+        f"{tcp(host, port)}/p2p/{peer}"
+        for host in sorted(hosts)
+        for port, peer in [ports.get(":" in host, (0, ""))]
+        if port
+    ]
+
+
 def _source(towards: str) -> str:
     """Our address that packets to `towards`, a documentation address, would come from; empty if nothing leads there."""
     try:

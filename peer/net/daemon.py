@@ -41,7 +41,7 @@ from multiaddr.exceptions import Error as MultiaddrError
 
 from peer.net import processes
 from peer.net import sockets as sockets_of
-from peer.net.address import Address, best_first, interface_hosts, is_circuit, tcp
+from peer.net.address import Address, best_first, interface_hosts, is_circuit, on_interfaces, tcp
 from peer.net.base import BadAddress, NotServed, StartFailed, Timeout, TransportLost, Unreachable, log
 from peer.net.incoming import Arrive, Disconnector, StreamListener, StreamOrigin
 from peer.net.sockets import SocketFolder, port_error
@@ -122,10 +122,11 @@ class Net(P2P):  # type: ignore[misc]
 class Daemon:
     """A running daemon. `p2p` is hivemind's handle of it; `lost` is set when it has ended. Made by `start`."""
 
-    def __init__(self, p2p: P2P, folder: SocketFolder, port: int = 0) -> None:
+    def __init__(self, p2p: P2P, folder: SocketFolder, port: int = 0, everywhere: bool = False) -> None:
         self.p2p = p2p
         self.folder = folder
         self._port = port  # of our own addresses, which the daemon does not list beside those that it is to announce
+        self._everywhere = everywhere
         self.peer_id: str = p2p.peer_id.to_base58()
         self.pid: int = p2p._child.pid
         self.lost = asyncio.Event()
@@ -189,7 +190,8 @@ class Daemon:
                     "is the machine overloaded? try again, or reinstall hivemind"
                 ) from None
             raise
-        return cls(p2p, folder, port if entrance.announce else 0)
+        everywhere = entrance == OPEN and ipaddress.ip_address(host).is_unspecified
+        return cls(p2p, folder, port if entrance.announce else 0, everywhere)
 
     def watch(self, ended: Callable[[], None]) -> None:
         """Sets `lost` and calls `ended` when the daemon's process, or our control connection to it, ends."""
@@ -219,7 +221,9 @@ class Daemon:
         if self._port:
             own = [f"{tcp(host, self._port)}/p2p/{self.peer_id}" for host in sorted(interface_hosts())]
             return [*listed, *best_first(own)]
-        return best_first(listed)
+        if self._everywhere:
+            listed += on_interfaces(listed, interface_hosts())
+        return best_first(dict.fromkeys(listed))
 
     async def ask(
         self, request: Any, peer: str, what: str, timeout: float

@@ -34,6 +34,12 @@ FIRST_SECONDS = 3.0
 """The same without its announcement; then that is looked for, as it may have moved."""
 FIND_SECONDS = 5.0
 """Longest search for the announcement of a peer that did not answer; then it is dialled again."""
+SEEK_SECONDS, SEEK_LONGEST_SECONDS = 1.0, 15.0
+"""Interval of the searches for a silent node, and for how long they are repeated.
+
+In a search the daemon dials others, and libp2p waits longer after each failed dial: for everybody, if our own line is
+dead.
+"""
 
 
 async def announcements(transport: Transport, run: str) -> dict[str, Announcement]:
@@ -62,6 +68,9 @@ class Contacts:
         self._transport = transport
         self._bootstrap = tuple(bootstrap)
         self._reached: set[str] = set()
+        self._silent: dict[str, float] = {}  # since when a node that was asked is silent, in seconds of the loop
+        self._dialled: dict[str, asyncio.Event] = {}
+        """Set when a peer that is dialled is found to be elsewhere."""
         self._wanted: dict[str, None] = {}
         self._asking = asyncio.Lock()
         self._planned: tuple[str, ...] = ()
@@ -105,7 +114,10 @@ class Contacts:
                 continue
             if known is not None and known.addresses != announcement.addresses:
                 self._reached.discard(announcement.peer)
+            before = self.addresses(announcement.peer)
             self.known[announcement.peer] = announcement
+            if announcement.peer in self._dialled and not set(before).issuperset(announcement.addresses):
+                self._dialled[announcement.peer].set()
 
     async def reach(self, peer: str) -> None:
         """Connects to `peer`, unless we are connected, at its known addresses or those that it announces by now.
@@ -114,33 +126,82 @@ class Contacts:
         """
         if peer in self._reached:
             return
+        was_known, dialled = peer in self.known, self.addresses(peer)
         try:
-            await self._dial(peer, DIAL_SECONDS if peer in self.known else FIRST_SECONDS)
+            await self._dial(peer, DIAL_SECONDS if was_known else FIRST_SECONDS)
         except RemoteError:
-            if peer in self.known:
+            if was_known and self.addresses(peer) == dialled:
                 raise
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FIND_SECONDS if self.addresses(peer) else None):
-                    await self._find(peer)
+            if peer not in self.known:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(FIND_SECONDS if dialled else None):
+                        await self._find(peer)
             if not self.addresses(peer):
                 raise
             await self._dial(peer, DIAL_SECONDS)
 
     async def _dial(self, peer: str, seconds: float) -> None:
-        addresses = self.addresses(peer)
-        if not addresses:
-            raise RemoteError(peer, f"peer {short_peer(peer)}: no announcement is found; it is tried again")
-        await self._transport.connect(addresses, timeout=seconds)
-        self._reached.add(peer)
+        """Connects to `peer`; if it is found to be elsewhere meanwhile, there. Raises RemoteError."""
+        while addresses := self.addresses(peer):
+            elsewhere = self._dialled[peer] = asyncio.Event()
+            dialling = asyncio.ensure_future(self._transport.connect(addresses, timeout=seconds))
+            found = asyncio.ensure_future(elsewhere.wait())
+            try:
+                await asyncio.wait({dialling, found}, return_when=asyncio.FIRST_COMPLETED)
+                if dialling.done():
+                    dialling.result()
+                    self._reached.add(peer)
+                    return
+            finally:
+                self._dialled.pop(peer, None)
+                dialling.cancel()
+                found.cancel()
+                await asyncio.gather(dialling, found, return_exceptions=True)
+        raise RemoteError(peer, f"peer {short_peer(peer)}: no announcement is found; it is tried again")
 
-    async def call(self, peer: str, ask: Callable[[Transport, str], Awaitable[T]]) -> T:
-        """Connects to `peer`, and returns what `ask` gets from it. Raises RemoteError."""
+    async def call(self, node: str, ask: Callable[[Transport, str], Awaitable[T]]) -> T:
+        """Connects to a node, and returns what `ask` gets from it, for observers that announce nothing.
+
+        A silent node is looked for, as it or we may have moved, and then asked again. Raises RemoteError.
+        """
+        silent = asyncio.Event()
+        seeking = asyncio.create_task(self._seek(node, silent))
         try:
-            await self.reach(peer)
-            return await ask(self._transport, peer)
+            await self.reach(node)
+            try:
+                answer = await ask(self._transport, node)
+            except RemoteError:
+                if not silent.is_set():
+                    raise
+                self._reached.discard(node)
+                await self.reach(node)
+                answer = await ask(self._transport, node)
+            self._silent.pop(node, None)
+            return answer
         except RemoteError:
-            self.lost(peer)
+            self.lost(node)
             raise
+        finally:
+            seeking.cancel()
+            await asyncio.gather(seeking, return_exceptions=True)
+
+    async def _seek(self, node: str, silent: asyncio.Event) -> None:
+        """Looks for a node that has not answered at once, until cancelled or after SEEK_LONGEST_SECONDS.
+
+        Has its connection checked, and learns the nodes' announcements. Raises TransportLost.
+        """
+        await asyncio.sleep(node_calls.NEXT_SECONDS)
+        silent.set()
+        await self._transport.look()
+        if node in self._reached:  # or the daemon would dial it
+            self._transport.doubt(node)
+        now = asyncio.get_running_loop().time
+        until = self._silent.setdefault(node, now()) + SEEK_LONGEST_SECONDS
+        while now() < until:
+            with contextlib.suppress(RemoteError):
+                found = await announcements(self._transport, self.manifest.run_id)
+                self.learn(found[name] for name in self.operators if name in found)
+            await asyncio.sleep(SEEK_SECONDS)
 
     def addresses(self, peer: str) -> list[str]:
         """Returns the known addresses of `peer`: those that we began with, and announced ones."""
@@ -246,6 +307,8 @@ class Directory(Contacts):
         self._found: tuple[str, ...] = ()
         self._listed = frozenset(a for a in transport.addresses if not is_circuit(a))
         self._direct = self._where(circuits=False)
+        self._elsewhere, self._told = asyncio.Event(), asyncio.Event()
+        """Set when others reach us elsewhere than announced, and when that has been announced."""
         self._place = int.from_bytes(hashlib.sha256(identity.peer_id.encode()).digest()[:8]) / 2**64
 
     def update(self, **fields: object) -> None:
@@ -269,17 +332,27 @@ class Directory(Contacts):
         return self._identity.peer_id in self.operators or self._place * max(self.crowd, SAMPLE) < SAMPLE
 
     async def announce(self, tell: Callable[[bytes], object]) -> None:
-        """Seals our announcement and calls `tell` whenever it changed, and every REPEAT_SECONDS. Never returns."""
+        """Seals our announcement and calls `tell` whenever it changed, and every REPEAT_SECONDS. Never returns.
+
+        Where others no longer find us at the announced addresses, that is told at once.
+        """
         said_at, serial = float("-inf"), 0
         while True:
-            quiet = self._clock.steady() - said_at
-            if (self.announcement != self._said and quiet >= self.pace) or quiet >= max(REPEAT_SECONDS, self.pace):
+            elsewhere, quiet = self._elsewhere.is_set(), self._clock.steady() - said_at
+            self._elsewhere.clear()
+            if (
+                elsewhere
+                or (self.announcement != self._said and quiet >= self.pace)
+                or quiet >= max(REPEAT_SECONDS, self.pace)
+            ):
                 self._said, said_at = self.announcement, self._clock.steady()
                 serial = max(serial + 1, int(1000 * self._clock.wall()))  # the time of day may go back
                 self._serial = serial
                 self.sealed = encoding.seal(self._identity, dataclasses.replace(self._said, serial=serial))
                 tell(self.sealed)
-            await asyncio.sleep(PUBLISH_SECONDS)
+                if elsewhere:
+                    self._told.set()
+            await _set(self._elsewhere, PUBLISH_SECONDS)
 
     async def publish(self) -> None:
         """Keeps our announcement in the DHT, if we are sampled; fields besides the addresses may be old there.
@@ -288,6 +361,7 @@ class Directory(Contacts):
         """
         stored_at, stored = float("-inf"), tuple[str, ...]()
         while True:
+            self._told.clear()
             quiet, said = self._clock.steady() - stored_at, self._said
             if said is not None and self.is_sampled and (quiet > TTL_SECONDS / 3 or said.addresses != stored):
                 with contextlib.suppress(RemoteError):
@@ -295,7 +369,7 @@ class Directory(Contacts):
                     ttl = min(self._serial / 1000 + TTL_SECONDS - self._clock.wall(), MAX_TTL)
                     if await self._transport.store(key, self._transport.peer_id, self.sealed, ttl=max(ttl, 1.0)):
                         stored_at, stored = self._clock.steady(), said.addresses
-            await asyncio.sleep(PUBLISH_SECONDS)
+            await _set(self._told, PUBLISH_SECONDS)
 
     def found(self, addresses: Sequence[str]) -> None:
         """Adds addresses at which others reach us and which the transport may not know."""
@@ -323,6 +397,7 @@ class Directory(Contacts):
             self.update(addresses=self._where())
             before, self._direct = self._direct, self._where(circuits=False)
             if set(self._direct) != set(before):
+                self._elsewhere.set()
                 self._moved(self._direct)
                 self._reached.clear()
                 gate = asyncio.Semaphore(DIALS)
@@ -332,6 +407,13 @@ class Directory(Contacts):
         async with gate:
             with contextlib.suppress(RemoteError):  # it finds us by our announcement
                 await self.reach(peer)
+
+
+async def _set(event: asyncio.Event, seconds: float) -> None:
+    """Returns when the event is set, after `seconds` at the latest."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 def latest_expiry(run: str) -> Callable[[bytes], float]:

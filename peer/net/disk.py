@@ -112,7 +112,7 @@ class Disk:
     """
 
     written_bytes = 0
-    """Bytes written so far, except to files in memory."""
+    """Bytes written so far, except to files in memory and what the system writes of `arrays`."""
     _counting = threading.Lock()
     _memory = MEMORY
 

@@ -16,8 +16,9 @@ import contextlib
 import functools
 import math
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from hivemind.proto import p2pd_pb2
 
@@ -221,10 +222,7 @@ class P2PTransport(Endpoint):
         The daemon takes an old connection for alive, so the peer has to answer a ping. A circuit does not count: over
         it libp2p punches a hole in a router, if it can.
         """
-        request = p2pd_pb2.Request(
-            type=p2pd_pb2.Request.CONNECT,
-            connect=p2pd_pb2.ConnectRequest(peer=raw_id(peer), addrs=list(known.values()), timeout=math.ceil(timeout)),
-        )
+        request = _dial(peer, known.values(), timeout)
         what = f"address {next(iter(known))}/p2p/{peer}"
         deadline = asyncio.get_running_loop().time() + timeout
         if any(map(is_circuit, known)):
@@ -261,11 +259,24 @@ class P2PTransport(Endpoint):
         """
         if any(map(is_circuit, known)):
             return
-        if reason := await greeting.why_silent(known, min(left, greeting.SECONDS)):
-            with contextlib.suppress(TimeoutError):
-                if peer in await self.daemon.within(self.daemon.connected(), CLOSE_SECONDS):
+        asked = asyncio.create_task(greeting.why_silent(known, min(left, greeting.SECONDS)))
+        try:
+            while not asked.done():  # who has moved may connect to us meanwhile
+                if await self._is_connected(peer):
                     return
+                await asyncio.wait({asked}, timeout=RETRY_SECONDS)
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+        if (reason := asked.result()) and not await self._is_connected(peer):
             raise Unreachable(peer, f"{what}: {reason}; check the address and that it runs")
+
+    async def _is_connected(self, peer: str) -> bool:
+        """Whether the daemon has a connection to it, alive or not."""
+        try:
+            return peer in await self.daemon.within(self.daemon.connected(), CLOSE_SECONDS)
+        except TimeoutError:
+            return False
 
     async def _end_circuit(self, peer: str) -> None:
         """Ends the circuits to an unconnected `peer`: the daemon would take them for a connection, and not dial."""
@@ -308,11 +319,17 @@ class P2PTransport(Endpoint):
             where = await self.daemon.answers(peer, seconds)
             if where is not None:
                 (self._signals.add if is_circuit(where) else self._signals.discard)(peer)
-            if where is not None or flow.received > received:
-                connected = [] if several else await self.daemon.within(self.daemon.connected(), CLOSE_SECONDS)
-                if connected.count(peer) < 2:
-                    return True
+            is_there = where is not None or flow.received > received
+            if is_there and several:
+                return True
+            connections = (await self.daemon.within(self.daemon.connected(), CLOSE_SECONDS)).count(peer)
+            if is_there and connections < 2:
+                return True
             await self.daemon.disconnect(peer)
+            if connections > 1:  # it has moved, and the daemon knows from the newer one where it listens
+                request = _dial(peer, (), MOVED_SECONDS)
+                _, writer, _ = await self.daemon.ask(request, peer, f"peer {short_peer(peer)}", MOVED_SECONDS)
+                writer.close()
         return False
 
     async def look(self) -> bool:
@@ -352,6 +369,12 @@ class P2PTransport(Endpoint):
         self.daemon.closing()
         await self.shut()
         await self.daemon.aclose()
+
+
+def _dial(peer: str, addresses: Iterable[bytes], seconds: float) -> Any:
+    """A request for a connection to `peer`, at these addresses or at others that the daemon knows."""
+    connect = p2pd_pb2.ConnectRequest(peer=raw_id(peer), addrs=list(addresses), timeout=math.ceil(seconds))
+    return p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect)
 
 
 async def start(

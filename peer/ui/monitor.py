@@ -97,14 +97,15 @@ class Monitor:
 
     async def follow(self, sink: Sink) -> None:
         """Polls until the run is over. Reports an error as a warning, once until a poll succeeds."""
-        warned, pause = set[str](), self.poll_seconds
+        warned, longer = set[str](), self.poll_seconds
         while True:
+            pause = self.poll_seconds
             try:
                 await self.poll(sink)
                 warned.clear()
-                pause = self.poll_seconds
+                longer = self.poll_seconds
             except RemoteError as error:
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                pause, longer = longer, min(2 * longer, LONGEST_PAUSE_SECONDS)
                 if str(error) not in warned:
                     warned.add(str(error))
                     sink(Event(time.time(), "monitor", events.Warning(text=str(error))))

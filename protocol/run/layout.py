@@ -90,6 +90,8 @@ class ModelSpec:
             raise ValueError("num_key_value_heads must divide n_heads, or be 0 for as many")
         if not self.rope_theta > 1:
             raise ValueError("rope_theta must be more than 1")
+        if not 0 < self.norm_eps < 1:
+            raise ValueError("norm_eps must be more than 0 and less than 1")
         if not -1 <= self.document_end_id < self.vocab_size:
             raise ValueError("document_end_id must be an id of the vocabulary, or -1 for none")
         for shard, sizes in (

@@ -119,7 +119,7 @@ class Announcement:
     bytes_received: bounds.Size = 0
     """All bytes that it has received since it was started, as of its last whole round."""
     bytes_written: bounds.Size = 0
-    """All bytes that it has written to disk since it was started, as of its last whole round."""
+    """Bytes written to disk since its start, as of its last whole round, except for state in mapped files."""
     chain: ChainReport | None = None
     """Its newest inner step in a chain; null outside of one."""
     coordinates: Annotated[tuple[bounds.Offset, ...], AtMost(AXES)] = ()

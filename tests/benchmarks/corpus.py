@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from peer.corpus import build, sources
+from peer.corpus.rows import Reading
 from peer.corpus.tokenizer import parse_tokenizer
 from peer.net.disk import Disk
 
@@ -30,7 +31,7 @@ SEQUENCE = 1024
 def alone(tokenizer: Path, names: list[str]) -> dict[str, float]:
     """Tokens a second of the library."""
     made = parse_tokenizer(tokenizer.read_bytes(), str(tokenizer))
-    units = [u for name in names for u in sources.units(sources.parse(name), sources.Reading())]
+    units = [u for name in names for u in sources.units(sources.parse(name), Reading())]
     texts = [[piece.decode() for piece in unit.pieces] for unit in units]
     begin, tokens = time.perf_counter(), 0
     for batch in texts:

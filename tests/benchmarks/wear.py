@@ -4,7 +4,8 @@
     python -m tests.benchmarks.wear --part disk --d 128 --layers 6
 
 A bootstrap node and one peer, real processes and daemons. `disk`: bytes that the system counts as written for the peer (/proc/PID/io), and
-those that the peer counts itself, a parameter and round: whole feedbacks and checkpoints are told apart, since they come once in 320 rounds. `idle`: a peer that waits for
+those that the peer counts itself, a parameter and round: whole feedbacks and checkpoints are told apart, since they come once in 320 rounds; once
+with so little memory that its state is in files, which the system writes when it likes, and once with enough. `idle`: a peer that waits for
 a second one: voluntary context switches of all its threads, and what passes the loopback. `begin`: what passes it from the start of a peer
 to its first inner step, and again when the peer is started a second time.
 """
@@ -31,6 +32,8 @@ NODE, PEER = "node-0", "peer"
 SETTLED_SECONDS, IDLE_SECONDS = 45.0, 60.0
 WHOLE = 1.0
 """Bytes a parameter: a round that writes so much more than others writes a whole feedback, or a checkpoint."""
+PLENTY = 2_000_000_000
+"""Bytes of memory."""
 FIRST = 4
 """The round from whose end on bytes are counted: the first writes are done."""
 
@@ -72,9 +75,15 @@ def rounds(swarm: Swarm) -> list[Event]:
 
 
 def disk(options: argparse.Namespace, folder: Path) -> None:
+    for name, memory in (("state in files", None), ("state in memory", PLENTY)):
+        print(f"{name}: {count_disk(options, folder / name, memory)}", flush=True)
+
+
+def count_disk(options: argparse.Namespace, folder: Path, memory: int | None) -> str:
+    """Of a peer with so many bytes of memory (None: as few as a full replica needs)."""
     made, keys = make(options, 1)
     parameters = layout.total_parameters(made.model)
-    with Swarm(folder, made, keys) as swarm:
+    with Swarm(folder, made, keys, None if memory is None else {PEER: memory}) as swarm:
         swarm.start_node(NODE)
         swarm.start(PEER)
         swarm.wait(PEER, lambda e: e.kind == "round" and e.fields["round"] >= FIRST, "its first rounds")
@@ -87,10 +96,9 @@ def disk(options: argparse.Namespace, folder: Path) -> None:
     steps = [later - sooner for sooner, later in itertools.pairwise(totals)]
     usual = statistics.median(steps) / parameters
     whole = [step / parameters for step in steps if step / parameters > usual + WHOLE]
-    print(
+    return (
         f"{parameters:,} parameters, {last - first} rounds: {system:.4f} bytes a parameter and round by the system; by the peer's own"
-        f" count {usual:.4f} in a usual round, and {len(whole)} with more: {', '.join(f'{x:.1f}' for x in whole)}",
-        flush=True,
+        f" count {usual:.4f} in a usual round, and {len(whole)} with more: {', '.join(f'{x:.1f}' for x in whole)}"
     )
 
 

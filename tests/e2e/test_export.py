@@ -381,6 +381,11 @@ def test_sample_and_eval_refuse_in_one_line(
     assert "no such file" in refused("eval", exported, tmp_path / "none")
     assert "have no text" in refused("eval", exported, text)
     assert "--column" in refused("eval", exported, table)
+    table.write_text('{"text": "some"}\n{"text": 42}\n')
+    said = refused("eval", exported, table)
+    assert (
+        said == f"potluck: source {table}: row 2, line 2: column text has no text but a number; mend or remove that row"
+    )
     assert "leave one of them out" in refused("sample", exported, "--interactive", "--prompt", "a")
     assert "not UTF-8" in refused("sample", exported, "--prompt", "a\udcff")
     assert "--temperature inf" in refused("sample", exported, "--temperature", "inf")

@@ -1,5 +1,6 @@
 """The command `potluck` as a process, for tests: forked from a server that has imported it (zygote.py), which takes a hundredth of the processor time
-of a start, or started by the real command where what is asked for has to be there when Python starts."""
+of a start, or started by the real command where what is asked for has to be there when Python starts, and in benchmarks, which are not run by pytest:
+they tell of real starts, and of as many threads as users have."""
 
 from __future__ import annotations
 
@@ -182,7 +183,10 @@ def _is_terminal(given: object) -> bool:
 
 
 def _starts_alike(keywords: Mapping[str, Any]) -> bool:
-    """Whether a process with these keywords begins as one that the server forks."""
+    """Whether a process with these keywords begins as one that the server forks; that one has computed on one thread since it began (tests/conftest.py),
+    since none with several can be forked."""
+    if BEGINNING.get("OMP_NUM_THREADS") != "1":
+        return False
     env = dict(keywords.get("env") or os.environ)
     if env.get("PYTHONPATH") == str(ROOT):  # where everything is imported from anyway
         del env["PYTHONPATH"]

@@ -14,7 +14,8 @@ import pytest
 import zstandard
 
 from peer.corpus import sources
-from peer.corpus.sources import Reading, Source
+from peer.corpus.rows import Reading
+from peer.corpus.sources import Source
 from protocol.errors import UsageError
 from tests.texts import documents
 

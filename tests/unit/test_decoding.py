@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from peer.corpus import sources
-from peer.corpus.sources import Reading
+from peer.corpus.rows import Reading
 from peer.corpus.tokenizer import Decoder, parse_tokenizer
 from peer.corpus.tokenizing import ROWS, Read, windows
 from peer.node.open_run import ASSETS

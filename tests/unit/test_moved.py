@@ -12,11 +12,13 @@ import pytest
 
 from bootstrap.roster import AnnouncementTable
 from bootstrap.sessions import Sessions as NodeSessions
-from peer.net.address import OwnAddresses, interface_hosts
-from peer.net.base import Clock, Closed, Stream, Timeout, Traffic, Unreachable, answer, serve_calls
-from peer.net.directory import CIRCUITS, PUBLISH_SECONDS, Directory
+from peer.net import node_calls
+from peer.net.address import OwnAddresses, interface_hosts, on_interfaces
+from peer.net.base import Clock, Closed, Stream, Timeout, Traffic, Transport, Unreachable, answer, serve_calls
+from peer.net.directory import CIRCUITS, LOOK_SECONDS, PUBLISH_SECONDS, Contacts, Directory
 from peer.net.memory import MemoryNetwork, MemoryTransport, Pipe
 from peer.net.network import Network
+from peer.net.node_calls import NEXT_SECONDS
 from peer.net.stream import MAX_QUEUE_SECONDS, SLOW_BYTES_PER_SECOND, Flow, FrameStream
 from peer.net.uplink import Uplink
 from peer.node.sessions import Sessions
@@ -29,7 +31,7 @@ from tests import tiny
 from tests.sim.loop import VirtualLoop
 
 M = tiny.manifest()
-A, B = (Identity(bytes([3, i] * 16)) for i in range(2))
+A, B, C = (Identity(bytes([3, i] * 16)) for i in range(3))
 ECHO = "echo"
 SOON_S = 35.0
 """Virtual seconds in which everybody is back; libp2p by itself takes 40 to notice."""
@@ -316,6 +318,40 @@ def test_when_the_node_moves_its_peers_come_back_to_where_it_is() -> None:
     play(story)
 
 
+def test_a_node_that_moves_says_so_at_once() -> None:
+    async def story(internet: Internet, node: Node, members: list[Member]) -> None:
+        new, peer = internet.move(tiny.OPERATOR), tiny.OPERATOR.peer_id
+
+        def stored() -> bool:
+            _, raw = internet.records[endpoints.announcements_key(M.run_id)][peer]
+            found = encoding.unseal_announcement(raw, peer, M.run_id)
+            return found is not None and found.addresses == (new,)
+
+        await until(stored, LOOK_SECONDS + 0.5)
+
+    play(story)
+
+
+@pytest.mark.parametrize("mover", [tiny.OPERATOR, C], ids=["the node", "the watcher"])
+def test_who_watches_is_answered_soon_after_a_move(mover: Identity) -> None:
+    """The old connection is known to be dead after ANSWER_S; the node has been found by then, and no look is missed for it."""
+
+    async def story(internet: Internet, node: Node, members: list[Member]) -> None:
+        contacts = Contacts(M, internet.join(C), node.transport.addresses)
+
+        async def look(transport: Transport, peer: str) -> object:
+            return await node_calls.look_up_peers(transport, M.run_id, peer)
+
+        await contacts.call(tiny.OPERATOR.peer_id, look)
+        internet.move(mover)
+        began = asyncio.get_running_loop().time()
+        await contacts.call(tiny.OPERATOR.peer_id, look)
+        assert asyncio.get_running_loop().time() - began < NEXT_SECONDS + ANSWER_S + 1.0
+        assert internet.lives(C.peer_id, tiny.OPERATOR.peer_id)
+
+    play(story)
+
+
 def test_an_announcement_from_elsewhere_replaces_the_way_that_was_known() -> None:
     async def story(internet: Internet, node: Node, members: list[Member]) -> None:
         mover, other = members
@@ -395,3 +431,16 @@ def test_an_address_that_the_machine_has_lost_is_not_ours_although_others_saw_us
     assert own.update(at(home, here), frozenset({home, here})) is False
     assert own.listed == tuple(at(home, here))
     assert here in interface_hosts()
+
+
+def test_a_new_address_of_an_interface_is_ours_before_the_daemon_lists_it() -> None:
+    def at(port: int, *hosts: str) -> list[str]:
+        return [f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}/p2p/{A.peer_id}" for host in hosts]
+
+    listed = [*at(4001, "127.0.0.1", "192.168.1.7"), *at(31, "203.0.113.5"), *at(4002, "::1")]
+    hosts = {"127.0.0.1", "10.0.0.9", "::1", "2001:db8::9"}
+    assert sorted(on_interfaces(listed, hosts)) == sorted(
+        [*at(4001, "127.0.0.1", "10.0.0.9"), *at(4002, "::1", "2001:db8::9")]
+    )
+    assert on_interfaces(at(4001, "192.168.1.7"), hosts) == [], "it does not listen everywhere"
+    assert on_interfaces(at(4001, "127.0.0.1"), {"2001:db8::9"}) == [], "not at IPv6"

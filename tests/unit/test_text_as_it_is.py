@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from peer.cli.main import main
 from peer.corpus import sources
-from peer.corpus.sources import Reading
+from peer.corpus.rows import Reading
 from peer.corpus.tokenizer import TextEncoder, end_of_text, parse_tokenizer, with_end
 from peer.corpus.tokenizing import encode
 from peer.node.open_run import ASSETS
@@ -135,6 +136,80 @@ def test_a_bad_row_is_named_or_left_out_and_counted(
     units = list(sources.units(sources.parse(str(path)), Reading(skip_bad_rows=True)))
     assert [piece for unit in units for piece in unit.pieces] == [b"a", b""]
     assert [(unit.left_out, unit.first_left_out.startswith(said)) for unit in units] == [(1, True)]
+
+
+@pytest.mark.parametrize("given", [(), ("--tokenizer", "sotu-4k.json")], ids=["makes its tokenizer", "has one"])
+@pytest.mark.parametrize(("name", "content", "said"), BAD, ids=[name for name, _, _ in BAD])
+def test_init_names_a_bad_row_and_how_a_corpus_is_built_without_it(
+    name: str,
+    content: bytes,
+    said: str,
+    given: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit) as end:
+        main(["init", "my-run", name, *given])
+    told = capsys.readouterr().err
+    assert end.value.code == 2
+    assert told.startswith(f"potluck: source {name}: {said}")
+    assert told.endswith("leave such rows out: potluck data build --skip-bad-rows, whose folder goes with --corpus\n")
+    assert told.count("\n") == 1
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [name], "nothing half-written"
+
+
+@pytest.mark.parametrize(
+    ("options", "remedies"), [(("--column",), ["--column"]), ((), ["PUT --column", "PUT --skip-bad-rows"])]
+)
+@pytest.mark.parametrize(("name", "content", "said"), BAD, ids=[name for name, _, _ in BAD])
+def test_an_error_names_no_option_that_the_command_has_not(
+    name: str, content: bytes, said: str, options: tuple[str, ...], remedies: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError) as error:
+        read(tmp_path / name, Reading(options=options, instead="" if options else "PUT {}"))
+    told = str(error.value)
+    assert told.startswith(f"source {tmp_path / name}: {said}")
+    assert re.findall(r"(?:PUT )?--[a-z-]+", told) == [r for r in remedies if "column" not in r or "name one" in told]
+    assert "mend or remove that row" in told or "name one with" in told
+
+
+def write_set(folder: Path, *blocks: list[str]) -> None:
+    """A data set of one file, which `datasets` reads in blocks of 10 MiB."""
+    folder.mkdir()
+    with open(folder / "a.jsonl", "w") as file:
+        for block in blocks:
+            file.write("\n".join(block) + "\n")
+
+
+PLAIN = [json.dumps({"text": f'"{i}" é'}) for i in range(20)]
+LONG = [json.dumps({"text": "x" * 10_000})] * 1_200
+
+
+@pytest.mark.parametrize("before", [[], PLAIN, LONG], ids=["first", "later", "in a later block"])
+@pytest.mark.parametrize("bad", ["42", '["a"]', '{"a": 1}', '"\\ud83d"'])
+def test_a_row_of_a_hub_data_set_without_text_is_refused_and_changes_no_other(
+    bad: str, before: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_set(tmp_path / "set", [*before, f'{{"text": {bad}}}', *PLAIN])
+    for skip in (False, True):
+        with pytest.raises(UsageError) as error:
+            list(sources.units(sources.parse("hub:set@main"), Reading(skip_bad_rows=skip)))
+        told = str(error.value)
+        assert told.startswith("source hub:set@main: near row ")
+        assert "hf download set --repo-type dataset --revision main --local-dir DIR" in told
+        assert "\n" not in told
+
+
+def test_a_hub_data_set_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_set(tmp_path / "set", LONG, PLAIN, ['{"text": null}'])
+    found = list(sources.units(sources.parse("hub:set@main"), Reading()))
+    assert documents(found) == [json.loads(row)["text"] for row in LONG + PLAIN] + [""]
 
 
 REFUSED = [
