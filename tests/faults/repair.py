@@ -48,7 +48,7 @@ PATIENCE = 300.0
 def make_manifest(rank: int) -> Manifest:
     """The demo's recipe with a small model and steps of four micro-batches; short leases."""
     chosen = swarms.options(
-        Path("unused"), full=1, chains=1, stages=STAGES, rank=(rank,), rounds=10**6, inner_steps=STEPS
+        Path("unused"), full=1, chains=1, stages=STAGES, rank=str(rank), rounds=10**6, inner_steps=STEPS
     )
     made = swarms.manifest(chosen)
     return dataclasses.replace(
