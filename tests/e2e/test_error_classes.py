@@ -40,7 +40,7 @@ OFFER = ("--device", "cpu", "--memory", "1GB", "--host", "127.0.0.1")
 NOWHERE = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
 
 INSIDE = {
-    "Absent", "MirrorBusy", "Corrupt", "NotTaken",  # another peer is asked, or it is tried again
+    "Absent", "Busy", "Corrupt", "MirrorBusy", "NotTaken",  # another peer is asked, or it is tried again
     "Unreachable", "MessageError", "NeighbourLost", "Refused", "RelayFault",  # likewise
     "BadCommit", "BadList", "BadTensor", "FrameError", "NoiseError", "PayloadError", "SchemaError",  # the stream ends, or the update is refused
 }  # fmt: skip
