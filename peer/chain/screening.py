@@ -19,14 +19,12 @@ Sizes change by factors while a model learns, and a screen must not take that fo
 - Within a round sizes drift with the steps, and the usual size follows. At a round's beginning all stages go back to the state of the
   run, of which an outer step has taken over something between nothing and all of the round before. So anything is usual between the size of
   the first frames of the round before and that of its last ones; with each frame, the interval shrinks towards what comes.
-- A stage's texts may be so different that sizes are, too; the spread of what was accepted says so. It counts as MOST_SPREAD at most.
+- A stage's texts may be so different that sizes are, too; the spread of what came says so. It counts as MOST_SPREAD at most.
 
-One suspicious frame says nothing: a rare text brings some. It adds 1 to one of three scores, as it is too large, too small or, of a usual
-size, does not fit its text; any other takes HONEST from the largest of them. Where one is ALARM + HOP x hops the neighbour is accused. A lie goes on in one way; honest
-frames that are strange since texts differ are so in several ways. The sum grows with any lies, so who changes their kind by
-turns is found three times as late, at most. Scores go on in the next round, which may have one frame. What an honest stage makes of false values is strange too, so the stage beside the liar has to be the first to
+One suspicious frame says nothing: a rare text brings some. It adds 1 to a score, any other takes HONEST away; at ALARM + HOP x hops the
+neighbour is accused. The score goes on in the next round, which may have one frame. What an honest stage makes of false values is strange too, so the stage beside the liar has to be the first to
 accuse: `hops` counts the stages that values have passed, forward and back, on their way from the chain's beginning (`hops`). A suspicious
-frame enters nothing, least of all the spread: lies would widen the limits by which they are judged.
+frame enters nothing but, cut off, the spread. One that is refused enters nothing.
 
 A reference belongs to a cut of the model, a width and a number format, and goes on from round to round, whoever the neighbour is:
 all honest stages before a cut compute the same function. Its first NEW_ROUNDS rounds are free, and its first NEW_FRAMES frames.
@@ -66,12 +64,13 @@ INFORMATIVE = 0.12
 SPREADS = 3.0
 MOST_SPREAD = 0.6
 """Of sizes; larger ones count as this."""
-ALARM = 7.0
+ALARM = 6.0
 HOP = 1.5
 HONEST = 0.34
-FIRST, LEVEL_MEMORY, MEMORY, CLASS_MEMORY = 4, 6, 12, 24
-"""Frames: the first ones of a round; those, about, that the usual size remembers; the mean of the agreement, and the spreads; the means of the
-classes."""
+FIRST, LEVEL_MEMORY, MEMORY, SPREAD_MEMORY = 4, 6, 12, 24
+"""Frames: the first ones of a round; those, about, that the usual size remembers; the mean of the agreement; the spreads,"""
+CLASS_MEMORY = 24
+"""and the means of the classes."""
 STALE = 0.1
 """What the means of the classes weigh where they are learned anew,"""
 RISE = 2.0
@@ -81,8 +80,6 @@ CLEARED = 64
 MOST = 16
 """References that are remembered; the one that began first is forgotten first."""
 _TINY = 1e-30
-_LARGE, _SMALL, _UNFIT = range(3)
-"""What a suspicious frame may be."""
 
 Sample = NDArray[np.float32]
 Ids = NDArray[np.integer]
@@ -114,9 +111,11 @@ class Usual:
     def is_strange(self, size: float) -> bool:
         return abs(self.off(size)) > max(SIZE, SPREADS * min(self.spread, MOST_SPREAD))
 
-    def add(self, size: float) -> None:
-        """Takes a frame into account."""
-        self.spread += (min(abs(self.off(size)), 2 * SIZE) - self.spread) / MEMORY
+    def add(self, size: float, good: bool) -> None:
+        """Takes a frame into account; one that is not good only for the spread."""
+        self.spread += (min(abs(self.off(size)), SIZE if not good else 2 * SIZE) - self.spread) / SPREAD_MEMORY
+        if not good:
+            return
         if self._frames < 0:
             self.low = self.high = size
         self._frames = max(self._frames, 0) + 1
@@ -154,8 +153,7 @@ class Screen:
         self._sums, self._counts = np.zeros((CLASSES, values), np.float32), np.zeros(CLASSES, np.float32)
         self.doubt: str | None = None
         self._usual = Usual()
-        self._agreement = self._spread = 0.0
-        self._scores = [0.0, 0.0, 0.0]
+        self._agreement = self._spread = self._score = 0.0
         self._frames = self._rounds = self._accepted = self._known = 0
 
     def begin(self, neighbour: str, round: int, hops: int) -> None:
@@ -166,7 +164,7 @@ class Screen:
             self._rounds += 1
             self._usual.begin()
         if neighbour != self.neighbour:
-            self._scores = [0.0, 0.0, 0.0]
+            self._score = 0.0
         self.neighbour, self._round, self.doubt = neighbour, round, None
         self._alarm_at = ALARM + HOP * hops
 
@@ -177,8 +175,7 @@ class Screen:
         self._rate = rate
 
     def _learn_anew(self) -> None:
-        self._frames, self._rounds = 0, min(self._rounds, NEW_ROUNDS - 1)
-        self._scores = [0.0, 0.0, 0.0]
+        self._frames, self._rounds, self._score = 0, min(self._rounds, NEW_ROUNDS - 1), 0.0
         self._usual = Usual()
         self._sums *= np.float32(STALE)
         self._counts *= np.float32(STALE)
@@ -207,22 +204,15 @@ class Screen:
         seen = self.figures(sample, classes)
         size = seen.log_rms + (own if self.kind != FORWARD else 0.0)
         free = self._rounds <= NEW_ROUNDS or self._known < NEW_FRAMES
-        strange = None if free else self._strange(seen, size)
-        self.doubt = None if strange is None else self._say(strange[1])
-        if strange is None:
-            largest = self._scores.index(max(self._scores))
-            self._scores[largest] = max(0.0, self._scores[largest] - HONEST)
-            self._usual.add(size)
+        why = None if free else self._suspicion(seen, size)
+        self._score = self._score + 1 if why is not None else max(0.0, self._score - HONEST)
+        self.doubt = why and self._say(why)
+        if why is not None and self._score >= self._alarm_at:
+            return self._alarm(why)
+        self._usual.add(size, why is None)
+        if why is None:
             self._add(seen, sample, classes)
-            return None
-        kind, why = strange
-        self._scores[kind] += 1
-        return self._alarm(why) if self._scores[kind] >= self._alarm_at else None
-
-    @property
-    def suspicion(self) -> float:
-        """How near the neighbour is to being accused: 0 is not suspicious, 1 would be accused."""
-        return max(self._scores) / self._alarm_at
+        return None
 
     def figures(self, sample: Sample, classes: Ids) -> Figures:
         """Of a sample [N, D] at tokens of these classes [N]."""
@@ -232,16 +222,13 @@ class Screen:
         norms = float(np.linalg.norm(centred)) * float(np.linalg.norm(fit))
         return Figures(log_rms(sample), float(np.vdot(centred, fit)) / norms if norms > _TINY else 0.0)
 
-    def _strange(self, seen: Figures, size: float) -> tuple[int, str] | None:
-        """What is suspicious about the frame, and the same in words."""
+    def _suspicion(self, seen: Figures, size: float) -> str | None:
         if self._usual.is_strange(size):
             off = self._usual.off(size)
-            words = f"are {math.exp(min(off, 60.0)):.3g} times as large as before" if off > -14 else "are zero"
-            return _LARGE if off > 0 else _SMALL, words
+            return f"are {math.exp(min(off, 60.0)):.3g} times as large as before" if off > -14 else "are zero"
         least = min(FIT * self._agreement, self._agreement - SPREADS * self._spread)
         if self._agreement > INFORMATIVE and seen.agreement < least:
-            contradicts = seen.agreement < -FIT * self._agreement
-            return _UNFIT, "contradict their text" if contradicts else "do not fit their text"
+            return "contradict their text" if seen.agreement < -FIT * self._agreement else "do not fit their text"
         return None
 
     def _alarm(self, why: str) -> str | None:
@@ -249,8 +236,7 @@ class Screen:
             self._forget()
             self._accused = ""
             return None
-        self._accused, self._accepted = self.neighbour, 0
-        self._scores = [0.0, 0.0, 0.0]
+        self._accused, self._accepted, self._score = self.neighbour, 0, 0.0
         return self._say(why)
 
     def _say(self, why: str) -> str:
@@ -263,7 +249,7 @@ class Screen:
         self._accepted += 1
         off = seen.agreement - self._agreement
         self._agreement += off / min(self._frames, MEMORY)
-        self._spread += (min(abs(off), 1.0) - self._spread) / min(self._frames, MEMORY)
+        self._spread += (min(abs(off), 1.0) - self._spread) / min(self._frames, SPREAD_MEMORY)
         keep = np.float32(1 - 1 / CLASS_MEMORY)
         self._sums *= keep
         # not as a product of matrices: numpy's library for these would take all cores
