@@ -29,8 +29,6 @@ from protocol.wire.commit import Commit, Record
 
 T = TypeVar("T")
 
-TOKENIZER_BYTES = 64 * 1024 * 1024
-"""Most of a tokenizer's file."""
 
 
 class BadPayload(Exception):
@@ -183,7 +181,7 @@ class Remote:
 
     async def tokenizer(self, manifest: Manifest) -> bytes:
         async def fetch(node: str) -> bytes:
-            raw = await fetch_named(self._transport, node, endpoints.TOKENIZER_NAME, limit=TOKENIZER_BYTES)
+            raw = await fetch_named(self._transport, node, endpoints.TOKENIZER_NAME, limit=endpoints.MAX_TOKENIZER)
             return _checked(raw, manifest, f"of {short_peer(node)}")
 
         return await self._any(fetch)

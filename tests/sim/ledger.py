@@ -14,7 +14,7 @@ P3  For every peer and shard, with the pseudo-gradients δ_1 ... δ_n whose feed
     feedback without it, or with it, is durable: every part is added once at most, by its heir or by its giver again.
 
 β is 1 or 1/2, and all that is learned are small whole numbers. So fp32 rounds less than TOLERANCE away in e, and whatever is lost or
-added twice is some hundred times as much.
+added twice is a thousand times as much, for sixteen rounds after it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from tests.sim.disk import MEMORY
 from tests.sim.trainer import DrawnTrainer
 from tests.sim.world import Violation
 
-TOLERANCE = 1e-2
+TOLERANCE = 1e-5
+"""Several times the largest difference that fp32 made in the feedback of 24 runs, 1.4e-6."""
 Arrays = list[NDArray[np.float32]]
 Exact = list[NDArray[np.float64]]
 

@@ -266,7 +266,7 @@ async def until(world: World, done: Callable[[], bool]) -> None:
 
 
 def same(found: list[np.ndarray], wanted: list[np.ndarray]) -> bool:
-    return all(np.allclose(x, y, atol=1e-4) for x, y in zip(found, wanted, strict=True))
+    return all(np.allclose(x, y, rtol=0, atol=1e-6) for x, y in zip(found, wanted, strict=True))
 
 
 def test_what_a_giver_loses_its_heir_gets(world: World) -> None:
