@@ -30,7 +30,6 @@ from protocol.wire.commit import Commit, Record
 T = TypeVar("T")
 
 
-
 class BadPayload(Exception):
     """A payload that a commit names is missing or wrong; the text says why."""
 
