@@ -106,7 +106,7 @@ class BoardChanges:
             return None
         try:
             async with asyncio.timeout(PATIENCE):
-                raw = await process.running.decrees.moved(process.name, encoding.encode(motion))
+                raw = await process.running.decrees.answer(process.name, encoding.encode(motion))
         except RemoteError as error:
             self._swarm.world.stats["decrees refused"] += 1
             self._swarm.world.trace(process.name, f"refuses: {error}")

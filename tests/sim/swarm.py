@@ -320,9 +320,10 @@ class Swarm:
             states = {p.name[-8:]: describe(p) for p in (*self.peers, *self.nodes)}
             text = f"not over {deadlines} deadlines after the faults ended: {len(self.ledger.log)} commits, {states}"
             world.broken(Violation("P4", text))
-        over.cancel()
-        weathers.cancel()
-        changes.cancel()
+        for task in (over, weathers, changes):
+            if task.done():
+                task.result()  # raises the error of a part of the simulation itself, which would be silent
+            task.cancel()
 
     @property
     def _last_round(self) -> int:
