@@ -41,7 +41,7 @@ contracts: setup
 	$(BIN)/lint-imports
 
 # Halves of `unit` and `e2e`, which take about as long as each other; `quick` is `unit` without what takes many seconds, and one demo.
-UNIT_1 := $(wildcard tests/unit/test_[a-m]*.py)
+UNIT_1 := $(addprefix tests/unit/,protocol bootstrap peer/net peer/ui)
 QUICK := -m "not slow and not campaign"
 quick-1: setup
 	$(BIN)/python -m pytest tests/docs tests/parity tests/e2e/test_demo.py $(UNIT_1) $(QUICK)

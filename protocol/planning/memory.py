@@ -42,7 +42,7 @@ On the host beside it, together (`host_memory`): state, scratch and later role a
     frames        r L f (M + 1) from either side
     reader        16 r L d of a compressed chain: rows of two micro-batches, in sizes of powers of two
 
-A compiled block's bytes were counted (tests/unit/test_gpu_memory.py); the sums are within 2 % of two peaks on a card
+A compiled block's bytes were counted (tests/unit/protocol/planning/test_gpu_memory.py); the sums are within 2 % of two peaks on a card
 (docs/results/gpu.md).
 
 *In files.* A peer with too little memory for every role keeps state and scratch in mapped files, which are used at the

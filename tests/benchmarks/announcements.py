@@ -35,8 +35,8 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Record
 from protocol.wire.encoding import Message
 from protocol.wire.session import Announced
-from tests import tiny
-from tests.volunteers import QuickDisk
+from tests.support import tiny
+from tests.support.volunteers import QuickDisk
 
 
 def written(pid: int) -> int:

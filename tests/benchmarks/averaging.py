@@ -33,7 +33,7 @@ import psutil
 
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
-from tests.lab import lab
+from tests.support.lab import lab
 
 COMPRESSIONS = ("none", "fp16", "8bit")
 DEADLINE = 1800.0

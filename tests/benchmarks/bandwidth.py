@@ -25,7 +25,7 @@ from typing import Any
 from peer.net import bandwidth, p2p
 from peer.net.bandwidth import PROBE_BYTES, PROBE_TIMEOUTS, BandwidthServer, ProbeLimits
 from peer.net.base import Clock
-from tests.lab import Lab, Place, lab
+from tests.support.lab import Lab, Place, lab
 
 ROWS = ("5/1", "20/5", "100/20", "100/40", "250/50", "500/500")
 """Down and up, Mb/s, as lines are sold."""

@@ -4,7 +4,7 @@
     python -m tests.benchmarks.boundary --seeds 1 --arms 0:bf16:bf16 32:int4:bf16
 
 One replica of the demo's recipe, cut into four stages: one process computes all, with projector and number formats inserted at the three
-boundaries, which tests/unit/test_exact_chains.py proves to be what a chain computes. After every round the outer step with
+boundaries, which tests/unit/peer/training/test_exact_chains.py proves to be what a chain computes. After every round the outer step with
 its sparse update. An arm is k:FORWARD:BACKWARD, and with :scaled behind it `train.scale_embedding_lr` is on; with :rounded values are
 bf16 between its blocks, as on a GPU. All arms of a seed have the same θ(0), text and U.
 
@@ -36,8 +36,8 @@ from protocol.codec import formats, subspace
 from protocol.run import init, layout
 from protocol.run.corpus import slots
 from protocol.run.manifest import Manifest
-from tests.chains import project_at
 from tests.e2e.swarms import options
+from tests.support.chains import project_at
 
 BASE = "0:fp32:fp32"
 D = recipe.MODEL.d_model

@@ -58,8 +58,8 @@ from protocol.run.manifest import TrainSpec
 from protocol.wire import endpoints
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.schema import plain
-from tests import networks
-from tests.lab import lab
+from tests.support import networks
+from tests.support.lab import lab
 
 STAGES = 4
 D = 8192

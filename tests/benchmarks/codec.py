@@ -37,7 +37,7 @@ from protocol.run import init, layout
 from protocol.run.corpus import slots
 from protocol.run.layout import ModelSpec
 from tests.e2e.swarms import options
-from tests.plain_codec import entropy_size
+from tests.support.plain_codec import entropy_size
 
 THREADS = 2
 MODEL_512M = ModelSpec(vocab_size=32_000, d_model=1536, n_layers=12, n_heads=12, d_ff=5440, context=2048)

@@ -47,8 +47,8 @@ from protocol.run import init, layout, presets
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, OuterSpec, TrainSpec
 from protocol.wire.commit import Contribution, Part, Share
-from tests import tiny
-from tests.texts import NoText
+from tests.support import tiny
+from tests.support.texts import NoText
 
 MOST_JUDGING, MOST_HELD_OUT, MOST_SCORED = 0.03, 0.02, 0.02
 REPEATS = 3

@@ -8,8 +8,8 @@ number formats. All arms have the same θ(0), text, slots and U, and are trained
 is there when the time is up can be compared. A round: H inner steps of each replica (peer/training/trainer.py), then
 SparseLoCo's outer step.
 
-A chain is computed by one whole model with projector and number formats at the cuts (`tests.chains.project_at`, which
-tests/unit/test_exact_chains.py proves to be what a chain computes); its embedding is trained as coordinates A
+A chain is computed by one whole model with projector and number formats at the cuts (`tests.support.chains.project_at`, which
+tests/unit/peer/training/test_exact_chains.py proves to be what a chain computes); its embedding is trained as coordinates A
 (docs/adr/0002). What differs from a run, for speed: T_perp is made once a round for the whole vocabulary, and θ, feedback
 and the outer step live on the card. `check_outer_step` compares that step with peer/state/outer_optimizer.py at every
 start.
@@ -51,7 +51,7 @@ from protocol.run import corpus, init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, OuterSpec, TrainSpec
 from tests.benchmarks.gpu import MODELS
-from tests.chains import project_at
+from tests.support.chains import project_at
 
 ARMS = {"none": 0, "half": 2, "all": 4}
 """How many of the replicas are compressed chains."""

@@ -54,12 +54,12 @@ from protocol.run.layout import ModelSpec
 from protocol.run.manifest import DataSpec, Manifest, OuterSpec, TimingSpec, TokenizerSpec, TrainSpec
 from protocol.wire.commit import Commit, Contribution, Part, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from tests import tiny
 from tests.faults import paced
 from tests.faults.history import identity
 from tests.faults.processes import Swarm
-from tests.lab import Lab, lab
-from tests.volunteers import TOKENIZER
+from tests.support import tiny
+from tests.support.lab import Lab, lab
+from tests.support.volunteers import TOKENIZER
 
 NODE = "node-0"
 MODEL = ModelSpec(vocab_size=16384, d_model=512, n_layers=10, n_heads=8, d_ff=1408, context=1024)

@@ -41,9 +41,9 @@ from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, TrainSpec
-from tests import tiny
 from tests.benchmarks import gpu_stage
-from tests.chains import run_chain
+from tests.support import tiny
+from tests.support.chains import run_chain
 
 MODELS = {
     "178M": ModelSpec(vocab_size=32_000, d_model=1024, n_layers=9, n_heads=8, d_ff=2688, context=2048),

@@ -34,7 +34,7 @@ from peer.training.trainer import StageTrainer
 from protocol.codec import formats
 from protocol.errors import RemoteError
 from protocol.run import layout
-from tests.chains import worker
+from tests.support.chains import worker
 
 HOST = "127.0.0.1"
 DEPTH = 6

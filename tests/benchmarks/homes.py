@@ -23,11 +23,11 @@ from typing import Any
 
 from protocol.planning import memory, partition
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec, TrainSpec
-from tests import tiny
 from tests.benchmarks.uneven import Machines, predict, step_seconds
 from tests.e2e import swarms
 from tests.faults.processes import Swarm
-from tests.lab import Lab, lab
+from tests.support import tiny
+from tests.support.lab import Lab, lab
 
 NODES = ("node-0", "node-1", "node-2", "node-3")
 HOMES = tuple(f"home-{i}" for i in range(4))

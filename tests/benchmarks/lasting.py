@@ -22,8 +22,8 @@ import tracemalloc
 from pathlib import Path
 
 from protocol.run.manifest import TimingSpec
-from tests import volunteers
-from tests.volunteers import Swarm
+from tests.support import volunteers
+from tests.support.volunteers import Swarm
 
 MOST = 1.25
 MIB = 1 << 20

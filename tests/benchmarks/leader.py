@@ -28,7 +28,7 @@ from protocol.wire import encoding
 from protocol.wire.commit import Commit, Part
 from protocol.wire.plan import ReplicaSpec
 from protocol.wire.session import Attest, Offer
-from tests import tiny
+from tests.support import tiny
 
 
 def make_run(peers: int, rounds: int) -> Manifest:

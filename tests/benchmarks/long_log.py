@@ -3,7 +3,7 @@
     python -m tests.benchmarks.long_log [--rounds 10 100 1000 10000] [--replicas 1 16] [--keep FOLDER]
 
 Real processes. A bootstrap node over a log of so many rounds of so many replicas, which is written and not trained
-(tests/long_logs.py), and one peer that has the newest state and trains on: rounds take about half a second. Then a newcomer joins. Told
+(tests/support/long_logs.py), and one peer that has the newest state and trains on: rounds take about half a second. Then a newcomer joins. Told
 are the seconds until the node serves, until the peer that was there goes on, and until the newcomer has found the run, has read the log, has the
 state, and does its first inner step; how many rounds were decided meanwhile; bytes of the log; and the largest memory of the
 processes. Exits with 1 if a newcomer takes over twice as long as in the run of fewest rounds, and the time in which its state came. That run is
@@ -28,9 +28,9 @@ from protocol.identity import Identity
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest, TimingSpec
 from protocol.wire import logfile
-from tests import long_logs, tiny
 from tests.e2e import swarms
 from tests.faults.processes import Swarm
+from tests.support import long_logs, tiny
 
 NODE, OLD, NEW = "node-0", "old", "new"
 FACTOR = 2.0

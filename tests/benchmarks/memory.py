@@ -53,7 +53,7 @@ from protocol.planning.pipeline_model import Depths
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, Manifest, TrainSpec
-from tests import tiny
+from tests.support import tiny
 
 MICRO_BATCHES = 16
 ROUNDS = 2

@@ -25,9 +25,9 @@ from rich.console import Console
 from peer.ui import web
 from peer.ui.monitor_screen import MonitorScreen
 from peer.ui.state import to_json
-from tests import crowd
-from tests.watched import ROUND_SECONDS, MadeUp
-from tests.watching import Taken, watching
+from tests.support import crowd
+from tests.support.watched import ROUND_SECONDS, MadeUp
+from tests.support.watching import Taken, watching
 
 STEP_SECONDS = 5.0
 WARM_ROUNDS = 10

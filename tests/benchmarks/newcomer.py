@@ -53,8 +53,8 @@ from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Contribution, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from tests import machines, networks, tiny
-from tests.volunteers import TOKENIZER, Noise
+from tests.support import machines, networks, tiny
+from tests.support.volunteers import TOKENIZER, Noise
 
 MODEL = ModelSpec(vocab_size=16384, d_model=512, n_layers=10, n_heads=8, d_ff=1408, context=1024)
 REPLICAS, ROUNDS, CHECKPOINT, STOPPED = 8, 120, 100, 115

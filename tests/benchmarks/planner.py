@@ -9,10 +9,10 @@
 With `--rows FILE` each swarm's figures are added to FILE as they come, and those that it has are not computed again: so a campaign may be
 interrupted, or shared between processes with a FILE each (`--from`).
 
-What a plan is worth is computed by tests/plans.py, which shares no code with the planner's cost model. There the distributions of
+What a plan is worth is computed by tests/support/plans.py, which shares no code with the planner's cost model. There the distributions of
 machines are described, with their sources, and there are the other plans. Random: as good as ours in who is a full replica, in cuts
 and ranks, but chains of peers in random order (mean of three). Greedy: the same in the order of uplinks or that of speeds, whichever is
-better. Blind: nothing is chosen at all (mean of three). What no plan can exceed: tests/bounds.py.
+better. Blind: nothing is chosen at all (mean of three). What no plan can exceed: tests/support/bounds.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from protocol.planning.arrange import Arranged, arrange
 from protocol.round.leader import Leader
 from protocol.round.leader_events import Decided, Lead, MakePlan, Planned, Propose, Question, Ready
 from protocol.wire.commit import Commit
-from tests import bounds, plans
+from tests.support import bounds, plans
 
 IDLE_SECONDS = 5.0
 BOUNDED = 10

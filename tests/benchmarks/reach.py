@@ -50,9 +50,9 @@ from peer.node.way_in import NetworkStart
 from protocol.errors import RemoteError
 from protocol.wire import endpoints
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from tests import networks, tiny
 from tests.benchmarks.chain import Processes, heard, say
-from tests.lab import beside, lab
+from tests.support import networks, tiny
+from tests.support.lab import beside, lab
 
 KINDS = ("none", "cone", "sym", "full", "upnp")
 BESIDE = "beside"

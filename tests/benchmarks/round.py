@@ -27,11 +27,11 @@ from typing import Any
 
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec, TrainSpec
-from tests import tiny
 from tests.benchmarks import averaging
 from tests.e2e import swarms
 from tests.faults.processes import Swarm
-from tests.lab import Place, lab
+from tests.support import tiny
+from tests.support.lab import Place, lab
 
 Places = dict[str, Place]
 NODE = "node-0"

@@ -47,8 +47,8 @@ from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import VERSION, Announcement
 from protocol.wire.commit import Commit, Part, Record
 from protocol.wire.session import Announced, Attest, Finished, Heartbeat, Hello, Offer
-from tests import tiny
-from tests.volunteers import QuickDisk
+from tests.support import tiny
+from tests.support.volunteers import QuickDisk
 
 NODE = tiny.OPERATOR.peer_id
 LAYERS = 12

@@ -17,7 +17,7 @@ import tempfile
 
 import psutil
 
-from tests import tiny
+from tests.support import tiny
 
 TIMES = 5
 WITHIN_SECONDS = 120.0

@@ -23,7 +23,7 @@ from protocol.codec import formats, sparse
 from protocol.planning import memory
 from protocol.run import layout
 from tests.e2e.swarms import options
-from tests.plain_codec import entropy_size
+from tests.support.plain_codec import entropy_size
 
 TOLERANCE = 0.03
 PAYLOAD_TOLERANCE = 0.05

@@ -33,8 +33,8 @@ from protocol.round.comparing import Update
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, OuterSpec, TrainSpec
-from tests import tiny
 from tests.parity import reference
+from tests.support import tiny
 
 REPLICAS, ROUNDS, STEPS, ROWS = 8, 40, 5, 4
 SEQUENCE = 64

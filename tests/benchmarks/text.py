@@ -19,7 +19,7 @@ from pathlib import Path
 
 from peer.net.uplink import Uplink
 from protocol.run import corpus
-from tests.text_swarm import STEP, L, Reader, TextSwarm, given, write_noise
+from tests.support.text_swarm import STEP, L, Reader, TextSwarm, given, write_noise
 
 UPLINK_BPS = 100_000_000
 CHAIN, FULL = 4, 2

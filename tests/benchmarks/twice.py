@@ -28,7 +28,7 @@ from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import Depths, LinkCost, StageCost
 from protocol.run.manifest import TrainSpec
 from tests.benchmarks.chain import SPEC, STAGES, Paced, zeros
-from tests.chains import Wired
+from tests.support.chains import Wired
 
 LATENCY = 0.1
 """Seconds, one way."""

@@ -35,11 +35,11 @@ from typing import Any
 from protocol.planning import partition, pipeline_model
 from protocol.planning.pipeline_model import LinkCost, StageCost
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec, TrainSpec
-from tests import tiny
 from tests.benchmarks import round as rounds
 from tests.e2e import swarms
 from tests.faults import paced
 from tests.faults.processes import Swarm
+from tests.support import tiny
 
 NODE = "node-0"
 UNIT = 0.05

@@ -34,10 +34,10 @@ from peer.ui.run_view import RunView
 from peer.ui.screen import render
 from peer.ui.state import to_json
 from protocol.run.manifest import Manifest
-from tests import tiny
 from tests.docs import recording
 from tests.docs.browser import Browser
-from tests.watched import MadeUp
+from tests.support import tiny
+from tests.support.watched import MadeUp
 
 MOMENT = 0.715
 """The share of the run after which pictures are taken: there is something to see then, and one of the demo's thirty rounds is half over."""

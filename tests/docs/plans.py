@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from peer.cli import main
-from tests import tiny
 from tests.docs import typed
-from tests.texts import write_corpus
+from tests.support import tiny
+from tests.support.texts import write_corpus
 
 PATH = typed.ROOT / "docs" / "guides" / "plan.md"
 PRESET = "1b"

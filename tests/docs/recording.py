@@ -3,9 +3,9 @@
     python -m tests.docs.recording pictures                                       # about a minute
     potluck monitor pictures/many.toml --replay pictures/many.jsonl
 
-Over its network daemon a node serves a log that holds before every check, and announcements that 500 peers have signed (tests/crowd.py). A
+Over its network daemon a node serves a log that holds before every check, and announcements that 500 peers have signed (tests/support/crowd.py). A
 monitor asks for both, checks them, and what it tells is written down. Nobody trains: plans, losses and bytes follow formulas
-(tests/watched.py), who comes and goes follows a seed, and rounds are decided as fast as the monitor reads them. Each is told with its minute.
+(tests/support/watched.py), who comes and goes follows a seed, and rounds are decided as fast as the monitor reads them. Each is told with its minute.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from protocol.run.manifest import Manifest, TrainSpec
 from protocol.wire.claims import Evaluation
 from protocol.wire.commit import Commit, Record
 from protocol.wire.plan import Plan
-from tests import crowd, tiny
-from tests.watched import BEGAN, ROUND_SECONDS
+from tests.support import crowd, tiny
+from tests.support.watched import BEGAN, ROUND_SECONDS
 
 PEERS, ROUNDS, SEED = 500, 60, 1
 """Who is there, rounds that are decided, and what the coming and going follows from."""

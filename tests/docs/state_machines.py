@@ -32,7 +32,7 @@ An event and the time go in, a list of effects comes out, and a loop beside the 
 `peer/node/rounds.py` for a volunteer, `bootstrap/node.py` for a bootstrap node. Each machine has a phase and a table. A row
 says which event leads from which phase to which, and with which effects. The tables are data, and the machines check every
 step against them (`protocol/quorum/table.py`): code that would take another step raises an error. The tests show that each
-row is taken (`tests/unit/test_state_machines.py`).
+row is taken (`tests/unit/protocol/round/test_state_machines.py`).
 
 How to read a table: *Send(X)* is the effect that sends message X. Where the event is empty, the row is taken as soon as the
 condition holds. A row with *any* phase holds in every phase and leaves it as it is; the pictures leave such rows out. An

@@ -20,7 +20,7 @@ from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import framing
 from protocol.wire.schema import SchemaError, build, plain
-from tests import tiny
+from tests.support import tiny
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "manifest.md").read_text(encoding="utf-8")
 FIELDS: list[tuple[str, str, str]] = re.findall(

@@ -17,8 +17,8 @@ from typer.core import TyperGroup
 
 from peer.cli.main import app
 from peer.cli.running import ALIVE, TOUCH_SECONDS
-from tests.images import FOLDER, IMAGES, KINDS, Image
-from tests.tiny import OPERATOR
+from tests.support.images import FOLDER, IMAGES, KINDS, Image
+from tests.support.tiny import OPERATOR
 
 ROOT = FOLDER.parent
 GUIDE = (ROOT / "docs" / "guides" / "docker.md").read_text(encoding="utf-8")

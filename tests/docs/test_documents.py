@@ -23,9 +23,9 @@ from protocol.errors import UsageError
 from protocol.run import manifest as manifests
 from protocol.run.layout import RopeScaling
 from protocol.run.manifest import Manifest
-from tests import tiny
 from tests.docs import errors, plans
 from tests.docs.pictures import DEMO, svg
+from tests.support import tiny
 
 Command = TyperCommand | TyperGroup
 

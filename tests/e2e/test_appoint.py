@@ -14,8 +14,8 @@ from peer.events import Event
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from tests.faults.processes import Swarm
-from tests.faults.test_quorum import KEYS, four_nodes
 from tests.support import potluck
+from tests.support.quorum import KEYS, four_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 DEADLINE = 400.0

@@ -25,10 +25,11 @@ from protocol.codec import blob_hash
 from protocol.errors import UsageError
 from protocol.run import layout
 from protocol.run import manifest as manifests
-from protocol.wire.commit import Commit, LeftOut, Record
-from tests import tiny
+from protocol.wire.commit import LeftOut
+from tests.support import tiny
+from tests.support.bad_input import RUN, log_of
 from tests.support.potluck import Popen
-from tests.texts import write_corpus
+from tests.support.texts import write_corpus
 
 
 def potluck(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -353,21 +354,6 @@ def test_a_read_only_folder(read_only: Path, capsys: pytest.CaptureFixture[str])
 
 
 # --- the log
-
-RUN = tiny.manifest()
-
-
-def log_of(rounds: int) -> list[Record]:
-    """Commits 0 to rounds - 1 of RUN."""
-    found: list[Record] = []
-    for round in range(rounds):
-        parent = found[-1].commit.digest if found else RUN.run_id
-        commit = Commit(
-            run=RUN.run_id, round=round, parent=parent, time=1.0, contributions=(), left_out=(), diverged=(), digests={},
-            plan=None, leader=tiny.OPERATOR.peer_id, members=RUN.operators,
-        )  # fmt: skip
-        found.append(tiny.record(commit))
-    return found
 
 
 def test_a_truncated_log_keeps_what_is_whole(tmp_path: Path) -> None:

@@ -26,15 +26,14 @@ from peer.net.disk import Disk
 from peer.net.sockets import SocketFolder
 from protocol.wire import encoding
 from protocol.wire.announcement import NODE_DEVICE, VERSION, Announcement
-from tests import crowd, tiny
 from tests.benchmarks import doctor as promises
 from tests.e2e.typed import hanging, running, until
 from tests.faults import bad_machine
 from tests.faults.homes import homes
 from tests.faults.processes import DEADLINE, Swarm, slowly
 from tests.faults.roles import NODE
-from tests.faults.test_roles import make_manifest
-from tests.support import potluck
+from tests.support import crowd, potluck, tiny
+from tests.support.roles import make_manifest
 
 Found = dict[str, Finding]
 MINUTE = 60.0

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
 from tests.faults.processes import DEADLINE, Swarm, slowly
 from tests.faults.roles import NODE
-from tests.faults.test_roles import make_manifest
-from tests.support import potluck
+from tests.support import potluck, tiny
+from tests.support.roles import make_manifest
 
 
 def rehearse(address: str, folder: Path, *options: object) -> subprocess.CompletedProcess[str]:

@@ -28,13 +28,12 @@ from protocol.errors import LocalError, PotluckError, RemoteError, UsageError
 from protocol.identity import IdentityError
 from protocol.ledger.history import Kept
 from protocol.wire import endpoints, framing, logfile
-from tests import crowd, systemd, tiny
 from tests.docs.errors import classes
 from tests.docs.test_documents import COMMANDS
-from tests.e2e.test_bad_input import RUN, log_of
 from tests.e2e.typed import hanging, running, until
 from tests.faults.processes import DEADLINE
-from tests.support import potluck
+from tests.support import crowd, potluck, systemd, tiny
+from tests.support.bad_input import RUN, log_of
 
 OFFER = ("--device", "cpu", "--memory", "1GB", "--host", "127.0.0.1")
 NOWHERE = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from tests import crowd
 from tests.docs.browser import NAMES, Browser
 from tests.docs.pictures import READY, made_up, served
-from tests.watched import MadeUp
-from tests.watching import DEADLINE, Watching, watching
+from tests.support import crowd
+from tests.support.watched import MadeUp
+from tests.support.watching import DEADLINE, Watching, watching
 
 REFRESHES = 6
 HOME, SHOWN = "\x1b[H", "\x1b[?25h"

@@ -10,11 +10,11 @@ import pytest
 
 from peer.cli.main import main
 from peer.events import Event
-from tests import tiny
 from tests.faults.processes import Swarm
 from tests.faults.roles import NODE
-from tests.faults.test_roles import make_manifest
 from tests.faults.told_time import set_wall
+from tests.support import tiny
+from tests.support.roles import make_manifest
 
 HALF_AN_HOUR = 1800.0
 

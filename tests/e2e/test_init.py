@@ -12,7 +12,7 @@ from peer.node.open_run import read_manifest
 from protocol.identity import Identity
 from protocol.run import manifest as manifests
 from protocol.run.presets import PRESETS, PROBATION, RANGE_SESSIONS
-from tests.texts import write_corpus
+from tests.support.texts import write_corpus
 
 TEXT = "Strangers cook one meal together. Each brings what there is at home, and nobody leaves hungry.\n"
 

@@ -24,8 +24,8 @@ from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, logfile
 from protocol.wire.commit import Commit, Diverged, LeftOut, Part, Share
-from tests import tiny
 from tests.e2e import swarms
+from tests.support import tiny
 from tests.support.potluck import Popen, run
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from peer.ui import web
 from tests.faults.processes import DEADLINE, Swarm
-from tests.faults.test_quorum import KEYS, four_nodes
 from tests.support import potluck
+from tests.support.quorum import KEYS, four_nodes
 
 
 def get(url: str) -> bytes:

@@ -21,9 +21,9 @@ import pytest
 
 from peer.ui.monitor import PEERS_A_POLL, POLL_SECONDS
 from protocol.run import manifest as manifests
-from tests import crowd
-from tests.watched import MadeUp
-from tests.watching import DEADLINE, Taken, Watching, watching
+from tests.support import crowd
+from tests.support.watched import MadeUp
+from tests.support.watching import DEADLINE, Taken, Watching, watching
 
 PEERS, ROUNDS, MORE_ROUNDS = 500, 20, 6
 LOOKS = 2

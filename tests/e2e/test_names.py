@@ -18,10 +18,10 @@ import pytest
 from peer.ui.text import LONGEST_NAME, harmless_name
 from protocol.wire import encoding
 from protocol.wire.announcement import Announcement
-from tests import crowd
 from tests.docs.browser import NAMES, Browser
 from tests.docs.pictures import READY
-from tests.watching import DEADLINE, Watching, watching
+from tests.support import crowd
+from tests.support.watching import DEADLINE, Watching, watching
 
 SAID = (
     "\x1b[2J\x1b]0;owned\x07\x1b[31mred",

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import systemd
 from tests.docs import typed
 from tests.docs.typed import Ended, Terminal
+from tests.support import systemd
 
 TUTORIAL, README = typed.ROOT / "docs" / "tutorial.md", typed.ROOT / "README.md"
 FIVE_MINUTES = 300.0

@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 from tests.faults.processes import DEADLINE, Swarm
-from tests.faults.test_quorum import KEYS, four_nodes
-from tests.hostile.test_bans import command, together
 from tests.support import potluck
+from tests.support.bans import command, together
+from tests.support.quorum import KEYS, four_nodes
 
 MORE = 25
 """Rounds that the run goes on for; while the commands are typed nobody is there, so that it comes no further meanwhile."""

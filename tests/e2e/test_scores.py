@@ -20,8 +20,8 @@ from protocol.ledger import standing
 from protocol.run.manifest import AdmissionSpec, EvaluationSpec, JudgingSpec, Manifest, TimingSpec
 from protocol.wire import encoding
 from protocol.wire.commit import Commit
-from tests import tiny, volunteers
 from tests.e2e import swarms
+from tests.support import tiny, volunteers
 from tests.support.potluck import run
 
 PEERS = 5

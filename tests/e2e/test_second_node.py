@@ -13,7 +13,7 @@ from protocol.run.corpus import TOKENIZER
 from tests.e2e.typed import running, until
 from tests.faults.processes import DEADLINE
 from tests.support.potluck import Popen, run
-from tests.texts import write_corpus
+from tests.support.texts import write_corpus
 
 LOOPBACK = ("--host", "127.0.0.1", "--json", "--port")
 

@@ -20,14 +20,13 @@ import pytest
 from peer.events import Event, from_json
 from peer.node.open_run import parse_run
 from protocol.run.manifest import TimingSpec
-from tests import systemd, tiny
 from tests.faults.homes import Homes, homes
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.roles import NODE
-from tests.faults.test_roles import make_manifest
-from tests.images import IMAGES, make_a_run
-from tests.lab import Place
-from tests.support import potluck
+from tests.support import potluck, systemd, tiny
+from tests.support.images import IMAGES, make_a_run
+from tests.support.lab import Place
+from tests.support.roles import make_manifest
 
 ADDRESS = f"/ip4/127.0.0.1/tcp/9/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
 PEER = "a peer, 100% its own"

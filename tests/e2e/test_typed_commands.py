@@ -20,11 +20,11 @@ import pyarrow.parquet
 import pytest
 
 from peer.node.open_run import ASSETS
-from tests import systemd, tiny
 from tests.docs import typed
 from tests.faults.processes import Swarm, slowly
 from tests.faults.roles import NODE
-from tests.faults.test_roles import make_manifest
+from tests.support import systemd, tiny
+from tests.support.roles import make_manifest
 
 APPOINTED = "tests/e2e/test_appoint.py"
 ELSEWHERE = {

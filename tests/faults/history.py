@@ -21,8 +21,8 @@ from protocol.planning.allotment import NEW, allot
 from protocol.run import init, layout
 from protocol.wire.commit import Commit, Contribution, Part, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from tests import tiny
 from tests.faults.processes import Swarm
+from tests.support import tiny
 
 SCALE = 1e-6
 """Of the noise: the model stays as it was."""

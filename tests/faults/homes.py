@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tests.lab import Place
+from tests.support.lab import Place
 
 
 class Homes:

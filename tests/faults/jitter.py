@@ -29,12 +29,11 @@ from peer.ui import run_view
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import ChainReport
 from protocol.wire.schema import build
-from tests import tiny
 from tests.e2e import swarms
 from tests.faults import repair
 from tests.faults.processes import Swarm, Thief
 from tests.faults.repair import NODE, STAGES, WEAK, Campaign
-from tests.support import potluck
+from tests.support import potluck, tiny
 
 LOSSY, SLOW = 1, 2
 """Positions in the chain."""

@@ -19,8 +19,8 @@ from protocol.identity import Identity
 from protocol.planning import memory
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
-from tests.lab import Place
 from tests.support import potluck
+from tests.support.lab import Place
 
 DEADLINE = 300.0
 """Seconds for anything to happen."""

@@ -32,10 +32,10 @@ from peer.events import Event
 from protocol.planning import partition
 from protocol.run import layout
 from protocol.run.manifest import Manifest, TimingSpec
-from tests import tiny
 from tests.e2e import swarms
 from tests.faults.processes import Swarm, Tail
-from tests.lab import Lab, lab
+from tests.support import tiny
+from tests.support.lab import Lab, lab
 
 STAGES, STEPS, MICRO = 4, 6, 4
 NODE, FULL = "node-0", "full-0"

@@ -38,12 +38,11 @@ from protocol.identity import short_peer
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec
 from protocol.wire.commit import Commit
-from tests import tiny
 from tests.e2e import swarms
 from tests.faults import history, paced
 from tests.faults.processes import Swarm
-from tests.lab import Lab, lab
-from tests.support import potluck
+from tests.support import potluck, tiny
+from tests.support.lab import Lab, lab
 
 NODE = "node-0"
 FULL, MOVER, OTHER, NEWCOMER = "full", "mover", "other", "newcomer"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from protocol.planning import memory
 from tests.faults.processes import Swarm
-from tests.faults.test_quorum import KEYS, four_nodes
+from tests.support.quorum import KEYS, four_nodes
 
 FULL = ["full-0", "full-1", "full-2"]
 CHAIN = ["weak-0", "weak-1", "weak-2"]

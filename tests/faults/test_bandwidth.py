@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from peer.demo import recipe
-from tests import lab
 from tests.e2e import swarms
 from tests.faults.processes import Swarm
+from tests.support import lab
 
 UP, DOWN, TRIP_MS = 5.0, 20.0, 40.0
 """Mb/s: what any machine can emulate while it does other things."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from peer import events
 from peer.events import Event
 from tests.faults.processes import Swarm
-from tests.faults.test_quorum import KEYS, four_nodes
+from tests.support.quorum import KEYS, four_nodes
 
 PEERS = ("full-0", "full-1")
 HOUR = 3600.0

@@ -17,12 +17,11 @@ import pytest
 
 from peer.events import Event
 from protocol.run.manifest import TimingSpec
-from tests import tiny
 from tests.faults.homes import Homes, homes
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.roles import NODE, Roles
-from tests.faults.test_roles import SECONDS, make_manifest
-from tests.support import potluck
+from tests.support import potluck, tiny
+from tests.support.roles import SECONDS, make_manifest
 
 FULL, CHAIN = "a", frozenset("bc")
 ROUNDS = 8

@@ -14,7 +14,7 @@ from peer.net.disk import NOT_THERE
 from tests.e2e.typed import running, until
 from tests.faults.bad_machine import poor_disk
 from tests.faults.processes import DEADLINE, Swarm
-from tests.faults.test_quorum import KEYS, four_nodes
+from tests.support.quorum import KEYS, four_nodes
 
 IS_POOR = """
 import fcntl, os, socket, sys

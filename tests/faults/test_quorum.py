@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
-from protocol.run.manifest import Manifest, TimingSpec
-from tests import tiny
-from tests.e2e import swarms
 from tests.faults.processes import Swarm
-
-KEYS = tiny.OPERATORS[:4]
-
-
-def four_nodes(rounds: int, start_peers: int) -> Manifest:
-    """The demo's recipe with a small model, a quorum of four and a lease of five seconds."""
-    chosen = swarms.options(Path("unused"), full=2, chains=1, rank="8", rounds=rounds, inner_steps=2)
-    return dataclasses.replace(
-        swarms.manifest(chosen),
-        start_peers=start_peers,
-        operators=tuple(key.peer_id for key in KEYS),
-        quorum=4,
-        timing=TimingSpec(round_deadline=60.0, heartbeat=0.5, gone_after=5.0),
-    )
+from tests.support.quorum import KEYS, four_nodes
 
 
 def test_the_leading_node_is_killed_then_a_second_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """How `potluck join` starts behind routers, with real daemons and NAT: what it finds, and the ways that two such peers find to each other.
 
-Needs the lab's script (tests/lab.py), and one public node for each of six peers, of which four have to see a home.
+Needs the lab's script (tests/support/lab.py), and one public node for each of six peers, of which four have to see a home.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks import reach
-from tests.lab import SCRIPT, missing
+from tests.support.lab import SCRIPT, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a lab")
 PUNCHED_SECONDS = 20.0

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from pathlib import Path
 
 from peer.events import Event
 from protocol.run import layout
-from protocol.run.manifest import Manifest, TimingSpec
-from tests import tiny
-from tests.e2e import swarms
+from protocol.run.manifest import Manifest
 from tests.faults import roles
 from tests.faults.processes import Swarm
 from tests.faults.roles import NODE, Roles
-
-SECONDS = 3.0
-"""Of a round."""
-
-
-def make_manifest(start_peers: int) -> Manifest:
-    made = swarms.manifest(swarms.options(Path("unused"), full=1, rounds=10**6, inner_steps=1000))
-    return dataclasses.replace(
-        made,
-        operators=(tiny.OPERATOR.peer_id,),
-        start_peers=start_peers,
-        train=dataclasses.replace(made.train, micro_batches=8, rows=1, sequence=16),
-        data=swarms.text(16),
-        timing=TimingSpec(round_deadline=120.0, round_seconds=SECONDS, heartbeat=0.5, gone_after=10.0),
-    )
+from tests.support import tiny
+from tests.support.roles import make_manifest
 
 
 def test_nobody_waits_for_a_newcomer_a_mover_or_who_comes_back(tmp_path: Path) -> None:

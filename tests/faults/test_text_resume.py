@@ -20,9 +20,8 @@ from protocol.run import corpus
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints
-from tests import networks
-from tests.support import potluck
-from tests.text_swarm import STEP, manifest, write_noise
+from tests.support import networks, potluck
+from tests.support.text_swarm import STEP, manifest, write_noise
 
 SEQUENCES = 16_000
 """32 MB."""

@@ -15,10 +15,10 @@ from peer.demo import recipe
 from peer.demo.recipe import demo_corpus
 from peer.events import Event
 from protocol.run.manifest import TimingSpec
-from tests import tiny
 from tests.e2e import swarms
 from tests.faults import paced
 from tests.faults.processes import Swarm, Thief
+from tests.support import tiny
 
 PEERS = ("weak-0", "weak-1")
 

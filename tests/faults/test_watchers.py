@@ -21,12 +21,12 @@ import psutil
 import pytest
 
 from protocol.run.manifest import Manifest, TimingSpec
-from tests import tiny
 from tests.e2e import swarms
 from tests.faults.homes import homes
 from tests.faults.processes import DEADLINE, Swarm
-from tests.lab import Place
-from tests.watching import Watching, watching
+from tests.support import tiny
+from tests.support.lab import Place
+from tests.support.watching import Watching, watching
 
 NODE, PEER, WATCHER = "node-0", "peer-0", "watcher"
 NEWEST_SECONDS = 3.0

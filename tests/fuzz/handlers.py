@@ -38,8 +38,8 @@ from protocol.wire.commit import DOMAIN, Record
 from protocol.wire.decree import Joined
 from protocol.wire.schema import Digest, SchemaError, build
 from protocol.wire.session import Hello, LogRequest
-from tests import tiny, volunteers
 from tests.fuzz.messages import Maker
+from tests.support import tiny, volunteers
 
 ANSWER_SECONDS = 0.005
 """That an enemy waits for an answer, of which it needs none."""

@@ -56,9 +56,9 @@ from protocol.wire.noise import Handshake, NoiseError
 from protocol.wire.plan import Plan
 from protocol.wire.schema import Digest, SchemaError, build, packed, plain
 from protocol.wire.session import LogRequest
-from tests import tiny
 from tests.e2e import swarms
 from tests.fuzz.mutate import Mutator, change_bytes, change_msgpack, change_text
+from tests.support import tiny
 
 KEY = Identity(b"fuzz" * 8)
 MANIFEST = tiny.manifest()

@@ -1,4 +1,4 @@
-"""Where attacks are tried: a bootstrap node, peers that do everything but compute (tests/volunteers.py), and enemies. Each has a network
+"""Where attacks are tried: a bootstrap node, peers that do everything but compute (tests/support/volunteers.py), and enemies. Each has a network
 daemon of its own; all live in this process, so that a test sees into them."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION, Announcement
 from protocol.wire.encoding import Message
 from protocol.wire.session import Announced, Heartbeat, Hello
-from tests import tiny, volunteers
-from tests.volunteers import Volunteer
+from tests.support import tiny, volunteers
+from tests.support.volunteers import Volunteer
 
 DEADLINE = 240.0
 """Seconds; far above what anything here takes."""

@@ -31,7 +31,7 @@ from protocol.run.manifest import Manifest
 from tests.hostile.attacks import ATTACKS
 from tests.hostile.attacks.attacker import Attack, Attacker, Done
 from tests.hostile.ground import SOON, Ground, daemon, identity
-from tests.volunteers import Volunteer
+from tests.support.volunteers import Volunteer
 
 HOME = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Where the enemy lives: Linux has all of 127.0.0.0/8."""

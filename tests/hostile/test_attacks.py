@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.false_states import believes_the_log
 from tests.hostile.attacks import ATTACKS
 from tests.hostile.attacks.attacker import Attack
 from tests.hostile.siege import HOME, Siege, rate
-from tests.hostile.test_made_up import is_right
+from tests.support.false_states import believes_the_log
+from tests.support.made_up import is_right
 
 pytestmark = pytest.mark.slow
 ROUNDS = 3

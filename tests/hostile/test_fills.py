@@ -32,7 +32,7 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Part
 from protocol.wire.session import Attest, Offer
 from tests.hostile.ground import SOON, Enemy, Ground, identity, run
-from tests.plain_codec import norm_of
+from tests.support.plain_codec import norm_of
 
 pytestmark = pytest.mark.slow
 

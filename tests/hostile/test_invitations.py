@@ -12,8 +12,8 @@ from protocol.errors import ClosedError
 from protocol.ledger import access
 from protocol.run.manifest import AdmissionSpec
 from tests.faults.processes import DEADLINE, Swarm
-from tests.faults.test_quorum import KEYS, four_nodes
 from tests.support import potluck
+from tests.support.quorum import KEYS, four_nodes
 
 
 def typed(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from peer import events
 from protocol.identity import Identity
-from tests.false_states import LARGE, MADE_UP, believes_the_log, digests_of, made_up, never_doubted
 from tests.hostile.ground import Ground, manifest, run
+from tests.support.false_states import LARGE, MADE_UP, believes_the_log, made_up, never_doubted
+from tests.support.made_up import is_right, said
 
 pytestmark = pytest.mark.slow
 AT_ONCE = 6
@@ -20,20 +20,6 @@ AT_ONCE = 6
 async def listen(ground: Ground, everybody: list[Identity]) -> None:
     for first in range(0, len(everybody), AT_ONCE):
         await asyncio.gather(*(ground.listen(who) for who in everybody[first : first + AT_ONCE]))
-
-
-def said(ground: Ground) -> list[events.Attest]:
-    """What everybody says of states, as the node tells it."""
-    return [e.body for e in ground.events if isinstance(e.body, events.Attest)]
-
-
-def is_right(ground: Ground) -> None:
-    """Every digest that an honest peer ever signed is the one that the log gives."""
-    right, honest = digests_of(ground), {peer.id for peer in ground.peers.values()}
-    theirs = [attest for attest in said(ground) if attest.peer in honest]
-    assert {attest.peer for attest in theirs} == honest
-    for attest in theirs:
-        assert attest.digests.items() <= right[attest.round].items()
 
 
 @pytest.mark.parametrize("many", [6, pytest.param(len(MADE_UP), marks=pytest.mark.campaign)])

@@ -22,10 +22,10 @@ from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Commit, LeftOut, Part, Record
 from protocol.wire.session import Attest, Hello, LogRequest, NotAdmitted, Offer
-from tests import volunteers
-from tests.false_states import believes_the_log, digests_of, never_doubted
 from tests.hostile.ground import SOON, Enemy, Ground, identity, manifest, run
-from tests.volunteers import Swarm
+from tests.support import volunteers
+from tests.support.false_states import believes_the_log, digests_of, never_doubted
+from tests.support.volunteers import Swarm
 
 FOUNDERS = ("a", "b", "c", "d")
 PROBATION = 3

@@ -20,9 +20,9 @@ from peer import events
 from peer.events import Emitter, Event
 from protocol.identity import Identity
 from protocol.ledger import rules, run_state
-from tests import tiny, volunteers
 from tests.hostile.ground import Ground, manifest, run
-from tests.lying_nodes import LyingNode
+from tests.support import tiny, volunteers
+from tests.support.lying_nodes import LyingNode
 
 pytestmark = pytest.mark.slow
 Make = Callable[..., BootstrapNode]

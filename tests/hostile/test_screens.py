@@ -21,9 +21,9 @@ from protocol.wire import encoding, framing
 from protocol.wire.commit import Commit, Contribution, Record, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from protocol.wire.schema import packed
-from tests import tiny
 from tests.hostile.ground import identity
-from tests.watched import decided, made, says
+from tests.support import tiny
+from tests.support.watched import decided, made, says
 
 HONEST, ENEMY = identity("honest").peer_id, identity("enemy").peer_id
 EXTREMES = (0.0, 1e6, 1e308, -1e308, float("inf"), float("-inf"), float("nan"), -1.0)

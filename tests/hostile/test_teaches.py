@@ -18,7 +18,7 @@ from protocol.run import layout
 from protocol.wire.commit import Part
 from protocol.wire.session import Attest, Offer
 from tests.hostile.ground import Enemy, Ground, run
-from tests.plain_codec import norm_of
+from tests.support.plain_codec import norm_of
 
 HUGE = 3e37
 

@@ -18,8 +18,8 @@ from protocol.round.comparing import Update
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec, RopeScaling
 from protocol.run.manifest import OuterSpec, TrainSpec
-from tests import tiny
 from tests.parity import reference
+from tests.support import tiny
 
 SPEC = ModelSpec(vocab_size=128, d_model=32, n_layers=3, n_heads=2, d_ff=48, context=16)
 TRAIN = TrainSpec(

@@ -33,9 +33,9 @@ from protocol.planning import partition
 from protocol.round.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec
-from tests import machines, tiny
 from tests.sim.disk import SimDisk
 from tests.sim.world import Process, Weather, World
+from tests.support import machines, tiny
 
 CALM = Weather(
     drop=0.0, duplicate=0.0, overtake=0.0, slow=0.02, crash=0.0, focus="", focus_crash=0.0, power=0.0, away=1e9, kill=0.0,

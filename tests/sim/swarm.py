@@ -27,14 +27,14 @@ from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec, Manifest, OuterSpec
 from protocol.wire import logfile
 from protocol.wire.commit import liars_borne
-from tests import machines, tiny
-from tests.liars import Liar
-from tests.lying_nodes import LyingNode
 from tests.sim.board import BoardChanges, newcomers
 from tests.sim.disk import SimDisk
 from tests.sim.ledger import Ledger
 from tests.sim.trainer import DrawnTrainer, Meetings
 from tests.sim.world import NODE_POINTS, POINTS, Crashed, Process, Violation, Weather, World
+from tests.support import machines, tiny
+from tests.support.liars import Liar
+from tests.support.lying_nodes import LyingNode
 
 KINDS = ("crowd", "swarm", "storm", "swarm", "swarm", "storm")
 """By the seed: a swarm; a crowd of weak peers, whose two chains break often; a storm over the quorum, with one peer."""

@@ -13,10 +13,10 @@ import pytest
 
 from peer.net.blobs.fetching import OVERDUE_SECONDS
 from protocol.wire import endpoints
-from tests import tiny
 from tests.sim import paces
 from tests.sim.paces import Machine, PacedSwarm
 from tests.sim.world import Process
+from tests.support import tiny
 
 SECONDS = 10.0
 """Of a round."""

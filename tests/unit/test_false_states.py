@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from protocol.round.attestations import WITNESS_ROUNDS
-from tests.false_states import LARGE, believes_the_log, digests_of, made_up, never_doubted
-from tests.unit.test_recovery import SHARDS, Rounds, is_right, planned, run, to
-from tests.volunteers import Swarm, Volunteer, manifest
+from tests.support.false_states import LARGE, believes_the_log, digests_of, made_up, never_doubted
+from tests.support.recovery import SHARDS, Rounds, is_right, planned, run, to
+from tests.support.volunteers import Swarm, Volunteer, manifest
 
 pytestmark = pytest.mark.slow
 

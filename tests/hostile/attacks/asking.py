@@ -23,7 +23,7 @@ from protocol.wire.decree import BAN, Decree, Motion
 from protocol.wire.session import LogRequest
 from tests.hostile.attacks.attacker import AT_ONCE, Attack, Attacker
 from tests.hostile.ground import SOON
-from tests.volunteers import TOKENIZER
+from tests.support.volunteers import TOKENIZER
 
 ASKS = ("asks the DHT too often",)
 

@@ -29,9 +29,9 @@ from protocol.wire.session import (
     TakeSeat,
     Withdraw,
 )
-from tests import false_states
 from tests.hostile.attacks.attacker import AT_ONCE, Attack, Attacker
-from tests.liars import Liar
+from tests.support import false_states
+from tests.support.liars import Liar
 
 TURN_SECONDS = 2.5
 """For which each of several identities is there: some rounds."""

@@ -1,0 +1,165 @@
+"""`potluck plan`: lists of peers, changes, runs, and what is said of them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from peer.cli import plan as command
+from peer.events import Event
+from peer.ui.monitor import Monitor
+from protocol.errors import UsageError
+from protocol.run import manifest as manifests
+from protocol.wire.announcement import NODE_DEVICE
+from tests.support import monitor as watched
+from tests.support import plans
+
+PEERS = """manifest = "run.toml"
+
+[[peers]]
+name = "big"
+memory = "40GB"
+up = "50Mbps"
+down = "250Mbps"
+speed = "60TFLOPS"
+
+[[peers]]
+name = "small"
+count = 4
+memory = "6GB"
+up = "20Mbps"
+speed = "10TFLOPS"
+coordinates = [5, 1.5]
+presence = 0.9
+reachable = "private"
+
+[[peers]]
+memory = "1GB"
+"""
+
+
+def _said(folder: Path, text: str = PEERS, *what_if: str, figures: bool = False) -> list[str]:
+    (folder / "run.toml").write_text(manifests.to_toml(plans.manifest_of("0.5B")))
+    (folder / "peers.toml").write_text(text)
+    return planned(str(folder / "peers.toml"), *what_if, figures=figures)
+
+
+def planned(text: str | None, *what_if: str, figures: bool) -> list[str]:
+    async def lines() -> list[str]:
+        return [line async for line in command.lines(text, what_if, figures)]
+
+    return asyncio.run(lines())
+
+
+def _rate(line: str) -> float:
+    return float(line.rpartition(": ")[2].split()[0].replace(",", ""))
+
+
+def test_a_list_of_peers_is_planned_and_explained(tmp_path: Path) -> None:
+    said = _said(tmp_path)
+    assert "6 peers, " in said[0]
+    assert _rate(said[0]) > 0
+    text = "\n".join(said)
+    for name in ("big", "small-1", "small-2", "small-3", "small-4"):
+        assert text.count(f" {name}") >= 1
+    assert "limit: " in text
+    assert any(line.startswith("  spare  p3: its memory holds no stage: the smallest needs ") for line in said)
+
+
+def test_devices_of_a_peer_add_up_where_each_holds_the_whole_model(tmp_path: Path) -> None:
+    """A peer with three devices is one that is three times as fast; one whose devices are too small has one."""
+    big, small = PEERS.split("[[peers]]")[1:3]
+    three = _said(tmp_path, PEERS.replace(big, f"{big.rstrip()}\ndevices = 3\n\n"))
+    assert three == _said(tmp_path, PEERS.replace(big, big.replace("60TFLOPS", "180TFLOPS")))
+    assert three != _said(tmp_path)
+    assert _said(tmp_path, PEERS.replace(small, f"{small.rstrip()}\ndevices = 3\n\n")) == _said(tmp_path)
+    for wrong in ("devices = 0", "devices = 65", 'devices = "2"'):
+        with pytest.raises(UsageError, match=r"peer 1: devices must be a whole number in 1\.\.64"):
+            _said(tmp_path, PEERS.replace(big, f"{big.rstrip()}\n{wrong}\n\n"))
+    with pytest.raises(UsageError, match=r"peer 3: devices must be .* beside the speed of one of them"):
+        _said(tmp_path, PEERS + "devices = 2\n")
+
+
+def test_what_if_says_what_changes(tmp_path: Path) -> None:
+    more = _said(tmp_path, PEERS, "+3:40GB,50Mbps,250Mbps,60TFLOPS")
+    assert more[0].startswith("what if: ")
+    before, after = (
+        float(part.split()[0].replace(",", "")) for part in more[0].removeprefix("what if: ").split("become ")
+    )
+    assert after > 2 * before
+    assert _rate(more[1]) == after
+    less = _said(tmp_path, PEERS, "-big", "-p3")
+    assert "4 peers" in less[1]
+    assert not any(" big" in line for line in less)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("+x:1GB,1M,1M,1T", "not understood"),
+        ("+2:1GB,1M,1M", "not understood"),
+        ("big", "not understood"),
+        ("-nobody", "none that is known ends so"),
+        ("-", "not understood"),
+        ("+1:1GB,1M,1M,fast", 'speed "fast"'),
+        ("+0:1GB,1M,1M,1T", "count must be"),
+        ("+1:much,1M,1M,1T", "size"),
+    ],
+)
+def test_changes_that_make_no_sense_are_refused(tmp_path: Path, change: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        _said(tmp_path, PEERS, change)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('memory = "1GB"', "", "has no memory"),
+        ('memory = "1GB"', 'memory = "1GB"\nsize = 3', "peer 3: knows only"),
+        ("presence = 0.9", "presence = 9", "presence must be"),
+        ("[5, 1.5]", '["near"]', "coordinates must be"),
+        ('"private"', '"hidden"', "reachable must be"),
+        ('name = "small"', 'name = "big"\n', ""),
+        ("count = 4", "count = 0", "count must be"),
+        ('manifest = "run.toml"', "", "must have manifest"),
+        ('manifest = "run.toml"', "manifest = ", "not TOML"),
+        ('manifest = "run.toml"', 'manifest = "none.toml"', "none.toml"),
+        ("count = 4", "", ""),
+    ],
+)
+def test_lists_that_make_no_sense_are_refused(tmp_path: Path, old: str, new: str, said: str) -> None:
+    if not said:
+        assert _said(tmp_path, PEERS.replace(old, new))
+        return
+    with pytest.raises(UsageError, match=said):
+        _said(tmp_path, PEERS.replace(old, new))
+
+
+def test_two_peers_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the same name"):
+        _said(tmp_path, PEERS.replace('"small"\ncount = 4', '"big"'))
+
+
+def test_the_figures_come_without_a_run() -> None:
+    said = planned(None, figures=True)
+    assert any(line.split()[-8:] == ["15.5", "%", "97.8", "%", "99.6", "%", "99.8", "%"] for line in said)
+    assert [line for line in said if "billion tokens" in line]
+    with pytest.raises(UsageError, match=r"^RUN: is missing"):
+        planned(None, figures=False)
+
+
+def test_a_run_is_planned_from_what_is_announced_and_its_newest_plan() -> None:
+    found: list[command.Known] = []
+
+    async def story(node: watched.Node, monitor: Monitor, events: list[Event]) -> None:
+        node.log = watched.records(watched.commits()[:2])
+        await node.announce(watched.ALICE, memory_bytes=10**6, speed_flops=123)
+        await node.announce(watched.BOB, device=NODE_DEVICE)  # who only hosts is no spare
+        found.append(await command.known_by(monitor))
+
+    watched.play(story)
+    (known,) = found
+    assert [(c.peer, c.memory_bytes, c.speed_flops) for c in known.candidates] == [(watched.ALICE.peer_id, 10**6, 123)]
+    assert known.replicas == watched.plan(2).replicas

@@ -1,0 +1,172 @@
+"""What a volunteer keeps, writes and fetches at the end of a round."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from protocol.codec import sparse
+from protocol.ledger import retention
+from protocol.ledger.part_lists import root_of, share_of
+from protocol.planning import memory
+from protocol.run import layout
+from protocol.wire.commit import Commit, Contribution, Part
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.session import Offer
+from tests.support import tiny
+
+RUN = tiny.manifest(checkpoint_rounds=10)
+PEER = "peer"
+LAYERS = RUN.model.n_layers
+CHAIN = ReplicaSpec(
+    rank=0, stages=(StageSpec(peer="first", first=0, last=1), StageSpec(peer="last", first=1, last=LAYERS))
+)
+PLAN = Plan(round=1, replicas=(CHAIN,), spares=("spare",))
+SHARDS = layout.shard_names(RUN.model)
+
+
+def part(shard: str, digest: str, size: int = 1) -> Part:
+    return Part(shard=shard, digest=tiny.digest(digest), size=size, norm=1.0)
+
+
+def digests(*names: str) -> set[str]:
+    return {tiny.digest(name) for name in names}
+
+
+def commit(round: int, *parts: Part) -> Commit:
+    share = share_of("first", parts)
+    contribution = Contribution(replica=0, tokens=1, steps=1, loss=None, shares=(share,))
+    return Commit(
+        run=RUN.run_id, round=round, parent="", time=0.0, contributions=(contribution,), left_out=(), diverged=(),
+        digests={}, plan=None,
+    )  # fmt: skip
+
+
+def held(peer: str, plan: Plan | None = PLAN, *, warm: bool = False, whole: bool = False) -> tuple[str, ...]:
+    return retention.held_shards(RUN, plan, peer, warm=warm, whole=whole)
+
+
+def test_who_trains_what_and_who_holds_what() -> None:
+    assert retention.trained_shards(RUN, PLAN, "last") == memory.stage_shards(RUN, 1, LAYERS)
+    assert retention.trained_shards(RUN, PLAN, "spare") == retention.trained_shards(RUN, None, "last") == ()
+    assert held("last", warm=True) == memory.held_shards(RUN, 1, LAYERS)
+    assert "embed" in held("last"), "every stage reads the embedding"
+    assert held("spare", warm=True) == SHARDS
+    assert held("spare", whole=True) == ()
+    assert held("stranger", warm=True) == ()
+    assert held("stranger", whole=True) == SHARDS, "the first plan that names it finds it ready"
+    assert held("spare", None, warm=True, whole=True) == ()
+
+
+def test_who_will_train_a_stage_holds_it_and_trains_nothing_yet() -> None:
+    forming = dataclasses.replace(PLAN, replicas=(), forming=(CHAIN,), forming_since=(1,))
+    assert held("last", forming) == memory.held_shards(RUN, 1, LAYERS)
+    assert retention.trained_shards(RUN, forming, "last") == ()
+
+
+def test_a_restart_needs_what_was_committed_since_the_checkpoint() -> None:
+    def parts(round: int) -> tuple[Part, ...]:
+        return part("embed", f"e{round}"), part("head", f"h{round}")
+
+    log = {r: commit(r, *parts(r)) for r in range(1, 6)}
+    lists = {root_of(p): p for p in (parts(r) for r in range(1, 6))}
+
+    def needed(round: int, checkpoint: int, shards: Sequence[str]) -> set[str]:
+        return retention.payloads_needed(log, lists, round, checkpoint, shards, [])
+
+    four, five = root_of(parts(4)), root_of(parts(5))
+    assert needed(5, 3, ["embed"]) == {four, five, *digests("e4", "e5")}
+    assert needed(5, 5, SHARDS) == set()
+    assert needed(3, 3, SHARDS) == {four, five, *digests("e4", "h4", "e5", "h5")}, "what is known, if not applied"
+    assert needed(4, -1, ["head"]) == {four, five, *digests("h4", "h5")}, "without a checkpoint, the last round's"
+    assert needed(5, 3, ()) == set(), "who holds nothing needs nothing"
+    del lists[five]
+    assert needed(5, 3, ["embed"]) == {four, five, *digests("e4")}, (
+        "what is in a list that is not here is not here either"
+    )
+
+
+def test_a_peers_own_offers_are_needed_as_long_as_its_feedback_on_disk_does_not_know_of_them() -> None:
+    offers = [
+        Offer(round=r, replica=0, parts=(part("embed", f"mine{r}"),), tokens=1, steps=1, loss=None) for r in (4, 5)
+    ]
+    wanted = {*(root_of(o.parts) for o in offers), *digests("mine4", "mine5")}
+    assert retention.payloads_needed({}, {}, 5, 5, SHARDS, offers) == wanted
+
+
+@pytest.mark.parametrize(
+    ("round", "checkpoint", "holds", "due"),
+    [
+        (0, -1, True, False),
+        (1, -1, True, True),
+        (1, -1, False, False),
+        (9, 1, True, False),
+        (10, 1, True, True),
+        (10, 10, True, False),
+        (20, 10, False, False),
+    ],
+)
+def test_a_checkpoint_is_due_every_so_many_rounds(round: int, checkpoint: int, holds: bool, due: bool) -> None:
+    assert retention.checkpoint_is_due(RUN, PEER, round, checkpoint, holds, 0) is due
+
+
+def test_peers_write_checkpoints_in_turns() -> None:
+    """Each as often as the manifest says; of 64 peers, the newest is never much older than the mean."""
+    run, peers = tiny.manifest(checkpoint_rounds=320), [f"12D3KooW{'a' * i}" for i in range(64)]
+    due = {peer: [r for r in range(1, 961) if retention.checkpoint_is_due(run, peer, r, 0, True, 0)] for peer in peers}
+    assert all(len(rounds) == 3 and rounds[1] - rounds[0] == 320 for rounds in due.values())
+    every = sorted({r for rounds in due.values() for r in rounds})
+    assert max(later - r for r, later in itertools.pairwise(every)) <= 5
+
+
+def test_what_has_to_be_kept_for_a_replay_is_no_longer_than_a_few_checkpoints() -> None:
+    """Many replicas send more in 320 rounds than a state has."""
+    run = tiny.manifest(checkpoint_rounds=320)
+    a_round = layout.total_parameters(run.model)  # bytes: what a hundred replicas send
+    for peer in (f"12D3KooW{'a' * i}" for i in range(64)):
+        checkpoint = most = 0
+        for round in range(1, 961):
+            kept = (round - checkpoint) * a_round
+            most = max(most, kept)
+            if retention.checkpoint_is_due(run, peer, round, checkpoint, True, kept):
+                checkpoint = round
+        assert most <= (2 * retention.CHECKPOINT_BYTES + 5) * a_round
+
+
+def test_a_process_that_ends_writes_what_it_has() -> None:
+    assert retention.last_checkpoint_is_due(7, 5, holds=True, applying=False)
+    assert not retention.last_checkpoint_is_due(7, 7, holds=True, applying=False)
+    assert not retention.last_checkpoint_is_due(7, 5, holds=False, applying=False)
+    assert not retention.last_checkpoint_is_due(7, 5, holds=True, applying=True), "a half applied commit is no state"
+    assert not retention.last_checkpoint_is_due(0, -1, holds=True, applying=False)
+
+
+def test_feedback_waits_until_the_rounds_end_is_over() -> None:
+    assert not retention.feedback_is_due(None, 100.0)
+    assert not retention.feedback_is_due(100.0, 100.0 + retention.SAVE_SECONDS - 0.1)
+    assert retention.feedback_is_due(100.0, 100.0 + retention.SAVE_SECONDS)
+
+
+def test_feedback_goes_to_disk_every_so_many_rounds() -> None:
+    assert retention.feedback_goes_to_disk(None, 1), "there is none"
+    assert not retention.feedback_goes_to_disk(1, retention.SAVED_ROUNDS)
+    assert retention.feedback_goes_to_disk(1, 1 + retention.SAVED_ROUNDS)
+
+
+def test_a_peer_that_is_behind_asks_now_and_then() -> None:
+    assert retention.look_is_due(True, float("-inf"), 0.0)
+    assert not retention.look_is_due(False, float("-inf"), 0.0)
+    assert not retention.look_is_due(True, 10.0, 10.0 + retention.LOOK_SECONDS - 0.1)
+    assert retention.look_is_due(True, 10.0, 10.0 + retention.LOOK_SECONDS)
+
+
+def test_what_is_fetched_before_it_is_committed() -> None:
+    largest = sparse.max_payload_size(RUN.outer.codec, layout.shapes(RUN.model, "embed"))
+
+    assert [applied for applied in range(5) if retention.fetches_ahead(applied, SHARDS, 3)] == [1, 2]
+    assert not retention.fetches_ahead(2, (), 3), "nothing is held"
+    sizes = (-1, 0, 1, largest, largest + 1)
+    assert [size for size in sizes if retention.fits(RUN, part("embed", "x", size))] == [1, largest]

@@ -1,0 +1,72 @@
+"""Whose attestations count: those whose work is in the log, by what it was."""
+
+from __future__ import annotations
+
+from protocol.planning.allotment import NEW, allot
+from protocol.round.attestations import WITNESS_MOST, WITNESS_ROUNDS, Witnesses
+from protocol.wire.commit import Commit, Contribution, Share
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from tests.support import tiny
+
+M = tiny.manifest()
+
+
+def contribution(tokens: int, *peers: str) -> Contribution:
+    shares = tuple(Share(peer=peer, root=tiny.digest(peer), size=1, norm=1.0, listed=1) for peer in peers)
+    return Contribution(replica=0, tokens=tokens, steps=1, loss=None, shares=shares)
+
+
+def commit(*contributions: Contribution, plan: Plan | None = None) -> Commit:
+    return Commit(
+        run=M.run_id, round=0, parent=M.run_id, time=0.0, contributions=contributions, left_out=(), diverged=(),
+        digests={}, plan=plan, leader="", members=(),
+    )  # fmt: skip
+
+
+def planned(*peers: str) -> Plan:
+    stages = [(StageSpec(peer=peer, first=0, last=4),) for peer in peers]
+    return allot(M, 1, [ReplicaSpec(number=NEW, stages=s) for s in stages], (), {})
+
+
+def test_before_anything_was_contributed_the_members_of_the_plan_count_once_each() -> None:
+    assert Witnesses().weights() == {}
+    assert Witnesses([commit(plan=planned("a", "b"))]).weights() == {"a": 1, "b": 1}
+
+
+def test_who_contributed_counts_by_its_replicas_tokens_of_the_last_rounds() -> None:
+    witnesses = Witnesses([commit(plan=planned("planned"))])
+    witnesses.add(commit(contribution(8, "old")))
+    for _ in range(WITNESS_ROUNDS):
+        witnesses.add(commit(contribution(4, "a"), contribution(3, "b", "c"), contribution(2, "d")))
+        witnesses.add(commit())  # of which nobody's work is
+    assert witnesses.weights() == {
+        "a": 4 * WITNESS_ROUNDS,
+        "b": 3 * WITNESS_ROUNDS,
+        "c": 3 * WITNESS_ROUNDS,
+        "d": 2 * WITNESS_ROUNDS,
+    }
+
+
+def test_nobody_has_more_than_a_third_of_the_weight() -> None:
+    weights = Witnesses(
+        [commit(contribution(1000, "datacentre"), contribution(1, "a"), contribution(1, "b"))]
+    ).weights()
+    assert weights == {"datacentre": 1002 // WITNESS_MOST, "a": 1, "b": 1}
+    two = Witnesses([commit(contribution(1000, "a"), contribution(700, "b"))]).weights()
+    assert two["a"] == two["b"], "of two nobody decides alone"
+    assert Witnesses([commit(contribution(1, "a"))]).weights() == {"a": 1}
+
+
+def test_a_leader_that_is_started_again_counts_what_the_log_has() -> None:
+    log = [commit(plan=planned("a")), commit(contribution(3, "a"), contribution(5, "b"))]
+    one = Witnesses()
+    for c in log:
+        one.add(c)
+    assert one.weights() == Witnesses(log).weights() == {"a": 2, "b": 2}
+
+
+def test_an_auditor_counts_more_than_all_others() -> None:
+    log = [commit(contribution(8, "a"), contribution(8, "b"), contribution(8, "c"))]
+    witnesses = Witnesses(log, frozenset({"auditor"}))
+    weights = witnesses.weights()
+    assert weights["auditor"] > sum(weight for peer, weight in weights.items() if peer != "auditor")

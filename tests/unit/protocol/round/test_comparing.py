@@ -1,0 +1,194 @@
+"""What is measured of contributions is to the bit what the plain way measures: decode all, and multiply whole columns of entries."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.codec import sparse, topk
+from protocol.codec.formats import TILE
+from protocol.codec.sparse import PayloadError, Sparse
+from protocol.round import comparing
+from protocol.round.comparing import UNIT, Examined, Floats, Measured, Update
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import Manifest, OuterSpec
+from protocol.wire.commit import Part
+from tests.support import tiny
+from tests.support.plain_codec import norm_of
+
+MODEL = ModelSpec(vocab_size=200, d_model=48, n_layers=1, n_heads=2, d_ff=80, context=8)
+SHARDS = layout.shard_names(MODEL)
+
+
+def plain_square(values: np.ndarray) -> float:
+    """The sum of squares as the protocol states it, of one row."""
+    sums = []
+    for start in range(0, values.size, comparing.SUMMED_AT_ONCE):
+        part = values[start : start + comparing.SUMMED_AT_ONCE].astype(np.float64) ** 2
+        while part.size > 1:
+            half = (part.size + 1) // 2
+            part[: part.size - half] += part[half:]
+            part = part[:half]
+        sums.append(float(part[0]))
+    return math.fsum(sums)
+
+
+def plain(
+    manifest: Manifest, seed: bytes, payloads: Sequence[dict[str, bytes]], panel: list[int], tiles: int
+) -> Measured:
+    """Decodes every shard of every update in full, and compares a tile of all of them at a time."""
+    model, codec = manifest.model, manifest.outer.codec
+    one_of = max(1, layout.total_parameters(model) // (tiles * TILE))
+    squared: list[list[float]] = [[] for _ in payloads]
+    broken: dict[int, str] = {}
+    cosines, elements = [], []
+    for shard in SHARDS:
+        shapes = layout.shapes(model, shard)
+        cut = [topk.tiling(shape, 1) for shape in shapes]
+        chosen = [comparing.chosen_tiles(seed, f"{shard}/{i}", t.tiles, one_of) for i, t in enumerate(cut)]
+        rows: list[list[tuple[np.ndarray, np.ndarray]] | None] = []
+        for i in panel:
+            try:
+                tensors: list[Sparse] | None = sparse.decode(codec, shapes, payloads[i][shard])
+            except PayloadError as error:
+                broken.setdefault(i, f"{shard}: {error}")
+                tensors = None
+            squared[i].append(0.0 if tensors is None else math.fsum(plain_square(x.values) for x in tensors))
+            rows.append(
+                None if tensors is None else [_tiles(x, t, at) for x, t, at in zip(tensors, cut, chosen, strict=True)]
+            )
+        cosines.append(_plain_cosines(rows, cut, chosen))
+        elements.append(sum(at.size * t.n for at, t in zip(chosen, cut, strict=True)))
+    norms = [math.sqrt(math.fsum(row)) for row in squared]
+    shards = [[math.sqrt(square) for square in row] for row in squared]
+    return Measured(norms, shards, broken, [(tuple(panel), cosines)], elements)
+
+
+def _tiles(tensor: Sparse, tiling: topk.Tiling, tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Places within the chosen tiles and values, [tiles, k'] each."""
+    keep = tensor.index.size // tiling.tiles
+    at, values = tensor.index.reshape(-1, keep)[tiles], tensor.values.reshape(-1, keep)[tiles]
+    row, col = np.divmod(at, tiling.cols)
+    return row % tiling.tr * tiling.tc + col % tiling.tc, values
+
+
+def _plain_cosines(
+    rows: Sequence[list[tuple[np.ndarray, np.ndarray]] | None], cut: Sequence[topk.Tiling], chosen: Sequence[np.ndarray]
+) -> Floats:
+    total = np.zeros((len(rows), len(rows)))
+    whole = []
+    for row in rows:
+        norm = 0.0 if row is None else math.sqrt(math.fsum(plain_square(v.reshape(-1)) for _, v in row))
+        whole.append(
+            [] if row is None else [np.rint(v.astype(np.float64) / norm * UNIT) if norm else 0.0 * v for _, v in row]
+        )
+    for number, (tiling, tiles) in enumerate(zip(cut, chosen, strict=True)):
+        for tile in range(tiles.size):
+            dense = np.zeros((len(rows), tiling.n))
+            for i, row in enumerate(rows):
+                if row is not None:
+                    dense[i, row[number][0][tile]] = whole[i][number][tile]
+            total += dense @ dense.T
+    return total / UNIT**2
+
+
+def drawn(manifest: Manifest, seed: int, alike: float) -> dict[str, bytes]:
+    """An update of which a share is the same as everybody's. Some of its tensors are zero, and some of its values are equal."""
+    own, common = np.random.default_rng([seed, 1]), np.random.default_rng(2)
+    made = {}
+    for shard in SHARDS:
+        arrays = []
+        for shape in layout.shapes(manifest.model, shard):
+            array = alike * common.standard_normal(shape) + (1 - alike) * own.standard_normal(shape)
+            arrays.append((array.round(1) * (own.random() > 0.1) * 10.0 ** own.integers(-20, 15)).astype(np.float32))
+        made[shard] = sparse.encode(manifest.outer.codec, arrays)
+    return made
+
+
+def update(manifest: Manifest, payloads: dict[str, bytes], seen: dict[str, Examined] | None = None) -> Update:
+    """As an archive gives it; `seen`: what was found earlier, by shard."""
+    parts = [Part(shard=s, digest=tiny.digest(s), size=len(payloads[s]), norm=1.0) for s in SHARDS]
+    known = (lambda part, find: find()) if seen is None else (lambda part, find: seen[part.shard])
+    return comparing.update_of(manifest, parts, lambda part: payloads[part.shard], known)
+
+
+def same(found: Measured, expected: Measured) -> None:
+    assert found.norms == expected.norms
+    assert found.shards == expected.shards
+    assert found.broken == expected.broken
+    assert found.elements == expected.elements
+    for (panel, cosines), (other, others) in zip(found.panels, expected.panels, strict=True):
+        assert panel == other
+        for a, b in zip(cosines, others, strict=True):
+            assert np.array_equal(a, b)
+
+
+@given(
+    keep=st.sampled_from([1, 16, 50, 700]),
+    count=st.integers(1, 7),
+    alike=st.sampled_from([0.0, 0.4, 0.9, 1.0]),
+    tiles=st.sampled_from([1, 2, 4096]),
+    torn=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_all_is_to_the_bit_what_the_plain_way_measures(
+    keep: int, count: int, alike: float, tiles: int, torn: bool, seed: int
+) -> None:
+    manifest = tiny.manifest(model=MODEL, outer=OuterSpec(topk=keep))
+    payloads = [drawn(manifest, seed + i, alike) for i in range(count)]
+    if torn:
+        payloads[0]["head"] = b"torn"
+    panel = list(range(count))[::-1]
+    expected = plain(manifest, b"seed %d" % seed, payloads, panel, tiles)
+
+    def measured(updates: Sequence[Update]) -> Measured:
+        return comparing.measure(MODEL, b"seed %d" % seed, updates, [panel], tiles)
+
+    same(measured([update(manifest, x) for x in payloads]), expected)
+    if not torn:
+        codec, shapes = manifest.outer.codec, {s: layout.shapes(MODEL, s) for s in SHARDS}
+        seen = [{s: comparing.examine(manifest, s, x[s]) for s in SHARDS} for x in payloads]
+        same(measured([update(manifest, x, y) for x, y in zip(payloads, seen, strict=True)]), expected)
+        same(measured([Update(lambda s, x=x: sparse.decode(codec, shapes[s], x[s])) for x in payloads]), expected)
+
+
+@pytest.mark.parametrize("few", [1, 2, 4, 100])
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_pairs_and_columns_give_the_same_products(few: int, rows: int) -> None:
+    rng = np.random.default_rng(few)
+    places = np.stack([np.sort(rng.choice(40, 12, replace=False)) for _ in range(rows)])
+    values = rng.integers(-(2**24), 2**24, places.shape).astype(np.float64)
+    dense = np.zeros((rows, 40))
+    np.put_along_axis(dense, places, values, axis=1)
+    expected = dense @ dense.T
+    np.fill_diagonal(expected, 0.0)
+    found = comparing.products(places, values, 40, few)
+    np.fill_diagonal(found, 0.0)
+    assert np.array_equal(found, expected)
+
+
+def test_the_norm_that_is_found_is_that_of_what_is_decoded() -> None:
+    manifest = tiny.manifest(model=MODEL, outer=OuterSpec(topk=16))
+    payload = drawn(manifest, 0, 0.5)["head"]
+    tensors = sparse.decode(manifest.outer.codec, layout.shapes(MODEL, "head"), payload)
+    assert comparing.examine(manifest, "head", payload).norm == norm_of(tensors)
+
+
+def test_a_size_that_is_not_the_payloads_is_found_also_where_it_is_known_what_is_in_it() -> None:
+    manifest = tiny.manifest(model=MODEL, outer=OuterSpec(topk=16))
+    payloads = drawn(manifest, 0, 0.5)
+    parts = [Part(shard=s, digest=tiny.digest(s), size=len(payloads[s]), norm=1.0) for s in SHARDS]
+    parts[0] = dataclasses.replace(parts[0], size=parts[0].size + 1)
+    for seen in (None, {s: comparing.examine(manifest, s, x) for s, x in payloads.items()}):
+        known = (lambda part, find: find()) if seen is None else (lambda part, find, seen=seen: seen[part.shard])
+        made = comparing.update_of(manifest, parts, lambda part: payloads[part.shard], known)
+        with pytest.raises(PayloadError, match=f"has {len(payloads[SHARDS[0]])} bytes, not {parts[0].size}"):
+            made.decode(SHARDS[0])

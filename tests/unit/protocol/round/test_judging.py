@@ -1,0 +1,363 @@
+"""Who is left out of a round for what it sent, and what the others' updates are multiplied by."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from protocol.codec import blob_hash, sparse
+from protocol.codec.sparse import Sparse
+from protocol.ledger import part_lists, run_state
+from protocol.round import comparing, judging
+from protocol.round.comparing import Update
+from protocol.round.fairness import NodeView, wrong_verdict_in
+from protocol.round.judging import PreviousRound, Verdict
+from protocol.run import layout
+from protocol.run.manifest import JudgingSpec, Manifest
+from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
+from tests.support import tiny
+from tests.support.judging import (
+    COMMON,
+    ENEMIES,
+    GOOD,
+    MODEL,
+    PARENT,
+    SHARDS,
+    M,
+    Sent,
+    commit,
+    drawn,
+    encoded,
+    honest,
+    names,
+    out,
+    times,
+    update,
+)
+from tests.support.plain_codec import norm_of
+
+
+def judge(sent: Sequence[Sent], before: PreviousRound | None = None, of: Manifest = M) -> list[Verdict]:
+    return judging.judge(of, PARENT, names(len(sent)), [update(x) for x in sent], before or PreviousRound())
+
+
+def test_honest_updates_count_and_only_the_longer_ones_are_clipped() -> None:
+    verdicts = judge(GOOD)
+    assert out(verdicts) == {}
+    norms = [
+        math.sqrt(sum(float((x.values.astype(float) ** 2).sum()) for t in sent.values() for x in t)) for sent in GOOD
+    ]
+    middle = float(np.median(norms))
+    assert [v.scale for v in verdicts] == pytest.approx([min(1.0, middle / norm) for norm in norms])
+
+
+def test_the_norm_is_the_same_however_the_values_lie_in_memory() -> None:
+    values = np.random.default_rng(3).standard_normal(1_000_003).astype(np.float32)
+    apart = np.zeros(2 * values.size, np.float32)
+    apart[::2] = values
+    assert comparing.squares(values) == comparing.squares(apart[::2])
+    assert comparing.squares(values) == pytest.approx(math.fsum(float(x) ** 2 for x in values), rel=1e-14)
+    assert comparing.squares(values[:0]) == 0.0
+    assert comparing.squares(np.full(5, 3e38, np.float32)) == pytest.approx(5 * 9e76)
+
+
+@pytest.mark.parametrize("name", ENEMIES)
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_whoever_works_against_the_others_is_left_out(name: str, place: int) -> None:
+    sent = list(GOOD[:7])
+    sent.insert(place, ENEMIES[name])
+    found = out(judge(sent))
+    assert list(found) == [place]
+    assert "disagrees with the others (cosine " in found[place]
+
+
+@pytest.mark.parametrize("name", ENEMIES)
+def test_two_of_eight_do_not_hide_each_other(name: str) -> None:
+    other = {"noise": encoded(drawn(98, 1.8))}.get(name, times(ENEMIES[name], 0.9))
+    assert set(out(judge([ENEMIES[name], *GOOD[:6], other]))) == {0, 7}
+
+
+def test_what_is_far_too_long_is_left_out_and_names_its_norm() -> None:
+    found = out(judge([*GOOD[:4], times(GOOD[7], 1e36)]))
+    assert list(found) == [4]
+    assert found[4].endswith("is over 10 times the median")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_where_all_are_far_longer_than_before_they_are_clipped_and_not_left_out(count: int) -> None:
+    """Else a run whose machines have become faster would stand still for ever."""
+    medians = (1e-2,) * run_state.MEDIANS_KEPT
+    verdicts = judge(GOOD[:count], PreviousRound(medians))
+    assert out(verdicts) == {}
+    norms = [math.sqrt(sum(comparing.squares(x.values) for t in sent.values() for x in t)) for sent in GOOD[:count]]
+    assert [v.scale * n for v, n in zip(verdicts, norms, strict=True)] == pytest.approx([2e-2] * count)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_no_clip_makes_harmless_is_left_out_however_few_there_are(count: int) -> None:
+    medians = (1.0,) * run_state.MEDIANS_KEPT
+    assert list(out(judge([*GOOD[: count - 1], times(GOOD[7], 1e30)], PreviousRound(medians)))) == [count - 1]
+
+
+def test_of_copies_the_one_that_came_later_is_left_out() -> None:
+    changed = times(GOOD[2], 1.3)
+    assert out(judge([*GOOD[:6], changed])) == {6: "it is a copy (1.00)"}
+    assert set(out(judge([changed, *GOOD[:6], GOOD[2]]))) == {3, 7}
+
+
+def test_what_repeats_the_round_before_is_left_out() -> None:
+    before = PreviousRound(updates=(update(honest(40)), update(honest(41))))
+    assert out(judge([*GOOD[:6], honest(41)], before)) == {6: "it repeats the round before (1.00)"}
+
+
+def test_what_is_made_of_the_others_updates_is_left_out() -> None:
+    mean = {
+        s: [
+            sum(_dense(u, s, i) for u in GOOD[:7]) / 7 - 0.2 * np.std([_dense(u, s, i) for u in GOOD[:7]], axis=0)
+            for i in range(len(COMMON[s]))
+        ]
+        for s in SHARDS
+    }
+    found = out(judge([*GOOD[:7], encoded(mean)], of=dataclasses.replace(M, judging=JudgingSpec(copies=1.0))))
+    assert list(found) == [7]
+    assert "it is made of the others' updates" in found[7]
+
+
+def _dense(sent: Sent, shard: str, i: int) -> np.ndarray:
+    array = np.zeros(layout.shapes(MODEL, shard)[i])
+    array.reshape(-1)[sent[shard][i].index] = sent[shard][i].values
+    return array
+
+
+def test_whoever_sends_nothing_is_left_out() -> None:
+    assert out(judge([*GOOD[:5], times(GOOD[7], 0.0)])) == {5: "it changes nothing"}
+    assert out(judge([times(x, 0.0) for x in GOOD])) == {}
+
+
+def test_a_norm_that_is_not_what_is_said_is_found_among_any_number() -> None:
+    false = Update(GOOD[1].__getitem__, {"head": 0.05})
+    verdicts = judging.judge(M, PARENT, names(2), [update(GOOD[0]), false], PreviousRound())
+    assert list(out(verdicts)) == [1]
+    assert verdicts[1].reason is not None
+    assert verdicts[1].reason.startswith("the norm of head is ")
+    assert verdicts[1].reason.endswith(", not 0.05")
+
+
+def test_a_payload_of_another_shard_is_found_among_any_number() -> None:
+    """Its name is known and held, so nobody fetches and checks it again."""
+    payloads = {
+        s: sparse.encode(M.outer.codec, [np.ones(x, np.float32) for x in layout.shapes(MODEL, s)]) for s in SHARDS
+    }
+    parts = {
+        s: Part(shard=s, digest=tiny.digest(s), size=len(p), norm=norm_of(decoded(s, p))) for s, p in payloads.items()
+    }
+    by_name = {parts[s].digest: payloads[s] for s in SHARDS}
+
+    def verdicts(*changed: Part) -> dict[int, str]:
+        said = {**parts, **{part.shard: part for part in changed}}
+        made = comparing.update_of(M, list(said.values()), lambda part: by_name[part.digest])
+        return out(judging.judge(M, PARENT, names(2), [update(GOOD[0]), made], PreviousRound()))
+
+    assert verdicts() == {}
+    wrong = verdicts(dataclasses.replace(parts["embed"], digest=parts["block.0"].digest))
+    assert wrong[1].startswith("it cannot be read: embed: payload: has ")
+    wrong = verdicts(dataclasses.replace(parts["embed"], digest=parts["head"].digest, size=parts["head"].size))
+    assert wrong[1].startswith("it cannot be read: embed: payload: ")
+
+
+def decoded(shard: str, payload: bytes) -> list[Sparse]:
+    return sparse.decode(M.outer.codec, layout.shapes(MODEL, shard), payload)
+
+
+def test_among_four_only_norms_count() -> None:
+    verdicts = judge([*GOOD[:2], times(GOOD[3], -3.0), GOOD[1]])
+    assert out(verdicts) == {}
+    assert verdicts[2].scale == pytest.approx(1 / 3, rel=0.1)
+
+
+def test_where_nobody_agrees_nobody_is_left_out() -> None:
+    """Whatever a swarm trains on, updates that have nothing in common are no sign of anything."""
+    assert out(judge([encoded(drawn(100 + i)) for i in range(12)])) == {}
+
+
+def test_what_tiny_updates_of_many_say_of_the_median_is_bounded_by_the_log() -> None:
+    tiny_ones = [encoded(drawn(100 + i, 1e-4)) for i in range(5)]
+    medians = (1.0,) * run_state.MEDIANS_KEPT
+    long = [times(x, 1 / math.sqrt(sum(float((y.values**2).sum()) for t in x.values() for y in t))) for x in GOOD[:3]]
+    verdicts = judging.judge(M, PARENT, names(8), [update(x) for x in (*tiny_ones, *long)], PreviousRound(medians))
+    assert not {5, 6, 7} & set(out(verdicts))
+    assert [verdicts[i].scale for i in (5, 6, 7)] == pytest.approx([1 / judging.MEDIAN_SWING] * 3, rel=1e-5)
+    assert {5, 6, 7} <= set(
+        out(judging.judge(M, PARENT, names(8), [update(x) for x in (*tiny_ones, *long)], PreviousRound()))
+    )
+
+
+def test_the_median_grows_at_most_twofold() -> None:
+    assert judging.typical([5.0, 9.0, 10.0], ()) == 9.0
+    assert judging.typical([5.0, 9.0, 10.0], (1.0,) * run_state.MEDIANS_KEPT) == 2.0
+    assert judging.typical([0.1, 0.2, 0.3], (1.0,) * run_state.MEDIANS_KEPT) == 0.5
+    assert judging.typical([0.9, 1.2, 1.3], (1.0,) * run_state.MEDIANS_KEPT) == 1.2
+    assert judging.typical([7.0], (1.0,) * run_state.MEDIANS_KEPT) == 2.0
+    assert judging.typical([7.0], ()) == 0.0
+
+
+def test_the_verdict_on_the_rest_is_the_same_without_those_that_are_left_out() -> None:
+    sent = [ENEMIES["noise"], *GOOD[:5], ENEMIES["flipped"], times(GOOD[1], 1.1)]
+    verdicts = judge(sent)
+    rest = [i for i in range(8) if i not in out(verdicts)]
+    every = names(8)
+    again = judging.judge(
+        M,
+        PARENT,
+        [every[i] for i in rest],
+        [update(sent[i]) for i in rest],
+        PreviousRound(),
+        [every[i] for i in out(verdicts)],
+    )
+    assert again == [verdicts[i] for i in rest]
+
+
+def test_many_are_compared_in_panels() -> None:
+    sent = [honest(i) for i in range(60)] + [times(honest(70 + i), -1.0) for i in range(8)]
+    assert set(out(judge(sent))) == set(range(60, 68))
+
+
+def test_of_a_large_model_some_tiles_are_compared_and_which_follows_from_the_seed() -> None:
+    whole = [update(x) for x in GOOD[:5]]
+    a, b = (comparing.measure(MODEL, seed, whole, [range(5)], tiles=8) for seed in (b"a", b"b"))
+    assert a.norms == b.norms
+    assert a.elements == b.elements
+    assert sum(a.elements) < layout.total_parameters(MODEL) * 0.7
+    assert not all(np.array_equal(x, y) for x, y in zip(a.panels[0][1], b.panels[0][1], strict=True))
+
+
+def test_agreement_is_the_cosine_with_the_sum_of_the_others() -> None:
+    rows = np.array([[3.0, 0, 0], [1, 1, 0], [0, 1, 2], [0, 0, 0]])
+    found = judging.agreements(rows @ rows.T)
+    for i, j, k in itertools.permutations(range(3)):
+        others = rows[j] + rows[k]
+        assert found[i] == pytest.approx(rows[i] @ others / np.linalg.norm(rows[i]) / np.linalg.norm(others))
+    assert found[3] == 0.0
+
+
+# --- a commit
+
+
+def test_a_commit_of_the_rules_verdict_is_just_and_any_other_is_not() -> None:
+    sent = [*GOOD[:6], ENEMIES["flipped"]]
+    updates = {i: update(x) for i, x in enumerate(sent)}
+    made = commit(sent, judge(sent))
+    assert [x.replica for x in made.left_out] == [6]
+
+    def why(of: Commit, known: dict[int, Update] = updates) -> str | None:
+        return judging.why_unjust(M, of, known, PreviousRound())
+
+    assert why(made) is None
+    assert why(made, {i: updates[i] for i in range(6)}) is None, "whoever lacks what was left out checks the rest"
+    first, *others = made.contributions
+    more = dataclasses.replace(made, contributions=(dataclasses.replace(first, scale=0.5), *others))
+    assert "counts with 0.5 of its update" in str(why(more))
+    let_in = commit(sent, [dataclasses.replace(v, reason=None) for v in judge(sent)])
+    assert "replica 6 counts, although it disagrees with the others" in str(why(let_in))
+    framed = commit(GOOD[:6], [*judge(GOOD[:6])[:5], Verdict(1.0, "I do not like it")])
+    assert "there is nothing wrong with it" in str(why(framed))
+
+
+def test_the_log_says_the_medians_of_the_last_rounds() -> None:
+    def of(*contributions: tuple[float, float]) -> Commit:
+        made = [
+            Contribution(
+                replica=i,
+                tokens=8,
+                steps=1,
+                loss=None,
+                scale=scale,
+                shares=(Share(peer="p", root="0" * 64, size=1, norm=norm, listed=1),),
+            )
+            for i, (norm, scale) in enumerate(contributions)
+        ]
+        return dataclasses.replace(commit([], []), contributions=tuple(made))
+
+    log = [
+        of((9.0, 1.0)),
+        *[of((1.0, 1.0), (4.0, 0.5), (3.0, 1.0))] * (run_state.MEDIANS_KEPT - 1),
+        of(),
+        of((5.0, 1.0)),
+    ]
+    assert run_state.medians(log) == (*[2.0] * (run_state.MEDIANS_KEPT - 1), 5.0)
+    assert run_state.medians(log[:1]) == (9.0,)
+
+
+# --- whoever votes
+
+
+def test_a_member_checks_the_verdict_from_the_payloads_that_it_holds() -> None:
+    """The commit's own lists and payloads, as they lie in an archive."""
+    store: dict[str, bytes] = {}
+
+    def offered(number: int, sent: Sent) -> Contribution:
+        parts = []
+        for shard in SHARDS:
+            codec, shapes = M.outer.codec, layout.shapes(MODEL, shard)
+            raw = sparse.encode(codec, [_dense(sent, shard, i).reshape(shape) for i, shape in enumerate(shapes)])
+            name = blob_hash.name_of(raw)
+            store[name] = raw
+            norm = norm_of(sparse.decode(codec, shapes, raw))
+            parts.append(Part(shard=shard, digest=name, size=len(raw), norm=norm))
+        root = part_lists.root_of(tuple(parts))
+        store[root] = part_lists.pack(tuple(parts))
+        norm = part_lists.total(part.norm for part in parts)
+        share = Share(peer=f"p{number}", root=root, size=1, norm=norm, listed=1)
+        return Contribution(replica=number, tokens=8, steps=1, loss=None, shares=(share,))
+
+    sent = [*GOOD[:5], ENEMIES["flipped"]]
+    here = [offered(i, x) for i, x in enumerate(sent)]
+    names = [judging.name_of(c) for c in here]
+    case = judging.JudgingJob(manifest=M, round=1, parent=PARENT, contributions=tuple(here), last=(), medians=())
+    verdicts = case.answer(store.__getitem__)
+    assert list(out(verdicts)) == [5]
+
+    def proposed(scales: Sequence[float | None]) -> Commit:
+        kept = [dataclasses.replace(c, scale=s) for c, s in zip(here, scales, strict=True) if s is not None]
+        gone = [LeftOut(replica=i, reason="?", judged=names[i]) for i, s in enumerate(scales) if s is None]
+        said = commit([], [])
+        return dataclasses.replace(said, contributions=tuple(kept), left_out=tuple(gone))
+
+    sight = NodeView(state=run_state.begin(M), chains=None, wall=0.0, complete=dict(enumerate(here)))
+    just = [v.scale if v.reason is None else None for v in verdicts]
+    assert wrong_verdict_in(sight, proposed(just), store.__getitem__) is None
+    for wrong in (
+        [0.001, *just[1:]],
+        [None, *just[1:]],
+        [*just[:5], 1.0],
+    ):
+        found = wrong_verdict_in(sight, proposed(wrong), store.__getitem__)
+        assert found is not None
+        assert found.lie
+
+
+def test_what_is_compared_is_what_all_entries_together_say() -> None:
+    """Products of whole arrays, entries that only one sends among them; and somebody whose update cannot be decoded."""
+
+    def broken(shard: str) -> Sequence[Sparse]:
+        raise sparse.PayloadError("is none")
+
+    sent = [GOOD[0], times(GOOD[1], -2.0), GOOD[2]]
+    updates = [*(update(x) for x in sent), Update(broken)]
+    ((_, by_shard),) = comparing.measure(MODEL, b"", updates, [range(4)]).panels
+    for shard, found in zip(SHARDS, by_shard, strict=True):
+        flat = []
+        for one in sent:
+            dense = [np.zeros(math.prod(shape)) for shape in layout.shapes(MODEL, shard)]
+            for tensor, into in zip(one[shard], dense, strict=True):
+                into[tensor.index.ravel()] = tensor.values.ravel()
+            flat.append(np.concatenate(dense))
+        unit = np.array([x / np.linalg.norm(x) for x in flat])
+        assert found[:3, :3] == pytest.approx(unit @ unit.T, abs=1e-6)
+        assert not found[3].any()
+        assert not found[:, 3].any()
