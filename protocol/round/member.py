@@ -423,7 +423,8 @@ class Member:
         if not named:
             return []
         if self._attempted >= reconfig.round:  # our part of it is done
-            return self._follow(reconfig)
+            offers = self._pending is not None and self._pending.round >= reconfig.round
+            return self._follow(reconfig) if offers or self.phase is not Phase.WAITING else self._cannot_follow(reconfig)
         ready = self.phase is Phase.WAITING and self.overlap.state is Ahead.NONE
         if not ready or self._held_round != self.applied:
             return []  # it is told again
@@ -435,6 +436,13 @@ class Member:
     def _follow(self, reconfig: ChainReconfig) -> list[Effect]:
         self._reconfig = reconfig
         return self.position.stay(ev.Reconfigured, [ev.Send(reconfig)])
+
+    def _cannot_follow(self, reconfig: ChainReconfig) -> list[Effect]:
+        """It trained in this round already, and offers nothing."""
+        self._reconfig = reconfig
+        self._withdraw = Withdraw(round=reconfig.round, reason="it has trained in this round already")
+        told = [ev.Send(reconfig), ev.Send(self._withdraw)]
+        return self.position.step(ev.Reconfigured, Phase.WAITING, told)
 
     def _go_on(self, reconfig: ChainReconfig, new: Plan | None) -> list[Effect]:
         """The chain that we train in has other members; `new`: the plan with us among them, None where we are not."""

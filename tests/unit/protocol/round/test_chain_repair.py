@@ -203,6 +203,17 @@ def test_a_new_leader_learns_of_reconfigurations_from_those_who_follow() -> None
     assert reconfig(driver.failure("e", "f", generation=3)).generation == 4
 
 
+def test_a_spare_that_was_replaced_is_not_taken_again_in_the_round() -> None:
+    """It has trained, and trains once a round: a chain with it would wait until it is taken for lost."""
+    driver = Driver("f", "g")
+    assert reconfig(driver.failure("c", "d")).peers == ("c", "f", "e")
+    assert reconfig(driver.failure("c", "f", generation=1)).peers == ("c", "g", "e")
+    late = ChainFailure(round=1, replica=0, generation=1, peer="c", reason="gave no sign of life")
+    driver.do(Received("f", late))  # it is heard of again
+    found = reconfig(driver.failure("c", "g", generation=2))
+    assert "f" not in found.peers
+
+
 def test_members_who_know_different_chains_get_one() -> None:
     driver = Driver("f", "g")
     found = reconfig(driver.failure("c", "d"))
@@ -315,7 +326,8 @@ def test_a_spare_trains_and_only_once_a_round() -> None:
     ]
     assert driver.do(Reconfigured(reconfigs(3, "a", "b", "z"))) == [Stop(1)]
     assert driver.do(Failed(1, 3, "stopped"), UpdateEncoded(1, None)) == [KeepInFeedback(1)]
-    again = reconfigs(4, "a", "me", "z")
+    again, said = reconfigs(4, "a", "me", "z"), Withdraw(round=1, reason="it has trained in this round already")
+    assert driver.do(Reconfigured(again)) == [Says(again), Says(said)], "the leader does not wait for it"
     assert driver.do(Reconfigured(again)) == [Says(again)]
 
 
