@@ -19,12 +19,13 @@ Sizes change by factors while a model learns, and a screen must not take that fo
 - Within a round sizes drift with the steps, and the usual size follows. At a round's beginning all stages go back to the state of the
   run, of which an outer step has taken over something between nothing and all of the round before. So anything is usual between the size of
   the first frames of the round before and that of its last ones; with each frame, the interval shrinks towards what comes.
-- A stage's texts may be so different that sizes are, too; the spread of what came says so. It counts as MOST_SPREAD at most.
+- A stage's texts may be so different that sizes are, too; the spread of what was accepted says so. It counts as MOST_SPREAD at most.
 
 One suspicious frame says nothing: a rare text brings some. It adds 1 to a score, any other takes HONEST away; at ALARM + HOP x hops the
-neighbour is accused. The score goes on in the next round, which may have one frame. What an honest stage makes of false values is strange too, so the stage beside the liar has to be the first to
-accuse: `hops` counts the stages that values have passed, forward and back, on their way from the chain's beginning (`hops`). A suspicious
-frame enters nothing but, cut off, the spread. One that is refused enters nothing.
+neighbour is accused. The score goes on in the next round, which may have one frame. What an honest stage makes of false
+values is strange too, so the stage beside the liar has to be the first to accuse: `hops` counts the stages that values
+have passed, forward and back, on their way from the chain's beginning. A suspicious frame enters nothing, least of all
+the spread: lies would widen the limits by which they are judged.
 
 A reference belongs to a cut of the model, a width and a number format, and goes on from round to round, whoever the neighbour is:
 all honest stages before a cut compute the same function. Its first NEW_ROUNDS rounds are free, and its first NEW_FRAMES frames.
@@ -64,13 +65,11 @@ INFORMATIVE = 0.12
 SPREADS = 3.0
 MOST_SPREAD = 0.6
 """Of sizes; larger ones count as this."""
-ALARM = 6.0
+ALARM = 7.0
 HOP = 1.5
 HONEST = 0.34
-FIRST, LEVEL_MEMORY, MEMORY, SPREAD_MEMORY = 4, 6, 12, 24
-"""Frames: the first ones of a round; those, about, that the usual size remembers; the mean of the agreement; the spreads,"""
-CLASS_MEMORY = 24
-"""and the means of the classes."""
+FIRST, LEVEL_MEMORY, MEMORY, CLASS_MEMORY = 4, 6, 12, 24
+"""Frames: the first of a round; memory of the usual size; of the agreement and the spreads; of the classes' means."""
 STALE = 0.1
 """What the means of the classes weigh where they are learned anew,"""
 RISE = 2.0
@@ -111,11 +110,9 @@ class Usual:
     def is_strange(self, size: float) -> bool:
         return abs(self.off(size)) > max(SIZE, SPREADS * min(self.spread, MOST_SPREAD))
 
-    def add(self, size: float, good: bool) -> None:
-        """Takes a frame into account; one that is not good only for the spread."""
-        self.spread += (min(abs(self.off(size)), SIZE if not good else 2 * SIZE) - self.spread) / SPREAD_MEMORY
-        if not good:
-            return
+    def add(self, size: float) -> None:
+        """Takes a frame into account."""
+        self.spread += (min(abs(self.off(size)), 2 * SIZE) - self.spread) / MEMORY
         if self._frames < 0:
             self.low = self.high = size
         self._frames = max(self._frames, 0) + 1
@@ -205,14 +202,19 @@ class Screen:
         size = seen.log_rms + (own if self.kind != FORWARD else 0.0)
         free = self._rounds <= NEW_ROUNDS or self._known < NEW_FRAMES
         why = None if free else self._suspicion(seen, size)
-        self._score = self._score + 1 if why is not None else max(0.0, self._score - HONEST)
         self.doubt = why and self._say(why)
-        if why is not None and self._score >= self._alarm_at:
-            return self._alarm(why)
-        self._usual.add(size, why is None)
         if why is None:
+            self._score = max(0.0, self._score - HONEST)
+            self._usual.add(size)
             self._add(seen, sample, classes)
-        return None
+            return None
+        self._score += 1
+        return self._alarm(why) if self._score >= self._alarm_at else None
+
+    @property
+    def suspicion(self) -> float:
+        """How near the neighbour is to an accusation: 0 to 1."""
+        return self._score / self._alarm_at
 
     def figures(self, sample: Sample, classes: Ids) -> Figures:
         """Of a sample [N, D] at tokens of these classes [N]."""
@@ -249,7 +251,7 @@ class Screen:
         self._accepted += 1
         off = seen.agreement - self._agreement
         self._agreement += off / min(self._frames, MEMORY)
-        self._spread += (min(abs(off), 1.0) - self._spread) / min(self._frames, SPREAD_MEMORY)
+        self._spread += (min(abs(off), 1.0) - self._spread) / min(self._frames, MEMORY)
         keep = np.float32(1 - 1 / CLASS_MEMORY)
         self._sums *= keep
         # not as a product of matrices: numpy's library for these would take all cores

@@ -56,12 +56,12 @@ class Boundary:
     def __init__(self, kind: int, wire: str = "int4", seed: int = 0) -> None:
         self.honest, self.wire = Honest(kind, seed), wire
         self.screen = Screens(seed).of(kind, "block.1", WIDTH, wire)
-        self.round, self.earlier = 0, list[Tensor]()
+        self.round, self.hops, self.earlier = 0, 0, list[Tensor]()
 
     def play(self, frames: int = ROUND, lie: Callable[[Tensor], Tensor] | None = None, **drift: float) -> str | None:
         """A round of one neighbour: what is said of it, if anything."""
         self.round += 1
-        self.screen.begin("neighbour", self.round, 0)
+        self.screen.begin("neighbour", self.round, self.hops)
         for _ in range(frames):
             ids = self.honest.ids()
             x = self.honest.frame(ids, **drift)
@@ -120,6 +120,13 @@ def test_what_every_other_frame_lies_is_found() -> None:
     at.learn()
     count = itertools.count()
     assert at.play(lie=lambda x: -x if next(count) % 2 else x) is not None
+
+
+def test_lies_do_not_widen_the_limits_that_they_are_judged_by() -> None:
+    at = Boundary(BACKWARD)
+    at.learn()
+    at.hops = screening.hops(BACKWARD, 0, 4)
+    assert at.play(frames=16, lie=lambda x: 2.8 * x) is not None, "the most patient stage finds it, too"
 
 
 def test_sizes_may_change_with_the_learning_rate_and_not_without() -> None:

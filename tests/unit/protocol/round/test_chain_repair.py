@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from protocol.round import chain_repair
+from protocol.round.accusations import LIES
 from protocol.round.leader_events import Gone, Lead, Ready, Received, Send
 from protocol.round.leader_events import Tick as LeaderTick
+from protocol.round.member import RESEND_SECONDS
 from protocol.round.member_events import (
     Applied,
     ChainFailed,
+    Connected,
     EncodeUpdate,
     EndIn,
     Failed,
@@ -28,6 +31,7 @@ from protocol.round.member_events import (
 )
 from protocol.round.member_events import Send as Says
 from protocol.run.manifest import Manifest, OuterSpec
+from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from protocol.wire.session import ChainFailure, ChainReconfig, Withdraw
 from tests.support import leader as leading
@@ -273,9 +277,17 @@ PLAN = chain_plan(1, "a", "me", "z")
 
 def member(plan: Plan = PLAN, manifest: Manifest = M) -> MemberDriver:
     driver = MemberDriver(manifest=manifest)
-    commit = dataclasses.replace(log(0, run=manifest.run_id)[0], plan=plan)
-    driver.settle(driver.learn(commit))
+    driver.settle(driver.learn(commits(plan, manifest=manifest)[0]))
     return driver
+
+
+def commits(*plans: Plan, manifest: Manifest = M) -> list[Commit]:
+    """A log with these plans."""
+    made: list[Commit] = []
+    for commit, plan in zip(log(len(plans) - 1, run=manifest.run_id), plans, strict=True):
+        parent = made[-1].digest if made else commit.parent
+        made.append(dataclasses.replace(commit, plan=plan, parent=parent))
+    return made
 
 
 def reconfigs(generation: int, *peers: str, steps: int = 0) -> ChainReconfig:
@@ -295,6 +307,22 @@ def test_a_failure_is_reported_until_the_chain_is_reconfigured_and_the_work_goes
     assert driver.do(ChainFailed(1, 0, "z", "of the chain before")) == []
     assert driver.do(Reconfigured(reconfigs(1, "s", "me", "z"))) == [], "a generation has one chain"
     assert driver.do(Trained(1, 4, 4, 2.0)) == [EncodeUpdate(new, 0, 4, 4, 2.0)]
+
+
+def test_accusations_are_repeated_to_nodes_that_may_have_missed_them() -> None:
+    driver = member()
+    said = Says(ChainFailure(round=1, replica=0, generation=0, peer="z", reason=f"{LIES}zeros"))
+    driver.do(ChainFailed(1, 0, "z", f"{LIES}zeros"), Reconfigured(reconfigs(1, "a", "me", "s")))
+    driver.do(Tick())
+    assert said not in driver.do(Tick())
+    driver.now += RESEND_SECONDS
+    assert said in driver.do(Tick()), "the chain goes on, but a node may not have heard why"
+    driver.do(Failed(1, 2, "stopped"), UpdateEncoded(1, None))
+    plans = [PLAN, *(chain_plan(round, "a", "b", "z") for round in (2, 3))]
+    driver.settle(driver.learn(*commits(*plans)[1:]))
+    driver.now += RESEND_SECONDS
+    assert said not in driver.do(Tick()), "nodes that are connected have heard it by now"
+    assert said in driver.do(Connected()), "one that was started again has not"
 
 
 def test_of_a_slow_member_is_told_once() -> None:
