@@ -65,7 +65,7 @@ INFORMATIVE = 0.12
 SPREADS = 3.0
 MOST_SPREAD = 0.6
 """Largest deviation of sizes that counts."""
-ALARM = 7.0
+ALARM = 8.0
 HOP = 1.5
 HONEST = 0.34
 FIRST, LEVEL_MEMORY, MEMORY, CLASS_MEMORY = 4, 6, 12, 24
