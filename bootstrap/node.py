@@ -52,7 +52,7 @@ from protocol.run import layout
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import NODE_DEVICE, Announcement
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
-from protocol.wire.claims import Audit, Evaluation, Score
+from protocol.wire.claims import Evaluation, Score
 from protocol.wire.commit import Record
 from protocol.wire.decree import Motion
 from protocol.wire.encoding import Message
@@ -362,7 +362,7 @@ class BootstrapNode:
                 said = claims.signed(self._identity, self.leader.state.due.of, message)
                 self._operators.broadcast(said)
                 await self._events.submit(leader_events.Received(self._identity.peer_id, said))
-            case Offer() | Withdraw() | ChainFailure() | ChainReconfig() | Evaluation() | Score() | Audit():
+            case Offer() | Withdraw() | ChainFailure() | ChainReconfig() | Evaluation() | Score():
                 await self._events.submit(leader_events.Received(peer, message))
             case LogRequest(after=after):
                 self._send_log(session, after)
@@ -524,11 +524,6 @@ class BootstrapNode:
         if record.commit.plan is not None:
             self._directory.planned(record.commit.plan)
         self._emit(extend(events.Commit, record.commit))
-        for x in self.leader.standing.audits.found(record.commit):
-            what = f"its work of round {x.round} is not what it says, as two found who trained it again"
-            if x.examined:
-                what = f"it trained work of round {x.round} again and found what two others did not find"
-            self._emit(events.Warning(text=f"peer {short_peer(x.peer)}: {what}"))
         self._proposals.decided(record.commit)
         self._stays.begin(self._ready)
         self._sessions.post_all(self.archive.records[record.commit.round])

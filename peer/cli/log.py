@@ -28,7 +28,6 @@ from peer.ui.text import Names, clean, cleaned, count, mean_loss, readable, size
 from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
 from protocol.ledger import part_lists, schedule, standing
-from protocol.ledger.audits import LEAST_AGREEMENT
 from protocol.ledger.credits import Credits
 from protocol.ledger.standing import Standing
 from protocol.planning import partition
@@ -262,10 +261,6 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
             lines.append(
                 f"  {'scored':<13} replica {mark.replica} of round {said.round}: {figures}  {_peers((said.peer,))}"
             )
-    for audit in commit.audits:
-        found = "is what it says" if audit.agreement >= LEAST_AGREEMENT else "is not what it says"
-        what = f"replica {audit.replica} in round {audit.round} {found}: agreement {audit.agreement:.1f}"
-        lines.append(f"  {'trained again':<13} {what}  {_peers((audit.peer,))}")
     if commit.decree is not None:
         lines.append(f"  {'decree':<13} {decreed(commit.decree.decree, {})}")
     for guest in commit.joined:

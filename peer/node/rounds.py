@@ -26,7 +26,7 @@ from peer.node.evaluating import Evaluator
 from peer.node.log_reader import Follower, LogReader
 from peer.node.moments import MomentsExchange
 from peer.node.sessions import Operators, Sessions
-from peer.node.training import Examiner, InnerLoop, Training, add_to_feedback, encode_update
+from peer.node.training import InnerLoop, Training, add_to_feedback, encode_update
 from peer.state.handover import REQUEST_BYTES, Giving, Owner, Taking
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
@@ -67,7 +67,6 @@ class Parts:
     exchange: Exchange
     inner_loop: InnerLoop
     evaluator: Evaluator
-    examiner: Examiner
     emit: events.Emit
     threads: int
     abreast: int
@@ -390,14 +389,11 @@ class Rounds:
             head, offer = self.member.head, self.offer
             commit = log[head if offer is None or offer.round < commit.round else min(offer.round, head)]
         payloads = await self._timed("fetch", self._exchange.payloads(commit, held, log))
-        due, before = self._follower.state.standing.audits, log.get(commit.round - 1)
-        self._parts.examiner.follow(before, commit, self.outer.theta, payloads.by_shard, due)
         scratch = None
         if not self.manifest.outer.overlap:  # no training; only this loop has θ once it is compared
             await self._attester.done()
             self._inner_loop.release()
-            read = self._parts.evaluator.reads or self._parts.examiner.keeps
-            scratch = None if read else self._scratch
+            scratch = None if self._parts.evaluator.reads else self._scratch
         found = {shard: payloads.by_shard[shard] for shard in held}
         await self._timed("apply", self._work(lambda: self.outer.apply_all(found, scratch)))
         self._replayed_bytes += sum(share.size for share in commit.shares)

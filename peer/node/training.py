@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +32,6 @@ from peer.net.base import Clock
 from peer.state.outer_optimizer import Accumulate, Outer, difference
 from peer.state.storage import Shards
 from protocol.ledger import retention, schedule
-from protocol.ledger.audits import Audits
 from protocol.round import member_events, stragglers
 from protocol.round.member_events import TrainOrder
 from protocol.run.manifest import Manifest
@@ -70,19 +68,6 @@ class Result:
 
 
 NOTHING = Result(0, 0, None, None)
-
-
-class Examiner(Protocol):
-    """Trains others' contributions again (peer/node/examining.py)."""
-
-    @property
-    def keeps(self) -> bool:
-        """Whether a state is kept, to whose arrays nothing may write."""
-        ...
-
-    def follow(self, before: Commit | None, commit: Commit, theta: Shards, payloads: Payloads, due: Audits) -> None:
-        """`commit`, behind `before`, is about to be applied to `theta`; `due`: the audits by the newest commit."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

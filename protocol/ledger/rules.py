@@ -219,11 +219,6 @@ def has_due_scores(state: RunState, commit: Commit) -> Iterator[str]:
     return claims.why_not(state, commit, claims.SCORE)
 
 
-def has_due_audits(state: RunState, commit: Commit) -> Iterator[str]:
-    """Audits are of contributions to be trained again, of their examiners, signed, and one each."""
-    return claims.why_not(state, commit, claims.AUDIT)
-
-
 # --- the next plan
 
 
@@ -390,7 +385,6 @@ RULES: tuple[Rule, ...] = (
     ends_no_probation_late,
     has_due_evaluations,
     has_due_scores,
-    has_due_audits,
     plans_next_round,
     plans_whole_models,
     plans_allowed_ranks,

@@ -95,7 +95,7 @@ class RunState:
     manifest: Manifest
     """The manifest of the run."""
     standing: Standing
-    """Access, probation, reputation, scores and audits, and the plan of the open round."""
+    """Access, probation, reputation and scores, and the plan of the open round."""
     due: Due
     """The held-out evaluation that is due."""
     head: Commit | None = None

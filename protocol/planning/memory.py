@@ -79,8 +79,6 @@ LANES, PART = 4, 1 << 23
 """What a GPU's update goes through on the host (peer/training/update.py): lanes, and elements of a part of a tensor."""
 COPY = 1.25
 """Of the parameters' bytes: what a model takes that is trained no more, with its activations."""
-AUDITED_STATES = 2
-"""Of the whole model, that wait until their rounds are trained again (peer/node/examining.py)."""
 
 
 def on_gpu(device: str) -> bool:

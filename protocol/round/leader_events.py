@@ -20,7 +20,7 @@ from protocol.round.accusations import Accusation
 from protocol.round.attestations import Attested
 from protocol.round.judging import JudgingJob, Verdict
 from protocol.run.manifest import Manifest
-from protocol.wire.claims import Audit, Evaluation, Score
+from protocol.wire.claims import Evaluation, Score
 from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
 from protocol.wire.decree import Decree, Joined
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -116,7 +116,7 @@ class Received:
     """Event: a peer sent this; a ChainReconfig means that it follows. TABLE names it by the message."""
 
     peer: str
-    message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig | Evaluation | Score | Audit
+    message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig | Evaluation | Score
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ MAX_BITS_PER_BYTE = 2e6
 """Of held-out text: a token has a byte, more or less."""
 MAX_GAIN = 1e3
 """Nats per token that an update can be said to change the loss by; larger gains are reported as this."""
-MAX_AGREEMENT = 1000.0
 MAX_NORM = 1e50
 """Of an update; all values of fp32, squared and added up, have less."""
 MAX_BALLOT = 2**53
@@ -62,8 +61,6 @@ NormOfAll = Annotated[float, Within(0.0, 100 * MAX_NORM)]
 """Of all parts of a share: the root of the sum of so many squares."""
 Scale = Annotated[float, Within(LEAST_SCALE, 1.0)]
 """What an update is multiplied by before it enters the mean."""
-Agreement = Annotated[float, Within(-MAX_AGREEMENT, MAX_AGREEMENT)]
-"""Standard deviations (peer/node/examining.py)."""
 Probation = Annotated[int, Within(0, MAX_PROBATION)]
 Sessions = Annotated[int, Within(0, MAX_SESSIONS)]
 """From one range of addresses, at a time; 0: all."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from protocol.wire import bounds, framing
-from protocol.wire.claims import Audit, Evaluation, Score
+from protocol.wire.claims import Evaluation, Score
 from protocol.wire.decree import MAX_JOINED, Board, Enacted, Joined, Schedule
 from protocol.wire.plan import Plan
 from protocol.wire.schema import LATER, MAX_ITEMS, AtMost, Digest, packed, row
@@ -22,7 +22,6 @@ DOMAIN = b"potluck/1/"
 """The first bytes of every signed text of the protocol."""
 MAX_EVALUATIONS = 4
 MAX_SCORES = 32
-MAX_AUDITS = 8
 
 
 @row
@@ -158,8 +157,6 @@ class Commit:
     """How long the run is from here on; null: as the manifest says."""
     scores: Annotated[tuple[Score, ...], AtMost(MAX_SCORES)] = ()
     """What contributions of earlier rounds were worth (protocol/ledger/scoring.py)."""
-    audits: Annotated[tuple[Audit, ...], AtMost(MAX_AUDITS)] = ()
-    """How far contributions of earlier rounds agree with the same work done again (protocol/ledger/audits.py)."""
     board: Board | None = None
     """The operators of the run from here on; null: as the manifest says."""
     idle: bounds.Count = field(default=0, metadata=LATER)

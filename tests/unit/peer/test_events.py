@@ -21,7 +21,7 @@ from peer.ui.lines import describe, describe_own
 from peer.ui.run_view import PeerView, RunView
 from protocol.ledger import access
 from protocol.wire.announcement import AXES
-from protocol.wire.claims import Audit, Evaluation, Mark, Score
+from protocol.wire.claims import Evaluation, Mark, Score
 from protocol.wire.commit import Diverged, LeftOut, Record
 from protocol.wire.decree import Board, Decree, Enacted, Limits, Operator, Schedule
 from protocol.wire.plan import Plan, Seat, Work
@@ -210,7 +210,6 @@ def everything(plan: Plan) -> Plan:
 
 
 SCORES = (Score(peer=BOB.peer_id, round=1, marks=(Mark(replica=1, assigned=0.5, other=0.25),), signature=b"s"),)
-AUDITS = (Audit(peer=BOB.peer_id, round=1, replica=1, agreement=4.5, signature=b"s"),)
 EVALUATIONS = (
     Evaluation(
         peer=BOB.peer_id, round=1, sequences=4, loss=2.0, bits_per_byte=1.0, signature=bytes(64), sample="a ⇒ b"
@@ -251,7 +250,6 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
         joined=(ticket.joined(BOB.peer_id),),
         schedule=schedule,
         scores=SCORES,
-        audits=AUDITS,
         board=Board(operators=operators, quorum=1),
         idle=1,
     )

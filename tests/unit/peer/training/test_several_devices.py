@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from peer import events
-from peer.node.examining import Comparison
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.training import ChainOrders
 from peer.training import device
@@ -30,15 +29,13 @@ from peer.training.device import Hardware
 from peer.training.optimizer import Pace
 from peer.training.several_devices import GIVE_UP, Patience, SeveralDevicesTrainer, shares
 from peer.training.trainer import StageTrainer
-from protocol.codec import sparse
 from protocol.errors import LocalError, UsageError
 from protocol.round.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import TrainSpec
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
-from tests.support import examining as examining
-from tests.support import machines, tiny
+from tests.support import machines, replicas, tiny
 from tests.support.chains import SPEC, TRAIN, ids_of, random_theta, relative, run_chain
 
 DEADLINE = 120.0
@@ -441,20 +438,20 @@ def test_a_pipeline_measures_the_time_for_all_devices(make: Make) -> None:
 def test_in_a_chain_one_device_trains_and_a_line_says_so(tmp_path: Path) -> None:
     async def work() -> list[object]:
         machine = machines.machine(tmp_path, 10**9, devices=("cpu", "cpu"))
-        pipes: Any = examining.NoPipes()
+        pipes: Any = replicas.NoPipes()
         told: list[object] = []
         loop = StageInnerLoop(
-            examining.RUN, examining.NAMES[0], machine, examining.Text(), pipes, lambda **_: None, {}, told.append
+            replicas.RUN, replicas.NAMES[0], machine, replicas.Text(), pipes, lambda **_: None, {}, told.append
         )
         stages = (
-            StageSpec(peer=examining.NAMES[0], first=0, last=1),
-            StageSpec(peer=examining.NAMES[1], first=1, last=2),
+            StageSpec(peer=replicas.NAMES[0], first=0, last=1),
+            StageSpec(peer=replicas.NAMES[1], first=1, last=2),
         )
         chain = ReplicaSpec(number=0, stages=stages, work=Work(slot=0, steps=6, micro_batches=2))
         order = TrainOrder(plan=Plan(round=1, replicas=(chain,)), replica=0, total_steps=600)
         never = asyncio.Event()
         result = await loop.train(
-            order, examining.theta(), never, never, lambda *_: None, ChainOrders(lambda *_: None, asyncio.Queue())
+            order, replicas.theta(), never, never, lambda *_: None, ChainOrders(lambda *_: None, asyncio.Queue())
         )
         assert result.error is not None, "there is no neighbour"
         await asyncio.to_thread(loop.close)
@@ -464,48 +461,6 @@ def test_in_a_chain_one_device_trains_and_a_line_says_so(tmp_path: Path) -> None
     assert said == events.Warning(
         text="devices: a stage of a chain trains on one device, cpu; the others wait for a whole model"
     )
-
-
-def test_an_audit_of_a_peer_with_two_devices_agrees(tmp_path: Path) -> None:
-    """Its round is trained again on one device, from the same moments: what is learned is the same but for rounding, and so is what an
-    examiner would say of it."""
-
-    async def work() -> None:
-        machine = machines.machine(tmp_path, 10**9, devices=("cpu", "cpu"))
-        pipes: Any = examining.NoPipes()
-        told: list[object] = []
-        run, name, start = examining.RUN, examining.NAMES[0], examining.theta()
-        loop = StageInnerLoop(run, name, machine, examining.Text(), pipes, lambda **_: None, {}, told.append)
-        assert await examining.trained(loop, 0, 1, start) == 6
-        moments = {name: array.copy() for name, array in loop.optimizer().items()}
-        assert await examining.trained(loop, 0, 2, start) == 6
-        one = examining.examiner(1, lambda: moments, [])
-        case = examining.one_case(2, 0, start)
-        learned = await one.learn(case, moments, case.work)
-        plain = await one.learn(case, moments, dataclasses.replace(case.work, slot=case.work.slot + 20_000))
-        payloads = examining.decided(2, start)[3]
-        agreements = []
-        for source in (loop, learned):
-            compared = Comparison(5)
-            for shard in examining.SHARDS:
-                outer = examining.Outer(run.model, run.outer.codec, run.outer.beta, run.outer.eta)
-                outer.accumulate(shard, source.displacement(shard))
-                sent = [outer.encode(shard)[0], *(payload for _, payload in payloads[shard][1:])]
-                shapes = layout.shapes(run.model, shard)
-                updates = [sparse.decode(run.outer.codec, shapes, payload) for payload in sent]
-                compared.add(updates, learned.delta(shard), plain.delta(shard))
-            agreements.append(compared.agreement)
-        assert agreements[0] == pytest.approx(agreements[1], rel=0.02)
-        assert agreements[0] > examining.audits.LEAST_AGREEMENT
-        for shard in examining.SHARDS:
-            for a, (kept, local) in zip(learned.delta(shard), loop.displacement(shard), strict=True):
-                found = kept if local is None else kept - local
-                assert relative(torch.tensor(found), torch.tensor(a)) < 1e-3
-        assert told == []
-        await one.aclose()
-        loop.close()
-
-    asyncio.run(work())
 
 
 def test_what_devices_are_called(tmp_path: Path) -> None:

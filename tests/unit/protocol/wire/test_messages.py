@@ -16,7 +16,7 @@ from protocol.ledger.part_lists import root_of, share_of
 from protocol.wire import encoding, framing
 from protocol.wire.announcement import Announcement, ChainReport, Dialled, DialMe, Lookup, Means, Roster, RosterRequest
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
-from protocol.wire.claims import Audit, Evaluation, Mark, Score
+from protocol.wire.claims import Evaluation, Mark, Score
 from protocol.wire.commit import DOMAIN, Commit, Record, is_decided
 from protocol.wire.decree import Decree, Enacted, Limits, Motion, Motions, Schedule
 from protocol.wire.encoding import (
@@ -60,7 +60,6 @@ SCHEDULE = Schedule(
 )
 DECREE = Decree(run="r" * 64, number=1, action="ban", subject="p", reason="noise")
 SCORE = Score(peer="p", round=1, marks=(Mark(replica=0, assigned=-0.5, other=0.25),), signature=b"s")
-AUDIT = Audit(peer="p", round=1, replica=2, agreement=-1.5, signature=b"s")
 EVALUATION = Evaluation(peer="p", round=1, sequences=8, loss=2.5, bits_per_byte=1.25, signature=b"s", sample="a ⇒ b")
 LISTS = ((PART,), (dataclasses.replace(PART, digest="b" * 64),), (dataclasses.replace(PART, shard="head"),))
 REPORT = ChainReport(
@@ -105,7 +104,6 @@ SAMPLES: list[Message] = [
     NotAdmitted(reason="it is banned"),
     EVALUATION,
     SCORE,
-    AUDIT,
     NotAdmitted(reason="it is invited", waits=True),
     TimeUp(round=2),
     TakeSeat(round=2, replica=4, seconds=12.5),
@@ -287,7 +285,7 @@ def test_the_digest_of_a_commit_covers_every_field() -> None:
         "run": "x", "round": 3, "parent": "q", "time": 2.0, "contributions": (), "left_out": (), "diverged": (),
         "digests": {}, "plan": None, "leader": "x", "members": ("x",), "decrees": 2,
         "decree": Enacted(decree=DECREE, signatures={}), "evaluations": (EVALUATION,), "scores": (SCORE,), "joined": (),
-        "schedule": SCHEDULE, "audits": (AUDIT,), "board": None, "idle": 1,
+        "schedule": SCHEDULE, "board": None, "idle": 1,
     }  # fmt: skip
     assert set(changes) == {f.name for f in dataclasses.fields(Commit)}
     digests = {dataclasses.replace(COMMIT, **{k: v}).digest for k, v in changes.items()}
