@@ -1,8 +1,7 @@
 """A bootstrap node: connects sessions, votes, DHT records and payloads to the leader's and the quorum's state machines.
 
-One task (`_pump`) owns both machines; stream handlers only queue events for it. The machines decide who leads and what
-is decided, protocol/round/presence.py decides which peers are present. A vote is on disk before it is sent, a commit
-before anyone hears of it. Every operator's node hears every peer, so that any of them can lead.
+One task (`_pump`) owns both machines; stream handlers only queue events for it. A vote is on disk before it is sent, a
+commit before any peer hears of it. Every operator's node hears every peer, so that any of them can lead.
 """
 
 from __future__ import annotations

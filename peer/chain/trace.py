@@ -1,8 +1,4 @@
-"""A recorded trace of a stage's work: a JSON array of trace events, for chrome://tracing and ui.perfetto.dev.
-
-Times are microseconds of Unix time, so traces of machines with the same time can be laid side by side. The file is
-whole after every `flush`; later spans are in memory.
-"""
+"""A trace of a stage's work: a JSON array of trace events in Unix microseconds, for ui.perfetto.dev."""
 
 from __future__ import annotations
 

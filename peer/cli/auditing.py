@@ -1,7 +1,6 @@
 """`potluck bootstrap --audit`: a process that audits the log beside the node (peer/node/audit.py).
 
-The child is `python -m peer.cli.auditing LINE FOLDER`. It prints its events as JSON lines, and ends when its standard
-input does, so that it cannot outlive the node. If it dies, it is started again and goes on from its last checkpoint.
+The child prints its events as JSON lines, and ends when its standard input does. If it dies, it is started again.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """`potluck doctor`: checks whether this machine can join a run. Each finding has one remedy.
 
-Without a run it checks the machine alone. With one it does what `potluck join` does before it trains, fetches nothing
-large, and predicts the machine's role in the next plan. Another process does the checks,
-
-    python -m peer.cli.doctor OPTIONS UNTIL
-
-and is killed when the time is over, so that the command ends in time. It prints a line of JSON for each step that it
-begins ({"step": ...}) and for each Finding. Its exit code is 0, or OUT_OF_TIME.
+Without a run it checks the machine alone. With one it does what `potluck join` does before it trains, and predicts the
+machine's role in the next plan. `python -m peer.cli.doctor OPTIONS UNTIL` does the checks and is killed when the time is
+over. It prints a line of JSON for each step that it begins ({"step": ...}) and for each Finding.
 """
 
 from __future__ import annotations

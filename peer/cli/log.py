@@ -197,10 +197,7 @@ async def _names(manifest: Manifest, source: Source) -> Names:
 
 
 def room_for(spec: ModelSpec) -> Empty:
-    """Allocates a model's state in memory, or in files of the cache folder if memory is too small for it.
-
-    Counts the state and the next state of one shard.
-    """
+    """Allocates a model's state in memory, or in files of the cache folder if memory is too small for it."""
     from peer.training import device
     from protocol.codec.topk import in_memory
 

@@ -1,7 +1,4 @@
-"""`potluck plan` and `potluck join --dry-run`: the plan that the matchmaker would make.
-
-Peers come from a file or from a run, changed by `--what-if`.
-"""
+"""`potluck plan` and `potluck join --dry-run`: the next plan for peers of a file or a run, changed by `--what-if`."""
 
 from __future__ import annotations
 

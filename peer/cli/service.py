@@ -1,9 +1,8 @@
 """`potluck service`: a peer or a bootstrap node that the system keeps running, without an administrator.
 
 systemd (Linux) or launchd (macOS) starts the command when the user's services start, and again after a crash, after a
-pause that grows to LONGEST_PAUSE_SECONDS. It does not after exit code 0 (the run is over) or one of FINAL (bad usage,
-the peer is banned, or the run is closed to it). To stop, it sends SIGTERM to the peer alone; STOP_SECONDS are left for
-the handover, in which the peer still needs its network daemon.
+pause that grows to LONGEST_PAUSE_SECONDS, except after exit code 0 or one of FINAL. To stop, it sends SIGTERM to the
+peer alone; STOP_SECONDS are left for the handover.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@
     OUT/building/            during the build: what was asked for, and the spills (records.py)
 
 The source is read once. All cores tokenize it, its documents are cut into records, and the records are sorted by their
-keys in an external merge sort (Knuth, volume 3, section 5.4). `most_ids` ids at most are held in memory, whatever the
-source's size; the disk holds all ids twice until the build is done. A killed build resumes behind its last spill.
+keys in an external merge sort. `most_ids` ids at most are held in memory. A killed build resumes behind its last spill.
 """
 
 from __future__ import annotations

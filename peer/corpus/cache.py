@@ -1,9 +1,7 @@
 """The cache of text: ranges of chunks and their digests, as blobs on disk, within a limit, checked when they are read.
 
-A range is a blob of its own (peer/net/blobs/store.py), so it is whole after a kill and evicted by itself. In place of
-rounds, blobs are ordered by chunk: ranges of the least recently read chunk are evicted first, but never those that are
-needed soon. Damage shows when a range is read, and costs one more fetch. Where the disk refuses, or all that fits is
-needed, a few ranges are kept in memory.
+Eviction is LRU by chunk, without ranges that are needed soon. Where the disk refuses, or all that fits is needed, a few
+ranges are kept in memory.
 """
 
 from __future__ import annotations

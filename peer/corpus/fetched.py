@@ -1,18 +1,12 @@
 """A corpus of which a peer has what it reads: fetched ahead, each range checked, kept within a limit, served to others.
 
-Each range is a small blob for the downloader (peer/net/blobs/fetching.py). It asks one origin after the other, a second
-one when the first is slow, and the peers that a node names. What is kept: cache.py.
-
-A plan gives a replica more slots than it is expected to read (protocol/planning/allotment.py), and all of its steps
-while its pace is not known. Fetching all of that would cost more than a fifth too much. So what is fetched at once is
-what was read in the last rounds, and from there on a little more than was read already:
+Each range is a small blob for the downloader (peer/net/blobs/fetching.py). A plan gives a replica more slots than it is
+expected to read (protocol/planning/allotment.py). So what is fetched at once is what was read in the last rounds, and
+from there on a little more than was read already:
 
     max(usual, read + MARGIN max(usual, read)),        usual = min(most, MOST_ABOVE_MEAN mean) of the last ROUNDS rounds
 
-all in slots; in the first round a quarter of the given slots. The trainer asks for a step's text while it computes the
-one before (peer/chain/reading.py), so little more is enough.
-
-Shapes: n sequences, L positions.
+all in slots; in the first round a quarter of the given slots. Shapes: n sequences, L positions.
 """
 
 from __future__ import annotations

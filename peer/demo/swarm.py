@@ -1,8 +1,7 @@
 """`potluck demo`: a whole swarm on this machine, and an audit of its log.
 
-Starts one bootstrap node and every peer as a process (the same commands that volunteers use, on loopback), reads their
-events, and shows them. With `--in-memory` they are tasks of this process over the in-memory transport. At the end an
-auditor replays the log from θ(0): validation losses, sample and digests come from that replay, not from the peers.
+Starts one bootstrap node and every peer as a process, reads their events, and shows them. With `--in-memory` they are
+tasks of this process. At the end the log is replayed from θ(0): losses, sample and digests come from that replay.
 """
 
 from __future__ import annotations

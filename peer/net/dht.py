@@ -1,6 +1,6 @@
 """hivemind's DHT, with what a stranger can do to it bounded. Records are `subkey -> [key, value]`.
 
-Deviations from plain hivemind 1.1.12, each because of something it does:
+Deviations from plain hivemind 1.1.12:
 - its msgpack decoder is replaced (`safe_loads`), because it can be made to recurse until the process crashes;
 - what a DHT node keeps is bounded (`Storage`), because an answer with too many records never arrives;
 - keys of a request, and requests of a peer, are limited (`_bounded`): a key costs as much time as a request may;

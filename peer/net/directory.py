@@ -35,11 +35,7 @@ FIRST_SECONDS = 3.0
 FIND_SECONDS = 5.0
 """Longest search for the announcement of a peer that did not answer; then it is dialled again."""
 SEEK_SECONDS, SEEK_LONGEST_SECONDS = 1.0, 15.0
-"""Interval of the searches for a silent node, and for how long they are repeated.
-
-In a search the daemon dials others, and libp2p waits longer after each failed dial: for everybody, if our own line is
-dead.
-"""
+"""Interval of the searches for a silent node, and for how long they are repeated."""
 
 
 async def announcements(transport: Transport, run: str) -> dict[str, Announcement]:
@@ -51,9 +47,6 @@ async def announcements(transport: Transport, run: str) -> dict[str, Announcemen
 
 class Contacts:
     """Finds and connects to the members of a run, for peers, nodes, and observers that announce nothing.
-
-    A node is asked for an announcement, the DHT if none answers. A lost peer is dialled again at the addresses that we
-    began with and at those that it announces by then.
 
     bootstrap: addresses to begin with
     crowd: known number of the run's peers
@@ -417,10 +410,7 @@ async def _set(event: asyncio.Event, seconds: float) -> None:
 
 
 def latest_expiry(run: str) -> Callable[[bytes], float]:
-    """Returns a function that gives the latest expiry of a record, by the signed time of its announcement.
-
-    So an old record that is stored again cannot outlive newer ones.
-    """
+    """Returns a function that gives the latest expiry of a record, by the signed time of its announcement."""
 
     def latest(value: bytes) -> float:
         found = node_calls.believed(value, run)

@@ -1,13 +1,10 @@
 """Limits on what other peers use of this process: streams, requests, and its time.
 
 *Guests* bounds streams of a peer, of an address, and of all together. A peer that opens streams faster than its rate
-waits, which an honest one hardly notices; with too many open it gets no further one. A peer that goes on all the same
-is *refused* for a while: its streams and connections end, and the operator is told. When all streams are taken, the
-peer with the most gives one up for the peer with the least, so a greedy one keeps no other out.
+waits; one that goes on all the same is *refused* for a while. When all streams are taken, the peer with the most gives
+one up for the peer with the least.
 
-*Turns* is fair queueing of what they ask. A stream that opens, and each frame of a request, takes a turn, of which
-there are so many a second for an address and for all together. While they suffice nothing waits. When they do not,
-addresses take turns, and the peers of an address do, so a peer that asks a lot waits for itself.
+*Turns* is fair queueing of requests, first among addresses, then among the peers of an address.
 """
 
 from __future__ import annotations

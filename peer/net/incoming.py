@@ -1,11 +1,8 @@
 """Bare sockets to the network daemon: incoming streams, and ending the connections of refused peers.
 
 The daemon connects to a socket of ours for every incoming stream, and writes first who opened it and under what name.
-A refused stream costs an `accept`, a look at these bytes, and a `close`; they stay unread, so that the daemon resets
-the stream. A few streams are accepted at a time, so that the rest of this process has its turn in between.
-
-A refused peer may come back at once, so ending its connections has to cost less than making them: one connection to
-the daemon's control socket is kept for that.
+A refused stream costs an `accept`, a look at these bytes, and a `close`. One connection to the daemon's control socket
+is kept for ending connections of refused peers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The transport over libp2p: hivemind's daemon (peer/net/daemon.py) and DHT (peer/net/dht.py) in our own event loop.
 
-Only these three modules import hivemind. Two deviations from how hivemind uses them: we join without `initial_peers`
-and connect afterwards, as its start fails when they are all down; and TCP only, as its daemon loses the last messages
-of a stream over QUIC.
+Only these three modules import hivemind. We join without `initial_peers` and connect afterwards, as its start fails when
+they are all down.
 """
 
 from __future__ import annotations
@@ -253,10 +252,7 @@ class P2PTransport(Endpoint):
                     return Timeout(peer, f"{what}: no answer within {timeout:g} s; check the address and the link")
 
     async def _greeted(self, peer: str, known: Collection[str], what: str, left: float) -> None:
-        """Checks that a libp2p host is there before the daemon dials it (peer/net/greeting.py). Raises Unreachable.
-
-        A peer may be reached by a circuit, or an existing connection, though it is at none of its addresses.
-        """
+        """Checks that a libp2p host is there before the daemon dials it (peer/net/greeting.py). Raises Unreachable."""
         if any(map(is_circuit, known)):
             return
         asked = asyncio.create_task(greeting.why_silent(known, min(left, greeting.SECONDS)))
@@ -393,7 +389,6 @@ async def start(
 ) -> P2PTransport:
     """Starts the daemon, listening on TCP `host`:`port` (0: any), and joins through `bootstrap` (full addresses).
 
-    Long because each setting of a transport comes in here:
     identity_file: created if it is missing
     timeout: seconds that the start and the joining may each take
     rpc_seconds: that one request of the DHT may take

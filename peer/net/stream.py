@@ -1,8 +1,4 @@
-"""Streams of frames over a pair of byte streams, and what every transport does with them.
-
-The bytes come from a socket or from memory; both are read through asyncio's StreamReader, so framing, deadlines,
-back-pressure, counting and ending are the same code.
-"""
+"""Streams of frames over a pair of byte streams (a socket or memory), and what every transport does with them."""
 
 from __future__ import annotations
 
@@ -39,8 +35,7 @@ LINGER_SECONDS = 5.0
 class Flow:
     """All streams with one peer, and how long it may take to answer.
 
-    A question waits behind what we have sent before it: many megabytes may be in the system's buffers, in the daemon's
-    and at a narrow uplink. They are modelled as a bucket that drains at the pace of a slow link.
+    A question waits behind earlier bytes, which are modelled as a bucket that drains at the pace of a slow link.
     """
 
     streams: int = 0

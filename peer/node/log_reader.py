@@ -1,8 +1,7 @@
 """The run's log at a peer: read from the bootstrap nodes, and folded into the run's state.
 
-The log is read in pages, by a call of its own: a newcomer once, and a peer that has lost commits from there on. The
-next page comes while one is checked on a thread (protocol/ledger/history.py). Each page is asked of a node that was
-not asked yet, then of the one that was quickest the last time: no node alone decides how long it takes.
+The log is read in pages, the next one while one is checked on a thread (protocol/ledger/history.py). Each page is asked
+of a node that was not asked yet, then of the quickest one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""When a peer pauses: outside of its hours, and while other programs use the machine (a game, a render, a compiler).
-
-Hours are those of the wall clock. Two shares are measured for other programs: of all processors' time, by the system's
-counters, and of the busiest GPU, by `nvidia-smi` where there is one.
-"""
+"""Pauses of a peer: outside of its hours (wall clock), and while other programs use the processors or the busiest GPU."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """The loop that owns a peer's state at the round boundaries, and carries out what the member machine decides.
 
-Events come in through `put`, in any order, from training, session and timers. Effects that change state (EncodeUpdate,
-KeepInFeedback, RestoreFeedback, Apply, HoldShards) are carried out one after the other in this loop: no other task sees
-them half done. Training runs beside it (peer/node/training.py) and only reads θ. Every state is built by
-peer/state/recovery.py. The loop decides nothing: protocol/ledger/retention.py says what is kept, written and fetched,
-and the machine all else.
+Events come in through `put`, in any order, from training, session and timers. Effects that change state are carried out
+one after the other in this loop. Training runs beside it (peer/node/training.py) and only reads θ. The loop decides
+nothing: protocol/ledger/retention.py says what is kept, written and fetched, and the machine all else.
 """
 
 from __future__ import annotations
@@ -403,10 +401,8 @@ class Rounds:
         return commit.round
 
     async def _rebuild(self, shards: Sequence[str], round: int) -> None:
-        """Computes shards again of which most peers attest other bits, from the seed or a state on which we and the log
-        agreed (`Recovery.again`). If the log gives other bits than ours, this machine made an error, and ours are
-        replaced. If it gives ours, they are kept: the others' bits do not follow from the log, however many attest
-        them."""
+        """Computes shards again of which most peers attest other bits (`Recovery.again`), and replaces ours if the log
+        gives other bits; else ours are kept, however many peers attest others."""
         rebuilt = []
         for shard in shards:
             recent = round - self._confirmed.get(shard, -CONFIRMED_ROUNDS) < CONFIRMED_ROUNDS

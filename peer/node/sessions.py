@@ -2,19 +2,12 @@
 
 A session is one stream to a node: Hello, then messages both ways, with a Heartbeat at least every `heartbeat` seconds.
 When it breaks or falls silent it is opened again with growing pauses, and the member machine repeats what matters.
-There is one with every present operator's node, so that the next leader knows what the last one knew.
+There is one with every operator's node of the newest commit (protocol/ledger/board.py); until the log is here, also with
+those that the first nodes name.
 
-The operators are those of the newest commit (protocol/ledger/board.py). Until the log is here, the peer also tries
-those that a node names which it began with; nothing else follows from that node's word.
-
-A node refuses a peer that the operators have banned, or that is not admitted to a closed run (NotAdmitted). One node
-may lie, so the peer ends only when both hold:
-
-    refused    by as many of the deciding nodes as a commit needs votes
-    decided    by the run's log, which the peer reads and checks itself (protocol/ledger/access.py)
-
-Then every honest node keeps it out until the operators decree otherwise. A peer with an invitation waits for the commit
-that admits it. Where nodes speak another version of the protocol, the log cannot be read, and their votes alone decide.
+A node refuses a peer that is banned, or not admitted to a closed run (NotAdmitted). One node may lie, so the peer ends
+only when as many of the deciding nodes as a commit needs votes refuse it, and the log, which the peer checks itself
+(protocol/ledger/access.py), keeps it out. Where nodes speak another version of the protocol, their votes alone decide.
 """
 
 from __future__ import annotations

@@ -6,11 +6,9 @@ at
 
     b(r+1) = θ(r-1) - δ(r)            where its own inner steps of round r ended
 
-so that δ(r+1) = b(r+1) - θ_local is again the displacement of its H inner steps. The correction comes one round late:
-the next steps begin at b(r+2) = θ(r) - δ(r+1), that is, at θ_local + (θ(r) - b(r+1)): the commit of round r replaces
-the guess. b is where gradients are taken; it is never sent, added or compared, so P1 to P3 hold as without overlap. A
-commit that gives the replica other work than expected (protocol/round/member.py) drops the steps done ahead. (Eager
-updates: Kale, Douillard, Donchev 2025.)
+so that δ(r+1) = b(r+1) - θ_local is again the displacement of its H inner steps. The next steps begin at b(r+2) =
+θ(r) - δ(r+1): the commit of round r replaces the guess. b is never sent, added or compared. A commit that gives the
+replica other work than expected drops the steps done ahead. (Eager updates: Kale, Douillard, Donchev 2025.)
 """
 
 from __future__ import annotations

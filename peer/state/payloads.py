@@ -1,8 +1,7 @@
 """What peers give each other by name: payloads of rounds and shards of states. Serves ours, fetches others'.
 
-Lists of parts come first (protocol/ledger/part_lists.py), then the parts of our shards. Both are fetched as soon as a
-node announces the offer, from its sender, the archive or peers that these name (peer/net/blobs/serving.py), so that
-they are here when the round is committed. What is kept and for how long:
+Lists of parts come first (protocol/ledger/part_lists.py), then the parts of our shards, as soon as a node announces the
+offer. What is kept and for how long:
 
     payloads committed after our newest checkpoint, of our shards     never evicted: a restart needs them
     the lists of parts that name them                                 as long as the payloads

@@ -3,11 +3,8 @@
     θ(round) of a shard  =  θ(r) for some r < round  +  the committed payloads of the rounds r+1 … round
 
 θ(r) is taken from where it costs the fewest bytes of network: our own checkpoints, those of others, or the seed (r =
-0). A checkpoint's state counts only with the digest of the majority in commit r+1. States come one shard after the
-other, so that a kill loses little; meanwhile the payloads of finished ones come and are applied.
-
-A peer with a later role (protocol/planning/planner.py) trains on meanwhile: `WarmUp` builds the missing shards apart
-from its θ and applies each commit to them too, until they stand at the peer's own state and are taken over.
+0). A checkpoint's state counts only with the digest of the majority in commit r+1. `WarmUp` builds the missing shards of
+a later role beside training, and applies each commit to them too, until they are taken over.
 """
 
 from __future__ import annotations

@@ -11,13 +11,10 @@
     DIR/handover-<serial>.json        a part of the feedback for another peer, and its .payload, served as a blob
     DIR/checkpoint-<round>/           <shard>.safetensors, optimizer.safetensors, meta.json: digest of each shard
 
-Everything appears by rename after fsync: a crash leaves the old or the new, and the next start removes unfinished
-files. Tensors are named by position (a shard's parameters), `shard/position` (feedback) or as the trainer names them. A
-checkpoint's shards are served as blobs: their digests are those in the log.
-
-The feedback has 4 bytes a parameter; writing it every round would wear a disk out. So most rounds copy it to memory,
-and only every `retention.SAVED_ROUNDS` rounds, and the end of the process, write it to disk. The payloads of later
-offers bring the file up to date (docs/adr/0064-feedback-is-seldom-written.md).
+Everything appears by rename after fsync, and the next start removes unfinished files. Tensors are named by position (a
+shard's parameters), `shard/position` (feedback) or as the trainer names them. A checkpoint's shards are served as blobs.
+Most rounds copy the feedback to memory; every `retention.SAVED_ROUNDS` rounds, and at the end, it is written to disk
+(docs/adr/0064-feedback-is-seldom-written.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A helper process as the peer's process sees it: started, given orders, and ended.
-
-Calls return within their limits, whatever a helper does. A helper that ends, breaks the protocol, or takes too long is
-lost.
-"""
+"""A helper process as the peer's process sees it: started, given orders, and ended. Calls return within their limits."""
 
 from __future__ import annotations
 

@@ -76,8 +76,7 @@ class Dice:
 def continuation(stage: Stage, prompt: Sequence[int], window: int, dice: Dice) -> Iterator[int]:
     """Ids that continue `prompt` (at least one id), without end. Raises LocalError.
 
-    The model sees at most `window` ids, at most its context. When they are full, it goes on from their second half,
-    which is computed again.
+    The model sees at most `window` ids. When they are full, it goes on from their second half.
     """
     fresh, past, seen = list(prompt[-window:]), Past(), list(prompt[-window:])
     while True:

@@ -1,5 +1,4 @@
-"""Data parallelism within one machine: a full replica on several devices, each with its share of a step's
-micro-batches.
+"""Data parallelism within one machine: a full replica on several devices, each with its share of the micro-batches.
 
 This process has the first device, and everything else: the state, the text, the update. Each further device has a
 helper process (peer/training/helper.py). An inner step:
@@ -8,15 +7,9 @@ helper process (peer/training/helper.py). An inner step:
     one sum         of all gradients, over all devices, after the last micro-batch (peer/training/device_group.py)
     one step        by every device, with the same norm: parameters and optimizer state stay the same on all
 
-The loss is the mean over the step's tokens, as on one device. Gradients differ by the order of their sums, which
-follows from the number of devices and of micro-batches alone: two runs have the same bits. Helpers get the parameters
-when a round begins; a new member of the group gets the optimizer's state, too.
-
-*A device is lost* when its helper ends, fails (its memory ran out, most often), or takes too long. The others, or this
-process alone, repeat the micro-batches of the inner step under way; the steps before are kept. A lost device is tried
-again when the next round begins, and left out after GIVE_UP losses.
-
-Calls belong on one worker thread, as those of StageTrainer.
+Gradients differ from one device's by the order of their sums, which follows from the number of devices and of
+micro-batches. When a helper ends, fails, or takes too long, the others repeat the micro-batches of the inner step under
+way. A lost device is tried again when the next round begins, and left out after GIVE_UP losses.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Event sources for screens: `Monitor` watches a run without taking part, `Replay` plays a recording.
 
-A monitor reads the log of commits and the peers' announcements, and trusts neither: each commit must have enough votes
-and follow the one before it (protocol/ledger/history.py), and each announcement must have its peer's signature. A
-peer announces itself every few seconds, so that the reported steps are a sample.
-
-It redials lost nodes as peers do (peer/net/directory.py). `news_age` is the age of the last answer of a node.
+A monitor reads the log of commits and the peers' announcements, and trusts neither. A peer announces itself every few
+seconds, so that the reported steps are a sample. `news_age` is the age of the last answer of a node.
 """
 
 from __future__ import annotations
@@ -85,10 +82,7 @@ class Monitor:
 
     @property
     def news_age(self) -> float | None:
-        """Seconds since a node last answered; None when the run is over.
-
-        The larger of two clocks counts: while a machine sleeps its steady clock may stand still.
-        """
+        """Seconds since a node last answered, by the larger of two clocks; None when the run is over."""
         steady, wall = self._heard
         return None if self.finished else max(self.clock.steady() - steady, self.clock.wall() - wall)
 
@@ -139,10 +133,7 @@ class Monitor:
         return self.head is not None and schedule.is_over(self.manifest, self.head.commit)
 
     async def _next_page(self) -> tuple[str, list[bytes]]:
-        """A node and the next records of its log. Raises RemoteError if none answers.
-
-        Nodes take turns, those that answered last time first: a single node may be cut off or lie.
-        """
+        """A node, in turns, and the next records of its log. Raises RemoteError if none answers."""
         after = -1 if self.head is None else self.head.commit.round
         answered, failed = dict[str, list[bytes]](), list[RemoteError]()
 

@@ -1,8 +1,7 @@
 """The live screen of `potluck demo` and `potluck monitor`, drawn from events (peer/ui/run_view.py).
 
-Colours suit colour-blind readers and dark and light terminals; no information is in colour alone. `NO_COLOR` is
-honoured, and an output that is not UTF-8 gets plain ASCII. A frame has exactly the requested size, 60 x 12 characters
-or more; one of fewer than 20 lines has no curve.
+No information is in colour alone. `NO_COLOR` is honoured, and an output that is not UTF-8 gets plain ASCII. A frame has
+exactly the requested size, 60 x 12 characters or more; one of fewer than 20 lines has no curve.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Formats amounts and names for people, and cleans texts of other peers.
 
-A text of another peer is cleaned once, where it enters: `cleaned` makes all texts of a value printable and short, such
-as those of an event before a screen takes it, or of a commit before it is printed.
-
-A peer's name is not unique and decides nothing. It is shown with the end of the peer's id.
+A text of another peer is cleaned once, where it enters (`cleaned`). A peer's name is not unique and decides nothing. It
+is shown with the end of the peer's id.
 """
 
 from __future__ import annotations

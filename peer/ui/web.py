@@ -1,8 +1,7 @@
 """Web server of `potluck monitor`: a page, `/state.json` and `/metrics`, for untrusted clients.
 
-It answers only GET and HEAD of these paths. Limits: 8 KiB and five seconds for a request, ten for an answer, one
-request for a connection, MOST_CONNECTIONS connections. An answer is made at most once in FRESH_SECONDS, and once in
-SAME_SECONDS if nothing has happened.
+It answers only GET and HEAD of these paths. Requests, answers and connections are limited in size, time and number. An
+answer is made at most once in FRESH_SECONDS, and once in SAME_SECONDS if nothing has happened.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Rules for the claims that a commit may carry: held-out losses and scores. Pure.
 
 A peer measures a claim, signs it and sends it to the nodes. The leader puts claims with an open place into its commit.
-One pool serves all kinds; KINDS says how they differ. protocol/ledger/run_state.py and protocol/ledger/scoring.py say
-what a claim means.
+One pool serves all kinds; KINDS says how they differ.
 """
 
 from __future__ import annotations

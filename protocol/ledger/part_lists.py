@@ -3,9 +3,8 @@
     list   msgpack [[shard, digest, size, norm], …], in canonical order of the shards, digests as 32 bytes
     root   the list's name as a blob (protocol/codec/blob_hash.py)
 
-A commit of many replicas stays small because of it, whatever the model (docs/adr/0018). An offer carries its list
-whole. Whoever has only the commit gets the list like any payload, by its name, and then its parts. How long a list may
-be follows from the model's shards, so nothing remote decides what is fetched.
+An offer carries its list whole. A reader of a commit gets the list like any payload, by its name
+(docs/adr/0018-commits-of-roots.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a volunteer keeps, writes and fetches at the end of a round. Pure; peer/node/rounds.py asks and obeys.
+"""What a peer keeps, writes and fetches at the end of a round. Pure.
 
 A restart goes on from the newest checkpoint with the payloads of every later round. Never evicted are:
 

@@ -1,4 +1,4 @@
-"""What makes a commit invalid: the only list of what an honest leader does not write. Pure.
+"""Validity rules for a commit: the only list of what an honest leader does not write. Pure.
 
 A rule is a function of the state before a commit (protocol/ledger/run_state.py) and of the commit, so every reader of
 the log can check it: voters, auditors (`potluck log verify`), peers and monitors. A rule yields reasons that complete

@@ -5,8 +5,6 @@ A stage needs `own` bytes of the device that trains and `host` bytes beside it (
     a processor, or `mps`                 one budget; all that a stage needs is its own
     a GPU with memory of its own          two budgets, each of which must be enough
     a GPU that uses the host's memory     one budget, for both together
-
-Of the host beside a GPU nothing may be known, in a plan for machines that do not exist: then it is enough.
 """
 
 from __future__ import annotations

@@ -4,12 +4,10 @@ The norms are of all that was sent. The cosines are of whole numbers in float64 
 rounded; the rest is `math.fsum`, or one rounded operation at a time in a stated order.
 
 Of a large model about TILES tiles are compared. A decoded payload is kept in two bytes an entry (`Examined`), since the
-tiles are chosen later. The work for each contribution is that of reading the entries of those tiles; for each panel of
-P contributions it is a product of matrices [P, n], n counting the places at which more than DENSE_ABOVE have an entry.
+tiles are chosen later.
 
 *Notes.* A node decodes each payload when it arrives and notes what it found, so that a verdict needs no decoding. Notes
-take about two bytes an entry (178 M parameters, 32 of 4,096 kept: 2.8 MB) and NOTES_BYTES in all: two payloads of each
-peer and shard, none of them evicted for another peer's. What is not noted is decoded again by its reader.
+take NOTES_BYTES in all: two payloads of each peer and shard. What is not noted is decoded again by its reader.
 """
 
 from __future__ import annotations

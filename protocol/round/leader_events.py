@@ -1,8 +1,7 @@
 """Events, effects, phases and transition table of a bootstrap node's view of a round (protocol/round/leader.py).
 
-Plans and verdicts take seconds where there are many peers (docs/results/planner.md). So the machine asks (MakePlan,
-Judge), another thread answers (bootstrap/background_jobs.py), and the answer returns as an event with its question, by which
-a late one is recognized. Questions are immutable.
+Plans and verdicts take seconds where there are many peers. So the machine asks (MakePlan, Judge), a thread answers
+(bootstrap/background_jobs.py), and the answer returns as an event with its question.
 """
 
 from __future__ import annotations

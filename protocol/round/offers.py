@@ -1,7 +1,6 @@
-"""Offers to the open round: admission, completeness, and what has become of each replica. Part of the leader's machine.
+"""Offers to the open round: admission, completeness, and the outcome of each replica. Part of the leader's machine.
 
-A replica is *complete*, *failed* or *pending* (protocol/round/leader.py). It is examined again only when something
-happened to one of its members, so an event costs the same time with any number of replicas.
+A replica is looked at again only when something happened to one of its members.
 """
 
 from __future__ import annotations

@@ -87,7 +87,6 @@ class Handover:
     heir: PeerId
     """The peer that trains the shard now."""
     shard: Shard
-    """Of what."""
     topk: Block
     """Entries of every 4096 in the payload (protocol/codec/sparse.py); all else of the codec is the run's."""
     blob: RunId

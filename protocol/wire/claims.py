@@ -23,7 +23,6 @@ class Evaluation:
     (docs/trust.md)."""
 
     peer: PeerId
-    """Who says so."""
     round: Round
     """After which round."""
     sequences: Count
@@ -68,7 +67,6 @@ class Score:
     (docs/trust.md)."""
 
     peer: PeerId
-    """Who says so."""
     round: Round
     """The round whose contributions they are."""
     marks: Annotated[tuple[Mark, ...], AtMost(MAX_MARKS)]

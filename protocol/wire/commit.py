@@ -30,7 +30,6 @@ class Part:
     """One shard's payload."""
 
     shard: bounds.Shard
-    """Of what."""
     digest: Digest
     """The blob's name (protocol/codec/blob_hash.py)."""
     size: bounds.Size
@@ -96,9 +95,7 @@ class LeftOut:
     """A planned replica whose work is not in the commit, and why."""
 
     replica: bounds.Count
-    """Its number."""
     reason: Annotated[str, AtMost(4096)]
-    """Why, for a reader."""
     judged: Annotated[str, AtMost(64)] | None = None
     """The name of its contribution, which was complete, where that was judged (protocol/round/judging.py)."""
     peers: Annotated[tuple[bounds.PeerId, ...], AtMost(4096)] = ()
@@ -124,7 +121,6 @@ class Commit:
     """A decided round: whose updates enter the mean, and who trains what in the next round."""
 
     run: bounds.RunId
-    """The run's id."""
     round: bounds.Round
     """The decided round; 0 decides the first plan, and who may take part."""
     parent: bounds.RunId

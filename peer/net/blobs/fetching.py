@@ -1,14 +1,12 @@
 """Fetching blobs by name: in ranges, from several holders at once, resumable, each range checked by itself.
 
-A large blob is asked of several holders, the fastest by past measurements first. Each is kept busy with as many ranges
-as its link holds and takes the next missing one, so a fast holder carries more. A holder that sends a range with a
-wrong digest is not asked for a while, one that is gone or silent is asked last, and the range is asked of another. The
-ranges are on disk (store.py), so an interrupted fetch resumes where it was. A small blob comes as a whole, with the
-answer, over a stream that is kept for the next one.
+A large blob is asked of several holders, the fastest by past measurements first. Each takes the next missing range, so
+a fast holder carries more. A holder that sends a range with a wrong digest is not asked for a while, one that is silent
+is asked last. The ranges are on disk (store.py), so an interrupted fetch resumes. A small blob comes as a whole, over a
+stream that is kept for the next one.
 
-A holder may itself be fetching the blob, and lets others wait for it. Peers that wait for each other in a circle would
-wait in vain; so one waits for another only if that one surely leads to a holder (it is being served; or a peer of
-which the same is sure named it as one that is), or comes after it in an order that differs from blob to blob.
+A holder may itself be fetching the blob, and lets others wait for it. To avoid circles a peer waits for another only if
+that one surely leads to a holder, or comes after it in an order that differs from blob to blob.
 """
 
 from __future__ import annotations
@@ -84,10 +82,7 @@ async def fetch_named(transport: Transport, peer: str, name: str, *, limit: int,
 
 
 class IdleStreams:
-    """Open streams that wait for their next use: opening one costs both peers more than a small blob does.
-
-    A stream that was closed meanwhile raises Closed when it is used.
-    """
+    """Open streams that wait for their next use. A stream that was closed meanwhile raises Closed when it is used."""
 
     def __init__(self, most: int = MAX_IDLE_STREAMS) -> None:
         self._most = most

@@ -1,7 +1,6 @@
 """Limits how many blobs are fetched at once, in turns by their owners.
 
-A blob's owner is the peer that offered it. While others wait, a fetch to which no byte comes gives its place up, and so
-does one that has had it for long, of the owner with the most of them. It resumes when its turn comes again.
+A blob's owner is the peer that offered it. While others wait, a fetch gives its place up after a while.
 """
 
 from __future__ import annotations

@@ -112,10 +112,7 @@ class Holders:
         self._silent.end(peer)
 
     def broke_promise(self, peer: str) -> None:
-        """Notes that `peer` had us wait for a blob that did not come soon.
-
-        If it does so repeatedly it is asked last, longer each time, and not at all where others only named it.
-        """
+        """Notes that `peer` had us wait for a blob that did not come soon; after several it is asked last."""
         self._broken.begin(peer, now())
 
     def breaks_promises(self, peer: str) -> bool:

@@ -5,11 +5,8 @@
     FOLDER/parts/<name>.leaves  the digests of its ranges
     FOLDER/<name>.leaves        the same of a blob of which a store has some ranges only (peer/corpus/cache.py)
 
-A blob becomes visible only when it is whole, checked and durable (write, fsync, rename, fsync of the folder). The
-ranges in a part file are those whose digest is right, so a fetch resumes after any kill.
-
-A store with a limit evicts unprotected blobs when space is needed, oldest rounds first. Protected blobs are kept even
-above the limit.
+A blob becomes visible only when it is whole, checked and durable. The ranges in a part file are those whose digest is
+right, so a fetch resumes after any kill. A store with a limit evicts unprotected blobs, oldest rounds first.
 """
 
 from __future__ import annotations
