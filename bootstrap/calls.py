@@ -132,7 +132,6 @@ class DecreeHandler:
         return decree.number < access.decrees_after(self._leader.head)
 
     def _why_not(self, decree: Decree) -> str | None:
-        """Returns why the decree cannot come next, as far as this node knows."""
         manifest, head = self._leader.manifest, self._leader.head
         if decree.schedule is not None:
             return schedule.why_not(manifest, head, decree.schedule)

@@ -119,7 +119,6 @@ class EventQueue(Generic[T]):
 
 POLL_SECONDS = 1.0
 RELAY_REPORT_SECONDS = 60.0
-"""Interval of the `Relayed` events, while anything is relayed."""
 PLAN_RETRY_SECONDS, JUDGE_RETRY_SECONDS = 5.0, 1.0
 """Pause before a failed plan or scoring is tried again, for example until a missing payload has arrived."""
 ANNOUNCEMENTS_PER_SECOND, ANNOUNCEMENT_BURST = 200.0, 1000.0

@@ -206,7 +206,6 @@ class Operators:
             await self.follow()
 
     async def _read(self, node: str) -> bool:
-        """Checks one page of `node`'s log. Returns whether it had any records. Raises RemoteError."""
         head = self.head
         found = await log_page(self._transport, node, -1 if head is None else head.round)
         for raw in found:

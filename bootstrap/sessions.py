@@ -29,9 +29,7 @@ from protocol.wire.encoding import Message
 from protocol.wire.session import Hello, NotAdmitted, Offered
 
 MAX_HELLO_BYTES = 2048
-"""Of a Hello with the longest invitation."""
 MAX_MESSAGE_BYTES = 64 * 1024
-"""Of a session's message, besides a list of all the model's parts or digests."""
 MESSAGES = Rate(50.0, 100.0)
 """Messages of one session: a dozen a round, and heartbeats."""
 ROUNDS_PER_SECOND = 10.0
@@ -43,11 +41,9 @@ RECORDS = Rate(1000.0, 4096.0)
 FLOOD_SECONDS, FLOOD_MESSAGES, PAUSE_SECONDS = 10.0, 100, 0.002
 """A session floods after so many messages in a row, over so long, without a pause between two of them."""
 OUTBOX = 1024
-"""Most messages queued for one peer; further ones are dropped."""
 OFFER_PAUSE_SECONDS = 0.005
 """For each session; sending one message to one takes about 50 microseconds."""
 MAX_SHARES = 4096
-"""Most shares in one Offered message."""
 WAITS = "it is invited, and comes in with the next commit"
 TOO_MANY = "it is invited, but too many wait to come in; it asks again"
 

@@ -490,7 +490,6 @@ OfPeer = (
     | Finished | Violation | Warning
 )  # fmt: skip
 Body = OfNode | OfPeer
-"""All kinds."""
 
 
 def kind_of(body: type[Body]) -> str:
@@ -499,7 +498,6 @@ def kind_of(body: type[Body]) -> str:
 
 
 KINDS: dict[str, type[Body]] = {kind_of(body): body for body in typing.get_args(Body)}
-"""The classes by their JSON names."""
 
 
 @dataclass(frozen=True, slots=True)

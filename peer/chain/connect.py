@@ -30,7 +30,6 @@ from protocol.wire.plan import Plan
 APART_SECONDS, MOST_APART_SECONDS = 600.0, 6 * 3600.0
 """How long a peer counts as apart the first time, and at most."""
 REMEMBERED = 4 * MOST_APART
-"""Peers whose failures are remembered."""
 MAX_EARLY_PIPES, MAX_EARLY_OF_A_PEER = 64, 4
 """Pipes of all peers and of one that wait for a chain that we do not know yet: a neighbour may be ahead of us. A
 neighbour in our plan needs none of these places, and dials until then."""
@@ -200,7 +199,6 @@ class PipelineStreams:
         return pipe
 
     async def _open(self, peer: str, hello: PipeHello) -> Stream:
-        """A pipe of all stripes. Raises RemoteError."""
         streams: dict[int, Stream] = {}
 
         async def open(stripe: int) -> None:

@@ -47,7 +47,6 @@ TRIPS, GAPS = 4, 3
 CLOCK_STEPS = 4
 """Steps whose smallest delay counts; clocks drift apart in the long run."""
 RECENT = 64
-"""Silences that are remembered, of half a minute or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,6 @@ from protocol.wire.framing import MAX_FRAME
 RMS_EVERY = 8
 MEAN_FRAMES = 64
 MOST_BOUNDARIES = 16
-"""Boundaries with statistics; the oldest is forgotten first."""
 
 
 class Measure(NamedTuple):
@@ -253,7 +252,6 @@ class Neighbours:
             raise LocalError(f"training: {error}; the run's learning rate may be too high") from error
 
     def _decode(self, kind: int, body: memoryview) -> Awaitable[Decoded]:
-        """Begins to decode."""
         spec, screen = self._spec, self.screens.get(kind)
         what = spec.shape, spec.wires[kind], spec.device, spec.form
         nth, self._decoded[kind] = self._decoded[kind], self._decoded[kind] + 1

@@ -210,7 +210,6 @@ class _Run:
     # --- micro-batches
 
     async def _micro_batches(self, step: int) -> None:
-        """Every micro-batch forward and backward."""
         near, previous, following, count = self.near, self.near.previous, self.near.following, self.train.micro_batches
         ended, prepared = {FORWARD: 0, BACKWARD: 0}, {FORWARD: 0, BACKWARD: 0}
 

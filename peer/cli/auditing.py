@@ -21,7 +21,6 @@ from protocol.errors import PotluckError
 from protocol.identity import short_peer
 
 FOLDER = "audit"
-"""The auditor's folder in the node's."""
 RESTART_SECONDS = 5.0
 LINE_BYTES = 1 << 20
 LOCAL_BPS = 10**9

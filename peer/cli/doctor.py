@@ -46,15 +46,12 @@ from protocol.wire.announcement import VERSION, Announcement
 GOOD, WARNING, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
 MARKS = {GOOD: "✓", WARNING: "!", BAD: "✗", UNKNOWN: "?"}
 MACHINE_STEPS = ("python", "torch", "open files", "memory", "port", "disk")
-"""Checks of the machine, in order."""
 RUN_STEPS = ("run", "reach", "clock", "line", "speed", "role")
-"""Checks of its place in a run, after the former."""
 OPTIONAL_STEPS = ("speed", "role")
 """Joining works without them."""
 WITHIN_SECONDS = 45.0
 """Default time limit. With GRACE_SECONDS and the start of the command it is less than a minute."""
 GRACE_SECONDS = 5.0
-"""Time for the checks to end after the limit, before they are killed."""
 OUT_OF_TIME = 75
 """Exit code of the checks when their time is over."""
 LONGER_SECONDS = 300

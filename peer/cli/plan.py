@@ -328,7 +328,6 @@ def part_lines(known: Known, announced: Announcement) -> Iterator[str]:
 # --- plans as text
 
 MOST_SPARES = 20
-"""Spares with a line each."""
 
 
 def plan_lines(

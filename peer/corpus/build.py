@@ -51,7 +51,6 @@ from protocol.run.corpus import CHUNKS, INDEX, TOKENIZER, CorpusIndex
 REPORT = "report.json"
 """In a corpus's folder; the digest does not depend on it."""
 MAX_SHOWN = 20
-"""Files that are named on the screen."""
 _KINDS = {
     "text": "text, one document",
     "jsonl": "JSON lines",
@@ -321,7 +320,6 @@ def _finish(
     say: Callable[[str], None],
     stop: threading.Event,
 ) -> CorpusIndex:
-    """Writes the chunks. Returns their index."""
     counts = _total(found)
     length, tokens = request.sequence, counts.n_tokens
     dtype = np.dtype(f"<u{corpus.id_bytes(vocab_size)}")

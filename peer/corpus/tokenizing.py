@@ -121,7 +121,6 @@ def _send(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _receive(pipe: IO[bytes]) -> bytes:
-    """The next message; empty where there is none."""
     head = pipe.read(_LENGTH)
     return pipe.read(int.from_bytes(head, "little")) if len(head) == _LENGTH else b""
 

@@ -34,7 +34,6 @@ _SIZES = {
     "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps",
 }
-"""A ModelSpec's field -> what transformers calls it."""
 _ROPE = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),

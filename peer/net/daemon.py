@@ -405,7 +405,6 @@ PASSING = ("no answer in time", "could not be reached a moment ago")
 
 
 def _reason(text: str) -> str:
-    """Shortens the daemon's error."""
     for known, said in _REASONS:
         if known in text:
             return said

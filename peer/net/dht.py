@@ -42,9 +42,7 @@ from protocol.identity import short_peer
 from protocol.wire.framing import FrameError, unpack_message
 
 DHT_SECONDS = 20.0
-"""Deadline of one store or get as a whole."""
 RPC_SECONDS = 4.0
-"""Deadline of one request of the DHT to one peer."""
 PINGS = 5
 """How often a node is pinged before we give up joining the DHT through it."""
 RETRY_SECONDS = 0.5
@@ -56,7 +54,6 @@ MOST_RECORDS = 512
 """Under one key. Of more, preferred ones are kept, and a random part of the others: a stranger may make many names, but
 cannot choose which stay."""
 MOST_KEYS = 16
-"""In one request; hivemind asks for one."""
 _SUBKEY_BYTES = 128
 _RECORD_BYTES = _SUBKEY_BYTES + 16
 """Of a record in an answer, besides its value, at most."""

@@ -29,9 +29,8 @@ from protocol.wire.plan import Plan
 T = TypeVar("T")
 
 DIAL_SECONDS = 10.0
-"""A dialled peer has so long to answer."""
 FIRST_SECONDS = 3.0
-"""The same without its announcement; then that is looked for, as it may have moved."""
+"""DIAL_SECONDS of a peer without an announcement, which is looked for then."""
 FIND_SECONDS = 5.0
 """Longest search for the announcement of a peer that did not answer; then it is dialled again."""
 SEEK_SECONDS, SEEK_LONGEST_SECONDS = 1.0, 15.0
@@ -267,7 +266,6 @@ LOOK_SECONDS = 2.0
 CIRCUITS = 4
 """Most announced addresses through libp2p's relays: they carry signals only, and a record is short."""
 DIALS = 32
-"""Peers that are dialled at once after our addresses have changed."""
 SAMPLE = 32
 """Approximate number of peers in the DHT: each store makes the five keepers of the key send all of it, 10 kB/s."""
 

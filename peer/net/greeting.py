@@ -65,7 +65,6 @@ async def is_given(host: str, port: int) -> bool:
 
 
 LOOK_SECONDS = 5.0
-"""That the resolver may take."""
 _FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
 

@@ -34,11 +34,8 @@ OPENED: Mapping[str, Rate] = {
 """Streams that one peer opens, by name. A newcomer fetches thousands of payloads from a node, a pipe has 16 streams."""
 OPENED_ELSE = Rate(10, 200)
 CALLS = Rate(20, 400)
-"""DHT requests of one peer."""
 RENAMED = Rate(1 / 30, 4)
-"""Changes of one peer's DHT node id."""
 OFFENCES = Rate(1.0, 32.0)
-"""Offences of one peer: what an honest one does seldom or never."""
 COUNTED_ELSEWHERE = frozenset({endpoints.RELAYED})
 """Streams that our relays carry for peers that are identified, and counted, later."""
 OF_AN_ADDRESS = Rate(500.0, 250.0)
@@ -48,7 +45,6 @@ TURNS_TO_OPEN = 2.0
 UNCOUNTED = frozenset({endpoints.PIPE, endpoints.RELAY, endpoints.BANDWIDTH})
 """Streams whose frames take no turns, as they have limits of their own."""
 MAX_ADDRESSES = 4096
-"""Addresses whose turns are remembered."""
 _ANY = 1e-6
 """Turns that must be left for the next one to begin."""
 
@@ -86,8 +82,6 @@ class Abortable(Protocol):
 
 @dataclass(slots=True)
 class _Peer:
-    """A peer with open streams."""
-
     address: str
     streams: dict[Abortable, None] = field(default_factory=dict)
     silent: set[Abortable] = field(default_factory=set)

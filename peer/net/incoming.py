@@ -20,13 +20,10 @@ from peer.net.guests import Abortable
 BACKLOG = 4096
 """Streams that wait until our loop accepts them; the system may allow fewer (net.core.somaxconn)."""
 MAX_ACCEPTED = 8
-"""Streams that are accepted between two turns of the loop."""
 MAX_HEAD_BYTES = 1024
-"""Of what the daemon writes first: a peer id, an address and a name."""
 RETRY_SECONDS = (0.0005, 0.005, 0.05, 0.5, 5.0)
 """Until we look again for what the daemon has not written yet; then the stream is given up."""
 FULL_SECONDS = 1.0
-"""Pause without a free descriptor in this process."""
 MAX_EXPELLED = 64
 """Peers whose connections are being ended; others are ended when they come again."""
 

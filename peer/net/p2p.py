@@ -48,7 +48,6 @@ from protocol.identity import short_peer
 MOVED_SECONDS = 2.0
 """A peer has so long to answer after we lost an address: its connection is on another address, or dead."""
 MAX_SEEN = 4096
-"""Peers whose last address is remembered."""
 PUNCH_SECONDS = 0.25
 """Interval of the checks whether a router's hole was punched."""
 LIST_SECONDS, SETTLED_SECONDS = 10.0, 30.0
@@ -58,7 +57,6 @@ SILENT_SECONDS = 5.0
 SAYS_NOTHING = "opens streams, says nothing, and closes them"
 SIGNALS_ONLY = "its router lets nobody in, and there is no hole in it yet"
 MAX_CHECKS = 32
-"""Peers that are pinged at once."""
 
 
 class P2PTransport(Endpoint):

@@ -35,12 +35,10 @@ from protocol.wire.announcement import MOST_PORTS, Dialled, DialMe
 
 ANSWER_SECONDS = 10.0
 MOST_ANSWERED = 1024
-"""Bytes."""
 MOST_ASKED = 3
 AGAIN_SECONDS = 1800.0
-"""Interval of the checks."""
 UNKNOWN_SECONDS = 60.0
-"""The same while the result is empty."""
+"""AGAIN_SECONDS while the result is empty."""
 MOST_FOUND = 2
 """Most announced addresses of a finding."""
 

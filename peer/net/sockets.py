@@ -18,7 +18,6 @@ from protocol.errors import UsageError
 
 FOLDER = "potluck-net-"
 LOCK = "lock"
-"""In such a folder: locked by the process whose daemon it is."""
 OTHER_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 """Places for sockets, if the folder for temporary files has a long path, or a disk without sockets."""
 FOLDER_PATH_MAX = 48

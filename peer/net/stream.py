@@ -19,11 +19,9 @@ from protocol.wire.framing import MAX_FRAME, FrameError, FrameReader
 
 SLOW_BYTES_PER_SECOND = 125_000.0
 PING_SECONDS = 1.0
-"""Least time between two pings of one peer."""
 MAX_QUEUE_SECONDS = 30.0
 """Longest time allowed for sent bytes to drain; by then libp2p notices a dead connection itself."""
 CHUNK = 256 * 1024
-"""Bytes written or read at once."""
 NONSENSE_OFFENCES = 4.0
 """Offences that a malformed message counts as."""
 LOGGED_FAILURES = Rate(0.1, 20.0)

@@ -24,15 +24,12 @@ from protocol.wire.commit import Commit
 PAGE_SECONDS = 30.0
 """For a page of a MiB on a slow line."""
 PROGRESS_SECONDS = 2.0
-"""Between two reports."""
 AT_ONCE_ROUNDS = 128
 """The most rounds that are folded in one step of the event loop. A longer log is folded in pieces of PIECE_ROUNDS."""
 PIECE_ROUNDS = 4
 """Of 16 replicas: about 10 ms of one core."""
 PAUSE_SECONDS = 0.1
-"""Between two pieces."""
 REPORTED = 3
-"""Violations of one commit that are reported."""
 
 
 class LogReader:

@@ -22,7 +22,6 @@ CALM_CPU, CALM_GPU = 0.25, 0.1
 """Shares below which it is calm, after CALM_SECONDS: a game that loads a level is not over."""
 BUSY_SECONDS, CALM_SECONDS = 10.0, 120.0
 SMI_SECONDS = 20.0
-"""Timeout of nvidia-smi."""
 
 
 @dataclass(frozen=True, slots=True)

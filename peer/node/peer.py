@@ -358,7 +358,6 @@ class Peer:
             write_rates(self._storage.disk, self._config.folder, self._link.found, interface_hosts(), wall)
 
     def _carries(self) -> None:
-        """Announces the rates of our line."""
         self._directory.update(up_bps=self._link.up_bps, down_bps=self._link.down_bps)
         if self.rounds is not None:
             self.rounds.set_uplink(self._link.up_bps)

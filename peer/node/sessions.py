@@ -41,11 +41,9 @@ RETRY_SECONDS = (0.5, 10.0)
 LAST_WORD_SECONDS = 1.0
 """For a node's reason after it has ended the stream."""
 LEAVE_SECONDS = 2.0
-"""For the sending of Leave."""
 FIND_SECONDS = 5.0
 """For a node to name the operators; a node from the command line may be gone for good."""
 LOST_SECONDS = 10.0
-"""Between two searches for operators without a session."""
 OUTBOX_MESSAGES = 256
 
 OnMessage = Callable[[Message | Record], Awaitable[None]]
@@ -104,7 +102,6 @@ class Refusals:
         return len(set(final) & set(members)) >= votes_needed(len(members))
 
     async def _read_log(self) -> bool:
-        """Reads new commits. Whether a node had them to the end."""
         for node in self._network.directory.operators:
             try:
                 after = -1 if self._head is None else self._head.round
@@ -118,7 +115,6 @@ class Refusals:
         return False
 
     def _raise_if_kept_out(self) -> None:
-        """Raises BannedError, ClosedError."""
         peer, wall = self._network.transport.peer_id, self._network.clock.wall()
         if self._access.why_not(peer) is None:
             return  # the nodes do not know the newest decree yet
@@ -134,7 +130,6 @@ class Refusals:
         )
 
     def _raise_for_version(self) -> None:
-        """Raises UsageError."""
         other = next(word.version for word in self._by.values() if word.version)
         if other != VERSION:
             way = "older" if other < VERSION else "newer"
@@ -301,7 +296,6 @@ class Sessions:
                 await on_message(message)
 
     def _warn_if_stalled(self, node: str, beat: Heartbeat) -> None:
-        """Warns once that no round is decided."""
         if beat.phase != "stalled":
             self._stalled.discard(node)
         elif node not in self._stalled:

@@ -39,7 +39,6 @@ MOST_GIVERS = 4096
 """Entries of the note of what was added; beyond them no new giver is accepted."""
 
 Work = Callable[..., Awaitable[object]]
-"""Runs a function on the thread that changes the feedback."""
 
 
 class Giving:
@@ -131,7 +130,6 @@ class Giving:
             return  # they are on disk: the next start goes on
 
     async def _handle_answers(self) -> bool:
-        """Whether there were any."""
         answers, self._answers = self._answers, {}
         for serial, answer in sorted(answers.items()):
             if serial in self.open:

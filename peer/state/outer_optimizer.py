@@ -216,7 +216,6 @@ def _norm(sent: Sequence[Sparse]) -> float:
 
 
 def _blocks(array: Array) -> Iterator[Array]:
-    """The elements of a contiguous array in blocks."""
     flat = array.reshape(-1)
     return (flat[here] for here in _spans(flat.size))
 

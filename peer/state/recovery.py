@@ -42,13 +42,10 @@ class Base:
 
 
 NEAR_ROUNDS = NEWEST - 1
-"""Newest rounds that are looked at one by one."""
 PREFETCHED_ROUNDS = 16
-"""Rounds whose payloads come while the state does."""
 AGAIN_COST = 8.0
 """The most bytes for a shard that is computed again, in units of its own bytes."""
 PROGRESS_SECONDS = 5.0
-"""Between two reports."""
 
 
 class _Progress:
@@ -194,7 +191,6 @@ class Recovery:
         return sorted(found, key=lambda base: (base.cost, -base.round))
 
     async def _find_bases(self, shards: Sequence[str], round: int) -> dict[str, list[Base]]:
-        """`bases` of each shard."""
         spec = self.manifest.model
         ask = any(2 * self.bases(shard, round, {})[0].cost > layout.shard_bytes(spec, shard) for shard in shards)
         holders = await self._exchange.holders() if ask else {}
@@ -327,7 +323,6 @@ class WarmUp:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _work(self, shards: tuple[str, ...]) -> None:
-        """Raises LocalError."""
         try:
             self._round = self._applied()
             target = await self._recovery.build_copy(shards, self._round)

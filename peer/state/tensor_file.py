@@ -21,7 +21,6 @@ from protocol.codec.topk import Empty, in_memory
 
 Array = NDArray[np.float32]
 PIECE = 1 << 20
-"""Bytes that are read at once."""
 
 
 class Damaged(ValueError):

@@ -280,7 +280,6 @@ def _is_of_host(error: BaseException) -> bool:
 
 
 def _roots(error: BaseException) -> list[BaseException]:
-    """The causes of an error or of an error group."""
     if isinstance(error, BaseExceptionGroup):
         return [root for one in error.exceptions for root in _roots(one)]
     return [error] if error.__cause__ is None else _roots(error.__cause__)

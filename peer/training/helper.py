@@ -1,6 +1,6 @@
 """A helper process: trains on a further device of a peer's machine, as the peer's process orders, and ends with it.
 
-`python -m peer.training.helper FD` is started by peer/training/helpers.py, with its end of a pair of sockets. It holds
+`python -m peer.training.helper FD` is started by peer/training/several_devices.py, with its end of a pair of sockets. It holds
 the parameters and the optimizer's state of a full replica and takes the same steps.
 """
 

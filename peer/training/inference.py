@@ -111,7 +111,6 @@ class Measured:
         self._stage = _guarded(lambda: load(spec, theta, wanted))
 
     def __call__(self, windows: NDArray[np.int64]) -> float:
-        """`nats` of windows [n, L + 1]."""
         return _guarded(lambda: nats(self._stage, windows))
 
     @contextlib.contextmanager

@@ -31,7 +31,6 @@ from torch.nn import functional
 from protocol.codec import subspace
 
 ROWS = 1 << 12
-"""Rows of the embedding in one step of the work."""
 _T_PERP_SHARE = 0.05
 """Of a device's free memory that T_perp may take."""
 

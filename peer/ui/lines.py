@@ -33,7 +33,6 @@ from protocol.wire.commit import Commit
 from protocol.wire.decree import Decree
 
 MARKS = {"info": "·", "good": "✓", "warning": "!", "error": "✗"}
-"""First character of a line, by level."""
 _ASCII = str.maketrans({
     "◄": "<", "←": "<",
     "·": "-", "✓": "+", "✗": "x", "…": "~", "×": "x", "−": "-", "█": "#", "░": ".", "●": "*", "○": "o",

@@ -33,19 +33,14 @@ from protocol.wire.schema import extend
 
 POLL_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 5.0
-"""Longest interval of polls while no node answers."""
 PEERS_A_POLL = 25
 """With N times as many peers, announcements are read every Nth poll: verifying them is a monitor's main cost."""
 MOST_POLLS = 60
-"""Longest interval of reading announcements, in polls."""
 COMPARE_POLLS = 10
 """Interval of comparing the newest commit with another operator's, in polls."""
 COMPARE_SECONDS = 2.0
-"""Limit for that comparison; the log waits for it."""
 NEWS = ("phase", "round", "step", "loss", "bytes_sent", "bytes_written", "refused", "chain")
-"""Fields of an announcement whose changes are reported."""
 ROUND_SECONDS = 0.25
-"""Duration of a round in a replay."""
 
 
 class BadLog(RemoteError):
@@ -158,7 +153,6 @@ class Monitor:
         return next(iter(answered.items()))
 
     def _take_page(self, node: str, records: list[bytes], sink: Sink) -> None:
-        """Checks and reports records. Raises BadLog."""
         for raw in records:
             before = None if self.head is None else self.head.commit
             self._members = self.manifest.first_members if before is None else before.members

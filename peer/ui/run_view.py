@@ -33,16 +33,13 @@ MOST_PEERS = 20_000
 MOST_ROUNDS = 4_000
 """Rounds, and states with a held-out loss; beyond, every second one is dropped."""
 RECENT_ROUNDS = 60
-"""Rounds kept with their left-out replicas."""
 PACE_ROUNDS = 5
 """Rounds of the present speed and of the remaining time."""
 MOST_EVALUATIONS = 32
 """Of one state."""
 MOST_FORKS = 5
 MOST_LEFT_OUT = 5
-"""Named replicas of a round."""
 NODE_SOURCE = "bootstrap"
-"""Source of a bootstrap node's own events."""
 WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
 """Marks of a chain's bottleneck in tables, in the row of its stage."""
 LEGEND = "◄ its chain waits for it; → ← for the link to it"

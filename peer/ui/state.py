@@ -23,7 +23,6 @@ from protocol.wire.commit import votes_needed
 from protocol.wire.schema import plain
 
 MOST_POINTS = 300
-"""Points of a chart."""
 MOST_PEERS = 600
 MOST_REPLICAS = 600
 MOST_CONTRIBUTORS = 200

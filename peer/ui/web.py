@@ -27,7 +27,6 @@ from protocol.errors import UsageError
 PAGE = Path(__file__).parent.parent / "assets" / "monitor.html"
 MOST_CONNECTIONS = 64
 REQUEST_BYTES = 8 * 1024
-"""Most of a request's line and headers."""
 REQUEST_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
 FRESH_SECONDS, SAME_SECONDS = 2.0, 10.0
@@ -103,8 +102,6 @@ Paths = Mapping[str, Callable[[], Answer]]
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Handles the one request of a connection."""
-
     server: Server
     server_version, sys_version = "potluck", ""
 

@@ -22,9 +22,7 @@ _LANE_STD = math.sqrt(4 * (65_536**2 - 1) / 12)
 _WORDS = 4  # of a counter
 _EVEN_LANES, _LANE = np.uint64(0x0000_FFFF_0000_FFFF), np.uint64(16)
 BLOCK = 1 << 13
-"""Numbers that are made at a time: they stay in the processor's cache."""
 PART = 1 << 20
-"""Numbers that a thread makes before it takes the next ones."""
 
 
 def _philox(seed: bytes, name: str, first: int = 0) -> np.random.Philox:

@@ -30,7 +30,6 @@ from protocol.wire.decree import ADMIT, BAN, CLOSE, MAX_JOINED, OPEN, SET, Decre
 from protocol.wire.schema import SchemaError, build
 
 LONGEST_TICKET = 1024
-"""Characters of one in a line."""
 
 
 def certificate_body(invitation: Invitation) -> bytes:

@@ -69,7 +69,6 @@ class Credits:
         return self._of.setdefault(peer, Credit(peer))
 
     def _parts(self, contribution: Contribution) -> Iterator[tuple[str, int]]:
-        """(member, its tokens)."""
         peers = contribution.peers
         spec = self._plan.taken(contribution.replica, peers, self._layers) if self._plan is not None else None
         ends = [stage.last for stage in spec.stages] if spec is not None else []

@@ -27,7 +27,6 @@ from protocol.wire.schema import SchemaError, build, packed
 
 Parts = tuple[Part, ...]
 Lists = Mapping[str, Parts]
-"""Root -> the parts of its list."""
 
 
 class BadList(PotluckError):
@@ -74,15 +73,11 @@ def total(norms: Iterator[float] | Sequence[float]) -> float:
         return math.inf
 
 
+@functools.lru_cache(maxsize=64)
 def longest(manifest: Manifest) -> int:
     """The most bytes that a list of this run can have."""
-    return _longest(manifest.model)
-
-
-@functools.lru_cache(maxsize=64)
-def _longest(model: layout.ModelSpec) -> int:
-    digest, most = "f" * 64, blob_hash.MAX_BLOB_BYTES
-    return len(pack(tuple(Part(shard=s, digest=digest, size=most, norm=0.1) for s in layout.shard_names(model))))
+    digest, most, shards = "f" * 64, blob_hash.MAX_BLOB_BYTES, layout.shard_names(manifest.model)
+    return len(pack(tuple(Part(shard=shard, digest=digest, size=most, norm=0.1) for shard in shards)))
 
 
 def may_be_fetched(manifest: Manifest, share: Share) -> bool:

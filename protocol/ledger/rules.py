@@ -324,7 +324,6 @@ def _work(state: RunState, commit: Commit) -> Iterator[tuple[Contribution, Repli
 
 
 def _are_members(state: RunState, spec: ReplicaSpec, contribution: Contribution) -> bool:
-    """Whether the replica may have had these members."""
     if contribution.peers == spec.peers:
         return True
     return state.plan is not None and spec.is_chain and state.plan.allows(spec, contribution.peers)
@@ -394,4 +393,3 @@ RULES: tuple[Rule, ...] = (
     numbers_are_new,
     text_is_given_once,
 )
-"""All rules, cheapest and most fundamental first."""

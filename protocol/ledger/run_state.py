@@ -81,7 +81,6 @@ def evaluators(manifest: Manifest, commit: Commit) -> tuple[str, ...]:
 
 
 MEDIANS_KEPT = 8
-"""Rounds with contributions whose median update norms the state has."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,6 @@ ENOUGH_EVIDENCE = 8.0
 FAR_MARK = 0.5
 MISSES = 4.0
 MUTE_ROUNDS = 64
-"""Rounds."""
 REMEMBERED_PEERS = 20_000
 """Peers; those who were scored longest ago are forgotten."""
 SLOWEST_COMPARED = 0.5

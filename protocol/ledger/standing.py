@@ -42,7 +42,6 @@ GAIN = 1 / 16
 """Of a reputation, that a round of work gives back."""
 FLOOR = 1 / 8
 REST_ROUNDS = 64
-"""Rounds."""
 RETURNING = 1 / 2
 
 
@@ -142,7 +141,6 @@ class Standing:
 
     @functools.cached_property
     def _busy(self) -> frozenset[str]:
-        """The members of the plan's replicas."""
         return frozenset(peer for replica in self._replicas.values() for peer in replica.peers)
 
     def spec_of(self, number: int, peers: tuple[str, ...]) -> ReplicaSpec | None:

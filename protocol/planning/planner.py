@@ -25,7 +25,6 @@ from protocol.run.manifest import Manifest
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
 FORMING_ROUNDS = 16
-"""A change that has not begun after so many rounds is given up."""
 
 Holds = Callable[[StageSpec], bool]
 """Whether a stage's peer has attested all shards that the stage needs."""

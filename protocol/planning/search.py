@@ -175,7 +175,6 @@ KEYS = 5
 CUTS = (4, 7, 3, 2)
 """Into how many units a replica is cut at most, pass by pass."""
 BATCH = 60_000
-"""Rows that are rated at once, for the sake of memory."""
 
 Group = tuple[int, ...]
 """Members of a replica in the order of their stages, by their numbers in the swarm."""

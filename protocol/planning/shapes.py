@@ -23,7 +23,6 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 
 FIRST, MIDDLE, LAST, WHOLE = range(4)
-"""Kinds of a stage."""
 IN_MEMORY, IN_FILES, CARD, SHARED = range(4)
 """Kinds of memory: a processor's, with its state in files, a GPU's own, the host's used by a GPU."""
 

@@ -106,7 +106,6 @@ class Accusations:
         return dataclasses.replace(candidate, apart=tuple(sorted(apart)), presence=presence, alone=alone)
 
     def _look(self) -> None:
-        """Who quarrels with whom, and who is out."""
         self._with = {}
         for one, other in self._until:
             self._with.setdefault(one, set()).add(other)

@@ -31,7 +31,6 @@ from protocol.wire.commit import Part
 TILES = 4096
 """Tiles of a model that are compared, about."""
 BLOCK = 1 << 16
-"""Places of entries that are compared at a time, or values."""
 DENSE_ABOVE = 4
 """Rows with an entry at one place, up to which these are multiplied pair by pair."""
 OVERHEAD_BYTES = 512
@@ -41,7 +40,6 @@ UNIT = 2.0**25
 NORM_TOLERANCE = 1e-6
 """Relative, of a norm that is said: its sender may have added up the squares in another order."""
 SUMMED_AT_ONCE = 1 << 18
-"""Squares that are added up at a time."""
 
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
@@ -243,7 +241,6 @@ class _Chosen:
         self._at, self._codes, self._corners = map(np.concatenate, (at, codes, corners))
 
     def _add_block(self, start: int, entries: int, place: int, places: int) -> None:
-        """Joins the last block, if that is small."""
         if self.blocks and self.blocks[-1][2] + places <= BLOCK:
             before, first, size = self.blocks[-1]
             self.blocks[-1] = slice(before.start, start + entries), first, size + places
@@ -311,7 +308,6 @@ def chosen_tiles(seed: bytes, name: str, tiles: int, one_of: int) -> Places:
 NOTES_BYTES = 256 << 20
 """Bytes; two rounds of 47 replicas with 178 M parameters."""
 NOTES_PER_PEER = 2
-"""Payloads of one peer and shard."""
 
 
 class Notes:

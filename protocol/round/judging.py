@@ -43,7 +43,6 @@ TOO_MUCH = 2.5
 SURE_DEVIATIONS, CHANCE_DEVIATIONS = 3.0, 8.0
 """Least agreement of most updates, and of a deviation from it, in standard deviations of unrelated ones."""
 PANEL = 32
-"""Contributions that are compared with each other, about."""
 
 
 Lookup = Callable[[str, Part, Callable[[], Examined]], Examined]

@@ -161,7 +161,6 @@ class ReplicaStates:
         return sum([self._enter(replica, judge(replica), waited) for replica in todo]) > 0
 
     def _enter(self, replica: ReplicaSpec, found: Contribution | str | None, waited: float) -> bool:
-        """Whether that is news."""
         number = replica.number
         before = self.complete.get(number) or self.failed.get(number)
         if before == found and (before is not None or number in self.pending):

@@ -27,7 +27,6 @@ MAX_TIME = 2.0**34
 """Unix seconds, in the year 2514: every clock and calendar can show it."""
 
 MAX_PROBATION = 1000
-"""Rounds."""
 MAX_SESSIONS = 65_536
 LEAST_SHARE = 0.001
 
@@ -48,9 +47,7 @@ Slot = Annotated[int, Within(0, 2**62)]
 Block = Annotated[int, Within(0, 4096)]
 """A number of the model's blocks, or the one after the last."""
 Rate = Annotated[int, Within(0, 10**13)]
-"""Bits a second."""
 Memory = Annotated[int, Within(0, 2**50)]
-"""Bytes of a machine's memory."""
 Seconds = Annotated[float, Within(0.0, 2.0**31)]
 Port = Annotated[int, Within(1, 65535)]
 Loss = Annotated[float, Within(0.0, MAX_LOSS)]
@@ -84,7 +81,6 @@ Word = Annotated[str, AtMost(48)]
 Name = Annotated[str, AtMost(64)]
 """What a peer wants to be called; screens show less of it (peer/ui/text.py)."""
 Reason = Annotated[str, Cut(400)]
-"""Why, for a reader."""
 Signature = Annotated[bytes, AtMost(64)]
 Sealed = Annotated[bytes, AtMost(4096)]
 """A sealed announcement: as long as a record of the DHT may be."""

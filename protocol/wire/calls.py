@@ -15,7 +15,6 @@ from protocol.wire.schema import AtMost, SchemaError, build, packed, row
 
 T = TypeVar("T")
 MOST_STATES = 256
-"""Rounds of one answer."""
 
 
 @row
@@ -60,7 +59,6 @@ class PipeHello:
 
 
 CALLS = (States, MomentsRequest, MomentsAnswer, PipeHello)
-"""All of them."""
 
 
 def read(cls: type[T], raw: bytes, peer: str, what: str) -> T:

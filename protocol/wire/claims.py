@@ -45,7 +45,6 @@ def evaluation_body(domain: bytes, of: str, said: Evaluation) -> bytes:
 
 
 MAX_MARKS = 8
-"""That one peer gives in one round."""
 
 
 @row

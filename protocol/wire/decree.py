@@ -138,7 +138,6 @@ MOST_GUESTS = 1000
 """Of one invitation."""
 LONGEST_NOTE = 64
 MAX_JOINED = 16
-"""Of one commit; the others come with the next."""
 
 
 @row

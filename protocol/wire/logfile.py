@@ -14,7 +14,6 @@ from typing import BinaryIO
 from protocol.errors import UsageError
 
 LOG = "log"
-"""The log's name in the folder of a bootstrap node."""
 MANIFEST = "manifest.json"
 """The name of the run's manifest in that folder, so that the folder can be verified by itself."""
 

@@ -24,7 +24,6 @@ NAME = b"Noise_XX_25519_ChaChaPoly_SHA256"
 KEY = 32
 TAG = 16
 MAX_MESSAGE = 65535
-"""Bytes of a message, a handshake's or a later one."""
 _MESSAGES = (("e",), ("e", "ee", "s", "es"), ("s", "se"))
 _LAST_NONCE = 2**64 - 2
 

@@ -43,7 +43,6 @@ SPREAD_SECONDS = 300.0
 """How long after the last request for a blob we remember who got it."""
 SPREAD_BLOBS = 4096
 NAMED_AT_ONCE = 8
-"""Peers that one answer names."""
 
 
 @dataclass(slots=True)
@@ -99,11 +98,9 @@ class SpreadTracker:
 
 
 COPIES = 2
-"""How often a peer sends a blob."""
 NODE_COPIES = 6
 """How often a bootstrap node does: a server's uplink spares the homes'."""
 STREAMS_PER_PEER = 128
-"""At once; a payload or shard takes one."""
 PIECES_PER_PEER = 8
 """Pieces read and sent at once to one peer, however many streams it has."""
 MOST_AHEAD = 8

@@ -101,7 +101,6 @@ class RelayServer:
             await onward.close()
 
     async def _splice(self, stream: Stream, onward: Stream) -> None:
-        """Passes on what comes from each to the other, until both have ended. Raises RemoteError."""
         idle = self._limits.idle
         try:
             async with asyncio.timeout(idle) as end:

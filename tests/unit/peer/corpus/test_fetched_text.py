@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from peer import events
-from peer.corpus.cache import TextStore
-from peer.corpus.fetched import Lookahead
+from peer.corpus.fetched import Lookahead, TextStore
 from peer.net.blobs import Place
 from peer.net.disk import Disk, Piece
 from protocol.codec import blob_hash

@@ -7,7 +7,7 @@ import random
 from collections.abc import Coroutine
 from typing import Any
 
-from peer.net.blobs.gate import STALLED_SECONDS, TURN_SECONDS, Gate
+from peer.net.blobs.fetching import STALLED_SECONDS, TURN_SECONDS, Gate
 from tests.sim.loop import VirtualLoop
 
 

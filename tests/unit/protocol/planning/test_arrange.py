@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.planning import budget, explain, figures, memory, pipeline_model
+from protocol.planning import budget, explain, memory, pipeline_model
 from protocol.planning.arrange import Arranged, arrange
 from protocol.planning.objective import USED_LINK_SHARE, Swarm, padded
 from protocol.planning.partition import Candidate
@@ -265,21 +265,6 @@ def test_a_replica_is_given_up_only_where_that_pays() -> None:
 
 
 # --- what is told
-
-
-def test_the_figures_of_the_paper() -> None:
-    """Utilization in percent, as worked out from the paper's formulas."""
-    table = [
-        (2.0, 19.9, 99.6, 99.8),
-        (15.5, 97.8, 99.6, 99.8),
-        (0.5, 5.0, 24.9, 49.8),
-        (3.9, 38.7, 98.3, 99.1),
-    ]
-    for (_, _, shares), expected in zip(figures.figure_2(), table, strict=True):
-        assert [100 * share for share in shares] == pytest.approx(expected, abs=0.1)
-    whole, eighth, longer = (hours for _, _, hours in figures.figure_3())
-    assert whole / eighth == pytest.approx(8, abs=0.1), "the wire is the limit, and carries an eighth"
-    assert longer < whole / 5, "a fifth more tokens do not change that"
 
 
 def test_the_limit_of_a_chain_is_named() -> None:
