@@ -387,6 +387,7 @@ async def start(
 ) -> P2PTransport:
     """Starts the daemon, listening on TCP `host`:`port` (0: any), and joins through `bootstrap` (full addresses).
 
+    Long because each setting of a transport comes in here:
     identity_file: created if it is missing
     timeout: seconds that the start and the joining may each take
     rpc_seconds: that one request of the DHT may take
