@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.util
 import io
 import itertools
 import json as jsons
 import math
 import os
 import secrets
+import shutil
+import signal
 import sys
+import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +28,7 @@ import typer
 from peer.cli import running
 from peer.cli.log import Log, log_of, room_for
 from peer.cli.options import coroutine, with_options
+from peer.net import processes
 from peer.net.disk import Disk
 from peer.node.open_run import here, is_run, run_in
 from peer.ui.text import clean, count, harmless, size, typed
@@ -392,21 +397,34 @@ async def evaluate(
     round: Round = None,
     checkpoint: Checkpoints = None,
     column: Annotated[str, typer.Option(help="Column with the text, in files that have columns.")] = "text",
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Not files, but these tasks of lm-evaluation-harness, if it is installed.",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object (docs/guides/model.md).")] = False,
 ) -> None:
+    named = list(files or ())
+    if where is not None and not is_run(where):
+        named.insert(0, where)  # it is the first of the files
+        where = None
+    if not named and tasks is None:
+        raise UsageError("potluck eval: no text; name files, or tasks with --tasks")
+    choice = Choice.typed(where, round, checkpoint)
+    await (_files(choice, named, column, json) if tasks is None else _tasks(choice, tasks, bool(named or json)))
+
+
+async def _files(choice: Choice, files: Sequence[str], column: str, json: bool) -> None:
+    """Prints loss, perplexity and bits per byte (peer/corpus/tokenizing.py). Raises PotluckError."""
     from peer.corpus import sources
     from peer.corpus.rows import Reading
     from peer.corpus.tokenizing import Read, windows
     from peer.training import inference
 
-    named = list(files or ())
-    if where is not None and not is_run(where):
-        named.insert(0, where)  # it is the first of the files
-        where = None
-    if not named:
-        raise UsageError("potluck eval: no text; name files")
-    choice = Choice.typed(where, round, checkpoint)
-    found = [sources.parse(name) for name in named]
+    found = [sources.parse(name) for name in files]
     for source in found:
         if source.kind in ("folder", "hub"):
             raise UsageError(f"source {source}: is not a file; name files")
@@ -445,6 +463,41 @@ async def evaluate(
         f"loss {loss:.4f} nats per token, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per"
         " byte"
     )
+
+
+async def _tasks(choice: Choice, tasks: str, with_more: bool) -> None:
+    """Runs lm-evaluation-harness' command on an export. Raises UsageError, LocalError, RemoteError."""
+    from peer.log import export
+
+    if with_more:
+        raise UsageError("--tasks: goes without files and --json; leave them out")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UsageError(
+            "--tasks: lm-evaluation-harness is not installed here; type pip install 'lm_eval[hf]', or name files"
+            " instead"
+        )
+    with tempfile.TemporaryDirectory(prefix="potluck-eval-") as name:
+        folder = Path(name) / "model"
+        if choice.exported is not None:
+            try:
+                folder.symlink_to(choice.exported.resolve())
+            except OSError:  # a disk without symbolic links
+                shutil.copytree(choice.exported, folder)
+        else:
+            found = await replayed(choice)
+            export.write(found.manifest, found.state, found.tokenizer, folder, Disk())
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "lm_eval", "--model", "hf"),
+            *("--model_args", f"pretrained={folder},dtype=float32", f"--tasks={tasks}"),
+        )
+        try:
+            code = await process.wait()
+        except asyncio.CancelledError:
+            processes.send_signal(process, signal.SIGTERM)
+            await process.wait()
+            raise
+    if code:
+        raise LocalError(f"lm_eval: ended with exit code {code}; see what it says above")
 
 
 # --- potluck export

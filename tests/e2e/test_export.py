@@ -319,6 +319,45 @@ def test_the_loss_is_what_transformers_gives_and_the_bytes_are_those_of_the_file
     assert f"{found['bits_per_byte']:.4f} bits per byte" in said(capsys, "eval", exported, text, rows)
 
 
+STAND_IN = """
+import json, os, sys
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+folder = arguments["--model_args"].split(",")[0].removeprefix("pretrained=")
+with open(os.environ["TOLD"], "w") as file:
+    json.dump([sys.argv[1:], sorted(os.listdir(folder)), "HF_HUB_OFFLINE" in os.environ], file)
+sys.exit("fails" in sys.argv[-1])
+"""
+
+
+def test_tasks_are_given_to_the_harness_on_an_export(
+    done: Done, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, told = tmp_path / "lm_eval", tmp_path / "told"
+    module.mkdir()
+    (module / "__init__.py").write_text("")
+    (module / "__main__.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.getcwd()}")
+    monkeypatch.setenv("TOLD", str(told))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+    def asked() -> Any:
+        arguments, names, is_offline = json.loads(told.read_text())
+        assert names == sorted(files(exported))
+        assert not is_offline, "it fetches the tasks"
+        folder = arguments[3].split(",")[0].removeprefix("pretrained=")
+        assert not os.path.lexists(folder), "it is removed"
+        return arguments[:3], arguments[3].split(",")[1:], arguments[4:]
+
+    for where in (done.folder, exported):
+        assert potluck("eval", where, "--tasks", "hellaswag,arc_easy") == 0
+        assert asked() == (["--model", "hf", "--model_args"], ["dtype=float32"], ["--tasks=hellaswag,arc_easy"])
+    assert files(exported), "what was given is still there"
+    capsys.readouterr()
+    assert potluck("eval", exported, "--tasks", "fails") == 1
+    assert capsys.readouterr().err == "potluck: lm_eval: ended with exit code 1; see what it says above\n"
+
+
 def test_sample_and_eval_refuse_in_one_line(
     done: Done, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,6 +374,8 @@ def test_sample_and_eval_refuse_in_one_line(
     text, table = tmp_path / "a.txt", tmp_path / "b.jsonl"
     text.write_text("")
     table.write_text('{"words": "some"}\n')
+    assert "--tasks: lm-evaluation-harness is not installed" in refused("eval", exported, "--tasks", "hellaswag")
+    assert "goes without files" in refused("eval", exported, text, "--tasks", "hellaswag")
     assert "name files" in refused("eval", exported)
     assert "is not a file" in refused("eval", exported, tmp_path)
     assert "no such file" in refused("eval", exported, tmp_path / "none")

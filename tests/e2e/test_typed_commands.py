@@ -30,6 +30,7 @@ APPOINTED = "tests/e2e/test_appoint.py"
 ELSEWHERE = {
     "potluck bootstrap run.toml --initial-peer ADDRESS": "tests/faults/processes.py",
     "potluck join LINE": "tests/hostile/test_invitations.py",
+    "potluck eval demo-run/bootstrap --tasks hellaswag,arc_easy": "tests/e2e/test_export.py",
     "potluck bootstrap my-run.toml --corpus corpus --dir my-node --port 4001 --initial-peer ADDRESS": "tests/faults/processes.py",
     'potluck run appoint ADDRESS LINE LINE LINE --reason "three more"': APPOINTED,
     "potluck run quorum ADDRESS 4": APPOINTED,
