@@ -98,7 +98,8 @@ class StageInnerLoop(InnerLoop):
         self._announce = announce
         self._speed = Speedometer(manifest)
         self._training = False
-        self._joins = True  # micro-batches, until memory ran out
+        self._warned = False  # of pieces in this round
+        self._joins = True  # until memory ran out
         self._statistics, self._screens = Statistics(), Screens()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -173,6 +174,7 @@ class StageInnerLoop(InnerLoop):
             if slow is not None:
                 chain_orders.failed(order.generation, slow, SLOW)
             stage = stages[position]
+            self._warn_of_pieces()
             seconds = report.seconds_per_microbatch / pace.joined
             self._announce(speed_flops=self._speed.add(stage.first, stage.last, seconds))
             if self._trace is not None:
@@ -182,7 +184,7 @@ class StageInnerLoop(InnerLoop):
             progress(report.step - first_step + 1, report.loss)
 
         error = None
-        self._training = True
+        self._training, self._warned = True, False
         try:
             await self._prepare(spec.stages[position], spec.rank, pace, theta)
             assert self._trainer is not None
@@ -201,7 +203,7 @@ class StageInnerLoop(InnerLoop):
             if stop.is_set():
                 error = "the round was decided before all steps were done"
         except (PotluckError, MemoryError, RuntimeError, ExceptionGroup) as failure:
-            error = await self._why_it_ended(failure, spec.stages[position], spec.is_chain, stage_progress, pace.joined)
+            error = await self._why_it_ended(failure, spec.stages[position], spec.is_chain, stage_progress)
             self._last_step = ((), 0, None)  # a member may hold less than it did
         finally:
             self._pipes.forget(plan.round + 1)
@@ -234,7 +236,7 @@ class StageInnerLoop(InnerLoop):
         return Pace(before, work.steps, work.micro_batches, order.total_steps, joined)
 
     async def _why_it_ended(
-        self, failure: BaseException, stage: StageSpec, is_chain: bool, stage_progress: StageProgress, joined: int
+        self, failure: BaseException, stage: StageSpec, is_chain: bool, stage_progress: StageProgress
     ) -> str | None:
         """The error of a round that `failure` ended; None where its steps count: a full replica whose memory ran out
         gives up the last step alone. Raises a failure that is a bug."""
@@ -242,19 +244,25 @@ class StageInnerLoop(InnerLoop):
             if isinstance(failure, PotluckError):
                 return str(failure)
             raise failure
-        if joined > 1:
-            self._joins, why = (
-                False,
-                f"memory: it ran out with {joined} micro-batches at once; from now on it takes one",
-            )
-            self._emit(events.Warning(text=f"{why} at a time, which is slower; close other programs"))
-        else:
-            why = self._short_of_memory(stage, device.is_host_shortage(failure))
+        why = self._short_of_memory(stage, device.is_host_shortage(failure))
         if is_chain or self._trainer is None or not self._trainer.steps:
             return why
         await asyncio.get_running_loop().run_in_executor(self._worker, self._trainer.reset)
         stage_progress.total = dataclasses.replace(stage_progress.total, steps=self._trainer.steps)
         return None
+
+    def _warn_of_pieces(self) -> None:
+        """Warns once in a round that micro-batches are computed in pieces (peer/training/micro_batch.py)."""
+        assert self._trainer is not None
+        rows = self._trainer.piece_rows
+        if rows and not self._warned:
+            self._warned, self._joins = True, False
+            text = (
+                f"memory: it ran out in an inner step, which was done in pieces: until the round is over, {rows} of"
+                f" {self._trainer.train.rows} sequences at a time and block by block, which is slower; close other"
+                " programs, or offer less with --memory"
+            )
+            self._emit(events.Warning(text=text))
 
     def _short_of_memory(self, stage: StageSpec, host: bool) -> str:
         """Announces less memory than this stage needs, so that the next plan gives us a smaller role. Returns the

@@ -95,10 +95,12 @@ class Computed:
     """Results of the micro-batches since the last step.
 
     losses: mean of each in order, nats per token.
+    piece_rows: of the StageTrainer.
     """
 
     turn: int
     losses: tuple[float, ...]
+    piece_rows: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class HelperTrainer:
                 self.trainer.backward(micro)
             case group.Tell(turn):
                 losses = tuple(loss.item() for loss in self._losses)
-                return group.Computed(turn, losses)
+                return group.Computed(turn, losses, self.trainer.piece_rows)
             case group.AddUp():
                 group.add_up(self.trainer.stage.make_gradients())
             case group.Step(step, norm):

@@ -211,6 +211,7 @@ class SeveralDevicesTrainer(StageTrainer):
         self._shares: dict[Helper, range] = {}
         self._ids: list[Tensor] = []  # of the inner step under way, by micro-batch
         self._losses: dict[int, Tensor] = {}  # of helpers, not known yet
+        self._helper_rows = 0
         self._start_missing()
 
     @property
@@ -220,6 +221,7 @@ class SeveralDevicesTrainer(StageTrainer):
     def begin_round(self, theta: Theta, pace: Pace | None = None) -> None:
         """As on one device; waits for helpers that are starting."""
         super().begin_round(theta, pace)
+        self._helper_rows = 0
         if not self._start_missing() and self._same_state:
             try:
                 for helper in self._helpers.values():
@@ -242,6 +244,11 @@ class SeveralDevicesTrainer(StageTrainer):
             helper.end()
         self._helpers.clear()
         group.leave_group()
+
+    @property
+    def piece_rows(self) -> int:
+        """As on one device: of the device with the least room."""
+        return min((rows for rows in (self._micro_batches.rows, self._helper_rows) if rows), default=0)
 
     # --- an inner step
 
@@ -335,6 +342,8 @@ class SeveralDevicesTrainer(StageTrainer):
     def _note_results(self, heard: Sequence[group.Computed]) -> None:
         """Notes the helpers' results."""
         for share, computed in zip(self._shares.values(), heard, strict=True):
+            rows = (self._helper_rows, computed.piece_rows)
+            self._helper_rows = min((r for r in rows if r), default=0)
             for micro, loss in zip(share, computed.losses, strict=True):
                 if micro in self._losses:
                     self._losses[micro].fill_(loss)

@@ -126,6 +126,11 @@ class StageTrainer:
         """W: values per token and direction at this chain's boundaries."""
         return self.rank or self.spec.d_model
 
+    @property
+    def piece_rows(self) -> int:
+        """Rows of a micro-batch that are computed at once since memory ran out in this round; 0: all."""
+        return self._micro_batches.rows
+
     # --- rounds
 
     def begin_round(self, theta: Theta, pace: Pace | None = None) -> None:
@@ -189,7 +194,8 @@ class StageTrainer:
 
     def forward(self, micro: int, ids: Tensor, wire: Tensor | None = None, *, recompute: bool = False) -> Tensor:
         """One micro-batch through this stage: the values for the next stage [B, L, W], or the mean loss [] (nats per
-        token) in the last one.
+        token) in the last one. Where memory runs out, computed in pieces; raises torch's error where not even those
+        fit.
 
         ids: [B, L+1], best in (pinned) host memory.
         wire: [B, L, W] from the previous stage.

@@ -1,4 +1,4 @@
-"""Memory that runs out in a round: the round's work is kept, and less is claimed or offered."""
+"""Memory that runs out in a round: the round's work is kept, less is claimed or steps are done in pieces, and one line says so."""
 
 from __future__ import annotations
 
@@ -85,8 +85,26 @@ def a_round(
     return heard, lines, said, learned
 
 
+def test_steps_go_on_in_pieces_and_one_line_says_so(tmp_path: Path) -> None:
+    heard, lines, said, learned = a_round(tmp_path, room=1)
+    plain, nothing, _, expected = a_round(tmp_path, room=TRAIN.rows)
+    assert isinstance(heard, Trained)
+    assert isinstance(plain, Trained)
+    assert (heard.steps, heard.tokens) == (plain.steps, plain.tokens) == (4, 4 * TRAIN.step_tokens)
+    assert heard.loss == plain.loss
+    assert len(lines) == 1
+    assert lines[0].startswith(
+        "memory: it ran out in an inner step, which was done in pieces: until the round is over, 1 of 4"
+    )
+    assert nothing == []
+    assert "memory_bytes" not in said, "there is no need to offer less"
+    for shard, arrays in expected.items():
+        for a, b in zip(learned[shard], arrays, strict=True):
+            assert float(np.abs(a - b).max()) < 1e-2 * float(np.abs(b).max()), "AdamW magnifies rounding"
+
+
 @pytest.mark.parametrize("steps", [1, 3])
-def test_the_steps_before_a_shortage_count_and_less_is_offered(tmp_path: Path, steps: int) -> None:
+def test_where_not_even_a_row_fits_the_steps_before_count_and_less_is_offered(tmp_path: Path, steps: int) -> None:
     heard, lines, said, learned = a_round(tmp_path, room=0, step_at=steps)
     assert isinstance(heard, Trained)
     assert (heard.steps, heard.tokens) == (steps, steps * TRAIN.step_tokens)
@@ -138,12 +156,9 @@ def test_a_replica_with_room_learns_the_same_from_joined_micro_batches(tmp_path:
             assert float(np.abs(a - b).max()) < 1e-2 * float(np.abs(b).max()), "AdamW magnifies rounding"
 
 
-def test_where_joined_micro_batches_do_not_fit_the_steps_before_count_and_they_are_joined_no_more(
-    tmp_path: Path,
-) -> None:
-    heard, lines, said, _ = a_round(tmp_path, at_once=2, room=TRAIN.rows)
+def test_where_joined_micro_batches_do_not_fit_pieces_do(tmp_path: Path) -> None:
+    heard, lines, _, _ = a_round(tmp_path, at_once=2, room=1)
     assert isinstance(heard, Trained)
-    assert heard.steps == 2
+    assert heard.steps == 4
     assert len(lines) == 1
-    assert lines[0].startswith("memory: it ran out with 2 micro-batches at once")
-    assert "memory_bytes" not in said, "there is no need to offer less"
+    assert "1 of 8" in lines[0]

@@ -167,6 +167,7 @@ def test_without_memory_for_a_recording_blocks_are_called(most: int) -> None:
     found = steps(records(most=most), (2, 4), 8, SPEC, "cpu", depth=3)
     same(found, steps(Unrecorded, (2, 4), 8, SPEC, "cpu", depth=3))
     assert all(made.recorded <= most for made in MADE)
+    assert not any(trainer.piece_rows for trainer in found[0])
 
 
 class _Traced(torch.nn.Module):
