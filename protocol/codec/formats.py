@@ -4,12 +4,14 @@ boundary (peer/chain/quantize.py). Without numpy, for programs that only read a 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 TILE_SIDE = 64
 TILE = TILE_SIDE * TILE_SIDE
 """The most elements of a tile (protocol/codec/topk.py)."""
 VALUES, INDICES = "sym2", "rice"
+"""The formats of an update's values and indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +25,32 @@ class Codec:
             raise ValueError(f"topk must be in 1..{TILE}")
 
 
-FORMATS = ("bf16", "fp32", "int4", "sym2")
+FORMATS = ("bf16", "fp32", "int8", "int4", "tah4", "sym2")
 """A frame names its format by the position here."""
+TAH4_TILE = 64
+"""Most values of one tile of `tah4`."""
+TAH4_LEAST_TILE = 16
+
+
+def tah4_tile(width: int) -> int:
+    """Values of one tile of `tah4` where a token has `width` of them."""
+    return math.gcd(width, TAH4_TILE)
 
 
 def fits(name: str, width: int) -> bool:
     """Whether tokens of so many values can travel in this format."""
-    return name != "int4" or width % 2 == 0
+    return {"int4": width % 2 == 0, "tah4": tah4_tile(width) >= TAH4_LEAST_TILE}.get(name, True)
 
 
 def bytes_per_token(name: str, width: int) -> int:
     """Bytes of `width` values of one token, scales included."""
-    return {"bf16": 2 * width, "fp32": 4 * width, "int4": width // 2 + 2, "sym2": (width + 3) // 4 + 2}[name]
+    if name == "tah4":
+        size = tah4_tile(width)
+        return width // size * (size // 2 + 5)
+    return {
+        "bf16": 2 * width,
+        "fp32": 4 * width,
+        "int8": width + 2,
+        "int4": width // 2 + 2,
+        "sym2": (width + 3) // 4 + 2,
+    }[name]

@@ -39,6 +39,7 @@ EVALUATED_SHARE = 0.06
 """Most sequences measured, as a share of those trained between two evaluations; a third of the cost each."""
 MAX_MIRRORS = 8
 MAX_MIRROR = 512
+"""Characters."""
 FRAME_HEAD_BYTES = 256
 """Bytes of a frame that a micro-batch's values leave free."""
 
@@ -332,7 +333,10 @@ class Manifest:
         for rank in self.chains.rank:
             for name in (self.chains.forward, self.chains.backward):
                 if not formats.fits(name, rank or self.model.d_model):
-                    raise ValueError(f"chains.rank = {rank} has no {name}: it needs an even number of values per token")
+                    raise ValueError(
+                        f"chains.rank = {rank} has no {name}: int4 needs an even number of values per token, tah4 a"
+                        " multiple of 16"
+                    )
                 tokens, width = self.train.rows * self.train.sequence, rank or self.model.d_model
                 if tokens * formats.bytes_per_token(name, width) > framing.MAX_FRAME - FRAME_HEAD_BYTES:
                     raise ValueError(

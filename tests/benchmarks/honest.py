@@ -29,8 +29,8 @@ STEPS = (1, 1, 2, 2, 3, 4, 6, 8, 12, 16, 25, 50)
 STEPS_A_RUN = 240
 """Inner steps of a run, at least; in rounds: MOST_ROUNDS at most."""
 MOST_ROUNDS = 160
-FORWARD = ("bf16", "fp32", "int4", "int4")
-BACKWARD = ("bf16", "fp32", "int4", "sym2", "sym2")
+FORWARD = ("bf16", "fp32", "int8", "int4", "int4", "tah4")
+BACKWARD = ("bf16", "fp32", "int8", "int4", "sym2", "sym2")
 
 
 def setup_of(draw: random.Random) -> Setup:

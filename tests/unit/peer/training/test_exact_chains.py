@@ -129,9 +129,11 @@ def test_whoever_gains_by_computing_twice_does_so_from_the_second_step_on() -> N
 @pytest.mark.parametrize(
     "wires",
     [
-        ("int4", "bf16"),
-        ("bf16", "int4"),
+        ("int8", "int8"),
+        ("int4", "int8"),
         ("int4", "int4"),
+        ("tah4", "bf16"),
+        ("bf16", "tah4"),
         ("int4", "sym2"),
         ("bf16", "bf16"),
     ],

@@ -276,7 +276,11 @@ def _error(x: torch.Tensor, wire: str) -> torch.Tensor:
 def test_no_value_is_off_by_more_than_half_a_step(scale: float) -> None:
     x = torch.randn(50, 128, generator=torch.Generator().manual_seed(1)).clamp(-2, 2) * scale
     rounding = 1 + 2**-7  # of bf16 scales
-    assert bool((_error(x, "int4") <= x.abs().amax(1, keepdim=True) / 7 / 2 * rounding).all())
+    for wire, steps in (("int8", 127), ("int4", 7)):
+        assert bool((_error(x, wire) <= x.abs().amax(1, keepdim=True) / steps / 2 * rounding).all())
+    tiles = x.reshape(50, 2, 64)
+    span = (tiles.amax(2) - tiles.amin(2) + tiles.amin(2).abs() * 2**-7).repeat_interleave(64, dim=1)
+    assert bool((_error(x, "tah4") <= span / 30 * rounding).all())
 
 
 @pytest.mark.parametrize("width", [5, 64, 1000])
@@ -295,6 +299,21 @@ def test_two_bits_lose_of_normal_values_what_max_says(width: int) -> None:
 @pytest.mark.parametrize("wire", formats.FORMATS)
 def test_zeros_stay_zeros(wire: str) -> None:
     assert float(_error(torch.zeros(3, 64), wire).max()) < 1e-30
+
+
+def test_the_rotation_saves_what_an_outlier_would_drown() -> None:
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(2))
+    x[torch.arange(200), torch.arange(200) % 64] = 100.0
+    calm = torch.ones_like(x, dtype=torch.bool)
+    calm[torch.arange(200), torch.arange(200) % 64] = False
+    assert _error(x, "tah4")[calm].mean() < 0.3 < 0.7 < _error(x, "int4")[calm].mean()
+
+
+def test_an_impossible_place_of_an_outlier_is_refused() -> None:
+    raw = bytearray(quantize.encode(torch.randn(1, 64), "tah4"))
+    raw[0] = 64
+    with pytest.raises(quantize.BadTensor, match="impossible place"):
+        quantize.decode(bytes(raw), (1, 64), "tah4", CPU)
 
 
 def test_bad_tensors_are_named() -> None:

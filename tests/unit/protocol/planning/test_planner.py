@@ -180,10 +180,10 @@ def test_memory_of_a_full_replica_by_hand() -> None:
 
 
 def test_memory_of_a_compressed_chains_stages_by_hand() -> None:
-    m = tiny.manifest(chains=ChainSpec(rank=(4, 2), forward="bf16", backward="sym2"))
+    m = tiny.manifest(chains=ChainSpec(rank=(4, 2), forward="bf16", backward="int8"))
     embed, one, most = 16 * 8, layout.parameters(M.model, "block.0"), memory.window(m)
     block, rows, head = 17 * 8 + 4 * 16, 8 * 8 * 8, layout.parameters(M.model, "head")
-    forward, backward = 2 * 8 * (4 * 4 + 2 * 4), 2 * 8 * (4 * 4 + 1 + 2)
+    forward, backward = 2 * 8 * (4 * 4 + 2 * 4), 2 * 8 * (4 * 4 + 2 + 4)
     work = 4 * 8 * 4 * block + GRADIENTS + forward + backward + rows
     assert stage_memory(m, 0, 2) == 16 * 2 * one + 20 * 16 * 4 + 4 * 8 * 4 * block + GRADIENTS + backward + rows
     assert stage_memory(m, 1, 3) == 16 * 2 * one + work

@@ -125,8 +125,8 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
         ("model.d_ff", "16777217", "model: d_ff must be in 1..16777216"),
         ("model.rope_theta", "1.0", "model: rope_theta must be more than 1"),
         ("data.mirrors", "[" * 5000, "manifest"),
-        ("chains.forward", '"fp16"', 'chains: forward must be one of bf16, fp32, int4, sym2, not "fp16"'),
-        ("chains.backward", '""', "chains: backward must be one of bf16, fp32, int4, sym2"),
+        ("chains.forward", '"fp16"', 'chains: forward must be one of bf16, fp32, int8, int4, tah4, sym2, not "fp16"'),
+        ("chains.backward", '""', "chains: backward must be one of bf16, fp32, int8, int4, tah4, sym2"),
     ],
 )
 def test_a_bad_field_is_refused_by_name(field: str, value: str | None, text: str) -> None:
