@@ -3,8 +3,8 @@
 A folder is walked in the order of the names' bytes, folder by folder. Names decide only the format, by their endings in
 any case:
 
-    .jsonl .ndjson .json .csv .tsv .parquet .pq     rows: a document a row
-    any other                                       UTF-8 text: the file is a document
+    .jsonl .ndjson .json .csv .tsv .parquet .pq .arrow     rows: a document a row
+    any other                                              UTF-8 text: the file is a document
 
 A further ending may be .gz, .zst, .bz2 or .xz; gzip, zstandard and xz are also known by their first bytes. Of a folder,
 hidden files and folders are left out, and empty files, irregular files, and files that are not text by their first
@@ -35,17 +35,20 @@ _HEAD_BYTES = 1 << 16
 ROWS = {
     ".parquet": "parquet",
     ".pq": "parquet",
+    ".arrow": "arrow",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
-    ".json": "jsonl",
+    ".json": "json",
     ".csv": "csv",
     ".tsv": "tsv",
 }
+"""Ending -> format. Every other file is text."""
 _TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex")
 """Endings of files that must be text: of other bytes in them something is said."""
 _COMPRESSED = {".gz": "gzip", ".zst": "zstandard", ".bz2": "bzip2", ".xz": "xz"}
 _MAGIC = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstandard", b"\xfd7zXZ\0": "xz"}
 _WIDE = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+"""Byte-order marks."""
 _MARK = b"\xef\xbb\xbf"
 
 
@@ -54,7 +57,7 @@ class File:
     """One file that is read."""
 
     path: str
-    format: str  # text, jsonl, csv, tsv or parquet.
+    format: str  # text, jsonl, json, csv, tsv, parquet or arrow.
     compression: str  # gzip, zstandard, bzip2, xz or nothing.
     size_bytes: int
 

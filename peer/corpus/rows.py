@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import itertools
 import json
 import shutil
 import tempfile
@@ -24,6 +23,7 @@ from protocol.errors import UsageError
 MOST_ROW_BYTES = 1 << 28
 """A row has to fit into memory; a longer document is a file of its own."""
 OPTIONS = ("--column", "--split", "--skip-bad-rows")
+"""Options of `potluck data build` that errors name as remedies."""
 _BATCH_ROWS = 64
 _NAMES: dict[type, str] = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
@@ -74,14 +74,38 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_Object, parse_int=float)
 
 def rows(file: File, reading: Reading, first: int = 0) -> Iterator[Row]:
     """The rows of a file from number `first` on, from 0. Raises UsageError."""
-    if file.format == "parquet":
-        return _parquet(file, reading, first)
-    if file.format == "jsonl":
+    if file.format in ("parquet", "arrow"):
+        return _table(file, reading, first)
+    if file.format in ("csv", "tsv"):
+        return _skipped(_csv(file, reading), first)
+    if _is_lines(file):
         return _json_lines(file, reading, first)
-    return itertools.islice(_csv(file, reading), first, None)
+    return _skipped(_json_values(file, reading), first)
+
+
+def _skipped(found: Iterator[Row], first: int) -> Iterator[Row]:
+    for number, row in enumerate(found):
+        if number >= first:
+            yield row
 
 
 # --- JSON
+
+
+def _is_lines(file: File) -> bool:
+    """Whether each line is a value. A .json file may also be one list, or objects over several lines."""
+    for line in _lines(file):
+        if start := line.strip():
+            if start.startswith(b"["):
+                return False
+            if file.format == "jsonl":
+                return True
+            try:
+                _DECODER.decode(line.decode())
+            except (ValueError, RecursionError):
+                return False
+            return True
+    return True
 
 
 def _lines(file: File) -> Iterator[bytes]:
@@ -106,8 +130,6 @@ def _json_lines(file: File, reading: Reading, first: int) -> Iterator[Row]:
     for line_number, line in enumerate(_lines(file), 1):
         if not line.strip():
             continue
-        if not number and line.lstrip().startswith(b"["):
-            raise refused(file, "is a list of JSON values; write one object a line: jq -c '.[]'")
         number += 1
         if number > first:
             place = f"row {number}, line {line_number}"
@@ -154,6 +176,79 @@ def of_value(text: object, column: str, place: str) -> Row:
 
 def _named(value: object) -> str:
     return next((name for kind, name in _NAMES.items() if isinstance(value, kind)), "text")
+
+
+def _json_values(file: File, reading: Reading) -> Iterator[Row]:
+    """The objects of one list, or one after the other."""
+    text = _Text(file)
+    in_list = text.peek() == "["
+    if in_list:
+        text.at += 1
+    number = 0
+    while (char := text.peek()) and not (in_list and char == "]"):
+        number += 1
+        place = f"row {number}, line {text.line}"
+        yield _of_object(text.value(place), reading, place)
+        if in_list and (char := text.peek()) != "]":
+            if char != ",":
+                raise refused(file, f"{place}: not JSON: no comma or ] behind it; mend the file")
+            text.at += 1
+            if text.peek() == "]":
+                raise refused(file, f"{place}: not JSON: a comma with nothing behind it; mend the file")
+    if in_list:
+        text.at += 1
+        if text.peek():
+            raise refused(file, f"line {text.line}: not JSON: there is more behind its list; mend the file")
+
+
+class _Text:
+    """The text of a JSON file, as much as is needed; `at` is where its next value begins, on `line`."""
+
+    def __init__(self, file: File) -> None:
+        self._file, self._blocks = file, decoded(file)
+        self._held, self.at = "", 0
+        self.line, self._counted = 1, 0
+
+    def _count(self) -> None:
+        """Moves `line` on to `at`."""
+        self.line += self._held.count("\n", self._counted, self.at)
+        self._counted = self.at
+
+    def _more(self) -> bool:
+        """Reads on: as much again as is held, so that the whole is read in linear time."""
+        self._count()
+        parts, size = [self._held[self.at :]], 0
+        while size <= len(parts[0]) and (block := next(self._blocks, "")):
+            parts.append(block)
+            size += len(block)
+        self._held, self.at, self._counted = "".join(parts), 0, 0
+        return size > 0
+
+    def peek(self) -> str:
+        """The next character that is no space; empty at the end."""
+        while True:
+            start = self._held[self.at : self.at + 64]
+            if rest := start.lstrip(" \t\r\n"):
+                self.at += len(start) - len(rest)
+                self._count()
+                if self.at > 1 << 20:
+                    self._held, self.at, self._counted = self._held[self.at :], 0, 0
+                return rest[0]
+            self.at += len(start)
+            if self.at >= len(self._held) and not self._more():
+                return ""
+
+    def value(self, place: str) -> Any:
+        """The value that begins here. Raises UsageError."""
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._held, self.at)
+                break
+            except (ValueError, RecursionError) as error:
+                if isinstance(error, RecursionError) or len(self._held) - self.at > MOST_ROW_BYTES or not self._more():
+                    raise refused(self._file, f"{place}: not JSON: {_why(error)}; mend the file") from None
+        self.at = end
+        return value
 
 
 def decoded(file: File, offset: int = 0) -> Iterator[str]:
@@ -225,10 +320,10 @@ def _csv_lines(file: File) -> Iterator[str]:
         yield held
 
 
-# --- Parquet
+# --- Parquet and Arrow
 
 
-def _parquet(file: File, reading: Reading, first: int) -> Iterator[Row]:
+def _table(file: File, reading: Reading, first: int) -> Iterator[Row]:
     number = first
     with ExitStack() as stack:
         try:
@@ -270,9 +365,13 @@ def _binary(stream: IO[bytes], file: File, reading: Reading, first: int) -> Iter
     import pyarrow.parquet as pq
 
     column, how = reading.column, reading.option("--column")
-    table = pq.ParquetFile(stream)
-    schema = table.schema_arrow
-    if not table.metadata.num_rows:
+    if file.format == "parquet":
+        table = pq.ParquetFile(stream)
+        schema, count = table.schema_arrow, table.metadata.num_rows
+    else:
+        table = _arrow(stream)
+        schema, count = table.schema, -1
+    if count == 0:
         return
     if schema.names.count(column) != 1:
         there = ", ".join(schema.names[:12])
@@ -282,7 +381,7 @@ def _binary(stream: IO[bytes], file: File, reading: Reading, first: int) -> Iter
     is_view = getattr(pa.types, "is_string_view", lambda _: False)
     if not (pa.types.is_string(plain) or pa.types.is_large_string(plain) or is_view(plain) or pa.types.is_null(plain)):
         raise refused(file, f"row 1: column {column} has no text but {kind}; name the column with the text with {how}")
-    for batch in _batches(table, column, first):
+    for batch in _batches(table, column, first) if count > 0 else _record_batches(table, column, first):
         values = batch.dictionary_decode() if pa.types.is_dictionary(batch.type) else batch
         if is_view(values.type):
             values = values.cast(pa.large_string())
@@ -290,6 +389,7 @@ def _binary(stream: IO[bytes], file: File, reading: Reading, first: int) -> Iter
 
 
 def _batches(table: Any, column: str, first: int) -> Iterator[Any]:
+    """Of a parquet file, from row `first` on."""
     group, skip = 0, first
     sizes = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
     while group < len(sizes) and skip >= sizes[group]:
@@ -300,3 +400,25 @@ def _batches(table: Any, column: str, first: int) -> Iterator[Any]:
         skip -= skipped
         if skipped < len(batch):
             yield batch.column(0)[skipped:]
+
+
+def _arrow(stream: IO[bytes]) -> Any:
+    """The reader of an Arrow file, in either of its two forms."""
+    import pyarrow as pa
+
+    try:
+        return pa.ipc.open_file(stream)
+    except pa.ArrowInvalid:
+        stream.seek(0)
+        return pa.ipc.open_stream(stream)
+
+
+def _record_batches(table: Any, column: str, first: int) -> Iterator[Any]:
+    """Of an Arrow file, from row `first` on."""
+    count = getattr(table, "num_record_batches", None)
+    for batch in table if count is None else map(table.get_batch, range(count)):
+        skipped = min(first, len(batch))
+        first -= skipped
+        whole = batch.column(batch.schema.names.index(column))
+        for start in range(skipped, len(batch), _BATCH_ROWS):
+            yield whole[start : start + _BATCH_ROWS]

@@ -45,6 +45,13 @@ def table(kind: pa.DataType, values: list[str] | None = None) -> bytes:
     return out.getvalue()
 
 
+def arrow(file: bool) -> bytes:
+    made, out = pa.table({"text": DOCUMENTS}), io.BytesIO()
+    with (pa.ipc.new_file if file else pa.ipc.new_stream)(out, made.schema) as writer:
+        writer.write_table(made)
+    return out.getvalue()
+
+
 RIGHT: list[tuple[str, bytes, list[str]]] = [
     ("a.jsonl", JSONL, DOCUMENTS),
     ("A.JSONL", JSONL, DOCUMENTS),
@@ -58,6 +65,9 @@ RIGHT: list[tuple[str, bytes, list[str]]] = [
     ("null.jsonl", lines({"text": None}, {"text": "a", "n": [1]}), ["", "a"]),
     ("numbers.jsonl", b'{"text":"a","n":' + b"9" * 5000 + b"}\n", ["a"]),
     ("lines.json", JSONL, DOCUMENTS),
+    ("list.json", json.dumps([{"text": text} for text in DOCUMENTS]).encode(), DOCUMENTS),
+    ("list.jsonl", json.dumps([{"text": text} for text in DOCUMENTS]).encode(), DOCUMENTS),
+    ("pretty.json", json.dumps([{"text": text} for text in DOCUMENTS * 9000], indent=2).encode(), DOCUMENTS * 9000),
     ("a.csv", CSV, DOCUMENTS),
     ("mark.csv", codecs.BOM_UTF8 + b"text,n\na,1\n", ["a"]),
     ("a.tsv", b"n\ttext\n1\ta, b\n", ["a, b"]),
@@ -67,6 +77,8 @@ RIGHT: list[tuple[str, bytes, list[str]]] = [
     ("dictionary.parquet", table(pa.dictionary(pa.int32(), pa.string())), DOCUMENTS),
     ("none.parquet", table(pa.string(), []), []),
     ("a.parquet.gz", gzip.compress(table(pa.string())), DOCUMENTS),
+    ("file.arrow", arrow(True), DOCUMENTS),
+    ("stream.arrow", arrow(False), DOCUMENTS),
     ("a.jsonl.gz", gzip.compress(JSONL[:40]) + gzip.compress(JSONL[40:]), DOCUMENTS),
     ("a.jsonl.zst", zstandard.compress(JSONL[:40]) + zstandard.compress(JSONL[40:]), DOCUMENTS),
     ("a.jsonl.bz2", bz2.compress(JSONL), DOCUMENTS),
@@ -104,6 +116,7 @@ BAD = [
     ("half.jsonl", lines({"text": "a"}, {"text": "\ud83d"}), "row 2, line 2: column text has half a surrogate pair"),
     ("cut.jsonl", b'{"text":"a"}\n{"text":"b', "row 2, line 2: not JSON: "),
     ("deep.jsonl", b'{"text":"a"}\n' + b"[" * 200_000 + b"\n", "row 2, line 2: not JSON: too many brackets"),
+    ("many.json", b'[{"text":"a"},\n\n {"text":42\n}]', "row 2, line 3: column text has no text but a number"),
     ("latin.jsonl", b'{"text":"a"}\n{"text":"\xe9"}\n', "row 2, line 2: not UTF-8 at byte 9 of the line"),
     ("fields.csv", b"n,text\n1,a\n2,b,c\n", "row 2, line 3: has 3 fields, the first line names 2 columns"),
 ]  # fmt: skip
@@ -214,7 +227,8 @@ REFUSED = [
     ("quote.csv", b'n,text\n1,"a\n2,b\n', "row 1, line 2: not CSV: unexpected end of data; mend"),
     ("column.csv", b"n;text\n1;a\n", "has no column text; its first line names n;text: name one with --column"),
     ("two.csv", b"text,text\na,b\n", "has the column text more than once"),
-    ("list.json", b'\n[{"text":"a"}]', "is a list of JSON values; write one object a line: jq -c"),
+    ("cut.json", b'[{"text":"a"}, {"text":', "row 2, line 1: not JSON: "),
+    ("behind.json", b'[{"text":"a"}] x', "line 1: not JSON: there is more behind its list"),
 ]
 
 
