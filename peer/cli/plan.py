@@ -74,16 +74,25 @@ async def plan(
             help="Peers that come, +N:MEMORY,UP,DOWN,SPEED, or one that leaves, -PEER; may be repeated.",
         ),
     ] = None,
+    figures: Annotated[
+        bool, typer.Option("--figures", help="Print Figures 2 and 3 of the main paper from the same cost model.")
+    ] = False,
 ) -> None:
-    async for line in lines(run, what_if or ()):
+    async for line in lines(run, what_if or (), figures):
         print(line, flush=True)
 
 
-async def lines(text: str | None, what_if: Sequence[str]) -> AsyncIterator[str]:
+async def lines(text: str | None, what_if: Sequence[str], figures: bool) -> AsyncIterator[str]:
     """The output of `potluck plan`. Raises UsageError, RemoteError."""
     from protocol.planning.arrange import arrange
 
-    text = text or here()
+    if figures:
+        for line in _figure_lines():
+            yield line
+    if text is None:
+        if figures:
+            return
+        text = here()
     known = _from_file(Path(text)) if _lists_peers(text) else await _from_run(text)
     replicas, spares = next_plan(known)
     candidates = known.candidates
@@ -368,3 +377,20 @@ def _short_name(peer: str) -> str:
     from protocol.planning.explain import LEAST_ID
 
     return clean(peer if len(peer) < LEAST_ID else short_peer(peer))
+
+
+def _figure_lines() -> Iterator[str]:
+    from protocol.planning import figures
+
+    yield "Figure 2: share of the time that a chain of 4 stages computes (70 billion parameters, d = 8192, H = 50)"
+    yield f"  {'stage':>13}  {'k/d':>4}  " + "  ".join(f"{bps / 1e6:>6.0f} Mb/s" for bps in figures.FIGURE_2_BPS)
+    for flops, ratio, shares in figures.figure_2():
+        row = "  ".join(f"{100 * share:>9.1f} %" for share in shares)
+        yield f"  {flops / 1e12:>6.0f} TFLOP/s  {_ratio(ratio):>4}  {row}"
+    yield "Figure 3: hours of one chain of 4 stages of 400 TFLOP/s at 1 Gb/s (512 million parameters, d = 1536)"
+    for ratio, tokens, hours in figures.figure_3():
+        yield f"  {tokens / 1e9:>3.0f} billion tokens  {_ratio(ratio):>4}  {hours:>6.1f} h"
+
+
+def _ratio(ratio: float) -> str:
+    return "1" if ratio == 1 else f"1/{round(1 / ratio)}"

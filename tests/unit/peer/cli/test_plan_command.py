@@ -40,15 +40,15 @@ memory = "1GB"
 """
 
 
-def _said(folder: Path, text: str = PEERS, *what_if: str) -> list[str]:
+def _said(folder: Path, text: str = PEERS, *what_if: str, figures: bool = False) -> list[str]:
     (folder / "run.toml").write_text(manifests.to_toml(plans.manifest_of("0.5B")))
     (folder / "peers.toml").write_text(text)
-    return planned(str(folder / "peers.toml"), *what_if)
+    return planned(str(folder / "peers.toml"), *what_if, figures=figures)
 
 
-def planned(text: str | None, *what_if: str) -> list[str]:
+def planned(text: str | None, *what_if: str, figures: bool) -> list[str]:
     async def lines() -> list[str]:
-        return [line async for line in command.lines(text, what_if)]
+        return [line async for line in command.lines(text, what_if, figures)]
 
     return asyncio.run(lines())
 
@@ -142,9 +142,12 @@ def test_two_peers_of_one_name_are_refused(tmp_path: Path) -> None:
         _said(tmp_path, PEERS.replace('"small"\ncount = 4', '"big"'))
 
 
-def test_a_plan_needs_a_run() -> None:
+def test_the_figures_come_without_a_run() -> None:
+    said = planned(None, figures=True)
+    assert any(line.split()[-8:] == ["15.5", "%", "97.8", "%", "99.6", "%", "99.8", "%"] for line in said)
+    assert [line for line in said if "billion tokens" in line]
     with pytest.raises(UsageError, match=r"^RUN: is missing"):
-        planned(None)
+        planned(None, figures=False)
 
 
 def test_a_run_is_planned_from_what_is_announced_and_its_newest_plan() -> None:
