@@ -63,11 +63,8 @@ def signed(wish: Decree, *names: str) -> Enacted:
 
 def first(manifest: Manifest, enacted: Enacted | None, members: tuple[str, ...] | None = None) -> Commit:
     """The commit of round 0 that brings this decree."""
-    return Commit(
-        run=manifest.run_id, round=0, parent=manifest.run_id, time=0.0, contributions=(), left_out=(), diverged=(), digests={},
-        plan=None, leader=manifest.operators[0], members=members or manifest.first_members, decrees=int(enacted is not None),
-        decree=enacted, board=board.after(manifest, None, enacted),
-    )  # fmt: skip
+    said = {"decrees": int(enacted is not None), "decree": enacted, "board": board.after(manifest, None, enacted)}
+    return tiny.commit(manifest, members=members or manifest.first_members, **said)
 
 
 def following(
@@ -171,21 +168,6 @@ def test_a_decree_says_one_thing(changes: dict[str, Any]) -> None:
     wrong = dataclasses.replace(appoint(E), **changes)
     assert not wrong.is_sound
     assert access.why_not_decreed(FOUR, None, signed(wrong, A, B, C)) == "has a decree that says nothing"
-
-
-def test_a_decree_cannot_be_used_again_nor_at_another_time_nor_in_another_run() -> None:
-    old = signed(appoint(E), A, B, C)
-    head = first(FOUR, old)
-    gone = following(head, signed(decree(DISMISS, number=1, subject=E), A, B, C))
-    assert access.why_unlawful(FOUR, head, gone) is None
-    assert board.of(FOUR, gone).names == NAMES[:4]
-    again = following(gone, old)
-    assert access.why_unlawful(FOUR, gone, again) == "has a decree of another time"
-    early = signed(appoint(E, number=5), A, B, C)
-    assert access.why_unlawful(FOUR, None, first(FOUR, early)) == "has a decree of another time"
-    other = tiny.manifest(operators=NAMES[:4], quorum=4, seed=9)
-    elsewhere = signed(dataclasses.replace(appoint(E), run=other.run_id), A, B, C)
-    assert access.why_unlawful(FOUR, None, first(FOUR, elsewhere)) == "has a decree of another time"
 
 
 def test_those_who_decide_before_sign_it_and_nobody_else_counts() -> None:

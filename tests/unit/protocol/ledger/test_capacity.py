@@ -157,12 +157,6 @@ def test_a_record_of_a_thousand_replicas_is_small() -> None:
             assert len(raw) < 300_000
 
 
-def test_a_plan_that_fits_stays_as_it_is() -> None:
-    m = manifest(12)
-    plan = dataclasses.replace(plan_of(m, [1, 3], 100), spares=())
-    assert capacity.bounded(m, plan) is plan
-
-
 def test_who_is_planned_hears_first_that_it_diverged() -> None:
     plan = plan_of(manifest(4), [1], 3)
     wrong = [Diverged(peer=peer(9 + i), shard="head") for i in range(5000)] + [Diverged(peer=peer(2), shard="head")]

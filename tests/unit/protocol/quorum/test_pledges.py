@@ -16,19 +16,7 @@ from tests.support import tiny
 from tests.support.paxos import A, B, C, Cluster, D, is_kind
 from tests.support.pledges import MEMBERS, M, learned_while_asking, pledges, rejected, shown_another
 
-COMMIT = Commit(
-    run=M.run_id,
-    round=0,
-    parent=M.run_id,
-    time=1.0,
-    contributions=(),
-    left_out=(),
-    diverged=(),
-    digests={},
-    plan=None,
-    leader=A,
-    members=MEMBERS,
-)
+COMMIT = tiny.commit(M, time=1.0)
 OTHER = dataclasses.replace(COMMIT, time=2.0)
 
 

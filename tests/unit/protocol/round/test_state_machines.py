@@ -142,22 +142,15 @@ class Life:
     def publish(self) -> None:
         """The next commit of the run, with our offer or without it."""
         before = self.commits[-1] if self.commits else None
-        round, run = len(self.commits), self.manifest.run_id
+        round = len(self.commits)
         share = share_of(ME, self.offer(round, 0).parts)
         mine = Contribution(replica=0, tokens=8, steps=1, loss=None, shares=(share,))
         self.commits.append(
-            Commit(
-                run=run,
-                round=round,
-                parent=before.digest if before else run,
-                time=0.0,
+            tiny.commit(
+                self.manifest,
+                before,
                 contributions=(mine,) if round and self.rng.random() < 0.5 else (),
-                left_out=(),
-                diverged=(),
-                digests={},
                 plan=self.plan(before.plan if before else None) if round < self.manifest.rounds else None,
-                leader=tiny.OPERATOR.peer_id,
-                members=(tiny.OPERATOR.peer_id,),
             )
         )
 
