@@ -201,12 +201,6 @@ class Driver(leading.Driver):
         self.decide(self.ready("a", "b"))
         self.attest("a", "b")
 
-    def decide(self, effects: list[Any]) -> Commit:
-        """As the quorum does, which adds who decides what comes next."""
-        (found,) = [e.commit for e in effects if isinstance(e, Propose)]
-        members = self.manifest.first_members
-        return super().decide([Propose(dataclasses.replace(found, leader=members[0], members=members))])
-
     def sign(self, action: str, subject: str = "", *, number: int = 0) -> list[Any]:
         wish, key = decree(action, subject, number=number, manifest=self.manifest), tiny.OPERATOR
         return self.do(DecreeSigned(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))

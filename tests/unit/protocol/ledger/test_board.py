@@ -13,7 +13,7 @@ from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.ledger import access, board, history
 from protocol.ledger.history import History
-from protocol.quorum.paxos_events import Learned, Proposed
+from protocol.quorum.paxos_events import Learned
 from protocol.round.leader import Leader
 from protocol.round.leader_events import DecreeSigned
 from protocol.run.manifest import Manifest
@@ -33,7 +33,7 @@ from protocol.wire.decree import (
     Motion,
     Operator,
 )
-from protocol.wire.encoding import MessageError, seal
+from protocol.wire.encoding import seal
 from protocol.wire.schema import SchemaError, build, plain
 from tests.support import tiny
 from tests.support.paxos import NAMES, A, B, C, Cluster, D, E
@@ -298,67 +298,6 @@ class Changing(Cluster):
             self.logs[name], self.votes[name], self.held[name], self.other[name] = [], [], set(), []
             self.restart(name)
 
-    def decide(self, by: str, wish: Decree | None = None, *signers: str) -> Commit:
-        """The next commit, which this node proposes."""
-        head, commit = self.nodes[by].head, self.commit(by, self.now)
-        enacted = None if wish is None else signed(wish, *signers)
-        then = board.after(self.manifest, head, enacted)
-        count = commit.decrees + (enacted is not None)
-        round = self.nodes[by].round
-        self.do(by, Proposed(dataclasses.replace(commit, decree=enacted, decrees=count, board=then)))
-        self.pass_time(4)
-        assert len(self.logs[by]) == round + 1, "it is decided"
-        return self.logs[by][-1].commit
-
-
-def test_a_run_of_one_becomes_one_of_four_and_outlives_the_one() -> None:
-    """Operators are appointed one at a time, and decide once they are four."""
-    cluster = Changing(1)
-    manifest = cluster.manifest
-    cluster.come(B, C, D)
-    for number, name in enumerate((B, C, D)):
-        cluster.decide(A, appoint(name, manifest=manifest, number=number), A)
-        assert cluster.nodes[A].members == (A,)
-        assert cluster.logs[name] == cluster.logs[A], "who is appointed gets the log"
-    cluster.pass_time(2)
-    assert cluster.nodes[A].leadership.present == {A, B, C, D}
-    commit = cluster.decide(A, decree(QUORUM, manifest, 3, quorum=4), A)
-    assert commit.members == (A, B, C, D)
-    cluster.decide(A)
-    assert len(cluster.logs[A][-1].votes) >= 3
-    cluster.kill(A)
-    cluster.pass_time(cluster.lease)
-    (leader,) = cluster.leaders()
-    cluster.decide(leader)
-    assert set(cluster.logs[leader][-1].votes) == {B, C, D}
-    cluster.come(E)
-    cluster.decide(leader, appoint(E, manifest=manifest, number=4), B, C, D)
-    cluster.pass_time(2)
-    cluster.decide(leader, decree(DISMISS, manifest, 5, subject=A), B, C, D)
-    assert set(cluster.nodes[leader].members) == {B, C, D, E}
-    cluster.kill(B if leader == C else C)
-    cluster.pass_time(cluster.lease)
-    cluster.decide(leader)
-    assert set(cluster.logs[leader][-1].votes) == cluster.nodes.keys() - {A}
-    assert cluster.logs[E] == cluster.logs[leader]
-
-
-def test_who_is_dismissed_hears_of_it_and_its_votes_count_no_more() -> None:
-    cluster = Changing(4, 5)
-    manifest = cluster.manifest
-    cluster.pass_time(2)
-    cluster.decide(A, decree(DISMISS, manifest, subject=A), B, C, D)
-    assert cluster.logs[A] == cluster.logs[B], "it gets the commit that says so"
-    assert set(cluster.nodes[B].members) == {B, C, D, E}
-    assert cluster.nodes[B].reached == (B, C, D, E, A)
-    assert not cluster.nodes[A].leads
-    cluster.do(A, Proposed(cluster.commit(A)))
-    assert len(cluster.logs[A]) == len(cluster.logs[B]) == 1
-    (leader,) = cluster.leaders()
-    cluster.decide(leader)
-    assert A not in cluster.logs[leader][-1].votes
-    assert cluster.nodes[leader].reached == (B, C, D, E), "from then on nobody talks to it"
-
 
 def changing_log() -> list[Record]:
     """Of four operators A, B, C and D: E and F come, decide in the place of A and B, and these are dismissed."""
@@ -387,11 +326,3 @@ def test_a_node_and_a_peer_follow_the_log_through_changes_of_the_board() -> None
         assert not found.learn(record)
     assert cluster.logs[F] == records
     assert board.of(FOUR, found.commits[4]).names == (C, D, E, F)
-
-
-def test_nobody_decodes_a_board_of_a_stranger_as_a_commit() -> None:
-    head = first(FOUR, signed(appoint(E), A, B, C))
-    raw = encoding.encode_record(tiny.record(head, KEYS[A], KEYS[B], KEYS[C]))
-    assert encoding.decode_record(raw, "p").commit == head
-    with pytest.raises(MessageError):
-        encoding.decode_record(raw[:-1], "p")

@@ -273,12 +273,6 @@ class Driver(leading.Driver):
         super().__init__(dict.fromkeys(FRIENDS, leading.FULL), manifest)
         self.ticket = ticket(run=manifest.run_id, operator=tiny.OPERATOR, count=2)
 
-    def decide(self, effects: list[Any]) -> Commit:
-        """As the quorum does, which adds who decides what comes next."""
-        (found,) = [e.commit for e in effects if isinstance(e, Propose)]
-        members = self.manifest.first_members
-        return super().decide([Propose(dataclasses.replace(found, leader=members[0], members=members))])
-
     def knock(self, peer: str) -> list[Any]:
         return self.do(JoinRequest(self.ticket.joined(peer)))
 

@@ -232,3 +232,10 @@ def test_with_the_next_round_it_is_free_again_but_not_of_a_vote_for_a_later_one(
     late = acceptor(ahead)
     late.begin(1)
     assert (late.vote, late.position.phase) == (ahead, Ballots.PROMISED)
+
+
+def test_lists_are_known_for_one_round() -> None:
+    member = acceptor(Promise(round=1), held=(PAYLOAD,))
+    member.know(SHARE.root, PARTS)
+    member.begin(2)
+    assert member.lists == {}

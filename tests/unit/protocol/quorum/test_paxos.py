@@ -9,9 +9,13 @@ import pytest
 from protocol.quorum.leadership import REPLACE_LEASES
 from protocol.quorum.paxos_events import (
     Decided,
+    Fetch,
+    FetchList,
     Heard,
+    Held,
     Leads,
     Learned,
+    Listed,
     Objection,
     Proposed,
     Refused,
@@ -27,6 +31,10 @@ from protocol.wire.session import Heartbeat
 from tests.support import tiny
 from tests.support.paxos import (
     NAMES,
+    PARTS,
+    PAYLOAD,
+    SHARE,
+    WITH_PAYLOAD,
     A,
     B,
     C,
@@ -256,3 +264,19 @@ def test_who_is_behind_is_helped() -> None:
     cluster.cut = is_kind()
     cluster.do(C, Heard(B, Heartbeat(phase="following", round=2)))
     assert len(cluster.logs[C]) == 2
+
+
+def test_a_member_votes_once_it_holds_the_payloads() -> None:
+    cluster = Cluster(4)
+    cluster.propose(A)
+    for name in (A, C):
+        for event in (Listed(SHARE.root, PARTS), Held(PAYLOAD)):
+            cluster.do(name, event)
+    cluster.propose(A, 1.0, WITH_PAYLOAD)
+    assert len(cluster.logs[A]) == 1
+    assert [e for e in cluster.other[B] if isinstance(e, Fetch | FetchList)] == [FetchList((A, "p"), SHARE)]
+    cluster.do(B, Listed(SHARE.root, PARTS))
+    assert [e for e in cluster.other[B] if isinstance(e, Fetch)] == [Fetch((A, "p"), part) for part in PARTS]
+    assert len(cluster.logs[A]) == 1
+    cluster.do(B, Held(PAYLOAD))
+    assert len(cluster.logs[A]) == len(cluster.logs[D]) == 2, "enough hold it; the record goes to all"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
 from protocol.ledger import schedule
-from protocol.round.leader_events import DecreeSigned, JoinRequest, Phase, Propose, Received
+from protocol.round.leader_events import DecreeSigned, JoinRequest, Phase, Received
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire.commit import Commit
 from protocol.wire.decree import ADMIT, CLOSE, SET, Decree, Schedule
@@ -32,12 +31,6 @@ class Run(Driver):
         made: Decree = decree(action, subject, number=number, manifest=self.manifest, schedule=lasts)
         (signature,) = signed(made, tiny.OPERATOR).signatures.values()
         return DecreeSigned(tiny.OPERATOR.peer_id, made, signature)
-
-    def decide(self, effects: list[Any]) -> Commit:
-        """As the quorum does, which adds who decides what comes next."""
-        (found,) = [e.commit for e in effects if isinstance(e, Propose)]
-        members = self.manifest.first_members
-        return super().decide([Propose(dataclasses.replace(found, leader=members[0], members=members))])
 
     def train(self) -> Commit:
         """A round in which everybody brings work."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from protocol.ledger.part_lists import root_of
+import dataclasses
+
+from protocol.ledger.part_lists import root_of, share_of
 from protocol.round.offers import MAX_OFFERS_PER_PEER, Offers
-from protocol.wire.commit import Part
+from protocol.wire.commit import Contribution, Part
 from protocol.wire.plan import ReplicaSpec, StageSpec
 from protocol.wire.session import Offer
 from tests.support import tiny
@@ -59,3 +61,30 @@ def test_with_the_next_round_nothing_is_offered_and_nobody_has_failed() -> None:
     assert offers.of(1, "a") is None
     assert offers.verdict(CHAIN, (), (), CHAIN.peers) is None
     assert offers.take("c", offer("c")) == (False, []), "what is held stays held"
+
+
+def test_who_is_gone_is_missed_unless_all_that_it_offered_is_here() -> None:
+    offers = offered("a", "b", held=("a",))
+    assert offers.verdict(CHAIN, (), (), ("b", "c")) is None
+    assert offers.verdict(CHAIN, (), (), ("a", "c")) == "peer b: gone", "its payload never came"
+    assert offers.verdict(CHAIN, (), (), ("a", "b")) == "peer c: gone"
+
+
+def test_a_share_is_whole_once_its_list_and_its_parts_are_held() -> None:
+    offers, (payload, root) = offered("b", held=()), (tiny.digest("b"), root_of(offer("b").parts))
+    assert offers.hold(payload) == ({"b"}, [])
+    assert offers.hold(tiny.digest("something else")) == (set(), [])
+    assert offers.hold(root) == ({"b"}, [share_of("b", offer("b").parts)])
+    assert offers.hold(root) == (set(), []), "it is told once"
+
+
+def test_a_contribution_counts_the_steps_of_the_slowest_and_the_loss_of_the_last() -> None:
+    offers = offered("a", "b")
+    offers.take("b", offer("b", steps=2))
+    offers.take("c", offer("c", loss=1.5))
+    made = offers.verdict(CHAIN, (), CHAIN.peers, CHAIN.peers)
+    assert isinstance(made, Contribution)
+    assert (made.replica, made.steps, made.tokens, made.loss) == (1, 2, 32, 1.5)
+    assert made.shares == tuple(share_of(p, offer(p).parts) for p in "abc")
+    assert offers.steps(CHAIN) == 4
+    assert offers.steps(dataclasses.replace(CHAIN, number=0)) == Offers(()).steps(CHAIN) == 0
