@@ -147,7 +147,4 @@ def decided(
 
 
 def made(round: int, work: tuple[Contribution, ...], time: float, *said: Audit) -> Commit:
-    return Commit(
-        run=RUN.run_id, round=round, parent="p", time=time, contributions=work, left_out=(), diverged=(), digests={},
-        plan=plan(round + 1), audits=said,
-    )  # fmt: skip
+    return tiny.commit(RUN, round=round, time=time, contributions=work, plan=plan(round + 1), audits=said)

@@ -48,18 +48,13 @@ def commits() -> list[Commit]:
         made = Contribution(replica=0, tokens=64, steps=4, loss=3.0 - number, shares=share)
         left = LeftOut(replica=1, reason=f"peer {BOB.peer_id[-8:]}: gone", judged="0" * 64)
         out.append(
-            Commit(
-                run=MANIFEST.run_id,
-                round=number,
-                parent=out[-1].digest if out else MANIFEST.run_id,
+            tiny.commit(
+                MANIFEST,
+                out[-1] if out else None,
                 time=100.0 + number,
                 contributions=(made,) if number else (),
                 left_out=(left,) if number == 2 else (),
-                diverged=(),
-                digests={},
                 plan=plan(number + 1) if number < 2 else None,
-                leader=tiny.OPERATOR.peer_id,
-                members=(tiny.OPERATOR.peer_id,),
             )
         )
     return out

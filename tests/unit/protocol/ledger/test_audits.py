@@ -18,12 +18,13 @@ from protocol.round import fairness
 from protocol.round.leader_events import Received
 from protocol.run.manifest import JudgingSpec, Manifest
 from protocol.wire.claims import Audit
-from protocol.wire.commit import MAX_AUDITS, Commit, Contribution, Share
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.commit import MAX_AUDITS, Commit, Contribution
+from protocol.wire.plan import Plan
 from tests.support import tiny
 from tests.support.leader import Driver
 from tests.support.rules import due as open_for
 from tests.support.rules import of_claims
+from tests.support.tiny import contribution, replica
 
 KEYS = tuple(Identity(bytes([8, i] * 16)) for i in range(8))
 NAMES = tuple(key.peer_id for key in KEYS)
@@ -39,25 +40,12 @@ ALL = run(1.0)
 """Half of all contributions are audited."""
 
 
-def made(number: int, *peers: str, tokens: int = 64) -> Contribution:
-    shares = tuple(Share(peer=p, root="0" * 64, size=1, norm=1.0, listed=1) for p in peers)
-    return Contribution(replica=number, tokens=tokens, steps=4, loss=1.0, shares=shares)
-
-
-def whole(number: int, *peers: str) -> ReplicaSpec:
-    return ReplicaSpec(number=number, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(peers)))
-
-
 def commit(round: int, *said: Audit, work: tuple[Contribution, ...] = (), **changes: Any) -> Commit:
-    plan = Plan(round=round + 1, replicas=tuple(whole(i, p) for i, p in enumerate(NAMES)))
-    values = {
-        "run": ALL.run_id, "round": round, "parent": "p", "time": 0.0, "contributions": work, "left_out": (), "diverged": (),
-        "digests": {}, "plan": plan, "audits": said,
-    }  # fmt: skip
-    return Commit(**{**values, **changes})
+    plan = Plan(round=round + 1, replicas=tuple(replica(i, p) for i, p in enumerate(NAMES)))
+    return tiny.commit(ALL, **{"round": round, "contributions": work, "plan": plan, "audits": said, **changes})
 
 
-EVERYBODY = tuple(made(i, p) for i, p in enumerate(NAMES))
+EVERYBODY = tuple(contribution(i, p) for i, p in enumerate(NAMES))
 
 
 def says(turn: Turn, peer: str, agreement: float, **changes: Any) -> Audit:
@@ -80,7 +68,7 @@ def opened() -> tuple[Audits, Turn]:
 
 def test_each_is_audited_with_the_same_chance_and_examines_as_often_as_it_is_fast() -> None:
     share, rounds = 0.4, 4000
-    work = tuple(made(i, p, tokens=64 * (1 + i % 2)) for i, p in enumerate(NAMES))
+    work = tuple(contribution(i, p, tokens=64 * (1 + i % 2)) for i, p in enumerate(NAMES))
     found = [turn for r in range(rounds) for turn in audits.turns(run(share), commit(r, work=work))]
     expected = rounds * share / audits.TRAININGS
     for counted, weights in (
@@ -103,12 +91,17 @@ def test_who_it_is_follows_from_the_digest_of_the_commit() -> None:
 
 
 def test_chains_are_not_audited_and_do_not_examine_and_neither_does_who_is_planned_no_more() -> None:
-    work = (made(0, NAMES[0]), made(1, NAMES[1], NAMES[2]), made(2, NAMES[3]), made(3, NAMES[4]))
-    plan = Plan(round=1, replicas=(whole(0, NAMES[0]), whole(1, NAMES[1], NAMES[2]), whole(2, NAMES[3])))
+    work = (
+        contribution(0, NAMES[0]),
+        contribution(1, NAMES[1], NAMES[2]),
+        contribution(2, NAMES[3]),
+        contribution(3, NAMES[4]),
+    )
+    plan = Plan(round=1, replicas=(replica(0, NAMES[0]), replica(1, NAMES[1], NAMES[2]), replica(2, NAMES[3])))
     found = [t for r in range(200) for t in audits.turns(ALL, commit(r, work=work, plan=plan))]
     assert {t.maker for t in found} == {NAMES[0], NAMES[3], NAMES[4]}
     assert {p for t in found for p in t.examiners} == {NAMES[0], NAMES[3]}
-    alone = (made(0, NAMES[0]), made(1, NAMES[1], NAMES[2]))
+    alone = (contribution(0, NAMES[0]), contribution(1, NAMES[1], NAMES[2]))
     assert not [t for r in range(200) for t in audits.turns(ALL, commit(r, work=alone))], "nobody else could"
     assert not [t for r in range(200) for t in audits.turns(run(0.0), commit(r, work=EVERYBODY))]
     with pytest.raises(ValueError, match="audit_share must be in"):

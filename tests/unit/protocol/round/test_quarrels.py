@@ -8,16 +8,17 @@ from protocol.planning import planner
 from protocol.planning.partition import Candidate
 from protocol.round.accusations import FIRST_ROUNDS, LIES, MOST_ROUNDS, REMEMBERED_PAIRS, Accusation, Accusations
 from protocol.round.leader_events import Gone, Lead, Propose, Received, Send
-from protocol.wire.plan import ReplicaSpec, StageSpec
+from protocol.wire.plan import ReplicaSpec
 from protocol.wire.session import ChainFailure, ChainReconfig
 from tests.support import leader as leading
+from tests.support import tiny
 from tests.support.chain_repair import Driver, reconfig
 
 SAW = LIES + "gradients do not fit their text"
 
 
 def chain(*peers: str) -> ReplicaSpec:
-    return ReplicaSpec(stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(peers)))
+    return tiny.replica(0, *peers)
 
 
 def hear(
