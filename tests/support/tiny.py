@@ -41,6 +41,15 @@ def manifest(**changes: Any) -> Manifest:
     return Manifest(**{**values, **changes})
 
 
+def commit(**changes: Any) -> Commit:
+    """One that decides nothing. `changes` replace its fields."""
+    values = {
+        "run": "0" * 64, "round": 0, "parent": "0" * 64, "time": 0.0, "contributions": (), "left_out": (), "diverged": (),
+        "digests": {}, "plan": None,
+    }  # fmt: skip
+    return Commit(**{**values, **changes})
+
+
 def record(commit: Commit, *voters: Identity, ballot: int = 0) -> Record:
     """A record with the votes of `voters` (default: OPERATOR's)."""
     body = body_of(commit, ballot)
