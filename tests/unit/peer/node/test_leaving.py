@@ -62,24 +62,6 @@ async def test_whoever_leaves_politely_takes_little_along_and_what_all_hold_stay
         assert all(norm(feedback(p)) > 0 for p in stay)
 
 
-async def test_who_leaves_as_the_only_one_keeps_everything_and_does_not_wait(tmp_path: Path) -> None:
-    async with Swarm(tmp_path, manifest(rounds=9, start_peers=1)) as swarm:
-
-        async def hold(peer: str, round: int) -> None:
-            if round > 2:
-                await asyncio.Event().wait()
-
-        swarm.hold = hold
-        alone = swarm.start("a")
-        await swarm.until(lambda: bool(alone.rounds) and alone.rounds.member.applied == 2)
-        before = feedback(alone)
-        await swarm.stop("a")
-        assert all(
-            np.array_equal(x, y) for shard in before for x, y in zip(before[shard], feedback(alone)[shard], strict=True)
-        )
-        assert not alone.storage.load_handovers()
-
-
 async def test_to_ask_again_ends_the_waiting_for_heirs_that_do_not_answer(tmp_path: Path) -> None:
     async with Swarm(tmp_path, manifest(rounds=9, start_peers=2)) as swarm:
         asked = asyncio.Event()
