@@ -72,6 +72,11 @@ class Boundary:
                 return said
         return None
 
+    def see(self, factor: float = 1.0, own: float = 0.0) -> str | None:
+        """What is said of one more frame, which is so many times an honest one."""
+        ids = self.honest.ids()
+        return self.screen.judge(self.screen.sample(factor * self.honest.frame(ids)), ids, own)
+
     def learn(self) -> None:
         for _ in range(NEW_ROUNDS + 1):
             assert self.play() is None
@@ -211,8 +216,7 @@ def test_a_gradient_is_as_much_smaller_as_activations_became_larger() -> None:
         at.learn()
         said = None
         for _ in range(ROUND):
-            ids = at.honest.ids()
-            said = said or at.screen.judge(at.screen.sample(at.honest.frame(ids) / 4), ids, own)
+            said = said or at.see(1 / 4, own)
         assert (said is None) == believed
 
 
@@ -221,12 +225,9 @@ def test_whoever_comes_after_a_liar_is_not_accused_for_what_the_liar_taught() ->
     at.learn()
     assert at.play(lie=lambda x: -x) is not None
     at.screen.begin("another", at.round, 0)
-    for _ in range(50):
-        ids = at.honest.ids()
-        assert at.screen.judge(at.screen.sample(-at.honest.frame(ids)), ids) is None
+    assert [at.see(-1) for _ in range(50)] == [None] * 50
     at.screen.begin("another", at.round + 1, 0)
-    ids = at.honest.ids()
-    assert at.screen.judge(at.screen.sample(at.honest.frame(ids)), ids) is None, "the reference is new"
+    assert at.see() is None, "the reference is new"
 
 
 def test_the_stage_beside_the_liar_is_the_first_to_accuse() -> None:
@@ -237,11 +238,7 @@ def test_the_stage_beside_the_liar_is_the_first_to_accuse() -> None:
         at = Boundary(kind)
         at.learn()
         at.screen.begin("neighbour", at.round, screening.hops(kind, position, 4))
-        count = itertools.count(1)
-        ids = at.honest.ids()
-        patience.append(
-            next(n for n in count if at.screen.judge(at.screen.sample(-at.honest.frame(ids)), ids) is not None)
-        )
+        patience.append(next(n for n in itertools.count(1) if at.see(-1) is not None))
     assert patience == sorted(set(patience))
 
 

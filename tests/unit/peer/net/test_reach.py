@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
 
-from peer.net.base import Clock, call, serve_calls
+from peer.net.base import call, serve_calls
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.reach import (
     AGAIN_SECONDS,
@@ -24,17 +25,13 @@ from peer.net.reach import (
 from protocol.errors import RemoteError
 from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import MOST_PORTS, Announcement, Dialled, DialMe
+from tests.support.bandwidth import clock
 
 pytestmark = pytest.mark.virtual
 
 HOME, ROUTER, NODE = "192.168.1.2", "203.0.113.9", "198.51.100.7"
 PORT, OUTSIDE = 4001, 40213
 DEADLINE = 60.0
-
-
-def clock() -> Clock:
-    loop = asyncio.get_running_loop()
-    return Clock(steady=loop.time, wall=loop.time)
 
 
 @dataclasses.dataclass
@@ -101,12 +98,20 @@ class Town:
         return encoding.expect(Dialled, encoding.decode(raw, node), node)
 
 
+@pytest.fixture
+@contextlib.asynccontextmanager
+async def town() -> AsyncIterator[Town]:
+    """One whose node "n" answers dial-backs."""
+    made = Town()
+    await made.node("n")
+    yield made
+    await made.home.aclose()
+
+
 # --- who is dialled
 
 
-async def test_only_the_host_that_the_asker_comes_from_is_dialled() -> None:
-    town = Town()
-    await town.node("n")
+async def test_only_the_host_that_the_asker_comes_from_is_dialled(town: Town) -> None:
     town.ports.open = {(ROUTER, PORT)}
     assert await town.ask("n", PORT, 22) == Dialled(host=ROUTER, ports=(PORT,))
     assert sorted(town.ports.dialled) == [(ROUTER, 22), (ROUTER, PORT), (ROUTER, OUTSIDE)]
@@ -122,18 +127,14 @@ async def test_who_comes_from_nowhere_is_not_dialled(seen: str) -> None:
 
 
 @pytest.mark.parametrize("ports", [[], [0], [65536], [-1], [*range(1, MOST_PORTS + 2)], ["22"], "22", None])
-async def test_a_request_for_other_ports_is_refused(ports: Any) -> None:
-    town = Town()
-    await town.node("n")
+async def test_a_request_for_other_ports_is_refused(town: Town, ports: Any) -> None:
     request = framing.pack_message({"t": "dialme", "ports": ports, "host": "198.51.100.99"})
     with pytest.raises(RemoteError, match="dropped"):
         await call(town.home, "n", endpoints.DIAL_BACK, request, timeout=DEADLINE)
     assert town.ports.dialled == []
 
 
-async def test_a_host_that_is_named_does_not_matter() -> None:
-    town = Town()
-    await town.node("n")
+async def test_a_host_that_is_named_does_not_matter(town: Town) -> None:
     request = framing.pack_message({"t": "dialme", "ports": [PORT], "host": "198.51.100.99", "peer": "victim"})
     await call(town.home, "n", endpoints.DIAL_BACK, request, timeout=DEADLINE)
     assert {host for host, _ in town.ports.dialled} == {ROUTER}
@@ -151,9 +152,7 @@ async def test_neither_the_answer_nor_its_time_tells_a_closed_port_from_a_silent
     assert took == [pytest.approx(DIAL_BACK_LIMITS.seconds, abs=0.1)] * 2
 
 
-async def test_an_answer_that_is_all_yes_does_not_wait() -> None:
-    town = Town()
-    await town.node("n")
+async def test_an_answer_that_is_all_yes_does_not_wait(town: Town) -> None:
     town.ports.open = {(ROUTER, PORT), (ROUTER, OUTSIDE)}
     began = asyncio.get_running_loop().time()
     assert await town.ask("n", PORT) == Dialled(host=ROUTER, ports=(PORT, OUTSIDE))
@@ -174,9 +173,7 @@ async def tries(ask: Callable[[], Coroutine[Any, Any, Dialled]], times: int) -> 
 BURST = DIAL_BACK_LIMITS.each[1]
 
 
-async def test_a_peer_may_ask_a_few_times_only() -> None:
-    town = Town()
-    await town.node("n")
+async def test_a_peer_may_ask_a_few_times_only(town: Town) -> None:
     assert await tries(lambda: town.ask("n", PORT), 20) == BURST
     assert len(town.ports.dialled) == 2 * BURST
     await asyncio.sleep(2 / DIAL_BACK_LIMITS.each[0])
@@ -186,10 +183,8 @@ async def test_a_peer_may_ask_a_few_times_only() -> None:
 @pytest.mark.parametrize(
     "hosts", [[f"/ip4/{ROUTER}/tcp/{i + 1}" for i in range(30)], [f"/ip6/2001:db8::{i + 1:x}/tcp/1" for i in range(30)]]
 )
-async def test_many_names_at_one_address_count_as_one(hosts: list[str]) -> None:
+async def test_many_names_at_one_address_count_as_one(town: Town, hosts: list[str]) -> None:
     """Also within the 64 bits of IPv6 that a home has for itself."""
-    town = Town()
-    await town.node("n")
     answered = 0
     for i, host in enumerate(hosts):
         sybil = town.network.transport(f"s{i}")
