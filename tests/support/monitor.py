@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 from peer.events import Event
@@ -87,22 +87,16 @@ class Node:
         assert await self.transport.store(endpoints.announcements_key(MANIFEST.run_id), who.peer_id, raw, ttl=ttl)
 
 
-def play(story: Callable[[Node, Monitor, list[Event]], Awaitable[None]]) -> list[Event]:
-    """Runs `story` with a node and a monitor; returns the events that the monitor told."""
-    events: list[Event] = []
-
-    async def run() -> None:
-        network = MemoryNetwork()
-        node = Node(network)
-        await node.start()
-        watcher = network.transport(WATCHER)
-        async with asyncio.timeout(30):
-            await story(node, Monitor(MANIFEST, watcher, bootstrap=node.transport.addresses), events)
-        await watcher.aclose()
-        await node.transport.aclose()
-
-    asyncio.run(run())
-    return events
+@contextlib.asynccontextmanager
+async def watching() -> AsyncIterator[tuple[Node, Monitor, list[Event]]]:
+    """A node, its monitor, and where the monitor's events are to go."""
+    network = MemoryNetwork()
+    node = Node(network)
+    await node.start()
+    watcher = network.transport(WATCHER)
+    yield node, Monitor(MANIFEST, watcher, bootstrap=node.transport.addresses), []
+    await watcher.aclose()
+    await node.transport.aclose()
 
 
 def records(found: list[Commit]) -> list[bytes]:

@@ -48,23 +48,20 @@ def inner_loop(folder: Path, place: int, run: Manifest = RUN) -> StageInnerLoop:
 
 
 @pytest.mark.parametrize("run", [RUN, MUON], ids=["adamw", "muon"])
-def test_training_again_from_the_same_moments_gives_the_same_bits(tmp_path: Path, run: Manifest) -> None:
-    async def work() -> None:
-        loop, start = inner_loop(tmp_path, 0, run), theta()
-        await trained(loop, 0, 1, start)
-        moments = {name: array.copy() for name, array in loop.optimizer().items()}
-        await trained(loop, 0, 2, start)
-        one = examiner(1, lambda: moments, [], run)
-        case = one_case(2, 0, start)
-        found = await one.learn(case, moments, case.work)
-        for shard in SHARDS:
-            for a, (kept, local) in zip(found.delta(shard), loop.displacement(shard), strict=True):
-                assert np.any(a)
-                np.testing.assert_array_equal(a, kept if local is None else kept - local)
-        await one.aclose()
-        loop.close()
-
-    asyncio.run(work())
+async def test_training_again_from_the_same_moments_gives_the_same_bits(tmp_path: Path, run: Manifest) -> None:
+    loop, start = inner_loop(tmp_path, 0, run), theta()
+    await trained(loop, 0, 1, start)
+    moments = {name: array.copy() for name, array in loop.optimizer().items()}
+    await trained(loop, 0, 2, start)
+    one = examiner(1, lambda: moments, [], run)
+    case = one_case(2, 0, start)
+    found = await one.learn(case, moments, case.work)
+    for shard in SHARDS:
+        for a, (kept, local) in zip(found.delta(shard), loop.displacement(shard), strict=True):
+            assert np.any(a)
+            np.testing.assert_array_equal(a, kept if local is None else kept - local)
+    await one.aclose()
+    loop.close()
 
 
 def test_training_goes_on_to_its_own_bits_while_another_contribution_is_trained_again(tmp_path: Path) -> None:
@@ -94,35 +91,32 @@ def test_training_goes_on_to_its_own_bits_while_another_contribution_is_trained_
     assert asyncio.run(work(True)) == asyncio.run(work(False))
 
 
-def test_it_is_told_again_until_it_is_in_the_log_and_then_nothing_is_kept() -> None:
+async def test_it_is_told_again_until_it_is_in_the_log_and_then_nothing_is_kept() -> None:
     start, told = theta(), list[Message]()
     _, before, newest, payloads = decided(1, start)
 
-    async def work() -> None:
-        there = set(threading.enumerate())
-        one = examiner(1, dict, told)
-        one.follow(before, newest, start, payloads, Audits(RUN).after(newest))
-        assert one.keeps
-        await one.settled()
-        assert not one.keeps
-        for thread in set(threading.enumerate()) - there:
-            if thread.name.startswith("tensor"):  # its helpers would hold up training as long as it lives
-                thread.join(30)
-                assert not thread.is_alive()
-        due = Audits(RUN).after(newest)
-        one.follow(newest, made(2, (), 0.0), start, payloads, due)
-        (said, again_) = told
-        assert said == again_
-        assert isinstance(said, Audit)
-        assert -MAX_AGREEMENT <= said.agreement <= MAX_AGREEMENT
-        assert Audits(RUN).after(newest).why_not(said) is None
-        due = due.after(made(3, (), 0.0, said))
-        one.follow(newest, made(3, (), 0.0, said), start, payloads, due)
-        one.follow(newest, made(4, (), 0.0), start, payloads, due)
-        assert len(told) == 2
-        await one.aclose()
-
-    asyncio.run(work())
+    there = set(threading.enumerate())
+    one = examiner(1, dict, told)
+    one.follow(before, newest, start, payloads, Audits(RUN).after(newest))
+    assert one.keeps
+    await one.settled()
+    assert not one.keeps
+    for thread in set(threading.enumerate()) - there:
+        if thread.name.startswith("tensor"):  # its helpers would hold up training as long as it lives
+            thread.join(30)
+            assert not thread.is_alive()
+    due = Audits(RUN).after(newest)
+    one.follow(newest, made(2, (), 0.0), start, payloads, due)
+    (said, again_) = told
+    assert said == again_
+    assert isinstance(said, Audit)
+    assert -MAX_AGREEMENT <= said.agreement <= MAX_AGREEMENT
+    assert Audits(RUN).after(newest).why_not(said) is None
+    due = due.after(made(3, (), 0.0, said))
+    one.follow(newest, made(3, (), 0.0, said), start, payloads, due)
+    one.follow(newest, made(4, (), 0.0), start, payloads, due)
+    assert len(told) == 2
+    await one.aclose()
 
 
 def test_whoever_comes_second_keeps_the_state_until_it_is_wanted_or_not() -> None:
@@ -149,17 +143,14 @@ def test_whoever_comes_second_keeps_the_state_until_it_is_wanted_or_not() -> Non
     assert isinstance(said, Audit)
 
 
-def test_without_room_nothing_is_kept() -> None:
+async def test_without_room_nothing_is_kept() -> None:
     start = theta()
     _, before, newest, payloads = decided(1, start)
 
-    async def work() -> None:
-        for changes, held in (({"has_room": False}, start), ({}, {s: start[s] for s in SHARDS[:2]})):
-            one = examiner(1, dict, [], **changes)
-            one.follow(before, newest, held, payloads, Audits(RUN).after(newest))
-            assert not one.keeps
-            await one.aclose()
-
-    asyncio.run(work())
+    for changes, held in (({"has_room": False}, start), ({}, {s: start[s] for s in SHARDS[:2]})):
+        one = examiner(1, dict, [], **changes)
+        one.follow(before, newest, held, payloads, Audits(RUN).after(newest))
+        assert not one.keeps
+        await one.aclose()
     assert not budget.has_room_to_audit(RUN, Budget(tiny.full_memory(RUN)))
     assert budget.has_room_to_audit(RUN, Budget(10 * tiny.full_memory(RUN)))
