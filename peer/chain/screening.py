@@ -1,42 +1,43 @@
-"""Whether what a neighbour sends can be what it should: activations and gradients of this text, by an honest stage.
+"""Screening of what neighbours send: detects activations and gradients that no honest stage computes from this text.
 
-After SENTINEL: exponential means of what was accepted, and what lies too far from them is suspicious. Of each frame [T tokens, W values] a
-sample y [N, D] is looked at, of tokens and values that only this stage knows. Two figures of it are compared with those before:
+A sample y [N, D] of each frame [T tokens, W values] is compared with exponential means of the frames accepted before.
+The sampled tokens and values are known to this stage only. Two figures:
 
-    size        of activations    log rms(y)              suspicious further than SIZE, or 3 times its spread, from what is usual
-                of gradients      log rms(y) + log rms(a)     the same; a: the activations that this stage sent for the micro-batch
-    agreement   the cosine of c and R, over all of y      suspicious below FIT of its mean, and 3 times its spread below, where that is INFORMATIVE
+    size        of activations    log rms(y)
+                of gradients      log rms(y) + log rms(a), a: the activations sent for the same micro-batch
+                suspicious        further from the usual size than SIZE, and than SPREADS times the usual deviation
+    agreement                     cosine of c and R over all of y
+                suspicious        below FIT of its mean, and SPREADS deviations below, where the mean is INFORMATIVE
 
-c is y less its mean over the tokens. R has for each token the mean of what came at tokens of its *class* before, less its mean over the
-tokens. The class is the token's id modulo CLASSES; of a gradient, the id of the token that follows, which it was to predict. So noise and
-replays do not fit the text (agreement about 0), values of the other sign contradict it (below 0), and zeros and scaled values have the
-wrong size. No history of frames is needed to find a replay.
+c is y less its mean over the tokens. R holds for each token the mean of earlier values at tokens of its *class*, less
+the mean over the tokens. The class is the token's id modulo CLASSES; for a gradient, the id of the next token, which
+was to be predicted. Noise and replayed frames have an agreement of about 0, flipped signs one below 0, zeros and
+scaled values the wrong size. Replays are found without a history of frames.
 
-Sizes change by factors while a model learns, and a screen must not take that for a lie (docs/adr/0060-what-sizes-are-usual.md):
+Sizes change by factors while a model learns (docs/adr/0060-what-sizes-are-usual.md):
 
-- With the normalization before each block, the loss hardly changes where activations at a cut grow by a factor, so gradients there shrink by that factor.
-  Their product stays, so that is what a gradient's size is compared by; this stage knows its own part of it.
-- Within a round sizes drift with the steps, and the usual size follows. At a round's beginning all stages go back to the state of the
-  run, of which an outer step has taken over something between nothing and all of the round before. So anything is usual between the size of
-  the first frames of the round before and that of its last ones; with each frame, the interval shrinks towards what comes.
-- A stage's texts may be so different that sizes are, too; the spread of what came says so. It counts as MOST_SPREAD at most.
+- Blocks normalize their input. When activations at a cut grow, gradients there shrink by the same factor; the product
+  stays, so a gradient is judged by it.
+- Within a round sizes drift, and the usual size follows. A round begins from a state between those at which the last
+  round began and ended. So at first any size between that round's first and last is usual; the interval shrinks
+  with each frame.
+- Texts differ, and sizes with them: the deviation of the accepted frames counts, up to MOST_SPREAD.
 
-One suspicious frame says nothing: a rare text brings some. It adds 1 to a score, any other takes HONEST away; at ALARM + HOP x hops the
-neighbour is accused. The score goes on in the next round, which may have one frame. What an honest stage makes of false values is strange too, so the stage beside the liar has to be the first to
-accuse: `hops` counts the stages that values have passed, forward and back, on their way from the chain's beginning (`hops`). A suspicious
-frame enters nothing but, cut off, the spread. One that is refused enters nothing.
+A single suspicious frame may be a rare text. It adds 1 to a score, any other frame takes HONEST away; a neighbour with
+a score of ALARM + HOP x hops is accused. The score is kept over rounds, which may have one frame each. An honest stage
+computes odd values from false ones, so the stage next to the liar must accuse first: `hops` is the number of stages
+that the values have passed, forward and back. A suspicious frame changes no mean and no deviation: lies would widen
+the limits by which they are judged.
 
-A reference belongs to a cut of the model, a width and a number format, and goes on from round to round, whoever the neighbour is:
-all honest stages before a cut compute the same function. Its first NEW_ROUNDS rounds are free, and its first NEW_FRAMES frames.
+A reference belongs to a cut of the model, a width and a number format. It is kept over rounds and neighbours, as all
+honest stages before a cut compute the same function. Its first NEW_ROUNDS rounds and NEW_FRAMES frames are not judged.
+It is learned again, with one round that is not judged, when the learning rate jumps (`follow`), and when the cut was
+elsewhere in the round before: early in training sizes double within two rounds.
 
-What is usual is learned anew, and one whole round is free, in two cases. Where the learning rate rises at once, honest stages change at once
-too (`follow`). And where no frames came in the round before, because the cut was elsewhere, the model has changed unseen: early in training
-sizes double within two rounds.
+A reference may have been learned from a liar. If the neighbour that follows an accused one seems to lie at once, none
+is accused, and the reference starts from the beginning.
 
-A reference may have been learned from a liar. So when the neighbour that comes after an accused one seems to lie at once, nobody is accused,
-and the reference is begun anew.
-
-Frames with fewer than LEAST_WIDTH values a token or LEAST_TOKENS tokens say too little, and are not screened.
+Frames with fewer than LEAST_WIDTH values a token or LEAST_TOKENS tokens say too little and are not screened.
 """
 
 from __future__ import annotations
@@ -57,28 +58,26 @@ LEAST_TOKENS = 64
 NEW_ROUNDS = 3
 NEW_FRAMES = 48
 TOKENS, VALUES, CLASSES = 128, 32, 128
-"""N, D, and classes of tokens."""
+"""Sampled tokens N, sampled values D, and token classes."""
 SIZE = 0.9
 FIT = 0.4
 INFORMATIVE = 0.12
 SPREADS = 3.0
 MOST_SPREAD = 0.6
-"""Of sizes; larger ones count as this."""
-ALARM = 6.0
+"""Largest deviation of sizes that counts."""
+ALARM = 8.0
 HOP = 1.5
 HONEST = 0.34
-FIRST, LEVEL_MEMORY, MEMORY, SPREAD_MEMORY = 4, 6, 12, 24
-"""Frames: the first ones of a round; those, about, that the usual size remembers; the mean of the agreement; the spreads,"""
-CLASS_MEMORY = 24
-"""and the means of the classes."""
+FIRST, LEVEL_MEMORY, MEMORY, CLASS_MEMORY = 4, 6, 12, 24
+"""Frames: the first of a round; memory of the usual size; of the agreement and the spreads; of the classes' means."""
 STALE = 0.1
-"""What the means of the classes weigh where they are learned anew,"""
+"""Weight that the means of the classes keep when they are learned again."""
 RISE = 2.0
-"""and how many times the learning rate of the step before one is that rises at once."""
+"""Ratio of consecutive learning rates that is a jump."""
 CLEARED = 64
-"""Accepted frames, after which it is no more in question whether the reference or the last accused was wrong."""
+"""Accepted frames after which an accusation is known to have been right, and the reference with it."""
 MOST = 16
-"""References that are remembered; the one that began first is forgotten first."""
+"""References that are kept; the oldest goes first."""
 _TINY = 1e-30
 
 Sample = NDArray[np.float32]
@@ -86,36 +85,35 @@ Ids = NDArray[np.integer]
 
 
 class Figures(NamedTuple):
-    """Of one frame's sample: log rms of it; see the module."""
+    """Figures of one sample (module docstring)."""
 
     log_rms: float
     agreement: float
 
 
 class Usual:
-    """What sizes are usual: between `low` and `high`, as far as their `spread` goes. `begin` says that a round begins."""
+    """The interval of usual sizes, `low` to `high`, and their deviation `spread`."""
 
     def __init__(self) -> None:
         self.low = self.high = self.spread = self._first = 0.0
         self._frames = -1
 
     def begin(self) -> None:
+        """Begins a round."""
         if self._frames > 0:
             self.low, self.high = min(self.low, self._first), max(self.high, self._first)
             self._frames = 0
 
     def off(self, size: float) -> float:
-        """How far the size is outside; 0 within."""
+        """Distance of `size` from the interval; 0 within it."""
         return size - min(max(size, self.low), self.high) if self._frames >= 0 else 0.0
 
     def is_strange(self, size: float) -> bool:
         return abs(self.off(size)) > max(SIZE, SPREADS * min(self.spread, MOST_SPREAD))
 
-    def add(self, size: float, good: bool) -> None:
-        """Takes a frame into account; one that is not good only for the spread."""
-        self.spread += (min(abs(self.off(size)), SIZE if not good else 2 * SIZE) - self.spread) / SPREAD_MEMORY
-        if not good:
-            return
+    def add(self, size: float) -> None:
+        """Adds an accepted frame."""
+        self.spread += (min(abs(self.off(size)), 2 * SIZE) - self.spread) / MEMORY
         if self._frames < 0:
             self.low = self.high = size
         self._frames = max(self._frames, 0) + 1
@@ -127,18 +125,22 @@ class Usual:
 
 
 def log_rms(sample: Sample | None) -> float:
-    """Of what was sampled; 0 where nothing was."""
+    """log rms of a sample; 0 without one."""
     return 0.0 if sample is None else math.log(math.sqrt(float(np.square(sample).mean())) + _TINY)
 
 
 def hops(kind: int, position: int, stages: int) -> int:
-    """Stages that have made what comes in at `position`, from 0, of a chain of so many stages, before the one that sent it."""
+    """Number of stages that computed what arrives at `position` (from 0) of `stages`, less the sender."""
     return position - 1 if kind == FORWARD else 2 * stages - 3 - position
 
 
 class Screen:
-    """The reference for one cut and direction, and the `neighbour` that is there now. `draw`: what is sampled follows from it. `doubt`: what
-    was suspicious about the last frame."""
+    """The reference for one cut and direction.
+
+    draw: source of the sampled places
+    neighbour: peer id of the present neighbour
+    doubt: the suspicion about the last frame, None if there was none
+    """
 
     def __init__(self, kind: int, width: int, draw: np.random.Generator) -> None:
         self.kind, self.width = kind, width
@@ -157,7 +159,7 @@ class Screen:
         self._frames = self._rounds = self._accepted = self._known = 0
 
     def begin(self, neighbour: str, round: int, hops: int) -> None:
-        """From now on frames of `neighbour` come, in this round of the run."""
+        """Begins a round of the run with this neighbour."""
         if round - self._round > 1:
             self._learn_anew()
         if round != self._round:
@@ -169,7 +171,7 @@ class Screen:
         self._alarm_at = ALARM + HOP * hops
 
     def follow(self, rate: float) -> None:
-        """A step was taken with this learning rate."""
+        """Notes the learning rate of the step that was taken."""
         if rate > RISE * self._rate:
             self._learn_anew()
         self._rate = rate
@@ -181,7 +183,7 @@ class Screen:
         self._counts *= np.float32(STALE)
 
     def sample(self, x: Tensor) -> Sample | None:
-        """What is looked at of a frame's values [.., W]; None where they are too few."""
+        """The sample [N, D] of a frame's values [.., W]; None where they are too few."""
         x_TW = x.reshape(-1, x.shape[-1])
         if x_TW.shape[0] < LEAST_TOKENS or self.width < LEAST_WIDTH:
             return None
@@ -194,8 +196,11 @@ class Screen:
         return int(self._first * stride), stride
 
     def judge(self, sample: Sample | None, ids: Ids, own: float = 0.0) -> str | None:
-        """What speaks against the neighbour, after this frame too; None where that is not enough. `ids` [B, L+1]: the token ids of the
-        micro-batch. `own`: of a gradient, log rms of the activations of the micro-batch that this stage has sent."""
+        """The reason to accuse the neighbour, None if there is none.
+
+        ids: [B, L+1] token ids of the micro-batch
+        own: for a gradient, log rms of the activations that this stage sent for the micro-batch
+        """
         if sample is None:
             return None
         of = (ids[:, :-1] if self.kind == FORWARD else ids[:, 1:]).reshape(-1)
@@ -205,17 +210,22 @@ class Screen:
         size = seen.log_rms + (own if self.kind != FORWARD else 0.0)
         free = self._rounds <= NEW_ROUNDS or self._known < NEW_FRAMES
         why = None if free else self._suspicion(seen, size)
-        self._score = self._score + 1 if why is not None else max(0.0, self._score - HONEST)
         self.doubt = why and self._say(why)
-        if why is not None and self._score >= self._alarm_at:
-            return self._alarm(why)
-        self._usual.add(size, why is None)
         if why is None:
+            self._score = max(0.0, self._score - HONEST)
+            self._usual.add(size)
             self._add(seen, sample, classes)
-        return None
+            return None
+        self._score += 1
+        return self._alarm(why) if self._score >= self._alarm_at else None
+
+    @property
+    def suspicion(self) -> float:
+        """Score as a share of the one that accuses the neighbour."""
+        return self._score / self._alarm_at
 
     def figures(self, sample: Sample, classes: Ids) -> Figures:
-        """Of a sample [N, D] at tokens of these classes [N]."""
+        """Figures of a sample [N, D] at tokens of these classes [N]."""
         fit = (self._sums / (self._counts + 1e-9)[:, None])[classes]
         fit -= fit.mean(0)
         centred = sample - sample.mean(0)
@@ -243,13 +253,13 @@ class Screen:
         return f"{'activations' if self.kind == FORWARD else 'gradients'} {why}"
 
     def _add(self, seen: Figures, sample: Sample, classes: Ids) -> None:
-        """Takes a frame into the reference."""
+        """Adds a frame to the reference."""
         self._frames += 1
         self._known += 1
         self._accepted += 1
         off = seen.agreement - self._agreement
         self._agreement += off / min(self._frames, MEMORY)
-        self._spread += (min(abs(off), 1.0) - self._spread) / min(self._frames, SPREAD_MEMORY)
+        self._spread += (min(abs(off), 1.0) - self._spread) / min(self._frames, MEMORY)
         keep = np.float32(1 - 1 / CLASS_MEMORY)
         self._sums *= keep
         # not as a product of matrices: numpy's library for these would take all cores
@@ -260,7 +270,7 @@ class Screen:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a peer's screens stand in a chain of this round of the run: at `position`, from 0, of so many stages."""
+    """The place of a peer's screens in a chain of one round: `position` from 0, of `stages`."""
 
     screens: Screens
     round: int
@@ -268,21 +278,25 @@ class Place:
     stages: int
 
     def of(self, kind: int, neighbour: str, shard: str, width: int, wire: str) -> Screen:
-        """For what comes from this neighbour; the rest as in `Screens.of`."""
+        """The screen for frames of `neighbour`; other parameters as for `Screens.of`."""
         screen = self.screens.of(kind, shard, width, wire)
         screen.begin(neighbour, self.round, hops(kind, self.position, self.stages))
         return screen
 
 
 class Screens:
-    """Of all boundaries of a peer. `seed`: None for samples that nobody can foresee."""
+    """The screens of a peer's boundaries. seed: None for samples that cannot be predicted."""
 
     def __init__(self, seed: int | None = None) -> None:
         self._draw = np.random.default_rng(seed)
         self._screens: dict[tuple[int, str, int, str], Screen] = {}
 
     def of(self, kind: int, shard: str, width: int, wire: str) -> Screen:
-        """For frames of this kind (peer/chain/frames.py) that come in at `shard`, with `width` values a token in this number format."""
+        """The screen for frames of this kind (peer/chain/frames.py) that arrive at `shard`.
+
+        width: values a token
+        wire: their number format
+        """
         key = (kind, shard, width, wire)
         if key not in self._screens:
             if len(self._screens) >= MOST:

@@ -13,14 +13,15 @@ one with the most is *out* of all chains, and its accusations no longer speak ag
     k false accusers    keep peers out of chains until they have made more accusations than those have
 
 An accusation ends after FIRST_ROUNDS; each further one of the same pair lasts twice as long, MOST_ROUNDS at most. All
-are forgotten where no replica could be planned otherwise. Every node hears the reports; a restarted one has forgotten.
+are forgotten where no replica could be planned otherwise. Members repeat their reports to nodes that may have missed
+them, so that honest nodes plan by the same accusations; of an earlier round one counts for FIRST_ROUNDS as well.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from protocol.planning.partition import Candidate
 from protocol.wire.plan import ReplicaSpec
@@ -45,22 +46,28 @@ class Accusation:
     out: tuple[str, ...]
 
 
+Chains = Callable[[int], Iterable[ReplicaSpec | None]]
+"""The versions of a replica in one round: as planned and as repaired."""
+
+
 class Accusations:
     """Those of a run. `out`: who is in no chain."""
 
     def __init__(self) -> None:
         self.out: frozenset[str] = frozenset()
+        self._round = self._forgotten = 0
+        self._chains: dict[int, Chains] = {}  # of the last FIRST_ROUNDS rounds
         self._until: dict[tuple[str, str], int] = {}  # the last round, by accuser and accused
         self._times: dict[tuple[str, str], int] = {}  # how many there were, by accuser and accused
         self._with: dict[str, set[str]] = {}
         self._named = Counter[str]()
 
-    def report(self, peer: str, failure: ChainFailure, chains: Iterable[ReplicaSpec | None]) -> list[Accusation]:
-        """A member's report about its chain (`chains`: as planned and as it is now); an Accusation if it is new."""
-        key = peer, failure.peer
-        if not failure.reason.startswith(LIES) or key in self._until:
+    def report(self, peer: str, failure: ChainFailure) -> list[Accusation]:
+        """A member's report about its chain, of this round or an earlier one; an Accusation if it is new."""
+        key, chains = (peer, failure.peer), self._chains.get(failure.round)
+        if not failure.reason.startswith(LIES) or key in self._until or failure.round <= self._forgotten:
             return []
-        if not any(chain is not None and are_neighbours(chain.peers, *key) for chain in chains):
+        if chains is None or not any(c is not None and are_neighbours(c.peers, *key) for c in chains(failure.replica)):
             return []
         before = self.out
         times = self._times.pop(key, 0)
@@ -72,8 +79,10 @@ class Accusations:
         self._look()
         return [Accusation(*key, failure.reason, tuple(sorted(self.out - before)))]
 
-    def begin(self, round: int) -> None:
-        """This round begins: what has lasted long enough is over."""
+    def begin(self, round: int, chains: Chains) -> None:
+        """This round begins, with these chains: what has lasted long enough is over."""
+        self._round, self._chains[round] = round, chains
+        self._chains = {known: of for known, of in self._chains.items() if known + FIRST_ROUNDS >= round}
         old = [key for key, until in self._until.items() if until < round]
         for key in old:
             del self._until[key]
@@ -82,7 +91,7 @@ class Accusations:
 
     def forget(self) -> bool:
         """Forgets all; whether there was any."""
-        any_there = bool(self._until)
+        any_there, self._forgotten = bool(self._until), self._round
         self._until.clear()
         self._look()
         return any_there

@@ -5,7 +5,8 @@ A member that loses a neighbour reports it (`ChainFailure`) and keeps its work. 
 The plan in the log stays as it is; the commit's contribution names the members. A chain that lost a member:
 
     a member has offered its stage    the inner steps are done: all are told to offer what they have
-    a spare is ready                  takes the place: it attested the state, holds the shards, has the memory
+    a spare is ready                  takes the place: it attested the state, holds the shards, has the memory, and was
+                                      not a member before
     else, once per member and round   the same members go on: the lost one may be back
     else                              the chain's round is over; members keep their work in the error feedback
 
@@ -58,6 +59,7 @@ class ChainRoster:
         self._index: tuple[Plan | None, dict[int, ReplicaSpec], dict[str, int]] | None = None
         self._logged = plan
         self._retried: set[tuple[int, str]] = set()
+        self._served: set[str] = set()
         self._followers: set[tuple[int, int, str]] = set()
         self._seats: dict[str, int] = {}
 
@@ -142,6 +144,7 @@ class ChainRoster:
             if found is None:
                 return
             self.plan = self.plan.replaced(found.replica(reconfig.replica))
+            self._served.update(reconfig.peers)
         self.reconfigs[reconfig.replica] = reconfig
         self.changes += 1
         self._followers = {who for who in self._followers if who[0] != reconfig.replica}
@@ -183,8 +186,9 @@ class ChainRoster:
         return self.renew(replica, tuple(spare if p == lost else p for p in spec.peers), reason, steps)
 
     def _is_free(self, spare: str) -> bool:
+        """Whether `spare` is there and has not worked in this round: a peer trains once a round."""
         assert self.plan is not None
-        return spare not in self.away and self.plan.replica_of(spare) is None
+        return spare not in self.away | self._served and self.plan.replica_of(spare) is None
 
     def go_on_without_spare(self, replica: int, lost: str, reason: str, steps: int, may_return: bool) -> ChainReconfig:
         """Keeps the members, once for each that is lost and may return; else ends the chain's round."""

@@ -121,6 +121,7 @@ class Leader:
         self._claims = Claims()
         self.guests = access.PendingInvitations()
         self.roster = ChainRoster(self.plan)
+        self.accusations.begin(self.round, self.roster.versions)
         self.offers = Offers(held)
         self._absent: frozenset[str] = frozenset()
         self._left: set[str] = set()
@@ -256,10 +257,10 @@ class Leader:
         return self.position.stay(event, [ev.Send(self.roster.audience(reconfig.replica), reconfig, True)])
 
     def _chain_failure(self, peer: str, failure: ChainFailure) -> list[Effect]:
-        if failure.round != self.round:
-            return []
-        told = self.accusations.report(peer, failure, self.roster.versions(failure.replica))
+        told = self.accusations.report(peer, failure)
         effects: list[Effect] = self.position.stay(ChainFailure, told) if told else []
+        if failure.round != self.round:
+            return effects
         found = self.roster.reported(peer, failure) if self._leads else None
         lost = self.accusations.loser(peer, failure.peer) if failure.reason.startswith(LIES) else failure.peer
         if told and isinstance(found, ChainReconfig):  # a liar may have been quicker to name its neighbour
@@ -369,7 +370,7 @@ class Leader:
         self.roster.away = away
         self._began = now
         self.attestations.forget(commit.round - 1)
-        self.accusations.begin(commit.round + 1)
+        self.accusations.begin(commit.round + 1, self.roster.versions)
         self.newcomers.begin(self.standing, commit.plan)
         rest |= self.standing.fallen()
         self._claims.forget(self.state)

@@ -29,6 +29,7 @@ from protocol.ledger.part_lists import root_of
 from protocol.quorum.table import Position, Row, Table
 from protocol.round import member_events as ev
 from protocol.round import stragglers
+from protocol.round.accusations import FIRST_ROUNDS, LIES
 from protocol.round.chain_repair import SLOW, reconfigured
 from protocol.round.member_events import Effect, Event, Phase
 from protocol.run.manifest import Manifest
@@ -243,6 +244,7 @@ class Member:
         self._order: ev.TrainOrder | None = None
         self._reconfig: ChainReconfig | None = None
         self._chain_failure: ChainFailure | None = None
+        self._accusations: list[ChainFailure] = []
         self.deadline = Deadline(manifest, up_bps)
 
     @property
@@ -289,7 +291,7 @@ class Member:
     def _react(self, event: Event, now: float) -> list[Effect]:
         match event:
             case ev.Connected():
-                return self._read_log(ev.Connected) + self._resend(now)
+                return self._read_log(ev.Connected) + self._resend(now, FIRST_ROUNDS)
             case ev.Committed(record):
                 self._heard = max(self._heard, record.commit.round)
                 return self._learned(ev.Committed, self.history.learn(record), now)
@@ -407,6 +409,9 @@ class Member:
         )
         if event.reason != SLOW:  # a slow chain goes on: it is told of once
             self._chain_failure = failure
+        if event.reason.startswith(LIES):
+            recent = [told for told in self._accusations if told.round + FIRST_ROUNDS >= round]
+            self._accusations = [*recent, failure][-FIRST_ROUNDS:]
         if ahead is not None:
             return [*self.overlap.chain_failed(failure)]
         return self.position.stay(ev.ChainFailed, [ev.Send(failure)])
@@ -423,7 +428,10 @@ class Member:
         if not named:
             return []
         if self._attempted >= reconfig.round:  # our part of it is done
-            return self._follow(reconfig)
+            offers = self._pending is not None and self._pending.round >= reconfig.round
+            return (
+                self._follow(reconfig) if offers or self.phase is not Phase.WAITING else self._cannot_follow(reconfig)
+            )
         ready = self.phase is Phase.WAITING and self.overlap.state is Ahead.NONE
         if not ready or self._held_round != self.applied:
             return []  # it is told again
@@ -435,6 +443,13 @@ class Member:
     def _follow(self, reconfig: ChainReconfig) -> list[Effect]:
         self._reconfig = reconfig
         return self.position.stay(ev.Reconfigured, [ev.Send(reconfig)])
+
+    def _cannot_follow(self, reconfig: ChainReconfig) -> list[Effect]:
+        """It trained in this round already, and offers nothing."""
+        self._reconfig = reconfig
+        self._withdraw = Withdraw(round=reconfig.round, reason="it has trained in this round already")
+        told = [ev.Send(reconfig), ev.Send(self._withdraw)]
+        return self.position.step(ev.Reconfigured, Phase.WAITING, told)
 
     def _go_on(self, reconfig: ChainReconfig, new: Plan | None) -> list[Effect]:
         """The chain that we train in has other members; `new`: the plan with us among them, None where we are not."""
@@ -451,14 +466,16 @@ class Member:
 
     # --- what follows without an event
 
-    def _resend(self, now: float) -> list[Effect]:
+    def _resend(self, now: float, rounds: int = 1) -> list[Effect]:
+        """What nodes may have missed; accusations of so many rounds before the present one."""
         self._sent_at = now
         out: list[Effect] = [] if self._reads else [ev.Send(LogRequest(after=self.head))]
         if self._attest is not None:
             out.append(ev.Send(self._attest))
         told = (self._reconfig, self._chain_failure, self._pending, self._withdraw)
         out += [ev.Send(m) for m in told if m is not None and m.round == self.applied + 1]
-        return out
+        accused = [m for m in self._accusations if m.round + rounds > self.applied and m != self._chain_failure]
+        return [*out, *map(ev.Send, accused)]
 
     def _end(self, now: float) -> ev.EndIn:
         return ev.EndIn(self.head + 1, self.deadline.left(now))

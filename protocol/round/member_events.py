@@ -259,6 +259,7 @@ _ROWS: tuple[Row[Phase], ...] = (
         (ChainReconfig, TrainOrder, EndIn),
         "a spare replaces a lost member",
     ),
+    Row(Phase.WAITING, Reconfigured, Phase.WAITING, (ChainReconfig, Withdraw), "we trained in this round already"),
     Row(Phase.WAITING, None, Phase.DONE, (Finish,), "the final state is attested, or the run was over before we came"),
     anywhere(Connected, (ReadLog,), "the log is not being read already"),
     anywhere(LogRead, (LogRequest,), "for what was decided since"),

@@ -11,6 +11,9 @@ activations and of gradients, by each stage that sends them, from a random micro
 somebody accuses the liar before the round's end. It is *laid to others* when somebody accuses anybody else first; what the
 liar itself says of others does not count. What was accepted until
 then has been trained on, and the other stages have passed on what they made of it.
+
+A lie is cut off at the largest magnitude that can be sent, so that no liar is found merely because its frame is refused as out of
+range. An honest stage that cannot send what it made of lies accuses whoever its screens doubt, as in the product.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from tests.benchmarks.screened import Chain, Setup
 
 STAGES, STEPS, MICRO = 4, 8, 4
 ARMS = ("16:int4:sym2", "16:int4:int4", "32:bf16:bf16", "0:int4:sym2")
-LIMIT = quantize.LIMIT / 4
+LIMIT = quantize.LIMIT / 2
+"""Largest magnitude that a stage can send (`quantize.encode`)."""
 SPIKES, LIES, HISTORY = 8, 25, 16
 KINDS = ("noise", "zeros", "x4", "x0.25", "flipped", "replayed")
 
@@ -91,8 +95,8 @@ class Liars:
             if (lie.stage, lie.direction) == (sender, kind) and micro >= lie.since:
                 x = lie.of(x, self._sent[sender, kind], draw)
             if sender == lie.stage:
-                x = x.clamp(-LIMIT, LIMIT)
-            if not bool((x.abs() < quantize.LIMIT).all()):
+                x = x.nan_to_num().clamp(-LIMIT, LIMIT)
+            if not bool((x.abs() <= LIMIT).all()):
                 self._overflow(sender)
             return x
 

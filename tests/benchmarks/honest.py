@@ -73,9 +73,13 @@ def run(seed: int) -> Iterator[dict[str, Any]]:
         steps = draw.randint(1, setup.inner_steps) if uneven else setup.inner_steps
         spike = draw.randrange(steps) if restless and draw.random() < 0.03 else -1
         said.clear()
+        chain.closest = 0.0
         loss = chain.play(round, steps, screened=screened, spike=spike)
         if screened:
-            yield {"seed": seed, "round": round, "steps": steps, "spike": spike >= 0, "loss": loss, "said": said[:3]}
+            yield {
+                "seed": seed, "round": round, "steps": steps, "spike": spike >= 0, "loss": loss, "said": said[:3],
+                "closest": chain.closest,
+            }  # fmt: skip
 
 
 def campaign(rounds: int, first: int, keep: Path | None) -> list[dict[str, Any]]:
@@ -111,6 +115,11 @@ def main() -> int:
     print(
         f"{len(noted)} honest rounds of {last - chosen.first + 1} runs, seeds {chosen.first} to {last}, {steps} inner steps, "
         f"{time.monotonic() - began:.0f} s: {accused} rounds with an accusation"
+    )
+    near = sorted(noted, key=lambda line: line["closest"], reverse=True)[:3]
+    print(
+        "nearest to an accusation: "
+        + ", ".join(f"{x['closest']:.2f} (seed {x['seed']}, round {x['round']})" for x in near)
     )
     return 1 if accused else 0
 

@@ -73,7 +73,7 @@ def honest(kind: int, sender: int, micro: int, x: Tensor) -> Tensor:
 
 class Chain:
     """The stages and their peers' screens. `cuts`: where each stage but the first begins, in blocks. `said` hears of accusations, and may
-    raise; else the frame is used. `seed` is that of the text, the model and the screens' samples."""
+    raise; else the frame is used. `closest`: how near any neighbour came to being accused (`Screen.suspicion`), 1 if it was. `seed` is that of the text, the model and the screens' samples."""
 
     def __init__(self, setup: Setup, seed: int, said: Said) -> None:
         self.setup, self.said, self.seed = setup, said, seed
@@ -96,6 +96,7 @@ class Chain:
         self.screens: dict[tuple[int, int], Screen] = {}
         self.cuts: tuple[int, ...] = ()
         self._own = dict[int, float]()
+        self.closest = 0.0
         self.corpus, self._moments = demo_corpus(), dict[str, NDArray[np.generic]]()
         step = setup.layers // setup.stages
         self.cut(tuple(step * i for i in range(1, setup.stages)))
@@ -191,6 +192,8 @@ class Chain:
             self._own[sender] = log_rms(back.sample(x))
         own = self._own.get(by, 0.0) if kind == BACKWARD else 0.0
         why = None if screen is None else screen.judge(screen.sample(came), ids.numpy(), own)
+        if screen is not None:
+            self.closest = max(self.closest, 1.0 if why is not None else screen.suspicion)
         if why is not None:
             self.said(by, sender, why)
         return came

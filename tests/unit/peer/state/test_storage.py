@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -134,7 +133,7 @@ def test_a_loss_of_power_leaves_the_feedback_on_disk_and_the_offers_since(tmp_pa
     storage.close()
 
 
-def test_what_many_rounds_write_is_little(tmp_path: Path) -> None:
+async def test_what_many_rounds_write_is_little(tmp_path: Path) -> None:
     """At most 0.02 bytes a parameter and round, on average, and it is counted."""
     (tmp_path / "memory").mkdir()
     disk = Disk(memory=tmp_path / "memory")
@@ -142,14 +141,11 @@ def test_what_many_rounds_write_is_little(tmp_path: Path) -> None:
     arrays = {"head": [np.zeros(10_000, np.float32), np.zeros((2, 5), np.float32)]}
     rounds = 2 * retention.SAVED_ROUNDS
 
-    async def live() -> None:
-        writer = FeedbackWriter(storage, arrays, Clock(), 0)
-        for round in range(1, rounds + 1):
-            arrays["head"][0] += 1
-            writer.changed(round)
-            await writer.written()
-
-    asyncio.run(live())
+    writer = FeedbackWriter(storage, arrays, Clock(), 0)
+    for round in range(1, rounds + 1):
+        arrays["head"][0] += 1
+        writer.changed(round)
+        await writer.written()
     storage.close()
     assert storage.saved_round == rounds - retention.SAVED_ROUNDS + 1
     assert found(tmp_path / "peer", disk)[0] == rounds

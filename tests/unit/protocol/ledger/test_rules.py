@@ -91,19 +91,8 @@ def next_commit(state: RunState, plan: Plan | None, out: Sequence[LeftOut] = ())
     specs = [r for r in state.plan.replicas if r.number not in gone] if state.plan is not None else []
     made = [contribution(r.number, *r.peers) for r in specs]
     weights = state.standing.weigh(made)
-    return Commit(
-        run=state.manifest.run_id,
-        round=state.round,
-        parent=state.head.digest if state.head is not None else state.manifest.run_id,
-        time=1.0,
-        contributions=tuple(dataclasses.replace(c, standing=w) for c, w in zip(made, weights, strict=True)),
-        left_out=tuple(out),
-        diverged=(),
-        digests={},
-        plan=plan,
-        leader=OPERATOR.peer_id,
-        members=state.manifest.first_members,
-    )
+    weighed = tuple(dataclasses.replace(c, standing=w) for c, w in zip(made, weights, strict=True))
+    return tiny.commit(RUN, state.head, time=1.0, contributions=weighed, left_out=tuple(out), plan=plan)
 
 
 EVERYBODY = (*map(full, FOUNDERS), CHAIN)

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from protocol.round import chain_repair
+from protocol.round.accusations import LIES
 from protocol.round.leader_events import Gone, Lead, Ready, Received, Send
 from protocol.round.leader_events import Tick as LeaderTick
+from protocol.round.member import RESEND_SECONDS
 from protocol.round.member_events import (
     Applied,
     ChainFailed,
+    Connected,
     EncodeUpdate,
     EndIn,
     Failed,
@@ -28,6 +31,7 @@ from protocol.round.member_events import (
 )
 from protocol.round.member_events import Send as Says
 from protocol.run.manifest import Manifest, OuterSpec
+from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from protocol.wire.session import ChainFailure, ChainReconfig, Withdraw
 from tests.support import leader as leading
@@ -203,6 +207,17 @@ def test_a_new_leader_learns_of_reconfigurations_from_those_who_follow() -> None
     assert reconfig(driver.failure("e", "f", generation=3)).generation == 4
 
 
+def test_a_spare_that_was_replaced_is_not_taken_again_in_the_round() -> None:
+    """It has trained, and trains once a round: a chain with it would wait until it is taken for lost."""
+    driver = Driver("f", "g")
+    assert reconfig(driver.failure("c", "d")).peers == ("c", "f", "e")
+    assert reconfig(driver.failure("c", "f", generation=1)).peers == ("c", "g", "e")
+    late = ChainFailure(round=1, replica=0, generation=1, peer="c", reason="gave no sign of life")
+    driver.do(Received("f", late))  # it is heard of again
+    found = reconfig(driver.failure("c", "g", generation=2))
+    assert "f" not in found.peers
+
+
 def test_members_who_know_different_chains_get_one() -> None:
     driver = Driver("f", "g")
     found = reconfig(driver.failure("c", "d"))
@@ -233,21 +248,6 @@ def test_a_full_replica_has_no_spare() -> None:
     assert driver.do(Received("a", said), Gone("a")) == []
 
 
-def test_a_log_may_name_spares_of_its_plan_only() -> None:
-    driver = Driver("f")
-    found = reconfig(driver.failure("c", "d"))
-    commit, plan = driver.decide(driver.offered_by(found, *found.peers)), driver.commits[0].plan
-    assert plan is not None
-    for spares, expected in (((), "replica 0 has other peers than its plan and its spares"), (("f", "x"), None)):
-        said = of_work(driver.manifest, dataclasses.replace(plan, spares=spares), commit)
-        assert said == ([expected] if expected else [])
-    made = commit.contributions[0]
-    twice = dataclasses.replace(made, shares=(made.shares[0], made.shares[0], made.shares[2]))
-    assert "counts a peer twice" in list(
-        of_work(driver.manifest, plan, dataclasses.replace(commit, contributions=(twice,)))
-    )
-
-
 # --- a member: "me" is the second of three, "s" a spare
 
 
@@ -262,9 +262,17 @@ PLAN = chain_plan(1, "a", "me", "z")
 
 def member(plan: Plan = PLAN, manifest: Manifest = M) -> MemberDriver:
     driver = MemberDriver(manifest=manifest)
-    commit = dataclasses.replace(log(0, run=manifest.run_id)[0], plan=plan)
-    driver.settle(driver.learn(commit))
+    driver.settle(driver.learn(commits(plan, manifest=manifest)[0]))
     return driver
+
+
+def commits(*plans: Plan, manifest: Manifest = M) -> list[Commit]:
+    """A log with these plans."""
+    made: list[Commit] = []
+    for commit, plan in zip(log(len(plans) - 1, run=manifest.run_id), plans, strict=True):
+        parent = made[-1].digest if made else commit.parent
+        made.append(dataclasses.replace(commit, plan=plan, parent=parent))
+    return made
 
 
 def reconfigs(generation: int, *peers: str, steps: int = 0) -> ChainReconfig:
@@ -284,6 +292,22 @@ def test_a_failure_is_reported_until_the_chain_is_reconfigured_and_the_work_goes
     assert driver.do(ChainFailed(1, 0, "z", "of the chain before")) == []
     assert driver.do(Reconfigured(reconfigs(1, "s", "me", "z"))) == [], "a generation has one chain"
     assert driver.do(Trained(1, 4, 4, 2.0)) == [EncodeUpdate(new, 0, 4, 4, 2.0)]
+
+
+def test_accusations_are_repeated_to_nodes_that_may_have_missed_them() -> None:
+    driver = member()
+    said = Says(ChainFailure(round=1, replica=0, generation=0, peer="z", reason=f"{LIES}zeros"))
+    driver.do(ChainFailed(1, 0, "z", f"{LIES}zeros"), Reconfigured(reconfigs(1, "a", "me", "s")))
+    driver.do(Tick())
+    assert said not in driver.do(Tick())
+    driver.now += RESEND_SECONDS
+    assert said in driver.do(Tick()), "the chain goes on, but a node may not have heard why"
+    driver.do(Failed(1, 2, "stopped"), UpdateEncoded(1, None))
+    plans = [PLAN, *(chain_plan(round, "a", "b", "z") for round in (2, 3))]
+    driver.settle(driver.learn(*commits(*plans)[1:]))
+    driver.now += RESEND_SECONDS
+    assert said not in driver.do(Tick()), "nodes that are connected have heard it by now"
+    assert said in driver.do(Connected()), "one that was started again has not"
 
 
 def test_of_a_slow_member_is_told_once() -> None:
@@ -315,7 +339,8 @@ def test_a_spare_trains_and_only_once_a_round() -> None:
     ]
     assert driver.do(Reconfigured(reconfigs(3, "a", "b", "z"))) == [Stop(1)]
     assert driver.do(Failed(1, 3, "stopped"), UpdateEncoded(1, None)) == [KeepInFeedback(1)]
-    again = reconfigs(4, "a", "me", "z")
+    again, said = reconfigs(4, "a", "me", "z"), Withdraw(round=1, reason="it has trained in this round already")
+    assert driver.do(Reconfigured(again)) == [Says(again), Says(said)], "the leader does not wait for it"
     assert driver.do(Reconfigured(again)) == [Says(again)]
 
 

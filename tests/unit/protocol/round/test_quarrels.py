@@ -8,16 +8,17 @@ from protocol.planning import planner
 from protocol.planning.partition import Candidate
 from protocol.round.accusations import FIRST_ROUNDS, LIES, MOST_ROUNDS, REMEMBERED_PAIRS, Accusation, Accusations
 from protocol.round.leader_events import Gone, Lead, Propose, Received, Send
-from protocol.wire.plan import ReplicaSpec, StageSpec
+from protocol.wire.plan import ReplicaSpec
 from protocol.wire.session import ChainFailure, ChainReconfig
 from tests.support import leader as leading
+from tests.support import tiny
 from tests.support.chain_repair import Driver, reconfig
 
 SAW = LIES + "gradients do not fit their text"
 
 
 def chain(*peers: str) -> ReplicaSpec:
-    return ReplicaSpec(stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(peers)))
+    return tiny.replica(0, *peers)
 
 
 def hear(
@@ -25,7 +26,8 @@ def hear(
 ) -> list[Accusation]:
     """The report of `accuser`, who is beside `accused` unless `chains` says who is beside whom."""
     failure = ChainFailure(round=round, replica=0, generation=0, peer=accused, reason=reason)
-    return known.report(accuser, failure, of.get("chains", [chain(accuser, accused)]))
+    known.begin(round, lambda _: of.get("chains", [chain(accuser, accused)]))
+    return known.report(accuser, failure)
 
 
 def heard(*pairs: tuple[str, str]) -> Accusations:
@@ -86,14 +88,36 @@ def test_only_neighbours_are_believed_and_only_of_lies() -> None:
 
 def test_quarrels_end_and_their_number_is_bounded() -> None:
     known = heard(("a", "liar"), ("b", "liar"))
-    known.begin(1 + FIRST_ROUNDS)
+    known.begin(1 + FIRST_ROUNDS, lambda _: ())
     assert known.out == {"liar"}
-    known.begin(2 + FIRST_ROUNDS)
+    now = 2 + FIRST_ROUNDS
+    known.begin(now, lambda _: ())
     assert known.out == frozenset()
-    assert hear(known, "a", "liar") != [], "it is news again"
+    assert hear(known, "a", "liar", round=now) != [], "it is news again"
     for i in range(REMEMBERED_PAIRS + 5):
-        hear(known, f"x{i}", f"y{i}")
-    assert hear(known, "a", "liar") != [], "the oldest was forgotten"
+        hear(known, f"x{i}", f"y{i}", round=now)
+    assert hear(known, "a", "liar", round=now) != [], "the oldest was forgotten"
+
+
+def test_a_report_that_was_missed_counts_when_it_is_repeated_in_a_later_round() -> None:
+    """Else honest nodes plan by different accusations, and take each other's plans for unfair."""
+    known = Accusations()
+    for round in range(1, 3 + FIRST_ROUNDS):
+        known.begin(round, lambda _, round=round: [chain("a", "b", "c") if round <= 2 else chain("a", "c")])  # type: ignore[misc]
+    late = [ChainFailure(round=n, replica=0, generation=0, peer="b", reason=SAW) for n in (1, 2, 3)]
+    assert known.report("a", late[0]) == [], "it would be over"
+    assert known.report("a", late[2]) == [], "they were not neighbours then"
+    assert known.report("a", late[1]) == [Accusation("a", "b", SAW, ())]
+    known.begin(3 + FIRST_ROUNDS, lambda _: ())
+    assert known.marked([Candidate(peer="b", memory_bytes=1, up_bps=1)])[0].apart == (), "it began when it was seen"
+
+
+def test_what_was_forgotten_does_not_count_again_when_it_is_repeated() -> None:
+    known = heard(("a", "b"))
+    assert known.forget()
+    late = ChainFailure(round=1, replica=0, generation=0, peer="b", reason=SAW)
+    assert known.report("a", late) == []
+    assert hear(known, "a", "b", round=2) != [], "of a later round it does"
 
 
 def test_a_quarrel_of_the_same_two_lasts_twice_as_long_as_the_one_before() -> None:
@@ -105,7 +129,7 @@ def test_a_quarrel_of_the_same_two_lasts_twice_as_long_as_the_one_before() -> No
         hear(known, "c", "b", round=round)
         while known.out:
             round += 1
-            known.begin(round)
+            known.begin(round, lambda _: ())
         lasted.append(round - began - 1)
     assert lasted == [min(MOST_ROUNDS, FIRST_ROUNDS * 2**n) for n in range(9)]
 
