@@ -86,6 +86,7 @@ campaign: setup
 	$(BIN)/python -m pytest tests -m campaign
 	$(BIN)/python -m tests.sim.run --seeds 0:10000
 	$(BIN)/python -m tests.sim.run --seeds 0:1000 --quarrels --calm
+	$(BIN)/python -m tests.sim.roles --seeds 0:1000
 	$(BIN)/python -m tests.benchmarks.honest --rounds 10000
 	$(BIN)/python -m tests.faults.soak --minutes 30
 	$(BIN)/python -m tests.faults.repair --times 100

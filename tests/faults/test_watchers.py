@@ -129,7 +129,7 @@ def watched(
     folder: Path, nodes: int = 1, places: dict[str, Place] | None = None, prefix: Sequence[object] = ()
 ) -> Iterator[Watched]:
     manifest = make_manifest(nodes)
-    with Swarm(folder, manifest, tiny.OPERATORS[:nodes], places=places) as swarm:
+    with Swarm(folder, manifest, tiny.OPERATORS[:nodes], places=places, module="tests.faults.paced") as swarm:
         for name in swarm.nodes:
             swarm.start_node(name)
         swarm.start(PEER)
