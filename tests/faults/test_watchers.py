@@ -72,7 +72,7 @@ class Watched:
         while not wanted():
             assert time.monotonic() < end, what
             assert self.monitor.process.poll() is None, self.monitor.drawn[-2000:]
-            time.sleep(0.2)  # neither a terminal nor a page has another sign of news
+            time.sleep(0.5)  # neither a terminal nor a page has another sign of news
 
     def decided(self) -> int:
         """The newest round that any node has decided, as their events say."""
