@@ -48,6 +48,11 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, DEADLINE))
 
 
+async def hold(peer: str, round: int) -> None:
+    """A round's work."""
+    await asyncio.sleep(HOLD_SECONDS)
+
+
 def identity(name: str) -> Identity:
     """Everybody's key follows from a name."""
     return Identity(hashlib.sha256(name.encode()).digest())
@@ -128,11 +133,8 @@ class Ground(volunteers.Swarm):
     def __init__(self, folder: Path, of: Manifest | None = None) -> None:
         super().__init__(folder, of or manifest())
         self.network = self.daemons = Daemons()
-        self.hold = self._hold
+        self.hold = hold
         self._sockets = Path(f"/tmp/hostile-{os.getpid()}")
-
-    async def _hold(self, peer: str, round: int) -> None:
-        await asyncio.sleep(HOLD_SECONDS)
 
     async def __aenter__(self) -> Ground:
         self._sockets.mkdir()
