@@ -39,7 +39,7 @@ from peer.net.relay import RelayedTransport
 from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door, Run, here, manifest_of, parse_run
 from peer.node.way_in import NetworkStart
-from peer.training.device import Hardware, free_disk, name_of, parse_devices, parse_size, smallest_budget
+from peer.training.device import Hardware, free_disk, name_of, parse_devices, parse_size, smallest_budget, try_torch
 from peer.ui.monitor import Monitor
 from peer.ui.text import clean, rate, size
 from protocol.errors import PotluckError, UsageError
@@ -325,16 +325,12 @@ def _python(find: Find) -> None:
 
 
 def _torch(find: Find) -> bool:
-    """Imports torch and computes with it. What ends this process there is reported by the command."""
+    """Whether torch computes. What ends this process there is reported by the command."""
     try:
-        import torch
-
-        x = torch.ones(64, 64, requires_grad=True)
-        (x @ x).sum().backward()
+        find(Finding("torch", GOOD, try_torch()))
     except Exception as error:
         find(Finding("torch", BAD, clean(f"{type(error).__name__}: {error}"), REINSTALL_TORCH))
         return False
-    find(Finding("torch", GOOD, torch.__version__))
     return True
 
 
