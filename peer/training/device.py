@@ -76,6 +76,15 @@ def parse_devices(device: str, devices: str | None) -> tuple[str, ...]:
     return found
 
 
+def try_torch() -> str:
+    """Imports torch and computes a gradient with it. Returns its version. Raises what torch raises."""
+    import torch
+
+    x = torch.ones(64, 64, requires_grad=True)
+    (x @ x).sum().backward()
+    return str(torch.__version__)
+
+
 def choose_devices(wanted: Sequence[str]) -> tuple[str, ...]:
     """The devices of `parse_devices` on this machine; `auto` is the first kind that works. Raises UsageError."""
     if set(wanted) == {"cpu"}:
