@@ -106,26 +106,40 @@ async def test_the_worker_does_not_need_the_loop_to_go_on(bench: Bench) -> None:
     assert bench.waits == [FORTH], "it waited once, for the first"
 
 
-async def test_who_hears_of_an_end_finds_the_next_place_free(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, free = asyncio.get_running_loop(), list[bool]()
-    first = bench.put(FORTH, "a")
-    assert bench.next() == "a"
-    second = bench.put(FORTH, "b")
-    assert bench.turns.has(FORTH)
-    tell = loop.call_soon_threadsafe
+class TellingLoop(asyncio.SelectorEventLoop):
+    """Notes whether there is a place when the worker tells that a job has ended."""
 
-    def telling(*what: Any, **options: Any) -> asyncio.Handle:
-        """Looks whether there is a place when the worker tells that a job has ended."""
-        free.append(not bench.turns.has(FORTH))
-        return tell(*what, **options)
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns: AlternatingScheduler[str] | None = None
+        self.free: list[bool] = []
 
-    with monkeypatch.context() as changed:
-        changed.setattr(loop, "call_soon_threadsafe", telling)
-        first()
-        await bench.until(lambda: bench.ended != [])
-    assert free == [True]
-    second()
-    await bench.until(lambda: bench.turns.idle)
+    def call_soon_threadsafe(self, *what: Any, **options: Any) -> asyncio.Handle:
+        if self.turns is not None:
+            self.free.append(not self.turns.has(FORTH))
+        return super().call_soon_threadsafe(*what, **options)
+
+
+def test_who_hears_of_an_end_finds_the_next_place_free() -> None:
+    loop = TellingLoop()
+
+    async def work() -> None:
+        with ThreadPoolExecutor(1) as worker, ThreadPoolExecutor(1) as waiter:
+            bench = Bench(worker, waiter)
+            first = bench.put(FORTH, "a")
+            assert bench.next() == "a"
+            second = bench.put(FORTH, "b")
+            assert bench.turns.has(FORTH)
+            loop.turns = bench.turns
+            first()
+            await bench.until(lambda: bench.ended != [])
+            loop.turns = None
+            second()
+            await bench.until(lambda: bench.turns.idle)
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(work())
+    assert loop.free == [True]
 
 
 async def test_a_rested_worker_begins_again(bench: Bench) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,12 +10,10 @@ from safetensors.numpy import load_file
 
 from peer.net.base import Clock
 from peer.net.disk import Disk
-from peer.state import tensor_file
 from peer.state.storage import Checkpoint, FeedbackWriter, Storage
 from protocol.ledger import retention
 from protocol.run import layout
 from protocol.wire.commit import Part
-from protocol.wire.schema import plain
 from protocol.wire.session import Offer
 
 
@@ -61,16 +58,6 @@ def test_an_offer_and_its_feedback_are_found_wherever_the_process_was_killed(tmp
     newest = tmp_path / "feedback-00000003.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     assert found(tmp_path) == (2, 2.0, offer(2), ())
-
-
-def test_feedback_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
-    (tmp_path / "offer-00000004.json").write_text(json.dumps(plain(offer(4))))
-    pieces = tensor_file.pieces({"head/0": np.ones(3, np.float32)}, {"restored_offer": "True"})
-    (tmp_path / "feedback-00000004.safetensors").write_bytes(b"".join(pieces))
-    state = storage.load_feedback()
-    assert (state.round, state.offer, state.since, state.newest_back) == (4, None, (), 4)
-    storage.close()
 
 
 def test_a_killed_process_leaves_its_feedback_in_memory(tmp_path: Path) -> None:
