@@ -85,7 +85,13 @@ pictures: setup
 campaign: setup
 	$(BIN)/python -m pytest tests -m campaign
 	$(BIN)/python -m tests.sim.run --seeds 0:10000
+	$(BIN)/python -m tests.sim.run --seeds 0:1000 --liars 6
+	$(BIN)/python -m tests.sim.run --seeds 0:1000 --probation 1
+	$(BIN)/python -m tests.sim.run --seeds 0:1000 --lying-nodes
+	$(BIN)/python -m tests.sim.run --seeds 0:1000 --lying-nodes --calm
+	$(BIN)/python -m tests.sim.run --seeds 0:1000 --quarrels
 	$(BIN)/python -m tests.sim.run --seeds 0:1000 --quarrels --calm
+	$(BIN)/python -m tests.sim.roles --seeds 0:1000
 	$(BIN)/python -m tests.benchmarks.honest --rounds 10000
 	$(BIN)/python -m tests.faults.soak --minutes 30
 	$(BIN)/python -m tests.faults.repair --times 100

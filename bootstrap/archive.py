@@ -33,7 +33,6 @@ from protocol.wire.schema import SchemaError
 CACHED_CHUNKS = 1024
 """Chunks whose range digests are kept in memory, 16 KiB each."""
 READ_BYTES = 256 * 1024
-"""Records that are read from disk at once."""
 
 
 class ServedText:

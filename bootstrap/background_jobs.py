@@ -1,8 +1,4 @@
-"""Background jobs of a bootstrap node: plans and scoring on a thread, and the checks of other nodes' proposals.
-
-A long job is mostly numpy, which releases the interpreter between steps: a plan for 10,000 peers delays the event loop
-by some hundredths of a second at most (docs/results/planner.md).
-"""
+"""Background jobs of a bootstrap node: plans and scoring on a thread, and the checks of other nodes' proposals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The calls that a bootstrap node answers: for the log, for the roster, and for the operators' decrees.
-
-Guests bounds how often one peer may call (peer/net/guests.py).
-"""
+"""The calls that a bootstrap node answers: for the log, for the roster, and for the operators' decrees."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ class LogAndRosterHandler:
 
 
 class DecreeHandler:
-    """The call with which operators change who may take part in a run (protocol/ledger/access.py), and its length.
+    """The call with which operators decree, and its length (protocol/ledger/access.py).
 
     submit: gives an event to the leader's machine, and is awaited
     spread: sends a motion to the other operators' nodes
@@ -135,7 +132,6 @@ class DecreeHandler:
         return decree.number < access.decrees_after(self._leader.head)
 
     def _why_not(self, decree: Decree) -> str | None:
-        """Returns why the decree cannot come next, as far as this node knows."""
         manifest, head = self._leader.manifest, self._leader.head
         if decree.schedule is not None:
             return schedule.why_not(manifest, head, decree.schedule)

@@ -1,8 +1,7 @@
 """A bootstrap node: connects sessions, votes, DHT records and payloads to the leader's and the quorum's state machines.
 
-One task (`_pump`) owns both machines; stream handlers only queue events for it. The machines decide who leads and what
-is decided, protocol/round/presence.py decides which peers are present. A vote is on disk before it is sent, a commit
-before anyone hears of it. Every operator's node hears every peer, so that any of them can lead.
+One task (`_pump`) owns both machines; stream handlers only queue events for it. A vote is on disk before it is sent, a
+commit before any peer hears of it. Every operator's node hears every peer, so that any of them can lead.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from protocol.run import layout
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import NODE_DEVICE, Announcement
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
-from protocol.wire.claims import Audit, Evaluation, Score
+from protocol.wire.claims import Evaluation, Score
 from protocol.wire.commit import Record
 from protocol.wire.decree import Motion
 from protocol.wire.encoding import Message
@@ -120,7 +119,6 @@ class EventQueue(Generic[T]):
 
 POLL_SECONDS = 1.0
 RELAY_REPORT_SECONDS = 60.0
-"""Interval of the `Relayed` events, while anything is relayed."""
 PLAN_RETRY_SECONDS, JUDGE_RETRY_SECONDS = 5.0, 1.0
 """Pause before a failed plan or scoring is tried again, for example until a missing payload has arrived."""
 ANNOUNCEMENTS_PER_SECOND, ANNOUNCEMENT_BURST = 200.0, 1000.0
@@ -362,7 +360,7 @@ class BootstrapNode:
                 said = claims.signed(self._identity, self.leader.state.due.of, message)
                 self._operators.broadcast(said)
                 await self._events.submit(leader_events.Received(self._identity.peer_id, said))
-            case Offer() | Withdraw() | ChainFailure() | ChainReconfig() | Evaluation() | Score() | Audit():
+            case Offer() | Withdraw() | ChainFailure() | ChainReconfig() | Evaluation() | Score():
                 await self._events.submit(leader_events.Received(peer, message))
             case LogRequest(after=after):
                 self._send_log(session, after)
@@ -524,11 +522,6 @@ class BootstrapNode:
         if record.commit.plan is not None:
             self._directory.planned(record.commit.plan)
         self._emit(extend(events.Commit, record.commit))
-        for x in self.leader.standing.audits.found(record.commit):
-            what = f"its work of round {x.round} is not what it says, as two found who trained it again"
-            if x.examined:
-                what = f"it trained work of round {x.round} again and found what two others did not find"
-            self._emit(events.Warning(text=f"peer {short_peer(x.peer)}: {what}"))
         self._proposals.decided(record.commit)
         self._stays.begin(self._ready)
         self._sessions.post_all(self.archive.records[record.commit.round])

@@ -1,11 +1,8 @@
-"""A node's connections to the other operators' nodes of its run, and who those are.
+"""A node's connections to the other operators' nodes of its run.
 
-Each node opens one stream to each of the others, and only sends on it. A node's own log says who operates the run
-(protocol/ledger/board.py). Where the log is old, those nodes may be gone, or this node may not be appointed yet. Then
-it asks every node that it can reach for newer commits, checks them, and connects to the operators that the newest one
-names. Nothing else is taken from them: the log grows only through the quorum.
-
-A dismissed node ends once enough of the current operators have the commit that dismissed it.
+Each node opens one stream to each of the others, and only sends on it. The node's own log says who operates the run
+(protocol/ledger/board.py). A node without members asks every node that it can reach for newer commits, checks them, and
+connects to the operators that the newest one names. A dismissed node ends once enough operators have that commit.
 """
 
 from __future__ import annotations
@@ -209,7 +206,6 @@ class Operators:
             await self.follow()
 
     async def _read(self, node: str) -> bool:
-        """Checks one page of `node`'s log. Returns whether it had any records. Raises RemoteError."""
         head = self.head
         found = await log_page(self._transport, node, -1 if head is None else head.round)
         for raw in found:

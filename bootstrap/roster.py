@@ -15,7 +15,6 @@ from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import MOST_LOOKED_UP, Announcement, Lookup, Roster, RosterRequest
 
 MAX_GONE = 4096
-"""Departed peers that answers still name."""
 _ENTRY_BYTES = 96
 """Most bytes of an entry of an answer besides its announcement: a peer id and heads."""
 

@@ -1,8 +1,7 @@
 """The peers' sessions with a bootstrap node: admission, rate limits, outboxes, and when each peer was last heard.
 
-Each session has a limit of messages and bytes a second. A peer above it is read more slowly, and one that goes on for
-long is refused for a while (peer/net/guests.py). A session's next message is read when the one before is handled, so
-every session gets the same share of this node's time. A peer has one session: a new one ends the one before.
+A peer above its limit of messages and bytes a second is read more slowly, then refused for a while
+(peer/net/guests.py). A peer has one session: a new one ends the one before.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from protocol.wire.encoding import Message
 from protocol.wire.session import Hello, NotAdmitted, Offered
 
 MAX_HELLO_BYTES = 2048
-"""Of a Hello with the longest invitation."""
 MAX_MESSAGE_BYTES = 64 * 1024
-"""Of a session's message, besides a list of all the model's parts or digests."""
 MESSAGES = Rate(50.0, 100.0)
 """Messages of one session: a dozen a round, and heartbeats."""
 ROUNDS_PER_SECOND = 10.0
@@ -44,11 +41,9 @@ RECORDS = Rate(1000.0, 4096.0)
 FLOOD_SECONDS, FLOOD_MESSAGES, PAUSE_SECONDS = 10.0, 100, 0.002
 """A session floods after so many messages in a row, over so long, without a pause between two of them."""
 OUTBOX = 1024
-"""Most messages queued for one peer; further ones are dropped."""
 OFFER_PAUSE_SECONDS = 0.005
 """For each session; sending one message to one takes about 50 microseconds."""
 MAX_SHARES = 4096
-"""Most shares in one Offered message."""
 WAITS = "it is invited, and comes in with the next commit"
 TOO_MANY = "it is invited, but too many wait to come in; it asks again"
 
@@ -56,8 +51,7 @@ TOO_MANY = "it is invited, but too many wait to come in; it asks again"
 class AdmissionControl:
     """Decides which peers get a session: those that may take part, and a few unknown ones of each address range.
 
-    A peer with a valid invitation waits for the commit that admits it. Of an unknown peer nothing is kept but what an
-    operator has signed, and no more of one invitation than it admits (protocol/ledger/access.py: Guests).
+    A peer with a valid invitation waits for the commit that admits it.
 
     submit: gives an event to the leader's machine, and is awaited
     """
@@ -101,10 +95,7 @@ def _bucket(rate: Rate) -> Callable[[], TokenBucket]:
 
 @dataclass(slots=True)
 class Session:
-    """One peer's open stream.
-
-    outbox: drained by the session's own task
-    """
+    """One peer's open stream."""
 
     outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
     messages: TokenBucket = field(default_factory=_bucket(MESSAGES))
@@ -272,10 +263,8 @@ def unexpected(peer: str, where: str, message: object) -> encoding.MessageError:
 
 
 class OfferAnnouncer:
-    """Announces the shares of offers that may be fetched, to all sessions, in batches.
-
-    A pause in proportion to the number of sessions follows each batch, and the next one has the shares that came
-    meanwhile: so the announcements take the same share of this node's time in a swarm of any size.
+    """Announces the shares of offers that may be fetched, to all sessions, in batches, with a pause in proportion to
+    the number of sessions.
 
     send: sends a message to all sessions
     sessions: their number

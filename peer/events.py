@@ -52,7 +52,6 @@ class Gone:
     """A peer has left, stopped announcing itself, or been silent for longer than `timing.gone_after`."""
 
     peer: str
-    """Its peer id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +67,7 @@ class ChainReconfigured:
     """A chain has lost a member and goes on with others. Reported by the leading node, then by each member."""
 
     round: int
-    """The open round."""
     replica: int
-    """The chain's number in the plan."""
     generation: int
     """How many times this chain was reconfigured in this round."""
     peers: tuple[str, ...]
@@ -88,7 +85,6 @@ class Moved:
     round: int
     """The first round with the new shape."""
     replica: int
-    """The chain's number in the plan."""
     peers: tuple[str, ...]
     """Its members, in the order of the stages."""
     before: tuple[int, ...]
@@ -96,7 +92,6 @@ class Moved:
     after: tuple[int, ...]
     """How many blocks each stage has now."""
     reason: str
-    """Why, for a reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +99,6 @@ class Attest:
     """A peer has attested the digests of its shards to a bootstrap node."""
 
     peer: str
-    """Its peer id."""
     round: int
     """The round after which its shards have these digests."""
     digests: dict[str, str]
@@ -116,11 +110,9 @@ class Diverged:
     """A peer's shard has other bits than the majority's."""
 
     peer: str
-    """Its peer id."""
     round: int
     """The round after which it differs."""
     shard: str
-    """The shard that differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,11 +134,8 @@ class Quarrel:
     """A member of a chain accuses a neighbour of sending false values. Later plans keep the two apart."""
 
     accuser: str
-    """Peer id of the accuser."""
     accused: str
-    """Peer id of the accused."""
     reason: str
-    """What the accuser saw, for a reader."""
     out: tuple[str, ...]
     """Peers that are in no chain from now on, after quarrels with several others."""
 
@@ -156,11 +145,9 @@ class Refused:
     """A process refuses a peer for a while, because the peer has exceeded a limit."""
 
     peer: str
-    """Its peer id."""
     address: str
     """The network that it comes from; empty if unknown."""
     reason: str
-    """What it did, for a reader."""
     seconds: float
     """How long it is refused."""
 
@@ -170,11 +157,8 @@ class Unfair:
     """Another operator's node proposes a commit that breaks a rule. It gets no vote here, and another node leads."""
 
     peer: str
-    """Peer id of that node."""
     round: int
-    """Of the commit."""
     reason: str
-    """What is wrong with it, for a reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +167,6 @@ class Forked:
     (docs/failure-model.md)."""
 
     round: int
-    """The round of both commits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +174,6 @@ class Leads:
     """A bootstrap node begins or ceases to lead the quorum."""
 
     leads: bool
-    """Whether it leads now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +181,6 @@ class RunFinished:
     """The run's last round is committed."""
 
     round: int
-    """The last round."""
     state_digest: str | None
     """Digest of the final state; null unless a majority attested all of it."""
 
@@ -212,11 +193,8 @@ class Started:
     """A peer's process is ready to take part."""
 
     peer: str
-    """Its peer id."""
     pid: int
-    """Its process id."""
     device: str
-    """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer."""
     memory_bytes: int
     """Memory that it may use above an idle process."""
     rss_bytes: int
@@ -228,11 +206,8 @@ class Found:
     """A peer has found the run that it joins."""
 
     run: str
-    """The run's id."""
     name: str
-    """The run's name."""
     parameters: int
-    """Parameters of the model."""
     round_seconds: float
     """Seconds of training in a round."""
     probation: int = 0
@@ -257,7 +232,6 @@ class Measured:
     bytes_received: int = 0
     """Bytes received to measure, without headers."""
     seconds: float = 0.0
-    """Duration of the measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,9 +239,7 @@ class TextFetched:
     """A peer has fetched its first training text since its start. From then on it fetches ahead of reading."""
 
     bytes: int
-    """Bytes fetched."""
     seconds: float
-    """How long that took."""
     tokens: int
     """Tokens of the whole text."""
 
@@ -289,21 +261,14 @@ class Role:
     """A peer begins a round's training."""
 
     round: int
-    """The round."""
     role: str
     """`full`: a whole replica alone; `stage`: a stage of a chain."""
     replica: int
-    """The replica's number in the plan."""
     first: int
-    """The first block that it trains."""
     last: int
-    """The block after the last one that it trains."""
     rank: int
-    """Values per token that cross the chain's boundaries; 0: all of them."""
     position: int
-    """Its stage."""
     stages: int
-    """Stages of the replica."""
     steps: int = 1
     """Most inner steps of the replica in the round."""
 
@@ -313,9 +278,7 @@ class Step:
     """A peer did an inner step."""
 
     round: int
-    """The round."""
     step: int
-    """The inner step."""
     loss: float | None
     """Nats per token of the replica's batch."""
     tokens: int
@@ -329,7 +292,6 @@ class Chain(ChainReport):
     """A stage of a chain did an inner step."""
 
     round: int
-    """The round."""
     step: int
     """The inner step, counted from the run's beginning."""
     seconds_per_microbatch: float
@@ -346,9 +308,7 @@ class Offered:
     """A peer offers its update of a round."""
 
     round: int
-    """The round."""
     bytes: int
-    """Size of its payloads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,9 +316,7 @@ class Withdrew:
     """A peer has no update to offer in a round."""
 
     round: int
-    """The round."""
     reason: str
-    """Why, for a reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,13 +345,11 @@ class ChainFailed:
     """A member of a chain has noticed that the chain cannot go on."""
 
     round: int
-    """The round."""
     generation: int
     """How many times this chain had been reconfigured before in this round."""
     peer: str
     """The failed member."""
     reason: str
-    """What happened, for a reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,7 +357,6 @@ class Round:
     """A peer applied a committed round."""
 
     round: int
-    """The round."""
     seconds: dict[str, float]
     """Seconds by activity: train, encode, disk, fetch, boundary, apply and others. `text` is the part of train that
     waited for text."""
@@ -450,7 +405,6 @@ class Fetching:
     bytes: int
     """Bytes in all: states, and the payloads of later rounds."""
     seconds: float
-    """Since it began."""
     done: bool
     """Whether the state is complete."""
 
@@ -466,7 +420,6 @@ class ReadingLog:
     after: int
     """The round that it had at the beginning, -1 for none."""
     seconds: float
-    """Since it began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -496,7 +449,6 @@ class ShardRebuilt:
     round: int
     """The round whose state they have."""
     shards: tuple[str, ...]
-    """The rebuilt shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -504,7 +456,6 @@ class Finished:
     """A peer has applied the run's last round."""
 
     round: int
-    """The last round."""
     digests: dict[str, str]
     """SHA-256 of its final shards."""
 
@@ -514,7 +465,6 @@ class Violation:
     """The operators have decided a commit that breaks a rule."""
 
     round: int
-    """The round of the commit."""
     rule: str
     """The name of the rule in protocol/ledger/rules.py."""
     reason: str
@@ -526,7 +476,6 @@ class Warning:
     """Something went wrong, and the process goes on."""
 
     text: str
-    """One line: thing: reason; remedy."""
 
 
 # --- all of them
@@ -541,7 +490,6 @@ OfPeer = (
     | Finished | Violation | Warning
 )  # fmt: skip
 Body = OfNode | OfPeer
-"""All kinds."""
 
 
 def kind_of(body: type[Body]) -> str:
@@ -550,7 +498,6 @@ def kind_of(body: type[Body]) -> str:
 
 
 KINDS: dict[str, type[Body]] = {kind_of(body): body for body in typing.get_args(Body)}
-"""The classes by their JSON names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,4 @@
-"""Every error of Potluck has one root; its text is one line: `<thing>: <reason>; <remedy>`.
-
-Local errors are ours or the user's, Remote ones name the peer to blame. A command ends with `exit_code`.
-"""
+"""Errors, whose text is one line: `<thing>: <reason>; <remedy>`. Remote errors name the peer to blame."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Who a peer is: an Ed25519 key pair in libp2p's encodings.
-
-A peer id (`12D3Koo…`) is the base58 form of an identity multihash of the protobuf-encoded public key, so it *contains*
-the key: whoever knows a peer id can check that peer's signatures. Source: libp2p specification, peer-ids.
-"""
+"""Identity of a peer: an Ed25519 key pair. A peer id is libp2p's encoding of the public key, and contains it."""
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
 """The streams between a chain's neighbours: the earlier stage dials, the later one accepts.
 
 A pipe is several streams (peer/net/striped_stream.py); each begins with a hello that names its stripe. A pipe belongs
-to one *generation* of a replica's chain in a round (protocol/round/chain_repair.py), so members of different chains
-never meet. A stage that is not ready yet (it still applies the round before, does not know the new generation, or waits
-for its other neighbour) sends signs of life.
-
-A failed dial may have met a machine that was just switched off. After the second failure in a row the peer is *apart*
-from us, in our announcement, and the planner takes others as our neighbours (protocol/planning/objective.py). It is
-tried again after a while, which doubles with each further failure.
+to one *generation* of a replica's chain in a round (protocol/round/chain_repair.py). A stage that is not ready yet sends
+signs of life. After the second failed dial in a row the peer is *apart* from us, in our announcement, and the planner
+takes others as our neighbours; it is tried again later.
 """
 
 from __future__ import annotations
@@ -34,7 +30,6 @@ from protocol.wire.plan import Plan
 APART_SECONDS, MOST_APART_SECONDS = 600.0, 6 * 3600.0
 """How long a peer counts as apart the first time, and at most."""
 REMEMBERED = 4 * MOST_APART
-"""Peers whose failures are remembered."""
 MAX_EARLY_PIPES, MAX_EARLY_OF_A_PEER = 64, 4
 """Pipes of all peers and of one that wait for a chain that we do not know yet: a neighbour may be ahead of us. A
 neighbour in our plan needs none of these places, and dials until then."""
@@ -204,7 +199,6 @@ class PipelineStreams:
         return pipe
 
     async def _open(self, peer: str, hello: PipeHello) -> Stream:
-        """A pipe of all stripes. Raises RemoteError."""
         streams: dict[int, Stream] = {}
 
         async def open(stripe: int) -> None:

@@ -23,7 +23,6 @@ from protocol.errors import RemoteError
 
 FORWARD, BACKWARD, NORM, TOTAL, PING, ECHO, ABORT, BEAT, RESUME, DONE = range(1, 11)
 NAME_BYTES = 128
-"""Most bytes of the name in an ABORT frame."""
 _HEAD = struct.Struct(">BBIIIIIIId")
 HEAD_BYTES = _HEAD.size
 

@@ -1,19 +1,15 @@
-"""The end of an inner step: one gradient norm for the whole replica, what each stage measured, and the progress of a
-round.
+"""The end of an inner step: one gradient norm for the whole replica, measurements of each stage, and round progress.
 
     norm² = Σ over shards of |∇shard|²         clip: the trainer scales the gradient by min(1, clip / norm)
 
-The squares travel from the last stage to the first in NORM frames, which grow on the way, with the loss and the
-measurements. The norm and the loss come back in TOTAL frames. Squares are added shard by shard in canonical order, so
-the norm does not depend on where the cuts are. Both frames carry the wish to stop: all stages end after the same inner
-step. From the measurements the first stage picks the micro-batches under way (protocol/planning/pipeline_model.py).
+The squares travel from the last stage to the first in NORM frames, with the loss and the measurements. The norm and the
+loss come back in TOTAL frames. Squares are added shard by shard in canonical order, so the norm does not depend on where
+the cuts are. Both frames carry the wish to stop: all stages end after the same inner step.
 
-After the last step DONE travels from the last stage to the first; a stage that gets it may leave: no stage behind it
-needs its TOTAL any more. In a repaired chain RESUME travels from the last stage to the first with the most steps of any
-stage behind, and back with the most of all, where the chain goes on. The first stage steps when all squares are in. So
-when it has done a step, every other stage has all gradients of that step; and when any stage has done it, all before it
-have. Hence the stages of a broken chain differ by one step at most, and a stage that is one step behind can take it
-once it has the norm. A newcomer begins with the step under way.
+After the last step DONE travels from the last stage to the first. In a repaired chain RESUME travels from the last stage
+to the first with the most steps of any stage behind, and back with the most of all, where the chain goes on. The first
+stage steps when all squares are in, so the stages of a broken chain differ by one step at most, and a stage that is one
+step behind can take it once it has the norm.
 """
 
 from __future__ import annotations
@@ -52,7 +48,6 @@ class StepReport(ChainReport):
     step: int
     """Counted from the run's beginning."""
     loss: float
-    """Nats per token."""
     norm: float
     """Of the whole replica's gradient, before the clip."""
     tokens: int

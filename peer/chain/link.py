@@ -1,14 +1,11 @@
 """One stage boundary: frames both ways over one pipe (peer/net/striped_stream.py), with a queue on either side.
 
-Frames are written, read and decoded while the computation goes on. Read frames wait in a bounded queue; when it is full
-nothing more is read, and the stream holds the sender back. Frames to be written are bounded by the micro-batches under
-way.
+Read frames wait in a bounded queue; when it is full nothing more is read, and the stream holds the sender back.
 
-Signs of life: a side that writes nothing else sends a BEAT every `Liveness.beat_s` seconds, from the event loop, which
-is free while the model computes. Life is bytes, not frames, so a large frame on a slow link is no silence. A link is
-broken after a silence of `silent_s` and TRIPS round trips, or of GAPS times the longest recent one (a link that
-jitters, a loaded machine), but at the latest of `longest_s`. Time does not count while the queue is full, and while
-this process was stopped.
+Signs of life: a side that writes nothing else sends a BEAT every `Liveness.beat_s` seconds. Life is bytes, not frames,
+so a large frame on a slow link is no silence. A link is broken after a silence of `silent_s` and TRIPS round trips, or
+of GAPS times the longest recent one, but at the latest of `longest_s`. Time does not count while the queue is full, and
+while this process was stopped.
 """
 
 from __future__ import annotations
@@ -50,7 +47,6 @@ TRIPS, GAPS = 4, 3
 CLOCK_STEPS = 4
 """Steps whose smallest delay counts; clocks drift apart in the long run."""
 RECENT = 64
-"""Silences that are remembered, of half a minute or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +62,11 @@ LIVENESS = Liveness()
 
 
 class LinkClock:
-    """Measures the way from a neighbour to us. Times are seconds; `stamp` is by the neighbour's clock, all others by
-    ours.
+    """Measures the way from a neighbour to us, in seconds.
 
-    Each header has the time of its sending. A stage pings the next one when an inner step begins, and gets an echo.
-    Both frames are small and meet an idle link: `arrival - stamp` is the latency plus the offset of the two clocks,
-    which cancels between the two directions. A frame occupies the link from the later of `stamp + that delay` and the
-    arrival of the frame before, until it has arrived. A ping waits where its receiver does not read yet, as in a
-    round's first step; then the quickest frame counts.
+    Each header has the time of its sending. A stage pings the next one when an inner step begins, and gets an echo:
+    `arrival - stamp` is the latency plus the offset of the two clocks, which cancels between the two directions. A
+    frame occupies the link from the later of `stamp + that delay` and the arrival of the frame before.
 
     trip: round trip of the last ping, at most `most_trip` where we measured it.
     """

@@ -1,19 +1,12 @@
 """A stage's neighbours: the links to both, the tensors that cross them, and statistics of what comes.
 
 A tensor is encoded, and decoded, on a thread of its boundary while the model computes; on a GPU, on a stream of its
-own. It travels with the checksum of its micro-batch's token ids, which every stage knows from the data assignment:
-peers with other text notice at once. Received tensors are screened before the model uses them
-(peer/chain/screening.py).
+own. It travels with the checksum of its micro-batch's token ids, and is screened before the model uses it
+(peer/chain/screening.py). Over the values x of the n-th accepted frame of a neighbour, direction and width:
 
-Over the values x of an accepted frame, as they were decoded (Z, or whole activations where the rank is 0), for n = 1,
-2, ...
-
-    largest = max |x|           of every frame: the check finds it anyway
-    rms = sqrt(mean of x²)      of every RMS_EVERY-th frame: of all, a quarter of the time of decoding bf16
+    largest = max |x|           of every frame
+    rms = sqrt(mean of x²)      of every RMS_EVERY-th frame
     m += (value - m) / min(n, MEAN_FRAMES)
-
-the plain mean of the first MEAN_FRAMES, then one that forgets exponentially, for each neighbour, direction and width,
-across rounds.
 """
 
 from __future__ import annotations
@@ -44,7 +37,6 @@ from protocol.wire.framing import MAX_FRAME
 RMS_EVERY = 8
 MEAN_FRAMES = 64
 MOST_BOUNDARIES = 16
-"""Boundaries with statistics; the oldest is forgotten first."""
 
 
 class Measure(NamedTuple):
@@ -260,7 +252,6 @@ class Neighbours:
             raise LocalError(f"training: {error}; the run's learning rate may be too high") from error
 
     def _decode(self, kind: int, body: memoryview) -> Awaitable[Decoded]:
-        """Begins to decode."""
         spec, screen = self._spec, self.screens.get(kind)
         what = spec.shape, spec.wires[kind], spec.device, spec.form
         nth, self._decoded[kind] = self._decoded[kind], self._decoded[kind] + 1

@@ -8,13 +8,10 @@ Streams are bidirectional, one per boundary (peer/chain/link.py). An inner step,
 
 The schedule is 1F1B: a free stage goes forward and backward in turn, where both can be done (peer/chain/worker.py).
 Both directions are first in, first out, so gradients add up in micro-batch order and the bits do not depend on timing.
-The first stage limits the micro-batches under way in the chain, the *depth*, and sets it after each step from what all
-stages measured (peer/chain/grad_norm.py), within their memory. A stage with memory for fewer lets the others wait in
-its queue; at depths where even the queue does not fit, it keeps the inputs only and computes the forward a second time.
+The first stage limits the micro-batches under way in the chain, the *depth*, and sets it after each step. A stage with
+memory for fewer lets the others wait in its queue, or keeps the inputs only and computes the forward a second time.
 
-A full replica runs the same code without neighbours. The model computes on one worker thread; frames are encoded and
-decoded on other threads (peer/chain/neighbours.py). What survives a broken chain is in `StageProgress`
-(peer/chain/grad_norm.py).
+A full replica runs the same code without neighbours. What survives a broken chain is in `StageProgress`.
 """
 
 from __future__ import annotations
@@ -213,7 +210,6 @@ class _Run:
     # --- micro-batches
 
     async def _micro_batches(self, step: int) -> None:
-        """Every micro-batch forward and backward."""
         near, previous, following, count = self.near, self.near.previous, self.near.following, self.train.micro_batches
         ended, prepared = {FORWARD: 0, BACKWARD: 0}, {FORWARD: 0, BACKWARD: 0}
 

@@ -1,8 +1,7 @@
 """The training text of a stage: fetched ahead by the plan, and read one inner step ahead.
 
-No step begins without its text. A stage waits for the text of the next step before it reports its gradient norm, and
-asks for the round's end if the round's time is over before the text has come, or if it cannot be had. So all stages end
-together (peer/chain/grad_norm.py) and keep their steps. Only the first step has nothing to keep: there the wait fails.
+A stage waits for the text of the next step before it reports its gradient norm, and asks for the round's end if the
+round's time is over before. So all stages end together and keep their steps (peer/chain/grad_norm.py).
 """
 
 from __future__ import annotations

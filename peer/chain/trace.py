@@ -1,8 +1,4 @@
-"""A recorded trace of a stage's work: a JSON array of trace events, for chrome://tracing and ui.perfetto.dev.
-
-Times are microseconds of Unix time, so traces of machines with the same time can be laid side by side. The file is
-whole after every `flush`; later spans are in memory.
-"""
+"""A trace of a stage's work: a JSON array of trace events in Unix microseconds, for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from typing import Protocol
 from protocol.errors import UsageError
 
 SHORTEST_WAIT_SECONDS = 1e-4
-"""Shorter waits are left out."""
 _ROWS = ("inner step", "compute", "wait")
 
 
@@ -42,7 +37,6 @@ class TraceFile:
         self.flush()
 
     def __call__(self, name: str, start: float, end: float, /, **facts: int | float) -> None:
-        """Records a span."""
         row = "wait" if name.startswith("wait") else name if name in _ROWS else "compute"
         span = {
             "name": name, "ph": "X", "ts": round((start + self._offset) * 1e6, 1), "dur": round((end - start) * 1e6, 1),

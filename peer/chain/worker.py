@@ -1,14 +1,10 @@
 """A stage's worker thread within an inner step: it alternates between forward and backward jobs, and times them.
 
 Whenever the worker is free the scheduler gives it the prepared job of the kind that it did not do last, else the other.
-The event loop prepares at most one job of each kind while the worker does another: the worker never waits for the loop
-where there is a job, and decides at the last moment. Only the event loop calls; one lock guards what the threads
-change.
+The event loop prepares at most one job of each kind while the worker does another. Only the event loop calls.
 
-A device such as a GPU works by itself: a job only launches its work. The worker launches the next one meanwhile, at
-most AHEAD of them, so that turns are not decided long before. A thread of its own waits for the device. Jobs end in the
-order of their launch. A job that outlives a cancelled run ends before any later one begins, because there is one worker
-thread.
+On a GPU a job only launches its work. The worker launches the next one meanwhile, at most AHEAD of them; a thread of its
+own waits for the device. Jobs end in the order of their launch.
 """
 
 from __future__ import annotations
@@ -180,8 +176,7 @@ class AlternatingScheduler(Generic[T]):
 
 
 class TimedWorker:
-    """Times the jobs of an inner step: by the device where that works by itself, else by the host. A stage that is the
-    whole model waits for no job's result, so the job that waits for the device takes all seconds.
+    """Times the jobs of an inner step: by the device where that works by itself, else by the host.
 
     executor: has one thread.
     seconds: of jobs, by kind.

@@ -1,7 +1,6 @@
 """`potluck bootstrap --audit`: a process that audits the log beside the node (peer/node/audit.py).
 
-The child is `python -m peer.cli.auditing LINE FOLDER`. It prints its events as JSON lines, and ends when its standard
-input does, so that it cannot outlive the node. If it dies, it is started again and goes on from its last checkpoint.
+The child prints its events as JSON lines, and ends when its standard input does. If it dies, it is started again.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from protocol.errors import PotluckError
 from protocol.identity import short_peer
 
 FOLDER = "audit"
-"""The auditor's folder in the node's."""
 RESTART_SECONDS = 5.0
 LINE_BYTES = 1 << 20
 LOCAL_BPS = 10**9

@@ -1,12 +1,8 @@
 """`potluck doctor`: checks whether this machine can join a run. Each finding has one remedy.
 
-Without a run it checks the machine alone. With one it does what `potluck join` does before it trains, fetches nothing
-large, and predicts the machine's role in the next plan. Another process does the checks,
-
-    python -m peer.cli.doctor OPTIONS UNTIL
-
-and is killed when the time is over, so that the command ends in time. It prints a line of JSON for each step that it
-begins ({"step": ...}) and for each Finding. Its exit code is 0, or OUT_OF_TIME.
+Without a run it checks the machine alone. With one it does what `potluck join` does before it trains, and predicts the
+machine's role in the next plan. `python -m peer.cli.doctor OPTIONS UNTIL` does the checks and is killed when the time is
+over. It prints a line of JSON for each step that it begins ({"step": ...}) and for each Finding.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from peer.net.relay import RelayedTransport
 from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door, Run, here, manifest_of, parse_run
 from peer.node.way_in import NetworkStart
-from peer.training.device import Hardware, free_disk, name_of, parse_devices, parse_size, smallest_budget
+from peer.training.device import Hardware, free_disk, name_of, parse_devices, parse_size, smallest_budget, try_torch
 from peer.ui.monitor import Monitor
 from peer.ui.text import clean, rate, size
 from protocol.errors import PotluckError, UsageError
@@ -50,15 +46,12 @@ from protocol.wire.announcement import VERSION, Announcement
 GOOD, WARNING, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
 MARKS = {GOOD: "✓", WARNING: "!", BAD: "✗", UNKNOWN: "?"}
 MACHINE_STEPS = ("python", "torch", "open files", "memory", "port", "disk")
-"""Checks of the machine, in order."""
 RUN_STEPS = ("run", "reach", "clock", "line", "speed", "role")
-"""Checks of its place in a run, after the former."""
 OPTIONAL_STEPS = ("speed", "role")
 """Joining works without them."""
 WITHIN_SECONDS = 45.0
 """Default time limit. With GRACE_SECONDS and the start of the command it is less than a minute."""
 GRACE_SECONDS = 5.0
-"""Time for the checks to end after the limit, before they are killed."""
 OUT_OF_TIME = 75
 """Exit code of the checks when their time is over."""
 LONGER_SECONDS = 300
@@ -66,8 +59,6 @@ LONGER_SECONDS = 300
 KILLED_SECONDS = 1.0
 """Wait for the system to end a killed process; one that hangs in the system cannot be killed."""
 PYTHONS = ((3, 11), (3, 13))
-TORCH_SECONDS = 40.0
-"""Limit for importing torch and a multiplication, in another process."""
 SPEED_SECONDS = 8.0
 ROLE_SECONDS = 3.0
 """Time that the speed test leaves to the last step."""
@@ -78,7 +69,7 @@ LEAST_DISK_BYTES = 2_000_000_000
 LEAST_MEMORY_BYTES = 500_000_000
 AHEAD_SECONDS, BEHIND_SECONDS = 120.0, 30.0
 """Allowed offset of our clock from a node's last announcement: one a minute, valid for five."""
-TORCH = "import torch; x = torch.ones(64, 64, requires_grad=True); (x @ x).sum().backward(); print(torch.__version__)"
+REINSTALL_TORCH = "install PyTorch again (python -m pip install --force-reinstall torch)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +212,7 @@ async def _examined(options: DoctorOptions, time: Time, find: Find) -> None:
     elif code:
         text = f"the check ended with exit code {code}"
         remedy = "close other programs, and try again; install Potluck again if that does not help"
+        remedy = REINSTALL_TORCH if current == "torch" else remedy
         find(Finding(current, BAD, text, remedy))
 
 
@@ -291,7 +283,7 @@ async def _examine(look: Look) -> None:
     look.at("python")
     _python(look.find)
     look.at("torch")
-    if not await _torch(look.find):
+    if not _torch(look.find):
         return
     look.at("open files")
     _files(look.find)
@@ -325,28 +317,13 @@ def _python(find: Find) -> None:
         find(Finding("python", WARNING, f"{version} was not tried with Potluck", "use Python 3.11 to 3.13"))
 
 
-async def _torch(find: Find) -> bool:
-    """Imports torch in another process, which a broken installation may crash."""
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
+def _torch(find: Find) -> bool:
+    """Whether torch computes. What ends this process there is reported by the command."""
     try:
-        async with asyncio.timeout(TORCH_SECONDS):
-            said, complained = await child.communicate()
-    except TimeoutError:
-        find(Finding("torch", BAD, f"did nothing for {TORCH_SECONDS:g} s", "install PyTorch again"))
+        find(Finding("torch", GOOD, try_torch()))
+    except Exception as error:
+        find(Finding("torch", BAD, clean(f"{type(error).__name__}: {error}"), REINSTALL_TORCH))
         return False
-    finally:
-        processes.send_signal(child)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_SECONDS):
-                await child.communicate()  # its pipes are closed before the loop is
-    if child.returncode:
-        reason = (complained.decode(errors="replace").strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        remedy = "install PyTorch again (python -m pip install --force-reinstall torch)"
-        find(Finding("torch", BAD, clean(reason), remedy))
-        return False
-    find(Finding("torch", GOOD, clean(said.decode(errors="replace").strip())))
     return True
 
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from peer.corpus.sources import Source
 
 MANIFEST, NODE, CORPUS, TOKENIZER = "run.toml", "node", "corpus", "tokenizer.json"
-"""Names in the run's folder."""
 BUILT = "potluck data build {}, whose folder goes with --corpus"
 """The remedy where an option is needed that only that command has."""
 WARM_UP_SHARE = 0.03
@@ -167,7 +166,6 @@ def _index(folder: Path) -> CorpusIndex:
 
 
 async def _build(options: InitOptions, preset: Preset, folder: Path) -> CorpusIndex:
-    """Builds the run's corpus in its folder. Raises UsageError."""
     from peer.corpus import build, sources
     from peer.corpus.rows import Reading
 

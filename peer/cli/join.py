@@ -1,7 +1,4 @@
-"""`potluck join`: takes part in a run.
-
-The network comes first; what trains is imported while the run's nodes are asked.
-"""
+"""`potluck join`: takes part in a run. Training modules are imported while the run's nodes are asked."""
 
 from __future__ import annotations
 

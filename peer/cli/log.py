@@ -28,7 +28,6 @@ from peer.ui.text import Names, clean, cleaned, count, mean_loss, readable, size
 from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
 from protocol.ledger import part_lists, schedule, standing
-from protocol.ledger.audits import LEAST_AGREEMENT
 from protocol.ledger.credits import Credits
 from protocol.ledger.standing import Standing
 from protocol.planning import partition
@@ -198,10 +197,7 @@ async def _names(manifest: Manifest, source: Source) -> Names:
 
 
 def room_for(spec: ModelSpec) -> Empty:
-    """Allocates a model's state in memory, or in files of the cache folder if memory is too small for it.
-
-    Counts the state and the next state of one shard.
-    """
+    """Allocates a model's state in memory, or in files of the cache folder if memory is too small for it."""
     from peer.training import device
     from protocol.codec.topk import in_memory
 
@@ -262,10 +258,6 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
             lines.append(
                 f"  {'scored':<13} replica {mark.replica} of round {said.round}: {figures}  {_peers((said.peer,))}"
             )
-    for audit in commit.audits:
-        found = "is what it says" if audit.agreement >= LEAST_AGREEMENT else "is not what it says"
-        what = f"replica {audit.replica} in round {audit.round} {found}: agreement {audit.agreement:.1f}"
-        lines.append(f"  {'trained again':<13} {what}  {_peers((audit.peer,))}")
     if commit.decree is not None:
         lines.append(f"  {'decree':<13} {decreed(commit.decree.decree, {})}")
     for guest in commit.joined:

@@ -135,8 +135,6 @@ COMMANDS = {
 
 
 class _Loaded(Mapping[str, TyperCommand | TyperGroup]):
-    """Imports and makes each command on access."""
-
     def __getitem__(self, name: str) -> TyperCommand | TyperGroup:
         lazy, only = COMMANDS[name], group()
         found = lazy.load()

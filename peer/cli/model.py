@@ -114,7 +114,6 @@ class Trained:
     """A trained model, ready to use."""
 
     name: str
-    """The run's."""
     round: int
     window: int
     """Tokens of a sequence in training."""

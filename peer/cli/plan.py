@@ -1,7 +1,4 @@
-"""`potluck plan` and `potluck join --dry-run`: the plan that the matchmaker would make.
-
-Peers come from a file or from a run, changed by `--what-if`.
-"""
+"""`potluck plan` and `potluck join --dry-run`: the next plan for peers of a file or a run, changed by `--what-if`."""
 
 from __future__ import annotations
 
@@ -340,7 +337,6 @@ def part_lines(known: Known, announced: Announcement) -> Iterator[str]:
 # --- plans as text
 
 MOST_SPARES = 20
-"""Spares with a line each."""
 
 
 def plan_lines(

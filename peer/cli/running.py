@@ -31,13 +31,11 @@ T = TypeVar("T")
 TOGETHER_SECONDS = 1.0
 """Signals within this time are one: `timeout`, systemd and shells send them to a process and to its group."""
 LOG_FILE_BYTES = 10_000_000
-"""Size at which a log file is rotated."""
 OLDER_LOG_FILES = 3
 """FILE.1 is the newest."""
 ALIVE = "alive"
 """Liveness file in the folder of a peer or a node. Health checks read its age (docker/*.Dockerfile)."""
 TOUCH_SECONDS = 10.0
-"""Interval of touching it; a health check allows a minute."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,8 @@
 """`potluck service`: a peer or a bootstrap node that the system keeps running, without an administrator.
 
 systemd (Linux) or launchd (macOS) starts the command when the user's services start, and again after a crash, after a
-pause that grows to LONGEST_PAUSE_SECONDS. It does not after exit code 0 (the run is over) or one of FINAL (bad usage,
-the peer is banned, or the run is closed to it). To stop, it sends SIGTERM to the peer alone; STOP_SECONDS are left for
-the handover, in which the peer still needs its network daemon.
+pause that grows to LONGEST_PAUSE_SECONDS, except after exit code 0 or one of FINAL. To stop, it sends SIGTERM to the
+peer alone; STOP_SECONDS are left for the handover.
 """
 
 from __future__ import annotations
@@ -35,18 +34,15 @@ Dir = Annotated[
 ]
 FOLDER = Path("potluck-peer")
 LOG = "potluck.log"
-"""Default log file, in the peer's folder."""
 LINGERING = Path("/var/lib/systemd/linger")
 """Has a file for every user whose services run without a login."""
 FIRST_PAUSE_SECONDS = 10
-"""Between a crash and the next start."""
 LONGEST_PAUSE_SECONDS = 320
 """systemd before version 254 keeps the first pause."""
 STOP_SECONDS = 90
 """Twenty for the inner step under way and the handover (handover.LEAVE_SECONDS), the rest for a checkpoint on a slow
 disk. systemd gives 120 to all services of a user."""
 WAIT_SECONDS = 2 * STOP_SECONDS
-"""Limit for a command of systemd or launchd."""
 
 _FINAL_CODES = "|".join(f":{code}" for code in FINAL)
 _RESTARTS = f"""\
@@ -149,8 +145,6 @@ def remove(dir: Dir = FOLDER) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Defined:
-    """A service `name`, defined by `file`."""
-
     name: str
     file: Path
 
@@ -227,7 +221,6 @@ class Launchd(_Defined):
 
 
 def _domain() -> str:
-    """launchd's name for this user's session."""
     return f"gui/{os.getuid()}"
 
 
@@ -255,7 +248,6 @@ def _service(folder: Path, *, installed: bool = False) -> Systemd | Launchd:
 
 
 def _ask(*command: str) -> str:
-    """Runs a program of the system and returns its output. Raises LocalError."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -26,7 +26,6 @@ from protocol.errors import UsageError
 from protocol.run.manifest import Manifest
 
 CHANGE_SECONDS = 1.0
-"""Interval of `--json`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,7 @@
     OUT/building/            during the build: what was asked for, and the spills (records.py)
 
 The source is read once. All cores tokenize it, its documents are cut into records, and the records are sorted by their
-keys in an external merge sort (Knuth, volume 3, section 5.4). `most_ids` ids at most are held in memory, whatever the
-source's size; the disk holds all ids twice until the build is done. A killed build resumes behind its last spill.
+keys in an external merge sort. `most_ids` ids at most are held in memory. A killed build resumes behind its last spill.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ from protocol.run.corpus import CHUNKS, INDEX, TOKENIZER, CorpusIndex
 REPORT = "report.json"
 """In a corpus's folder; the digest does not depend on it."""
 MAX_SHOWN = 20
-"""Files that are named on the screen."""
 _KINDS = {
     "text": "text, one document",
     "jsonl": "JSON lines",
@@ -322,7 +320,6 @@ def _finish(
     say: Callable[[str], None],
     stop: threading.Event,
 ) -> CorpusIndex:
-    """Writes the chunks. Returns their index."""
     counts = _total(found)
     length, tokens = request.sequence, counts.n_tokens
     dtype = np.dtype(f"<u{corpus.id_bytes(vocab_size)}")

@@ -1,8 +1,7 @@
 """Mirrors of a corpus: folders on web servers, and data set repositories of the Hugging Face hub.
 
-A mirror has the files of a corpus's folder (docs/guides/data.md) under its address: `index`, `chunks/<name>` and
-`chunks/<name>.leaves`. It is asked for parts of files (RFC 9110, section 14), a few ranges at a time, as text is read
-in order. Bytes, seconds and redirects of its answers are bounded; only https is spoken.
+A mirror has the files of a corpus's folder (docs/guides/data.md) under its address, and is asked for parts of files (RFC
+9110, section 14). Bytes, seconds and redirects of its answers are bounded; only https is spoken.
 """
 
 from __future__ import annotations

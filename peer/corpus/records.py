@@ -1,14 +1,11 @@
 """Documents become records, sorted on disk by a pseudo-random key, and packed into sequences and chunks.
 
 A document of n ids becomes records of L + 1 ids that overlap by one, each a whole sequence, and a shorter one with the
-rest. So a document of up to L tokens stays whole, and no batch is filled by one long document. A record's *key* is a
-pseudo-random bijection of (document, part) by the seed; the corpus is the records sorted by it.
+rest. A record's *key* is a pseudo-random bijection of (document, part) by the seed; the corpus is the records sorted by
+it. A document's *rank* is pseudo-random too. Those of the lowest ranks are held out: one in HELD_OUT at most, and about
+HELD_OUT_TOKENS. Documents that cannot be held out have the rank RANKS.
 
-A document's *rank* is pseudo-random too. Those of the lowest ranks are held out: one in HELD_OUT at most, and about
-HELD_OUT_TOKENS. A rank is in 0..RANKS - 1 for documents that can be held out, and RANKS for the others.
-
-A spill holds some million ids of records, sorted by key. It is written whole or not at all, with the position of the
-source behind it, so a killed build resumes behind its last spill. Spills are read by ranges of keys.
+A spill holds some million ids of records, sorted by key, with the position of the source behind it:
 
     size of the head: u64 | head: JSON | keys: u64 | ends of the records in the ids: i64 | ranks: u16 | ids
 """
@@ -378,8 +375,7 @@ def gather(records: Records) -> Ids:
 class Packer:
     """Makes sequences of L + 1 ids from records.
 
-    A record with as many ids is a sequence. Shorter ones are concatenated and cut; such a sequence has the place of the
-    record that completes it, so the order does not depend on how many records come at once. The rest is dropped.
+    Shorter records are concatenated and cut; such a sequence has the place of the record that completes it.
     """
 
     def __init__(self, sequence: int, dtype: np.dtype[np.unsignedinteger]) -> None:

@@ -1,10 +1,6 @@
-"""What a peer trains on: the run's corpus, read from a folder or from elsewhere.
+"""The training text of a peer: the run's corpus, read from a folder or from elsewhere.
 
-A plan gives a replica a range of slots (protocol/planning/allotment.py). `corpus.sequences`, with the run's seed,
-says which sequences of the corpus these are; a `Text` gives their ids. A chunk is checked against its name when it is
-read from disk.
-
-Shapes: n sequences, L positions.
+`corpus.sequences` says which sequences a slot is; a `Text` gives their ids. Shapes: n sequences, L positions.
 """
 
 from __future__ import annotations

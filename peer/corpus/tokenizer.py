@@ -86,8 +86,8 @@ def specials(tokenizer: Tokenizer) -> list[str]:
 class TextEncoder:
     """Turns text into ids; no text becomes a special token, nor the one that ends a document.
 
-    It uses a copy of the tokenizer in which these tokens have names that no text has. For a piece that continues a
-    document, the copy puts no space before it, as some tokenizers do at the beginning of a text.
+    In a copy of the tokenizer these tokens have names that no text has, and pieces that continue a document get no
+    space before them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

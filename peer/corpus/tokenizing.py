@@ -1,24 +1,16 @@
 """Text to ids: on all cores for a build, in windows for an evaluation; and training a tokenizer.
 
-*Build.* One process a core, each fed by a thread: turning the library's results into arrays needs Python's lock, so its
-own threads do not help. A worker, `python -m peer.corpus.tokenizing TOKENIZER ID-BYTES`, answers messages from its
+*Build.* One process a core. A worker, `python -m peer.corpus.tokenizing TOKENIZER ID-BYTES`, answers messages from its
 standard input on its standard output, both with their length in front, and ends with its input.
 
     -> [pieces of text, for each piece whether a document ends with it, whether the first begins one]
     <- [ids of all pieces (little-endian), how many there are of each piece (int64)]
 
-*Evaluation.* All documents are concatenated as in a corpus, each followed by the end-of-text token, if the tokenizer
-has one. A window has L + 1 ids, and the next one begins with its last: so each id is predicted once, from those before
-it in its window. The end-of-text token stands before the first id; without one the first id is not counted.
-
-These are the disjoint windows of lm-evaluation-harness (`get_rolling_token_windows` with a context of one), except that
-they go on across documents, as in training, and that the last one may be short. Of all predictions' loss, in nats, and
-the text's UTF-8 bytes:
+*Evaluation.* All documents are concatenated as in a corpus, each followed by the end-of-text token. A window has L + 1
+ids, and the next one begins with its last: each id is predicted once, from those before it in its window. These are the
+disjoint windows of lm-evaluation-harness, except that they go on across documents, as in training.
 
     loss = nats / tokens        perplexity = e ^ loss        bits per byte = nats / (ln 2 x bytes)
-
-The last is that of the Pile (Gao et al., 2020, arXiv:2101.00027, section 3.1): (tokens / bytes) x loss / ln 2. It does
-not depend on the tokenizer.
 """
 
 from __future__ import annotations
@@ -129,7 +121,6 @@ def _send(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _receive(pipe: IO[bytes]) -> bytes:
-    """The next message; empty where there is none."""
     head = pipe.read(_LENGTH)
     return pipe.read(int.from_bytes(head, "little")) if len(head) == _LENGTH else b""
 

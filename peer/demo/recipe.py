@@ -157,7 +157,6 @@ def make_peers(manifest: Manifest, options: DemoOptions) -> list[PeerSpec]:
 
 
 def _needed(manifest: Manifest, some: Budget, first: int, last: int) -> int:
-    """Memory to offer for these blocks."""
     own, host = needs_of(manifest, first, last, some.device)
     return own if some.is_split else own + host
 
@@ -208,7 +207,6 @@ def _rank(manifest: Manifest, rooms: list[Budget], up: int) -> int:
 
 TOKENIZER = "sotu-4k.json"
 SEQUENCE = 128
-"""Tokens: the demo's train.sequence."""
 
 
 def demo_corpus(sequence: int = SEQUENCE, say: Callable[[str], None] = lambda line: None) -> CorpusReader:

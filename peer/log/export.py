@@ -1,8 +1,7 @@
 """A run's model as a folder for the library transformers.
 
 LlamaForCausalLM, or Qwen3ForCausalLM for models with normalized queries and keys, in fp32, with the run's tokenizer.
-transformers cannot express that documents do not attend to each other: logits are equal for text of one document, and
-of several if `position_ids` restart in each. `document_end_id` is in the file for Potluck.
+transformers does not know that documents do not attend to each other; `document_end_id` is in the file for Potluck.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ _SIZES = {
     "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps",
 }
-"""A ModelSpec's field -> what transformers calls it."""
 _ROPE = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -52,7 +50,6 @@ class Exported:
     theta: Shards
     tokenizer: bytes
     name: str
-    """The run's."""
     round: int
     sequence: int
     """Tokens of a sequence in training."""

@@ -1,8 +1,4 @@
-"""Reads the log of a run from a bootstrap node's folder or over the network.
-
-A folder is only read, without a lock: its node may be writing there. The manifest lies beside the log, and its digest
-is the run's id; so a folder has everything that verification needs.
-"""
+"""Reads the log of a run from a bootstrap node's folder, without a lock, or over the network."""
 
 from __future__ import annotations
 

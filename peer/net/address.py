@@ -1,10 +1,7 @@
 """Addresses of peers, as text: `/ip4/203.0.113.5/tcp/4001/p2p/12D3Koo…` (libp2p's multiaddr, TCP only); and our own.
 
-py-multiaddr reads them. It accepts more than we can use, and several spellings of one address, so only two forms in
-the usual spelling are accepted. QUIC is refused: hivemind's daemon loses the last messages of a stream over it.
-
-Our own addresses are those that the daemon lists. It also lists addresses at which other peers have seen us, which is
-how it knows the router's; but it goes on to list a lost address for half an hour, so `OwnAddresses` leaves those out.
+Only two forms of address in the usual spelling are accepted, without QUIC: hivemind's daemon loses the last messages of
+a stream over it. The daemon goes on to list a lost address of ours for half an hour; `OwnAddresses` leaves those out.
 """
 
 from __future__ import annotations
@@ -200,10 +197,7 @@ def best_first(addresses: Iterable[str]) -> list[str]:
 
 
 def on_interfaces(listed: Iterable[str], hosts: Iterable[str]) -> list[str]:
-    """Our addresses at an interface's `hosts`, if we listen on all of them: the daemon lists new ones only 5 s later.
-
-    The port is in the address for this machine alone, which is always `listed`.
-    """
+    """Our addresses at an interface's `hosts`, if we listen on all of them: the daemon lists new ones only 5 s later."""
     inner = [a for a in listed if not is_circuit(a) and is_loopback(host_of(a))]
     ports = {":" in host_of(a): (port_of(a), parse(a).peer) for a in inner}
     return [

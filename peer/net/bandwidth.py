@@ -3,18 +3,12 @@
     -> at least HEAD bytes: how many bytes are wanted, big-endian; the rest is ignored
     <- so many bytes
 
-Each way is measured on its own, over as many streams as a chain's pipe has, and at the receiver: data that we get when
-it comes, data that we send when its empty answer comes. The bytes under way follow from what came in the last round
-trip, so a slow link costs little; we ask for every byte, so that a node cannot send more.
+Each way is measured on its own, over as many streams as a chain's pipe has, and at the receiver. TCP doubles its window
+once in a round trip until the link is full, so only the later half of the bytes counts. It is cut into SLICES of equally
+many bytes, and the rate is the median of theirs, at most the mean of the later half, or of one of its halves.
 
-TCP doubles its window once in a round trip until the link is full, so the first half of the bytes says nothing of the
-link. The later half is cut into SLICES of equally many bytes, and the rate is the median of theirs, so a busy moment
-does not count. It is at most the mean of the later half, or of one of its halves: what waited in the buffers of a slow
-reader comes faster than any link.
-
-The node serves one probe of a peer at a time, and MAX_PROBES in all, as more would measure each other. All the bytes of
-a probe are set aside from what the node gives in a minute, and the rest is given back. A node without room ends the
-stream without an answer.
+The node serves one probe of a peer at a time, and MAX_PROBES in all. A node without room ends the stream without an
+answer.
 """
 
 from __future__ import annotations

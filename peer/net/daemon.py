@@ -1,15 +1,12 @@
 """hivemind's network daemon (p2pd): its process, its sockets, and our requests to it.
 
-Deviations from plain hivemind 1.1.12, each because of something it does:
+Deviations from plain hivemind 1.1.12:
 - requests use connections of our own, as a failed `stream_open` leaks a socket, here and in the daemon;
 - the daemon is watched, as calls hang for ever when it dies; its sockets live in a folder of their own, which is swept;
 - its pending calls are a `Pending`, as an answer to a call that was just given up ends its reader of all answers;
 - a port is probed first, as libp2p shares it (SO_REUSEPORT) with another daemon of the same user;
 - it offers only libp2p's usual relay, for signals: 128 KiB and two minutes a circuit (docs/adr/0023-dial-back.md);
-- incoming streams come to a socket of ours (peer/net/incoming.py), as hivemind makes a task for each of them;
-- it has a lower priority than the process that it serves, as strangers make it work;
-- it has its own process group, as Ctrl-C and `timeout` signal all of ours, and a leaving peer needs it until all is
-  sent; it ends with us.
+- it has a lower priority than the process that it serves, and its own process group, as a leaving peer needs it.
 """
 
 from __future__ import annotations
@@ -408,7 +405,6 @@ PASSING = ("no answer in time", "could not be reached a moment ago")
 
 
 def _reason(text: str) -> str:
-    """Shortens the daemon's error."""
     for known, said in _REASONS:
         if known in text:
             return said

@@ -1,6 +1,6 @@
 """hivemind's DHT, with what a stranger can do to it bounded. Records are `subkey -> [key, value]`.
 
-Deviations from plain hivemind 1.1.12, each because of something it does:
+Deviations from plain hivemind 1.1.12:
 - its msgpack decoder is replaced (`safe_loads`), because it can be made to recurse until the process crashes;
 - what a DHT node keeps is bounded (`Storage`), because an answer with too many records never arrives;
 - keys of a request, and requests of a peer, are limited (`_bounded`): a key costs as much time as a request may;
@@ -42,9 +42,7 @@ from protocol.identity import short_peer
 from protocol.wire.framing import FrameError, unpack_message
 
 DHT_SECONDS = 20.0
-"""Deadline of one store or get as a whole."""
 RPC_SECONDS = 4.0
-"""Deadline of one request of the DHT to one peer."""
 PINGS = 5
 """How often a node is pinged before we give up joining the DHT through it."""
 RETRY_SECONDS = 0.5
@@ -56,7 +54,6 @@ MOST_RECORDS = 512
 """Under one key. Of more, preferred ones are kept, and a random part of the others: a stranger may make many names, but
 cannot choose which stay."""
 MOST_KEYS = 16
-"""In one request; hivemind asks for one."""
 _SUBKEY_BYTES = 128
 _RECORD_BYTES = _SUBKEY_BYTES + 16
 """Of a record in an answer, besides its value, at most."""

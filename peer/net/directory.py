@@ -29,17 +29,12 @@ from protocol.wire.plan import Plan
 T = TypeVar("T")
 
 DIAL_SECONDS = 10.0
-"""A dialled peer has so long to answer."""
 FIRST_SECONDS = 3.0
-"""The same without its announcement; then that is looked for, as it may have moved."""
+"""DIAL_SECONDS of a peer without an announcement, which is looked for then."""
 FIND_SECONDS = 5.0
 """Longest search for the announcement of a peer that did not answer; then it is dialled again."""
 SEEK_SECONDS, SEEK_LONGEST_SECONDS = 1.0, 15.0
-"""Interval of the searches for a silent node, and for how long they are repeated.
-
-In a search the daemon dials others, and libp2p waits longer after each failed dial: for everybody, if our own line is
-dead.
-"""
+"""Interval of the searches for a silent node, and for how long they are repeated."""
 
 
 async def announcements(transport: Transport, run: str) -> dict[str, Announcement]:
@@ -51,9 +46,6 @@ async def announcements(transport: Transport, run: str) -> dict[str, Announcemen
 
 class Contacts:
     """Finds and connects to the members of a run, for peers, nodes, and observers that announce nothing.
-
-    A node is asked for an announcement, the DHT if none answers. A lost peer is dialled again at the addresses that we
-    began with and at those that it announces by then.
 
     bootstrap: addresses to begin with
     crowd: known number of the run's peers
@@ -274,7 +266,6 @@ LOOK_SECONDS = 2.0
 CIRCUITS = 4
 """Most announced addresses through libp2p's relays: they carry signals only, and a record is short."""
 DIALS = 32
-"""Peers that are dialled at once after our addresses have changed."""
 SAMPLE = 32
 """Approximate number of peers in the DHT: each store makes the five keepers of the key send all of it, 10 kB/s."""
 
@@ -417,10 +408,7 @@ async def _set(event: asyncio.Event, seconds: float) -> None:
 
 
 def latest_expiry(run: str) -> Callable[[bytes], float]:
-    """Returns a function that gives the latest expiry of a record, by the signed time of its announcement.
-
-    So an old record that is stored again cannot outlive newer ones.
-    """
+    """Returns a function that gives the latest expiry of a record, by the signed time of its announcement."""
 
     def latest(value: bytes) -> float:
         found = node_calls.believed(value, run)

@@ -1,11 +1,7 @@
-"""All that Potluck writes to disk.
+"""All that Potluck writes to disk, through a `Disk`, which the simulation replaces (tests/sim/disk.py).
 
-Blobs, checkpoints, votes and the log are written through a `Disk`, which the composition root hands in. The simulation
-hands in one that dies between any two operations, tears what was being written and forgets what was not synced
-(tests/sim/disk.py).
-
-`write` and `append` are the two ways to keep something. A written file appears whole or not at all. A crash may tear
-what was appended, so readers check it. With `sync` both survive a loss of power, without it only the end of a process.
+A file that is written appears whole or not at all. A crash may tear what was appended, so readers check it. With `sync`
+both survive a loss of power, without it only the end of a process.
 """
 
 from __future__ import annotations
@@ -80,10 +76,7 @@ def try_lock(file: BinaryIO) -> bool:
 
 
 def _stand_in(folder: Path) -> BinaryIO | None:
-    """Returns a file to lock in place of a folder on a file system without locks, None where that fails too.
-
-    This machine's processes share it; other machines with the same folder are not kept out.
-    """
+    """Returns a file to lock in place of a folder on a file system without locks, None where that fails too."""
     name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
     path = Path(tempfile.gettempdir()) / f"potluck-lock-{name}"
     try:
@@ -196,10 +189,7 @@ class Disk:
         ]
 
     def memory(self, size: int) -> Path | None:
-        """Returns this user's folder in a file system in memory, None where there is none with room for `size` bytes.
-
-        Its files outlive a process that is killed, but not a loss of power.
-        """
+        """Returns this user's folder in a file system in memory with room for `size` bytes, None where there is none."""
         folder = self._memory / f"potluck-{os.getuid()}"
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, exist_ok=True)

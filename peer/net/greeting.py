@@ -1,8 +1,7 @@
 """Checks whether a libp2p host answers at an address before the daemon dials it, and why a host name fails.
 
-After each failed dial libp2p leaves an address alone for longer, up to five minutes, so a peer that comes back is not
-found for so long. A plain TCP connection has no such memory. A live libp2p host sends its greeting at once; a stopped
-process, whose connections its kernel still accepts, does not.
+libp2p leaves an address alone for longer after each failed dial, so a peer that comes back is not found for minutes. A
+plain TCP connection has no such memory, and a live libp2p host sends its greeting at once.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ _REASONS = {
 
 
 async def why_silent(addresses: Iterable[str], seconds: float) -> str:
-    """Returns empty once a libp2p host greets us at one of these direct addresses, or if only the daemon can tell.
-
-    Otherwise returns the last reason for which none does.
-    """
+    """Returns why no libp2p host greets us at these direct addresses; empty if one does, or only the daemon can tell."""
     tasks = [asyncio.create_task(_why(address, seconds)) for address in addresses]
     reason = SILENT
     try:
@@ -69,7 +65,6 @@ async def is_given(host: str, port: int) -> bool:
 
 
 LOOK_SECONDS = 5.0
-"""That the resolver may take."""
 _FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
 

@@ -1,13 +1,10 @@
 """Limits on what other peers use of this process: streams, requests, and its time.
 
 *Guests* bounds streams of a peer, of an address, and of all together. A peer that opens streams faster than its rate
-waits, which an honest one hardly notices; with too many open it gets no further one. A peer that goes on all the same
-is *refused* for a while: its streams and connections end, and the operator is told. When all streams are taken, the
-peer with the most gives one up for the peer with the least, so a greedy one keeps no other out.
+waits; one that goes on all the same is *refused* for a while. When all streams are taken, the peer with the most gives
+one up for the peer with the least.
 
-*Turns* is fair queueing of what they ask. A stream that opens, and each frame of a request, takes a turn, of which
-there are so many a second for an address and for all together. While they suffice nothing waits. When they do not,
-addresses take turns, and the peers of an address do, so a peer that asks a lot waits for itself.
+*Turns* is fair queueing of requests, first among addresses, then among the peers of an address.
 """
 
 from __future__ import annotations
@@ -37,11 +34,8 @@ OPENED: Mapping[str, Rate] = {
 """Streams that one peer opens, by name. A newcomer fetches thousands of payloads from a node, a pipe has 16 streams."""
 OPENED_ELSE = Rate(10, 200)
 CALLS = Rate(20, 400)
-"""DHT requests of one peer."""
 RENAMED = Rate(1 / 30, 4)
-"""Changes of one peer's DHT node id."""
 OFFENCES = Rate(1.0, 32.0)
-"""Offences of one peer: what an honest one does seldom or never."""
 COUNTED_ELSEWHERE = frozenset({endpoints.RELAYED})
 """Streams that our relays carry for peers that are identified, and counted, later."""
 OF_AN_ADDRESS = Rate(500.0, 250.0)
@@ -51,7 +45,6 @@ TURNS_TO_OPEN = 2.0
 UNCOUNTED = frozenset({endpoints.PIPE, endpoints.RELAY, endpoints.BANDWIDTH})
 """Streams whose frames take no turns, as they have limits of their own."""
 MAX_ADDRESSES = 4096
-"""Addresses whose turns are remembered."""
 _ANY = 1e-6
 """Turns that must be left for the next one to begin."""
 
@@ -89,8 +82,6 @@ class Abortable(Protocol):
 
 @dataclass(slots=True)
 class _Peer:
-    """A peer with open streams."""
-
     address: str
     streams: dict[Abortable, None] = field(default_factory=dict)
     silent: set[Abortable] = field(default_factory=set)

@@ -1,11 +1,8 @@
 """Bare sockets to the network daemon: incoming streams, and ending the connections of refused peers.
 
 The daemon connects to a socket of ours for every incoming stream, and writes first who opened it and under what name.
-A refused stream costs an `accept`, a look at these bytes, and a `close`; they stay unread, so that the daemon resets
-the stream. A few streams are accepted at a time, so that the rest of this process has its turn in between.
-
-A refused peer may come back at once, so ending its connections has to cost less than making them: one connection to
-the daemon's control socket is kept for that.
+A refused stream costs an `accept`, a look at these bytes, and a `close`. One connection to the daemon's control socket
+is kept for ending connections of refused peers.
 """
 
 from __future__ import annotations
@@ -23,13 +20,10 @@ from peer.net.guests import Abortable
 BACKLOG = 4096
 """Streams that wait until our loop accepts them; the system may allow fewer (net.core.somaxconn)."""
 MAX_ACCEPTED = 8
-"""Streams that are accepted between two turns of the loop."""
 MAX_HEAD_BYTES = 1024
-"""Of what the daemon writes first: a peer id, an address and a name."""
 RETRY_SECONDS = (0.0005, 0.005, 0.05, 0.5, 5.0)
 """Until we look again for what the daemon has not written yet; then the stream is given up."""
 FULL_SECONDS = 1.0
-"""Pause without a free descriptor in this process."""
 MAX_EXPELLED = 64
 """Peers whose connections are being ended; others are ended when they come again."""
 

@@ -80,7 +80,6 @@ class Latency:
 
 
 def _place(peer: str, answer: bytes) -> Place:
-    """Where `peer` says that it is. Raises RemoteError."""
     try:
         match framing.unpack_message(answer):
             case [*at, float(error)] if all(isinstance(x, float) for x in at):

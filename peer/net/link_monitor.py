@@ -1,15 +1,12 @@
 """The rates of our internet link: as configured, as stored by an earlier start, as measured, and as transfers show.
 
-The upload limit is nine tenths of the measured uplink, unless the user set either. Traffic with peers behind the same
-router says nothing about the link and does not count.
+The upload limit is nine tenths of the measured uplink, unless the user set either. Traffic behind the same router does
+not count. Stored rates count for STORED_DAYS, and only while the machine's interfaces have the same addresses.
 
-Stored rates count for STORED_DAYS, and only while the machine's interfaces have the same addresses.
-
-Transfers revise a rate as follows. A link that carried more than we thought for FAST_SECONDS can carry more. Less is
-no evidence, as there may be little to send; but where sends to several peers wait for SLOW_SECONDS, the uplink is
-slower. Where our own limit held everything back for HELD_SECONDS and no peer was slow to read, a higher limit is
-tried. Plans follow what is announced, so a revision changes much or nothing, and after one down the uplink is left
-alone for an hour. The downlink never goes down: a receiver cannot tell whose link is slow.
+Transfers revise a rate. A link that carried more than we thought for FAST_SECONDS can carry more. Where sends to several
+peers wait for SLOW_SECONDS, the uplink is slower. Where our own limit held everything back for HELD_SECONDS and no peer
+was slow to read, a higher limit is tried. After a revision down the uplink is left alone for an hour. The downlink never
+goes down: a receiver cannot tell whose link is slow.
 """
 
 from __future__ import annotations
@@ -94,10 +91,7 @@ def write_rates(disk: Disk, folder: Path, rates: StoredRates, hosts: Collection[
 
 @dataclass(frozen=True, slots=True)
 class SecondOfTraffic:
-    """Traffic with peers elsewhere in one second.
-
-    sent, received: bytes
-    """
+    """Bytes to and from peers elsewhere in one second."""
 
     sent: int
     received: int
@@ -147,10 +141,7 @@ class RateEstimator:
         return None
 
     def _passed(self, seconds: int, received: bool = False) -> float:
-        """Bits a second of the link over the last `seconds`; 0 before so many have passed.
-
-        The lesser of mean and median, as what is sent first fills our own buffers.
-        """
+        """Bits a second over the last `seconds`, the lesser of mean and median; 0 before so many have passed."""
         if len(self._seconds) < seconds:
             return 0.0
         counts = [s.received if received else s.sent for s in list(self._seconds)[-seconds:]]

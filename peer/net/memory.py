@@ -1,7 +1,4 @@
-"""A network inside one event loop, for tests and for runs in one process.
-
-It behaves as p2p does, without sockets, and by the loop's clock.
-"""
+"""A network inside one event loop, for tests and for runs in one process. It behaves as p2p does, without sockets."""
 
 from __future__ import annotations
 

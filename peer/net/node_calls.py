@@ -1,7 +1,4 @@
-"""Calls to bootstrap nodes: for the roster (protocol/wire/announcement.py), the log, and the operators' decrees.
-
-Announcements count only with their peers' signatures.
-"""
+"""Calls to bootstrap nodes: for the roster (protocol/wire/announcement.py), the log, and the operators' decrees."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The transport over libp2p: hivemind's daemon (peer/net/daemon.py) and DHT (peer/net/dht.py) in our own event loop.
 
-Only these three modules import hivemind. Two deviations from how hivemind uses them: we join without `initial_peers`
-and connect afterwards, as its start fails when they are all down; and TCP only, as its daemon loses the last messages
-of a stream over QUIC.
+Only these three modules import hivemind. We join without `initial_peers` and connect afterwards, as its start fails when
+they are all down.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ from protocol.identity import short_peer
 MOVED_SECONDS = 2.0
 """A peer has so long to answer after we lost an address: its connection is on another address, or dead."""
 MAX_SEEN = 4096
-"""Peers whose last address is remembered."""
 PUNCH_SECONDS = 0.25
 """Interval of the checks whether a router's hole was punched."""
 LIST_SECONDS, SETTLED_SECONDS = 10.0, 30.0
@@ -59,7 +57,6 @@ SILENT_SECONDS = 5.0
 SAYS_NOTHING = "opens streams, says nothing, and closes them"
 SIGNALS_ONLY = "its router lets nobody in, and there is no hole in it yet"
 MAX_CHECKS = 32
-"""Peers that are pinged at once."""
 
 
 class P2PTransport(Endpoint):
@@ -253,10 +250,7 @@ class P2PTransport(Endpoint):
                     return Timeout(peer, f"{what}: no answer within {timeout:g} s; check the address and the link")
 
     async def _greeted(self, peer: str, known: Collection[str], what: str, left: float) -> None:
-        """Checks that a libp2p host is there before the daemon dials it (peer/net/greeting.py). Raises Unreachable.
-
-        A peer may be reached by a circuit, or an existing connection, though it is at none of its addresses.
-        """
+        """Checks that a libp2p host is there before the daemon dials it (peer/net/greeting.py). Raises Unreachable."""
         if any(map(is_circuit, known)):
             return
         asked = asyncio.create_task(greeting.why_silent(known, min(left, greeting.SECONDS)))

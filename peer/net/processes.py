@@ -54,10 +54,7 @@ def raise_file_limit(enough: int = ENOUGH) -> str | None:
 
 
 def send_signal(child: asyncio.subprocess.Process, number: int = signal.SIGKILL) -> None:
-    """Sends a signal, unless the child has ended.
-
-    Unlike `child.kill()` before Python 3.12, this does not reap the child and so take its exit code from the loop.
-    """
+    """Sends a signal, unless the child has ended. Does not reap the child, as `child.kill()` does."""
     if child.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, number)
@@ -79,8 +76,5 @@ if os.getppid() == int(sys.argv[1]):  # else that was too late
 
 
 def own_group_command() -> tuple[str, ...]:
-    """Returns a prefix for a command that ignores signals to our process group, such as Ctrl-C and those of `timeout`.
-
-    On Linux the command ends with us, however we end.
-    """
+    """Returns a prefix for a command that ignores signals to our process group; on Linux it ends with us."""
     return sys.executable, "-I", "-S", "-c", _APART, str(os.getpid())

@@ -9,10 +9,8 @@ Two others try, a third one if they disagree. The result:
     (empty)    nobody could tell
 
 A peer that sees us at a local address cannot tell how the internet sees us, unless all of the run is in that network.
-
-A request names ports only. They are tried at the address that its connection comes from, so a peer cannot send us
-elsewhere. Only a libp2p greeting counts, and every failure takes the same time. Requests are limited in rate, for each
-address, each peer and all together, and a connection is closed after its first bytes.
+A request names ports only, which are tried at the address that its connection comes from. Only a libp2p greeting counts,
+and every failure takes the same time. Requests are limited in rate.
 """
 
 from __future__ import annotations
@@ -37,12 +35,10 @@ from protocol.wire.announcement import MOST_PORTS, Dialled, DialMe
 
 ANSWER_SECONDS = 10.0
 MOST_ANSWERED = 1024
-"""Bytes."""
 MOST_ASKED = 3
 AGAIN_SECONDS = 1800.0
-"""Interval of the checks."""
 UNKNOWN_SECONDS = 60.0
-"""The same while the result is empty."""
+"""AGAIN_SECONDS while the result is empty."""
 MOST_FOUND = 2
 """Most announced addresses of a finding."""
 

@@ -18,7 +18,6 @@ from protocol.errors import UsageError
 
 FOLDER = "potluck-net-"
 LOCK = "lock"
-"""In such a folder: locked by the process whose daemon it is."""
 OTHER_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 """Places for sockets, if the folder for temporary files has a long path, or a disk without sockets."""
 FOLDER_PATH_MAX = 48
@@ -63,10 +62,7 @@ _NO_FAMILY = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def hosts(host: str, port: int) -> list[str]:
-    """Returns the addresses to listen on: 0.0.0.0 and :: are every IPv4 and IPv6 address that this machine has.
-
-    A machine without 127.0.0.1 uses ::1, and the other way round.
-    """
+    """Returns the addresses to listen on: 0.0.0.0 and :: are every IPv4 and IPv6 address that this machine has."""
     everywhere, itself = _BOTH
     if host not in everywhere and host not in itself:
         return [host]
@@ -133,10 +129,7 @@ class SocketFolder:
 
 
 def sweep(sockets: Path) -> int:
-    """Removes the socket folders in `sockets` of processes that were killed. Returns their number.
-
-    It does not go by time, as the clock may just have been set, and opens no files of other users.
-    """
+    """Removes the socket folders in `sockets` of processes that were killed. Returns their number."""
     removed = 0
     for folder in sockets.glob(FOLDER + "*"):
         with contextlib.suppress(OSError):

@@ -1,8 +1,4 @@
-"""Streams of frames over a pair of byte streams, and what every transport does with them.
-
-The bytes come from a socket or from memory; both are read through asyncio's StreamReader, so framing, deadlines,
-back-pressure, counting and ending are the same code.
-"""
+"""Streams of frames over a pair of byte streams (a socket or memory), and what every transport does with them."""
 
 from __future__ import annotations
 
@@ -23,11 +19,9 @@ from protocol.wire.framing import MAX_FRAME, FrameError, FrameReader
 
 SLOW_BYTES_PER_SECOND = 125_000.0
 PING_SECONDS = 1.0
-"""Least time between two pings of one peer."""
 MAX_QUEUE_SECONDS = 30.0
 """Longest time allowed for sent bytes to drain; by then libp2p notices a dead connection itself."""
 CHUNK = 256 * 1024
-"""Bytes written or read at once."""
 NONSENSE_OFFENCES = 4.0
 """Offences that a malformed message counts as."""
 LOGGED_FAILURES = Rate(0.1, 20.0)
@@ -39,8 +33,7 @@ LINGER_SECONDS = 5.0
 class Flow:
     """All streams with one peer, and how long it may take to answer.
 
-    A question waits behind what we have sent before it: many megabytes may be in the system's buffers, in the daemon's
-    and at a narrow uplink. They are modelled as a bucket that drains at the pace of a slow link.
+    A question waits behind earlier bytes, which are modelled as a bucket that drains at the pace of a slow link.
     """
 
     streams: int = 0

@@ -1,10 +1,8 @@
 """Several streams to one peer that carry frames as one.
 
-A stream's window bounds the bytes under way: in libp2p 256 KB at first, of which a half may be left when a frame comes;
-the rest costs a round trip. Sixteen streams have sixteen windows (docs/adr/0011). A frame is cut into slices of SLICE
-bytes or more, one for each stripe in turn, and the next frame begins where it ended, so that all windows are used. The
-first slice begins with the frame's length, 4 bytes, big-endian. A slice may come in pieces: with a limited uplink
-little is sent at once, as a burst that a router's queue cannot hold is lost (docs/adr/0013).
+A stream's window bounds the bytes under way; sixteen streams have sixteen windows (docs/adr/0011). A frame is cut into
+slices of SLICE bytes or more, one for each stripe in turn, and the next frame begins where it ended. The first slice
+begins with the frame's length, 4 bytes, big-endian.
 """
 
 from __future__ import annotations

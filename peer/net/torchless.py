@@ -1,9 +1,8 @@
 """hivemind without its training half, which imports torch and scipy: 230 MB and two seconds.
 
-`import hivemind.p2p` first runs `hivemind/__init__.py`, which imports all of hivemind. This module registers the
-package and two of its folders without running their `__init__`, and puts into `hivemind.utils` the names that
-hivemind's network modules read from there (docs/adr/0041-hivemind-without-torch.md). Other modules of hivemind can
-still be imported. If hivemind was imported before, nothing happens.
+`import hivemind.p2p` first imports all of hivemind. This module registers the package and two of its folders without
+running their `__init__`, and puts into `hivemind.utils` the names that its network modules read from there
+(docs/adr/0041-hivemind-without-torch.md).
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """A peer that follows the log for an operator, and trains nothing (`potluck bootstrap --audit`).
 
-It differs from other peers in four points. It announces no memory, so no plan gives it work. It holds the whole state
-all the same, in files where memory is small. It asks no peer for a state: it begins at the seed or at a checkpoint of
-its own, and applies the log. It does not train (`InnerLoop`), and reads only the held-out text: it evaluates every
-state that is due (peer/node/evaluating.py).
-
-Its operator's node believes its attestations before all others (protocol/round/attestations.py), and peers may fetch
-its checkpoints.
+It announces no memory, so no plan gives it work, and holds the whole state, from the seed or its own checkpoint on. It
+reads only the held-out text and evaluates every state that is due (peer/node/evaluating.py). Its operator's node
+believes its attestations before all others (protocol/round/attestations.py).
 """
 
 from __future__ import annotations

@@ -28,9 +28,7 @@ def lower_priority() -> None:
 class BackgroundExecutor:
     """A thread of low priority for tensor work; `make` makes it. It is started by the first work and ends with `end`.
 
-    torch keeps helpers for every thread that has computed on several cores, as long as that thread lives, and OpenMP
-    counts them all: where they are more than there are cores, none waits actively for the next operation any more, and
-    training is a tenth slower (docs/results/doctor.md).
+    It must end: torch keeps OpenMP helpers for each such thread, which slow training down (docs/results/doctor.md).
     """
 
     def __init__(self, make: Callable[[], ThreadPoolExecutor]) -> None:

@@ -1,23 +1,16 @@
 """Measurements of the run's model at a peer: the held-out loss, and scores of others' updates
 (protocol/ledger/run_state.py, scoring.py).
 
-They run beside the rounds on a thread of low priority, on a copy of θ in fp32, and hold nothing up: a late result goes
-into a later commit, one that is too late into none. The held-out loss is the mean over the same first sequences of the
-held-out part:
-
-    bits per byte = nats per token / ln 2 / bytes per token
-
-with the bytes per token of the whole held-out part, from the corpus's index (Gao et al., 2020, arXiv:2101.00027,
-section 3.1). With it goes a sample: the model's likeliest continuation of the beginning of that text, in which a peer
-with other bits is seen (peer/ui/run_view.py).
+They run beside the rounds on a thread of low priority, on a copy of θ in fp32; a late result goes into a later commit.
+The held-out loss is the mean over the same first sequences of the held-out part, in nats per token and in bits per byte
+by the mean bytes per token of the held-out part. With it goes a sample, the model's likeliest continuation of that text.
 
 θ after a round holds all of the round's updates u. A score takes a little more of one out again, on assigned and on
 other text:
 
     gain = loss(θ + STEP eta scale u) - loss(θ)        nats per token; `scale` is the commit's
 
-One step for all makes gains comparable, whatever the tokens of a replica and the number of replicas. Payloads that are
-gone, and text that takes longer than TEXT_SECONDS, are not scored.
+One step for all makes gains comparable. Missing payloads, and text that takes longer than TEXT_SECONDS, are not scored.
 """
 
 from __future__ import annotations

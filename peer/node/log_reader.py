@@ -1,8 +1,7 @@
 """The run's log at a peer: read from the bootstrap nodes, and folded into the run's state.
 
-The log is read in pages, by a call of its own: a newcomer once, and a peer that has lost commits from there on. The
-next page comes while one is checked on a thread (protocol/ledger/history.py). Each page is asked of a node that was
-not asked yet, then of the one that was quickest the last time: no node alone decides how long it takes.
+The log is read in pages, the next one while one is checked on a thread (protocol/ledger/history.py). Each page is asked
+of a node that was not asked yet, then of the quickest one.
 """
 
 from __future__ import annotations
@@ -25,15 +24,12 @@ from protocol.wire.commit import Commit
 PAGE_SECONDS = 30.0
 """For a page of a MiB on a slow line."""
 PROGRESS_SECONDS = 2.0
-"""Between two reports."""
 AT_ONCE_ROUNDS = 128
 """The most rounds that are folded in one step of the event loop. A longer log is folded in pieces of PIECE_ROUNDS."""
 PIECE_ROUNDS = 4
 """Of 16 replicas: about 10 ms of one core."""
 PAUSE_SECONDS = 0.1
-"""Between two pieces."""
 REPORTED = 3
-"""Violations of one commit that are reported."""
 
 
 class LogReader:

@@ -1,8 +1,7 @@
 """Exchanges the optimizer's moments with peers that begin to train a shard (peer/training/moments.py).
 
-A peer asks as soon as a plan names the shard, a round or more before it trains it (docs/protocol.md, forming), or as
-soon as a newcomer without a plan holds it; moments that come later are not used. A trainer packs the moments of a shard
-at most once a round, and those of few shards for peers that the plan does not name.
+A peer asks as soon as a plan names the shard (docs/protocol.md, forming), or as soon as a newcomer without a plan holds
+it. A trainer packs the moments of a shard at most once a round.
 """
 
 from __future__ import annotations

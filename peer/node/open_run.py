@@ -26,13 +26,10 @@ from protocol.wire import endpoints, logfile
 
 KEY = "identity.key"
 _FOUND = "found"
-"""The file in a peer's or a node's folder with the run's place: `ADDRESS#RUN-ID` a line; of old versions the id
-alone."""
+"""The file in a peer's or a node's folder with the run's place: `ADDRESS#RUN-ID` a line."""
 _LARGEST_FOUND = 64 * 1024
 HERE = (Path("potluck-peer"), Path("potluck-bootstrap"))
-"""The default folders of a peer and of a node."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
-"""Between two tries to find the run again."""
 ASSETS = Path(__file__).parent.parent / "assets"
 
 REACH_SECONDS, MANIFEST_SECONDS = 14.0, 4.0

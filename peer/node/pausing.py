@@ -1,8 +1,4 @@
-"""When a peer pauses: outside of its hours, and while other programs use the machine (a game, a render, a compiler).
-
-Hours are those of the wall clock. Two shares are measured for other programs: of all processors' time, by the system's
-counters, and of the busiest GPU, by `nvidia-smi` where there is one.
-"""
+"""Pauses of a peer: outside of its hours (wall clock), and while other programs use the processors or the busiest GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +22,6 @@ CALM_CPU, CALM_GPU = 0.25, 0.1
 """Shares below which it is calm, after CALM_SECONDS: a game that loads a level is not over."""
 BUSY_SECONDS, CALM_SECONDS = 10.0, 120.0
 SMI_SECONDS = 20.0
-"""Timeout of nvidia-smi."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ from peer.net.reach import DialBackServer, Reachability, ReachMonitor
 from peer.net.uplink import Uplink
 from peer.node.config import JoinConfig, Machine
 from peer.node.evaluating import Evaluator, Scorer, Tools
-from peer.node.examining import Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.rounds import Parts, Rounds
 from peer.node.sessions import Operators, Refusals, Sessions
@@ -213,7 +212,7 @@ class Peer:
             self._follow,
         )
         exchange = Exchange(self.manifest, self._storage, self._network, fetches_states=not self._config.audit)
-        rounds, evaluator, examiner = self._make_rounds(text, exchange, inner_loop, restored)
+        rounds, evaluator = self._make_rounds(text, exchange, inner_loop, restored)
         self.rounds = rounds
         del restored  # it would keep this θ in memory as long as the run lasts
         await exchange.serve(text if isinstance(text, FetchedText) else None)
@@ -234,7 +233,6 @@ class Peer:
             await self._work(rounds)
         finally:
             await evaluator.aclose()
-            await examiner.aclose()
             unreachable.close()
             await exchange.aclose()
             await asyncio.to_thread(inner_loop.close)
@@ -252,7 +250,7 @@ class Peer:
 
     def _make_rounds(
         self, text: Text, exchange: Exchange, inner_loop: InnerLoop, restored: Checkpoint | None
-    ) -> tuple[Rounds, Evaluator, Examiner]:
+    ) -> tuple[Rounds, Evaluator]:
         manifest, identity, config, room = self.manifest, self.identity, self._config, self._hardware.budget
         audit, tell = config.audit, self._sessions.tell
         evaluator = Evaluator(
@@ -270,9 +268,6 @@ class Peer:
             has_room=audit or budget.has_room_to_evaluate(manifest, room),
             always=audit,
         )
-        means = Means(inner_loop.optimizer, room.device, config.threads)
-        may_audit = not audit and budget.has_room_to_audit(manifest, room)
-        examiner = Examiner(manifest, identity, text, tell, self._emit, means, has_room=may_audit)
         parts = Parts(
             network=self._network,
             sessions=self._sessions,
@@ -281,7 +276,6 @@ class Peer:
             exchange=exchange,
             inner_loop=inner_loop,
             evaluator=evaluator,
-            examiner=examiner,
             emit=self._follow,
             threads=config.threads,
             abreast=memory.ABREAST if memory.on_gpu(room.device) and not self._storage.in_files else 1,
@@ -289,7 +283,7 @@ class Peer:
             warm=audit or budget.keeps_warm(manifest, room),
             whole=audit or budget.holds_whole(manifest, room),
         )
-        return Rounds(manifest, identity.peer_id, parts, restored), evaluator, examiner
+        return Rounds(manifest, identity.peer_id, parts, restored), evaluator
 
     async def _work(self, rounds: Rounds) -> None:
         """Runs the rounds and all services beside them, until the rounds are over."""
@@ -364,7 +358,6 @@ class Peer:
             write_rates(self._storage.disk, self._config.folder, self._link.found, interface_hosts(), wall)
 
     def _carries(self) -> None:
-        """Announces the rates of our line."""
         self._directory.update(up_bps=self._link.up_bps, down_bps=self._link.down_bps)
         if self.rounds is not None:
             self.rounds.set_uplink(self._link.up_bps)

@@ -1,10 +1,8 @@
 """The loop that owns a peer's state at the round boundaries, and carries out what the member machine decides.
 
-Events come in through `put`, in any order, from training, session and timers. Effects that change state (EncodeUpdate,
-KeepInFeedback, RestoreFeedback, Apply, HoldShards) are carried out one after the other in this loop: no other task sees
-them half done. Training runs beside it (peer/node/training.py) and only reads θ. Every state is built by
-peer/state/recovery.py. The loop decides nothing: protocol/ledger/retention.py says what is kept, written and fetched,
-and the machine all else.
+Events come in through `put`, in any order, from training, session and timers. Effects that change state are carried out
+one after the other in this loop. Training runs beside it (peer/node/training.py) and only reads θ. The loop decides
+nothing: protocol/ledger/retention.py says what is kept, written and fetched, and the machine all else.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from peer.node.evaluating import Evaluator
 from peer.node.log_reader import Follower, LogReader
 from peer.node.moments import MomentsExchange
 from peer.node.sessions import Operators, Sessions
-from peer.node.training import Examiner, InnerLoop, Training, add_to_feedback, encode_update
+from peer.node.training import InnerLoop, Training, add_to_feedback, encode_update
 from peer.state.handover import REQUEST_BYTES, Giving, Owner, Taking
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
@@ -67,7 +65,6 @@ class Parts:
     exchange: Exchange
     inner_loop: InnerLoop
     evaluator: Evaluator
-    examiner: Examiner
     emit: events.Emit
     threads: int
     abreast: int
@@ -390,14 +387,11 @@ class Rounds:
             head, offer = self.member.head, self.offer
             commit = log[head if offer is None or offer.round < commit.round else min(offer.round, head)]
         payloads = await self._timed("fetch", self._exchange.payloads(commit, held, log))
-        due, before = self._follower.state.standing.audits, log.get(commit.round - 1)
-        self._parts.examiner.follow(before, commit, self.outer.theta, payloads.by_shard, due)
         scratch = None
         if not self.manifest.outer.overlap:  # no training; only this loop has θ once it is compared
             await self._attester.done()
             self._inner_loop.release()
-            read = self._parts.evaluator.reads or self._parts.examiner.keeps
-            scratch = None if read else self._scratch
+            scratch = None if self._parts.evaluator.reads else self._scratch
         found = {shard: payloads.by_shard[shard] for shard in held}
         await self._timed("apply", self._work(lambda: self.outer.apply_all(found, scratch)))
         self._replayed_bytes += sum(share.size for share in commit.shares)
@@ -407,10 +401,8 @@ class Rounds:
         return commit.round
 
     async def _rebuild(self, shards: Sequence[str], round: int) -> None:
-        """Computes shards again of which most peers attest other bits, from the seed or a state on which we and the log
-        agreed (`Recovery.again`). If the log gives other bits than ours, this machine made an error, and ours are
-        replaced. If it gives ours, they are kept: the others' bits do not follow from the log, however many attest
-        them."""
+        """Computes shards again of which most peers attest other bits (`Recovery.again`), and replaces ours if the log
+        gives other bits; else ours are kept, however many peers attest others."""
         rebuilt = []
         for shard in shards:
             recent = round - self._confirmed.get(shard, -CONFIRMED_ROUNDS) < CONFIRMED_ROUNDS

@@ -2,19 +2,12 @@
 
 A session is one stream to a node: Hello, then messages both ways, with a Heartbeat at least every `heartbeat` seconds.
 When it breaks or falls silent it is opened again with growing pauses, and the member machine repeats what matters.
-There is one with every present operator's node, so that the next leader knows what the last one knew.
+There is one with every operator's node of the newest commit (protocol/ledger/board.py); until the log is here, also with
+those that the first nodes name.
 
-The operators are those of the newest commit (protocol/ledger/board.py). Until the log is here, the peer also tries
-those that a node names which it began with; nothing else follows from that node's word.
-
-A node refuses a peer that the operators have banned, or that is not admitted to a closed run (NotAdmitted). One node
-may lie, so the peer ends only when both hold:
-
-    refused    by as many of the deciding nodes as a commit needs votes
-    decided    by the run's log, which the peer reads and checks itself (protocol/ledger/access.py)
-
-Then every honest node keeps it out until the operators decree otherwise. A peer with an invitation waits for the commit
-that admits it. Where nodes speak another version of the protocol, the log cannot be read, and their votes alone decide.
+A node refuses a peer that is banned, or not admitted to a closed run (NotAdmitted). One node may lie, so the peer ends
+only when as many of the deciding nodes as a commit needs votes refuse it, and the log, which the peer checks itself
+(protocol/ledger/access.py), keeps it out. Where nodes speak another version of the protocol, their votes alone decide.
 """
 
 from __future__ import annotations
@@ -48,11 +41,9 @@ RETRY_SECONDS = (0.5, 10.0)
 LAST_WORD_SECONDS = 1.0
 """For a node's reason after it has ended the stream."""
 LEAVE_SECONDS = 2.0
-"""For the sending of Leave."""
 FIND_SECONDS = 5.0
 """For a node to name the operators; a node from the command line may be gone for good."""
 LOST_SECONDS = 10.0
-"""Between two searches for operators without a session."""
 OUTBOX_MESSAGES = 256
 
 OnMessage = Callable[[Message | Record], Awaitable[None]]
@@ -111,7 +102,6 @@ class Refusals:
         return len(set(final) & set(members)) >= votes_needed(len(members))
 
     async def _read_log(self) -> bool:
-        """Reads new commits. Whether a node had them to the end."""
         for node in self._network.directory.operators:
             try:
                 after = -1 if self._head is None else self._head.round
@@ -125,7 +115,6 @@ class Refusals:
         return False
 
     def _raise_if_kept_out(self) -> None:
-        """Raises BannedError, ClosedError."""
         peer, wall = self._network.transport.peer_id, self._network.clock.wall()
         if self._access.why_not(peer) is None:
             return  # the nodes do not know the newest decree yet
@@ -141,7 +130,6 @@ class Refusals:
         )
 
     def _raise_for_version(self) -> None:
-        """Raises UsageError."""
         other = next(word.version for word in self._by.values() if word.version)
         if other != VERSION:
             way = "older" if other < VERSION else "newer"
@@ -308,7 +296,6 @@ class Sessions:
                 await on_message(message)
 
     def _warn_if_stalled(self, node: str, beat: Heartbeat) -> None:
-        """Warns once that no round is decided."""
         if beat.phase != "stalled":
             self._stalled.discard(node)
         elif node not in self._stalled:

@@ -6,11 +6,9 @@ at
 
     b(r+1) = θ(r-1) - δ(r)            where its own inner steps of round r ended
 
-so that δ(r+1) = b(r+1) - θ_local is again the displacement of its H inner steps. The correction comes one round late:
-the next steps begin at b(r+2) = θ(r) - δ(r+1), that is, at θ_local + (θ(r) - b(r+1)): the commit of round r replaces
-the guess. b is where gradients are taken; it is never sent, added or compared, so P1 to P3 hold as without overlap. A
-commit that gives the replica other work than expected (protocol/round/member.py) drops the steps done ahead. (Eager
-updates: Kale, Douillard, Donchev 2025.)
+so that δ(r+1) = b(r+1) - θ_local is again the displacement of its H inner steps. The next steps begin at b(r+2) =
+θ(r) - δ(r+1): the commit of round r replaces the guess. b is never sent, added or compared. A commit that gives the
+replica other work than expected drops the steps done ahead. (Eager updates: Kale, Douillard, Donchev 2025.)
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +30,6 @@ from peer.net.base import Clock
 from peer.state.outer_optimizer import Accumulate, Outer, difference
 from peer.state.storage import Shards
 from protocol.ledger import retention, schedule
-from protocol.ledger.audits import Audits
 from protocol.round import member_events, stragglers
 from protocol.round.member_events import TrainOrder
 from protocol.run.manifest import Manifest
@@ -70,19 +66,6 @@ class Result:
 
 
 NOTHING = Result(0, 0, None, None)
-
-
-class Examiner(Protocol):
-    """Trains others' contributions again (peer/node/examining.py)."""
-
-    @property
-    def keeps(self) -> bool:
-        """Whether a state is kept, to whose arrays nothing may write."""
-        ...
-
-    def follow(self, before: Commit | None, commit: Commit, theta: Shards, payloads: Payloads, due: Audits) -> None:
-        """`commit`, behind `before`, is about to be applied to `theta`; `due`: the audits by the newest commit."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

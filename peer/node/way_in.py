@@ -1,9 +1,7 @@
-"""Starts a peer's network: connects to the run and finds out how others reach this machine (peer/net/reach.py). Behind
-a router that lets no connection in, starts again with the relays that libp2p needs for hole punching
-(docs/adr/0023-dial-back.md).
+"""Starts a peer's network: connects to the run and finds out how others reach this machine (peer/net/reach.py).
 
-The daemon must know its relays from its start, and waits minutes for one that does not answer: so it gets only peers
-with a present connection. Four or more of them, by the addresses at which they see us, show it where holes lead.
+Behind a router that lets no connection in, it starts again with the relays that libp2p needs for hole punching
+(docs/adr/0023-dial-back.md), which the daemon must know from its start.
 """
 
 from __future__ import annotations

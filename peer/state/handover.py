@@ -1,12 +1,7 @@
 """Moves error feedback to the peers that train its shards now, from both sides (docs/adr/0019-feedback-moves.md).
 
-*The giver.* One change of the feedback's file makes a part of it a hand-over, or takes it back: the file notes up to
-which serial number the hand-overs' payloads are out of the feedback, and which are in it again. A crash before that
-change leaves a record without effect, which the next start removes. All else may be repeated.
-
-*The heir.* The same change of its feedback's file adds a payload and notes, for every giver and shard, the newest
-serial number that was added. So a repeated hand-over is answered, and not added again. A part of a feedback may be
-added at any time: training waits for none.
+Each side changes its feedback's file once for a hand-over: the giver notes up to which serial number payloads are out of
+the feedback, the heir the newest serial number that was added, for every giver and shard. All else may be repeated.
 """
 
 from __future__ import annotations
@@ -44,7 +39,6 @@ MOST_GIVERS = 4096
 """Entries of the note of what was added; beyond them no new giver is accepted."""
 
 Work = Callable[..., Awaitable[object]]
-"""Runs a function on the thread that changes the feedback."""
 
 
 class Giving:
@@ -136,7 +130,6 @@ class Giving:
             return  # they are on disk: the next start goes on
 
     async def _handle_answers(self) -> bool:
-        """Whether there were any."""
         answers, self._answers = self._answers, {}
         for serial, answer in sorted(answers.items()):
             if serial in self.open:

@@ -9,9 +9,8 @@ For every shard (algorithm 1 of SparseLoCo; Eq. 2 of Heterogeneous Low-Bandwidth
     θ   -= η Σ_m w_m sent_m              in the order of the commit             apply
 
 All arithmetic is fp32 in numpy, one operation at a time and in a stated order, so θ is bit for bit the same everywhere.
-Nothing is lost: for every replica, Σ_r β^(R-r) committed_r + e_R = Σ_r β^(R-r) δ_r, up to fp32 rounding. A crash
-between an offer and the saving of e costs the part of δ that was not sent: δ counts as the sent values, and as zero
-elsewhere. `without_delta` brings e up to the offer so that the equation holds.
+Nothing is lost: for every replica, Σ_r β^(R-r) committed_r + e_R = Σ_r β^(R-r) δ_r, up to fp32 rounding. `without_delta`
+keeps this after a crash between an offer and the saving of e.
 """
 
 from __future__ import annotations
@@ -217,7 +216,6 @@ def _norm(sent: Sequence[Sparse]) -> float:
 
 
 def _blocks(array: Array) -> Iterator[Array]:
-    """The elements of a contiguous array in blocks."""
     flat = array.reshape(-1)
     return (flat[here] for here in _spans(flat.size))
 

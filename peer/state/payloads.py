@@ -1,8 +1,7 @@
 """What peers give each other by name: payloads of rounds and shards of states. Serves ours, fetches others'.
 
-Lists of parts come first (protocol/ledger/part_lists.py), then the parts of our shards. Both are fetched as soon as a
-node announces the offer, from its sender, the archive or peers that these name (peer/net/blobs/serving.py), so that
-they are here when the round is committed. What is kept and for how long:
+Lists of parts come first (protocol/ledger/part_lists.py), then the parts of our shards, as soon as a node announces the
+offer. What is kept and for how long:
 
     payloads committed after our newest checkpoint, of our shards     never evicted: a restart needs them
     the lists of parts that name them                                 as long as the payloads
@@ -47,7 +46,6 @@ RETRY_SECONDS = 1.0
 WARNINGS = (1.0, 50.0)
 """A second, and at once: others decide how often a fetch fails."""
 STATES_PEERS = 64
-"""Peers that are asked for their states."""
 STATES_OF_A_PEER = 4
 """The newest states that a peer is believed to have; none keeps more checkpoints than peer/state/storage.py does."""
 ASK_SECONDS = 10.0
@@ -174,7 +172,6 @@ class Exchange:
                 self._begin(round, part.digest, functools.partial(self._fetch, part, share.peer, round))
 
     def _begin(self, round: int, name: str, fetch: Callable[[], Awaitable[None]]) -> None:
-        """Fetches a blob of `round` in the background."""
 
         async def work() -> None:
             with contextlib.suppress(PotluckError):  # a full disk, or a lost network, shows again where it matters
@@ -236,18 +233,17 @@ class Exchange:
         return found
 
     async def _fetch_list(self, share: Share, round: int) -> None:
-        """Raises RemoteError."""
         if not part_lists.may_be_fetched(self.manifest, share):
             raise RemoteError(
                 share.peer, f"list of parts of round {round}: {share.listed} bytes; no list can be so long"
             )
-        await self._fetch_blob(share.root, share.listed, share.peer, round, _check_list)
+        await self._fetch_blob(share.root, share.listed, share.peer, round, part_lists.unpack)
 
     async def _fetch(self, part: Part, sender: str, round: int) -> None:
         await self._fetch_blob(part.digest, part.size, sender, round)
 
     async def _fetch_blob(
-        self, name: str, size: int, sender: str, round: int, check: Callable[[bytes], None] | None = None
+        self, name: str, size: int, sender: str, round: int, check: Callable[[bytes], object] | None = None
     ) -> None:
         """From its sender or an archive; about half of the peers ask the sender first."""
         holders = [sender, *self._directory.operators]
@@ -388,7 +384,3 @@ class Exchange:
         """As `Network.warn`, with a limited rate."""
         if self._warnings.take(asyncio.get_running_loop().time()):
             self._network.warn(text)
-
-
-def _check_list(raw: bytes) -> None:
-    part_lists.unpack(raw)

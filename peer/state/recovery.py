@@ -3,11 +3,8 @@
     θ(round) of a shard  =  θ(r) for some r < round  +  the committed payloads of the rounds r+1 … round
 
 θ(r) is taken from where it costs the fewest bytes of network: our own checkpoints, those of others, or the seed (r =
-0). A checkpoint's state counts only with the digest of the majority in commit r+1. States come one shard after the
-other, so that a kill loses little; meanwhile the payloads of finished ones come and are applied.
-
-A peer with a later role (protocol/planning/planner.py) trains on meanwhile: `WarmUp` builds the missing shards apart
-from its θ and applies each commit to them too, until they stand at the peer's own state and are taken over.
+0). A checkpoint's state counts only with the digest of the majority in commit r+1. `WarmUp` builds the missing shards of
+a later role beside training, and applies each commit to them too, until they are taken over.
 """
 
 from __future__ import annotations
@@ -45,13 +42,10 @@ class Base:
 
 
 NEAR_ROUNDS = NEWEST - 1
-"""Newest rounds that are looked at one by one."""
 PREFETCHED_ROUNDS = 16
-"""Rounds whose payloads come while the state does."""
 AGAIN_COST = 8.0
 """The most bytes for a shard that is computed again, in units of its own bytes."""
 PROGRESS_SECONDS = 5.0
-"""Between two reports."""
 
 
 class _Progress:
@@ -197,7 +191,6 @@ class Recovery:
         return sorted(found, key=lambda base: (base.cost, -base.round))
 
     async def _find_bases(self, shards: Sequence[str], round: int) -> dict[str, list[Base]]:
-        """`bases` of each shard."""
         spec = self.manifest.model
         ask = any(2 * self.bases(shard, round, {})[0].cost > layout.shard_bytes(spec, shard) for shard in shards)
         holders = await self._exchange.holders() if ask else {}
@@ -330,7 +323,6 @@ class WarmUp:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _work(self, shards: tuple[str, ...]) -> None:
-        """Raises LocalError."""
         try:
             self._round = self._applied()
             target = await self._recovery.build_copy(shards, self._round)

@@ -11,13 +11,10 @@
     DIR/handover-<serial>.json        a part of the feedback for another peer, and its .payload, served as a blob
     DIR/checkpoint-<round>/           <shard>.safetensors, optimizer.safetensors, meta.json: digest of each shard
 
-Everything appears by rename after fsync: a crash leaves the old or the new, and the next start removes unfinished
-files. Tensors are named by position (a shard's parameters), `shard/position` (feedback) or as the trainer names them. A
-checkpoint's shards are served as blobs: their digests are those in the log.
-
-The feedback has 4 bytes a parameter; writing it every round would wear a disk out. So most rounds copy it to memory,
-and only every `retention.SAVED_ROUNDS` rounds, and the end of the process, write it to disk. The payloads of later
-offers bring the file up to date (docs/adr/0064-feedback-is-seldom-written.md).
+Everything appears by rename after fsync, and the next start removes unfinished files. Tensors are named by position (a
+shard's parameters), `shard/position` (feedback) or as the trainer names them. A checkpoint's shards are served as blobs.
+Most rounds copy the feedback to memory; every `retention.SAVED_ROUNDS` rounds, and at the end, it is written to disk
+(docs/adr/0064-feedback-is-seldom-written.md).
 """
 
 from __future__ import annotations
@@ -52,9 +49,7 @@ from protocol.wire.session import Offer
 
 Shards = dict[str, list[NDArray[np.float32]]]
 KEPT = 2
-"""Checkpoints and feedback files that are kept."""
 COPIES = 2
-"""Copies of the feedback in memory while a newer one is written."""
 GIVEN_BACK, COPY, NUMBER, ROUND = "given_back", "copy", "number", "round"
 """Metadata of a feedback or an offer; see above."""
 
@@ -192,8 +187,6 @@ class Storage:
                 feedback = _unflatten(tensors)
                 break
         round, feedback, notes = self._load_copy(notes) or (round, feedback, notes)
-        if notes.pop("restored_offer", "") == "True":  # of earlier versions
-            notes[GIVEN_BACK] = str(round)
         known, self._copy = int(notes.pop(GIVEN_BACK, 0)), notes.pop(COPY, "")
         self._number = int(notes.pop(NUMBER, 0))
         self.notes = notes
@@ -220,7 +213,6 @@ class Storage:
         return None
 
     def _load_offers(self) -> tuple[list[Offer], set[int]]:
-        """The readable offers, oldest first, and the rounds of those that went back into the feedback."""
         offers, backs = list[Offer](), set[int]()
         for _, path in self._numbered("offer-*.json"):
             with contextlib.suppress(OSError, ValueError, SchemaError):
@@ -265,7 +257,6 @@ class Storage:
         self.disk.sync(self.folder)
 
     def _handover(self, serial: int) -> tuple[Path, Path]:
-        """The files of its record and its payload."""
         name = f"handover-{serial:08d}"
         return self.folder / f"{name}.json", self.folder / f"{name}.payload"
 
@@ -388,7 +379,6 @@ def read_theta(checkpoint: Path, empty: Empty = in_memory) -> tuple[int, Shards]
 
 
 def _load(disk: Disk, checkpoint: Path, shard: str, empty: Empty = in_memory) -> list[NDArray[np.float32]]:
-    """A shard's tensors. Raises OSError, tensor_file.Damaged."""
     tensors, _ = tensor_file.read(disk, checkpoint / f"{shard}.safetensors", empty)
     return list(tensors.values())
 

@@ -1,9 +1,7 @@
-"""Files of named fp32 tensors in the safetensors format, written piece by piece and read into arrays that are there
-already.
+"""Files of named fp32 tensors in the safetensors format, written piece by piece and read into existing arrays.
 
-The library's `save` copies all tensors, and its `load` makes new arrays: a model's embedding may be too large for
-either. A file is the length of its header (u64, little-endian), the header (JSON), and the tensors in the order of
-their names, so the end of a shard's file is its canonical bytes.
+The library copies all tensors, and a model's embedding may be too large for that. Tensors are in the order of their
+names, so the end of a shard's file is its canonical bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from protocol.codec.topk import Empty, in_memory
 
 Array = NDArray[np.float32]
 PIECE = 1 << 20
-"""Bytes that are read at once."""
 
 
 class Damaged(ValueError):

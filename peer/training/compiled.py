@@ -1,8 +1,6 @@
-"""torch.compile where it pays: on CUDA, which has the compiler beside it. What cannot be compiled runs as it is.
+"""torch.compile where it pays: on CUDA. What cannot be compiled runs as it is.
 
-torch caches the compiled code on disk, so that the next start takes seconds. It keeps for the whole process whether a
-thread compiles: meanwhile compiled code of other threads runs uncompiled. It keeps the settings for that in each
-thread.
+While a thread compiles, compiled code of other threads runs uncompiled. The settings for that are kept by thread.
 """
 
 from __future__ import annotations

@@ -76,6 +76,15 @@ def parse_devices(device: str, devices: str | None) -> tuple[str, ...]:
     return found
 
 
+def try_torch() -> str:
+    """Imports torch and computes a gradient with it. Returns its version. Raises what torch raises."""
+    import torch
+
+    x = torch.ones(64, 64, requires_grad=True)
+    (x @ x).sum().backward()
+    return str(torch.__version__)
+
+
 def choose_devices(wanted: Sequence[str]) -> tuple[str, ...]:
     """The devices of `parse_devices` on this machine; `auto` is the first kind that works. Raises UsageError."""
     if set(wanted) == {"cpu"}:
@@ -280,7 +289,6 @@ def _is_of_host(error: BaseException) -> bool:
 
 
 def _roots(error: BaseException) -> list[BaseException]:
-    """The causes of an error or of an error group."""
     if isinstance(error, BaseExceptionGroup):
         return [root for one in error.exceptions for root in _roots(one)]
     return [error] if error.__cause__ is None else _roots(error.__cause__)

@@ -1,14 +1,10 @@
 """The processes that train one replica on several devices of a machine: their messages, and their group.
 
-The peer's process and a helper talk over a pair of connected sockets without a name. No other process can open it, and
-its end shows that the other process has ended. So messages are trusted, and pickled.
-
-Members of the group add up gradients by torch.distributed: gloo between CPUs, NCCL between GPUs. A sum has the same
-bits for all members and in every run: its order follows from the number of members and the tensor's size. The members
-find each other through a file in a folder that only their user may read, and talk over the loopback interface. Other
-users of the machine can connect to it, so before anything is exchanged every member shows a secret from the peer's
-process; a group with a stranger in it is refused. An exchange that takes too long raises a RuntimeError, as does the
-end of a member. A process is in one group at most.
+The peer's process and a helper talk over a pair of connected sockets without a name, so messages are trusted, and
+pickled. Members of the group add up gradients by torch.distributed: gloo between CPUs, NCCL between GPUs; a sum has the
+same bits for all members and in every run. The members find each other through a file in a private folder and talk over
+the loopback interface; every member first shows a secret from the peer's process. An exchange that takes too long
+raises a RuntimeError, as does the end of a member.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """A helper process: trains on a further device of a peer's machine, as the peer's process orders, and ends with it.
 
-    python -m peer.training.helper FD
-
-is started by peer/training/helpers.py, with its end of a pair of sockets. It holds the parameters and the optimizer's
-state of a full replica and takes the same steps. It has no network but the group's, no files, and no identity. A thread
-of its own reads the socket: it ends this process at once when the peer's process ends.
+`python -m peer.training.helper FD` is started by peer/training/several_devices.py, with its end of a pair of sockets. It holds
+the parameters and the optimizer's state of a full replica and takes the same steps.
 """
 
 from __future__ import annotations

@@ -76,8 +76,7 @@ class Dice:
 def continuation(stage: Stage, prompt: Sequence[int], window: int, dice: Dice) -> Iterator[int]:
     """Ids that continue `prompt` (at least one id), without end. Raises LocalError.
 
-    The model sees at most `window` ids, at most its context. When they are full, it goes on from their second half,
-    which is computed again.
+    The model sees at most `window` ids. When they are full, it goes on from their second half.
     """
     fresh, past, seen = list(prompt[-window:]), Past(), list(prompt[-window:])
     while True:
@@ -112,7 +111,6 @@ class Measured:
         self._stage = _guarded(lambda: load(spec, theta, wanted))
 
     def __call__(self, windows: NDArray[np.int64]) -> float:
-        """`nats` of windows [n, L + 1]."""
         return _guarded(lambda: nats(self._stage, windows))
 
     @contextlib.contextmanager

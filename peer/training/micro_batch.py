@@ -1,13 +1,11 @@
 """Forward and backward of one micro-batch, whole, or in pieces after memory ran out.
 
-In pieces, the forward keeps nothing for the backward. The backward takes some rows at a time and one part of the stage
-at a time, from the last to the first: the head with the loss, a block, the embedding. It holds only the inputs of the
-parts for those rows, so its peak is that of one block for a piece's rows. Gradients differ from the undisturbed ones by
-the order of sums only. From the first shortage on, the round's micro-batches go in pieces; the next round begins with
-whole ones.
+In pieces, the forward keeps nothing. The backward takes some rows at a time and one part of the stage at a time, from
+the last to the first: the head with the loss, a block, the embedding. Gradients differ by the order of sums only. From
+the first shortage on, the round's micro-batches go in pieces.
 
-*No gradient is added twice.* A whole backward that breaks off has added the gradients of some parameters and not of
-others; their versions tell which. In pieces, a part's gradients are computed first and added together afterwards.
+*No gradient is added twice.* A whole backward that breaks off has added the gradients of some parameters; their versions
+tell which. In pieces, a part's gradients are computed first and added together afterwards.
 
 Shapes: B rows, L positions, D model width, W values per token at the boundary.
 """

@@ -4,18 +4,14 @@ Parameter names are those of Hugging Face (protocol/run/layout.py), with global 
 subset of the whole model's. The one exception: the first stage of a compressed chain trains COORDINATES in place of
 `model.embed_tokens.weight`.
 
-*Documents.* Where the model has a `document_end_id`, a token sees those of its own document only: the tokens behind the
-last end before it. Positions go on across documents; counting them anew in each (`position_ids` of transformers' packed
-training) is the same, since RoPE turns a query and a key by their distance. The mask follows from the token ids, which
-every stage of a chain has.
+*Documents.* Where the model has a `document_end_id`, a token sees those of its own document only. Positions go on across
+documents: RoPE turns a query and a key by their distance.
 
-*The loss* is computed in slices of tokens: of the logits [T, V] only a slice exists at a time.
+*The loss* is computed in slices of tokens: of the logits [T, V] only a slice exists at a time. A slice's gradient is
+made right after its logits.
 
     logits = x W^T
     loss = mean over t of (logsumexp(logits_t) - logits_t[target_t])      d loss / d logits = (softmax - onehot) / T
-
-The loss ends the forward, so a slice's gradient is made right after its logits, and both are dropped: for the backward
-remain two arrays as large as x and W.
 
 Shapes: B rows, L positions, T tokens, V vocabulary, D model width, N query heads, K heads of keys and values (in the
 boundary: subspace width), H head width.

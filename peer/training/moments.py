@@ -8,10 +8,9 @@ algorithm 1); of a vector all. Muon has first moments only, its momentum. About 
     u64   bytes of the payload; the payload (protocol/codec/sparse.py)
     fp32  the second moments: for each tensor of the shard that AdamW trains, in its order, r and c, or all
 
-The sender may lie, so the moments are bounded by what holds for every honest sender. Gradients are clipped: the sum of
-all v is at most clip². And |m| <= c sqrt(v) for each element, with c² = (1 - b1)² / ((1 - b2) (1 - b1² / b2)) (Cauchy
-and Schwarz): the first updates are no larger than others. The sum of all squares of Muon's momentum, a mean of clipped
-gradients, is at most clip², too.
+The sender may lie, so the moments are bounded: the sum of all v is at most clip², |m| <= c sqrt(v) for each element,
+with c² = (1 - b1)² / ((1 - b2) (1 - b1² / b2)) (Cauchy and Schwarz), and the squares of Muon's momentum sum to at most
+clip².
 """
 
 from __future__ import annotations

@@ -6,11 +6,8 @@ Muon, for the matrices inside blocks, makes the singular values of the momentum 
     O = five steps of X <- a X + b (X X^T) X + c (X X^T)^2 X, from X = (1 - m) G + m B over its Frobenius norm
     W = (1 - rate decay) W - 0.2 sqrt(max(rows, columns)) rate O
 
-The factor gives an update the root mean square that AdamW's usually have, 0.2 (Liu and others, 2025, arXiv 2502.16982),
-so both optimizers share one learning rate and one decay. A stage holds whole matrices, so a chain computes what a full
-replica computes; a compressed chain's embedding is AdamW's (docs/adr/0043-muon.md). torch.optim.Muon computes in bf16
-on every device, 25 times slower on processors without instructions for it: here bf16 is for CUDA only, and fp32
-elsewhere.
+The factor gives an update the root mean square that AdamW's usually have (Liu and others, 2025, arXiv 2502.16982), so
+both optimizers share one learning rate and one decay (docs/adr/0043-muon.md). bf16 is for CUDA only.
 """
 
 from __future__ import annotations
@@ -54,8 +51,7 @@ def learning_rate(train: TrainSpec, step: float) -> float:
 class Pace:
     """The inner steps of one replica in one round.
 
-    They are spread over the `inner_steps` that every round has in the schedule: the learning rate follows the run, not
-    the replica's own count. A replica that ends early leaves out the rest of the round's part of the schedule.
+    They are spread over the `inner_steps` that every round has in the schedule: the learning rate follows the run.
 
     before: steps of the schedule before the round.
     steps: inner steps, at most.

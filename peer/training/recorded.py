@@ -1,16 +1,10 @@
 """A stage's blocks as CUDA graphs: one call launches what takes Python milliseconds to launch.
 
-A GPU computes some blocks in 15 ms, and Python needs as long to launch them, longer where other threads want its lock.
-So a micro-batch's forward and backward through the blocks are recorded once and replayed for all others of that shape.
-A replay reads and writes the same memory each time, so each micro-batch between its forward and its backward needs a
-recording of its own: a slot. The embedding, the boundaries, the head and its loss are not recorded.
-
-*Memory.* A slot permanently holds a micro-batch's activations, and a forward's scratch. All slots share the backward's
-scratch, since they are replayed one after the other. Backward goes block by block: at most one block's gradients exist
-beside their sums.
-
-*When.* After an inner step without recording: by then everything is compiled. Where memory runs out, not before the
-next round.
+A micro-batch's forward and backward through the blocks are recorded once and replayed for all others of that shape. A
+replay reads and writes the same memory each time, so each micro-batch between its forward and its backward needs a
+recording of its own: a slot, which permanently holds a micro-batch's activations, and a forward's scratch. All slots
+share the backward's scratch. Recording begins after an inner step without it, when everything is compiled; where memory
+runs out, not before the next round.
 
 Shapes: B rows, L positions, D model width.
 """

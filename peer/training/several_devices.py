@@ -1,5 +1,4 @@
-"""Data parallelism within one machine: a full replica on several devices, each with its share of a step's
-micro-batches.
+"""Data parallelism within one machine: a full replica on several devices, each with its share of the micro-batches.
 
 This process has the first device, and everything else: the state, the text, the update. Each further device has a
 helper process (peer/training/helper.py). An inner step:
@@ -8,31 +7,29 @@ helper process (peer/training/helper.py). An inner step:
     one sum         of all gradients, over all devices, after the last micro-batch (peer/training/device_group.py)
     one step        by every device, with the same norm: parameters and optimizer state stay the same on all
 
-The loss is the mean over the step's tokens, as on one device. Gradients differ by the order of their sums, which
-follows from the number of devices and of micro-batches alone: two runs have the same bits. Helpers get the parameters
-when a round begins; a new member of the group gets the optimizer's state, too.
-
-*A device is lost* when its helper ends, fails (its memory ran out, most often), or takes too long. The others, or this
-process alone, repeat the micro-batches of the inner step under way; the steps before are kept. A lost device is tried
-again when the next round begins, and left out after GIVE_UP losses.
-
-Calls belong on one worker thread, as those of StageTrainer.
+Gradients differ from one device's by the order of their sums, which follows from the number of devices and of
+micro-batches. When a helper ends, fails, or takes too long, the others repeat the micro-batches of the inner step under
+way. A lost device is tried again when the next round begins, and left out after GIVE_UP losses.
 """
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from peer.training import device_group as group
-from peer.training.helpers import ExchangeFailed, Helper, HelperLost
 from peer.training.model import Theta
 from peer.training.optimizer import Pace
 from peer.training.trainer import StageTrainer
@@ -40,8 +37,118 @@ from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import TrainSpec
 
+# --- helpers
+
+END_SECONDS = 5.0
+A = TypeVar("A", group.Done, group.Computed)
+
+
+class HelperLost(Exception):
+    """`helper` is of no use any more; the text says what it did, behind its name."""
+
+    def __init__(self, helper: Helper, why: str) -> None:
+        super().__init__(why)
+        self.helper = helper
+
+
+class ExchangeFailed(Exception):
+    """An exchange between members of the group failed; any of them may be the cause."""
+
+
+class Helper:
+    """One process, on the device that `begin` names. `stuck`: seconds after which it is lost if it does not even
+    read."""
+
+    def __init__(self, begin: group.Begin, stuck: float) -> None:
+        self.device = begin.device
+        self._stuck = stuck
+        self._lost: str | None = None
+        self._asked = 0
+        self._way, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "peer.training.helper", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self.say(begin)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def say(self, order: group.Order) -> None:
+        """Sends an order. A failure shows in `hear`."""
+        if self._lost is None:
+            self._way.settimeout(self._stuck)
+            try:
+                group.send(self._way, order)
+            except TimeoutError:
+                self._lost = f"did not read for {self._stuck:g} s"
+            except OSError:
+                self._lost = self._ended()
+
+    def hear(self, kind: type[A], number: int, seconds: float) -> A:
+        """Its next answer of this kind to the Ask of this number, or of this turn; skips older ones. Raises HelperLost,
+        ExchangeFailed."""
+        while True:
+            answer = self._next(seconds)
+            if isinstance(answer, group.Failed):
+                if answer.together:
+                    raise ExchangeFailed(answer.why)
+                self._lost = f"failed: {answer.why}"
+                raise HelperLost(self, self._lost)
+            if isinstance(answer, kind):
+                found = answer.turn if isinstance(answer, group.Computed) else answer.number
+                if found == number:
+                    return answer
+
+    def ask(self, seconds: float) -> None:
+        """Waits until it has done all orders. Raises as `hear` does."""
+        self._asked += 1
+        self.say(group.Ask(self._asked))
+        self.hear(group.Done, self._asked, seconds)
+
+    def await_idle(self, seconds: float) -> None:
+        """Waits until it has done, or failed to do, all orders. Raises HelperLost."""
+        while True:
+            try:
+                return self.ask(seconds)
+            except ExchangeFailed:
+                pass
+
+    def end(self) -> None:
+        self._way.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS if self._lost is None else 0.0)
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the system does not let go of it
+            self._process.wait(END_SECONDS)
+
+    def _next(self, seconds: float) -> object:
+        if self._lost is None:
+            self._way.settimeout(seconds)
+            try:
+                return group.receive(self._way)
+            except TimeoutError:
+                self._lost = f"did nothing for {seconds:g} s"
+            except (EOFError, OSError):
+                self._lost = self._ended()
+        raise HelperLost(self, self._lost)
+
+    def _ended(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(END_SECONDS)
+            return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return "closed its connection"
+
+
+# --- several devices
+
 GIVE_UP = 3
-"""Losses of a device before it is left out."""
 EXCHANGE_TRIES = 2
 """Consecutive exchanges that fail, with all helpers alive, before all are left out."""
 SLOWER = 4.0
@@ -292,7 +399,6 @@ class SeveralDevicesTrainer(StageTrainer):
                 self._failed(error)
 
     def _join(self) -> None:
-        """Raises HelperLost and _FAILURES."""
         members = list(self._helpers.values())
         size, seconds = 1 + len(members), self._patience.stuck
         shown = group.new_secrets(size)

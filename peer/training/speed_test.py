@@ -27,7 +27,6 @@ from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 
 WARM_UP = 1
-"""Micro-batches that do not count: they take memory, and on some devices compile."""
 
 
 def part_of(manifest: Manifest, memory_bytes: int, device: str) -> tuple[int, int]:

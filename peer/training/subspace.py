@@ -11,13 +11,9 @@ computes
 
     X^ = TE[ids] + (Z - (TE U)[ids]) U^T
 
-from the rows of TE for a micro-batch's tokens: the table stays where it is, which may be a file of gigabytes. A table
-in host memory sends a device the row of each different token once per micro-batch. A device with much free memory keeps
-T_perp itself (`t_perp`), which saves it time.
-
-That is autograd of X^ = (X - T_perp[ids]) U U^T + T_perp[ids]. Our choice where the paper leaves it open: A is the
-parameter, so T_S stays in S exactly with any optimizer, and weight decay acts on T_S only. Splitting TE again at every
-round start is the paper's reprojection (R moves from T_S to T_perp).
+from the rows of TE for a micro-batch's tokens, so the table may be a file of gigabytes. A device with much free memory
+keeps T_perp itself (`t_perp`). A is the parameter, so T_S stays in S with any optimizer, and weight decay acts on T_S
+only. Splitting TE again at every round start is the paper's reprojection.
 
 Shapes: B rows, L positions, V vocabulary, D model width, K subspace width, N different tokens of a micro-batch. k = 0:
 no compression.
@@ -35,7 +31,6 @@ from torch.nn import functional
 from protocol.codec import subspace
 
 ROWS = 1 << 12
-"""Rows of the embedding in one step of the work."""
 _T_PERP_SHARE = 0.05
 """Of a device's free memory that T_perp may take."""
 

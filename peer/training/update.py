@@ -2,21 +2,14 @@
 (protocol/codec/topk.py), bit for bit as peer/state/outer_optimizer.py and `topk.select` on the host; and the loading of
 the next round's parameters.
 
-Feedback e and state θ live on the host. They go to the device in parts, some whole bands of tiles of one tensor each,
-from where they are if they are pinned, or through pinned buffers. δ = θ - θ_local is made there; e comes back, with the
-packed indices of the selected entries (`pack`), whose values the host takes from e. Several parts are under way, one to
-a lane, so that copies in both directions and the device's work overlap.
+Feedback e and state θ live on the host. They go to the device in parts, some whole bands of tiles of one tensor each.
+δ = θ - θ_local is made there; e comes back, with the packed indices of the selected entries (`pack`), whose values the
+host takes from e. Several parts are under way, one to a lane, so that copies in both directions and the work overlap.
 
-A selection key of 64 bits has the bits of |x| above n - 1 - i for the i-th of a tile's n elements. Keys differ, and of
-equal magnitudes the first has the largest key: the k' largest keys are one set, in whatever order the device works.
+A selection key of 64 bits has the bits of |x| above n - 1 - i for the i-th of a tile's n elements, so keys differ, and
+of equal magnitudes the first has the largest key. Packed indices have at most twice the bytes of the payload.
 
-Packed indices have at most twice the bytes of the payload: an entry of a payload has at least b + 2 bits, b = ceil(log2
-N), with `fixed` indices and 3 + r with `rice` (protocol/codec/sparse.py); 12 bits are at most twice that where b >= 4
-or r >= 3, and elsewhere the N bits of a map are.
-
-A GPU copies from and to unpinned memory through a buffer. Feedback and the two generations of the state recur every
-round, so their arrays are pinned until they are freed. To pin takes longer than one copy, so only the third sight of an
-array pins it. Mapped files are never pinned: they must not stay in memory.
+Arrays that recur every round are pinned at their third sight, until they are freed; mapped files never.
 
 Shape letters: T tiles, N elements of a tile, K entries of a tile, E entries in all; of a chain's embedding V tokens, D
 model width, S subspace width.

@@ -21,7 +21,6 @@ class Contributor:
     rank: int
     """By tokens, from 1; equals share a rank."""
     peer: str
-    """Its peer id."""
     name: str
     """The name that it announces, if it is present and has one; else the end of its id."""
     tokens: int

@@ -1,7 +1,6 @@
 """Events as lines of text: messages of the screen, and the output of processes without a terminal.
 
-The output is one short line a round, and rare events: arrivals and departures, the first plan, warnings, changes of
-chains, the end. Details of stages are on the screen and in the JSON lines only.
+The output is one short line a round, and rare events. Details of stages are on the screen and in the JSON lines only.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from protocol.wire.commit import Commit
 from protocol.wire.decree import Decree
 
 MARKS = {"info": "·", "good": "✓", "warning": "!", "error": "✗"}
-"""First character of a line, by level."""
 _ASCII = str.maketrans({
     "◄": "<", "←": "<",
     "·": "-", "✓": "+", "✗": "x", "…": "~", "×": "x", "−": "-", "█": "#", "░": ".", "●": "*", "○": "o",
@@ -59,11 +57,9 @@ class Note:
     """A message to a reader."""
 
     time: float
-    """Unix seconds."""
     level: str
     """`info`, `good`, `warning` or `error`."""
     text: str
-    """The line."""
 
 
 def ascii(text: str) -> str:

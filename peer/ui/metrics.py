@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from peer.ui.state import State
 
 KIND = "text/plain; version=0.0.4; charset=utf-8"
-"""The media type of the format."""
 ROLES = ("full", "stage", "joining", "spare", "waiting")
 
 
@@ -50,7 +49,6 @@ def _replicas(s: State) -> Mapping[str, float]:
 
 
 def _now(of: Callable[[State], float | None]) -> Callable[[State], float | None]:
-    """A figure of the present, unknown while no node answers."""
     return lambda s: None if s.silent else of(s)
 
 

@@ -1,10 +1,7 @@
 """Event sources for screens: `Monitor` watches a run without taking part, `Replay` plays a recording.
 
-A monitor reads the log of commits and the peers' announcements, and trusts neither: each commit must have enough votes
-and follow the one before it (protocol/ledger/history.py), and each announcement must have its peer's signature. A
-peer announces itself every few seconds, so that the reported steps are a sample.
-
-It redials lost nodes as peers do (peer/net/directory.py). `news_age` is the age of the last answer of a node.
+A monitor reads the log of commits and the peers' announcements, and trusts neither. A peer announces itself every few
+seconds, so that the reported steps are a sample. `news_age` is the age of the last answer of a node.
 """
 
 from __future__ import annotations
@@ -36,19 +33,14 @@ from protocol.wire.schema import extend
 
 POLL_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 5.0
-"""Longest interval of polls while no node answers."""
 PEERS_A_POLL = 25
 """With N times as many peers, announcements are read every Nth poll: verifying them is a monitor's main cost."""
 MOST_POLLS = 60
-"""Longest interval of reading announcements, in polls."""
 COMPARE_POLLS = 10
 """Interval of comparing the newest commit with another operator's, in polls."""
 COMPARE_SECONDS = 2.0
-"""Limit for that comparison; the log waits for it."""
 NEWS = ("phase", "round", "step", "loss", "bytes_sent", "bytes_written", "refused", "chain")
-"""Fields of an announcement whose changes are reported."""
 ROUND_SECONDS = 0.25
-"""Duration of a round in a replay."""
 
 
 class BadLog(RemoteError):
@@ -85,10 +77,7 @@ class Monitor:
 
     @property
     def news_age(self) -> float | None:
-        """Seconds since a node last answered; None when the run is over.
-
-        The larger of two clocks counts: while a machine sleeps its steady clock may stand still.
-        """
+        """Seconds since a node last answered, by the larger of two clocks; None when the run is over."""
         steady, wall = self._heard
         return None if self.finished else max(self.clock.steady() - steady, self.clock.wall() - wall)
 
@@ -139,10 +128,7 @@ class Monitor:
         return self.head is not None and schedule.is_over(self.manifest, self.head.commit)
 
     async def _next_page(self) -> tuple[str, list[bytes]]:
-        """A node and the next records of its log. Raises RemoteError if none answers.
-
-        Nodes take turns, those that answered last time first: a single node may be cut off or lie.
-        """
+        """A node, in turns, and the next records of its log. Raises RemoteError if none answers."""
         after = -1 if self.head is None else self.head.commit.round
         answered, failed = dict[str, list[bytes]](), list[RemoteError]()
 
@@ -167,7 +153,6 @@ class Monitor:
         return next(iter(answered.items()))
 
     def _take_page(self, node: str, records: list[bytes], sink: Sink) -> None:
-        """Checks and reports records. Raises BadLog."""
         for raw in records:
             before = None if self.head is None else self.head.commit
             self._members = self.manifest.first_members if before is None else before.members

@@ -33,16 +33,13 @@ MOST_PEERS = 20_000
 MOST_ROUNDS = 4_000
 """Rounds, and states with a held-out loss; beyond, every second one is dropped."""
 RECENT_ROUNDS = 60
-"""Rounds kept with their left-out replicas."""
 PACE_ROUNDS = 5
 """Rounds of the present speed and of the remaining time."""
 MOST_EVALUATIONS = 32
 """Of one state."""
 MOST_FORKS = 5
 MOST_LEFT_OUT = 5
-"""Named replicas of a round."""
 NODE_SOURCE = "bootstrap"
-"""Source of a bootstrap node's own events."""
 WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
 """Marks of a chain's bottleneck in tables, in the row of its stage."""
 LEGEND = "◄ its chain waits for it; → ← for the link to it"
@@ -56,27 +53,19 @@ class PeerView:
     """A peer that is or was present."""
 
     peer: str
-    """Its peer id."""
     name: str
     """The name that it announces with the end of its id, or that end alone."""
     here: bool = True
-    """Whether it is present."""
     role: str = "waiting"
     """In the newest plan: `full`, `stage`, `joining` while it fetches its shards, `spare`; else `waiting`."""
     replica: int | None = None
     """The number of its replica in that plan."""
     position: int = 0
-    """Its stage there."""
     stages: int = 1
-    """Stages of its replica."""
     first: int = 0
-    """The first block that it trains."""
     last: int = 0
-    """The block after the last one that it trains."""
     rank: int = 0
-    """Values per token that cross the chain's boundaries; 0: all of them."""
     device: str = ""
-    """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer."""
     memory_bytes: int = 0
     """Memory offered for training."""
     up_bps: int = 0
@@ -86,7 +75,6 @@ class PeerView:
     phase: str = "joining"
     """Its activity, as announced; `finished` when the run is over."""
     round: int = 0
-    """Its round."""
     step: int = 0
     """Its newest inner step in that round."""
     steps: int = 1
@@ -131,9 +119,8 @@ class PeerView:
 class Bottleneck:
     """The slowest part of a chain: the stage, or the direction of a link, with the largest share of an inner step.
 
-    A stage computes for a part of the step, waits for activations, and waits for gradients; the rest is the end of the
-    step, when gradient norms travel along the chain. A link carries activations forward and gradients backward; the
-    receiver measures both (peer/chain/link.py).
+    The shares of an inner step are computing, waiting for activations and waiting for gradients. The receiver measures
+    both directions of a link (peer/chain/link.py).
     """
 
     position: int
@@ -200,7 +187,6 @@ class LeftOutView:
     replica: str
     """Its name."""
     reason: str
-    """Why, for a reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,19 +194,15 @@ class RoundView:
     """A decided round."""
 
     round: int
-    """Its number."""
     time: float
     """When it was decided, Unix seconds on its leader's clock."""
     seconds: float | None
     """Since the previous decision; null if unknown."""
     tokens: int
-    """Trained tokens."""
     loss: float | None
-    """Nats per token."""
     replicas: int
     """Replicas whose work is in it."""
     bytes: int
-    """Of their payloads."""
     left_out: tuple[LeftOutView, ...]
     """Replicas whose work is not in it, five at most."""
     left_out_total: int
@@ -239,7 +221,6 @@ class ComparisonView:
     """A comparison of the peers' states after one round."""
 
     round: int
-    """After this round."""
     peers: int | None
     """How many peers compared theirs; null if only a commit is known."""
     wrong: tuple[Diverged, ...]
@@ -314,7 +295,6 @@ class RunView:
     replicas: tuple[ReplicaSpec, ...] = ()
     """Those of the newest plan."""
     round: int = 0
-    """The open round; 0 before the first plan."""
     finished: bool = False
     state_digest: str | None = None
     """Of the final state, if a majority attested all of it."""

@@ -1,8 +1,7 @@
 """The live screen of `potluck demo` and `potluck monitor`, drawn from events (peer/ui/run_view.py).
 
-Colours suit colour-blind readers and dark and light terminals; no information is in colour alone. `NO_COLOR` is
-honoured, and an output that is not UTF-8 gets plain ASCII. A frame has exactly the requested size, 60 x 12 characters
-or more; one of fewer than 20 lines has no curve.
+No information is in colour alone. `NO_COLOR` is honoured, and an output that is not UTF-8 gets plain ASCII. A frame has
+exactly the requested size, 60 x 12 characters or more; one of fewer than 20 lines has no curve.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ SAMPLE_ROWS, SAMPLE_CHARACTERS = 12, 120
 FACT_LABEL_WIDTH = 13
 """Characters of a fact's label, the border and the space between."""
 LEAST_NOTES = 3
-"""Lines of messages."""
 LEAST_PLOT = 8
 """Lines of the curve if the tables need space; with many peers it has a third."""
 NAME_WIDTH = LONGEST_NAME + 1 + ID_END
@@ -194,12 +192,10 @@ class Plain:
 
 
 def _here(view: RunView) -> int:
-    """Present peers without bootstrap nodes."""
     return sum(p.here and p.device != NODE_DEVICE for p in view.peers.values())
 
 
 def _there(view: RunView) -> str:
-    """The title of the table of peers."""
     nodes = sum(p.device == NODE_DEVICE for p in view.peers.values())
     here = _here(view)
     gone = len(view.peers) - nodes - here

@@ -23,7 +23,6 @@ from protocol.wire.commit import votes_needed
 from protocol.wire.schema import plain
 
 MOST_POINTS = 300
-"""Points of a chart."""
 MOST_PEERS = 600
 MOST_REPLICAS = 600
 MOST_CONTRIBUTORS = 200
@@ -37,13 +36,11 @@ class ReplicaView:
     """A replica of the newest plan; its members are the peers with its number."""
 
     replica: int
-    """Its number."""
     name: str
     """Its peer's name, or its chain's."""
     chain: bool
     """Whether several peers share its blocks."""
     rank: int
-    """Values per token that cross a chain's boundaries; 0: all of them."""
     waits: str
     """A chain's bottleneck, for a reader; empty if unknown."""
     bottleneck: Bottleneck | None
@@ -55,9 +52,7 @@ class OperatorView:
     """A bootstrap node of an operator."""
 
     peer: str
-    """Its peer id."""
     name: str
-    """Its name."""
     here: bool
     """Whether it announces itself."""
     leads: bool
@@ -95,9 +90,7 @@ class State:
     """A snapshot of a run. Charts are lists of at most 300 points; the first number is the round, with fractions."""
 
     run: str
-    """The run's id."""
     name: str
-    """The run's name in the manifest."""
     time: float
     """Now, Unix seconds on the monitor's clock."""
     heard: float | None
@@ -107,7 +100,6 @@ class State:
     silent: bool
     """Whether that is longer than five seconds; then all other fields may be out of date."""
     round: int
-    """The open round; 0 before the first plan."""
     rounds: int
     """Rounds of the run."""
     start_peers: int

@@ -1,9 +1,7 @@
 """Formats amounts and names for people, and cleans texts of other peers.
 
-A text of another peer is cleaned once, where it enters: `cleaned` makes all texts of a value printable and short, such
-as those of an event before a screen takes it, or of a commit before it is printed.
-
-A peer's name is not unique and decides nothing. It is shown with the end of the peer's id.
+A text of another peer is cleaned once, where it enters (`cleaned`). A peer's name is not unique and decides nothing. It
+is shown with the end of the peer's id.
 """
 
 from __future__ import annotations
@@ -31,13 +29,11 @@ from protocol.wire.schema import Digest
 
 T = TypeVar("T")
 LONGEST_NAME = 12
-"""Characters of an announced name that are shown."""
 ID_END = 4
 """Characters of the peer id behind a name."""
 MOST_NAMES = 1_000
 """Names that a screen keeps; of more peers it shows ids."""
 MOST_LISTED = 6
-"""Peers that an error names."""
 _NAME_MARKS = " -_."
 _AROUND_NAME = " \t\"'`()[]{}<>:;,"
 """Characters around a peer's name in sentences and tables."""
@@ -46,7 +42,6 @@ _CUT = ("…", "...", "~")
 _BASE58_END = re.compile(r"[1-9A-HJ-NP-Za-km-z]*$")
 """Characters of peer ids at the end of a text."""
 LONGEST_TEXT = 400
-"""Characters that are kept of another peer's text."""
 
 _ID = re.compile(r"(?<!\w)(?:peer )?(\w{1,8})(?!\w)")
 """What may be the short form of a peer id."""

@@ -179,7 +179,6 @@ def _chains(state: State) -> Sheet:
 
 
 def _steps(p: PeerView) -> bool:
-    """Whether it trains."""
     return p.replica is not None and p.phase != "finished"
 
 
@@ -231,7 +230,6 @@ def _health(state: State) -> Sheet:
 
 
 def _checks(state: State) -> Iterator[tuple[str, str]]:
-    """(level, text) of each check."""
     health, there = state.health, "there"
     here = sum(o.here for o in health.operators)
     enough = "good" if here >= health.votes_needed else "error"

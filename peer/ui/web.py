@@ -1,8 +1,7 @@
 """Web server of `potluck monitor`: a page, `/state.json` and `/metrics`, for untrusted clients.
 
-It answers only GET and HEAD of these paths. Limits: 8 KiB and five seconds for a request, ten for an answer, one
-request for a connection, MOST_CONNECTIONS connections. An answer is made at most once in FRESH_SECONDS, and once in
-SAME_SECONDS if nothing has happened.
+It answers only GET and HEAD of these paths. Requests, answers and connections are limited in size, time and number. An
+answer is made at most once in FRESH_SECONDS, and once in SAME_SECONDS if nothing has happened.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from protocol.errors import UsageError
 PAGE = Path(__file__).parent.parent / "assets" / "monitor.html"
 MOST_CONNECTIONS = 64
 REQUEST_BYTES = 8 * 1024
-"""Most of a request's line and headers."""
 REQUEST_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
 FRESH_SECONDS, SAME_SECONDS = 2.0, 10.0
@@ -104,8 +102,6 @@ Paths = Mapping[str, Callable[[], Answer]]
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Handles the one request of a connection."""
-
     server: Server
     server_version, sys_version = "potluck", ""
 

@@ -6,9 +6,8 @@ A blob is cut into ranges of RANGE_BYTES, the last one shorter. Its name (64 hex
     more          BLAKE2b-256, personalized `potluck/ranges/1`, of the size (u64, little-endian) and every range's
                   sha256
 
-So name and size suffice to check the list of range digests (*leaves*, 32 bytes each, 0.1 % of the blob), and then every
-range by itself; no bytes can be read as both kinds. A shard's digest is the name of its tensors' bytes (fp32,
-little-endian, in canonical order): a commit that names a state names blobs.
+Name and size suffice to check the list of range digests (*leaves*, 32 bytes each), and then every range by itself. A
+shard's digest is the name of its tensors' bytes (fp32, little-endian, in canonical order).
 """
 
 from __future__ import annotations

@@ -2,11 +2,8 @@
 
 Bits are the raw output of Philox4x64-10 (Salmon et al., SC'11) under a key of 128 bits: the first 16 bytes, read as a
 little-endian number, of sha256(length of seed as u32 little-endian, seed, name). Near-normal numbers are Irwin-Hall:
-the sum of the four 16-bit lanes of one 64-bit word is an exact integer; less its mean it is exact in fp32 too, and one
-fp32 multiplication scales it. They end at 3.46 standard deviations. No other rounding and no library function has a
-part in them.
-
-A counter of Philox gives four words, so any part of a stream can be made by itself: several threads share one.
+the sum of the four 16-bit lanes of a 64-bit word, less its mean, times one fp32 factor. Any part of a stream can be made
+by itself.
 """
 
 from __future__ import annotations
@@ -25,9 +22,7 @@ _LANE_STD = math.sqrt(4 * (65_536**2 - 1) / 12)
 _WORDS = 4  # of a counter
 _EVEN_LANES, _LANE = np.uint64(0x0000_FFFF_0000_FFFF), np.uint64(16)
 BLOCK = 1 << 13
-"""Numbers that are made at a time: they stay in the processor's cache."""
 PART = 1 << 20
-"""Numbers that a thread makes before it takes the next ones."""
 
 
 def _philox(seed: bytes, name: str, first: int = 0) -> np.random.Philox:

@@ -18,9 +18,6 @@ bands of tiles as have at most 2^16 n / k' elements, or one; it has the gaps' lo
 the quotients. Bits fill a byte from the lowest, each field ends at a whole byte, and padding is 0. An update has one
 payload only, and `decode` refuses every other, so equal updates have equal digests.
 
-Work goes block by block, over as many threads as `run` has. Beside its result `apply` needs for each thread some MB and
-6 bytes per contribution for the entries of a segment, `decode` 20 bytes for each of them; `encode` needs 14 bytes for
-each entry of a tensor and some MB, for each thread. Nothing that a payload says changes that.
 """
 
 from __future__ import annotations
@@ -300,10 +297,8 @@ def apply(
     empty: Empty = topk.in_memory,
 ) -> list[Array]:
     """New arrays x - eta * total, total = 0 + w_1 sent_1 + w_2 sent_2 + ... over (weight, payload) in the given order.
-    `empty` makes them. A thread of `run` takes a segment at a time: to wait for each other costs many threads more than
-    they share.
 
-    Every operation is rounded to fp32 on its own, multiply and add apart. Raises PayloadError.
+    `empty` makes them. Every operation is rounded to fp32 on its own. Raises PayloadError.
     """
     weights = [np.float32(weight) for weight, _ in contributions]
     opened = [_open(codec, [x.shape for x in arrays], payload) for _, payload in contributions]

@@ -151,12 +151,10 @@ def tiling(shape: tuple[int, ...], k: int) -> Tiling:
 
 
 def select(x_RC: Array, tiling: Tiling, run: Map) -> Kept:
-    """The largest magnitudes, in the order of the bits of their fp32: what is not finite counts as larger than all that
-    is.
+    """The largest magnitudes, in the order of the bits of their fp32; values that are not finite count as larger.
 
-    The columns of a tile are cut into groups, and every group's largest magnitude is found first. The k'-th largest of
-    these bounds the tile's k'-th largest from below, so only the few elements from there on are compared with each
-    other.
+    The k'-th largest of the maxima of groups of columns bounds the tile's k'-th largest from below, so only the
+    elements from there on are sorted.
     """
     index_TK = np.empty((tiling.tiles, tiling.keep), dtype=np.uint16)
     values = np.empty(tiling.entries, dtype=np.float32)

@@ -1,14 +1,12 @@
 """Access to a run: computed from the manifest, the decrees and the invitations in the log. Pure.
 
-An open run admits every peer that is not banned; a closed one only peers that the manifest or a decree admits, or that
-an invitation let in. The newest decree about a peer counts. A ban of an invitation's key, or of the operator who signed
-it, ends the invitation; peers that it let in before stay. Bootstrap nodes open no session with other peers and do not
-plan them; voters refuse a plan that does, and `log verify` reports it.
+An open run admits every peer that is not banned; a closed one only peers that the manifest, a decree or an invitation
+admits. The newest decree about a peer counts. A ban of an invitation's key, or of the operator that signed it, ends the
+invitation.
 
 *Invitations.* An operator makes a fresh key pair, signs a certificate of the public key (run, count, expiry), and hands
 both over in one line (`Ticket`). The holder signs its own peer id with the secret key (`Joined`) and shows that in its
-Hello; a copy is of no use to another peer. The next commit records it (Commit.joined). One operator's signature is
-enough. Run, signatures and expiry can be checked without the log; the number of uses and bans need it.
+Hello; the next commit records it.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from protocol.wire.decree import ADMIT, BAN, CLOSE, MAX_JOINED, OPEN, SET, Decre
 from protocol.wire.schema import SchemaError, build
 
 LONGEST_TICKET = 1024
-"""Characters of one in a line."""
 
 
 def certificate_body(invitation: Invitation) -> bytes:

@@ -1,14 +1,7 @@
 """The operators of a run and the size of its quorum: from the manifest and the newest commit. Pure.
 
 The manifest names the first board; a decree can change it (protocol/ledger/access.py), and every later commit carries
-the new one. A commit with another board is decided by the members before it and names the next ones, so a reader checks
-each commit by the board of its time.
-
-    appoint   adds an operator; its node follows the log and may replace a silent member
-    dismiss   removes an operator; another one decides in its place
-    quorum    sets how many operators decide
-
-The next members must be able to decide: enough of them give signs of life when it is decreed.
+the new one. A commit with another board is decided by the members before it and names the next ones.
 """
 
 from __future__ import annotations

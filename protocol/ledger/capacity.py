@@ -30,9 +30,8 @@ from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import AtMost, packed
 
 MAX_DIVERGED = 4096
-"""Entries of one commit."""
 MAX_STRANGERS_DIVERGED = 64
-"""Of them, those of peers that the plan does not name."""
+"""Of MAX_DIVERGED, entries of peers that the plan does not name."""
 MAX_SPARES = 4096
 """Of one plan; who is neither in a replica nor a spare waits for a later plan."""
 REASONS_BYTES = 256 * 1024

@@ -1,8 +1,7 @@
-"""Rules for the claims that a commit may carry: held-out losses, scores and audits. Pure.
+"""Rules for the claims that a commit may carry: held-out losses and scores. Pure.
 
 A peer measures a claim, signs it and sends it to the nodes. The leader puts claims with an open place into its commit.
-One pool serves all kinds; KINDS says how they differ. protocol/ledger/run_state.py, protocol/ledger/scoring.py and
-protocol/ledger/audits.py say what a claim means.
+One pool serves all kinds; KINDS says how they differ.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import Any, Generic, TypeVar
 
 from protocol.identity import Identity, short_peer
 from protocol.ledger.run_state import RunState
-from protocol.wire.claims import Audit, Claim, Evaluation, Score, audit_body, evaluation_body, score_body
-from protocol.wire.commit import DOMAIN, MAX_AUDITS, MAX_EVALUATIONS, MAX_SCORES, Commit
+from protocol.wire.claims import Claim, Evaluation, Score, evaluation_body, score_body
+from protocol.wire.commit import DOMAIN, MAX_EVALUATIONS, MAX_SCORES, Commit
 
-C = TypeVar("C", Evaluation, Score, Audit)
+C = TypeVar("C", Evaluation, Score)
 Key = tuple[int, int, str]
 
 
@@ -60,16 +59,7 @@ SCORE: Kind[Score] = Kind(
     why_not=lambda state, claim: state.standing.scoring.why_not(claim),
     body=score_body,
 )
-AUDIT: Kind[Audit] = Kind(
-    name="an audit",
-    of=lambda commit: commit.audits,
-    most=MAX_AUDITS,
-    key=lambda claim: (claim.round, claim.replica, claim.peer),
-    is_due=lambda state, claim: state.standing.audits.is_due(claim),
-    why_not=lambda state, claim: state.standing.audits.why_not(claim),
-    body=audit_body,
-)
-KINDS: dict[type, Kind[Any]] = {Evaluation: EVALUATION, Score: SCORE, Audit: AUDIT}
+KINDS: dict[type, Kind[Any]] = {Evaluation: EVALUATION, Score: SCORE}
 
 
 def signed(identity: Identity, of: str, claim: C) -> C:

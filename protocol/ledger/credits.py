@@ -1,8 +1,7 @@
-"""Who has contributed what, as the log says. Pure.
+"""Credit for contributions, computed from the log. Pure.
 
-The tokens of a contribution belong to the members of its replica, to each as many as its blocks are of the model's:
-member i of a chain of L blocks, with blocks a up to b, has floor(tokens b / L) - floor(tokens a / L), so that the
-members' tokens add up to the contribution's. A spare that took a member's place has that member's.
+Member i of a chain of L blocks, with blocks a up to b, has floor(tokens b / L) - floor(tokens a / L) tokens of the
+contribution.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ class Credits:
         return self._of.setdefault(peer, Credit(peer))
 
     def _parts(self, contribution: Contribution) -> Iterator[tuple[str, int]]:
-        """(member, its tokens)."""
         peers = contribution.peers
         spec = self._plan.taken(contribution.replica, peers, self._layers) if self._plan is not None else None
         ends = [stage.last for stage in spec.stages] if spec is not None else []

@@ -1,16 +1,13 @@
-"""The log as a reader follows it: which record comes next, many records at once, and old commits in little memory.
+"""The log as a reader follows it: the next record, many records at once, and old commits in little memory.
 
-`why_not_next` checks votes, run, round and parent, and everybody asks it before taking a commit. The content is checked
-by protocol/ledger/rules.py, the lists of parts and payloads by peer/log/replay.py.
+`why_not_next` checks votes, run, round and parent; protocol/ledger/rules.py checks the content, peer/log/replay.py the
+lists of parts and payloads.
 
 *Stretches.* A commit names the digest of its parent, so one record proves all commits before it that the same members
-decided (docs/trust.md). Of those only the digests are computed. A stretch ends at a decree or a change of members.
+decided (docs/trust.md). A stretch ends at a decree or a change of members.
 
 *Forks.* Two decided commits of one round need more than f dishonest members. A peer then raises `ForkError` and applies
 neither.
-
-*Memory.* A commit of two replicas takes some 10 KiB as objects and a tenth of that packed; a month of one-minute rounds
-has 43,000. The newest stay as objects, older ones are packed or on disk.
 """
 
 from __future__ import annotations
@@ -193,7 +190,6 @@ class Packed:
     """A commit as bytes."""
 
     round: int
-    """Its round."""
     parent: str
     """The digest of the commit before it."""
     body: bytes

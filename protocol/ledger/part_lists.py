@@ -3,9 +3,8 @@
     list   msgpack [[shard, digest, size, norm], …], in canonical order of the shards, digests as 32 bytes
     root   the list's name as a blob (protocol/codec/blob_hash.py)
 
-A commit of many replicas stays small because of it, whatever the model (docs/adr/0018). An offer carries its list
-whole. Whoever has only the commit gets the list like any payload, by its name, and then its parts. How long a list may
-be follows from the model's shards, so nothing remote decides what is fetched.
+An offer carries its list whole. A reader of a commit gets the list like any payload, by its name
+(docs/adr/0018-commits-of-roots.md).
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from protocol.wire.schema import SchemaError, build, packed
 
 Parts = tuple[Part, ...]
 Lists = Mapping[str, Parts]
-"""Root -> the parts of its list."""
 
 
 class BadList(PotluckError):
@@ -75,15 +73,11 @@ def total(norms: Iterator[float] | Sequence[float]) -> float:
         return math.inf
 
 
+@functools.lru_cache(maxsize=64)
 def longest(manifest: Manifest) -> int:
     """The most bytes that a list of this run can have."""
-    return _longest(manifest.model)
-
-
-@functools.lru_cache(maxsize=64)
-def _longest(model: layout.ModelSpec) -> int:
-    digest, most = "f" * 64, blob_hash.MAX_BLOB_BYTES
-    return len(pack(tuple(Part(shard=s, digest=digest, size=most, norm=0.1) for s in layout.shard_names(model))))
+    digest, most, shards = "f" * 64, blob_hash.MAX_BLOB_BYTES, layout.shard_names(manifest.model)
+    return len(pack(tuple(Part(shard=shard, digest=digest, size=most, norm=0.1) for shard in shards)))
 
 
 def may_be_fetched(manifest: Manifest, share: Share) -> bool:

@@ -1,12 +1,7 @@
-"""Limits for strangers from one range of addresses (a /24 of IPv4, a /48 of IPv6), since one customer may have many
-names.
+"""Limits for one range of addresses (a /24 of IPv4, a /48 of IPv6), since one customer may have many identities.
 
-A range is limited in sessions and in the share of a plan (`range_sessions`, `range_share` of schedule.limits). Homes,
-offices and lecture halls share ranges, so peers for which an operator has vouched are exempt. Private addresses have no
-range; peers that come through another peer's relay are one range.
-
-Each node sees by itself where its sessions come from, so another node's plan can only be doubted
-(protocol/round/fairness.py).
+A range is limited in sessions and in its share of a plan (`range_sessions`, `range_share` of schedule.limits), except
+for peers that an operator admitted. Private addresses have no range; relayed peers are one range.
 """
 
 from __future__ import annotations

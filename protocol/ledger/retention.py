@@ -1,4 +1,4 @@
-"""What a volunteer keeps, writes and fetches at the end of a round. Pure; peer/node/rounds.py asks and obeys.
+"""What a peer keeps, writes and fetches at the end of a round. Pure.
 
 A restart goes on from the newest checkpoint with the payloads of every later round. Never evicted are:
 
@@ -32,7 +32,6 @@ TURNS = 64
 CHECKPOINT_BYTES = 12
 """Bytes a parameter of a checkpoint: the state and two moments."""
 LOOK_SECONDS = 60.0
-"""How often a peer that is behind asks whether others have a later state."""
 AHEAD = 2
 """Payloads are fetched for so many rounds after the one that is applied."""
 

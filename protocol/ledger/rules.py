@@ -1,4 +1,4 @@
-"""What makes a commit invalid: the only list of what an honest leader does not write. Pure.
+"""Validity rules for a commit: the only list of what an honest leader does not write. Pure.
 
 A rule is a function of the state before a commit (protocol/ledger/run_state.py) and of the commit, so every reader of
 the log can check it: voters, auditors (`potluck log verify`), peers and monitors. A rule yields reasons that complete
@@ -219,11 +219,6 @@ def has_due_scores(state: RunState, commit: Commit) -> Iterator[str]:
     return claims.why_not(state, commit, claims.SCORE)
 
 
-def has_due_audits(state: RunState, commit: Commit) -> Iterator[str]:
-    """Audits are of contributions to be trained again, of their examiners, signed, and one each."""
-    return claims.why_not(state, commit, claims.AUDIT)
-
-
 # --- the next plan
 
 
@@ -329,7 +324,6 @@ def _work(state: RunState, commit: Commit) -> Iterator[tuple[Contribution, Repli
 
 
 def _are_members(state: RunState, spec: ReplicaSpec, contribution: Contribution) -> bool:
-    """Whether the replica may have had these members."""
     if contribution.peers == spec.peers:
         return True
     return state.plan is not None and spec.is_chain and state.plan.allows(spec, contribution.peers)
@@ -390,7 +384,6 @@ RULES: tuple[Rule, ...] = (
     ends_no_probation_late,
     has_due_evaluations,
     has_due_scores,
-    has_due_audits,
     plans_next_round,
     plans_whole_models,
     plans_allowed_ranks,
@@ -400,4 +393,3 @@ RULES: tuple[Rule, ...] = (
     numbers_are_new,
     text_is_given_once,
 )
-"""All rules, cheapest and most fundamental first."""

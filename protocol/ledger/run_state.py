@@ -2,12 +2,8 @@
 
     state(0) = begin(manifest)        state(r) = state(r - 1).apply(commit r)
 
-The leader, the voters and `potluck log verify` hold the same value after the same commits. protocol/ledger/rules.py
-checks the next commit against it.
-
-*Evaluation.* After every `evaluation.every` rounds, EVALUATORS of the plan's full replicas, in turn, and the auditor of
-any operator measure the held-out loss of the state. One of the next commits carries their signed results, until the
-next state is due. A result cannot be proven, so readers show the median and its sources (peer/ui/run_view.py).
+*Evaluation.* After every `evaluation.every` rounds, EVALUATORS of the plan's full replicas, in turn, and the operators'
+auditors measure the held-out loss of the state. The next commits carry their signed results.
 """
 
 from __future__ import annotations
@@ -85,7 +81,6 @@ def evaluators(manifest: Manifest, commit: Commit) -> tuple[str, ...]:
 
 
 MEDIANS_KEPT = 8
-"""Rounds with contributions whose median update norms the state has."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,7 @@ class RunState:
     manifest: Manifest
     """The manifest of the run."""
     standing: Standing
-    """Access, probation, reputation, scores and audits, and the plan of the open round."""
+    """Access, probation, reputation and scores, and the plan of the open round."""
     due: Due
     """The held-out evaluation that is due."""
     head: Commit | None = None

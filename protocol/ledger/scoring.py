@@ -29,9 +29,8 @@ More evidence than ENOUGH_EVIDENCE against gain or edge costs the maker its stan
 starts again at 0. In a chain each member has its part. The value is the median of three marks, or the better one of
 two, so a single liar cannot accuse; one mark alone says nothing.
 
-*Scorers.* A mark is *far* where it differs from the median of three by more than FAR_MARK m. A scorer whose far or
-missing marks outweigh the others by MISSES is not asked for MUTE_ROUNDS rounds, and has no other disadvantage, since
-two liars may be the median. docs/results/judging.md has the figures behind the constants.
+missing marks outweigh the others by MISSES is not asked for MUTE_ROUNDS rounds. docs/results/judging.md has the figures
+behind the constants.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ ENOUGH_EVIDENCE = 8.0
 FAR_MARK = 0.5
 MISSES = 4.0
 MUTE_ROUNDS = 64
-"""Rounds."""
 REMEMBERED_PEERS = 20_000
 """Peers; those who were scored longest ago are forgotten."""
 SLOWEST_COMPARED = 0.5

@@ -4,7 +4,7 @@
                   as all work is (protocol/round/judging.py), named in the commit (LeftOut.probation), and goes back
                   into its maker's error feedback.
     reputation    A factor of a peer's weight, 0 to 1. A finding against the peer takes LOSS of it, a round of work that
-                  counts gives GAIN back. A failed audit (protocol/ledger/audits.py) or bad scores in round after round
+                  counts gives GAIN back. Bad scores in round after round
                   (protocol/ledger/scoring.py) take all of it. Below FLOOR the peer *rests* for REST_ROUNDS, and returns
                   on probation with the reputation RETURNING.
     share         No peer has more than the run's `share` of a round's weight, or an equal share where that is more.
@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 from protocol.ledger import access, schedule
 from protocol.ledger.access import Access
-from protocol.ledger.audits import Audits
 from protocol.ledger.scoring import Scoring
 from protocol.planning.partition import Candidate
 from protocol.run.manifest import Manifest
@@ -43,7 +42,6 @@ GAIN = 1 / 16
 """Of a reputation, that a round of work gives back."""
 FLOOR = 1 / 8
 REST_ROUNDS = 64
-"""Rounds."""
 RETURNING = 1 / 2
 
 
@@ -89,7 +87,6 @@ class Standing:
     limits: Limits
     access: Access
     scoring: Scoring
-    audits: Audits
     round: int = -1
     plan: Plan | None = None
     founders: frozenset[str] = frozenset()
@@ -144,7 +141,6 @@ class Standing:
 
     @functools.cached_property
     def _busy(self) -> frozenset[str]:
-        """The members of the plan's replicas."""
         return frozenset(peer for replica in self._replicas.values() for peer in replica.peers)
 
     def spec_of(self, number: int, peers: tuple[str, ...]) -> ReplicaSpec | None:
@@ -236,7 +232,6 @@ class Standing:
             limits=schedule.limits(self.manifest, commit.schedule),
             access=self.access.after(commit.decree, commit.joined),
             scoring=scored,
-            audits=self.audits.after(commit),
             round=commit.round,
             plan=commit.plan,
             founders=founders,
@@ -262,11 +257,8 @@ class Standing:
                 parts = self._parts(left.replica, left.peers)
                 whole = sum(of for _, of in parts)
                 yield from (Finding(peer, False, of / whole) for peer, of in parts)
-        yield from (Finding(x.peer, False, grave=not x.examined) for x in self.audits.found(commit))
 
 
 def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Standing:
-    found = Standing(
-        manifest, schedule.limits(manifest, None), access.of(manifest), Scoring(manifest), Audits(manifest)
-    )
+    found = Standing(manifest, schedule.limits(manifest, None), access.of(manifest), Scoring(manifest))
     return found.after_all(commits)

@@ -31,7 +31,6 @@ FEWEST_STEPS = 4
 REPLICAS_PER_SEAT = 8
 """Replicas of a plan, for which there is one seat more than one (protocol/round/stragglers.py)."""
 MOST_SEATS = 32
-"""Of one plan."""
 NEW = -1
 """The number of a replica that has none yet."""
 

@@ -5,8 +5,6 @@ A stage needs `own` bytes of the device that trains and `host` bytes beside it (
     a processor, or `mps`                 one budget; all that a stage needs is its own
     a GPU with memory of its own          two budgets, each of which must be enough
     a GPU that uses the host's memory     one budget, for both together
-
-Of the host beside a GPU nothing may be known, in a plan for machines that do not exist: then it is enough.
 """
 
 from __future__ import annotations
@@ -145,20 +143,6 @@ def has_room_to_evaluate(manifest: Manifest, budget: Budget) -> bool:
 
 def _copy_bytes(manifest: Manifest) -> int:
     return int(memory.COPY * 4 * layout.total_parameters(manifest.model))
-
-
-def has_room_to_audit(manifest: Manifest, budget: Budget) -> bool:
-    """Whether two trainers of the whole model, their states and moments fit beside any role."""
-    gpu, layers, model = on_gpu(budget.device), manifest.model.n_layers, manifest.model
-    one = needs_of(manifest, 0, layers, budget.device)
-    joined = needs_of(manifest, 0, layers, budget.device, _most_joined(manifest, budget))
-    learned = 4 * layout.total_parameters(model)
-    kept = (memory.AUDITED_STATES + 2) * learned
-    beside = (one[0] + learned, one[1] + kept) if gpu else (one[0] + learned + kept, 0)
-    return all(
-        budget.holds((own + beside[0], host + beside[1]))
-        for own, host in (*_most_demanding(manifest, gpu, gpu), joined)
-    )
 
 
 # --- how much of a step at a time

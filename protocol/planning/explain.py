@@ -129,7 +129,6 @@ def _limiting(manifest: Manifest, room: Budget) -> str:
 
 
 def _amount(n: int) -> str:
-    """Bytes for a reader."""
     return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 

@@ -42,17 +42,13 @@ On the host beside it, together (`host_memory`): state, scratch and later role a
     frames        r L f (M + 1) from either side
     reader        16 r L d of a compressed chain: rows of two micro-batches, in sizes of powers of two
 
-A compiled block's bytes were counted (tests/unit/protocol/planning/test_gpu_memory.py); the sums are within 2 % of two peaks on a card
-(docs/results/gpu.md).
-
 *In files.* A peer with too little memory for every role keeps state and scratch in mapped files, which are used at the
-round boundary only; a micro-batch reads r L rows of the embedding. Disk: 12 P + 8 E.
+round boundary only. Disk: 12 P + 8 E.
+
 
 *Tied embeddings.* Such a model is trained by full replicas only (NEVER), since both ends of a chain would move one
 matrix. A replica has both its gradients at once, 8 E; the matrix counts once.
 
-Twice as many micro-batches may be under way as a stage keeps the activations of: waiting ones cost little, and a middle
-stage always finds work. A stage of one block may recompute activations.
 """
 
 from __future__ import annotations
@@ -79,8 +75,6 @@ LANES, PART = 4, 1 << 23
 """What a GPU's update goes through on the host (peer/training/update.py): lanes, and elements of a part of a tensor."""
 COPY = 1.25
 """Of the parameters' bytes: what a model takes that is trained no more, with its activations."""
-AUDITED_STATES = 2
-"""Of the whole model, that wait until their rounds are trained again (peer/node/examining.py)."""
 
 
 def on_gpu(device: str) -> bool:

@@ -14,15 +14,9 @@ least memory of any member allows, or by its own memory). A stage that keeps onl
 protocol/planning/pipeline_model.py. A full replica is a chain of one stage.
 
 An inner stage's links carry two boundaries in turns, at USED_LINK_SHARE of their rate (docs/results/chain.md). With
-`overlap` a payload counts only where it takes longer than the round; without, nobody trains while it travels, nor
-between rounds, which takes ROUND_TRIPS_BETWEEN ways over the longest boundary. A replica's presence is the product of
-its members'.
-
-Two neighbours behind routers talk through a bootstrap node: the way is RELAY_DETOUR times as long, and all such pairs
-share what the relays carry. Without relays they can talk in PUNCH_SUCCESS of the cases. A peer is never placed next to
-one that it could not reach (`Candidate.apart`). Unknown values are taken as usual: the median of the known speeds or
-links, USUAL_FLOPS, USUAL_BPS, USUAL_LATENCY; a downlink is as the uplink. All values come from announcements and are
-bounded.
+`overlap` a payload counts only where it takes longer than the round. Two neighbours behind routers talk through a
+bootstrap node: the way is RELAY_DETOUR times as long, and all such pairs share what the relays carry. Unknown values
+are taken as usual: the median of the known ones, USUAL_FLOPS, USUAL_BPS, USUAL_LATENCY.
 
 Arrays: N replicas, S places of members in the order of stages, -1 where a replica has fewer. `compute` [N, S]: seconds
 of each stage per micro-batch; `links`: each boundary there and back [N, S - 1], and the slowest in one direction [N];

@@ -7,8 +7,7 @@ after:
     t' <= 0.8 t                         speeds that vary by 10 % either way differ by 1.1 / 0.9 < 1 / 0.8
     8 bytes moved / slowest link <= 10 rounds x min(inner steps x micro-batches x t, round's deadline) x (1 - t' / t)
 
-The last: the moved shards' fp32 state travels over the slowest link in no more time than is saved in 10 rounds, for
-which members are trusted to stay. Waiting for links is left out.
+The members are trusted to stay for those 10 rounds. Waiting for links is left out.
 
 *Speed.* Floating-point operations a token, a multiplication and an addition counted as two; d width, c width of the keys, F
 feed-forward width, V vocabulary, L tokens of a sequence:
@@ -17,9 +16,8 @@ feed-forward width, V vocabulary, L tokens of a sequence:
     head    6 V d
     embed   d                              a lookup is none, its gradient is added
 
-Forward takes 2 a matrix parameter, backward twice that (Kaplan et al. 2020, arXiv:2001.08361, section 2.1); attention's
-two products take 4 L d forward, counted without the causal mask's half (Chowdhery et al. 2022, arXiv:2204.02311,
-appendix B). The rest (norms, softmax, optimizer, projections) is part of a machine's speed.
+Forward takes 2 a matrix parameter, backward twice that (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Norms,
+softmax, optimizer and projections are part of a machine's speed.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ takes M (F + B) + (S - 1) (F + B + 2 c + 2 l) if only the fill is waited for. By
 
     depth >= (sum of F + B over stages + sum of 2 c + 2 l over boundaries) / max(F + B, c)
 
-Textbook 1F1B has depth = S, which covers neither the transfers nor the round trip.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """The planner: full replicas, chains and spares of the next round. A pure function.
 
-Replicas of the previous plan whose members are all there and can hold their blocks are kept, and blocks move between
-their members where that pays (protocol/planning/partition.py). protocol/planning/arrange.py finds the rest: what brings
-most committed tokens per second, and which kept replicas are worth giving up for it. Peers that are left are spares.
+Replicas of the previous plan that can go on are kept, and blocks move between their members where that pays
+(protocol/planning/partition.py). protocol/planning/arrange.py finds the rest. Peers that are left are spares.
 
-*Changes.* A new replica whose members lack shards is *forming*: they fetch them while everybody trains as before. A
+*Changes.* A new replica whose members lack shards is *forming*: they fetch them while the old replicas train. A
 *change* is the set of old and new replicas that common members link. When all members of its new replicas have attested
-their shards, one plan puts the new replicas in the place of the old ones, so nobody waits for a newcomer or a mover. A
-change is given up when a member of a new replica has left or lacks memory, when it would bring fewer tokens per second
-than what is there, or when it has not begun after FORMING_ROUNDS; members that kept it from beginning rest for one
-plan.
+their shards, one plan replaces the old by the new. A change is given up when a new member has left or lacks memory, when
+it would bring fewer tokens per second, or after FORMING_ROUNDS; members that kept it from beginning rest for one plan.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from protocol.run.manifest import Manifest
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
 FORMING_ROUNDS = 16
-"""A change that has not begun after so many rounds is given up."""
 
 Holds = Callable[[StageSpec], bool]
 """Whether a stage's peer has attested all shards that the stage needs."""

@@ -10,13 +10,11 @@ units: single members, or runs of members of long chains. Every subset of the un
 
     best(A) = max over B of A that has A's first unit of rate(B) + best(A - B),  or best(A without its first unit).
 
-One step can move, exchange, add or drop members, split a chain or join two, and turn a full replica into a stage. All
-pools of a pass are computed at once. Passes differ in the measure and in the cuts; the search ends when passes gain
-nothing, or after a bounded number of rated rows. Nothing depends on chance or on the clock.
+All pools of a pass are computed at once. Passes differ in the measure and in the cuts; the search ends when passes gain
+nothing, or after a bounded number of rated rows.
 
 *Moves.* Between two replicas a member moves or two are exchanged; between a replica and the free peers a member is
-added, dropped or replaced. Many moves are rated at once, and the best ones that touch different replicas are made. They
-find what a pool is too small for: members of long chains that should change places.
+added, dropped or replaced. The best moves that touch different replicas are made.
 """
 
 from __future__ import annotations
@@ -177,7 +175,6 @@ KEYS = 5
 CUTS = (4, 7, 3, 2)
 """Into how many units a replica is cut at most, pass by pass."""
 BATCH = 60_000
-"""Rows that are rated at once, for the sake of memory."""
 
 Group = tuple[int, ...]
 """Members of a replica in the order of their stages, by their numbers in the swarm."""

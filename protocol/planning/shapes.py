@@ -1,12 +1,7 @@
-"""Tables of a manifest: what stages cost and need by kind and number of blocks, and what a swarm's members have room
-for.
+"""Tables of a manifest: costs and needs of stages by kind and number of blocks, and room of a swarm's members.
 
-A stage is the first of a chain (with the embedding), a middle one, the last (with the head), or the whole model. Within
-a kind all depends on the number of blocks alone. Sources: protocol/planning/memory.py (bytes),
-protocol/planning/partition.py (operations), protocol/codec/formats.py (bytes at a boundary), protocol/codec/sparse.py
-(bytes of a payload).
-
-R, K, n: see `Shapes`. Arrays of members are [n], rows of members [N, S].
+A stage is the first of a chain (with the embedding), a middle one, the last (with the head), or the whole model.
+Arrays of members are [n], rows of members [N, S]; R, K, n: see `Shapes`.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 
 FIRST, MIDDLE, LAST, WHOLE = range(4)
-"""Kinds of a stage."""
 IN_MEMORY, IN_FILES, CARD, SHARED = range(4)
 """Kinds of memory: a processor's, with its state in files, a GPU's own, the host's used by a GPU."""
 

@@ -6,7 +6,7 @@ proposed the commit itself (protocol/round/fairness.py).
 
 Up to f of 3f + 1 members may lie, so a commit is *pledged* before it is accepted: n - f pledges of one ballot are its
 *certificate*, and no other commit can have one of the same ballot. A member that has accepted a commit pledges another
-one only if that was certified in a later ballot. So no proposer and no promise has to be believed.
+one only if that was certified in a later ballot.
 """
 
 from __future__ import annotations

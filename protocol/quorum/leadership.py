@@ -3,11 +3,10 @@
 The leader only proposes (protocol/quorum/paxos.py): two nodes that both believe to lead do no harm. Members lead in
 *turns*: turn 0 of a round belongs to the leader of the round before, then the others follow in order. A node goes on to
 the next turn when the leader lies, lets a round wait that this node would have decided, gave no sign of life for a
-lease (`gone_after`), or says that it is in a later turn. A node follows f + 1 others, one of which is honest, and is
-never more than one turn ahead of them, so a liar cannot make honest members disturb each other for ever. After a
-restart a node is in turn 0.
+lease (`gone_after`), or says that it is in a later turn. It follows f + 1 others and is never more than one turn ahead
+of them.
 
-A spare operator's node replaces a member that was silent for REPLACE_LEASES; the next commit's `members` say so.
+A spare operator's node replaces a member that was silent for REPLACE_LEASES.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Consensus on a commit: single-decree Paxos for each round, among the members that the commit before names.
 
 1, 4 or 7 bootstrap nodes vote. A commit is decided once n - f of them have accepted it in one ballot, f = (n - 1) // 3;
-the signatures of those votes are its proof (`commit.Record`). Two such sets share f + 1 members, so f members may say
-anything, or nothing; that is why a commit is pledged before it is accepted. A node has three parts: the acceptor votes
-(protocol/quorum/acceptor.py), leadership names the proposer (protocol/quorum/leadership.py), and the proposer is here.
+the signatures of those votes are its proof (`commit.Record`). The acceptor votes (protocol/quorum/acceptor.py),
+leadership names the proposer (protocol/quorum/leadership.py), and the proposer is here.
 
-Ballot 0 of a round belongs to the leader of the round before and needs no promises, since no lower one exists: a round
-without failures costs two exchanges. Ballot b > 0 belongs to member b mod n. A proposer is its own first acceptor, so a
-used ballot is on disk and never used again for another commit. A single member's vote is the log record itself.
+Ballot 0 of a round belongs to the leader of the round before and needs no promises: a round without failures costs two
+exchanges. Ballot b > 0 belongs to member b mod n. A proposer is its own first acceptor, so a used ballot is on disk.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Transition tables: the steps of a state machine as data, against which its code is checked at every step.
 
-A machine's phases are an Enum. A row says which event leads from which phase to which, with which effects. The
-machine's code finds the next row; `Position.step` refuses a step without a row (the idea is h11's `_state.py`).
-docs/state-machines.md is made from the tables (tests/docs/state_machines.py).
+A row says which event leads from which phase to which, with which effects. The machine's code finds the next row;
+`Position.step` refuses a step without a row. docs/state-machines.md is made from the tables.
 """
 
 from __future__ import annotations

@@ -10,15 +10,13 @@ The plan in the log stays as it is; the commit's contribution names the members.
     else, once per member and round   the same members go on: the lost one may be back
     else                              the chain's round is over; members keep their work in the error feedback
 
-Four exceptions. An accused member (protocol/round/accusations.py) is replaced, or the chain's round is over. An absent
-member (protocol/round/presence.py) that no neighbour reports is replaced once a spare is ready. A slow stage
-(protocol/planning/pipeline_model.py) is replaced if a spare is ready, else nothing happens. After MAX_GENERATIONS the
-chain's round is over.
+An accused member (protocol/round/accusations.py) is replaced, or the chain's round is over. An absent member
+(protocol/round/presence.py) that no neighbour reports, and a slow stage (protocol/planning/pipeline_model.py), are
+replaced once a spare is ready. After MAX_GENERATIONS the chain's round is over.
 
 The first report of a generation decides; a report of an older one is answered with the present `ChainReconfig`, which
 is repeated until every member follows it. Members tell all nodes, so that the next leader knows it. The next plan keeps
-a reconfigured chain. Two nodes that both believe to lead may use one generation twice: the members then find only peers
-with the same names, report again, and the higher generation counts.
+a reconfigured chain.
 """
 
 from __future__ import annotations
@@ -188,7 +186,7 @@ class ChainRoster:
         return self.renew(replica, tuple(spare if p == lost else p for p in spec.peers), reason, steps)
 
     def _is_free(self, spare: str) -> bool:
-        """Whether `spare` is there and has not worked in this round: a peer trains once a round."""
+        """Whether `spare` is present and was no member in this round: a peer trains once a round."""
         assert self.plan is not None
         return spare not in self.away | self._served and self.plan.replica_of(spare) is None
 

@@ -4,12 +4,10 @@ The norms are of all that was sent. The cosines are of whole numbers in float64 
 rounded; the rest is `math.fsum`, or one rounded operation at a time in a stated order.
 
 Of a large model about TILES tiles are compared. A decoded payload is kept in two bytes an entry (`Examined`), since the
-tiles are chosen later. The work for each contribution is that of reading the entries of those tiles; for each panel of
-P contributions it is a product of matrices [P, n], n counting the places at which more than DENSE_ABOVE have an entry.
+tiles are chosen later.
 
 *Notes.* A node decodes each payload when it arrives and notes what it found, so that a verdict needs no decoding. Notes
-take about two bytes an entry (178 M parameters, 32 of 4,096 kept: 2.8 MB) and NOTES_BYTES in all: two payloads of each
-peer and shard, none of them evicted for another peer's. What is not noted is decoded again by its reader.
+take NOTES_BYTES in all: two payloads of each peer and shard. What is not noted is decoded again by its reader.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ from protocol.wire.commit import Part
 TILES = 4096
 """Tiles of a model that are compared, about."""
 BLOCK = 1 << 16
-"""Places of entries that are compared at a time, or values."""
 DENSE_ABOVE = 4
 """Rows with an entry at one place, up to which these are multiplied pair by pair."""
 OVERHEAD_BYTES = 512
@@ -43,7 +40,6 @@ UNIT = 2.0**25
 NORM_TOLERANCE = 1e-6
 """Relative, of a norm that is said: its sender may have added up the squares in another order."""
 SUMMED_AT_ONCE = 1 << 18
-"""Squares that are added up at a time."""
 
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
@@ -245,7 +241,6 @@ class _Chosen:
         self._at, self._codes, self._corners = map(np.concatenate, (at, codes, corners))
 
     def _add_block(self, start: int, entries: int, place: int, places: int) -> None:
-        """Joins the last block, if that is small."""
         if self.blocks and self.blocks[-1][2] + places <= BLOCK:
             before, first, size = self.blocks[-1]
             self.blocks[-1] = slice(before.start, start + entries), first, size + places
@@ -313,7 +308,6 @@ def chosen_tiles(seed: bytes, name: str, tiles: int, one_of: int) -> Places:
 NOTES_BYTES = 256 << 20
 """Bytes; two rounds of 47 replicas with 178 M parameters."""
 NOTES_PER_PEER = 2
-"""Payloads of one peer and shard."""
 
 
 class Notes:

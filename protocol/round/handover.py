@@ -8,9 +8,8 @@ A part x of the feedback e moves from a giver to its heir (docs/adr/0019-feedbac
     heir    e += x            durable: e with x, and x's number         taken
     giver                     removes x                                 dropped
 
-Each side repeats its step after a crash and sees from its disk whether it was done. So x is in one place at any moment,
-is never added twice, and is lost only with a disk. x is one payload of the run's codec with more entries; what it does
-not hold goes in later hand-overs until little is left.
+Each side repeats its step after a crash and sees from its disk whether it was done, so x is in one place at any moment
+and is never added twice. x is one payload of the run's codec with more entries.
 """
 
 from __future__ import annotations

@@ -6,16 +6,12 @@
     copies      of two updates with almost the same entries and values the later one; and repeats of the round before
 
 Honest updates from different text have cosines of 0.05 to 0.3 with the sum of the others', noise has none. The update
-that agrees least is left out first, and the others are compared again, until none is far off; so the verdict on the
-rest does not depend on what was left out, and a reader of the log can check it. Where most agree no more than by
-chance, nothing is left out for it.
+that agrees least is left out first, and the others are compared again, until none is far off. Where most agree no more
+than by chance, nothing is left out for it.
 
 The limit is a multiple of the median norm, which is taken as at most MEDIAN_SWING times, and at least one part in that,
 of the last rounds'. Among fewer than LEAST_COMPARED contributions only norms count. More than PANEL are compared in
-panels. The compared tiles and panels follow from all offers, so they are unknown to a maker.
-
-Contributions on probation (protocol/ledger/standing.py) have no influence: each is compared with those that count, and
-is no copy of another one on probation. protocol/round/comparing.py measures the same on every machine.
+panels, which follow from all offers. Contributions on probation (protocol/ledger/standing.py) have no influence.
 """
 
 from __future__ import annotations
@@ -47,7 +43,6 @@ TOO_MUCH = 2.5
 SURE_DEVIATIONS, CHANCE_DEVIATIONS = 3.0, 8.0
 """Least agreement of most updates, and of a deviation from it, in standard deviations of unrelated ones."""
 PANEL = 32
-"""Contributions that are compared with each other, about."""
 
 
 Lookup = Callable[[str, Part, Callable[[], Examined]], Examined]

@@ -39,7 +39,7 @@ from protocol.round.leader_events import Effect, Event, Phase, Question
 from protocol.round.offers import Examined, Offers, ReplicaStates
 from protocol.round.presence import Newcomers, Promises
 from protocol.run.manifest import Manifest
-from protocol.wire.claims import Audit, Evaluation, Score
+from protocol.wire.claims import Evaluation, Score
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut
 from protocol.wire.decree import Enacted, Joined
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -232,7 +232,7 @@ class Leader:
                 return self._chain_failure(peer, failure)
             case ChainReconfig() as reconfig:
                 self.roster.follows(peer, reconfig)
-            case Evaluation() | Score() | Audit() as claim:
+            case Evaluation() | Score() as claim:
                 if claim.peer == peer:
                     self._claims.add(self.state, claim)
         return []
@@ -508,7 +508,6 @@ class Leader:
             joined=joined,
             evaluations=self._claims.next(state, Evaluation),
             scores=self._claims.next(state, Score),
-            audits=self._claims.next(state, Audit),
             schedule=schedule.after(head, decree),
             board=board.after(self.manifest, head, decree),
             idle=schedule.idle_after(self.manifest, head, has_work=bool(said.contributions)),

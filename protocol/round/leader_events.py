@@ -1,8 +1,7 @@
 """Events, effects, phases and transition table of a bootstrap node's view of a round (protocol/round/leader.py).
 
-Plans and verdicts take seconds where there are many peers (docs/results/planner.md). So the machine asks (MakePlan,
-Judge), another thread answers (bootstrap/background_jobs.py), and the answer returns as an event with its question, by which
-a late one is recognized. Questions are immutable.
+Plans and verdicts take seconds where there are many peers. So the machine asks (MakePlan, Judge), a thread answers
+(bootstrap/background_jobs.py), and the answer returns as an event with its question.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from protocol.round.accusations import Accusation
 from protocol.round.attestations import Attested
 from protocol.round.judging import JudgingJob, Verdict
 from protocol.run.manifest import Manifest
-from protocol.wire.claims import Audit, Evaluation, Score
+from protocol.wire.claims import Evaluation, Score
 from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
 from protocol.wire.decree import Decree, Joined
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -116,7 +115,7 @@ class Received:
     """Event: a peer sent this; a ChainReconfig means that it follows. TABLE names it by the message."""
 
     peer: str
-    message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig | Evaluation | Score | Audit
+    message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig | Evaluation | Score
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
-"""Offers to the open round: admission, completeness, and what has become of each replica. Part of the leader's machine.
+"""Offers to the open round: admission, completeness, and the outcome of each replica. Part of the leader's machine.
 
-A replica is *complete*, *failed* or *pending* (protocol/round/leader.py). It is examined again only when something
-happened to one of its members, so an event costs the same time with any number of replicas.
+A replica is looked at again only when something happened to one of its members.
 """
 
 from __future__ import annotations
@@ -162,7 +161,6 @@ class ReplicaStates:
         return sum([self._enter(replica, judge(replica), waited) for replica in todo]) > 0
 
     def _enter(self, replica: ReplicaSpec, found: Contribution | str | None, waited: float) -> bool:
-        """Whether that is news."""
         number = replica.number
         before = self.complete.get(number) or self.failed.get(number)
         if before == found and (before is not None or number in self.pending):

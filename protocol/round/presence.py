@@ -7,13 +7,12 @@ life. Its *presence* is the share of its rounds in which it stayed to the end.
 *Promises.* A plan is a promise: others wait for a replica that brings nothing. A planned peer that has not offered, or
 has withdrawn, gets a strike; each round in which it delivers takes half a strike away. With two strikes and more it
 rests for 1, 3, 7, … rounds, at most MOST_PAUSE_ROUNDS. In a failed chain the lost members get the strike; where they
-are unknown, each member gets half of one. Work that was judged and left out (protocol/round/judging.py) counts as not
-delivered, except for work on probation (protocol/ledger/standing.py).
+are unknown, each member gets half of one.
 
 *Newcomers.* Identities cost nothing, so all newcomers share one account: a round that waited for some in vain is a
 strike, and a round in which one of them delivers takes one away. With two strikes and more, rounds do not wait for
-newcomers for a pause as above. They are planned as before, and count if they are in time. A replica is a newcomer's
-where none of its peers has served a round, or where its work has no weight yet; if all replicas are, none is.
+newcomers for a pause as above. A replica is a newcomer's where none of its peers has served a round, or where its work
+has no weight yet; if all replicas are, none is.
 """
 
 from __future__ import annotations

@@ -3,16 +3,12 @@
 *Grace.* Nobody is late before the training time and GRACE_SHARE of it more. From then on the peers that have offered
 are idle, and the tokens that they could train are the cost of waiting; the gain is the tokens that late replicas are
 expected to bring. The round waits until the cost equals the gain, which is at most twice the cost of the best choice
-(ski rental: Karlin et al., "Competitive snoopy caching", 1988; arXiv:2604.21428 calls it an adaptive grace). With
-`overlap` the others are idle only when they have done all that they were given for the next round, HEADROOM times what
-they have time for (protocol/planning/allotment.py). A member whose session has ended is waited for ABSENT times as long
-as the slowest other replica took, at most. Late work stays in its sender's error feedback.
+(ski rental: Karlin et al., "Competitive snoopy caching", 1988). A member whose session has ended is waited for ABSENT
+times as long as the slowest other replica took, at most.
 
 *Seats.* A plan of a run with `timing.round_seconds` has a few seats: full replicas with a number and text of their own
-that are not planned for a peer. The leading node gives one (`TakeSeat`) to a peer in no replica and no forming chain
-that attests the whole state, while SEAT_LEAST_SHARE of the training time is left. The peer trains until the round's
-time is over, and its work counts by its tokens. A round waits for seats SEAT_PATIENCE_SECONDS at most. Nodes that do
-not lead learn of a seat by the offer for it. A seat that is not taken leaves no trace.
+that are not planned for a peer. The leader gives one (`TakeSeat`) to an unplanned peer that attests the whole state,
+while SEAT_LEAST_SHARE of the training time is left. Its work counts by its tokens (docs/adr/0025-seats.md).
 """
 
 from __future__ import annotations

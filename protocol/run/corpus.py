@@ -33,11 +33,9 @@ LEAVES = ".leaves"
 TOKENIZER = "tokenizer.json"
 """Beside them in the folder in which a corpus was built."""
 MAX_INDEX = 64 << 20
-"""Bytes."""
 CHUNK_BYTES = 16 << 20
 """A chunk: large, so that the index of 10^12 tokens fits a message; its range digests have 16 KiB."""
 MAX_SEQUENCE = 1 << 20
-"""Tokens."""
 MAX_VOCABULARY = 1 << 31
 
 

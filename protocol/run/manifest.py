@@ -168,14 +168,12 @@ class JudgingSpec:
 
     clip: most norm, in medians, 0: no limit; agreement: least, as a share of the median's, 0: none
     copies: least cosine of copies; score_share: of a replica's time for scoring (protocol/ledger/scoring.py)
-    audit_share: of their time that full replicas give to audits (protocol/ledger/audits.py)
     """
 
     clip: float = 1.0
     agreement: float = 0.2
     copies: float = 0.5
     score_share: float = field(default=0.02, metadata=LATER)
-    audit_share: float = field(default=0.0, metadata=LATER)
 
     def __post_init__(self) -> None:
         if not 0 <= self.score_share <= 1:
@@ -184,8 +182,6 @@ class JudgingSpec:
             raise ValueError(
                 "clip must be 0 or in 0.01..100, agreement at least 0 and less than 1, copies more than 0 and at most 1"
             )
-        if not 0 <= self.audit_share <= 1:
-            raise ValueError("audit_share must be in 0..1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

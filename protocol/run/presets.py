@@ -1,11 +1,9 @@
 """Recipes for runs of usual sizes: a model, how it is trained, and rounds that fit homes. `potluck init` writes them
 into manifests.
 
-The shapes of 178M and 512M are those of *Heterogeneous low-bandwidth pre-training of LLMs*; 1B and 7B are LLaMA's. Each
-has as many parameters as its name says with 32,000 tokens (1B: 1.2 billion, 7B: 6.7). llama-1b and llama-8b have the
-widths, heads and angles of Llama 3, qwen-1.7b those of Qwen3; with 32,000 tokens they have 1.1, 7.2 and 1.5 billion
-parameters. Their embeddings are not tied, as those of the models with these names of less than 2 billion parameters
-are: then they would have no chains.
+The shapes of 178M and 512M are those of *Heterogeneous low-bandwidth pre-training of LLMs*; 1B and 7B are LLaMA's;
+llama-* and qwen-* have the widths, heads and angles of Llama 3 and Qwen3. Embeddings are not tied: such models would
+have no chains.
 """
 
 from __future__ import annotations

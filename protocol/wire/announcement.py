@@ -84,9 +84,7 @@ class Announcement:
     """What a peer says of itself."""
 
     run: bounds.RunId
-    """The run's id."""
     peer: bounds.PeerId
-    """Its peer id."""
     version: bounds.Count = VERSION
     """The version of Potluck's protocol that it speaks."""
     addresses: Annotated[tuple[bounds.Address, ...], AtMost(64)] = ()
@@ -109,7 +107,6 @@ class Announcement:
     phase: bounds.Word = "starting"
     """Its present activity, in its own word."""
     round: bounds.Round = 0
-    """Its round."""
     step: bounds.Count = 0
     """Its newest inner step in that round."""
     loss: bounds.Loss | None = None

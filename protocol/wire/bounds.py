@@ -17,7 +17,6 @@ MAX_BITS_PER_BYTE = 2e6
 """Of held-out text: a token has a byte, more or less."""
 MAX_GAIN = 1e3
 """Nats per token that an update can be said to change the loss by; larger gains are reported as this."""
-MAX_AGREEMENT = 1000.0
 MAX_NORM = 1e50
 """Of an update; all values of fp32, squared and added up, have less."""
 MAX_BALLOT = 2**53
@@ -28,7 +27,6 @@ MAX_TIME = 2.0**34
 """Unix seconds, in the year 2514: every clock and calendar can show it."""
 
 MAX_PROBATION = 1000
-"""Rounds."""
 MAX_SESSIONS = 65_536
 LEAST_SHARE = 0.001
 
@@ -49,9 +47,7 @@ Slot = Annotated[int, Within(0, 2**62)]
 Block = Annotated[int, Within(0, 4096)]
 """A number of the model's blocks, or the one after the last."""
 Rate = Annotated[int, Within(0, 10**13)]
-"""Bits a second."""
 Memory = Annotated[int, Within(0, 2**50)]
-"""Bytes of a machine's memory."""
 Seconds = Annotated[float, Within(0.0, 2.0**31)]
 Port = Annotated[int, Within(1, 65535)]
 Loss = Annotated[float, Within(0.0, MAX_LOSS)]
@@ -62,8 +58,6 @@ NormOfAll = Annotated[float, Within(0.0, 100 * MAX_NORM)]
 """Of all parts of a share: the root of the sum of so many squares."""
 Scale = Annotated[float, Within(LEAST_SCALE, 1.0)]
 """What an update is multiplied by before it enters the mean."""
-Agreement = Annotated[float, Within(-MAX_AGREEMENT, MAX_AGREEMENT)]
-"""Standard deviations (peer/node/examining.py)."""
 Probation = Annotated[int, Within(0, MAX_PROBATION)]
 Sessions = Annotated[int, Within(0, MAX_SESSIONS)]
 """From one range of addresses, at a time; 0: all."""
@@ -87,7 +81,6 @@ Word = Annotated[str, AtMost(48)]
 Name = Annotated[str, AtMost(64)]
 """What a peer wants to be called; screens show less of it (peer/ui/text.py)."""
 Reason = Annotated[str, Cut(400)]
-"""Why, for a reader."""
 Signature = Annotated[bytes, AtMost(64)]
 Sealed = Annotated[bytes, AtMost(4096)]
 """A sealed announcement: as long as a record of the DHT may be."""

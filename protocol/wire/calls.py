@@ -15,7 +15,6 @@ from protocol.wire.schema import AtMost, SchemaError, build, packed, row
 
 T = TypeVar("T")
 MOST_STATES = 256
-"""Rounds of one answer."""
 
 
 @row
@@ -60,7 +59,6 @@ class PipeHello:
 
 
 CALLS = (States, MomentsRequest, MomentsAnswer, PipeHello)
-"""All of them."""
 
 
 def read(cls: type[T], raw: bytes, peer: str, what: str) -> T:
@@ -87,7 +85,6 @@ class Handover:
     heir: PeerId
     """The peer that trains the shard now."""
     shard: Shard
-    """Of what."""
     topk: Block
     """Entries of every 4096 in the payload (protocol/codec/sparse.py); all else of the codec is the run's."""
     blob: RunId

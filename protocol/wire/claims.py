@@ -1,4 +1,4 @@
-"""Claims of peers that a commit may carry: held-out losses, scores and audits, each with the bytes that are signed.
+"""Claims of peers that a commit may carry: held-out losses and scores, each with the bytes that are signed.
 
 A claim is signed by its peer and proves nothing by itself (docs/trust.md). protocol/ledger/claims.py says when a commit
 may carry one.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from protocol.wire import framing
-from protocol.wire.bounds import Agreement, BitsPerByte, Count, Gain, Loss, Number, PeerId, Round, Signature
+from protocol.wire.bounds import BitsPerByte, Count, Gain, Loss, PeerId, Round, Signature
 from protocol.wire.schema import AtMost, packed, row
 
 LONGEST_SAMPLE = 300
@@ -23,7 +23,6 @@ class Evaluation:
     (docs/trust.md)."""
 
     peer: PeerId
-    """Who says so."""
     round: Round
     """After which round."""
     sequences: Count
@@ -46,7 +45,6 @@ def evaluation_body(domain: bytes, of: str, said: Evaluation) -> bytes:
 
 
 MAX_MARKS = 8
-"""That one peer gives in one round."""
 
 
 @row
@@ -68,7 +66,6 @@ class Score:
     (docs/trust.md)."""
 
     peer: PeerId
-    """Who says so."""
     round: Round
     """The round whose contributions they are."""
     marks: Annotated[tuple[Mark, ...], AtMost(MAX_MARKS)]
@@ -82,25 +79,4 @@ def score_body(domain: bytes, of: str, said: Score) -> bytes:
     return domain + framing.pack_message(["score", of, said.round, packed(said.marks)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
-    """How far the contribution of `replica` agrees with what `peer` learned from the same text. A claim."""
-
-    peer: PeerId
-    """Who says so."""
-    round: Round
-    """Of the contribution."""
-    replica: Number
-    """Whose it is."""
-    agreement: Agreement
-    """What was found (protocol/ledger/audits.py)."""
-    signature: Signature
-    """Of `audit_body`."""
-
-
-def audit_body(domain: bytes, of: str, said: Audit) -> bytes:
-    """The signed bytes. of: the digest of that round's commit, which names contribution and run."""
-    return domain + framing.pack_message(["audit", of, said.round, said.replica, said.agreement])
-
-
-Claim = Evaluation | Score | Audit
+Claim = Evaluation | Score

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from protocol.wire import bounds, framing
-from protocol.wire.claims import Audit, Evaluation, Score
+from protocol.wire.claims import Evaluation, Score
 from protocol.wire.decree import MAX_JOINED, Board, Enacted, Joined, Schedule
 from protocol.wire.plan import Plan
 from protocol.wire.schema import LATER, MAX_ITEMS, AtMost, Digest, packed, row
@@ -22,7 +22,6 @@ DOMAIN = b"potluck/1/"
 """The first bytes of every signed text of the protocol."""
 MAX_EVALUATIONS = 4
 MAX_SCORES = 32
-MAX_AUDITS = 8
 
 
 @row
@@ -31,7 +30,6 @@ class Part:
     """One shard's payload."""
 
     shard: bounds.Shard
-    """Of what."""
     digest: Digest
     """The blob's name (protocol/codec/blob_hash.py)."""
     size: bounds.Size
@@ -97,9 +95,7 @@ class LeftOut:
     """A planned replica whose work is not in the commit, and why."""
 
     replica: bounds.Count
-    """Its number."""
     reason: Annotated[str, AtMost(4096)]
-    """Why, for a reader."""
     judged: Annotated[str, AtMost(64)] | None = None
     """The name of its contribution, which was complete, where that was judged (protocol/round/judging.py)."""
     peers: Annotated[tuple[bounds.PeerId, ...], AtMost(4096)] = ()
@@ -125,7 +121,6 @@ class Commit:
     """A decided round: whose updates enter the mean, and who trains what in the next round."""
 
     run: bounds.RunId
-    """The run's id."""
     round: bounds.Round
     """The decided round; 0 decides the first plan, and who may take part."""
     parent: bounds.RunId
@@ -158,8 +153,6 @@ class Commit:
     """How long the run is from here on; null: as the manifest says."""
     scores: Annotated[tuple[Score, ...], AtMost(MAX_SCORES)] = ()
     """What contributions of earlier rounds were worth (protocol/ledger/scoring.py)."""
-    audits: Annotated[tuple[Audit, ...], AtMost(MAX_AUDITS)] = ()
-    """How far contributions of earlier rounds agree with the same work done again (protocol/ledger/audits.py)."""
     board: Board | None = None
     """The operators of the run from here on; null: as the manifest says."""
     idle: bounds.Count = field(default=0, metadata=LATER)

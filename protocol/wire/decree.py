@@ -80,7 +80,6 @@ class Decree:
     """What is decreed; what is signed is this as a message."""
 
     run: bounds.RunId
-    """The run's id."""
     number: bounds.Count
     """How many decrees the run has had before, so that none can be used twice."""
     action: bounds.Word
@@ -88,7 +87,6 @@ class Decree:
     subject: bounds.PeerId = ""
     """The peer, where it is about one; else empty."""
     reason: Annotated[str, AtMost(LONGEST_REASON)] = ""
-    """Why, for a reader."""
     schedule: Schedule | None = None
     """From the round after on, where it sets one."""
     operators: Annotated[tuple[Operator, ...], AtMost(MAX_APPOINTED)] = ()
@@ -140,7 +138,6 @@ MOST_GUESTS = 1000
 """Of one invitation."""
 LONGEST_NOTE = 64
 MAX_JOINED = 16
-"""Of one commit; the others come with the next."""
 
 
 @row
@@ -149,7 +146,6 @@ class Invitation:
     """What an operator signs: the first `count` peers who show that they hold its key may take part."""
 
     run: bounds.RunId
-    """The run's id."""
     key: bounds.PeerId
     """Its public key, which is what it is called by, too."""
     expires: bounds.Count

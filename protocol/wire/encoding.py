@@ -85,7 +85,6 @@ def commit_in(raw: bytes) -> Commit:
 
 
 def _record(raw: bytes | memoryview) -> Record:
-    """The record in `raw`, whose signatures are not checked. Raises SchemaError, FrameError."""
     data = framing.unpack_message(bytes(raw))
     if not isinstance(data, dict):
         raise SchemaError("record", "is not a map")

@@ -1,8 +1,7 @@
 """The file of a run's log: for each round `length (4 bytes, big-endian) | CRC-32 of the record (4 bytes) | record`.
 
-The file only grows. A record counts when it is whole. A crash may leave half a record at the end, which is no damage:
-the record was never told to anybody. Half a record anywhere else is damage, since a decided commit must not be
-forgotten.
+The file only grows. A crash may leave half a record at the end, which is no damage: the record was never sent. Half a
+record anywhere else is damage, since a decided commit must not be forgotten.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import BinaryIO
 from protocol.errors import UsageError
 
 LOG = "log"
-"""The log's name in the folder of a bootstrap node."""
 MANIFEST = "manifest.json"
 """The name of the run's manifest in that folder, so that the folder can be verified by itself."""
 

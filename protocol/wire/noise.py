@@ -5,9 +5,8 @@
     -> s, se               the first letter of a pair is the initiator's key
 
 Every message carries a payload, which is encrypted from the second message on; `hash` binds all that was said before.
-Keys are arguments: nothing is drawn here. Source: The Noise Protocol Framework, revision 34 (Perrin, 2018); the tests
-use its published vectors. A static key proves nothing by itself: who signs it says so in a payload
-(protocol/wire/relaying.py), as in libp2p's noise.
+Source: The Noise Protocol Framework, revision 34 (Perrin, 2018); the tests use its published vectors. A static key
+proves nothing by itself: a payload carries the signature of its owner (protocol/wire/relaying.py).
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ NAME = b"Noise_XX_25519_ChaChaPoly_SHA256"
 KEY = 32
 TAG = 16
 MAX_MESSAGE = 65535
-"""Bytes of a message, a handshake's or a later one."""
 _MESSAGES = (("e",), ("e", "ee", "s", "es"), ("s", "se"))
 _LAST_NONCE = 2**64 - 2
 

@@ -54,7 +54,6 @@ class ReplicaSpec:
     following: Work | None = None
     """What it is given for the round after, which it may train ahead; None where nobody trains ahead."""
     rank: Count = 0
-    """Values per token that cross a chain's boundaries; 0: all of them."""
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -94,7 +93,6 @@ class Plan:
     """Who does what in a round."""
 
     round: Round
-    """The round."""
     replicas: Annotated[tuple[ReplicaSpec, ...], AtMost(MAX_ITEMS)]
     """The replicas, in the order in which a commit adds their work."""
     forming: Annotated[tuple[ReplicaSpec, ...], AtMost(MAX_ITEMS)] = ()

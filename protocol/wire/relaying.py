@@ -22,7 +22,6 @@ DOMAIN = b"potluck relayed stream 1: static key "
 """Before the static key in what an identity signs."""
 MAX_ASK = 256
 MAX_HELLO = 1024
-"""Bytes of a handshake's message."""
 MAX_NAME = 64
 
 HERE, ABSENT, FULL = "here", "absent", "full"
@@ -35,7 +34,6 @@ ANSWERS = {
 
 DATA, CREDIT, PING, PONG, CLOSE = range(5)
 RECORD = 32 * 1024
-"""Most bytes of data in a record."""
 MAX_RECORD = 1 + RECORD + TAG
 WINDOW = 512 * 1024
 """Bytes of data under way in one direction, at most: what the relay may have to hold if the receiver does not read."""

@@ -55,7 +55,6 @@ class Cut:
 
 
 MAX_ITEMS = 65_536
-"""Most entries that one list or map of a message may have."""
 
 
 class SchemaError(PotluckError):

@@ -11,7 +11,6 @@ from protocol.wire.decree import Joined
 from protocol.wire.schema import AtMost, Digest
 
 MAX_TOLD = 4096
-"""Shares of one Offered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import numpy as np
@@ -134,19 +135,37 @@ class Case:
 # --- one stage
 
 
-class Paced:
-    """Stands where a StageTrainer does, waits instead of computing, and gives tensors of the true size."""
+class StandIn:
+    """Stands where a StageTrainer does: it gives tensors of the true size, and computes nothing."""
+
+    def __init__(self, spec: ModelSpec, train: TrainSpec, shards: Sequence[str], width: int) -> None:
+        self.spec, self.train, self.shards, self.width = spec, train, tuple(shards), width
+        self.device, self.stage = torch.device("cpu"), SimpleNamespace(form=torch.float32)
+        self._values = torch.full((train.rows, train.sequence, width), 1e-3)
+
+    def nothing(self, *arguments: object) -> None:
+        return
+
+    reset = synchronize = expect = launch_norms = mark = step = nothing
+
+    def forward(self, micro: int, ids: torch.Tensor, wire: torch.Tensor | None, *, recompute: bool) -> torch.Tensor:
+        return torch.tensor(1.0) if "head" in self.shards else self._values
+
+    def backward(self, micro: int, wire: torch.Tensor | None = None) -> torch.Tensor | None:
+        return None if "embed" in self.shards else self._values
+
+    def grad_sumsq(self) -> list[tuple[str, float]]:
+        return [(shard, 1.0) for shard in self.shards]
+
+
+class Paced(StandIn):
+    """Waits for as long as computing would take."""
 
     def __init__(self, train: TrainSpec, stage: int, width: int, seconds_per_microbatch: float) -> None:
-        names = layout.shard_names(SPEC)
-        self.spec, self.train, self.width, self.seconds_per_microbatch = SPEC, train, width, seconds_per_microbatch
-        self.shards = tuple(
-            n for n in names if n == f"block.{stage}" or (stage == 0 and n == "embed") or (stage == STAGES - 1 and n == "head")
-        )  # fmt: skip
-        self.device = torch.device("cpu")
-        self._last = stage == STAGES - 1
-        self._values = torch.randn(train.rows, train.sequence, width)
-        self._late = 0.0
+        ends = {0: ("embed",), STAGES - 1: ("head",)}.get(stage, ())
+        shards = [name for name in layout.shard_names(SPEC) if name in (f"block.{stage}", *ends)]
+        super().__init__(SPEC, train, shards, width)
+        self.seconds_per_microbatch, self._late = seconds_per_microbatch, 0.0
 
     def wait(self, seconds: float) -> None:
         """Exact in the long run: what the last wait was too long, this one is shorter."""
@@ -154,28 +173,13 @@ class Paced:
         time.sleep(max(0.0, end - time.perf_counter()))
         self._late = min(time.perf_counter() - end, seconds)
 
-    def reset(self) -> None:
-        return
-
-    def synchronize(self) -> None:
-        return
-
-    def expect(self, ids: torch.Tensor) -> None:
-        return
-
-    def forward(self, micro: int, ids: torch.Tensor, wire: torch.Tensor | None, *, recompute: bool) -> Any:
+    def forward(self, micro: int, ids: torch.Tensor, wire: torch.Tensor | None, *, recompute: bool) -> torch.Tensor:
         self.wait(self.seconds_per_microbatch / 3)
-        return torch.tensor(1.0) if self._last else self._values
+        return super().forward(micro, ids, wire, recompute=recompute)
 
-    def backward(self, micro: int, wire: torch.Tensor | None = None) -> Any:
+    def backward(self, micro: int, wire: torch.Tensor | None = None) -> torch.Tensor | None:
         self.wait(self.seconds_per_microbatch * 2 / 3)
-        return self._values if self.shards[0] != "embed" else None
-
-    def grad_sumsq(self) -> list[tuple[str, float]]:
-        return [(shard, 1.0) for shard in self.shards]
-
-    def step(self, step: int, total_norm: float) -> None:
-        return
+        return super().backward(micro, wire)
 
 
 @contextlib.asynccontextmanager

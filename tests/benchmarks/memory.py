@@ -53,6 +53,7 @@ from protocol.planning.pipeline_model import Depths
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, Manifest, TrainSpec
+from tests.benchmarks.chain import StandIn
 from tests.support import tiny
 
 MICRO_BATCHES = 16
@@ -129,37 +130,17 @@ Ends = tuple[socket.socket | None, socket.socket | None]
 # --- the processes
 
 
-class Neighbour:
-    """Stands where a StageTrainer does, and computes nothing. `gate`: to be passed by each micro-batch before its gradient."""
+class Neighbour(StandIn):
+    """`gate`: to be passed by each micro-batch before its gradient."""
 
     def __init__(self, manifest: Manifest, shards: tuple[str, ...], width: int, gate: Semaphore | None) -> None:
-        self.spec, self.train, self.shards, self.width = manifest.model, manifest.train, shards, width
-        self.device = torch.device("cpu")
+        super().__init__(manifest.model, manifest.train, shards, width)
         self._gate = gate
-        self._values = torch.full((self.train.rows, self.train.sequence, width), 1e-3)
 
-    def reset(self) -> None:
-        return
-
-    def synchronize(self) -> None:
-        return
-
-    def expect(self, ids: torch.Tensor) -> None:
-        return
-
-    def forward(self, micro: int, ids: torch.Tensor, wire: torch.Tensor | None, *, recompute: bool) -> Any:
+    def forward(self, micro: int, ids: torch.Tensor, wire: torch.Tensor | None, *, recompute: bool) -> torch.Tensor:
         if self._gate is not None:
             self._gate.acquire()
-        return torch.tensor(1.0) if "head" in self.shards else self._values
-
-    def backward(self, micro: int, wire: torch.Tensor | None = None) -> Any:
-        return None if "embed" in self.shards else self._values
-
-    def grad_sumsq(self) -> list[tuple[str, float]]:
-        return [(shard, 1.0) for shard in self.shards]
-
-    def step(self, step: int, total_norm: float) -> None:
-        return
+        return super().forward(micro, ids, wire, recompute=recompute)
 
 
 class Gated(StageTrainer):
@@ -170,7 +151,7 @@ class Gated(StageTrainer):
 
     def forward(self, micro: int, *args: Any, **options: Any) -> Any:
         out = super().forward(micro, *args, **options)
-        self.most = max(self.most, len(self._kept))
+        self.most = max(self.most, len(self._forwarded))
         if self.gate is not None:
             last = micro + 1 == self.train.micro_batches
             for _ in range(self.depth if last else int(micro + 1 >= self.depth)):

@@ -33,8 +33,9 @@ from peer.demo.recipe import demo_corpus
 from peer.training.trainer import StageTrainer
 from protocol.errors import LocalError
 from protocol.run import init, layout
-from protocol.run.manifest import OPTIMIZERS, Manifest
-from tests.benchmarks import overhead, weights
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import OPTIMIZERS, Manifest, TrainSpec
+from tests.benchmarks import weights
 from tests.benchmarks.weights import Arm
 from tests.e2e.swarms import options
 
@@ -129,10 +130,12 @@ def print_tables(found: Found) -> None:
 
 
 def print_times(steps: int) -> None:
-    """Of an inner step of 2,048 tokens of 8 blocks 512 wide (tests/benchmarks/overhead.py), both optimizers by turns."""
-    spec, shards = overhead.MODEL, layout.shard_names(overhead.MODEL)
+    """Of an inner step of 2,048 tokens of 8 blocks 512 wide, both optimizers by turns."""
+    spec = ModelSpec(vocab_size=4096, d_model=512, n_layers=8, n_heads=8, d_ff=1408, context=256)
+    train = TrainSpec(inner_steps=1, micro_batches=8, rows=1, sequence=256, lr=1e-4, warmup_steps=0, total_steps=99)
+    shards = layout.shard_names(spec)
     theta = {shard: init.initial_shard(spec, b"muon", shard) for shard in shards}
-    trainers = {o: StageTrainer(spec, replace(overhead.TRAIN, optimizer=o), shards) for o in OPTIMIZERS}
+    trainers = {o: StageTrainer(spec, replace(train, optimizer=o), shards) for o in OPTIMIZERS}
     took: dict[str, list[tuple[float, float]]] = {optimizer: [] for optimizer in OPTIMIZERS}
     for trainer in trainers.values():
         trainer.begin_round(theta)

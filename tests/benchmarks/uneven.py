@@ -35,11 +35,12 @@ from typing import Any
 from protocol.planning import partition, pipeline_model
 from protocol.planning.pipeline_model import LinkCost, StageCost
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec, TrainSpec
-from tests.benchmarks import round as rounds
+from tests.benchmarks import averaging
 from tests.e2e import swarms
 from tests.faults import paced
 from tests.faults.processes import Swarm
 from tests.support import tiny
+from tests.support.lab import Place, lab
 
 NODE = "node-0"
 UNIT = 0.05
@@ -131,7 +132,7 @@ def possible(
     return tokens
 
 
-def measure(places: rounds.Places, chosen: argparse.Namespace) -> dict[str, Any]:
+def measure(places: dict[str, Place], chosen: argparse.Namespace) -> dict[str, Any]:
     most = round(chosen.seconds / (UNIT * MICRO_BATCHES) * 1.5 * FACTOR) if not chosen.barrier else chosen.steps
     seconds = chosen.seconds if not chosen.barrier else 100 * chosen.seconds
     manifest = make_run(seconds, chosen.overlap, most)
@@ -174,7 +175,7 @@ def measure(places: rounds.Places, chosen: argparse.Namespace) -> dict[str, Any]
     return {"predicted": predicted, "of_predicted": round(found["tokens_per_second"] / predicted, 3), **found}
 
 
-def predict(swarm: Swarm, places: rounds.Places) -> int:
+def predict(swarm: Swarm, places: dict[str, Place]) -> int:
     """Tokens a second, as a person is told."""
     command = [*places[NODE][1], sys.executable, "-m", "peer.cli", "plan", swarm.addresses[0]]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -236,14 +237,15 @@ def churn(swarm: Swarm, machines: Machines, draw: random.Random, seconds: float)
 
 
 @contextlib.contextmanager
-def placed(chosen: argparse.Namespace) -> Iterator[rounds.Places]:
-    names = [NODE, *FULL, *WEAK]
+def placed(chosen: argparse.Namespace) -> Iterator[dict[str, Place]]:
+    """Peers behind links; the bootstrap node, a server, has no limit."""
+    names = [*FULL, *WEAK]
     if chosen.netlab:
-        with rounds.homes(chosen.netlab, names, 20, 100, 40) as places:
-            yield places
+        with lab(chosen.netlab, {NODE: "0/0:20", **dict.fromkeys(names, "20/100:20")}) as there:
+            yield there.places
     else:
-        with rounds.loopback(names) as places:
-            yield places
+        with averaging.loopback(1 + len(names)) as place:
+            yield dict.fromkeys([NODE, *names], (place.hosts[0], place.prefix[0]))
 
 
 def main() -> int:

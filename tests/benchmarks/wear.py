@@ -22,6 +22,7 @@ from pathlib import Path
 
 from peer.demo import recipe
 from peer.events import Event
+from protocol.identity import Identity
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
@@ -60,7 +61,7 @@ def loopback() -> int:
     return int(line.split(":")[1].split()[0])
 
 
-def make(options: argparse.Namespace, start_peers: int) -> tuple[Manifest, tuple[recipe.Identity, ...]]:
+def make(options: argparse.Namespace, start_peers: int) -> tuple[Manifest, tuple[Identity, ...]]:
     chosen = swarms.options(Path("unused"), full=1, rounds=options.rounds + FIRST + 8)
     model = ModelSpec(
         vocab_size=4096, d_model=options.d, n_layers=options.layers, n_heads=options.d // 16, d_ff=3 * options.d, context=128

@@ -55,6 +55,38 @@ _WORDS = {
 }
 
 
+USUAL = {
+    "round": "Number of the round.",
+    "peer": "Peer id.",
+    "reason": "Why, for a reader.",
+    "run": "The run's id.",
+    "name": "The name, for a reader.",
+    "replica": "The replica's number in the plan.",
+    "shard": "Name of the shard.",
+    "shards": "Names of the shards.",
+    "first": "The first block that it trains.",
+    "last": "The block after the last one that it trains.",
+    "rank": "Values per token that cross the chain's boundaries; 0: all of them.",
+    "position": "Its stage in the replica.",
+    "stages": "Stages of its replica.",
+    "device": "`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer.",
+    "seconds": "Duration.",
+    "step": "The inner step.",
+    "tokens": "Trained tokens.",
+    "loss": "Nats per token.",
+    "bytes": "Size.",
+    "text": "One line.",
+    "time": "Unix seconds.",
+    "here": "Whether it is present.",
+    "pid": "Process id.",
+    "parameters": "Parameters of the model.",
+    "accuser": "Peer id of the accuser.",
+    "accused": "Peer id of the accused.",
+    "leads": "Whether it leads now.",
+}
+"""Meanings of fields without a docstring, by name."""
+
+
 def documentation() -> str:
     """The whole document."""
     kinds = list(events.KINDS.values())
@@ -135,11 +167,13 @@ def _collect(hint: Any, into: list[type]) -> None:
 
 
 def meaning(cls: type, field: str) -> str:
-    """The docstring under a field, in the class or one that it extends. Raises LookupError where there is none."""
+    """The docstring under a field, in the class or one that it extends; else its usual meaning. Raises LookupError."""
     for owner in cls.__mro__:
         found = _docstrings(sys.modules[owner.__module__]).get((owner.__name__, field))
         if found is not None:
             return " ".join(found.split()).replace("|", "\\|")
+    if field in USUAL:
+        return USUAL[field]
     raise LookupError(f"{cls.__name__}.{field} has no docstring")
 
 

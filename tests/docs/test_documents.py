@@ -16,7 +16,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from peer import events
 from peer.cli.main import app
-from peer.cli.plan import read_peers
 from peer.ui.run_view import RunView
 from peer.ui.screen import render
 from protocol.errors import UsageError
@@ -332,15 +331,6 @@ def test_fields_with_values_in_prose_are_taken_by_a_manifest() -> None:
                     assert getattr(getattr(made, table), given[2]) == told, (named(document), code)
                 found.add(code)
     assert {"overlap = 1", "topk = 32", 'backward = "sym2"', 'train.optimizer = "muon"'} <= found
-
-
-def test_the_list_of_machines_that_a_guide_shows_is_read(tmp_path: Path) -> None:
-    found = re.search(r"^```\n(manifest = .*?)^```", text("docs/guides/plan.md"), re.MULTILINE | re.DOTALL)
-    assert found is not None
-    (tmp_path / "run.toml").write_text(whole_manifest())
-    (tmp_path / "my-peers.toml").write_text(found[1])
-    counts = [int(peer.get("count", 1)) for peer in tomllib.loads(found[1])["peers"]]
-    assert len(read_peers(tmp_path / "my-peers.toml")) == sum(counts) == 9
 
 
 def test_the_plans_that_a_guide_shows_are_todays() -> None:

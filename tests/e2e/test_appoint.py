@@ -37,7 +37,7 @@ class Operators(Swarm):
     """A swarm to which operators come; `at` is where each node's line leads."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, alone(rounds=10**6), KEYS[:1])
+        super().__init__(folder, alone(rounds=10**6), KEYS[:1], module="tests.faults.paced")
         self.at: dict[str, str] = {}
 
     def begin(self, *names: str) -> None:

@@ -30,7 +30,7 @@ from tests.benchmarks import doctor as promises
 from tests.e2e.typed import hanging, running, until
 from tests.faults import bad_machine
 from tests.faults.homes import homes
-from tests.faults.processes import DEADLINE, Swarm, slowly
+from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.roles import NODE
 from tests.support import crowd, potluck, tiny
 from tests.support.roles import make_manifest
@@ -80,12 +80,13 @@ def examined(
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
     """A node and one full replica, which have decided rounds."""
     manifest = make_manifest(start_peers=1)
-    with Swarm(tmp_path_factory.mktemp("doctor") / "run", manifest, tiny.OPERATORS[:1]) as made:
+    with Swarm(
+        tmp_path_factory.mktemp("doctor") / "run", manifest, tiny.OPERATORS[:1], module="tests.faults.paced"
+    ) as made:
         made.start_node(NODE)
         made.start("a")
         made.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 2, "two rounds")
-        with slowly(made.running["a"]):
-            yield made
+        yield made
 
 
 def test_a_machine_that_can_join_is_told_what_it_would_do(swarm: Swarm, tmp_path: Path) -> None:

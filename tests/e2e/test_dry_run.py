@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.processes import DEADLINE, Swarm, slowly
+from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.roles import NODE
 from tests.support import potluck, tiny
 from tests.support.roles import make_manifest
@@ -24,12 +24,13 @@ def rehearse(address: str, folder: Path, *options: object) -> subprocess.Complet
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Swarm:
     """A node and one full replica, which have decided rounds."""
     manifest = make_manifest(start_peers=1)
-    with Swarm(tmp_path_factory.mktemp("dry") / "run", manifest, tiny.OPERATORS[:1]) as made:
+    with Swarm(
+        tmp_path_factory.mktemp("dry") / "run", manifest, tiny.OPERATORS[:1], module="tests.faults.paced"
+    ) as made:
         made.start_node(NODE)
         made.start("a")
         made.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 2, "two rounds")
-        with slowly(made.running["a"]):
-            yield made  # type: ignore[misc]
+        yield made  # type: ignore[misc]
 
 
 def test_it_says_what_this_machine_would_do_and_leaves(swarm: Swarm, tmp_path: Path) -> None:

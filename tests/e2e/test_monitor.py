@@ -39,7 +39,7 @@ def wait(url: str, wanted: Callable[[dict[str, Any]], bool], what: str) -> dict[
 @pytest.mark.timeout(900)
 def test_the_page_of_a_run_goes_on_though_nodes_die(tmp_path: Path) -> None:
     manifest = four_nodes(rounds=10**4, start_peers=2)
-    with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
+    with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.paced") as swarm:
         for name in swarm.nodes:
             swarm.start_node(name)
         swarm.start("peer-0")

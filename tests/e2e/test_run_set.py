@@ -22,7 +22,7 @@ def test_a_run_is_not_set_to_nothing() -> None:
 
 
 def test_whoever_waits_for_others_outlives_a_restart_of_his_node(tmp_path: Path) -> None:
-    with Swarm(tmp_path / "run", four_nodes(rounds=10**6, start_peers=2), KEYS) as swarm:
+    with Swarm(tmp_path / "run", four_nodes(rounds=10**6, start_peers=2), KEYS, module="tests.faults.paced") as swarm:
         for name in swarm.nodes:
             swarm.start_node(name)
         for name in ("one", "two"):
@@ -52,7 +52,7 @@ def test_whoever_waits_for_others_outlives_a_restart_of_his_node(tmp_path: Path)
 
 def test_a_run_ends_when_its_operators_say_so(tmp_path: Path) -> None:
     manifest = four_nodes(rounds=10**6, start_peers=2)
-    with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
+    with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.paced") as swarm:
         for name in swarm.nodes:
             swarm.start_node(name)
         peers = {}

@@ -271,7 +271,8 @@ class Service:
 
 
 def test_it_survives_a_kill_a_closed_lid_and_a_night_offline_with_a_reboot_in_it(tmp_path: Path) -> None:
-    manifest = make_manifest(start_peers=1)
+    made = make_manifest(start_peers=1)
+    manifest = dataclasses.replace(made, timing=dataclasses.replace(made.timing, round_seconds=1.0))
     user = home(tmp_path, "systemctl")
     with Swarm(tmp_path / "a run", manifest, tiny.OPERATORS[:1]) as swarm:
         swarm.ports[NODE] = free_port()
@@ -341,7 +342,9 @@ def test_it_survives_nights_without_any_network_and_changes_of_address_without_a
     user = home(tmp_path, "systemctl")
     with (
         homes(NODE, "other", "laptop") as there,
-        Swarm(tmp_path / "a run", manifest, tiny.OPERATORS[:1], places=there.places) as swarm,
+        Swarm(
+            tmp_path / "a run", manifest, tiny.OPERATORS[:1], places=there.places, module="tests.faults.paced"
+        ) as swarm,
     ):
         swarm.start_node(NODE)
         swarm.start("other")

@@ -21,13 +21,17 @@ import pytest
 
 from peer.node.open_run import ASSETS
 from tests.docs import typed
-from tests.faults.processes import Swarm, slowly
+from tests.faults.processes import Swarm
 from tests.faults.roles import NODE
 from tests.support import systemd, tiny
 from tests.support.roles import make_manifest
 
 APPOINTED = "tests/e2e/test_appoint.py"
+DOCTOR = "tests/e2e/test_doctor.py"
 ELSEWHERE = {
+    "potluck doctor ADDRESS --json": DOCTOR,
+    "potluck doctor ADDRESS --devices 0,1,2,3": DOCTOR,
+    "potluck join ADDRESS --devices 0,1,2,3": "tests/e2e/test_several_devices.py",
     "potluck bootstrap run.toml --initial-peer ADDRESS": "tests/faults/processes.py",
     "potluck join LINE": "tests/hostile/test_invitations.py",
     "potluck eval demo-run/bootstrap --tasks hellaswag,arc_easy": "tests/e2e/test_export.py",
@@ -36,7 +40,7 @@ ELSEWHERE = {
     "potluck run quorum ADDRESS 4": APPOINTED,
     "potluck run dismiss ADDRESS 4kx6nXTN": APPOINTED,
 }
-"""Commands that need more than this run, by the test that types them."""
+"""Commands that need more than this run, or take long, by the test that types them."""
 REACHES = r"is here: |\"event\": \"started\""
 SIGNS = {
     "potluck bootstrap": r"to join: potluck join /ip4/127",
@@ -52,7 +56,6 @@ ENDS = ("potluck monitor ADDRESS --once", "potluck monitor run.toml --replay", "
 """Commands that end by themselves, though others of the same name go on."""
 SAYS = {
     "potluck me": "is you",
-    "potluck doctor": "would",
     "potluck log verify": "digests",
     "potluck service status": "runs since",
     "potluck run ban": "decided",
@@ -102,7 +105,6 @@ class Town:
             "0.0.0.0:8080": "0.0.0.0:0",
             "9100": "0",
             "4001": port,
-            "0,1,2,3": "cpu,cpu",
         }
         found = " ".join(words.get(word, word) for word in command.split(" "))
         name = " ".join(command.split()[1:3])
@@ -110,14 +112,10 @@ class Town:
         if verb in ("run", "invite"):
             found = found.replace("my-run/run.toml", shlex.quote(str(self.swarm.file)))
             found += f" --dir {shlex.quote(str(self.swarm.folder / NODE))}"
-        if verb in ("join", "bootstrap", "doctor"):
+        if verb in ("join", "bootstrap"):
             found += " --host 127.0.0.1"
-        if verb == "doctor":
-            found += " --within 250"
-        if verb in ("join", "doctor"):
-            found += "" if "--devices " in found else " --device cpu"
-            found += f" --threads 1 --memory {tiny.full_memory(self.swarm.manifest)}"
         if verb == "join":
+            found += f" --device cpu --threads 1 --memory {tiny.full_memory(self.swarm.manifest)}"
             found += "" if "--up " in found else " --up 20Mbps --down 100Mbps"
             found += "" if "--corpus" in found else f" --corpus {shlex.quote(str(self.swarm.corpus))}"
         if verb == "bootstrap":
@@ -139,7 +137,7 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), prepared / "text" / "a.parquet")
     shutil.copy(ASSETS / "sotu-4k.json", prepared / "tokenizer.json")
     manifest = make_manifest(start_peers=1)
-    with Swarm(folder / "run", manifest, tiny.OPERATORS[:1]) as swarm:
+    with Swarm(folder / "run", manifest, tiny.OPERATORS[:1], module="tests.faults.paced") as swarm:
         swarm.start_node(NODE)
         swarm.start("a")
         made = shell.type("potluck init my-run text/*.parquet", prepared)
@@ -157,8 +155,7 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
         swarm.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 3, "three rounds")
         shutil.copytree(swarm.folder / NODE, prepared / "demo-run" / "bootstrap", ignore=shutil.ignore_patterns("lock"))
         shutil.copy(swarm.folder / NODE / "events.jsonl", prepared / "events.jsonl")
-        with slowly(swarm.running["a"]):
-            yield Town(swarm, shell, prepared)
+        yield Town(swarm, shell, prepared)
 
 
 def sign_of(command: str) -> str | None:
@@ -171,7 +168,7 @@ def sign_of(command: str) -> str | None:
 def test_what_a_document_shows_does_what_it_says(town: Town, document: Path) -> None:
     at = town.folder(document.stem)
     order = list(BY_DOCUMENT)
-    before = {c for earlier in order[: order.index(document)] if earlier != TUTORIAL for c in BY_DOCUMENT[earlier]}
+    before = {c for earlier in (TUTORIAL, *order[: order.index(document)]) for c in BY_DOCUMENT[earlier]}
     for command in BY_DOCUMENT[document]:
         if command in ELSEWHERE or (command in before and "--dir" not in command and "service" not in command):
             continue

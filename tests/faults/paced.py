@@ -1,4 +1,4 @@
-"""`potluck`, but a file `pace` in its --dir says how fast its machine is: seconds that a micro-batch takes through the whole model.
+"""`potluck`, but a micro-batch takes as many seconds through the whole model as a file `pace` in its --dir says, or SECONDS.
 
 A stage's forward and backward then last as long as its share of the blocks says, a third and two thirds, and a third more where
 activations are computed anew, however little there is to compute: so many peers can live on one machine without measuring that machine. The file may be written anew at any time.
@@ -26,6 +26,8 @@ from peer.node.peer import Factories
 from peer.training.trainer import StageTrainer
 from protocol.wire import endpoints
 
+SECONDS = 0.2
+"""Where there is no such file: so long that a peer leaves the machine to others most of the time."""
 FORWARD = 1 / 3
 TOO_MUCH = 1 << 55
 """Bytes that no machine has."""
@@ -122,7 +124,9 @@ class Incoming:
 
 def pace(folder: Path) -> float:
     """As it is now; a bootstrap node has none."""
-    return float((folder / "pace").read_text())
+    with contextlib.suppress(FileNotFoundError):
+        return float((folder / "pace").read_text())
+    return SECONDS
 
 
 def set_pace(folder: Path, seconds: float) -> None:

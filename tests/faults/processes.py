@@ -49,11 +49,6 @@ class Thief:
         self._thread.join()
 
 
-def slowly(process: subprocess.Popen[bytes]) -> Thief:
-    """While the block lasts the process does its work, but leaves the machine to others most of the time."""
-    return Thief(process, share=0.2, period=0.1)
-
-
 class Tail:
     """The events in a file, read as they come."""
 
@@ -73,7 +68,8 @@ class Tail:
 
 class Swarm:
     """The bootstrap nodes of `manifest`, whose keys are `keys`, and peers; `memory` of a peer, if not for a full replica;
-    `places`: the address of a process and what its command begins with, if not on this machine's loopback; `module`: what is run;
+    `places`: the address of a process and what its command begins with, if not on this machine's loopback; `module`: what is run
+    (`tests.faults.paced`: peers that leave the machine to others most of the time);
     `corpus`: the folder of the text that all have (default: the demo's)."""
 
     def __init__(

@@ -15,7 +15,7 @@ from peer.events import Event
 from tests.e2e import swarms
 from tests.support import potluck
 
-ROUNDS = 20
+ROUNDS = 12
 
 
 @pytest.mark.parametrize(("name", "overlap"), [("full-1", 1), ("chain-0-1", 0)])

@@ -23,7 +23,7 @@ def test_the_round_of_a_peer_that_leaves_goes_on_without_it(sent: signal.Signals
     chosen = swarms.options(tmp_path / "unused", full=3, rounds=10**6, inner_steps=2)
     timing = TimingSpec(round_deadline=2 * LEASE, heartbeat=1.0, gone_after=LEASE)
     manifest = dataclasses.replace(swarms.manifest(chosen), start_peers=3, timing=timing)
-    with Swarm(tmp_path / "run", manifest, (identity_of(0, "bootstrap"),)) as swarm:
+    with Swarm(tmp_path / "run", manifest, (identity_of(0, "bootstrap"),), module="tests.faults.paced") as swarm:
         swarm.start_node("node-0")
         for name in ("a", "b", "leaver"):
             swarm.start(name)

@@ -72,7 +72,7 @@ class Watched:
         while not wanted():
             assert time.monotonic() < end, what
             assert self.monitor.process.poll() is None, self.monitor.drawn[-2000:]
-            time.sleep(0.2)  # neither a terminal nor a page has another sign of news
+            time.sleep(0.5)  # neither a terminal nor a page has another sign of news
 
     def decided(self) -> int:
         """The newest round that any node has decided, as their events say."""
@@ -129,7 +129,7 @@ def watched(
     folder: Path, nodes: int = 1, places: dict[str, Place] | None = None, prefix: Sequence[object] = ()
 ) -> Iterator[Watched]:
     manifest = make_manifest(nodes)
-    with Swarm(folder, manifest, tiny.OPERATORS[:nodes], places=places) as swarm:
+    with Swarm(folder, manifest, tiny.OPERATORS[:nodes], places=places, module="tests.faults.paced") as swarm:
         for name in swarm.nodes:
             swarm.start_node(name)
         swarm.start(PEER)

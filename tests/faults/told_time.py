@@ -1,4 +1,4 @@
-"""`potluck join` with a clock on the wall that shows what the file `wall` in its --dir says, in seconds since 1970."""
+"""`potluck join` at the pace of paced.py, with a clock on the wall that shows what the file `wall` in its --dir says, in seconds since 1970."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from peer.cli import main as cli
 from peer.net.base import Clock
 from peer.node.peer import Factories
+from tests.faults.paced import paced
 
 
 def set_wall(folder: Path, seconds: float) -> None:
@@ -19,7 +20,9 @@ def set_wall(folder: Path, seconds: float) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[sys.argv.index("--dir") + 1])
-    cli.main(factories=Factories(clock=Clock(wall=lambda: float((folder / "wall").read_text()))))
+    cli.main(
+        factories=Factories(inner_loop=paced(folder), clock=Clock(wall=lambda: float((folder / "wall").read_text())))
+    )
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ from tests.support.volunteers import Volunteer
 DEADLINE = 240.0
 """Seconds; far above what anything here takes."""
 SOON = 60.0
+HOLD_SECONDS = 0.2
+"""That a round's work takes: nothing is computed, and rounds as fast as they can be would take all processor time."""
 
 
 def manifest(**changes: Any) -> Manifest:
@@ -44,6 +46,11 @@ def manifest(**changes: Any) -> Manifest:
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, DEADLINE))
+
+
+async def hold(peer: str, round: int) -> None:
+    """A round's work."""
+    await asyncio.sleep(HOLD_SECONDS)
 
 
 def identity(name: str) -> Identity:
@@ -126,6 +133,7 @@ class Ground(volunteers.Swarm):
     def __init__(self, folder: Path, of: Manifest | None = None) -> None:
         super().__init__(folder, of or manifest())
         self.network = self.daemons = Daemons()
+        self.hold = hold
         self._sockets = Path(f"/tmp/hostile-{os.getpid()}")
 
     async def __aenter__(self) -> Ground:
@@ -159,7 +167,7 @@ class Ground(volunteers.Swarm):
 
     # --- what must hold
 
-    async def goes_on(self, rounds: int = 5) -> None:
+    async def goes_on(self, rounds: int = 3) -> None:
         """So many more rounds are decided, with the work of every honest peer that runs in one of them at least."""
         before = self.head
         await self.until(lambda: self.head >= before + rounds)

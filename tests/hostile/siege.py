@@ -35,8 +35,6 @@ from tests.support.volunteers import Volunteer
 
 HOME = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Where the enemy lives: Linux has all of 127.0.0.0/8."""
-HOLD_SECONDS = 0.2
-"""That a round's work takes: nothing is computed."""
 BEGINS, OVER = "begins", "over"
 MIB = 1 << 20
 
@@ -107,15 +105,11 @@ class Siege:
     def __init__(self, folder: Path, of: Manifest | None = None, cores: tuple[int, int] | None = None) -> None:
         self.ground = Ground(folder, of)
         self.ground.relay_bps = 10**7
-        self.ground.hold = self._hold
         self.longest_gap = 0.0
         """Seconds that the loop of node and peers was busy without a pause, since it was set to 0."""
         self._folder = folder
         self._cores = cores
         self._number = 0
-
-    async def _hold(self, peer: str, round: int) -> None:
-        await asyncio.sleep(HOLD_SECONDS)
 
     async def __aenter__(self) -> Siege:
         if self._cores is not None:

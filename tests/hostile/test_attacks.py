@@ -21,7 +21,7 @@ from tests.support.false_states import believes_the_log
 from tests.support.made_up import is_right
 
 pytestmark = pytest.mark.slow
-ROUNDS = 3
+ROUNDS = 2
 HOMES = (f"{HOME}/32", "127.0.0.1/32", "")
 """Where an enemy is seen: libp2p dials from the port on which it listens; while that is taken, from the interface's first address; through a relay,
 from nowhere."""

@@ -17,7 +17,7 @@ from tests.support.quorum import KEYS, four_nodes
 
 def test_operators_ban_a_peer_and_admit_it_again(tmp_path: Path) -> None:
     manifest = four_nodes(rounds=10**6, start_peers=2)
-    with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
+    with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.paced") as swarm:
         for name in swarm.nodes:
             swarm.start_node(name)
         for name in ("good", "bad"):
@@ -62,7 +62,7 @@ def test_operators_ban_a_peer_and_admit_it_again(tmp_path: Path) -> None:
 def test_somebody_is_admitted_to_a_closed_run_in_which_nobody_is(tmp_path: Path) -> None:
     manifest = four_nodes(rounds=10**6, start_peers=1)
     manifest = dataclasses.replace(manifest, admission=AdmissionSpec(mode="listed"))
-    with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
+    with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.paced") as swarm:
         for name in swarm.nodes:
             swarm.start_node(name)
         swarm.start("peer")
@@ -88,7 +88,7 @@ def test_somebody_is_admitted_to_a_closed_run_in_which_nobody_is(tmp_path: Path)
 
 def test_only_an_operator_of_the_run_can_decree(tmp_path: Path) -> None:
     manifest = four_nodes(rounds=10**6, start_peers=2)
-    with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
+    with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.paced") as swarm:
         swarm.start_node("node-0")
         victim = manifest.operators[1]
         for folder, peer, reason in (

@@ -241,8 +241,7 @@ def test_among_strangers_it_is_chance_that_decides() -> None:
     assert "known" in full.get(key).value.data
 
 
-@pytest.mark.parametrize("many", [MOST_KEYS + 1, 100_000])
-def test_one_request_does_not_keep_a_node_busy(many: int, tmp_path: Path) -> None:
+def test_one_request_does_not_keep_a_node_busy(tmp_path: Path) -> None:
     """Looking for the neighbours of 100,000 keys held a node's loop up for half a minute."""
 
     async def work() -> None:
@@ -250,13 +249,15 @@ def test_one_request_does_not_keep_a_node_busy(many: int, tmp_path: Path) -> Non
             await ground.join("a", "b")
             await ground.goes_on(2)
             enemy, boot = await ground.enemy(), ground.boot
-            request = dht_pb2.FindRequest(keys=[DHTID.generate(i).to_bytes() for i in range(100)] * (many // 100 + 1))
-            with pytest.raises(P2PHandlerError, match="too many keys"):
-                async with asyncio.timeout(SOON):
-                    await enemy.transport.daemon.p2p.call_protobuf_handler(
-                        PeerID.from_base58(boot.peer_id), "DHTProtocol.rpc_find", request, dht_pb2.FindResponse
-                    )
-            await ground.goes_on()
+            keys = [DHTID.generate(i).to_bytes() for i in range(100)]
+            for many in (MOST_KEYS + 1, 100_000):
+                request = dht_pb2.FindRequest(keys=keys * (many // 100 + 1))
+                with pytest.raises(P2PHandlerError, match="too many keys"):
+                    async with asyncio.timeout(SOON):
+                        await enemy.transport.daemon.p2p.call_protobuf_handler(
+                            PeerID.from_base58(boot.peer_id), "DHTProtocol.rpc_find", request, dht_pb2.FindResponse
+                        )
+                await ground.goes_on()
 
     run(work())
 

@@ -24,7 +24,7 @@ def typed(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_an_invitation_lets_two_strangers_into_a_closed_run_and_nobody_else(tmp_path: Path) -> None:
     manifest = four_nodes(rounds=10**6, start_peers=1)
     manifest = dataclasses.replace(manifest, admission=AdmissionSpec(mode="listed"))
-    with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
+    with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.paced") as swarm:
         for name in swarm.nodes:
             swarm.start_node(name)
         made = typed("invite", swarm.addresses[0], "--count", "2", "--dir", swarm.folder / "node-1")
@@ -70,7 +70,7 @@ def test_an_invitation_lets_two_strangers_into_a_closed_run_and_nobody_else(tmp_
 
 def test_what_is_wrong_with_an_invitation_is_said_in_one_line(tmp_path: Path) -> None:
     manifest = four_nodes(rounds=10**6, start_peers=1)
-    with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
+    with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.paced") as swarm:
         swarm.start_node("node-0")
         place, own = swarm.addresses[0], swarm.folder / "node-0"
         stranger = swarm.folder / "stranger"

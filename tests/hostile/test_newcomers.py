@@ -22,7 +22,7 @@ from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Commit, LeftOut, Part, Record
 from protocol.wire.session import Attest, Hello, LogRequest, NotAdmitted, Offer
-from tests.hostile.ground import SOON, Enemy, Ground, identity, manifest, run
+from tests.hostile.ground import SOON, Enemy, Ground, hold, identity, manifest, run
 from tests.support import volunteers
 from tests.support.false_states import believes_the_log, digests_of, never_doubted
 from tests.support.volunteers import Swarm
@@ -209,6 +209,7 @@ def test_strangers_of_one_range_have_together_no_more_than_its_share(tmp_path: P
 
     async def work() -> None:
         async with Swarm(tmp_path, of) as swarm:
+            swarm.hold = hold
             placed(swarm, {name: f"81.2.69.{i + 1}" for i, name in enumerate(crowd)})
             placed(swarm, {name: f"9.9.{i}.9" for i, name in enumerate(FOUNDERS)})
             for name in FOUNDERS:
@@ -237,6 +238,7 @@ def test_so_many_strangers_of_one_range_have_a_session(tmp_path: Path) -> None:
 
     async def work() -> None:
         async with Swarm(tmp_path, of) as swarm:
+            swarm.hold = hold
             swarm.start("a"), swarm.start("b")
             await swarm.until(lambda: swarm.head >= 1)
             crowd = [f"x{i}" for i in range(30)]

@@ -22,6 +22,7 @@ from protocol.wire import encoding, endpoints, framing
 from protocol.wire.commit import Part
 from protocol.wire.session import Attest, Heartbeat, Offer
 from tests.hostile.ground import SOON, Enemy, Ground, ended, run, until_it_breaks
+from tests.support.volunteers import Volunteer
 
 pytestmark = pytest.mark.slow
 
@@ -111,33 +112,36 @@ def test_a_second_session_ends_the_first(tmp_path: Path) -> None:
     run(work())
 
 
-@pytest.mark.parametrize("name", [endpoints.PIPE, endpoints.SESSION, endpoints.STATES])
-def test_whoever_hoards_streams_is_refused(name: str, tmp_path: Path) -> None:
+def test_whoever_hoards_streams_is_refused(tmp_path: Path) -> None:
     """At a peer, a chain's member perhaps: opened again and again, and kept."""
 
     async def work() -> None:
         async with Ground(tmp_path) as ground:
             (victim, _) = await ground.join("a", "b")
             await ground.goes_on(2)
-            enemy = await ground.enemy()
-            target = ground.boot if name == endpoints.SESSION else victim.transport
-            await enemy.transport.connect(target.addresses, timeout=SOON)
-            kept: list[Stream] = []
-
-            async def hoard(i: int) -> None:
-                with contextlib.suppress(RemoteError):
-                    kept.append(await enemy.open(target.peer_id, name))
-
-            told = ground.events if target is ground.boot else victim.events
-            for _ in range(20):
-                await asyncio.gather(*(hoard(i) for i in range(50)))
-                assert target.guests.of(enemy.id) <= LIMITS.silent
-                if ground.refusals(enemy, told):
-                    break
-            (why,) = ground.refusals(enemy, told)
-            assert why == f"has {LIMITS.silent} streams open and says nothing"
-            await ground.until(lambda: target.guests.of(enemy.id) == 0)
+            for name in (endpoints.PIPE, endpoints.SESSION, endpoints.STATES):
+                await hoards(ground, victim, name)
             await ground.goes_on()
+
+    async def hoards(ground: Ground, victim: Volunteer, name: str) -> None:
+        enemy = await ground.enemy(f"enemy of {name}")
+        target = ground.boot if name == endpoints.SESSION else victim.transport
+        await enemy.transport.connect(target.addresses, timeout=SOON)
+        kept: list[Stream] = []
+
+        async def hoard(i: int) -> None:
+            with contextlib.suppress(RemoteError):
+                kept.append(await enemy.open(target.peer_id, name))
+
+        told = ground.events if target is ground.boot else victim.events
+        for _ in range(20):
+            await asyncio.gather(*(hoard(i) for i in range(50)))
+            assert target.guests.of(enemy.id) <= LIMITS.silent
+            if ground.refusals(enemy, told):
+                break
+        (why,) = ground.refusals(enemy, told)
+        assert why == f"has {LIMITS.silent} streams open and says nothing"
+        await ground.until(lambda: target.guests.of(enemy.id) == 0)
 
     run(work())
 

@@ -32,6 +32,8 @@ from tests.sim.world import POINTS, Violation
 
 SEEDS = 150
 """So many runs, from seed 0 on, see everything at least once."""
+FEW = (0, 2, 7, 8, 12, 13, 14, 18, 19, 24, 27, 28, 29, 30, 35, 39, 48, 67, 99, 100, 105, 106)
+"""These do so, too, today."""
 HAPPENS = (
     "dropped", "doubled", "held up", "partitions", "cuts", "jumps of the wall clock", "losses of power", "deaths of peers",
     "deaths of nodes", "higher ballots", "stalls", "left out", "leads", "withdrawals", "recovered", "chains reconfigured",

@@ -68,18 +68,14 @@ class Signing(MadeUp):
             for c in told.contributions
         )
         return tiny.record(
-            Commit(
-                run=self.manifest.run_id,
+            tiny.commit(
+                self.manifest,
+                before,
                 round=round,
-                parent=self.manifest.run_id if before is None else before.digest,
                 time=BEGAN + round * ROUND_SECONDS,
                 contributions=made,
                 left_out=told.left_out,
-                diverged=(),
-                digests={},
                 plan=told.plan,
-                leader=tiny.OPERATOR.peer_id,
-                members=(tiny.OPERATOR.peer_id,),
             )
         )
 

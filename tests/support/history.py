@@ -17,13 +17,8 @@ FOUR = tiny.manifest(operators=NAMES, quorum=4)
 
 def commit(before: Commit | None, time: float = 0.0, **changes: object) -> Commit:
     """The next one."""
-    round = 0 if before is None else before.round + 1
-    values: dict[str, object] = {
-        "run": FOUR.run_id, "round": round, "parent": before.digest if before else FOUR.run_id, "time": time,
-        "contributions": (), "left_out": (), "diverged": (), "digests": {}, "plan": None, "leader": A,
-        "members": before.members if before else NAMES, "decrees": before.decrees if before else 0,
-    }  # fmt: skip
-    return Commit(**{**values, **changes})  # type: ignore[arg-type]
+    kept = {"members": before.members, "decrees": before.decrees} if before else {}
+    return tiny.commit(FOUR, before, time=time, **{**kept, **changes})
 
 
 def by(one: Commit, *keys: int) -> Record:

@@ -99,8 +99,10 @@ class Driver:
         return [e for n in names for e in self.do(Held(n)) if not isinstance(e, AnnounceShare)] if names else [effect]
 
     def decide(self, effects: list[Effect]) -> Commit:
-        """The one proposal among the effects becomes the decision."""
-        (commit,) = [e.commit for e in effects if isinstance(e, Propose)]
+        """The one proposal among the effects becomes the decision; the quorum adds who decides what comes next."""
+        (found,) = [e.commit for e in effects if isinstance(e, Propose)]
+        members = self.manifest.first_members
+        commit = dataclasses.replace(found, leader=members[0], members=members)
         self.commits.append(commit)
         assert [e for e in self.do(Decided(commit)) if not isinstance(e, Resting)] == []
         return commit

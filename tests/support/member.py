@@ -60,18 +60,14 @@ def log(rounds: int, *, mine: tuple[int, ...] = (), planned: bool = True, run: s
     commits: list[Commit] = []
     for round in range(rounds + 1):
         last = round == M.rounds
-        commit = Commit(
+        commit = tiny.commit(
+            M,
             run=run,
             round=round,
             parent=commits[-1].digest if commits else run,
             time=float(round),
             contributions=(contribution(offer(round)),) if round in mine else (),
-            left_out=(),
-            diverged=(),
-            digests={},
             plan=None if last else plan(round + 1, *((ME,) if planned else ("other",))),
-            leader=tiny.OPERATOR.peer_id,
-            members=(tiny.OPERATOR.peer_id,),
         )
         commits.append(commit)
     return commits

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 from peer.events import Event
@@ -48,18 +48,13 @@ def commits() -> list[Commit]:
         made = Contribution(replica=0, tokens=64, steps=4, loss=3.0 - number, shares=share)
         left = LeftOut(replica=1, reason=f"peer {BOB.peer_id[-8:]}: gone", judged="0" * 64)
         out.append(
-            Commit(
-                run=MANIFEST.run_id,
-                round=number,
-                parent=out[-1].digest if out else MANIFEST.run_id,
+            tiny.commit(
+                MANIFEST,
+                out[-1] if out else None,
                 time=100.0 + number,
                 contributions=(made,) if number else (),
                 left_out=(left,) if number == 2 else (),
-                diverged=(),
-                digests={},
                 plan=plan(number + 1) if number < 2 else None,
-                leader=tiny.OPERATOR.peer_id,
-                members=(tiny.OPERATOR.peer_id,),
             )
         )
     return out
@@ -92,22 +87,16 @@ class Node:
         assert await self.transport.store(endpoints.announcements_key(MANIFEST.run_id), who.peer_id, raw, ttl=ttl)
 
 
-def play(story: Callable[[Node, Monitor, list[Event]], Awaitable[None]]) -> list[Event]:
-    """Runs `story` with a node and a monitor; returns the events that the monitor told."""
-    events: list[Event] = []
-
-    async def run() -> None:
-        network = MemoryNetwork()
-        node = Node(network)
-        await node.start()
-        watcher = network.transport(WATCHER)
-        async with asyncio.timeout(30):
-            await story(node, Monitor(MANIFEST, watcher, bootstrap=node.transport.addresses), events)
-        await watcher.aclose()
-        await node.transport.aclose()
-
-    asyncio.run(run())
-    return events
+@contextlib.asynccontextmanager
+async def watching() -> AsyncIterator[tuple[Node, Monitor, list[Event]]]:
+    """A node, its monitor, and where the monitor's events are to go."""
+    network = MemoryNetwork()
+    node = Node(network)
+    await node.start()
+    watcher = network.transport(WATCHER)
+    yield node, Monitor(MANIFEST, watcher, bootstrap=node.transport.addresses), []
+    await watcher.aclose()
+    await node.transport.aclose()
 
 
 def records(found: list[Commit]) -> list[bytes]:

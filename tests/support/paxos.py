@@ -129,18 +129,9 @@ class Cluster:
 
     def commit(self, name: str, time: float = 0.0, contributions: tuple[Contribution, ...] = ()) -> Commit:
         node = self.nodes[name]
-        return Commit(
-            run=self.manifest.run_id,
-            round=node.round,
-            parent=node.head.digest if node.head else self.manifest.run_id,
-            time=time,
-            contributions=contributions,
-            left_out=(),
-            diverged=(),
-            digests={},
-            plan=Plan(round=node.round + 1, replicas=(REPLICA,)),
-            decrees=node.head.decrees if node.head else 0,
-        )
+        plan, decrees = Plan(round=node.round + 1, replicas=(REPLICA,)), node.head.decrees if node.head else 0
+        said = {"time": time, "contributions": contributions, "plan": plan, "decrees": decrees}
+        return tiny.commit(self.manifest, node.head, **{"leader": "", "members": (), **said})
 
     def propose(self, name: str, time: float = 0.0, contributions: tuple[Contribution, ...] = ()) -> None:
         self.do(name, Proposed(self.commit(name, time, contributions)))

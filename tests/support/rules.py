@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from protocol.ledger import rules, run_state
 from protocol.ledger.access import Access
-from protocol.ledger.audits import Audits
 from protocol.ledger.rules import Rule
 from protocol.ledger.run_state import Due
 from protocol.ledger.scoring import Scoring
@@ -59,13 +58,13 @@ def of_access(manifest: Manifest, access: Access, commit: Commit) -> list[str]:
     return _reasons(state, commit, (rules.plans_admitted_peers, rules.admits_invited_peers))
 
 
-def of_claims(before: Due | Scoring | Audits, commit: Commit) -> list[str]:
+def of_claims(before: Due | Scoring, commit: Commit) -> list[str]:
     """What is wrong with the claims of one kind in `commit`."""
-    rule = {Due: rules.has_due_evaluations, Scoring: rules.has_due_scores, Audits: rules.has_due_audits}[type(before)]
+    rule = {Due: rules.has_due_evaluations, Scoring: rules.has_due_scores}[type(before)]
     return _reasons(due(before), commit, (rule,))
 
 
-def due(before: Due | Scoring | Audits) -> run_state.RunState:
+def due(before: Due | Scoring) -> run_state.RunState:
     """The state in which these claims are due, and no others."""
     begun = run_state.begin(before.manifest)
     match before:
@@ -73,8 +72,6 @@ def due(before: Due | Scoring | Audits) -> run_state.RunState:
             return dataclasses.replace(begun, due=before)
         case Scoring():
             return _with(dataclasses.replace(begun.standing, scoring=before))
-        case Audits():
-            return _with(dataclasses.replace(begun.standing, audits=before))
 
 
 def _with(standing: Standing) -> run_state.RunState:

@@ -15,7 +15,8 @@ from protocol.round.judging import JudgingJob, Verdict
 from protocol.round.leader import Leader
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import DataSpec, Manifest, TimingSpec, TokenizerSpec, TrainSpec
-from protocol.wire.commit import Commit, Record, body_of
+from protocol.wire.commit import Commit, Contribution, Record, Share, body_of
+from protocol.wire.plan import ReplicaSpec, StageSpec
 
 OPERATORS = tuple(Identity(bytes([0, i] * 16)) for i in range(7))
 OPERATOR = OPERATORS[0]
@@ -39,6 +40,36 @@ def manifest(**changes: Any) -> Manifest:
         "timing": TimingSpec(round_deadline=60.0, heartbeat=3.0, gone_after=12.0),
     }
     return Manifest(**{**values, **changes})
+
+
+def replica(number: int, *peers: str, **changes: Any) -> ReplicaSpec:
+    """A full replica, or a chain with as even ranges as there are."""
+    edges = [LAYERS * i // len(peers) for i in range(len(peers) + 1)]
+    stages = (StageSpec(peer=p, first=a, last=b) for p, a, b in zip(peers, edges, edges[1:], strict=False))
+    return ReplicaSpec(number=number, stages=tuple(stages), **changes)
+
+
+def contribution(number: int, *peers: str, **changes: Any) -> Contribution:
+    """Of these makers; each has a payload of one byte."""
+    shares = tuple(Share(peer=p, root="0" * 64, size=1, norm=1.0, listed=1) for p in peers)
+    return Contribution(**{"replica": number, "tokens": 64, "steps": 4, "loss": None, "shares": shares, **changes})
+
+
+def commit(of: Manifest | None = None, before: Commit | None = None, **changes: Any) -> Commit:
+    """The one after `before`, by the first operator; it brings nothing but `changes`."""
+    of = of or manifest()
+    values: dict[str, Any] = {
+        "run": of.run_id,
+        "round": 0 if before is None else before.round + 1,
+        "parent": of.run_id if before is None else before.digest,
+        "time": 0.0,
+        **dict.fromkeys(("contributions", "left_out", "diverged"), ()),
+        "digests": {},
+        "plan": None,
+        "leader": of.operators[0],
+        "members": of.first_members,
+    }
+    return Commit(**{**values, **changes})
 
 
 def record(commit: Commit, *voters: Identity, ballot: int = 0) -> Record:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import functools
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,12 @@ PLANTED = [
 def sources(root: Path = ROOT) -> Iterator[Path]:
     for package in PACKAGES:
         yield from sorted((root / package).rglob("*.py"))
+
+
+@functools.cache
+def nodes() -> dict[Path, list[ast.AST]]:
+    """What each of our modules is made of, the module itself first."""
+    return {path: list(ast.walk(ast.parse(path.read_text()))) for path in sources()}
 
 
 def module_of(path: Path, root: Path = ROOT) -> str:
@@ -127,8 +134,8 @@ def test_an_import_upwards_by_name_is_found(copy: Path) -> None:
 
 def test_what_is_imported_by_name_is_named_where_it_is_imported() -> None:
     """Otherwise no contract could judge it."""
-    for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, found in nodes().items():
+        for node in found:
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
                 assert node.args, path
                 assert isinstance(node.args[0], ast.Constant), f"{path}:{node.lineno} imports what it computes"
@@ -140,8 +147,7 @@ def test_only_the_configuration_and_the_events_stand_loose() -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    silent = [str(p.relative_to(ROOT)) for p in sources() if not ast.get_docstring(ast.parse(p.read_text()))]
-    assert silent == []
+    assert [str(p.relative_to(ROOT)) for p, (module, *_) in nodes().items() if not ast.get_docstring(module)] == []
 
 
 def long_things(text: str) -> list[str]:
@@ -182,8 +188,8 @@ def test_what_is_too_long_is_found() -> None:
 def test_no_module_uses_what_another_keeps_private() -> None:
     found = [
         f"{module_of(path)}:{node.lineno}"
-        for path in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, of_module in nodes().items()
+        for node in of_module
         if isinstance(node, ast.ImportFrom) and any(alias.name.startswith("_") for alias in node.names)
     ]
     assert found == []

@@ -8,41 +8,11 @@ import numpy as np
 import pytest
 
 from protocol.round.attestations import WITNESS_ROUNDS
-from tests.support.false_states import LARGE, believes_the_log, digests_of, made_up, never_doubted
-from tests.support.recovery import SHARDS, Rounds, is_right, planned, run, to
+from tests.support.false_states import LARGE, believes_the_log, digests_of, never_doubted
+from tests.support.recovery import SHARDS, Rounds, is_right, run, to
 from tests.support.volunteers import Swarm, Volunteer, manifest
 
 pytestmark = pytest.mark.slow
-
-
-def test_thirty_made_up_identities_change_no_state_and_no_newcomers(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with Swarm(tmp_path, manifest(rounds=100, checkpoint_rounds=10, outer=LARGE)) as swarm:
-            rounds = Rounds(swarm)
-            honest = [swarm.start("a"), swarm.start("b")]
-            early = swarm.start("early")
-            await to(swarm, rounds, 11)
-            async with made_up(swarm, tmp_path) as liars:
-                names = {liar.identity.peer_id for liar in liars}
-                await swarm.until(lambda: names <= swarm.leader.ready.keys())
-                await to(swarm, rounds, 14)
-                await swarm.until(lambda: names <= swarm.leader.attestations.of(14).keys())
-                newcomer = swarm.start("newcomer")
-                await planned(swarm, rounds, newcomer)
-                await is_right(swarm, newcomer)
-                assert set(newcomer.bases.values()) == {10}
-                await to(swarm, rounds, swarm.head + 3)
-                told = {d.peer for commit in swarm.archive.commits for d in commit.diverged}
-                assert told <= names, "liars alone are named"
-                assert told
-                counted = {s.peer for commit in swarm.archive.commits for s in commit.shares}
-                assert not counted & names
-                for peer in (*honest, early, newcomer):
-                    never_doubted(peer)
-                    await is_right(swarm, peer)
-            believes_the_log(swarm, swarm.archive.commits)
-
-    run(work())
 
 
 def spoil(peer: Volunteer, shard: str) -> None:

@@ -1,14 +1,12 @@
 """Fetching blobs by name: in ranges, from several holders at once, resumable, each range checked by itself.
 
-A large blob is asked of several holders, the fastest by past measurements first. Each is kept busy with as many ranges
-as its link holds and takes the next missing one, so a fast holder carries more. A holder that sends a range with a
-wrong digest is not asked for a while, one that is gone or silent is asked last, and the range is asked of another. The
-ranges are on disk (store.py), so an interrupted fetch resumes where it was. A small blob comes as a whole, with the
-answer, over a stream that is kept for the next one.
+A large blob is asked of several holders, the fastest by past measurements first. Each takes the next missing range, so
+a fast holder carries more. A holder that sends a range with a wrong digest is not asked for a while, one that is silent
+is asked last. The ranges are on disk (store.py), so an interrupted fetch resumes. A small blob comes as a whole, over a
+stream that is kept for the next one.
 
-A holder may itself be fetching the blob, and lets others wait for it. Peers that wait for each other in a circle would
-wait in vain; so one waits for another only if that one surely leads to a holder (it is being served; or a peer of
-which the same is sure named it as one that is), or comes after it in an order that differs from blob to blob.
+A holder may itself be fetching the blob, and lets others wait for it. To avoid circles a peer waits for another only if
+that one surely leads to a holder, or comes after it in an order that differs from blob to blob.
 """
 
 from __future__ import annotations
@@ -17,13 +15,12 @@ import asyncio
 import contextlib
 import functools
 import math
-from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from peer.net.base import Closed, Stream, Timeout, Transport, Unreachable, answer, now
-from peer.net.blobs.gate import Gate
 from peer.net.blobs.holders import Absent, Corrupt, Holders, Speed, rank
 from peer.net.blobs.store import LEAVES, BlobStore, Part, Place
 from protocol.codec import blob_hash
@@ -31,19 +28,147 @@ from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import endpoints, framing
 
+# --- gate
+
+PLACES = 64
+OF_AN_OWNER = 16
+"""Places that one owner has at most."""
+STALLED_SECONDS = 3.0
+"""After so long without a byte a fetch gives way."""
+TURN_SECONDS = 30.0
+"""After so long any does."""
+LOOK_SECONDS = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A fetch that has a place: its owner, its start, and since when it has had `came` bytes."""
+
+    owner: str
+    began: float
+    progress: Callable[[], int]
+    came: int
+    moved: float
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Gate:
+    """`places` in all, `of_an_owner` at most for each."""
+
+    def __init__(self, places: int = PLACES, of_an_owner: int = OF_AN_OWNER) -> None:
+        self._places = places
+        self._of_an_owner = of_an_owner
+        self._turns: set[_Turn] = set()
+        self._of: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    async def run(self, owner: str, work: Callable[[], Coroutine[Any, Any, None]], progress: Callable[[], int]) -> None:
+        """Does `work` in one or more turns: it is cancelled when others get the place, and started again.
+
+        progress: returns the bytes that have come
+        """
+        while True:
+            await self._enter(owner)
+            now = asyncio.get_running_loop().time()
+            turn = _Turn(owner, now, progress, progress(), now)
+            self._turns.add(turn)
+            task = asyncio.create_task(work())
+            over = asyncio.create_task(turn.over.wait())
+            try:
+                await asyncio.wait({task, over}, return_when=asyncio.FIRST_COMPLETED)
+                if task.done():
+                    return task.result()
+            finally:
+                for one in (task, over):
+                    one.cancel()
+                await asyncio.gather(task, over, return_exceptions=True)
+                self._turns.discard(turn)
+                self._leave(owner)
+
+    async def _enter(self, owner: str) -> None:
+        if self._of.total() < self._places and self._of[owner] < self._of_an_owner and owner not in self._waiting:
+            self._of[owner] += 1
+            return
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(place)
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self._leave(owner)
+            else:
+                self._forget(owner, place)
+            raise
+
+    def _forget(self, owner: str, place: asyncio.Future[None]) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._waiting[owner].remove(place)
+            if not self._waiting[owner]:
+                del self._waiting[owner]
+
+    def _leave(self, owner: str) -> None:
+        self._of[owner] -= 1
+        if not self._of[owner]:
+            del self._of[owner]
+        self._grant()
+
+    def _grant(self) -> None:
+        """Gives free places to the owners who have the fewest, in turn."""
+        while self._of.total() < self._places:
+            may = [owner for owner in self._waiting if self._of[owner] < self._of_an_owner]
+            if not may:
+                return
+            owner = min(may, key=self._of.__getitem__)
+            queue = self._waiting.pop(owner)
+            place = queue.popleft()
+            if queue:
+                self._waiting[owner] = queue  # at the end
+            if not place.done():
+                self._of[owner] += 1
+                place.set_result(None)
+
+    async def _look(self) -> None:
+        """While somebody waits: ends turns that do not move, or that were long."""
+        while self._waiting:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = asyncio.get_running_loop().time()
+            long: list[_Turn] = []
+            for turn in self._turns:
+                came = turn.progress()
+                if came != turn.came:
+                    turn.came, turn.moved = came, now
+                if now - turn.moved >= STALLED_SECONDS:
+                    turn.over.set()
+                elif now - turn.began >= TURN_SECONDS:
+                    long.append(turn)
+            long.sort(key=lambda turn: (-self._of[turn.owner], turn.began))
+            for turn in long[: len(self._waiting)]:
+                turn.over.set()
+
+    def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+
+
+# --- fetching
+
 MAX_IDLE_STREAMS = 128
 """To all peers together; the one that was used longest ago is closed first."""
 IDLE_SECONDS = 240.0
-"""Longest time that an idle stream is kept; its other end waits a little longer (serving.py)."""
 OVERDUE_SECONDS = 2.0
 """After this, plus four times its expected time, a range is also asked of an idle holder; and another holder is asked
 besides one that has not begun to send."""
 WAIT_SECONDS = 30.0
 """Longest time that a holder may let us wait for a blob that it is still fetching."""
 MAX_HOLDERS = 4
-"""Most holders that one blob is fetched from at once."""
 BYTES_PER_HOLDER = 1 << 20
-"""Missing bytes for each further holder."""
 MAX_ANSWER_BYTES = 4096
 
 
@@ -84,10 +209,7 @@ async def fetch_named(transport: Transport, peer: str, name: str, *, limit: int,
 
 
 class IdleStreams:
-    """Open streams that wait for their next use: opening one costs both peers more than a small blob does.
-
-    A stream that was closed meanwhile raises Closed when it is used.
-    """
+    """Open streams that wait for their next use. A stream that was closed meanwhile raises Closed when it is used."""
 
     def __init__(self, most: int = MAX_IDLE_STREAMS) -> None:
         self._most = most
@@ -160,7 +282,7 @@ class Job:
     size: int
     place: Place | None = None
     round: int = 0
-    check: Callable[[bytes], None] | None = None
+    check: Callable[[bytes], object] | None = None
     streams: int = 1
     all_asked: asyncio.Event = field(default_factory=asyncio.Event)
     part: Part | None = None  # what is here of a large blob
@@ -320,7 +442,7 @@ class Fetcher:
         holders: Sequence[str],
         *,
         round: int = 0,
-        check: Callable[[bytes], None] | None = None,
+        check: Callable[[bytes], object] | None = None,
         all_asked: asyncio.Event | None = None,
         streams: int = 1,
         owner: str = "",
@@ -553,7 +675,6 @@ class Fetcher:
             job.done.set()
 
     async def _read(self, job: Job, holder: Asked) -> list[str]:
-        """Takes a small blob from a source."""
         assert job.place is not None
         data = await self._sources[holder.peer].read(job.place)
         if len(data) != job.size or not await job.keep(0, data):

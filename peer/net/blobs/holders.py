@@ -18,15 +18,12 @@ DEPTH = (2, 64)
 SLACK_RANGES = 8
 """Asked for beyond what the link holds, as a busy holder answers later than it did at first."""
 NEW_SHARE = 0.2
-"""Weight of a new measurement in a mean."""
 AVOID_SECONDS = 600.0
-"""A holder that sent wrong bytes is not asked for so long."""
 REST_SECONDS = 30.0
 """A holder that did not answer is asked last for so long, or until it answers."""
 MAX_REST_SECONDS = 480.0
 """The same, at most, for one that breaks its promises repeatedly."""
 MAX_MEASURED = 512
-"""Holders whose speed is remembered."""
 
 
 class Corrupt(RemoteError):
@@ -112,10 +109,7 @@ class Holders:
         self._silent.end(peer)
 
     def broke_promise(self, peer: str) -> None:
-        """Notes that `peer` had us wait for a blob that did not come soon.
-
-        If it does so repeatedly it is asked last, longer each time, and not at all where others only named it.
-        """
+        """Notes that `peer` had us wait for a blob that did not come soon; after several it is asked last."""
         self._broken.begin(peer, now())
 
     def breaks_promises(self, peer: str) -> bool:

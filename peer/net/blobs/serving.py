@@ -14,11 +14,10 @@ chunk of the corpus (store.py), as nodes have whole chunks and peers some ranges
 range, or -1 for the leaves]. A file with a name: -> {"named": name} <- {"size": bytes, -1 if absent}, frames.
 
 *SpreadTracker.* A stored blob is sent about `copies` times. Further peers are told who got it and ask there, so copies
-multiply like the leaves of a tree, and a home uplink sends its own payload about twice, however many peers there are.
-A peer that is still fetching a blob lets others wait for it (fetching.py). One that finds no other holder may insist.
+multiply like the leaves of a tree. A peer that finds no other holder may insist.
 
-*Fairness.* A few pieces for a peer are under way at once, however many streams it has. With an upload limit, ranges are
-sent in turn, one for each peer, as a token bucket allows.
+*Fairness.* A few pieces for a peer are under way at once. With an upload limit, ranges are sent in turn, one for each
+peer, as a token bucket allows.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ SPREAD_SECONDS = 300.0
 """How long after the last request for a blob we remember who got it."""
 SPREAD_BLOBS = 4096
 NAMED_AT_ONCE = 8
-"""Peers that one answer names."""
 
 
 @dataclass(slots=True)
@@ -100,11 +98,9 @@ class SpreadTracker:
 
 
 COPIES = 2
-"""How often a peer sends a blob."""
 NODE_COPIES = 6
 """How often a bootstrap node does: a server's uplink spares the homes'."""
 STREAMS_PER_PEER = 128
-"""At once; a payload or shard takes one."""
 PIECES_PER_PEER = 8
 """Pieces read and sent at once to one peer, however many streams it has."""
 MOST_AHEAD = 8

@@ -3,13 +3,10 @@
     FOLDER/<name>               a whole blob; its round is the file's modification time, in seconds
     FOLDER/parts/<name>         ranges of a blob that is being fetched, each at its place
     FOLDER/parts/<name>.leaves  the digests of its ranges
-    FOLDER/<name>.leaves        the same of a blob of which a store has some ranges only (peer/corpus/cache.py)
+    FOLDER/<name>.leaves        the same of a blob of which a store has some ranges only (peer/corpus/fetched.py)
 
-A blob becomes visible only when it is whole, checked and durable (write, fsync, rename, fsync of the folder). The
-ranges in a part file are those whose digest is right, so a fetch resumes after any kill.
-
-A store with a limit evicts unprotected blobs when space is needed, oldest rounds first. Protected blobs are kept even
-above the limit.
+A blob becomes visible only when it is whole, checked and durable. The ranges in a part file are those whose digest is
+right, so a fetch resumes after any kill. A store with a limit evicts unprotected blobs, oldest rounds first.
 """
 
 from __future__ import annotations
@@ -28,9 +25,7 @@ from protocol.codec import blob_hash
 NO_ROUND = 2**31 - 1
 """In place of a round: a blob that belongs to none stays until it is removed, and does not count against the limit."""
 PIECE = 1 << 20
-"""Bytes read at once where a whole file is read."""
 LEAVES = ".leaves"
-"""After a blob's name: the digests of its ranges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +290,7 @@ class Part:
         self.missing.discard(index)
         return True
 
-    def finish(self, round: int, check: Callable[[bytes], None] | None = None, *, sync: bool = True) -> None:
+    def finish(self, round: int, check: Callable[[bytes], object] | None = None, *, sync: bool = True) -> None:
         """Makes the whole blob visible and durable (see peer/net/disk.py), unless `check` raises. Raises UsageError."""
         assert not self.missing
         if check is not None:

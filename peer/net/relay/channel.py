@@ -1,8 +1,7 @@
 """One end of a relayed stream: bytes in sealed records over a stream to the relay (protocol/wire/relaying.py).
 
 It takes a socket's place: `FrameStream` reads from `reader` and writes to the channel itself. At most WINDOW bytes are
-under way in one direction, as the receiver grants credit; that bounds what an honest pair lets a relay hold. Signs of
-life need no credit, so a missing answer means that the relay, or the way, is at fault, and not a slow reader.
+under way in one direction, as the receiver grants credit. Signs of life need no credit.
 """
 
 from __future__ import annotations
@@ -214,10 +213,7 @@ class Channel:
                     await self._put(CREDIT, relaying.credit(size))
 
     def _watch(self) -> None:
-        """Checks that the other side still sends.
-
-        It counts silent checks, not time, as our own process may have been stopped.
-        """
+        """Checks that the other side still sends, by counts of silent checks, as our process may have been stopped."""
         if self._error is not None or self._ending is not None:
             return
         every = self._signs.ask / 2

@@ -1,7 +1,7 @@
 """A relay: passes sealed records between peers that are connected to it (docs/adr/0022-sealed-relays.md).
 
-It knows who talks to whom and how much, no more. The bytes a second of all circuits are bounded, and shared in turn
-among the peers that asked for them. A record is read when the one before has been sent, so nothing is kept.
+The bytes a second of all circuits are bounded, and shared in turn among the peers that asked for them. A record is read
+when the one before has been sent, so nothing is kept.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ class RelayServer:
             await onward.close()
 
     async def _splice(self, stream: Stream, onward: Stream) -> None:
-        """Passes on what comes from each to the other, until both have ended. Raises RemoteError."""
         idle = self._limits.idle
         try:
             async with asyncio.timeout(idle) as end:

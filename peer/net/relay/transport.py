@@ -1,10 +1,7 @@
 """A transport that reaches peers through relays where it cannot reach them itself, and is reached through them.
 
-A relayed stream behaves as any other, with the peer at its other end as `remote`. Where a direct way is found, also
-later, new streams take it.
-
-Relays are asked at once, and the one through which the peer answers first is kept for it. A relay that did something
-wrong is asked last for a while, so that a lone one is still used.
+A relayed stream behaves as any other; where a direct way is found, also later, new streams take it. Relays are asked at
+once, and the one through which the peer answers first is kept for it. A relay that failed is asked last for a while.
 """
 
 from __future__ import annotations

@@ -25,22 +25,8 @@ RUN = MANIFEST.run_id
 def commits(count: int) -> list[Commit]:
     out: list[Commit] = []
     for round in range(count):
-        parent = out[-1].digest if out else RUN
-        out.append(
-            Commit(
-                run=RUN,
-                round=round,
-                parent=parent,
-                time=float(round),
-                contributions=(),
-                left_out=(),
-                diverged=(),
-                digests={"embed": "0" * 64},
-                plan=None,
-                leader=tiny.OPERATOR.peer_id,
-                members=MANIFEST.operators,
-            )
-        )
+        before = out[-1] if out else None
+        out.append(tiny.commit(MANIFEST, before, time=float(round), digests={"embed": "0" * 64}))
     return out
 
 

@@ -30,16 +30,3 @@ def test_a_job_is_done_as_soon_as_it_can_be(late: int, fails: int) -> None:
         running.cancel()
 
     asyncio.run(work())
-
-
-def test_a_newer_job_takes_the_place_of_one_that_waits() -> None:
-    async def work() -> None:
-        answers: asyncio.Queue[str] = asyncio.Queue()
-        made = LatestJob[str, str]("judge", lambda job: job, answers.put_nowait, retry_seconds=0.0)
-        made.ask("old")
-        made.ask("new")
-        running = asyncio.create_task(made.run())
-        assert await asyncio.wait_for(answers.get(), 30.0) == "new"
-        running.cancel()
-
-    asyncio.run(work())

@@ -101,18 +101,6 @@ def beside(test: Callable[[Planners], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(run())
 
 
-def test_a_plan_that_takes_long_does_not_hold_up_the_loop() -> None:
-    async def test(planners: Planners) -> None:
-        planners.planning.ask(question("a", "b"))
-        assert await planners.begun.get() == ["a", "b"]
-        planners.go_on.release()  # by the loop, while the plan is being made
-        planned = await planners.came.get()
-        assert planned == Planned(question("a", "b"), question("a", "b").answer())
-        assert planned.plan is not None
-
-    beside(test)
-
-
 def test_of_questions_that_nobody_waits_for_any_more_only_the_one_under_way_is_answered() -> None:
     async def test(planners: Planners) -> None:
         planners.planning.ask(question("a"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -25,39 +26,31 @@ PLAN = Plan(
 )
 
 
-def run(
-    story: Callable[[dict[str, PipelineStreams], MemoryNetwork], Awaitable[Any]],
-    limit: int | None = None,
-    patience: Patience = PATIENCE,
-) -> Any:
-    """`story` with everybody's pipes; they have applied round 3. `limit`: of each uplink, bits per second."""
+@contextlib.asynccontextmanager
+async def connected(
+    limit: int | None = None, patience: Patience = PATIENCE
+) -> AsyncIterator[tuple[dict[str, PipelineStreams], MemoryNetwork]]:
+    """Everybody's pipes; they have applied round 3. `limit`: of each uplink, bits per second."""
+    network = MemoryNetwork()
+    made = {}
+    for name in NAMES:
+        transport = network.transport(name)
 
-    async def main() -> Any:
-        network = MemoryNetwork()
-        made = {}
-        for name in NAMES:
-            transport = network.transport(name)
+        async def reach(peer: str, here: Any = transport) -> None:
+            await here.connect([f"/memory/p2p/{peer}"], timeout=1.0)
 
-            async def reach(peer: str, here: Any = transport) -> None:
-                await here.connect([f"/memory/p2p/{peer}"], timeout=1.0)
-
-            mine = PipelineStreams(
-                networks.network(transport, reach, limit=limit), patience=patience, liveness=Liveness(beat_s=0.02)
-            )
-            await transport.serve(endpoints.PIPE, lambda stream, mine=mine: mine.serve(stream, 3))
-            made[name] = mine
-        async with asyncio.timeout(30):
-            try:
-                return await story(made, network)
-            finally:
-                for peer in list(network.peers.values()):
-                    await peer.aclose()
-
-    return asyncio.run(main())
+        ours = networks.network(transport, reach, limit=limit)
+        made[name] = mine = PipelineStreams(ours, patience=patience, liveness=Liveness(beat_s=0.02))
+        await transport.serve(endpoints.PIPE, lambda stream, mine=mine: mine.serve(stream, 3))
+    try:
+        yield made, network
+    finally:
+        for peer in list(network.peers.values()):
+            await peer.aclose()
 
 
-def test_neighbours_find_each_other_whoever_comes_first() -> None:
-    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> None:
+async def test_neighbours_find_each_other_whoever_comes_first() -> None:
+    async with connected() as (made, _):
         late = asyncio.create_task(made["c"].neighbours(PLAN, 0, 0, 2))
         first, middle = await asyncio.gather(*(made[p].neighbours(PLAN, 0, 0, i) for i, p in enumerate("ab")))
         last = await late
@@ -69,13 +62,10 @@ def test_neighbours_find_each_other_whoever_comes_first() -> None:
                 assert Head.unpack(frame).kind == BEAT
                 frame = await there.recv()
 
-    run(story)
 
-
-def test_both_neighbours_share_the_uplink() -> None:
+async def test_both_neighbours_share_the_uplink() -> None:
     """Whoever dialled: 200 KB to each of them at 1 MB/s."""
-
-    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> None:
+    async with connected(limit=8_000_000) as (made, _):
         first, middle, last = await asyncio.gather(*(made[p].neighbours(PLAN, 0, 0, i) for i, p in enumerate(NAMES)))
         began = asyncio.get_running_loop().time()
 
@@ -87,11 +77,12 @@ def test_both_neighbours_share_the_uplink() -> None:
         await asyncio.gather(*sends, take(first[1]), take(last[0]))
         assert asyncio.get_running_loop().time() - began > 0.35
 
-    run(story, limit=8_000_000)
 
+async def test_who_is_not_ready_gives_signs_of_life() -> None:
+    async def kind(stream: Any) -> int:
+        return Head.unpack(await stream.recv()).kind
 
-def test_who_is_not_ready_gives_signs_of_life() -> None:
-    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> None:
+    async with connected() as (made, network):
         stream = (await made["a"].neighbours(PLAN, 0, 0, 0))[1]  # b has not begun
         for _ in range(3):
             assert await kind(stream) == BEAT
@@ -109,14 +100,13 @@ def test_who_is_not_ready_gives_signs_of_life() -> None:
         waits.cancel()
         await asyncio.gather(waits, return_exceptions=True)
 
-    async def kind(stream: Any) -> int:
-        return Head.unpack(await stream.recv()).kind
 
-    run(story)
+async def test_an_older_chain_is_refused_and_its_handlers_end() -> None:
+    async def drain(stream: Any) -> None:
+        while True:
+            await stream.recv()
 
-
-def test_an_older_chain_is_refused_and_its_handlers_end() -> None:
-    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> None:
+    async with connected() as (made, _):
         old = (await made["a"].neighbours(PLAN, 0, 0, 0))[1]
         made["b"].forget(4, 1)
         for stream in (old, (await made["a"].neighbours(PLAN, 0, 0, 0))[1]):
@@ -125,15 +115,10 @@ def test_an_older_chain_is_refused_and_its_handlers_end() -> None:
         found = await asyncio.gather(*(made[p].neighbours(PLAN, 0, 1, i) for i, p in enumerate(NAMES)))
         assert [(a is None, b is None) for a, b in found] == [(True, False), (False, False), (False, True)]
 
-    async def drain(stream: Any) -> None:
-        while True:
-            await stream.recv()
 
-    run(story)
-
-
-def test_who_cannot_be_reached_is_named_and_nothing_stays_open() -> None:
-    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> None:
+async def test_who_cannot_be_reached_is_named_and_nothing_stays_open() -> None:
+    two = ReplicaSpec(rank=4, stages=PLAN.replicas[0].stages[:2])
+    async with connected(patience=Patience(dial=0.1, reconfigured=0.2)) as (made, network):
         await network.peers["c"].aclose()
         with pytest.raises(NeighbourLost) as caught:
             await made["b"].neighbours(PLAN, 0, 1, 1)
@@ -142,9 +127,6 @@ def test_who_cannot_be_reached_is_named_and_nothing_stays_open() -> None:
             await made["b"].neighbours(Plan(round=4, replicas=(two,)), 0, 2, 1)
         assert (caught.value.peer, caught.value.reason) == ("a", "did not dial for 0.2 s")
 
-    two = ReplicaSpec(rank=4, stages=PLAN.replicas[0].stages[:2])
-    run(story, patience=Patience(dial=0.1, reconfigured=0.2))
-
 
 @pytest.mark.parametrize(
     "hello",
@@ -152,18 +134,16 @@ def test_who_cannot_be_reached_is_named_and_nothing_stays_open() -> None:
     + [{"round": r, "generation": 0, "replica": 0, "stripe": 0} for r in (3, 7, -1)]
     + [{"round": 4, "generation": 0, "replica": 0, "stripe": stripe} for stripe in (-1, STRIPES)],
 )
-def test_other_beginnings_are_refused(hello: Any) -> None:
-    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> None:
+async def test_other_beginnings_are_refused(hello: Any) -> None:
+    async with connected() as (_, network):
         stream = await network.peers["a"].open("b", endpoints.PIPE, timeout=1.0)
         await stream.send(framing.pack_message(hello))
         with pytest.raises(Closed):
             await stream.recv()
 
-    run(story)
 
-
-def test_a_dial_that_failed_halfway_does_not_stand_in_the_way_of_the_next() -> None:
-    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> None:
+async def test_a_dial_that_failed_halfway_does_not_stand_in_the_way_of_the_next() -> None:
+    async with connected() as (made, network):
         halves = [await network.peers["a"].open("b", endpoints.PIPE, timeout=1.0) for _ in range(STRIPES - 1)]
         for stripe, half in enumerate(halves):
             await half.send(framing.pack_message({"round": 4, "generation": 0, "replica": 0, "stripe": stripe}))
@@ -177,11 +157,10 @@ def test_a_dial_that_failed_halfway_does_not_stand_in_the_way_of_the_next() -> N
         while len(frame := await found[1][0].recv()) != STRIPES * SLICE:
             assert Head.unpack(frame).kind == BEAT
 
-    run(story)
 
+async def test_waiting_pipes_are_bounded() -> None:
+    async with connected() as (made, network):
 
-def test_waiting_pipes_are_bounded() -> None:
-    async def story(made: dict[str, PipelineStreams], network: MemoryNetwork) -> int:
         async def dial(peer: str, generation: int) -> Stream:
             stream = await network.peers[peer].open("b", endpoints.PIPE, timeout=1.0)
             hello = {"round": 4, "generation": generation, "replica": 7, "stripe": 0}
@@ -197,15 +176,12 @@ def test_waiting_pipes_are_bounded() -> None:
         network.transport("one too many")
         with pytest.raises(Closed):
             await (await dial("one too many", 1)).recv()
-        waiting = made["b"].waiting
+        assert made["b"].waiting == MAX_EARLY_PIPES
         found = await asyncio.gather(*(made[p].neighbours(PLAN, 0, 0, i) for i, p in enumerate(NAMES)))
         assert found[1][0] is not None, "strangers who took all places keep no neighbour out"
-        return waiting
-
-    assert run(story) == MAX_EARLY_PIPES
 
 
-def test_a_silent_neighbour_is_doubted_and_looked_for_anew() -> None:
+async def test_a_silent_neighbour_is_doubted_and_looked_for_anew() -> None:
     """It may have moved: the transport makes sure of its connection, and the next dial asks where it is."""
     lost, doubted = list[str](), list[str]()
 
@@ -213,11 +189,8 @@ def test_a_silent_neighbour_is_doubted_and_looked_for_anew() -> None:
         def doubt(self, peer: str) -> None:
             doubted.append(peer)
 
-    async def main() -> None:
-        transport = Doubting(MemoryNetwork(), "a", lambda key, subkey, value: True)
+    transport = Doubting(MemoryNetwork(), "a", lambda key, subkey, value: True)
 
-        PipelineStreams(networks.network(transport, lost=lost.append)).doubt("b")
-        await transport.aclose()
-
-    asyncio.run(main())
+    PipelineStreams(networks.network(transport, lost=lost.append)).doubt("b")
+    await transport.aclose()
     assert lost == doubted == ["b"]

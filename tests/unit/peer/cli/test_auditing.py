@@ -12,8 +12,6 @@ import pytest
 from peer import events
 from peer.cli import auditing
 
-DEADLINE = 60.0
-
 LONG = f"print('x' * {2 * auditing.LINE_BYTES}, flush=True); import sys; sys.stdin.read()"
 DEAF = f"import sys\nwhile True: sys.stdout.write('x' * {auditing.LINE_BYTES})"
 """It goes on writing to whoever has stopped reading, and does not notice that it is alone."""
@@ -34,17 +32,16 @@ def program(source: str) -> Callable[[Path], list[str]]:
     ],
     ids=["missing", "fails", "long", "deaf"],
 )
-def test_who_cannot_be_followed_is_started_again(tmp_path: Path, made: Callable[[Path], list[str]], said: str) -> None:
-    async def work() -> None:
-        told: asyncio.Queue[events.Body] = asyncio.Queue()
-        beside = asyncio.create_task(
-            auditing.audit_beside(tmp_path, "run", ["address"], told.put_nowait, made(tmp_path), again=0.1)
-        )
-        for _ in range(2):
-            warning = await told.get()
-            assert isinstance(warning, events.Warning)
-            assert said in warning.text
-        beside.cancel()
-        await asyncio.gather(beside, return_exceptions=True)
-
-    asyncio.run(asyncio.wait_for(work(), DEADLINE))
+async def test_who_cannot_be_followed_is_started_again(
+    tmp_path: Path, made: Callable[[Path], list[str]], said: str
+) -> None:
+    told: asyncio.Queue[events.Body] = asyncio.Queue()
+    beside = asyncio.create_task(
+        auditing.audit_beside(tmp_path, "run", ["address"], told.put_nowait, made(tmp_path), again=0.1)
+    )
+    for _ in range(2):
+        warning = await told.get()
+        assert isinstance(warning, events.Warning)
+        assert said in warning.text
+    beside.cancel()
+    await asyncio.gather(beside, return_exceptions=True)

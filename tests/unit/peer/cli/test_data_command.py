@@ -59,18 +59,12 @@ def test_a_corpus_that_is_not_whole_is_said(source: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nowhere.txt", "--tokenizer", "sotu-4k.json"], "potluck: source nowhere.txt: no such file or folder; "),
         (["a.jsonl", "--tokenizer", "none.json"], "potluck: tokenizer none.json: No such file or directory; "),
         (["a.jsonl", "--tokenizer", "a.jsonl"], "potluck: tokenizer: not a tokenizer: "),
-        (
-            ["a.jsonl", "--tokenizer", "sotu-4k.json", "--column", "body"],
-            "potluck: source a.jsonl: row 1, line 1: has no column body; ",
-        ),
         (
             ["a.jsonl", "--tokenizer", "sotu-4k.json", "--split", "test"],
             "potluck: --split test: is for data sets of the hub; ",
         ),
-        (["a.jsonl", "hub:a/b", "--tokenizer", "sotu-4k.json"], "potluck: source hub:a/b: names no revision; "),
     ],
 )
 def test_what_is_wrong_is_one_line(

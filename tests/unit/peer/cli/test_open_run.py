@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from protocol.wire import endpoints
 from tests.support import tiny
 
 OTHER = Identity(bytes(32))
-DEADLINE = 60.0
 
 
 def address(peer: str, host: str = "10.0.0.1") -> str:
@@ -161,21 +159,18 @@ def test_a_run_that_nothing_here_knows_is_one_line(
     assert said.count("\n") == 1
 
 
-def test_a_node_of_another_run_is_said_such_that_the_two_differ(folders: Folders, tmp_path: Path) -> None:
+async def test_a_node_of_another_run_is_said_such_that_the_two_differ(folders: Folders, tmp_path: Path) -> None:
     """As after one wrong digit at the end of a line."""
     right = folders.manifest.run_id
     wrong = right[:-1] + ("0" if right[-1] != "0" else "1")
 
-    async def work() -> None:
-        network = MemoryNetwork()
-        node, peer = (network.transport(name, lambda *_: None) for name in (folders.run.dialled[0], OTHER.peer_id))
-        served = BlobServer(BlobStore(tmp_path / "blobs"), named={endpoints.MANIFEST_NAME: folders.manifest.to_bytes()})
-        await served.serve(node)
-        run = Run(None, wrong, (f"/memory/p2p/{node.peer_id}",))
-        with pytest.raises(UsageError) as refused:
-            await manifest_of(run, peer)
-        assert f"serves run {right[:12]}…{right[-5:]}, not {wrong[:12]}…{wrong[-5:]}; copy the line again" in str(
-            refused.value
-        )
-
-    asyncio.run(asyncio.wait_for(work(), DEADLINE))
+    network = MemoryNetwork()
+    node, peer = (network.transport(name, lambda *_: None) for name in (folders.run.dialled[0], OTHER.peer_id))
+    served = BlobServer(BlobStore(tmp_path / "blobs"), named={endpoints.MANIFEST_NAME: folders.manifest.to_bytes()})
+    await served.serve(node)
+    run = Run(None, wrong, (f"/memory/p2p/{node.peer_id}",))
+    with pytest.raises(UsageError) as refused:
+        await manifest_of(run, peer)
+    assert f"serves run {right[:12]}…{right[-5:]}, not {wrong[:12]}…{wrong[-5:]}; copy the line again" in str(
+        refused.value
+    )

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from peer.cli import plan as command
-from peer.events import Event
-from peer.ui.monitor import Monitor
 from protocol.errors import UsageError
 from protocol.run import manifest as manifests
 from protocol.wire.announcement import NODE_DEVICE
@@ -150,16 +148,11 @@ def test_the_figures_come_without_a_run() -> None:
         planned(None, figures=False)
 
 
-def test_a_run_is_planned_from_what_is_announced_and_its_newest_plan() -> None:
-    found: list[command.Known] = []
-
-    async def story(node: watched.Node, monitor: Monitor, events: list[Event]) -> None:
+async def test_a_run_is_planned_from_what_is_announced_and_its_newest_plan() -> None:
+    async with watched.watching() as (node, monitor, _):
         node.log = watched.records(watched.commits()[:2])
         await node.announce(watched.ALICE, memory_bytes=10**6, speed_flops=123)
         await node.announce(watched.BOB, device=NODE_DEVICE)  # who only hosts is no spare
-        found.append(await command.known_by(monitor))
-
-    watched.play(story)
-    (known,) = found
+        known = await command.known_by(monitor)
     assert [(c.peer, c.memory_bytes, c.speed_flops) for c in known.candidates] == [(watched.ALICE.peer_id, 10**6, 123)]
     assert known.replicas == watched.plan(2).replicas

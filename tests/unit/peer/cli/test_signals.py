@@ -48,25 +48,17 @@ def said(process: subprocess.Popen[str]) -> list[str]:
     return out.splitlines()
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
-def test_each_of_these_ends_it_cleanly(number: int) -> None:
-    process = begun()
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(number)
-    assert said(process)[-1] == "left"
-
-
 @pytest.mark.parametrize(
     "numbers",
     [
+        (signal.SIGHUP,),
+        (signal.SIGINT,),
         (signal.SIGTERM, signal.SIGTERM),
         (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP),
-        (signal.SIGTERM, signal.SIGHUP),
         (signal.SIGINT, signal.SIGINT, signal.SIGTERM),
     ],
 )
-def test_several_at_once_are_one(numbers: tuple[int, ...]) -> None:
+def test_each_of_these_ends_it_cleanly_and_several_are_one(numbers: tuple[int, ...]) -> None:
     """`timeout` signals the process and its group, and a terminal that is closed does so, too, as does the shell in it."""
     process = begun()
     assert process.stdout is not None

@@ -64,14 +64,10 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
     return sources.parse(str(path))
 
 
-def test_rows_are_documents(source: Source) -> None:
+def test_rows_are_documents_and_reading_goes_on_behind_any_unit(source: Source) -> None:
     units = list(sources.units(source, Reading()))
     assert documents(units) == DOCUMENTS
     assert max(len(piece.decode()) for unit in units for piece in unit.pieces) == sources.PIECE_CHARS
-
-
-def test_reading_goes_on_behind_any_unit(source: Source) -> None:
-    units = list(sources.units(source, Reading()))
     states = [i for i, unit in enumerate(units) if unit.state is not None]
     assert states[-1] == len(units) - 1
     for i in states:
@@ -126,59 +122,6 @@ def test_a_hub_data_set_needs_a_revision_and_a_hub() -> None:
         UsageError, match=r"hub:nobody/nothing@v1: the hub cannot be reached: .*; start again when it can"
     ):
         list(sources.units(source, Reading()))
-
-
-def bad_parquet(path: Path) -> None:
-    texts = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"ok\xff\xfe"))
-    pq.write_table(pa.table({"text": texts}), path)
-
-
-WRONG: list[tuple[str, Callable[[Path], object], str]] = [
-    ("a.txt", lambda p: p.write_bytes(b"fine\n" * 300_000 + b"\xe9t\xe9"), "not UTF-8 at byte 1500000; convert it"),
-    ("b.txt", lambda p: p.write_bytes(b"cut \xc3"), "not UTF-8 at byte 4; convert it"),
-    (
-        "a.jsonl",
-        lambda p: p.write_bytes(b'{"text":"a"}\n{"text":"\xff\xfe"}\n'),
-        "row 2, line 2: not UTF-8 at byte 9 of the line; mend or remove that row",
-    ),
-    (
-        "b.jsonl",
-        lambda p: p.write_bytes(jsonl(["fine"]) + b'{"text":"a"\n'),
-        "row 2, line 2: not JSON: .*; mend or remove that row",
-    ),
-    (
-        "c.jsonl",
-        lambda p: p.write_bytes(b'{"text":"\\ud800"}\n'),
-        "row 1, line 1: column text has half a surrogate pair",
-    ),
-    ("d.jsonl", lambda p: p.write_bytes(b'{"text":5}\n'), "row 1, line 1: column text has no text but a number; "),
-    (
-        "e.jsonl",
-        lambda p: p.write_bytes(b'{"body":"a","n":1}\n'),
-        "has no column text; it has body, n: name one with --column",
-    ),
-    ("f.jsonl.gz", lambda p: p.write_bytes(b"no gzip"), "not whole gzip after byte 0 of its text: .*; get it again"),
-    ("a.parquet", bad_parquet, "row 2: column text is not UTF-8 at its byte 0; mend or remove that row"),
-    ("b.parquet", lambda p: write_parquet(p, ["a"], "body"), "has no column text; it has n, body"),
-    ("c.parquet", lambda p: p.write_bytes(b"PAR1"), "; it must be whole parquet: get it again"),
-    ("folder", lambda p: p.mkdir(), "has no file to read: 0 left out; name a folder that has text"),
-]
-
-
-@pytest.mark.parametrize(("name", "write", "told"), WRONG, ids=[name for name, _, _ in WRONG])
-def test_what_is_wrong_with_a_source_is_one_line(
-    name: str, write: Callable[[Path], object], told: str, tmp_path: Path
-) -> None:
-    write(tmp_path / name)
-    with pytest.raises(UsageError, match=told) as caught:
-        list(sources.units(sources.parse(str(tmp_path / name)), Reading()))
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith(f"source {tmp_path / name}: ")
-
-
-def test_a_path_that_is_not_there_is_said_at_once() -> None:
-    with pytest.raises(UsageError, match=r"source nowhere/a.txt: no such file or folder; correct the path"):
-        sources.parse("nowhere/a.txt")
 
 
 def test_a_fingerprint_changes_with_the_files(tmp_path: Path) -> None:

@@ -118,17 +118,3 @@ def test_a_peer_asks_nobody_where_it_does_not_matter_and_goes_on_where_nobody_an
     machine = machines.machine(tmp_path, 1)
     asyncio.run(checked(run_of(-1), machine, b"another run's"))
     asyncio.run(checked(run_of(5), machine, None))
-
-
-def test_what_is_shown_of_a_text_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.txt").write_text("We the people of the United States.\n" * 200)
-    (tmp_path / "plain.json").write_bytes(without_an_end())
-    for tokenizer, said in (
-        ("sotu-4k.json", "of which 0 ends a document;"),
-        (str(tmp_path / "plain.json"), "none of which ends"),
-    ):
-        out = str(tmp_path / f"out-{len(said)}")
-        asked = ["data", "build", str(tmp_path / "a.txt"), "--tokenizer", tokenizer, "--sequence", "32", "--out", out]
-        for arguments in ([*asked, "--threads", "1"], ["data", "show", out]):
-            assert typed(*arguments) == 0
-            assert said in capsys.readouterr().out

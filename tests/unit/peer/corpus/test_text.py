@@ -146,10 +146,7 @@ def test_the_tokenizer_is_the_manifests(tmp_path: Path) -> None:
 
 
 def commit(round: int, plan: Plan | None) -> Commit:
-    return Commit(
-        run="0" * 64, round=round, parent="0" * 64, time=1.0, contributions=(), left_out=(), diverged=(), digests={},
-        plan=plan, leader="n", members=("n",),
-    )  # fmt: skip
+    return tiny.commit(round=round, plan=plan, leader="n", members=("n",))
 
 
 def test_a_plan_says_what_will_be_read_as_soon_as_it_is_known() -> None:

@@ -28,6 +28,7 @@ from protocol.errors import UsageError
 from tests.support.texts import documents
 
 RAW = (ASSETS / "sotu-4k.json").read_bytes()
+BUILD = ["data", "build", "--tokenizer", "sotu-4k.json", "--sequence", "8", "--threads", "1"]
 DOCUMENTS = ["one\r\ntwo", "<|endoftext|> é 😀", "NA", "42", 'a\tb "c", d\n']
 
 
@@ -42,6 +43,15 @@ CSV = b"n,text\n" + b"".join(b'1,"' + text.replace('"', '""').encode() + b'"\n' 
 def table(kind: pa.DataType, values: list[str] | None = None) -> bytes:
     out = io.BytesIO()
     pq.write_table(pa.table({"text": pa.array(DOCUMENTS if values is None else values).cast(kind)}), out)
+    return out.getvalue()
+
+
+def bad_parquet() -> bytes:
+    texts, out = (
+        pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"ok\xff\xfe")),
+        io.BytesIO(),
+    )
+    pq.write_table(pa.table({"text": texts}), out)
     return out.getvalue()
 
 
@@ -139,17 +149,11 @@ def test_a_bad_row_is_named_or_left_out_and_counted(
 
 
 @pytest.mark.parametrize("given", [(), ("--tokenizer", "sotu-4k.json")], ids=["makes its tokenizer", "has one"])
-@pytest.mark.parametrize(("name", "content", "said"), BAD, ids=[name for name, _, _ in BAD])
 def test_init_names_a_bad_row_and_how_a_corpus_is_built_without_it(
-    name: str,
-    content: bytes,
-    said: str,
-    given: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    name, content, said = BAD[0]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SystemExit) as end:
         main(["init", "my-run", name, *given])
@@ -217,6 +221,11 @@ REFUSED = [
     ("utf16le.txt", "a longer text".encode("utf-16-le"), "is UTF-16LE, not UTF-8; convert it"),
     ("utf16.jsonl", JSONL.decode().encode("utf-16"), "is UTF-16, not UTF-8; convert it"),
     ("latin.txt", b"caf\xe9 ", "not UTF-8 at byte 3; convert it"),
+    ("far.txt", b"fine\n" * 300_000 + b"\xe9t\xe9", "not UTF-8 at byte 1500000; convert it"),
+    ("cut.txt", b"cut \xc3", "not UTF-8 at byte 4; convert it"),
+    ("column.jsonl", lines({"body": "a", "n": 1}), "has no column text; it has body, n: name one with --column"),
+    ("none.jsonl.gz", b"no gzip", "not whole gzip after byte 0 of its text: "),
+    ("utf8.parquet", bad_parquet(), "row 2: column text is not UTF-8 at its byte 0; mend or remove that row"),
     ("latin.csv", b"text\ncaf\xe9 \n", "not UTF-8 at byte 8; convert it"),
     ("cut.jsonl.gz", gzip.compress(JSONL)[:-9], "not whole gzip after byte"),
     ("cut.jsonl.zst", zstandard.compress(JSONL)[:-3], "not whole zstandard after byte"),
@@ -239,21 +248,8 @@ def test_refused_with_the_file_and_nothing_half_written(
     path, out = tmp_path / "in" / name, tmp_path / "out"
     path.parent.mkdir()
     path.write_bytes(content)
-    typed = [
-        "data",
-        "build",
-        path.parent,
-        "--tokenizer",
-        "sotu-4k.json",
-        "--sequence",
-        "8",
-        "--out",
-        out,
-        "--threads",
-        "1",
-    ]
     with pytest.raises(SystemExit) as end:
-        main([*map(str, typed)])
+        main([*BUILD, str(path.parent), "--out", str(out)])
     told = capsys.readouterr().err
     assert end.value.code == 2
     assert told.startswith(f"potluck: source {path}: ")
@@ -281,25 +277,17 @@ def test_each_file_of_a_folder_is_read_or_named(tmp_path: Path) -> None:
         ".hidden": "hidden", "empty.txt": "empty", "photo.jpg": "not text", "loop": "a link to a folder above it",
         "gone": "a link to nothing",
     }  # fmt: skip
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UsageError, match="has no file to read: 0 left out; name a folder that has text"):
+        read(tmp_path / "none")
 
 
 def test_a_report_counts_each_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_bytes(lines(*[{"text": "We the people."}] * 50, {"text": 1}, {"text": None}))
     (tmp_path / "in" / ".x").touch()
-    typed = [
-        "data",
-        "build",
-        tmp_path / "in",
-        "--tokenizer",
-        "sotu-4k.json",
-        "--sequence",
-        "8",
-        "--out",
-        tmp_path / "out",
-    ]
     with pytest.raises(SystemExit) as end:
-        main([*map(str, typed), "--skip-bad-rows", "--threads", "1"])
+        main([*BUILD, str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--skip-bad-rows"])
     assert not end.value.code
     said = capsys.readouterr().out
     assert said.startswith(f"reads {tmp_path}/in/a.jsonl: JSON lines, a document a row, column text (string)")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import dataclasses
-import functools
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,14 @@ from peer.cli.log import lines, round_lines
 from peer.log import reader, replay
 from peer.net.base import serve_calls
 from peer.net.blobs import BlobServer, BlobStore
-from peer.net.disk import Disk
 from peer.net.memory import MemoryNetwork
-from protocol.codec.topk import in_memory
 from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity
-from protocol.run import layout
 from protocol.wire import encoding, endpoints, framing
 from protocol.wire.commit import Commit, Contribution
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import LogRequest
 from tests.support import tiny
-from tests.support.rules import of_work
 
 MANIFEST = tiny.manifest(rounds=2)
 AWAY, OTHER, WATCHER = (Identity(bytes([i] * 32)).peer_id for i in (1, 2, 9))
@@ -35,44 +30,27 @@ AWAY, OTHER, WATCHER = (Identity(bytes([i] * 32)).peer_id for i in (1, 2, 9))
 def commits(count: int) -> list[Commit]:
     out: list[Commit] = []
     for round in range(count):
-        out.append(
-            Commit(
-                run=MANIFEST.run_id,
-                round=round,
-                parent=out[-1].digest if out else MANIFEST.run_id,
-                time=0.0,
-                contributions=(),
-                left_out=(),
-                diverged=(),
-                digests={},
-                plan=Plan(round=round + 1, replicas=()) if round < MANIFEST.rounds else None,
-                leader=tiny.OPERATOR.peer_id,
-                members=MANIFEST.operators,
-                idle=round,
-            )
-        )
+        plan = Plan(round=round + 1, replicas=()) if round < MANIFEST.rounds else None
+        parent, run = out[-1].digest if out else MANIFEST.run_id, MANIFEST.run_id
+        made = tiny.commit(run=run, round=round, parent=parent, plan=plan, idle=round)
+        out.append(dataclasses.replace(made, leader=tiny.OPERATOR.peer_id, members=MANIFEST.operators))
     return out
 
 
-def ask(story: Callable[[reader.Remote], Awaitable[None]], answer: Callable[[int], bytes]) -> None:
-    """Runs `story` with the log of two nodes, of which the first is away."""
+@contextlib.asynccontextmanager
+async def remote(answer: Callable[[int], bytes]) -> AsyncIterator[reader.Remote]:
+    """The log of two nodes, of which the first is away."""
+    network = MemoryNetwork()
+    node, watcher = network.transport(OTHER), network.transport(WATCHER)
 
-    async def run() -> None:
-        network = MemoryNetwork()
-        node = network.transport(OTHER)
+    async def log(remote: str, request: bytes) -> bytes:
+        return answer(encoding.expect(LogRequest, encoding.decode(request, remote), remote).after)
 
-        async def log(remote: str, request: bytes) -> bytes:
-            return answer(encoding.expect(LogRequest, encoding.decode(request, remote), remote).after)
-
-        await serve_calls(node, endpoints.LOG, log)
-        watcher = network.transport(WATCHER)
-        async with asyncio.timeout(30):
-            with tempfile.TemporaryDirectory() as name:
-                await story(reader.Remote(watcher, [AWAY, OTHER], BlobStore(Path(name))))
-        await watcher.aclose()
-        await node.aclose()
-
-    asyncio.run(run())
+    await serve_calls(node, endpoints.LOG, log)
+    with tempfile.TemporaryDirectory() as name:
+        yield reader.Remote(watcher, [AWAY, OTHER], BlobStore(Path(name)))
+    await watcher.aclose()
+    await node.aclose()
 
 
 def pages(log: list[bytes], length: int = 1) -> Callable[[int], bytes]:
@@ -83,12 +61,10 @@ def records(found: list[Commit]) -> list[bytes]:
     return [encoding.encode_record(tiny.record(commit)) for commit in found]
 
 
-def test_the_log_comes_page_by_page_from_the_node_that_answers() -> None:
-    async def story(log: reader.Remote) -> None:
+async def test_the_log_comes_page_by_page_from_the_node_that_answers() -> None:
+    async with remote(pages(records(commits(3)))) as log:
         shown = [line async for line in lines(MANIFEST, log)]
         assert [line.split("  ")[0] for line in shown if line.startswith("round")] == ["round 0", "round 1", "round 2"]
-
-    ask(story, pages(records(commits(3))))
 
 
 @pytest.mark.parametrize(
@@ -99,13 +75,11 @@ def test_the_log_comes_page_by_page_from_the_node_that_answers() -> None:
         (lambda after: framing.pack_message([1]), "not a list of commits"),
     ],
 )
-def test_a_node_that_answers_nonsense_is_named(answer: Callable[[int], bytes], reason: str) -> None:
-    async def story(log: reader.Remote) -> None:
+async def test_a_node_that_answers_nonsense_is_named(answer: Callable[[int], bytes], reason: str) -> None:
+    async with remote(answer) as log:
         with pytest.raises(RemoteError, match=reason) as error:
             [record async for record in reader.checked(MANIFEST, log)]
         assert error.value.peer == OTHER
-
-    ask(story, answer)
 
 
 @pytest.mark.parametrize(
@@ -119,74 +93,29 @@ def test_a_node_that_answers_nonsense_is_named(answer: Callable[[int], bytes], r
         (records(commits(1)) * 50, "round 1: the commit is not the one of round 1"),
     ],
 )
-def test_a_node_that_repeats_itself_or_lies_is_not_followed_for_ever(log: list[bytes], reason: str) -> None:
-    async def story(source: reader.Remote) -> None:
+async def test_a_node_that_repeats_itself_or_lies_is_not_followed_for_ever(log: list[bytes], reason: str) -> None:
+    async with remote(lambda after: framing.pack_message(log)) as source:
         with pytest.raises(LocalError, match=reason):
             [record async for record in reader.checked(MANIFEST, source)]
         found = await replay.verify(MANIFEST, source.records(), source.payload, lambda problem: None)
         assert len(found.problems) == 1
 
-    ask(story, lambda after: framing.pack_message(log))
 
-
-def test_a_replay_in_files_gives_the_same_digests(tmp_path: Path) -> None:
-    async def story(source: reader.Remote) -> None:
-        found = [
-            await replay.verify(
-                MANIFEST, source.records(), source.payload, lambda problem: pytest.fail(str(problem)), None, empty
-            )
-            for empty in (in_memory, functools.partial(Disk().arrays, tmp_path))
-        ]
-        assert set(found[0].digests) == set(layout.shard_names(MANIFEST.model))
-        assert found[0].digests == found[1].digests
-
-    ask(story, pages(records(commits(2)), 2))
-
-
-def test_payloads_come_by_digest_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
-    async def run() -> None:
-        network = MemoryNetwork()
-        node, watcher = network.transport(OTHER), network.transport(WATCHER)
-        store = BlobStore(tmp_path / "node")
-        await BlobServer(store).serve(node)
-        log = reader.Remote(watcher, [AWAY, OTHER], BlobStore(tmp_path / "ours"))
-        digest = store.put(b"payload")
-        assert await log.payload(digest, 7) == b"payload"
-        with pytest.raises(RemoteError, match="does not have it"):
-            await log.payload(digest, 3)
-        with pytest.raises(RemoteError, match="does not have it"):
-            await log.payload("0" * 64, 7)
-        await log.aclose()
-        await watcher.aclose()
-        await node.aclose()
-
-    asyncio.run(run())
-
-
-def test_a_commit_that_no_honest_leader_writes() -> None:
-    def problems(**changes: object) -> list[str]:
-        import dataclasses
-
-        return of_work(MANIFEST, None, dataclasses.replace(commits(1)[0], **changes))  # type: ignore[arg-type]
-
-    made = Contribution(replica=0, tokens=64, steps=4, loss=None, shares=())
-    assert problems() == []
-    assert problems(round=3, plan=None) == ["the run has 2 rounds only"]
-    assert problems(contributions=(made,)) == ["decides about replicas [0], the plan has []"]
-    stage = StageSpec(peer=OTHER, first=0, last=2)
-    half, whole = ReplicaSpec(rank=0, stages=(stage,)), StageSpec(peer=OTHER, first=0, last=4)
-    plan = Plan(round=2, replicas=(half,), next_number=1)
-    assert problems(plan=plan) == [
-        "plans round 2, not the next one",
-        "plans replica 0 with stages that are not the whole model",
-    ]
-    assert problems(plan=Plan(round=1, replicas=(), forming=(half,), forming_since=(1,))) == [
-        "plans replica 0 with stages that are not the whole model"
-    ]
-    for numbers, following in (((0, 0), 1), ((0, 1), 1), ((-1, 0), 1)):
-        twice = tuple(ReplicaSpec(number=n, rank=0, stages=(whole,)) for n in numbers)
-        wrong = Plan(round=1, replicas=twice, next_number=following)
-        assert problems(plan=wrong) == [f"plans replicas under the numbers {list(numbers)}"]
+async def test_payloads_come_by_digest_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+    network = MemoryNetwork()
+    node, watcher = network.transport(OTHER), network.transport(WATCHER)
+    store = BlobStore(tmp_path / "node")
+    await BlobServer(store).serve(node)
+    log = reader.Remote(watcher, [AWAY, OTHER], BlobStore(tmp_path / "ours"))
+    digest = store.put(b"payload")
+    assert await log.payload(digest, 7) == b"payload"
+    with pytest.raises(RemoteError, match="does not have it"):
+        await log.payload(digest, 3)
+    with pytest.raises(RemoteError, match="does not have it"):
+        await log.payload("0" * 64, 7)
+    await log.aclose()
+    await watcher.aclose()
+    await node.aclose()
 
 
 def test_a_contribution_without_weight_is_no_commit() -> None:

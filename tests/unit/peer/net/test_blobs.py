@@ -7,10 +7,8 @@ import contextlib
 import itertools
 import os
 import random
-import statistics
-import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +28,8 @@ from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.wire import endpoints, framing
 from protocol.wire.framing import MAX_FRAME
-from tests.sim.loop import VirtualLoop
 
 DEADLINE = 200.0
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, DEADLINE))
-
-
-def virtually(work: Coroutine[Any, Any, None]) -> None:
-    """In virtual time: nothing is waited for, and nobody counts as late since the machine is busy."""
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(random.Random(0))) as runner:
-        runner.run(asyncio.wait_for(work, DEADLINE))
 
 
 def noise(size: int, seed: int = 0) -> bytes:
@@ -111,25 +98,6 @@ def test_what_a_round_did_not_commit_goes(tmp_path: Path) -> None:
     assert not store.has(dropped)
 
 
-def test_a_round_takes_no_longer_since_many_rounds_are_over(tmp_path: Path) -> None:
-    """What is asked of a store in each round, where hundred times as many blobs are there."""
-    took = dict[int, list[float]]()
-    stores = {count: BlobStore(tmp_path / str(count)) for count in (300, 30_000)}
-    for count, store in stores.items():
-        for number in range(count):
-            store.add(f"{number:064x}", number // 3, 1)
-    for _ in range(9):
-        for count, store in stores.items():
-            began = time.process_time()
-            for _ in range(50):
-                assert store.newer(count // 3 - 2) == {f"{number:064x}" for number in range(count - 3, count)}
-                assert store.settle(count // 3 + 1, ()) == set()
-                assert store.make_space(10)
-            took.setdefault(count, []).append(time.process_time() - began)
-    few, many = (statistics.median(took[count]) for count in stores)
-    assert many < 10 * few
-
-
 def test_a_blob_that_comes_again_counts_once_and_as_of_its_last_round(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     name = store.put(noise(1000), 3)
@@ -185,73 +153,64 @@ def test_what_is_refused_in_the_end_is_not_kept(tmp_path: Path) -> None:
 # --- the uplink, on a virtual clock
 
 
-def test_an_uplink_keeps_its_rate() -> None:
-    async def work() -> None:
-        uplink, loop = Uplink(8_000_000), asyncio.get_running_loop()
-        for _ in range(100):
-            await uplink.turn("a", 100_000)
-        assert 9.7 < loop.time() <= 10.0  # 10 MB at 1 MB/s, less the first burst
-        await asyncio.sleep(5)
-        began = loop.time()
-        for _ in range(10):
-            await uplink.turn("a", 100_000)
-        assert 0.7 < loop.time() - began <= 1.0, "idle time is not saved up"
-
-    virtually(work())
+@pytest.mark.virtual
+async def test_an_uplink_keeps_its_rate() -> None:
+    uplink, loop = Uplink(8_000_000), asyncio.get_running_loop()
+    for _ in range(100):
+        await uplink.turn("a", 100_000)
+    assert 9.7 < loop.time() <= 10.0  # 10 MB at 1 MB/s, less the first burst
+    await asyncio.sleep(5)
+    began = loop.time()
+    for _ in range(10):
+        await uplink.turn("a", 100_000)
+    assert 0.7 < loop.time() - began <= 1.0, "idle time is not saved up"
 
 
-def test_an_uplink_serves_peers_in_turn() -> None:
-    async def work() -> None:
-        uplink = Uplink(8_000_000)
-        order: list[str] = []
+@pytest.mark.virtual
+async def test_an_uplink_serves_peers_in_turn() -> None:
+    uplink = Uplink(8_000_000)
+    order: list[str] = []
 
-        async def ask(peer: str) -> None:
-            await uplink.turn(peer, 100_000)
-            order.append(peer)
+    async def ask(peer: str) -> None:
+        await uplink.turn(peer, 100_000)
+        order.append(peer)
 
-        asked = [asyncio.create_task(ask("greedy")) for _ in range(20)]
-        await asyncio.sleep(0.35)
-        asked += [asyncio.create_task(ask(peer)) for peer in ("b", "c", "b", "c")]
-        gone = asyncio.create_task(ask("gone"))
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.gather(*asked)
-        after = order[order.index("b") - 1 :]
-        assert after[:6] in (["greedy", "b", "c"] * 2, ["greedy", "c", "b"] * 2)
-        assert order.count("greedy") == 20
-        assert "gone" not in order
-
-    virtually(work())
+    asked = [asyncio.create_task(ask("greedy")) for _ in range(20)]
+    await asyncio.sleep(0.35)
+    asked += [asyncio.create_task(ask(peer)) for peer in ("b", "c", "b", "c")]
+    gone = asyncio.create_task(ask("gone"))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(*asked)
+    after = order[order.index("b") - 1 :]
+    assert after[:6] in (["greedy", "b", "c"] * 2, ["greedy", "c", "b"] * 2)
+    assert order.count("greedy") == 20
+    assert "gone" not in order
 
 
-def test_an_uplink_is_shared_by_bytes() -> None:
+@pytest.mark.virtual
+async def test_an_uplink_is_shared_by_bytes() -> None:
     """A peer that takes small pieces has as much of it as one that takes large ones."""
+    uplink, taken = Uplink(8_000_000), dict[str, int]()
 
-    async def work() -> None:
-        uplink, taken = Uplink(8_000_000), dict[str, int]()
+    async def take(peer: str, size: int) -> None:
+        while True:
+            await uplink.turn(peer, size)
+            taken[peer] = taken.get(peer, 0) + size
 
-        async def take(peer: str, size: int) -> None:
-            while True:
-                await uplink.turn(peer, size)
-                taken[peer] = taken.get(peer, 0) + size
-
-        tasks = [asyncio.create_task(take("large", 1 << 18)) for _ in range(4)]
-        tasks += [asyncio.create_task(take("small", uplink.piece)) for _ in range(4)]
-        await asyncio.sleep(10)
-        for task in tasks:
-            task.cancel()
-        assert taken["large"] == pytest.approx(taken["small"], rel=0.15), "but for unfinished pieces"
-        assert sum(taken.values()) == pytest.approx(10_000_000, rel=0.05)
-
-    virtually(work())
+    tasks = [asyncio.create_task(take("large", 1 << 18)) for _ in range(4)]
+    tasks += [asyncio.create_task(take("small", uplink.piece)) for _ in range(4)]
+    await asyncio.sleep(10)
+    for task in tasks:
+        task.cancel()
+    assert taken["large"] == pytest.approx(taken["small"], rel=0.15), "but for unfinished pieces"
+    assert sum(taken.values()) == pytest.approx(10_000_000, rel=0.05)
 
 
-def test_without_a_limit_nobody_waits() -> None:
-    async def work() -> None:
-        await Uplink().turn("a", 1 << 40)
-        assert asyncio.get_running_loop().time() == 0.0
-
-    virtually(work())
+@pytest.mark.virtual
+async def test_without_a_limit_nobody_waits() -> None:
+    await Uplink().turn("a", 1 << 40)
+    assert asyncio.get_running_loop().time() == 0.0
 
 
 # --- between peers
@@ -385,30 +344,22 @@ async def swarm(kind: str, folder: Path, count: int) -> AsyncIterator[list[Peer]
             await peer.transport.aclose()
 
 
-@pytest.fixture(params=["memory", "p2p"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.mark.parametrize("size", [0, 1, RANGE_BYTES, RANGE_BYTES + 1, 40 * RANGE_BYTES + 17])
-def test_a_blob_from_one_holder(kind: str, tmp_path: Path, size: int) -> None:
+async def test_a_blob_from_one_holder(tmp_path: Path, size: int) -> None:
     data = noise(size)
 
-    async def work() -> None:
-        async with swarm(kind, tmp_path, 2) as (a, b):
-            name = a.store.put(data)
-            await b.fetcher.fetch(name, size, [a.id], round=6)
-            assert b.store.get(name) == data
-            assert int((b.store.folder / name).stat().st_mtime) == 6
-            if size <= RANGE_BYTES:  # the answer, the bytes, the end: nothing for the check
-                assert a.sent <= size + 60
-            await b.fetcher.fetch(name, size, [])
-            with pytest.raises(RemoteError, match="does not have it"):
-                await b.fetcher.fetch("0" * 64, 5, [a.id])
-            with pytest.raises(RemoteError, match="does not have it"):
-                await b.fetcher.fetch(blob_hash.name_of(b"x"), 5, [a.id])
-
-    run(work())
+    async with swarm("memory", tmp_path, 2) as (a, b):
+        name = a.store.put(data)
+        await b.fetcher.fetch(name, size, [a.id], round=6)
+        assert b.store.get(name) == data
+        assert int((b.store.folder / name).stat().st_mtime) == 6
+        if size <= RANGE_BYTES:  # the answer, the bytes, the end: nothing for the check
+            assert a.sent <= size + 60
+        await b.fetcher.fetch(name, size, [])
+        with pytest.raises(RemoteError, match="does not have it"):
+            await b.fetcher.fetch("0" * 64, 5, [a.id])
+        with pytest.raises(RemoteError, match="does not have it"):
+            await b.fetcher.fetch(blob_hash.name_of(b"x"), 5, [a.id])
 
 
 class Opening:
@@ -425,28 +376,25 @@ class Opening:
         return self.opened[-1]
 
 
-def test_small_blobs_share_a_stream(kind: str, tmp_path: Path) -> None:
-    async def work() -> None:
-        async with swarm(kind, tmp_path, 2) as (a, b):
-            through = Opening(b.transport)
-            fetcher, opened = Fetcher(through, b.store), through.opened  # type: ignore[arg-type]
-            for seed in range(6):
-                data = noise(blob_hash.WHOLE_BYTES - seed, seed)
-                name = a.store.put(data)
-                if seed == 4:  # the other end is gone meanwhile
-                    await opened[-1].close()
-                with pytest.raises(RemoteError, match="does not have it"):
-                    await fetcher.fetch(blob_hash.name_of(data[1:]), 5, [a.id])
-                await fetcher.fetch(name, len(data), [a.id])
-                assert b.store.get(name) == data
-            assert len(opened) == 2
-            assert a.server.open_streams == 1
-            await fetcher.aclose()
-
-    run(work())
+async def test_small_blobs_share_a_stream(tmp_path: Path) -> None:
+    async with swarm("memory", tmp_path, 2) as (a, b):
+        through = Opening(b.transport)
+        fetcher, opened = Fetcher(through, b.store), through.opened  # type: ignore[arg-type]
+        for seed in range(6):
+            data = noise(blob_hash.WHOLE_BYTES - seed, seed)
+            name = a.store.put(data)
+            if seed == 4:  # the other end is gone meanwhile
+                await opened[-1].close()
+            with pytest.raises(RemoteError, match="does not have it"):
+                await fetcher.fetch(blob_hash.name_of(data[1:]), 5, [a.id])
+            await fetcher.fetch(name, len(data), [a.id])
+            assert b.store.get(name) == data
+        assert len(opened) == 2
+        assert a.server.open_streams == 1
+        await fetcher.aclose()
 
 
-def test_a_stream_may_be_taken_while_an_older_one_is_closed() -> None:
+async def test_a_stream_may_be_taken_while_an_older_one_is_closed() -> None:
     streams = fetching.IdleStreams(most=1)
     taken: list[Any] = []
 
@@ -456,63 +404,51 @@ def test_a_stream_may_be_taken_while_an_older_one_is_closed() -> None:
         async def close(self) -> None:
             taken.append(streams.take("peer"))
 
-    async def work() -> None:
-        older, newer = Kept(), Kept()
-        await streams.keep(older)  # type: ignore[arg-type]
-        await streams.keep(newer)  # type: ignore[arg-type]
-        assert taken == [newer]
-
-    run(work())
+    older, newer = Kept(), Kept()
+    await streams.keep(older)  # type: ignore[arg-type]
+    await streams.keep(newer)  # type: ignore[arg-type]
+    assert taken == [newer]
 
 
-def test_what_has_a_name(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with swarm("memory", tmp_path, 2) as (a, b):
-            assert await fetch_named(b.transport, a.id, "hello", limit=5) == b"world"
-            with pytest.raises(RemoteError, match="5 bytes; at most 4"):
-                await fetch_named(b.transport, a.id, "hello", limit=4)
-            with pytest.raises(RemoteError, match="does not have it"):
-                await fetch_named(b.transport, a.id, "else", limit=4)
-
-    run(work())
+async def test_what_has_a_name(tmp_path: Path) -> None:
+    async with swarm("memory", tmp_path, 2) as (a, b):
+        assert await fetch_named(b.transport, a.id, "hello", limit=5) == b"world"
+        with pytest.raises(RemoteError, match="5 bytes; at most 4"):
+            await fetch_named(b.transport, a.id, "hello", limit=4)
+        with pytest.raises(RemoteError, match="does not have it"):
+            await fetch_named(b.transport, a.id, "else", limit=4)
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-def test_a_lone_holder_of_a_large_blob_is_asked_over_more_streams_if_that_is_wanted(
+async def test_a_lone_holder_of_a_large_blob_is_asked_over_more_streams_if_that_is_wanted(
     tmp_path: Path, streams: int
 ) -> None:
     data = noise(200 * RANGE_BYTES)
 
-    async def work() -> None:
-        async with swarm("memory", tmp_path, 2) as (a, b):
-            through = Opening(b.transport)
-            fetcher = Fetcher(through, b.store)  # type: ignore[arg-type]
-            name, asked = a.store.put(data), asyncio.Event()
-            await fetcher.fetch(name, len(data), [a.id], all_asked=asked, streams=streams)
-            assert asked.is_set()
-            assert b.store.get(name) == data
-            assert len(through.opened) == streams
-            assert a.asked == 200, "no range was sent twice"
-            await fetcher.aclose()
-
-    run(work())
+    async with swarm("memory", tmp_path, 2) as (a, b):
+        through = Opening(b.transport)
+        fetcher = Fetcher(through, b.store)  # type: ignore[arg-type]
+        name, asked = a.store.put(data), asyncio.Event()
+        await fetcher.fetch(name, len(data), [a.id], all_asked=asked, streams=streams)
+        assert asked.is_set()
+        assert b.store.get(name) == data
+        assert len(through.opened) == streams
+        assert a.asked == 200, "no range was sent twice"
+        await fetcher.aclose()
 
 
-def test_the_next_blob_can_be_asked_for_before_the_last_one_is_here(tmp_path: Path) -> None:
+async def test_the_next_blob_can_be_asked_for_before_the_last_one_is_here(tmp_path: Path) -> None:
     data = noise(40 * RANGE_BYTES)
 
-    async def work() -> None:
-        async with swarm("memory", tmp_path, 2) as (a, b):
-            a.server.uplink = Uplink(8 * 20 * RANGE_BYTES)  # twenty ranges a second
-            name, asked = a.store.put(data), asyncio.Event()
-            fetching = asyncio.create_task(b.fetcher.fetch(name, len(data), [a.id], all_asked=asked))
-            await asked.wait()
-            assert not fetching.done()
-            assert 0 < b.fetcher.came < len(data)
-            await fetching
-            assert b.fetcher.came == 0
-
-    run(work())
+    async with swarm("memory", tmp_path, 2) as (a, b):
+        a.server.uplink = Uplink(8 * 20 * RANGE_BYTES)  # twenty ranges a second
+        name, asked = a.store.put(data), asyncio.Event()
+        fetching = asyncio.create_task(b.fetcher.fetch(name, len(data), [a.id], all_asked=asked))
+        await asked.wait()
+        assert not fetching.done()
+        assert 0 < b.fetcher.came < len(data)
+        await fetching
+        assert b.fetcher.came == 0
 
 
 def test_a_holder_that_answers_later_than_at_first_still_has_ranges_under_way() -> None:
@@ -522,215 +458,189 @@ def test_a_holder_that_answers_later_than_at_first_still_has_ranges_under_way() 
     assert speed.depth >= SLACK_RANGES
 
 
-def test_a_blob_from_several_holders_at_once(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["memory", "p2p"])
+async def test_a_blob_from_several_holders_at_once(kind: str, tmp_path: Path) -> None:
     data = noise(300 * RANGE_BYTES)
 
-    async def work() -> None:
-        async with swarm(kind, tmp_path, 4) as (*holders, d):
-            for holder in holders:
-                name = holder.store.put(data)
-            await d.fetcher.fetch(name, len(data), [h.id for h in holders])
-            assert d.store.get(name) == data
-            assert sum(h.asked for h in holders) == 300, "no range was sent twice"
-            assert all(h.asked > 10 for h in holders)
-
-    run(work())
+    async with swarm(kind, tmp_path, 4) as (*holders, d):
+        for holder in holders:
+            name = holder.store.put(data)
+        await d.fetcher.fetch(name, len(data), [h.id for h in holders])
+        assert d.store.get(name) == data
+        assert sum(h.asked for h in holders) == 300, "no range was sent twice"
+        assert all(h.asked > 10 for h in holders)
 
 
-def test_a_fast_holder_carries_more(tmp_path: Path) -> None:
+async def test_a_fast_holder_carries_more(tmp_path: Path) -> None:
     data = noise(100 * RANGE_BYTES)
 
-    async def work() -> None:
-        async with swarm("memory", tmp_path, 3) as (slow, fast, c):
-            slow.server.uplink = Uplink(8 * 5 * RANGE_BYTES)  # five ranges a second
-            fast.server.uplink = Uplink(8 * 100 * RANGE_BYTES)
-            for holder in (slow, fast):
-                name = holder.store.put(data)
-            await c.fetcher.fetch(name, len(data), [slow.id, fast.id])
-            assert slow.asked < fast.asked / 5
-            other = fast.store.put(noise(RANGE_BYTES, 1))
-            slow.store.put(noise(RANGE_BYTES, 1))
-            asked = slow.asked
-            await c.fetcher.fetch(other, RANGE_BYTES, [slow.id, fast.id])
-            assert slow.asked == asked, "the faster one is asked first"
-
-    run(work())
+    async with swarm("memory", tmp_path, 3) as (slow, fast, c):
+        slow.server.uplink = Uplink(8 * 5 * RANGE_BYTES)  # five ranges a second
+        fast.server.uplink = Uplink(8 * 100 * RANGE_BYTES)
+        for holder in (slow, fast):
+            name = holder.store.put(data)
+        await c.fetcher.fetch(name, len(data), [slow.id, fast.id])
+        assert slow.asked < fast.asked / 5
+        other = fast.store.put(noise(RANGE_BYTES, 1))
+        slow.store.put(noise(RANGE_BYTES, 1))
+        asked = slow.asked
+        await c.fetcher.fetch(other, RANGE_BYTES, [slow.id, fast.id])
+        assert slow.asked == asked, "the faster one is asked first"
 
 
-def test_a_corrupt_holder_is_named_at_once_and_avoided(kind: str, tmp_path: Path) -> None:
+async def test_a_corrupt_holder_is_named_at_once_and_avoided(tmp_path: Path) -> None:
     data = noise(120 * RANGE_BYTES)
 
-    async def work() -> None:
-        async with swarm(kind, tmp_path, 4) as (a, bad, c, d):
-            bad.corrupt = lambda index: True
-            for holder in (a, bad, c):
-                name = holder.store.put(data)
-                small = holder.store.put(b"small")
-            await d.fetcher.fetch(name, len(data), [a.id, bad.id, c.id])
-            assert d.store.get(name) == data
-            assert [w for w in d.warnings if bad.id[-8:] in w and "wrong bytes for range" in w]
-            assert len(d.warnings) == 1
-            assert bad.asked <= 40, "the first wrong range is the last"
-            assert a.asked + c.asked == 120, "nothing that was right is fetched again"
-            asked = bad.asked
-            with pytest.raises(RemoteError, match="no holder that can be trusted"):
-                await d.fetcher.fetch(small, 5, [bad.id])
-            await d.fetcher.fetch(small, 5, [bad.id, a.id])
-            assert bad.asked == asked
-
-    run(work())
+    async with swarm("memory", tmp_path, 4) as (a, bad, c, d):
+        bad.corrupt = lambda index: True
+        for holder in (a, bad, c):
+            name = holder.store.put(data)
+            small = holder.store.put(b"small")
+        await d.fetcher.fetch(name, len(data), [a.id, bad.id, c.id])
+        assert d.store.get(name) == data
+        assert [w for w in d.warnings if bad.id[-8:] in w and "wrong bytes for range" in w]
+        assert len(d.warnings) == 1
+        assert bad.asked <= 40, "the first wrong range is the last"
+        assert a.asked + c.asked == 120, "nothing that was right is fetched again"
+        asked = bad.asked
+        with pytest.raises(RemoteError, match="no holder that can be trusted"):
+            await d.fetcher.fetch(small, 5, [bad.id])
+        await d.fetcher.fetch(small, 5, [bad.id, a.id])
+        assert bad.asked == asked
 
 
-def test_wrong_digests_of_the_ranges_are_noticed(tmp_path: Path) -> None:
+async def test_wrong_digests_of_the_ranges_are_noticed(tmp_path: Path) -> None:
     data = noise(9 * RANGE_BYTES)
 
-    async def work() -> None:
-        async with swarm("memory", tmp_path, 3) as (a, liar, c):
-            name = a.store.put(data)
+    async with swarm("memory", tmp_path, 3) as (a, liar, c):
+        name = a.store.put(data)
 
-            async def lies(stream: Stream) -> None:
-                await stream.recv()
-                await stream.send(framing.pack_message({"state": "here"}))
-                await stream.send(bytes(9 * 32))
+        async def lies(stream: Stream) -> None:
+            await stream.recv()
+            await stream.send(framing.pack_message({"state": "here"}))
+            await stream.send(bytes(9 * 32))
 
-            await liar.transport.serve(endpoints.BLOB, lies)
-            await c.fetcher.fetch(name, len(data), [liar.id, a.id])
-            assert c.store.get(name) == data
-            assert ["digests" in w and liar.id[-8:] in w for w in c.warnings] == [True]
-
-    run(work())
+        await liar.transport.serve(endpoints.BLOB, lies)
+        await c.fetcher.fetch(name, len(data), [liar.id, a.id])
+        assert c.store.get(name) == data
+        assert ["digests" in w and liar.id[-8:] in w for w in c.warnings] == [True]
 
 
 @pytest.mark.parametrize(
     "answer",
     [b"\xc1", b"\x01", {"state": 5}, {"state": "busy", "ask": 7}, {"state": "busy", "ask": ["x", 4]}, {}],
 )
-def test_nonsense_from_a_holder_is_survived(tmp_path: Path, answer: Any) -> None:
-    async def work() -> None:
-        async with swarm("memory", tmp_path, 3) as (a, liar, c):
-            name = a.store.put(b"data")
+async def test_nonsense_from_a_holder_is_survived(tmp_path: Path, answer: Any) -> None:
+    async with swarm("memory", tmp_path, 3) as (a, liar, c):
+        name = a.store.put(b"data")
 
-            async def lies(stream: Stream) -> None:
-                await stream.recv()
-                await stream.send(answer if isinstance(answer, bytes) else framing.pack_message(answer))
+        async def lies(stream: Stream) -> None:
+            await stream.recv()
+            await stream.send(answer if isinstance(answer, bytes) else framing.pack_message(answer))
 
-            await liar.transport.serve(endpoints.BLOB, lies)
-            await c.fetcher.fetch(name, 4, [liar.id, a.id])
-            with pytest.raises(RemoteError):
-                await c.fetcher.fetch("0" * 64, 4, [liar.id])
-
-    run(work())
+        await liar.transport.serve(endpoints.BLOB, lies)
+        await c.fetcher.fetch(name, 4, [liar.id, a.id])
+        with pytest.raises(RemoteError):
+            await c.fetcher.fetch("0" * 64, 4, [liar.id])
 
 
-def test_nonsense_from_a_fetcher_is_survived(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with swarm("memory", tmp_path, 2) as (a, b):
-            name = a.store.put(noise(2 * RANGE_BYTES))
-            for first, then in (
-                (b"\xc1", None),
-                (framing.pack_message([1]), None),
-                (framing.pack_message({"blob": "../../etc/passwd"}), None),
-                (framing.pack_message({"blob": name, "size": -1}), None),
-                (framing.pack_message({"blob": name, "size": 1 << 60}), None),
-                (framing.pack_message({"blob": name, "size": 2 * RANGE_BYTES}), framing.pack_message({"range": 2})),
-                (framing.pack_message({"blob": name, "size": 2 * RANGE_BYTES}), framing.pack_message({"range": -1})),
-            ):
-                stream = await b.transport.open(a.id, endpoints.BLOB, timeout=DEADLINE)
-                await stream.send(first)
-                if then is not None:
-                    assert framing.unpack_message(await stream.recv())["state"] == "here"
-                    await stream.send(then)
-                answers = []
-                with contextlib.suppress(Closed):
-                    while True:
-                        answers.append(framing.unpack_message(await stream.recv(timeout=DEADLINE))["state"])
-                assert answers in ([], ["absent"])
-                await stream.close()
-            assert not a.server.open_streams
-            with pytest.raises(RemoteError, match="at most"):
-                await b.fetcher.fetch(name, blob_hash.MAX_BLOB_BYTES + 1, [a.id])
+async def test_nonsense_from_a_fetcher_is_survived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with swarm("memory", tmp_path, 2) as (a, b):
+        name = a.store.put(noise(2 * RANGE_BYTES))
+        for first, then in (
+            (b"", None),
+            (b"\xc1", None),
+            (bytes(1025), None),
+            (framing.pack_message([1]), None),
+            (framing.pack_message({"blob": "../../etc/passwd"}), None),
+            (framing.pack_message({"blob": name, "size": -1}), None),
+            (framing.pack_message({"blob": name, "size": 1 << 60}), None),
+            (framing.pack_message({"blob": name, "size": 2 * RANGE_BYTES}), framing.pack_message({"range": 2})),
+            (framing.pack_message({"blob": name, "size": 2 * RANGE_BYTES}), framing.pack_message({"range": -1})),
+        ):
+            stream = await b.transport.open(a.id, endpoints.BLOB, timeout=DEADLINE)
+            await stream.send(first)
+            if then is not None:
+                assert framing.unpack_message(await stream.recv())["state"] == "here"
+                await stream.send(then)
+            answers = []
+            with contextlib.suppress(Closed):
+                while True:
+                    answers.append(framing.unpack_message(await stream.recv(timeout=DEADLINE))["state"])
+            assert answers in ([], ["absent"])
+            await stream.close()
+        assert not a.server.open_streams
+        assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+        with pytest.raises(RemoteError, match="at most"):
+            await b.fetcher.fetch(name, blob_hash.MAX_BLOB_BYTES + 1, [a.id])
 
-    run(work())
 
-
-def test_a_holder_that_is_gone_is_replaced(tmp_path: Path) -> None:
+async def test_a_holder_that_is_gone_is_replaced(tmp_path: Path) -> None:
     data = noise(100 * RANGE_BYTES)
 
-    async def work() -> None:
-        async with swarm("memory", tmp_path, 3) as (a, dying, c):
-            nobody = Identity(b"nobody" + bytes(26)).peer_id
-            for holder in (a, dying):
-                name = holder.store.put(data)
-                holder.server.uplink = Uplink(8 * 200 * RANGE_BYTES)
-            fetching = asyncio.create_task(c.fetcher.fetch(name, len(data), [nobody, dying.id, a.id]))
-            while dying.asked < 5:
-                await asyncio.sleep(0)
-            await dying.transport.aclose()
-            await fetching
-            assert c.store.get(name) == data
-            assert a.asked + dying.asked <= 100 + 40
-            with pytest.raises(Unreachable):
-                await c.fetcher.fetch("0" * 64, 4, [nobody])
-
-    run(work())
+    async with swarm("memory", tmp_path, 3) as (a, dying, c):
+        nobody = Identity(b"nobody" + bytes(26)).peer_id
+        for holder in (a, dying):
+            name = holder.store.put(data)
+            holder.server.uplink = Uplink(8 * 200 * RANGE_BYTES)
+        fetching = asyncio.create_task(c.fetcher.fetch(name, len(data), [nobody, dying.id, a.id]))
+        while dying.asked < 5:
+            await asyncio.sleep(0)
+        await dying.transport.aclose()
+        await fetching
+        assert c.store.get(name) == data
+        assert a.asked + dying.asked <= 100 + 40
+        with pytest.raises(Unreachable):
+            await c.fetcher.fetch("0" * 64, 4, [nobody])
 
 
-def test_an_interrupted_fetch_goes_on_in_another_process(tmp_path: Path) -> None:
+async def test_an_interrupted_fetch_goes_on_in_another_process(tmp_path: Path) -> None:
     """Here: another store and fetcher on the same folder; tests/faults kills real processes."""
     data = noise(200 * RANGE_BYTES)
 
-    async def work() -> None:
-        async with swarm("memory", tmp_path, 2) as (a, b):
-            name = a.store.put(data)
-            for stop in range(20, 200, 20):
-                fetcher = Fetcher(b.transport, BlobStore(b.store.folder), timeout=10.0)
-                fetching = asyncio.create_task(fetcher.fetch(name, len(data), [a.id]))
-                while a.asked < stop:
-                    await asyncio.sleep(0)
-                await fetcher.aclose()
-                await asyncio.gather(fetching, return_exceptions=True)
-            store = BlobStore(b.store.folder)
-            await Fetcher(b.transport, store, timeout=10.0).fetch(name, len(data), [a.id])
-            assert store.get(name) == data
-            assert a.asked <= 200 + 9 * (SLACK_RANGES + 1), "what was under way is asked for again"
-
-    run(work())
+    async with swarm("memory", tmp_path, 2) as (a, b):
+        name = a.store.put(data)
+        for stop in range(20, 200, 20):
+            fetcher = Fetcher(b.transport, BlobStore(b.store.folder), timeout=10.0)
+            fetching = asyncio.create_task(fetcher.fetch(name, len(data), [a.id]))
+            while a.asked < stop:
+                await asyncio.sleep(0)
+            await fetcher.aclose()
+            await asyncio.gather(fetching, return_exceptions=True)
+        store = BlobStore(b.store.folder)
+        await Fetcher(b.transport, store, timeout=10.0).fetch(name, len(data), [a.id])
+        assert store.get(name) == data
+        assert a.asked <= 200 + 9 * (SLACK_RANGES + 1), "what was under way is asked for again"
 
 
-def test_a_full_disk_ends_a_fetch_in_one_line(tmp_path: Path) -> None:
+async def test_a_full_disk_ends_a_fetch_in_one_line(tmp_path: Path) -> None:
     data = noise(20 * RANGE_BYTES)
 
-    async def work() -> None:
-        async with swarm("memory", tmp_path, 2) as (a, b):
-            name = a.store.put(data)
-            b.disk.full = True
-            with pytest.raises(UsageError, match=r"^directory .*: No space left on device; free space.*$"):
-                await b.fetcher.fetch(name, len(data), [a.id])
-            assert list((b.store.folder / "parts").iterdir()) == []
-            b.disk.full = False
+    async with swarm("memory", tmp_path, 2) as (a, b):
+        name = a.store.put(data)
+        b.disk.full = True
+        with pytest.raises(UsageError, match=r"^directory .*: No space left on device; free space.*$"):
             await b.fetcher.fetch(name, len(data), [a.id])
-            assert b.store.get(name) == data
+        assert list((b.store.folder / "parts").iterdir()) == []
+        b.disk.full = False
+        await b.fetcher.fetch(name, len(data), [a.id])
+        assert b.store.get(name) == data
 
-    run(work())
 
-
-def test_our_own_damaged_file_is_not_served(tmp_path: Path) -> None:
+async def test_our_own_damaged_file_is_not_served(tmp_path: Path) -> None:
     data = noise(40 * RANGE_BYTES)
 
-    async def work() -> None:
-        async with swarm("memory", tmp_path, 3) as (damaged, good, c):
-            for holder in (damaged, good):
-                name = holder.store.put(data)
-            path = damaged.store.folder / name
-            raw = bytearray(data)
-            raw[5 * RANGE_BYTES] ^= 1
-            path.write_bytes(raw)
-            await c.fetcher.fetch(name, len(data), [damaged.id, good.id])
-            assert c.warnings == [], "an honest peer is not blamed"
-            assert [str(path) in w for w in damaged.warnings] == [True]
-            assert not damaged.store.has(name)
-
-    run(work())
+    async with swarm("memory", tmp_path, 3) as (damaged, good, c):
+        for holder in (damaged, good):
+            name = holder.store.put(data)
+        path = damaged.store.folder / name
+        raw = bytearray(data)
+        raw[5 * RANGE_BYTES] ^= 1
+        path.write_bytes(raw)
+        await c.fetcher.fetch(name, len(data), [damaged.id, good.id])
+        assert c.warnings == [], "an honest peer is not blamed"
+        assert [str(path) in w for w in damaged.warnings] == [True]
+        assert not damaged.store.has(name)
 
 
 # --- spreading
@@ -766,30 +676,17 @@ async def spread(peers: list[Peer], size: int) -> list[int]:
     return [sender.gave[name] for sender, name in zip(others, names, strict=True)]
 
 
+@pytest.mark.virtual
 @pytest.mark.parametrize(
     ("count", "size"), [(9, RANGE_BYTES), (9, 5 * RANGE_BYTES), (17, 3 * RANGE_BYTES), (9, 40 * RANGE_BYTES)]
 )
-def test_a_home_uplink_sends_its_payload_about_twice(tmp_path: Path, count: int, size: int) -> None:
-    async def work() -> None:
-        async with swarm("memory", tmp_path, count) as peers:
-            own = await spread(peers, size)
-            assert max(own) <= 2.2 * size, own
-            sent = [peer.sent / size for peer in peers]
-            assert sum(sent) <= 1.1 * (count - 1) ** 2, "everybody gets everything once"
-            assert sent[0] <= 2.2 * (count - 1), "the archive, too, sends each payload about twice"
-
-    virtually(work())
-
-
-def test_spreading_over_real_daemons(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with swarm("p2p", tmp_path, 6) as peers:
-            size = 30 * RANGE_BYTES
-            own = await spread(peers, size)
-            assert max(own) <= 2.2 * size, own
-            assert peers[0].sent <= 2.2 * size * 5
-
-    run(work())
+async def test_a_home_uplink_sends_its_payload_about_twice(tmp_path: Path, count: int, size: int) -> None:
+    async with swarm("memory", tmp_path, count) as peers:
+        own = await spread(peers, size)
+        assert max(own) <= 2.2 * size, own
+        sent = [peer.sent / size for peer in peers]
+        assert sum(sent) <= 1.1 * (count - 1) ** 2, "everybody gets everything once"
+        assert sent[0] <= 2.2 * (count - 1), "the archive, too, sends each payload about twice"
 
 
 def test_who_got_a_blob_long_ago_is_not_named() -> None:
@@ -802,81 +699,65 @@ def test_who_got_a_blob_long_ago_is_not_named() -> None:
     assert spreading.admit("blob", 100, "d", False, now=1.0 + 2 * SPREAD_SECONDS) is None
 
 
-def test_who_finds_nobody_else_is_served(tmp_path: Path) -> None:
+async def test_who_finds_nobody_else_is_served(tmp_path: Path) -> None:
     """Those who got it are gone, or do not have it any more: the holder serves again."""
-
-    async def work() -> None:
-        async with swarm("memory", tmp_path, 4) as (a, b, c, d):
-            name = a.store.put(noise(100))
-            for peer in (b, c):
-                await peer.fetcher.fetch(name, 100, [a.id])
-            await b.transport.aclose()
-            c.store.remove(name)
-            await d.fetcher.fetch(name, 100, [a.id])
-            assert d.store.has(name)
-            assert a.asked == 3
-
-    run(work())
+    async with swarm("memory", tmp_path, 4) as (a, b, c, d):
+        name = a.store.put(noise(100))
+        for peer in (b, c):
+            await peer.fetcher.fetch(name, 100, [a.id])
+        await b.transport.aclose()
+        c.store.remove(name)
+        await d.fetcher.fetch(name, 100, [a.id])
+        assert d.store.has(name)
+        assert a.asked == 3
 
 
 @pytest.mark.parametrize("size", [100, 5 * RANGE_BYTES])
-def test_who_asks_in_a_circle_does_not_wait_in_vain(tmp_path: Path, size: int) -> None:
+async def test_who_asks_in_a_circle_does_not_wait_in_vain(tmp_path: Path, size: int) -> None:
     """Everybody finds everybody else nearer than the sender, and asks there first."""
-
-    async def work() -> None:
-        async with swarm("memory", tmp_path, 6) as (sender, *others):
-            for seed in range(5):
-                name = sender.store.put(noise(size, seed))
-                before = sender.sent
-                async with asyncio.timeout(0.5 * SERVING_TIMEOUTS.wait), asyncio.TaskGroup() as group:
-                    for number, peer in enumerate(others):
-                        nearer = [p.id for p in others[number + 1 :] + others[:number]]
-                        group.create_task(peer.fetcher.fetch(name, size, [*nearer, sender.id]))
-                assert sender.sent - before <= 3.2 * size + 2000, "one copy more than without the circle"
-
-    run(work())
+    async with swarm("memory", tmp_path, 6) as (sender, *others):
+        for seed in range(5):
+            name = sender.store.put(noise(size, seed))
+            before = sender.sent
+            async with asyncio.timeout(0.5 * SERVING_TIMEOUTS.wait), asyncio.TaskGroup() as group:
+                for number, peer in enumerate(others):
+                    nearer = [p.id for p in others[number + 1 :] + others[:number]]
+                    group.create_task(peer.fetcher.fetch(name, size, [*nearer, sender.id]))
+            assert sender.sent - before <= 3.2 * size + 2000, "one copy more than without the circle"
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/outside", "", "a" * 63, "A" * 64, "a" * 61 + "/.."])
-def test_what_is_not_a_name_is_not_fetched_and_makes_no_file(tmp_path: Path, name: str) -> None:
+async def test_what_is_not_a_name_is_not_fetched_and_makes_no_file(tmp_path: Path, name: str) -> None:
     """A stranger names what it wants to give."""
-
-    async def work() -> None:
-        transport = MemoryNetwork().transport("peer")
-        fetcher = Fetcher(transport, BlobStore(tmp_path / "peer" / "blobs"))
-        before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(RemoteError, match="not 64 hexadecimal digits"):
-            await fetcher.fetch(name, 10, ["stranger"])
-        assert sorted(tmp_path.rglob("*")) == before
-        await fetcher.aclose()
-        await transport.aclose()
-
-    asyncio.run(work())
+    transport = MemoryNetwork().transport("peer")
+    fetcher = Fetcher(transport, BlobStore(tmp_path / "peer" / "blobs"))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RemoteError, match="not 64 hexadecimal digits"):
+        await fetcher.fetch(name, 10, ["stranger"])
+    assert sorted(tmp_path.rglob("*")) == before
+    await fetcher.aclose()
+    await transport.aclose()
 
 
-def test_a_holder_that_says_nothing_does_not_keep_a_small_blob_from_us(tmp_path: Path) -> None:
+async def test_a_holder_that_says_nothing_does_not_keep_a_small_blob_from_us(tmp_path: Path) -> None:
     """It may have moved, and nothing tells us; another is asked long before the first is given up."""
+    network = MemoryNetwork()
+    silent, store = network.transport("silent"), BlobStore(tmp_path / "ours")
+    holder = Peer(network.transport("holder"), tmp_path / "theirs")
+    name = holder.store.put(b"small")
+    asked = asyncio.Event()
 
-    async def work() -> None:
-        network = MemoryNetwork()
-        silent, store = network.transport("silent"), BlobStore(tmp_path / "ours")
-        holder = Peer(network.transport("holder"), tmp_path / "theirs")
-        name = holder.store.put(b"small")
-        asked = asyncio.Event()
+    async def say_nothing(stream: Stream) -> None:
+        await stream.recv()
+        asked.set()
+        await asyncio.Event().wait()
 
-        async def say_nothing(stream: Stream) -> None:
-            await stream.recv()
-            asked.set()
-            await asyncio.Event().wait()
-
-        await silent.serve(endpoints.BLOB, say_nothing)
-        await holder.serve()
-        fetcher = Fetcher(network.transport("us"), store, timeout=1e6)
-        await fetcher.fetch(name, 5, ["silent", "holder"])
-        assert asked.is_set()
-        assert store.get(name) == b"small"
-        await fetcher.aclose()
-        for transport in list(network.peers.values()):
-            await transport.aclose()
-
-    run(work())
+    await silent.serve(endpoints.BLOB, say_nothing)
+    await holder.serve()
+    fetcher = Fetcher(network.transport("us"), store, timeout=1e6)
+    await fetcher.fetch(name, 5, ["silent", "holder"])
+    assert asked.is_set()
+    assert store.get(name) == b"small"
+    await fetcher.aclose()
+    for transport in list(network.peers.values()):
+        await transport.aclose()

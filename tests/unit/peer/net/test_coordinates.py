@@ -19,7 +19,6 @@ from protocol.planning import coordinates, partition
 from protocol.planning.coordinates import MOST_STEP, Place
 from protocol.wire import endpoints, framing
 from protocol.wire.announcement import AXES, FARTHEST, Announcement
-from tests.sim.loop import VirtualLoop
 from tests.support import tiny
 
 CITIES = {"a": (0.0, 0.0), "b": (12.0, 0.0), "c": (10.0, 8.0), "d": (80.0, 5.0), "e": (85.0, 20.0), "f": (150.0, 60.0)}
@@ -99,39 +98,29 @@ class FarNetwork(MemoryNetwork):
         return FarPipe(loop, math.dist(CITIES[sender], CITIES[receiver]) / 1000)
 
 
-def play(story: object) -> None:
-    loop = VirtualLoop(random.Random(0))
-    try:
-        loop.run_until_complete(story)  # type: ignore[arg-type]
-    finally:
-        loop.close()
-
-
-def test_peers_find_their_places_and_tell_them_when_they_have_moved() -> None:
-    async def story() -> None:
-        network, told = FarNetwork(), dict[str, list[tuple[float, ...]]]()
-        found = {}
-        for name in CITIES:
-            seen = told.setdefault(name, [])
-            transport = network.transport(name)
-            found[name] = Latency(
-                transport, Clock(steady=asyncio.get_running_loop().time), seen.append, random.Random(name)
-            )
-            await found[name].serve()
-        runs = [
-            asyncio.create_task(found[name].run(lambda name=name: [c for c in CITIES if c != name]))  # type: ignore[misc]
-            for name in CITIES
-        ]
-        await asyncio.sleep(80 * PROBE_SECONDS)
-        for run in runs:
-            run.cancel()
-        await asyncio.gather(*runs, return_exceptions=True)
-        assert off({name: told[name][-1] for name in CITIES}) < 0.15
-        for name in CITIES:
-            assert len(told[name]) < 40, "what hardly changes is not told again"
-            assert coordinates.distance(told[name][-1], found[name].place.at) <= TOLD_MS + 0.2
-
-    play(story())
+@pytest.mark.virtual
+async def test_peers_find_their_places_and_tell_them_when_they_have_moved() -> None:
+    network, told = FarNetwork(), dict[str, list[tuple[float, ...]]]()
+    found = {}
+    for name in CITIES:
+        seen = told.setdefault(name, [])
+        transport = network.transport(name)
+        found[name] = Latency(
+            transport, Clock(steady=asyncio.get_running_loop().time), seen.append, random.Random(name)
+        )
+        await found[name].serve()
+    runs = [
+        asyncio.create_task(found[name].run(lambda name=name: [c for c in CITIES if c != name]))  # type: ignore[misc]
+        for name in CITIES
+    ]
+    await asyncio.sleep(80 * PROBE_SECONDS)
+    for run in runs:
+        run.cancel()
+    await asyncio.gather(*runs, return_exceptions=True)
+    assert off({name: told[name][-1] for name in CITIES}) < 0.15
+    for name in CITIES:
+        assert len(told[name]) < 40, "what hardly changes is not told again"
+        assert coordinates.distance(told[name][-1], found[name].place.at) <= TOLD_MS + 0.2
 
 
 @pytest.mark.parametrize(
@@ -139,41 +128,35 @@ def test_peers_find_their_places_and_tell_them_when_they_have_moved() -> None:
     [b"", b"\xc1", framing.pack_message([0.0, 0.0, 0.0]), framing.pack_message([float("inf"), 0.0, 0.0, 0.5]),
      framing.pack_message([1e9, 0.0, 0.0, 0.5]), framing.pack_message([0.0, 0.0, 0.0, -1.0]), framing.pack_message({})],
 )  # fmt: skip
-def test_who_answers_nonsense_moves_nobody(answer: bytes) -> None:
-    async def story() -> None:
-        network = MemoryNetwork()
-        liar, honest = network.transport("liar"), network.transport("honest")
+async def test_who_answers_nonsense_moves_nobody(answer: bytes) -> None:
+    network = MemoryNetwork()
+    liar, honest = network.transport("liar"), network.transport("honest")
 
-        async def lie(stream: Stream) -> None:
-            for _ in range(PINGS):
-                await stream.recv()
-                await stream.send(answer)
-
-        await liar.serve(endpoints.PING, lie)
-        latency = Latency(honest, Clock(), lambda at: None, random.Random(0))
-        before = latency.place
-        with pytest.raises(RemoteError, match="nowhere"):
-            await latency.probe("liar")
-        assert latency.place == before
-        for transport in (liar, honest):
-            await transport.aclose()
-
-    asyncio.run(story())
-
-
-def test_who_asks_again_and_again_on_one_stream_is_not_answered_for_ever() -> None:
-    async def story() -> None:
-        network = MemoryNetwork()
-        one, other = network.transport(tiny.OPERATOR.peer_id), network.transport("asks")
-        await Latency(one, Clock(), lambda at: None, random.Random(0)).serve()
-        stream = await other.open(one.peer_id, endpoints.PING, timeout=1.0)
+    async def lie(stream: Stream) -> None:
         for _ in range(PINGS):
-            await stream.send(b"")
-            await stream.recv(timeout=60.0)
-        await stream.finish()
-        with pytest.raises(RemoteError):
-            await stream.recv(timeout=60.0)
-        for transport in (one, other):
-            await transport.aclose()
+            await stream.recv()
+            await stream.send(answer)
 
-    asyncio.run(story())
+    await liar.serve(endpoints.PING, lie)
+    latency = Latency(honest, Clock(), lambda at: None, random.Random(0))
+    before = latency.place
+    with pytest.raises(RemoteError, match="nowhere"):
+        await latency.probe("liar")
+    assert latency.place == before
+    for transport in (liar, honest):
+        await transport.aclose()
+
+
+async def test_who_asks_again_and_again_on_one_stream_is_not_answered_for_ever() -> None:
+    network = MemoryNetwork()
+    one, other = network.transport(tiny.OPERATOR.peer_id), network.transport("asks")
+    await Latency(one, Clock(), lambda at: None, random.Random(0)).serve()
+    stream = await other.open(one.peer_id, endpoints.PING, timeout=1.0)
+    for _ in range(PINGS):
+        await stream.send(b"")
+        await stream.recv(timeout=60.0)
+    await stream.finish()
+    with pytest.raises(RemoteError):
+        await stream.recv(timeout=60.0)
+    for transport in (one, other):
+        await transport.aclose()

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Coroutine
-from typing import Any
 
-from peer.net.blobs.gate import STALLED_SECONDS, TURN_SECONDS, Gate
-from tests.sim.loop import VirtualLoop
+import pytest
 
+from peer.net.blobs.fetching import STALLED_SECONDS, TURN_SECONDS, Gate
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(random.Random(0))) as runner:
-        runner.run(work)
+pytestmark = pytest.mark.virtual
 
 
 def now() -> float:
@@ -47,100 +42,82 @@ class Fetches:
         return asyncio.create_task(whole())
 
 
-def test_promises_give_way_to_whoever_waits() -> None:
-    async def work() -> None:
-        fetches = Fetches(Gate(places=4, of_an_owner=4))
-        liars = [fetches.start("liar", f"promise {i}", 1e9, moves=False) for i in range(8)]
-        await asyncio.sleep(1.0)
-        began = now()
-        await fetches.start("honest", "payload", 1.0)
-        assert fetches.ended["payload"] - began <= STALLED_SECONDS + 4.0
-        for liar in liars:
-            liar.cancel()
-        await asyncio.gather(*liars, return_exceptions=True)
-        assert fetches.gate.waiting == 0
-        await fetches.start("honest", "another", 1.0)
-
-    run(work())
+async def test_promises_give_way_to_whoever_waits() -> None:
+    fetches = Fetches(Gate(places=4, of_an_owner=4))
+    liars = [fetches.start("liar", f"promise {i}", 1e9, moves=False) for i in range(8)]
+    await asyncio.sleep(1.0)
+    began = now()
+    await fetches.start("honest", "payload", 1.0)
+    assert fetches.ended["payload"] - began <= STALLED_SECONDS + 4.0
+    for liar in liars:
+        liar.cancel()
+    await asyncio.gather(*liars, return_exceptions=True)
+    assert fetches.gate.waiting == 0
+    await fetches.start("honest", "another", 1.0)
 
 
-def test_one_owner_never_has_all_places() -> None:
-    async def work() -> None:
-        fetches = Fetches(Gate(places=8, of_an_owner=2))
-        slow = [fetches.start("slow", f"slow {i}", 100.0) for i in range(20)]
-        await asyncio.sleep(1.0)
-        began = now()
-        await fetches.start("honest", "payload", 1.0)
-        assert fetches.ended["payload"] - began <= 1.5, "at once"
-        assert len(fetches.begun) == 3
-        for one in slow:
-            one.cancel()
-        await asyncio.gather(*slow, return_exceptions=True)
-
-    run(work())
+async def test_one_owner_never_has_all_places() -> None:
+    fetches = Fetches(Gate(places=8, of_an_owner=2))
+    slow = [fetches.start("slow", f"slow {i}", 100.0) for i in range(20)]
+    await asyncio.sleep(1.0)
+    began = now()
+    await fetches.start("honest", "payload", 1.0)
+    assert fetches.ended["payload"] - began <= 1.5, "at once"
+    assert len(fetches.begun) == 3
+    for one in slow:
+        one.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
 
 
-def test_who_is_slow_gives_way_now_and_then_and_goes_on_where_it_was() -> None:
-    async def work() -> None:
-        fetches = Fetches(Gate(places=2, of_an_owner=2))
-        slow = [fetches.start("slow", f"slow {i}", 3 * TURN_SECONDS) for i in range(2)]
-        await asyncio.sleep(1.0)
-        began = now()
-        await fetches.start("honest", "payload", 1.0)
-        assert fetches.ended["payload"] - began <= TURN_SECONDS + 3.0
-        await asyncio.gather(*slow)
-        assert max(fetches.begun[f"slow {i}"] for i in range(2)) == 2
-        assert max(fetches.ended.values()) - began < 4 * TURN_SECONDS, "nothing is done twice"
-
-    run(work())
+async def test_who_is_slow_gives_way_now_and_then_and_goes_on_where_it_was() -> None:
+    fetches = Fetches(Gate(places=2, of_an_owner=2))
+    slow = [fetches.start("slow", f"slow {i}", 3 * TURN_SECONDS) for i in range(2)]
+    await asyncio.sleep(1.0)
+    began = now()
+    await fetches.start("honest", "payload", 1.0)
+    assert fetches.ended["payload"] - began <= TURN_SECONDS + 3.0
+    await asyncio.gather(*slow)
+    assert max(fetches.begun[f"slow {i}"] for i in range(2)) == 2
+    assert max(fetches.ended.values()) - began < 4 * TURN_SECONDS, "nothing is done twice"
 
 
-def test_without_anybody_waiting_nobody_gives_way() -> None:
-    async def work() -> None:
-        fetches = Fetches(Gate(places=2, of_an_owner=2))
-        await asyncio.gather(*(fetches.start("a", f"{i}", 10 * TURN_SECONDS) for i in range(2)))
-        assert set(fetches.begun.values()) == {1}
-
-    run(work())
+async def test_without_anybody_waiting_nobody_gives_way() -> None:
+    fetches = Fetches(Gate(places=2, of_an_owner=2))
+    await asyncio.gather(*(fetches.start("a", f"{i}", 10 * TURN_SECONDS) for i in range(2)))
+    assert set(fetches.begun.values()) == {1}
 
 
-def test_owners_take_turns() -> None:
-    async def work() -> None:
-        fetches = Fetches(Gate(places=2, of_an_owner=2))
-        many = [fetches.start("many", f"many {i}", 5.0) for i in range(10)]
-        await asyncio.sleep(0.1)
-        few = [fetches.start(f"few {i}", f"few {i}", 5.0) for i in range(2)]
-        await asyncio.gather(*few)
-        assert sum(name.startswith("many") for name in fetches.ended) <= 4
-        await asyncio.gather(*many)
-
-    run(work())
+async def test_owners_take_turns() -> None:
+    fetches = Fetches(Gate(places=2, of_an_owner=2))
+    many = [fetches.start("many", f"many {i}", 5.0) for i in range(10)]
+    await asyncio.sleep(0.1)
+    few = [fetches.start(f"few {i}", f"few {i}", 5.0) for i in range(2)]
+    await asyncio.gather(*few)
+    assert sum(name.startswith("many") for name in fetches.ended) <= 4
+    await asyncio.gather(*many)
 
 
-def test_what_fails_and_what_is_cancelled_leave_their_places() -> None:
-    async def work() -> None:
-        gate = Gate(places=1, of_an_owner=1)
+async def test_what_fails_and_what_is_cancelled_leave_their_places() -> None:
+    gate = Gate(places=1, of_an_owner=1)
 
-        async def fails() -> None:
-            raise KeyError("x")
+    async def fails() -> None:
+        raise KeyError("x")
 
-        async def hangs() -> None:
-            await asyncio.Event().wait()
+    async def hangs() -> None:
+        await asyncio.Event().wait()
 
-        failed = await asyncio.gather(gate.run("a", fails, lambda: 0), return_exceptions=True)
-        assert isinstance(failed[0], KeyError)
-        first, second = (asyncio.create_task(gate.run("a", hangs, lambda: 0)) for _ in range(2))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        second.cancel()
-        first.cancel()
-        await asyncio.gather(first, second, return_exceptions=True)
-        done = asyncio.Event()
+    failed = await asyncio.gather(gate.run("a", fails, lambda: 0), return_exceptions=True)
+    assert isinstance(failed[0], KeyError)
+    first, second = (asyncio.create_task(gate.run("a", hangs, lambda: 0)) for _ in range(2))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    second.cancel()
+    first.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    done = asyncio.Event()
 
-        async def ends() -> None:
-            done.set()
+    async def ends() -> None:
+        done.set()
 
-        await gate.run("b", ends, lambda: 0)
-        assert done.is_set()
-
-    run(work())
+    await gate.run("b", ends, lambda: 0)
+    assert done.is_set()

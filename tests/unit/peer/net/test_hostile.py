@@ -25,11 +25,10 @@ from hivemind.utils import get_dht_time
 from peer.net import base, blobs, daemon, p2p
 from peer.net.base import Closed, Stream, Transport, Unreachable
 from peer.net.blobs.serving import ServingTimeouts
-from peer.net.dht import MOST_KEYS, MOST_RECORDS
 from peer.net.keyfile import load_or_create
 from protocol.wire import endpoints
 from protocol.wire.framing import END, MAX_FRAME, pack_message
-from tests.support.net import SOCKETS, SOON, run, sockets, swarm
+from tests.support.net import SOCKETS, SOON, sockets, swarm
 
 pytestmark = pytest.mark.slow
 
@@ -86,63 +85,54 @@ async def still_there(victim: Transport, other: Transport) -> None:
     assert not victim.lost.is_set()
 
 
-def test_nested_records_are_refused_before_they_are_decoded(tmp_path: Path) -> None:
+async def test_nested_records_are_refused_before_they_are_decoded(tmp_path: Path) -> None:
     inner = msgpack.packb(msgpack.ExtType(0x40, msgpack.packb(msgpack.ExtType(0x40, b"\x90"))))
     nested = msgpack.packb(
         msgpack.ExtType(0x50, msgpack.packb([None, 0.0, [[msgpack.ExtType(0x40, inner), b"", 1.0]]]))
     )
     in_record = [pack_message("peer"), msgpack.packb(["peers", msgpack.ExtType(0x40, inner)])]
 
-    async def work() -> None:
-        async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
-            for subkey, value in ((DHTProtocol.IS_DICTIONARY, nested), (inner, b"\xc0"), tuple(in_record)):
-                with contextlib.suppress(P2PHandlerError):
-                    answer = await dht(bad, victim, "store", storing(subkey, value), dht_pb2.StoreResponse)
-                    assert list(answer.store_ok) == [False]
-            assert await victim.get("peers") == {}
-            await still_there(victim, other)
-
-    run(work())
+    async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
+        for subkey, value in ((DHTProtocol.IS_DICTIONARY, nested), (inner, b"\xc0"), tuple(in_record)):
+            with contextlib.suppress(P2PHandlerError):
+                answer = await dht(bad, victim, "store", storing(subkey, value), dht_pb2.StoreResponse)
+                assert list(answer.store_ok) == [False]
+        assert await victim.get("peers") == {}
+        await still_there(victim, other)
 
 
-def test_records_without_subkey_or_bounds_are_refused(tmp_path: Path) -> None:
+async def test_records_without_subkey_or_bounds_are_refused(tmp_path: Path) -> None:
     subkey = pack_message("peer")
 
-    async def work() -> None:
-        async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
-            good = storing(subkey, pack_message(["peers", b"value"]))
-            assert list((await dht(bad, victim, "store", good, dht_pb2.StoreResponse)).store_ok) == [True]
-            for request in (
-                storing(DHTProtocol.IS_REGULAR_VALUE, pack_message(["peers", b"value"])),
-                storing(subkey, pack_message(["peers", bytes(4097)])),
-                storing(subkey, pack_message(["others", b"value"])),
-                storing(subkey, pack_message(["peers", b"later"]), expires=10_000.0),
-                storing(subkey, pack_message(["peers", b"later"]), expires=float("inf")),
-                storing(pack_message("x" * 200), pack_message(["peers", b"value"])),
-            ):
-                answer = await dht(bad, victim, "store", request, dht_pb2.StoreResponse)
-                assert list(answer.store_ok) == [False]
-            assert await victim.get("peers") == {"peer": b"value"}
-            await still_there(victim, other)
-
-    run(work())
+    async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
+        good = storing(subkey, pack_message(["peers", b"value"]))
+        assert list((await dht(bad, victim, "store", good, dht_pb2.StoreResponse)).store_ok) == [True]
+        for request in (
+            storing(DHTProtocol.IS_REGULAR_VALUE, pack_message(["peers", b"value"])),
+            storing(subkey, pack_message(["peers", bytes(4097)])),
+            storing(subkey, pack_message(["others", b"value"])),
+            storing(subkey, pack_message(["peers", b"later"]), expires=10_000.0),
+            storing(subkey, pack_message(["peers", b"later"]), expires=float("inf")),
+            storing(pack_message("x" * 200), pack_message(["peers", b"value"])),
+        ):
+            answer = await dht(bad, victim, "store", request, dht_pb2.StoreResponse)
+            assert list(answer.store_ok) == [False]
+        assert await victim.get("peers") == {"peer": b"value"}
+        await still_there(victim, other)
 
 
-def test_a_request_over_the_daemons_limit_costs_no_memory(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
-            assert isinstance(victim, p2p.P2PTransport)
-            process = psutil.Process(victim.daemon.pid)
-            before = process.memory_info().rss
-            for _ in range(3):
-                request = storing(pack_message("peer"), bytes(30 << 20))
-                with pytest.raises(TimeoutError):  # the daemon drops it without a word
-                    async with asyncio.timeout(3):
-                        await dht(bad, victim, "store", request, dht_pb2.StoreResponse)
-            assert process.memory_info().rss - before < 64 << 20
-            await still_there(victim, other)
-
-    run(work())
+async def test_a_request_over_the_daemons_limit_costs_no_memory(tmp_path: Path) -> None:
+    async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
+        assert isinstance(victim, p2p.P2PTransport)
+        process = psutil.Process(victim.daemon.pid)
+        before = process.memory_info().rss
+        for _ in range(3):
+            request = storing(pack_message("peer"), bytes(30 << 20))
+            with pytest.raises(TimeoutError):  # the daemon drops it without a word
+                async with asyncio.timeout(3):
+                    await dht(bad, victim, "store", request, dht_pb2.StoreResponse)
+        assert process.memory_info().rss - before < 64 << 20
+        await still_there(victim, other)
 
 
 def node(**handlers: Callable[[Any, Any], Awaitable[Any]]) -> Handlers:
@@ -187,122 +177,54 @@ async def _strangers(request: Any, context: Any) -> Any:
 
 
 @pytest.mark.parametrize("find", [_hangs, _too_large, _strangers])
-def test_a_node_that_never_answers_or_too_much_keeps_nobody_from_reading(find: Any, tmp_path: Path) -> None:
+async def test_a_node_that_never_answers_or_too_much_keeps_nobody_from_reading(find: Any, tmp_path: Path) -> None:
     """Oversized answers never arrive at all: the daemon drops them, and hivemind would wait for ever."""
-
-    async def work() -> None:
-        async with swarm("p2p", tmp_path, 3, rpc_seconds=1.0) as (victim, a, b):
-            async with attacker(tmp_path, victim, node(find=find, store=_hangs)) as bad:
-                await meets(victim, bad)
-                assert await a.store("peers", a.peer_id, b"a", ttl=60)
-                assert await victim.get("peers") == {a.peer_id: b"a"}
-                assert await victim.store("peers", victim.peer_id, b"v", ttl=60)
-                while set(await a.get("peers")) != {a.peer_id, victim.peer_id}:
-                    await asyncio.sleep(0.1)
-            await still_there(victim, b)
-
-    run(work())
+    async with swarm("p2p", tmp_path, 3, rpc_seconds=1.0) as (victim, a, b):
+        async with attacker(tmp_path, victim, node(find=find, store=_hangs)) as bad:
+            await meets(victim, bad)
+            assert await a.store("peers", a.peer_id, b"a", ttl=60)
+            assert await victim.get("peers") == {a.peer_id: b"a"}
+            assert await victim.store("peers", victim.peer_id, b"v", ttl=60)
+            while set(await a.get("peers")) != {a.peer_id, victim.peer_id}:
+                await asyncio.sleep(0.1)
+        await still_there(victim, b)
 
 
-def test_more_records_than_an_answer_can_hold_keep_nobody_from_reading(tmp_path: Path) -> None:
-    """Each is valid by itself, as announcements under made-up identities would be."""
-
-    async def work() -> None:
-        async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
-            for transport in (victim, other):
-                transport.prefer([other.peer_id])
-            assert await other.store("peers", other.peer_id, b"honest", ttl=500)
-            for cached in (False, True):
-                for batch in range(0, MOST_RECORDS + 100, MOST_KEYS):
-                    request = dht_pb2.StoreRequest(in_cache=[cached] * MOST_KEYS)
-                    for i in range(batch, batch + MOST_KEYS):
-                        one = storing(pack_message(f"{cached}{i}"), pack_message(["peers", bytes(4000)]))
-                        request.MergeFrom(dht_pb2.StoreRequest(keys=one.keys, subkeys=one.subkeys, values=one.values))
-                        request.expiration_time.extend(one.expiration_time)
-                    await dht(bad, victim, "store", request, dht_pb2.StoreResponse)
-            request = dht_pb2.FindRequest(keys=[DHTID.generate("peers").to_bytes()])
-            assert (await dht(bad, victim, "find", request, dht_pb2.FindResponse)).ByteSize() < 4 << 20
-            found = await other.get("peers")
-            assert found[other.peer_id] == b"honest"
-            assert MOST_RECORDS // 2 < len(found) <= MOST_RECORDS
-            assert await other.store("peers", other.peer_id, b"again", ttl=550), "who is known may go on"
-
-    run(work())
-
-
-def test_an_older_record_sent_again_and_again_changes_nothing(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
-            assert isinstance(victim, p2p.P2PTransport)
-            new, old = (
-                storing(pack_message("peer"), pack_message(["peers", v]), expires=e)
-                for v, e in ((b"new", 500), (b"old", 400))
-            )
-            assert list((await dht(bad, victim, "store", new, dht_pb2.StoreResponse)).store_ok) == [True]
-            for _ in range(20):
-                assert list((await dht(bad, victim, "store", old, dht_pb2.StoreResponse)).store_ok) == [False]
-            ((_, (held, _)),) = victim.dht.node.protocol.storage.items()
-            assert len(held.expiration_heap) == 1
-            assert await other.get("peers") == {"peer": b"new"}
-
-    run(work())
-
-
-def test_joining_through_a_node_that_never_answers_ends(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with swarm("p2p", tmp_path, 1, rpc_seconds=0.5) as (victim,):
-            hanging = {"ping": _hangs, "find": _hangs, "store": _hangs}
-            async with attacker(tmp_path, victim, hanging) as bad:
-                with pytest.raises(Unreachable, match="answers, but not to the DHT"):
-                    await victim.connect([str(m) for m in await bad.get_visible_maddrs()], timeout=SOON)
-            assert not victim.lost.is_set()
-
-    run(work())
-
-
-def test_a_wrong_clock_is_explained(tmp_path: Path) -> None:
-    async def later(request: Any, context: Any) -> Any:
-        info = dht_pb2.NodeInfo(node_id=DHTID.generate().to_bytes())
-        return dht_pb2.PingResponse(peer=info, dht_time=get_dht_time() + 60, available=True)
-
-    async def work() -> None:
-        async with swarm("p2p", tmp_path, 1) as (victim,), attacker(tmp_path, victim, node(ping=later)) as bad:
-            with pytest.raises(base.ClockWrong, match="NTP"):
+async def test_joining_through_a_node_that_never_answers_ends(tmp_path: Path) -> None:
+    async with swarm("p2p", tmp_path, 1, rpc_seconds=0.5) as (victim,):
+        hanging = {"ping": _hangs, "find": _hangs, "store": _hangs}
+        async with attacker(tmp_path, victim, hanging) as bad:
+            with pytest.raises(Unreachable, match="answers, but not to the DHT"):
                 await victim.connect([str(m) for m in await bad.get_visible_maddrs()], timeout=SOON)
+        assert not victim.lost.is_set()
 
-    run(work())
 
-
-def test_an_answer_that_comes_when_its_call_was_given_up_ends_nothing(tmp_path: Path) -> None:
+async def test_an_answer_that_comes_when_its_call_was_given_up_ends_nothing(tmp_path: Path) -> None:
     """hivemind's reader of all answers dies of one for a call that was cancelled and not yet cleared away."""
+    asked, answer = asyncio.Event(), asyncio.Event()
 
-    async def work() -> None:
-        asked, answer = asyncio.Event(), asyncio.Event()
+    async def late(request: Any, context: Any) -> Any:
+        asked.set()
+        await answer.wait()
+        return dht_pb2.FindResponse(results=[])
 
-        async def late(request: Any, context: Any) -> Any:
-            asked.set()
-            await answer.wait()
-            return dht_pb2.FindResponse(results=[])
-
-        async with swarm("p2p", tmp_path, 2) as (victim, other):
-            assert isinstance(victim, p2p.P2PTransport)
-            pending = victim.daemon.pending
-            async with attacker(tmp_path, victim, node(find=late)) as bad:
-                find = victim.daemon.p2p.call_protobuf_handler(
-                    bad.peer_id, "DHTProtocol.rpc_find", dht_pb2.FindRequest(keys=[b"0" * 20]), dht_pb2.FindResponse
-                )
-                calling = asyncio.create_task(find)
-                await asked.wait()
-                (waits,) = [future for future in pending.values() if not future.done()]
-                waits.cancel()  # as a deadline does; what waits for it runs only later
-                entries = dict(pending)
-                with pytest.raises(asyncio.CancelledError):
-                    await calling
-                pending.update(entries)
-                answer.set()
-                await still_there(victim, other)
-
-    run(work())
+    async with swarm("p2p", tmp_path, 2) as (victim, other):
+        assert isinstance(victim, p2p.P2PTransport)
+        pending = victim.daemon.pending
+        async with attacker(tmp_path, victim, node(find=late)) as bad:
+            find = victim.daemon.p2p.call_protobuf_handler(
+                bad.peer_id, "DHTProtocol.rpc_find", dht_pb2.FindRequest(keys=[b"0" * 20]), dht_pb2.FindResponse
+            )
+            calling = asyncio.create_task(find)
+            await asked.wait()
+            (waits,) = [future for future in pending.values() if not future.done()]
+            waits.cancel()  # as a deadline does; what waits for it runs only later
+            entries = dict(pending)
+            with pytest.raises(asyncio.CancelledError):
+                await calling
+            pending.update(entries)
+            answer.set()
+            await still_there(victim, other)
 
 
 # --- our streams
@@ -312,56 +234,48 @@ def test_an_answer_that_comes_when_its_call_was_given_up_ends_nothing(tmp_path: 
     "sent",
     [(MAX_FRAME + 1).to_bytes(4, "big"), b"\xff\xff\xff\xfe", (1001).to_bytes(4, "big") + bytes(1001), b"\0\0", END],
 )
-def test_frames_that_cannot_be_end_the_stream_at_once(sent: bytes, tmp_path: Path) -> None:
-    async def work() -> None:
-        seen: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+async def test_frames_that_cannot_be_end_the_stream_at_once(sent: bytes, tmp_path: Path) -> None:
+    seen: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
-        async def serve(stream: Stream) -> None:
-            try:
-                await stream.recv(1000)
-            except Exception as error:
-                seen.set_result(error)
-                raise
+    async def serve(stream: Stream) -> None:
+        try:
+            await stream.recv(1000)
+        except Exception as error:
+            seen.set_result(error)
+            raise
 
-        async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
-            await victim.serve("limited", serve)
-            _, reader, writer = await bad.call_binary_stream_handler(PeerID.from_base58(victim.peer_id), "limited")
+    async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
+        await victim.serve("limited", serve)
+        _, reader, writer = await bad.call_binary_stream_handler(PeerID.from_base58(victim.peer_id), "limited")
+        with contextlib.suppress(ConnectionError):
+            writer.write(sent + bytes(1 << 20 if sent[0] else 0))
+            await writer.drain()
+            if len(sent) == 2:
+                writer.write_eof()
+            async with asyncio.timeout(SOON):
+                while await reader.read(1 << 16):
+                    pass
+        writer.transport.abort()
+        assert isinstance(await seen, Closed)
+        await still_there(victim, other)
+
+
+async def test_who_opens_a_stream_and_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
+    async def nothing(remote: str, request: bytes) -> bytes:
+        return b""
+
+    async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
+        await base.serve_calls(victim, "call", nothing, timeout=0.3)
+        await blobs.BlobServer(blobs.BlobStore(tmp_path / "blobs"), patience=ServingTimeouts(request=0.3)).serve(victim)
+        for name in ("call", endpoints.BLOB):
+            _, reader, writer = await bad.call_binary_stream_handler(PeerID.from_base58(victim.peer_id), name)
             with contextlib.suppress(ConnectionError):
-                writer.write(sent + bytes(1 << 20 if sent[0] else 0))
-                await writer.drain()
-                if len(sent) == 2:
-                    writer.write_eof()
+                writer.write(b"\0\0")
                 async with asyncio.timeout(SOON):
                     while await reader.read(1 << 16):
                         pass
             writer.transport.abort()
-            assert isinstance(await seen, Closed)
-            await still_there(victim, other)
-
-    run(work())
-
-
-def test_who_opens_a_stream_and_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
-    async def nothing(remote: str, request: bytes) -> bytes:
-        return b""
-
-    async def work() -> None:
-        async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
-            await base.serve_calls(victim, "call", nothing, timeout=0.3)
-            await blobs.BlobServer(blobs.BlobStore(tmp_path / "blobs"), patience=ServingTimeouts(request=0.3)).serve(
-                victim
-            )
-            for name in ("call", endpoints.BLOB):
-                _, reader, writer = await bad.call_binary_stream_handler(PeerID.from_base58(victim.peer_id), name)
-                with contextlib.suppress(ConnectionError):
-                    writer.write(b"\0\0")
-                    async with asyncio.timeout(SOON):
-                        while await reader.read(1 << 16):
-                            pass
-                writer.transport.abort()
-            assert isinstance(victim, p2p.P2PTransport)
-            while victim.open_streams:
-                await asyncio.sleep(0.01)
-            await still_there(victim, other)
-
-    run(work())
+        assert isinstance(victim, p2p.P2PTransport)
+        while victim.open_streams:
+            await asyncio.sleep(0.01)
+        await still_there(victim, other)

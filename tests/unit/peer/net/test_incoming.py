@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,19 +24,11 @@ from peer.net.incoming import (
 HEAD = b"\x05hello"
 
 
-@contextlib.contextmanager
-def folder() -> Iterator[Path]:
+@pytest.fixture
+def made() -> Iterator[Path]:
     """One whose path is short enough for a Unix socket."""
     with tempfile.TemporaryDirectory(dir="/tmp") as made:
         yield Path(made)
-
-
-def run(work: Callable[[Path], Awaitable[None]]) -> None:
-    async def all_of_it() -> None:
-        with folder() as made:
-            await asyncio.wait_for(work(made), 60)
-
-    asyncio.run(all_of_it())
 
 
 def read(raw: bytes) -> StreamOrigin:
@@ -81,48 +72,42 @@ def test_a_head_without_an_end_is_none(data: bytes) -> None:
         message_span(data)
 
 
-def test_streams_are_taken_a_few_at_a_time_and_what_is_refused_is_reset_unread() -> None:
-    async def work(made: Path) -> None:
-        came: list[tuple[StreamOrigin, socket.socket]] = []
-        taken: list[int] = []
-        entry = StreamListener(str(made / "s"), read, lambda who, conn, head: came.append((who, conn)))
-        conns = [dial(made / "s") for _ in range(3 * MAX_ACCEPTED)]
-        for conn in conns:
-            conn.sendall(HEAD)
-        while len(came) < len(conns):
-            await asyncio.sleep(0)
-            taken.append(len(came))
-        assert max(b - a for a, b in itertools.pairwise(taken)) <= MAX_ACCEPTED
-        assert {who.peer for who, _ in came} == {"hello"}
-        came[0][1].close()
-        with pytest.raises(
-            ConnectionResetError
-        ):  # by which the daemon resets the stream, also of somebody who says nothing
-            conns[0].recv(1)
-        assert came[1][1].recv(100) == HEAD, "what was looked at is still there"
-        entry.close()
-        for conn in (*conns, *(conn for _, conn in came)):
-            conn.close()
-
-    run(work)
+async def test_streams_are_taken_a_few_at_a_time_and_what_is_refused_is_reset_unread(made: Path) -> None:
+    came: list[tuple[StreamOrigin, socket.socket]] = []
+    taken: list[int] = []
+    entry = StreamListener(str(made / "s"), read, lambda who, conn, head: came.append((who, conn)))
+    conns = [dial(made / "s") for _ in range(3 * MAX_ACCEPTED)]
+    for conn in conns:
+        conn.sendall(HEAD)
+    while len(came) < len(conns):
+        await asyncio.sleep(0)
+        taken.append(len(came))
+    assert max(b - a for a, b in itertools.pairwise(taken)) <= MAX_ACCEPTED
+    assert {who.peer for who, _ in came} == {"hello"}
+    came[0][1].close()
+    with pytest.raises(
+        ConnectionResetError
+    ):  # by which the daemon resets the stream, also of somebody who says nothing
+        conns[0].recv(1)
+    assert came[1][1].recv(100) == HEAD, "what was looked at is still there"
+    entry.close()
+    for conn in (*conns, *(conn for _, conn in came)):
+        conn.close()
 
 
-def test_a_head_that_comes_late_is_waited_for_and_one_that_is_wrong_is_not() -> None:
-    async def work(made: Path) -> None:
-        came: list[socket.socket] = []
-        entry = StreamListener(str(made / "s"), read, lambda who, conn, head: came.append(conn))
-        late, wrong, silent = (dial(made / "s") for _ in range(3))
-        wrong.sendall(b"\x05wrong")
-        late.sendall(HEAD[:3])
-        assert await asyncio.to_thread(closed, wrong)
-        late.sendall(HEAD[3:])
-        await until(lambda: len(came) == 1)
-        entry.close()
-        assert await asyncio.to_thread(closed, silent), "and nothing is left open"
-        for conn in (late, wrong, silent, *came):
-            conn.close()
-
-    run(work)
+async def test_a_head_that_comes_late_is_waited_for_and_one_that_is_wrong_is_not(made: Path) -> None:
+    came: list[socket.socket] = []
+    entry = StreamListener(str(made / "s"), read, lambda who, conn, head: came.append(conn))
+    late, wrong, silent = (dial(made / "s") for _ in range(3))
+    wrong.sendall(b"\x05wrong")
+    late.sendall(HEAD[:3])
+    assert await asyncio.to_thread(closed, wrong)
+    late.sendall(HEAD[3:])
+    await until(lambda: len(came) == 1)
+    entry.close()
+    assert await asyncio.to_thread(closed, silent), "and nothing is left open"
+    for conn in (late, wrong, silent, *came):
+        conn.close()
 
 
 def closed(conn: socket.socket) -> bool:
@@ -147,60 +132,54 @@ def test_a_guest_is_a_bare_socket_until_it_is_served() -> None:
     assert (over, ours.fileno()) == ([True], -1)
 
 
-def test_who_says_nothing_is_heard_when_it_speaks_or_leaves_or_time_is_up() -> None:
-    async def work(made: Path) -> None:
-        told: list[str] = []
-        pairs = {name: socket.socketpair() for name in ("speaks", "leaves", "neither", "ended")}
-        guests = {}
-        for name, (ours, _) in pairs.items():
-            ours.setblocking(False)
-            guests[name] = guest = IncomingStream(ours)
-            assert guest.is_silent()
-            guest.when_said(lambda name=name: told.append(name), 0.05 if name == "neither" else 60.0)  # type: ignore[misc]
-        guests["ended"].abort()
-        assert not guests["ended"].is_silent()
-        assert pairs["ended"][0].fileno() == -1
-        pairs["speaks"][1].send(b"a")
-        pairs["leaves"][1].close()
-        await until(lambda: len(told) == 3)
-        assert sorted(told) == ["leaves", "neither", "speaks"], "each once, and not the one that ended"
-        assert not guests["speaks"].is_silent()
-        assert not guests["speaks"].is_over()
-        assert not guests["leaves"].is_silent()
-        assert guests["leaves"].is_over()
-        assert guests["neither"].is_silent()
-        pairs["neither"][1].send(b"a")
-        await asyncio.sleep(0)
-        assert len(told) == 3, "it is heard once"
-        for guest in guests.values():
-            guest.abort()
-        for _, theirs in pairs.values():
-            theirs.close()
-
-    run(work)
+async def test_who_says_nothing_is_heard_when_it_speaks_or_leaves_or_time_is_up(made: Path) -> None:
+    told: list[str] = []
+    pairs = {name: socket.socketpair() for name in ("speaks", "leaves", "neither", "ended")}
+    guests = {}
+    for name, (ours, _) in pairs.items():
+        ours.setblocking(False)
+        guests[name] = guest = IncomingStream(ours)
+        assert guest.is_silent()
+        guest.when_said(lambda name=name: told.append(name), 0.05 if name == "neither" else 60.0)  # type: ignore[misc]
+    guests["ended"].abort()
+    assert not guests["ended"].is_silent()
+    assert pairs["ended"][0].fileno() == -1
+    pairs["speaks"][1].send(b"a")
+    pairs["leaves"][1].close()
+    await until(lambda: len(told) == 3)
+    assert sorted(told) == ["leaves", "neither", "speaks"], "each once, and not the one that ended"
+    assert not guests["speaks"].is_silent()
+    assert not guests["speaks"].is_over()
+    assert not guests["leaves"].is_silent()
+    assert guests["leaves"].is_over()
+    assert guests["neither"].is_silent()
+    pairs["neither"][1].send(b"a")
+    await asyncio.sleep(0)
+    assert len(told) == 3, "it is heard once"
+    for guest in guests.values():
+        guest.abort()
+    for _, theirs in pairs.values():
+        theirs.close()
 
 
-def test_one_is_expelled_over_one_connection_once_until_that_is_done() -> None:
-    async def work(made: Path) -> None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(str(made / "s"))
-        listener.listen()
-        expelling = Disconnector(str(made / "s"), lambda peer: peer.encode())
-        for peer in ("a", "b", "a", "a"):
-            expelling.end(peer)
-        conn, _ = listener.accept()
-        assert conn.recv(100) == b"ab"
-        conn.sendall(b"\x02ok")
-        await until(lambda: expelling.under_way == 1)
-        expelling.end("a")
-        assert conn.recv(100) == b"a"
-        conn.close()
-        await until(lambda: expelling.under_way == 0)
-        expelling.end("b")
-        again, _ = listener.accept()
-        assert again.recv(100) == b"b", "a daemon that has hung up is asked anew"
-        for one in (again, listener):
-            one.close()
-        expelling.close()
-
-    run(work)
+async def test_one_is_expelled_over_one_connection_once_until_that_is_done(made: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(made / "s"))
+    listener.listen()
+    expelling = Disconnector(str(made / "s"), lambda peer: peer.encode())
+    for peer in ("a", "b", "a", "a"):
+        expelling.end(peer)
+    conn, _ = listener.accept()
+    assert conn.recv(100) == b"ab"
+    conn.sendall(b"\x02ok")
+    await until(lambda: expelling.under_way == 1)
+    expelling.end("a")
+    assert conn.recv(100) == b"a"
+    conn.close()
+    await until(lambda: expelling.under_way == 0)
+    expelling.end("b")
+    again, _ = listener.accept()
+    assert again.recv(100) == b"b", "a daemon that has hung up is asked anew"
+    for one in (again, listener):
+        one.close()
+    expelling.close()

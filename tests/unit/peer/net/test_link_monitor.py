@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
+from pathlib import Path
 
 import pytest
 
 from peer import events
-from peer.net.bandwidth import GOODPUT
-from peer.net.base import Clock, Stream
+from peer.net import link_monitor
+from peer.net.bandwidth import GOODPUT, LEAST_WAY_BYTES, WAY_BYTES, probe_bytes
+from peer.net.base import Stream
+from peer.net.disk import Disk
 from peer.net.link_monitor import (
+    EARLIER,
     FAST_SECONDS,
     HELD_SECONDS,
     MAX_STEP_DOWN,
@@ -19,15 +22,17 @@ from peer.net.link_monitor import (
     RANGE,
     REST_SECONDS,
     SLOW_SECONDS,
-    LinkMonitor,
+    UNKNOWN,
     RateConfig,
     RateEstimator,
     SecondOfTraffic,
+    StoredRates,
 )
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.uplink import Uplink
-from tests.sim.loop import VirtualLoop
-from tests.support import networks
+from tests.support.bandwidth import MBPS, Heard, Shaped, a_line, at_home
+
+pytestmark = pytest.mark.virtual
 
 UP, DOWN = 20_000_000, 100_000_000
 
@@ -129,99 +134,142 @@ def test_what_was_given_stays() -> None:
 # --- a line, over streams
 
 
-def run(work: object) -> None:
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(random.Random(0))) as runner:
-        runner.run(work)  # type: ignore[arg-type]
-
-
 async def receives(stream: Stream) -> None:
     while True:
         await stream.recv()
 
 
-async def sender(home: MemoryTransport, peer: str, uplink: Uplink | None, bps: float) -> None:
-    """Sends to `peer` so fast, or as fast as the limit lets it."""
+async def sends(home: MemoryTransport, peer: str, bps: float) -> None:
     stream = await home.open(peer, "bulk", timeout=1.0)
-    size = of(bps) // 10
     while True:
-        if uplink is None:
-            await asyncio.sleep(0.1)
-        else:
-            await uplink.turn(peer, size)
-        await stream.send(bytes(size))
-
-
-def a_line(home: MemoryTransport, told: list[events.Body], where: str) -> LinkMonitor:
-    loop = asyncio.get_running_loop()
-    ours = networks.network(
-        home,
-        clock=Clock(steady=loop.time, wall=loop.time),
-        addresses=lambda peer: [f"/ip4/{where}/tcp/1/p2p/{peer}"] if where else [],
-    )
-    return LinkMonitor(RateConfig(up_bps=None, down_bps=None, limit_bps=None), ours, random.Random(0), told.append)
-
-
-@pytest.mark.parametrize(("where", "counts"), [("203.0.113.9", True), ("192.168.1.9", False), ("", False)])
-def test_what_passes_to_peers_elsewhere_counts(where: str, counts: bool) -> None:
-    """Not what a peer behind the same router gets, or one of whom nothing is known."""
-
-    async def work() -> None:
-        network, told = MemoryNetwork(), list[events.Body]()
-        home, peer = network.transport("home"), network.transport("peer")
-        await peer.serve("bulk", receives)
-        line = a_line(home, told, where)
-        await line.measure()
-        assert [type(body) for body in told] == [events.Warning]
-        assert (line.up_bps, line.down_bps) == (10_000_000, 50_000_000)
-        tasks = [asyncio.create_task(line.run()), asyncio.create_task(sender(home, "peer", None, 15e6))]
-        await asyncio.sleep(FAST_SECONDS + 5)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        measured = [body for body in told if isinstance(body, events.Measured)]
-        assert [m.by for m in measured] == (["transfers"] if counts else [])
-        assert line.up_bps == (pytest.approx(15e6, rel=0.02) if counts else 10_000_000)
-        await home.aclose()
-        await peer.aclose()
-
-    run(work())
-
-
-def test_the_same_address_as_ours_is_not_elsewhere() -> None:
-    async def work() -> None:
-        network, told = MemoryNetwork(), list[events.Body]()
-        home, peer = network.transport("home"), network.transport("peer")
-        home.addresses = ("/ip4/203.0.113.9/tcp/4001/p2p/home", "/ip4/192.168.1.2/tcp/4001/p2p/home")
-        await peer.serve("bulk", receives)
-        line = a_line(home, told, "203.0.113.9")
-        await line.measure()
-        tasks = [asyncio.create_task(line.run()), asyncio.create_task(sender(home, "peer", None, 15e6))]
-        await asyncio.sleep(2 * FAST_SECONDS)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert line.up_bps == 10_000_000
-        await home.aclose()
-        await peer.aclose()
-
-    run(work())
-
-
-def test_a_limit_may_change_while_others_wait() -> None:
-    async def work() -> None:
-        uplink, loop = Uplink(8_000_000), asyncio.get_running_loop()
-        assert not uplink.holds
-        tasks = [asyncio.create_task(uplink.turn("a", 1_000_000)) for _ in range(4)]
-        await asyncio.sleep(1.0)
-        assert uplink.holds
-        uplink.limit(80_000_000)
-        await asyncio.gather(*tasks)
-        assert loop.time() == pytest.approx(1.0 + 3_000_000 / 10_000_000, abs=0.05)
-        more = asyncio.create_task(uplink.turn("a", 1_000_000_000))
         await asyncio.sleep(0.1)
-        uplink.limit(None)
-        await more
-        assert loop.time() == pytest.approx(1.4, abs=0.1)
-        assert not uplink.holds
+        await stream.send(bytes(of(bps) // 10))
 
-    run(work())
+
+@pytest.mark.parametrize(
+    ("where", "ours", "counts"),
+    [
+        ("203.0.113.9", "192.168.1.2", True),
+        ("203.0.113.9", "203.0.113.9", False),
+        ("192.168.1.9", "192.168.1.2", False),
+        ("", "192.168.1.2", False),
+    ],
+)
+async def test_what_passes_to_peers_elsewhere_counts(where: str, ours: str, counts: bool) -> None:
+    """Not what a peer behind the same router or at our own address gets, or one of whom nothing is known."""
+    network, heard = MemoryNetwork(), Heard()
+    home, peer = network.transport("home"), network.transport("peer")
+    home.addresses = (f"/ip4/{ours}/tcp/4001/p2p/home",)
+    await peer.serve("bulk", receives)
+    line = a_line(home, heard, (), lambda peer: [f"/ip4/{where}/tcp/1/p2p/{peer}"] if where else [])
+    await line.measure()
+    assert [type(body) for body in heard.told] == [events.Warning]
+    assert (line.up_bps, line.down_bps) == (10_000_000, 50_000_000)
+    tasks = [asyncio.create_task(line.run()), asyncio.create_task(sends(home, "peer", 15e6))]
+    await asyncio.sleep(FAST_SECONDS + 5)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert [m.by for m in heard.measured] == (["transfers"] if counts else [])
+    assert line.up_bps == (pytest.approx(15e6, rel=0.02) if counts else 10_000_000)
+    await home.aclose()
+    await peer.aclose()
+
+
+async def test_a_limit_may_change_while_others_wait() -> None:
+    uplink, loop = Uplink(8_000_000), asyncio.get_running_loop()
+    assert not uplink.holds
+    tasks = [asyncio.create_task(uplink.turn("a", 1_000_000)) for _ in range(4)]
+    await asyncio.sleep(1.0)
+    assert uplink.holds
+    uplink.limit(80_000_000)
+    await asyncio.gather(*tasks)
+    assert loop.time() == pytest.approx(1.0 + 3_000_000 / 10_000_000, abs=0.05)
+    more = asyncio.create_task(uplink.turn("a", 1_000_000_000))
+    await asyncio.sleep(0.1)
+    uplink.limit(None)
+    await more
+    assert loop.time() == pytest.approx(1.4, abs=0.1)
+    assert not uplink.holds
+
+
+# --- what is known from before
+
+HOME, DAY = ("192.168.1.7",), 86_400.0
+FOUND = StoredRates(20_000_000, 100_000_000)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "after", "expected"),
+    [
+        (HOME, 0.0, FOUND),
+        (HOME, 6.9 * DAY, FOUND),
+        (HOME, 7.1 * DAY, UNKNOWN),
+        (HOME, -2 * DAY, UNKNOWN),
+        (("10.0.0.3",), 0.0, UNKNOWN),
+        ((), 0.0, UNKNOWN),
+    ],
+)
+def test_it_holds_for_days_and_in_the_same_place(
+    tmp_path: Path, hosts: tuple[str, ...], after: float, expected: StoredRates
+) -> None:
+    disk = Disk()
+    link_monitor.write_rates(disk, tmp_path, FOUND, HOME, 1e9)
+    assert link_monitor.read_rates(disk, tmp_path, hosts, 1e9 + after) == expected
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"[]", b"1", b'{"time": "x", "hosts": []}', b'{"time": 1e9, "hosts": ["192.168.1.7"]}', b"\xff",
+     b'{"time": 1e9, "hosts": ["192.168.1.7"], "up_bps": -5, "down_bps": "fast"}'],
+)  # fmt: skip
+def test_a_damaged_file_says_nothing(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / link_monitor.STORED_FILE).write_bytes(raw)
+    assert link_monitor.read_rates(Disk(), tmp_path, HOME, 1e9) == UNKNOWN
+
+
+async def test_what_is_known_is_not_measured_again() -> None:
+    network, heard = Shaped(20 * MBPS, 100 * MBPS), Heard()
+    home = await at_home(network, node=None)
+    first = a_line(home, heard)
+    await first.measure()
+    sent, came = network.up.bytes, network.down.bytes
+    second = a_line(home, heard, said=RateConfig(None, None, None, stored=first.found))
+    await second.measure()
+    assert (second.up_bps, second.down_bps) == (first.up_bps, first.down_bps)
+    assert second.uplink.bps == first.uplink.bps
+    assert heard.measured[-1].by == EARLIER
+    assert (network.up.bytes, network.down.bytes) == (sent, came)
+
+
+async def test_what_was_not_known_is_measured() -> None:
+    network, heard = Shaped(20 * MBPS, 100 * MBPS), Heard()
+    known = StoredRates(up_bps=19_000_000)
+    line = a_line(await at_home(network, node=None), heard, said=RateConfig(None, None, None, stored=known))
+    await line.measure()
+    assert line.up_bps == 19_000_000
+    assert line.down_bps == pytest.approx(100 * MBPS, rel=0.15)
+    assert network.up.bytes < 100_000
+
+
+async def test_what_the_user_said_is_not_remembered() -> None:
+    line = a_line(await at_home(Shaped(20 * MBPS, 100 * MBPS), node=None), Heard(), up=7_000_000)
+    assert line.found == UNKNOWN
+    await line.measure()
+    assert line.found == StoredRates(None, line.down_bps)
+
+
+@pytest.mark.parametrize("mbps", [5, 100, 500])
+async def test_a_probe_costs_little_of_what_a_small_model_is(mbps: int) -> None:
+    network, heard = Shaped(mbps * MBPS, mbps * MBPS), Heard()
+    most = probe_bytes(4 * 1_000_000)
+    line = a_line(await at_home(network, node=None), heard, said=RateConfig(None, None, None, most=most))
+    await line.measure()
+    assert most == LEAST_WAY_BYTES
+    assert max(network.up.bytes, network.down.bytes) < 1.1 * LEAST_WAY_BYTES
+    assert min(mbps, 50) / 4 * MBPS < line.down_bps < 1.15 * mbps * MBPS
+
+
+def test_of_a_large_model_a_line_is_measured_as_well_as_can_be() -> None:
+    assert probe_bytes(4 * 512_000_000) == WAY_BYTES
+    assert probe_bytes(4 * 6_843_648) < 2_000_000

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -27,7 +27,6 @@ from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import Announcement, Lookup, RosterRequest
 from protocol.wire.encoding import Message
 from protocol.wire.session import Announced, Heartbeat
-from tests.sim.loop import VirtualLoop
 from tests.support import tiny
 from tests.support.moved import M, virtual_clock
 
@@ -36,6 +35,7 @@ ECHO = "echo"
 SOON_S = 35.0
 """Virtual seconds in which everybody is back; libp2p by itself takes 40 to notice."""
 ANSWER_S = 5.0
+pytestmark = pytest.mark.virtual
 
 
 class Wire(Pipe):
@@ -134,6 +134,9 @@ class Host(MemoryTransport):
                 stream.abort()
 
 
+World = tuple["Internet", "Node", "list[Member]"]
+
+
 class Node:
     """A bootstrap node's sessions and roster, and its directory."""
 
@@ -196,35 +199,23 @@ def directory(who: Identity, transport: Host, bootstrap: Sequence[str], moved: C
     return Directory(M, who, transport, bootstrap, said, virtual_clock(), moved)
 
 
-def play(story: Callable[[Internet, Node, list[Member]], Awaitable[None]]) -> None:
-    """`story` begins when both members are known to the node."""
-
-    async def work() -> None:
-        internet = Internet()
-        node = Node(internet)
-        members = [Member(internet, who, node) for who in (A, B)]
-        tasks = [task for part in (node, *members) for task in await part.start()]
-        try:
-            await until(lambda: all(m.who.peer_id in node.heard for m in members), SOON_S)
-            await story(internet, node, members)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for transport in list(internet.peers.values()):
-                await transport.aclose()
-
-    virtually(work())
-
-
-def virtually(work: Any) -> None:
-    loop = VirtualLoop(random.Random(0))
-    asyncio.set_event_loop(loop)
+@pytest.fixture
+@contextlib.asynccontextmanager
+async def world() -> AsyncIterator[World]:
+    """Both members are known to the node."""
+    internet = Internet()
+    node = Node(internet)
+    members = [Member(internet, who, node) for who in (A, B)]
+    tasks = [task for part in (node, *members) for task in await part.start()]
     try:
-        loop.run_until_complete(work)
+        await until(lambda: all(m.who.peer_id in node.heard for m in members), SOON_S)
+        yield internet, node, members
     finally:
-        asyncio.set_event_loop(None)
-        loop.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for transport in list(internet.peers.values()):
+            await transport.aclose()
 
 
 async def until(wanted: Callable[[], bool], seconds: float) -> None:
@@ -242,156 +233,139 @@ async def says(transport: Host, peer: str) -> bytes:
     return await stream.recv(timeout=10.0)
 
 
-def test_a_peer_that_moves_is_announced_at_its_new_address_and_only_there() -> None:
-    async def story(internet: Internet, node: Node, members: list[Member]) -> None:
-        mover, other = members
-        peer = mover.who.peer_id
-        await other.directory.reach(peer)
-        assert await says(other.transport, peer) == b"there?"
-        new = internet.move(mover.who)
+async def test_a_peer_that_moves_is_announced_at_its_new_address_and_only_there(world: World) -> None:
+    internet, node, members = world
+    mover, other = members
+    peer = mover.who.peer_id
+    await other.directory.reach(peer)
+    assert await says(other.transport, peer) == b"there?"
+    new = internet.move(mover.who)
 
-        def back() -> bool:
+    def back() -> bool:
+        known = node.directory.known.get(peer)
+        return known is not None and known.addresses == (new,) and internet.lives(peer, tiny.OPERATOR.peer_id)
+
+    await until(back, SOON_S)
+    assert mover.moved == [new]
+
+    def stored() -> bool:
+        _, raw = internet.records[endpoints.announcements_key(M.run_id)][peer]
+        found = encoding.unseal_announcement(raw, peer, M.run_id)
+        return found is not None and found.addresses == (new,)
+
+    await until(stored, PUBLISH_SECONDS)
+    other.directory.lost(peer)  # it did not answer
+    await other.directory.reach(peer)
+    assert other.directory.known[peer].addresses == (new,)
+    assert await says(other.transport, peer) == b"there?"
+
+
+async def test_a_way_in_that_was_found_and_a_few_relays_are_announced_and_nobody_has_moved(world: World) -> None:
+    _, node, members = world
+    mover, _ = members
+    peer = mover.who.peer_id
+    (own,) = mover.transport.addresses
+    found = f"/ip4/203.0.113.9/tcp/4001/p2p/{peer}"
+    circuits = tuple(f"/ip4/198.51.100.7/tcp/{i}/p2p/r{i}/p2p-circuit/p2p/{peer}" for i in range(1, 7))
+
+    def announces(*addresses: str) -> Callable[[], bool]:
+        def holds() -> bool:
             known = node.directory.known.get(peer)
-            return known is not None and known.addresses == (new,) and internet.lives(peer, tiny.OPERATOR.peer_id)
+            return known is not None and known.addresses == addresses
 
-        await until(back, SOON_S)
-        assert mover.moved == [new]
+        return holds
 
-        def stored() -> bool:
-            _, raw = internet.records[endpoints.announcements_key(M.run_id)][peer]
-            found = encoding.unseal_announcement(raw, peer, M.run_id)
-            return found is not None and found.addresses == (new,)
-
-        await until(stored, PUBLISH_SECONDS)
-        other.directory.lost(peer)  # it did not answer
-        await other.directory.reach(peer)
-        assert other.directory.known[peer].addresses == (new,)
-        assert await says(other.transport, peer) == b"there?"
-
-    play(story)
+    mover.directory.found([found])
+    await until(announces(own, found), SOON_S)
+    mover.transport.addresses = (own, *circuits)
+    await until(announces(own, found, *circuits[:CIRCUITS]), SOON_S)
+    mover.transport.addresses = (own, found, *circuits[:1])  # the daemon knows it now, too
+    await until(announces(own, found, circuits[0]), SOON_S)
+    assert mover.moved == []
 
 
-def test_a_way_in_that_was_found_and_a_few_relays_are_announced_and_nobody_has_moved() -> None:
-    async def story(internet: Internet, node: Node, members: list[Member]) -> None:
-        mover, _ = members
-        peer = mover.who.peer_id
-        (own,) = mover.transport.addresses
-        found = f"/ip4/203.0.113.9/tcp/4001/p2p/{peer}"
-        circuits = tuple(f"/ip4/198.51.100.7/tcp/{i}/p2p/r{i}/p2p-circuit/p2p/{peer}" for i in range(1, 7))
+async def test_when_the_node_moves_its_peers_come_back_to_where_it_is(world: World) -> None:
+    internet, node, members = world
+    new = internet.move(tiny.OPERATOR)
+    before = dict(node.sessions.open)
 
-        def announces(*addresses: str) -> Callable[[], bool]:
-            def holds() -> bool:
-                known = node.directory.known.get(peer)
-                return known is not None and known.addresses == addresses
+    def back() -> bool:
+        fresh = {peer for peer, session in node.sessions.open.items() if session is not before.get(peer)}
+        return fresh == {m.who.peer_id for m in members}
 
-            return holds
-
-        mover.directory.found([found])
-        await until(announces(own, found), SOON_S)
-        mover.transport.addresses = (own, *circuits)
-        await until(announces(own, found, *circuits[:CIRCUITS]), SOON_S)
-        mover.transport.addresses = (own, found, *circuits[:1])  # the daemon knows it now, too
-        await until(announces(own, found, circuits[0]), SOON_S)
-        assert mover.moved == []
-
-    play(story)
+    await until(back, SOON_S)
+    assert node.moved == [new]
+    assert all(internet.lives(m.who.peer_id, tiny.OPERATOR.peer_id) for m in members)
 
 
-def test_when_the_node_moves_its_peers_come_back_to_where_it_is() -> None:
-    async def story(internet: Internet, node: Node, members: list[Member]) -> None:
-        new = internet.move(tiny.OPERATOR)
-        before = dict(node.sessions.open)
+async def test_a_node_that_moves_says_so_at_once(world: World) -> None:
+    internet, _, _ = world
+    new, peer = internet.move(tiny.OPERATOR), tiny.OPERATOR.peer_id
 
-        def back() -> bool:
-            fresh = {peer for peer, session in node.sessions.open.items() if session is not before.get(peer)}
-            return fresh == {m.who.peer_id for m in members}
+    def stored() -> bool:
+        _, raw = internet.records[endpoints.announcements_key(M.run_id)][peer]
+        found = encoding.unseal_announcement(raw, peer, M.run_id)
+        return found is not None and found.addresses == (new,)
 
-        await until(back, SOON_S)
-        assert node.moved == [new]
-        assert all(internet.lives(m.who.peer_id, tiny.OPERATOR.peer_id) for m in members)
-
-    play(story)
-
-
-def test_a_node_that_moves_says_so_at_once() -> None:
-    async def story(internet: Internet, node: Node, members: list[Member]) -> None:
-        new, peer = internet.move(tiny.OPERATOR), tiny.OPERATOR.peer_id
-
-        def stored() -> bool:
-            _, raw = internet.records[endpoints.announcements_key(M.run_id)][peer]
-            found = encoding.unseal_announcement(raw, peer, M.run_id)
-            return found is not None and found.addresses == (new,)
-
-        await until(stored, LOOK_SECONDS + 0.5)
-
-    play(story)
+    await until(stored, LOOK_SECONDS + 0.5)
 
 
 @pytest.mark.parametrize("mover", [tiny.OPERATOR, C], ids=["the node", "the watcher"])
-def test_who_watches_is_answered_soon_after_a_move(mover: Identity) -> None:
+async def test_who_watches_is_answered_soon_after_a_move(world: World, mover: Identity) -> None:
     """The old connection is known to be dead after ANSWER_S; the node has been found by then, and no look is missed for it."""
+    internet, node, _ = world
+    contacts = Contacts(M, internet.join(C), node.transport.addresses)
 
-    async def story(internet: Internet, node: Node, members: list[Member]) -> None:
-        contacts = Contacts(M, internet.join(C), node.transport.addresses)
+    async def look(transport: Transport, peer: str) -> object:
+        return await node_calls.look_up_peers(transport, M.run_id, peer)
 
-        async def look(transport: Transport, peer: str) -> object:
-            return await node_calls.look_up_peers(transport, M.run_id, peer)
-
-        await contacts.call(tiny.OPERATOR.peer_id, look)
-        internet.move(mover)
-        began = asyncio.get_running_loop().time()
-        await contacts.call(tiny.OPERATOR.peer_id, look)
-        assert asyncio.get_running_loop().time() - began < NEXT_SECONDS + ANSWER_S + 1.0
-        assert internet.lives(C.peer_id, tiny.OPERATOR.peer_id)
-
-    play(story)
+    await contacts.call(tiny.OPERATOR.peer_id, look)
+    internet.move(mover)
+    began = asyncio.get_running_loop().time()
+    await contacts.call(tiny.OPERATOR.peer_id, look)
+    assert asyncio.get_running_loop().time() - began < NEXT_SECONDS + ANSWER_S + 1.0
+    assert internet.lives(C.peer_id, tiny.OPERATOR.peer_id)
 
 
-def test_an_announcement_from_elsewhere_replaces_the_way_that_was_known() -> None:
-    async def story(internet: Internet, node: Node, members: list[Member]) -> None:
-        mover, other = members
-        peer = mover.who.peer_id
-        await other.directory.reach(peer)
-        assert peer in other.directory.reached
-        known = other.directory.known[peer]
-        other.directory.learn([known])
-        assert peer in other.directory.reached, "it says the same"
-        new = internet.move(mover.who)
-        told = Announcement(run=M.run_id, peer=peer, addresses=(new,), serial=known.serial + 1)
-        other.directory.learn([told])
-        assert peer not in other.directory.reached
-        await other.directory.reach(peer)
-        assert await says(other.transport, peer) == b"there?"
-
-    play(story)
+async def test_an_announcement_from_elsewhere_replaces_the_way_that_was_known(world: World) -> None:
+    internet, _, members = world
+    mover, other = members
+    peer = mover.who.peer_id
+    await other.directory.reach(peer)
+    assert peer in other.directory.reached
+    known = other.directory.known[peer]
+    other.directory.learn([known])
+    assert peer in other.directory.reached, "it says the same"
+    new = internet.move(mover.who)
+    told = Announcement(run=M.run_id, peer=peer, addresses=(new,), serial=known.serial + 1)
+    other.directory.learn([told])
+    assert peer not in other.directory.reached
+    await other.directory.reach(peer)
+    assert await says(other.transport, peer) == b"there?"
 
 
-def test_who_is_silent_is_doubted_and_who_is_slow_is_not() -> None:
+async def test_who_is_silent_is_doubted_and_who_is_slow_is_not() -> None:
     """A frame comes in pieces, of which each takes two thirds of the silence that makes a peer doubtful."""
+    loop = asyncio.get_running_loop()
+    reader, writer, doubted, clock = asyncio.StreamReader(), Pipe(loop), list[tuple[str, float]](), loop.time
+    stream = FrameStream("there", ECHO, reader, writer, reader.feed_eof, Traffic(), Flow())
 
-    async def work() -> None:
-        loop = asyncio.get_running_loop()
-        reader, writer, doubted, clock = asyncio.StreamReader(), Pipe(loop), list[tuple[str, float]](), loop.time
-        stream = FrameStream("there", ECHO, reader, writer, reader.feed_eof, Traffic(), Flow())
+    def doubt(peer: str) -> None:
+        doubted.append((peer, clock()))
+        if len(doubted) == 2:
+            stream.abort()
 
-        def doubt(peer: str) -> None:
-            doubted.append((peer, clock()))
-            if len(doubted) == 2:
-                stream.abort()
-
-        for at, piece in enumerate((b"\x00\x00\x00\x04", b"ab", b"c", b"d")):
-            loop.call_later(2.0 * (at + 1), reader.feed_data, piece)
-        assert await answer(stream, doubt, timeout=30.0, silence=3.0) == b"abcd"
-        assert doubted == []
-        with pytest.raises(Timeout, match="nothing came for 2 s"):
-            await answer(stream, doubt, timeout=2.0, silence=3.0)
-        assert doubted == []
-        begun = clock()
-        with pytest.raises(Closed):
-            await answer(stream, doubt, silence=3.0)
-        assert doubted == [("there", begun + 3.0), ("there", begun + 6.0)]
-
-    virtually(work())
+    for at, piece in enumerate((b"\x00\x00\x00\x04", b"ab", b"c", b"d")):
+        loop.call_later(2.0 * (at + 1), reader.feed_data, piece)
+    assert await answer(stream, doubt, timeout=30.0, silence=3.0) == b"abcd"
+    assert doubted == []
+    with pytest.raises(Timeout, match="nothing came for 2 s"):
+        await answer(stream, doubt, timeout=2.0, silence=3.0)
+    assert doubted == []
+    begun = clock()
+    with pytest.raises(Closed):
+        await answer(stream, doubt, silence=3.0)
+    assert doubted == [("there", begun + 3.0), ("there", begun + 6.0)]
 
 
 def test_what_was_sent_before_a_question_gives_its_answer_more_time() -> None:

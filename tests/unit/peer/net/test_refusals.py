@@ -44,9 +44,9 @@ def history(manifest: Manifest, *actions: str | Joined | None, time: float = 0.0
             signed = {key.peer_id: key.sign(DOMAIN + encoding.encode(decree)) for key in KEYS[:3]}
             enacted = Enacted(decree=decree, signatures=signed)
         commits.append(
-            Commit(
+            tiny.commit(
                 run=manifest.run_id, round=len(commits), parent=before.digest if before else manifest.run_id, time=time,
-                contributions=(), left_out=(), diverged=(), digests={}, plan=None, leader=NODES[0], members=NODES,
+                leader=NODES[0], members=NODES,
                 decrees=number + (enacted is not None), decree=enacted, idle=len(commits),
                 joined=(what,) if isinstance(what, Joined) else (),
             )

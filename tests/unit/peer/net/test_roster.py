@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -25,7 +25,6 @@ from protocol.identity import Identity
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import MOST_LOOKED_UP, Announcement, Lookup, Roster, RosterRequest
-from protocol.wire.encoding import MessageError
 from tests.sim.loop import VirtualLoop
 from tests.support import tiny
 
@@ -33,7 +32,6 @@ M = tiny.manifest()
 RUN = M.run_id
 PEERS = [Identity(bytes([1, i] * 16)) for i in range(200)]
 A, B, C = PEERS[:3]
-DEADLINE = 60.0
 
 
 def announcement(who: Identity, serial: int = 1, **changes: Any) -> Announcement:
@@ -159,38 +157,30 @@ def test_a_reader_of_differences_knows_what_the_node_knows(steps: list[Step]) ->
     asyncio.run(work())
 
 
-def test_a_long_roster_comes_in_pages() -> None:
-    async def story(swarm: Nodes) -> None:
-        for who in PEERS:
-            long = tuple(
-                f"/dns4/{'d' * 60}.{'d' * 60}.{'d' * 60}/tcp/{port}/p2p/{who.peer_id}" for port in range(1, 14)
-            )
-            swarm.heard.add(who.peer_id, raw(who, addresses=long))
-        reader = RosterReader(swarm.me, RUN)
+async def test_a_long_roster_comes_in_pages(swarm: Nodes) -> None:
+    for who in PEERS:
+        long = tuple(f"/dns4/{'d' * 60}.{'d' * 60}.{'d' * 60}/tcp/{port}/p2p/{who.peer_id}" for port in range(1, 14))
+        swarm.heard.add(who.peer_id, raw(who, addresses=long))
+    reader = RosterReader(swarm.me, RUN)
+    await reader.refresh([tiny.OPERATOR.peer_id])
+    assert sorted(reader.known) == sorted(p.peer_id for p in PEERS)
+    assert len(swarm.asked) > 1
+    swarm.asked.clear()
+    swarm.heard.add(A.peer_id, raw(A, 2))
+    await reader.refresh(["nobody", tiny.OPERATOR.peer_id])
+    assert reader.known[A.peer_id].serial == 2
+    assert len(swarm.asked) == 1
+
+
+async def test_a_node_that_lies_is_not_believed_and_does_not_keep_us(swarm: Nodes) -> None:
+    reader = RosterReader(swarm.me, RUN)
+    forged = encoding.seal(B, announcement(A))
+    swarm.reply = Roster(announcements=(forged, b"junk", raw(A, run="another")), position=5)
+    await reader.refresh([tiny.OPERATOR.peer_id])
+    assert reader.known == {}
+    swarm.reply = Roster(announcements=(), position=5, more=True)
+    with pytest.raises(RemoteError, match="does not end"):
         await reader.refresh([tiny.OPERATOR.peer_id])
-        assert sorted(reader.known) == sorted(p.peer_id for p in PEERS)
-        assert len(swarm.asked) > 1
-        swarm.asked.clear()
-        swarm.heard.add(A.peer_id, raw(A, 2))
-        await reader.refresh(["nobody", tiny.OPERATOR.peer_id])
-        assert reader.known[A.peer_id].serial == 2
-        assert len(swarm.asked) == 1
-
-    play(story)
-
-
-def test_a_node_that_lies_is_not_believed_and_does_not_keep_us() -> None:
-    async def story(swarm: Nodes) -> None:
-        reader = RosterReader(swarm.me, RUN)
-        forged = encoding.seal(B, announcement(A))
-        swarm.reply = Roster(announcements=(forged, b"junk", raw(A, run="another")), position=5)
-        await reader.refresh([tiny.OPERATOR.peer_id])
-        assert reader.known == {}
-        swarm.reply = Roster(announcements=(), position=5, more=True)
-        with pytest.raises(RemoteError, match="does not end"):
-            await reader.refresh([tiny.OPERATOR.peer_id])
-
-    play(story)
 
 
 # --- how a peer finds others
@@ -226,137 +216,111 @@ class Nodes:
         assert await self.node.store(key, who.peer_id, raw(who), ttl=60.0)
 
 
-def play(story: Callable[[Nodes], Awaitable[None]]) -> None:
-    async def work() -> None:
-        async with asyncio.timeout(DEADLINE):
-            network = MemoryNetwork()
-            nodes = Nodes(network, M)
-            await nodes.start()
-            await story(nodes)
-            for transport in list(network.peers.values()):
-                await transport.aclose()
-
-    asyncio.run(work())
+@pytest.fixture
+@contextlib.asynccontextmanager
+async def swarm() -> AsyncIterator[Nodes]:
+    network = MemoryNetwork()
+    nodes = Nodes(network, M)
+    await nodes.start()
+    yield nodes
+    for transport in list(network.peers.values()):
+        await transport.aclose()
 
 
-def test_a_peer_asks_its_node_for_whom_it_needs_and_for_several_at_once() -> None:
-    async def story(swarm: Nodes) -> None:
-        for who in PEERS[:50]:
-            swarm.peer(who)
-            swarm.heard.add(who.peer_id, raw(who))
-        await asyncio.gather(*(swarm.directory.reach(p.peer_id) for p in PEERS[:50]))
-        assert len(swarm.asked) == 2, "the first alone, all who came meanwhile together"
-        assert set(swarm.directory.known) == {p.peer_id for p in PEERS[:50]}
-        await swarm.directory.reach(A.peer_id)
-        assert len(swarm.asked) == 2
-        swarm.directory.lost(A.peer_id)
-        await swarm.directory.reach(A.peer_id)
-        assert len(swarm.asked) == 3
-
-    play(story)
+async def test_a_peer_asks_its_node_for_whom_it_needs_and_for_several_at_once(swarm: Nodes) -> None:
+    for who in PEERS[:50]:
+        swarm.peer(who)
+        swarm.heard.add(who.peer_id, raw(who))
+    await asyncio.gather(*(swarm.directory.reach(p.peer_id) for p in PEERS[:50]))
+    assert len(swarm.asked) == 2, "the first alone, all who came meanwhile together"
+    assert set(swarm.directory.known) == {p.peer_id for p in PEERS[:50]}
+    await swarm.directory.reach(A.peer_id)
+    assert len(swarm.asked) == 2
+    swarm.directory.lost(A.peer_id)
+    await swarm.directory.reach(A.peer_id)
+    assert len(swarm.asked) == 3
 
 
-def test_a_node_that_does_not_answer_holds_nobody_up() -> None:
+@pytest.mark.slow
+async def test_a_node_that_does_not_answer_holds_nobody_up() -> None:
     manifest = tiny.manifest(operators=tuple(key.peer_id for key in tiny.OPERATORS[:2]))
     asked: list[str] = []
 
-    async def work() -> None:
-        network = MemoryNetwork()
-        nodes = [network.transport(peer) for peer in manifest.operators]
-        heard = AnnouncementTable(manifest.run_id, 0)
-        heard.add(A.peer_id, raw(A, run=manifest.run_id))
+    network = MemoryNetwork()
+    nodes = [network.transport(peer) for peer in manifest.operators]
+    heard = AnnouncementTable(manifest.run_id, 0)
+    heard.add(A.peer_id, raw(A, run=manifest.run_id))
 
-        def serves(node: MemoryTransport) -> CallHandler:
-            async def serve(remote: str, request: bytes) -> bytes:
-                asked.append(node.peer_id)
-                if len(asked) == 1:
-                    await asyncio.Event().wait()
-                ask = encoding.decode(request, remote)
-                assert isinstance(ask, Lookup | RosterRequest)
-                return heard.answer(ask)
+    def serves(node: MemoryTransport) -> CallHandler:
+        async def serve(remote: str, request: bytes) -> bytes:
+            asked.append(node.peer_id)
+            if len(asked) == 1:
+                await asyncio.Event().wait()
+            ask = encoding.decode(request, remote)
+            assert isinstance(ask, Lookup | RosterRequest)
+            return heard.answer(ask)
 
-            return serve
+        return serve
 
-        for node in nodes:
-            await serve_calls(node, endpoints.ROSTER, serves(node))
-        me, there = (network.transport(who.peer_id) for who in (PEERS[-1], A))
-        said = announcement(PEERS[-1], 0)
-        directory = Directory(manifest, PEERS[-1], me, [x for node in nodes for x in node.addresses], said)
-        async with asyncio.timeout(CALL_SECONDS):
-            await directory.reach(A.peer_id)
-        for transport in (*nodes, me, there):
-            await transport.aclose()
-
-    asyncio.run(work())
+    for node in nodes:
+        await serve_calls(node, endpoints.ROSTER, serves(node))
+    me, there = (network.transport(who.peer_id) for who in (PEERS[-1], A))
+    said = announcement(PEERS[-1], 0)
+    directory = Directory(manifest, PEERS[-1], me, [x for node in nodes for x in node.addresses], said)
+    async with asyncio.timeout(CALL_SECONDS):
+        await directory.reach(A.peer_id)
+    for transport in (*nodes, me, there):
+        await transport.aclose()
     assert sorted(asked) == sorted(manifest.operators)
 
 
-def test_who_has_lost_the_nodes_finds_those_in_the_dht() -> None:
-    async def story(swarm: Nodes) -> None:
-        swarm.peer(A)
-        await swarm.stored(A)
-        await swarm.directory.reach(A.peer_id)
-        with pytest.raises(RemoteError, match="no announcement is found"):
-            await swarm.directory.reach(B.peer_id)
-        await swarm.node.aclose()
-        assert await swarm.directory.peers() == [A.peer_id]
-
-    play(story)
+async def test_who_has_lost_the_nodes_finds_those_in_the_dht(swarm: Nodes) -> None:
+    swarm.peer(A)
+    await swarm.stored(A)
+    await swarm.directory.reach(A.peer_id)
+    with pytest.raises(RemoteError, match="no announcement is found"):
+        await swarm.directory.reach(B.peer_id)
+    await swarm.node.aclose()
+    assert await swarm.directory.peers() == [A.peer_id]
 
 
-def test_some_who_are_there_are_found_and_older_news_does_not_count() -> None:
-    async def story(swarm: Nodes) -> None:
-        for who in PEERS:
-            swarm.heard.add(who.peer_id, raw(who, 7))
-        swarm.directory.learn([announcement(who, 9) for who in PEERS])
-        found = await swarm.directory.peers()
-        assert len(set(found)) == len(found) == MOST_LOOKED_UP
-        assert {a.serial for a in swarm.directory.known.values()} == {9}
-
-    play(story)
-
-
-def test_a_node_may_not_be_asked_anything_else() -> None:
-    with pytest.raises(MessageError):
-        encoding.decode(encoding.encode(Lookup())[:-1], "p")
-    reply = Roster(announcements=(raw(A),), gone=(B.peer_id,), position=3, more=True, anew=True)
-    assert encoding.decode(encoding.encode(reply), "p") == reply
+async def test_some_who_are_there_are_found_and_older_news_does_not_count(swarm: Nodes) -> None:
+    for who in PEERS:
+        swarm.heard.add(who.peer_id, raw(who, 7))
+    swarm.directory.learn([announcement(who, 9) for who in PEERS])
+    found = await swarm.directory.peers()
+    assert len(set(found)) == len(found) == MOST_LOOKED_UP
+    assert {a.serial for a in swarm.directory.known.values()} == {9}
 
 
 # --- what it costs
 
 
-def test_about_as_many_as_the_sample_are_in_the_dht_however_many_there_are() -> None:
-    async def work() -> None:
-        network, found = MemoryNetwork(), []
-        for index in range(2000):
-            who = Identity(index.to_bytes(32))
-            transport = network.transport(who.peer_id)
-            found.append(Directory(M, who, transport, (), announcement(who, 0)))
-        assert all(directory.is_sampled for directory in found), "as long as they do not know of each other"
-        for crowd in (SAMPLE, 2000, 20_000):
-            for directory in found:
-                directory.crowd = crowd
-            sampled = sum(directory.is_sampled for directory in found) * crowd / 2000
-            assert 0.6 * SAMPLE < sampled < 1.4 * SAMPLE or crowd == 20_000
-        operator = Directory(M, tiny.OPERATOR, network.transport("node"), (), announcement(tiny.OPERATOR, 0))
-        operator.crowd = 10**6
-        assert operator.is_sampled
-
-    asyncio.run(work())
-
-
-def test_all_peers_together_announce_at_a_bounded_rate() -> None:
-    async def work() -> None:
-        directory = Directory(M, A, MemoryNetwork().transport(A.peer_id), (), announcement(A, 0))
-        for crowd in (10, 100, 1000, 10_000, 100_000):
+async def test_about_as_many_as_the_sample_are_in_the_dht_however_many_there_are() -> None:
+    network, found = MemoryNetwork(), []
+    for index in range(2000):
+        who = Identity(index.to_bytes(32))
+        transport = network.transport(who.peer_id)
+        found.append(Directory(M, who, transport, (), announcement(who, 0)))
+    assert all(directory.is_sampled for directory in found), "as long as they do not know of each other"
+    for crowd in (SAMPLE, 2000, 20_000):
+        for directory in found:
             directory.crowd = crowd
-            assert directory.pace >= PUBLISH_SECONDS
-            assert crowd / directory.pace <= TOGETHER
-        size = len(raw(A, 2**62, addresses=("/ip4/203.0.113.200/tcp/31337/p2p/" + A.peer_id,) * 4))
-        assert size / PUBLISH_SECONDS < 20_000 / 100, "far below 20 kB a second for a peer, at any number of peers"
+        sampled = sum(directory.is_sampled for directory in found) * crowd / 2000
+        assert 0.6 * SAMPLE < sampled < 1.4 * SAMPLE or crowd == 20_000
+    operator = Directory(M, tiny.OPERATOR, network.transport("node"), (), announcement(tiny.OPERATOR, 0))
+    operator.crowd = 10**6
+    assert operator.is_sampled
 
-    asyncio.run(work())
+
+async def test_all_peers_together_announce_at_a_bounded_rate() -> None:
+    directory = Directory(M, A, MemoryNetwork().transport(A.peer_id), (), announcement(A, 0))
+    for crowd in (10, 100, 1000, 10_000, 100_000):
+        directory.crowd = crowd
+        assert directory.pace >= PUBLISH_SECONDS
+        assert crowd / directory.pace <= TOGETHER
+    size = len(raw(A, 2**62, addresses=("/ip4/203.0.113.200/tcp/31337/p2p/" + A.peer_id,) * 4))
+    assert size / PUBLISH_SECONDS < 20_000 / 100, "far below 20 kB a second for a peer, at any number of peers"
 
 
 def test_serials_grow_although_the_time_of_day_goes_back() -> None:
@@ -381,18 +345,3 @@ def test_serials_grow_although_the_time_of_day_goes_back() -> None:
     loop.close()
     asyncio.set_event_loop(None)
     assert serials[0] < serials[1] < serials[2]
-
-
-def test_what_is_told_is_the_newest() -> None:
-    async def story(swarm: Nodes) -> None:
-        told: asyncio.Queue[bytes] = asyncio.Queue()
-        task = asyncio.create_task(swarm.directory.announce(told.put_nowait))
-        first = node_calls.believed(await told.get(), RUN)
-        assert first is not None
-        assert dataclasses.replace(first, serial=0) == swarm.directory.announcement
-        assert first.serial > 0
-        assert swarm.directory.sealed
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    play(story)

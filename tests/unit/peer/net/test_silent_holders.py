@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,11 @@ from peer.net.blobs.serving import SERVING_TIMEOUTS
 from peer.net.memory import MemoryNetwork
 from protocol.codec.blob_hash import RANGE_BYTES
 from protocol.wire import endpoints, framing
-from tests.sim.loop import VirtualLoop
+
+pytestmark = pytest.mark.virtual
 
 Say = Callable[[Stream, dict[str, Any]], Coroutine[Any, Any, None]]
 """Answers one request."""
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(random.Random(0))) as runner:
-        runner.run(work)
 
 
 def now() -> float:
@@ -109,86 +104,73 @@ def unless_insisted(otherwise: Say, data: bytes) -> Say:
 
 
 @pytest.mark.parametrize("size", [5, 5 * RANGE_BYTES])
-def test_who_has_nothing_does_not_hide_that_the_next_one_is_silent(tmp_path: Path, size: int) -> None:
-    async def work() -> None:
-        network = Network(tmp_path)
-        await network.join("empty", says(state="absent"))
-        await network.join("silent", silent)
-        name = (await network.serve("holder")).put(bytes(size))
-        began = now()
-        await network.fetcher.fetch(name, size, ["empty", "silent", "holder"])
-        assert network.asked == [("empty", False), ("silent", False)]
-        assert now() - began < 1.5 * OVERDUE_SECONDS
-        assert network.ours.get(name) == bytes(size)
-        await network.aclose()
-
-    run(work())
+async def test_who_has_nothing_does_not_hide_that_the_next_one_is_silent(tmp_path: Path, size: int) -> None:
+    network = Network(tmp_path)
+    await network.join("empty", says(state="absent"))
+    await network.join("silent", silent)
+    name = (await network.serve("holder")).put(bytes(size))
+    began = now()
+    await network.fetcher.fetch(name, size, ["empty", "silent", "holder"])
+    assert network.asked == [("empty", False), ("silent", False)]
+    assert now() - began < 1.5 * OVERDUE_SECONDS
+    assert network.ours.get(name) == bytes(size)
+    await network.aclose()
 
 
-def test_when_all_whom_a_busy_holder_names_are_silent_it_has_to_give(tmp_path: Path) -> None:
-    async def work() -> None:
-        network, data = Network(tmp_path), b"small"
-        name = BlobStore(tmp_path / "sender").put(data)
-        busy = says(state="busy", ask=["silent-1", "silent-2"], sure=True)
-        await network.join("sender", unless_insisted(busy, data))
-        for other in ("silent-1", "silent-2"):
-            await network.join(other, silent)
-        began = now()
-        await network.fetcher.fetch(name, len(data), ["sender"])
-        assert network.asked == [("sender", False), ("silent-1", False), ("silent-2", False), ("sender", True)]
-        assert now() - began < 2.5 * OVERDUE_SECONDS
-        await network.aclose()
-
-    run(work())
+async def test_when_all_whom_a_busy_holder_names_are_silent_it_has_to_give(tmp_path: Path) -> None:
+    network, data = Network(tmp_path), b"small"
+    name = BlobStore(tmp_path / "sender").put(data)
+    busy = says(state="busy", ask=["silent-1", "silent-2"], sure=True)
+    await network.join("sender", unless_insisted(busy, data))
+    for other in ("silent-1", "silent-2"):
+        await network.join(other, silent)
+    began = now()
+    await network.fetcher.fetch(name, len(data), ["sender"])
+    assert network.asked == [("sender", False), ("silent-1", False), ("silent-2", False), ("sender", True)]
+    assert now() - began < 2.5 * OVERDUE_SECONDS
+    await network.aclose()
 
 
 @pytest.mark.parametrize(("seconds", "gives_up"), [(4 * SERVING_TIMEOUTS.sign, False), (1e5, True)])
-def test_who_lets_us_wait_is_not_silent_but_not_for_ever(tmp_path: Path, seconds: float, gives_up: bool) -> None:
+async def test_who_lets_us_wait_is_not_silent_but_not_for_ever(tmp_path: Path, seconds: float, gives_up: bool) -> None:
     """A home's uplink sends its payload twice, however long that takes; and nobody keeps a blob from us by promising it."""
-
-    async def work() -> None:
-        network, data = Network(tmp_path), b"small"
-        name = BlobStore(tmp_path / "sender").put(data)
-        busy = says(state="busy", ask=["waits"], sure=True)
-        await network.join("sender", unless_insisted(busy, data))
-        await network.join("waits", waits(seconds, data))
-        began = now()
-        await network.fetcher.fetch(name, len(data), ["sender"])
-        assert (("sender", True) in network.asked) == gives_up
-        assert now() - began < min(seconds, WAIT_SECONDS) + OVERDUE_SECONDS
-        await network.aclose()
-
-    run(work())
+    network, data = Network(tmp_path), b"small"
+    name = BlobStore(tmp_path / "sender").put(data)
+    busy = says(state="busy", ask=["waits"], sure=True)
+    await network.join("sender", unless_insisted(busy, data))
+    await network.join("waits", waits(seconds, data))
+    began = now()
+    await network.fetcher.fetch(name, len(data), ["sender"])
+    assert (("sender", True) in network.asked) == gives_up
+    assert now() - began < min(seconds, WAIT_SECONDS) + OVERDUE_SECONDS
+    await network.aclose()
 
 
-def test_who_was_silent_is_asked_last_until_it_answers_or_some_time_is_over(tmp_path: Path) -> None:
-    async def work() -> None:
-        network = Network(tmp_path)
-        away = True
+async def test_who_was_silent_is_asked_last_until_it_answers_or_some_time_is_over(tmp_path: Path) -> None:
+    network = Network(tmp_path)
+    away = True
 
-        async def moves(stream: Stream, request: dict[str, Any]) -> None:
-            await (silent if away else says(state="absent"))(stream, request)
+    async def moves(stream: Stream, request: dict[str, Any]) -> None:
+        await (silent if away else says(state="absent"))(stream, request)
 
-        await network.join("mover", moves)
-        store = await network.serve("holder")
-        blobs = [bytes([number]) for number in range(6)]
+    await network.join("mover", moves)
+    store = await network.serve("holder")
+    blobs = [bytes([number]) for number in range(6)]
 
-        async def asked(number: int, *holders: str) -> list[str]:
-            before = len(network.asked)
-            await network.fetcher.fetch(store.put(blobs[number]), 1, holders)
-            return [name for name, _ in network.asked[before:]]
+    async def asked(number: int, *holders: str) -> list[str]:
+        before = len(network.asked)
+        await network.fetcher.fetch(store.put(blobs[number]), 1, holders)
+        return [name for name, _ in network.asked[before:]]
 
-        assert await asked(0, "mover", "holder") == ["mover"]
-        began = now()
-        assert await asked(1, "mover", "holder") == []
-        assert now() - began < OVERDUE_SECONDS, "the second blob waits for nobody"
-        await asyncio.sleep(REST_SECONDS)
-        assert await asked(2, "mover", "holder") == ["mover"], "it may be back"
-        assert await asked(3, "mover", "holder") == []
-        away = False
-        with pytest.raises(Exception, match="does not have it"):
-            await asked(4, "mover")
-        assert await asked(5, "mover", "holder") == ["mover"], "it is back"
-        await network.aclose()
-
-    run(work())
+    assert await asked(0, "mover", "holder") == ["mover"]
+    began = now()
+    assert await asked(1, "mover", "holder") == []
+    assert now() - began < OVERDUE_SECONDS, "the second blob waits for nobody"
+    await asyncio.sleep(REST_SECONDS)
+    assert await asked(2, "mover", "holder") == ["mover"], "it may be back"
+    assert await asked(3, "mover", "holder") == []
+    away = False
+    with pytest.raises(Exception, match="does not have it"):
+        await asked(4, "mover")
+    assert await asked(5, "mover", "holder") == ["mover"], "it is back"
+    await network.aclose()

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 from peer.net.guests import Turns
 from peer.net.rate_limits import Rate
 
 HOME, FARM = "203.0.113.5/32", "198.51.100.7/32"
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 60))
 
 
 def test_while_there_is_enough_nobody_waits_and_an_address_has_no_more_than_its_share() -> None:
@@ -36,33 +30,27 @@ def test_an_amount_may_be_more_than_is_left_and_is_waited_for_afterwards() -> No
     assert turns.at_once("a", HOME, 0.4)
 
 
-def test_who_asks_once_comes_before_the_hundredth_question_of_another_address_and_of_another_peer() -> None:
-    async def work() -> None:
-        turns, order = Turns(Rate(1000.0, 1.0), Rate(1000.0, 1.0)), list[str]()
-        for number in range(100):
-            turns.in_line("greedy", HOME, lambda number=number: order.append(f"greedy {number}"))  # type: ignore[misc]
-        turns.in_line("neighbour", HOME, lambda: order.append("neighbour"))
-        turns.in_line("far", FARM, lambda: order.append("far"))
-        assert turns.waiting == 102
-        while turns.waiting:
-            await asyncio.sleep(0)
-        assert len(order) == 102
-        assert order.index("far") <= 2
-        assert order.index("neighbour") <= 4
-        assert [name for name in order if name.startswith("greedy")] == [f"greedy {i}" for i in range(100)]
-
-    run(work())
-
-
-def test_whoever_gives_up_waiting_holds_up_nobody() -> None:
-    async def work() -> None:
-        turns = Turns(Rate(20.0, 1.0), Rate(20.0, 1.0))
-        assert turns.at_once("a", HOME, asyncio.get_running_loop().time())
-        waiting = [asyncio.create_task(turns.take("a", HOME)) for _ in range(5)]
+async def test_who_asks_once_comes_before_the_hundredth_question_of_another_address_and_of_another_peer() -> None:
+    turns, order = Turns(Rate(1000.0, 1.0), Rate(1000.0, 1.0)), list[str]()
+    for number in range(100):
+        turns.in_line("greedy", HOME, lambda number=number: order.append(f"greedy {number}"))  # type: ignore[misc]
+    turns.in_line("neighbour", HOME, lambda: order.append("neighbour"))
+    turns.in_line("far", FARM, lambda: order.append("far"))
+    assert turns.waiting == 102
+    while turns.waiting:
         await asyncio.sleep(0)
-        waiting[2].cancel()
-        done = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [result is None for result in done] == [True, True, False, True, True]
-        assert turns.waiting == 0
+    assert len(order) == 102
+    assert order.index("far") <= 2
+    assert order.index("neighbour") <= 4
+    assert [name for name in order if name.startswith("greedy")] == [f"greedy {i}" for i in range(100)]
 
-    run(work())
+
+async def test_whoever_gives_up_waiting_holds_up_nobody() -> None:
+    turns = Turns(Rate(20.0, 1.0), Rate(20.0, 1.0))
+    assert turns.at_once("a", HOME, asyncio.get_running_loop().time())
+    waiting = [asyncio.create_task(turns.take("a", HOME)) for _ in range(5)]
+    await asyncio.sleep(0)
+    waiting[2].cancel()
+    done = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [result is None for result in done] == [True, True, False, True, True]
+    assert turns.waiting == 0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,12 +13,6 @@ from protocol.round.leader_events import Received
 from protocol.wire import endpoints
 from protocol.wire.session import Offer, Withdraw
 from tests.support.volunteers import Swarm, Volunteer, manifest
-
-DEADLINE = 200.0
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, DEADLINE))
 
 
 def payloads(swarm: Swarm, round: int, *without: str) -> set[str]:
@@ -56,89 +48,78 @@ async def with_one_that_trains_on(swarm: Swarm) -> tuple[Volunteer, list[Volunte
     return slow, fast, release
 
 
-def test_a_payload_is_fetched_when_it_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        async with Swarm(tmp_path, manifest(start_peers=3, rounds=2)) as swarm:
-            slow, fast, release = await with_one_that_trains_on(swarm)
-            offered = [names(p.rounds.offer) for p in fast]
-            here = offered[0] | offered[1]
-            await swarm.until(lambda: all(here <= set(p.storage.blobs) for p in (*fast, slow)))
-            assert swarm.head == 0, "nothing is committed yet"
-            release.set()
-            await swarm.round(2)
-            for peer in fast:
-                assert max(e.fields["seconds"]["fetch"] for e in peer.events if e.kind == "round") < 5.0
-            for peer in (slow, *fast):
-                size = swarm.archive.commits[1].shares[0].size
-                assert peer.transport.traffic.sent[endpoints.BLOB] < 2 * 2 * 2.5 * size, (
-                    "it sent each payload twice at most"
-                )
-
-    run(work())
+async def test_a_payload_is_fetched_when_it_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Swarm(tmp_path, manifest(start_peers=3, rounds=2)) as swarm:
+        slow, fast, release = await with_one_that_trains_on(swarm)
+        offered = [names(p.rounds.offer) for p in fast]
+        here = offered[0] | offered[1]
+        await swarm.until(lambda: all(here <= set(p.storage.blobs) for p in (*fast, slow)))
+        assert swarm.head == 0, "nothing is committed yet"
+        release.set()
+        await swarm.round(2)
+        for peer in fast:
+            assert max(e.fields["seconds"]["fetch"] for e in peer.events if e.kind == "round") < 5.0
+        for peer in (slow, *fast):
+            size = swarm.archive.commits[1].shares[0].size
+            assert peer.transport.traffic.sent[endpoints.BLOB] < 2 * 2 * 2.5 * size, (
+                "it sent each payload twice at most"
+            )
 
 
-def test_what_is_not_committed_is_dropped_and_what_is_needed_stays(
+async def test_what_is_not_committed_is_dropped_and_what_is_needed_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Round 3 is decided without `late`, whose offer the others have fetched; `tight` may keep next to nothing."""
+    async with Swarm(tmp_path, manifest(start_peers=3, rounds=5)) as swarm:
+        free, release = asyncio.Event(), asyncio.Event()
+        tight, roomy, late = swarm.start("tight", limit=1), swarm.start("roomy"), swarm.start("late")
 
-    async def work() -> None:
-        async with Swarm(tmp_path, manifest(start_peers=3, rounds=5)) as swarm:
-            free, release = asyncio.Event(), asyncio.Event()
-            tight, roomy, late = swarm.start("tight", limit=1), swarm.start("roomy"), swarm.start("late")
+        async def hold(peer: str, round: int) -> None:
+            if round == 3 and peer != late.id:
+                await free.wait()
+            if round == 4 and peer == roomy.id:
+                await release.wait()
 
-            async def hold(peer: str, round: int) -> None:
-                if round == 3 and peer != late.id:
-                    await free.wait()
-                if round == 4 and peer == roomy.id:
-                    await release.wait()
-
-            swarm.hold = hold
-            await swarm.until(lambda: late.rounds is not None and late.rounds.member.applied == 2)
-            assert payloads(swarm, 1) | payloads(swarm, 2) <= set(roomy.storage.blobs)
-            await swarm.until(lambda: tight.rounds.member.applied == 2)
-            assert payloads(swarm, 2) <= set(tight.storage.blobs)
-            assert not payloads(swarm, 1, tight.id) & set(tight.storage.blobs), "oldest first"
-            warned = [t for t in tight.texts() if "--store-limit" in t]
-            assert len(warned) == 1
-            await swarm.until(lambda: late.rounds.offer is not None and late.rounds.offer.round == 3)
-            own = names(late.rounds.offer)
-            await swarm.until(lambda: own <= set(roomy.storage.blobs))
-            assert not own & set(tight.storage.blobs), "nothing is fetched ahead of time where there is no room"
-            gives_up = Received(late.id, Withdraw(round=3, reason="the test says so"))
-            assert swarm.leader.handle(gives_up, Clock().steady()) == [], "the others still train"
-            free.set()
-            await swarm.until(lambda: roomy.rounds.member.applied == 3 and late.rounds.member.applied == 3)
-            assert not own & payloads(swarm, 3)
-            assert not own & set(roomy.storage.blobs)
-            assert own <= set(late.storage.blobs), "a restart would have to give it back"
-            await swarm.until(lambda: late.rounds.offer.round == 4)
-            release.set()
-            await swarm.round(4)
-            assert own <= set(late.storage.blobs), "its feedback on disk does not know of it yet"
-
-    run(work())
+        swarm.hold = hold
+        await swarm.until(lambda: late.rounds is not None and late.rounds.member.applied == 2)
+        assert payloads(swarm, 1) | payloads(swarm, 2) <= set(roomy.storage.blobs)
+        await swarm.until(lambda: tight.rounds.member.applied == 2)
+        assert payloads(swarm, 2) <= set(tight.storage.blobs)
+        assert not payloads(swarm, 1, tight.id) & set(tight.storage.blobs), "oldest first"
+        warned = [t for t in tight.texts() if "--store-limit" in t]
+        assert len(warned) == 1
+        await swarm.until(lambda: late.rounds.offer is not None and late.rounds.offer.round == 3)
+        own = names(late.rounds.offer)
+        await swarm.until(lambda: own <= set(roomy.storage.blobs))
+        assert not own & set(tight.storage.blobs), "nothing is fetched ahead of time where there is no room"
+        gives_up = Received(late.id, Withdraw(round=3, reason="the test says so"))
+        assert swarm.leader.handle(gives_up, Clock().steady()) == [], "the others still train"
+        free.set()
+        await swarm.until(lambda: roomy.rounds.member.applied == 3 and late.rounds.member.applied == 3)
+        assert not own & payloads(swarm, 3)
+        assert not own & set(roomy.storage.blobs)
+        assert own <= set(late.storage.blobs), "a restart would have to give it back"
+        await swarm.until(lambda: late.rounds.offer.round == 4)
+        release.set()
+        await swarm.round(4)
+        assert own <= set(late.storage.blobs), "its feedback on disk does not know of it yet"
 
 
-def test_a_list_that_is_lost_or_damaged_after_it_came_is_fetched_again(tmp_path: Path) -> None:
+async def test_a_list_that_is_lost_or_damaged_after_it_came_is_fetched_again(tmp_path: Path) -> None:
     """The files of one list and of one other's payloads go, the file of the other list is written over, before the commit comes."""
-
-    async def work() -> None:
-        async with Swarm(tmp_path, manifest(start_peers=3, rounds=2)) as swarm:
-            slow, fast, release = await with_one_that_trains_on(swarm)
-            offers = [p.rounds.offer for p in fast]
-            here = names(offers[0]) | names(offers[1])
-            await swarm.until(lambda: here <= set(slow.storage.blobs))
-            lost, damaged = (part_lists.root_of(offer.parts) for offer in offers)
-            for name in (lost, offers[1].parts[0].digest):
-                slow.storage.blobs.remove(name)
-            (slow.storage.blobs.folder / damaged).write_bytes(b"not a list")
-            release.set()
-            await swarm.round(2)
-            await swarm.until(lambda: slow.rounds.member.applied == 2)
-            assert {lost, offers[1].parts[0].digest} <= set(slow.storage.blobs), "they came again"
-            digests = {shard: slow.rounds.outer.digest(shard) for shard in slow.rounds.outer.theta}
-            assert digests == {shard: fast[0].rounds.outer.digest(shard) for shard in digests}
-            assert digests
-
-    run(work())
+    async with Swarm(tmp_path, manifest(start_peers=3, rounds=2)) as swarm:
+        slow, fast, release = await with_one_that_trains_on(swarm)
+        offers = [p.rounds.offer for p in fast]
+        here = names(offers[0]) | names(offers[1])
+        await swarm.until(lambda: here <= set(slow.storage.blobs))
+        lost, damaged = (part_lists.root_of(offer.parts) for offer in offers)
+        for name in (lost, offers[1].parts[0].digest):
+            slow.storage.blobs.remove(name)
+        (slow.storage.blobs.folder / damaged).write_bytes(b"not a list")
+        release.set()
+        await swarm.round(2)
+        await swarm.until(lambda: slow.rounds.member.applied == 2)
+        assert {lost, offers[1].parts[0].digest} <= set(slow.storage.blobs), "they came again"
+        digests = {shard: slow.rounds.outer.digest(shard) for shard in slow.rounds.outer.theta}
+        assert digests == {shard: fast[0].rounds.outer.digest(shard) for shard in digests}
+        assert digests

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,10 @@ from peer.state.storage import Shards
 from protocol.round.handover import LEAVE_SECONDS
 from protocol.round.member_events import Phase, TrainOrder
 from protocol.wire import endpoints
-from tests.sim.loop import VirtualLoop
 from tests.support.short_rounds import PLAN, RUN
 from tests.support.volunteers import Swarm, Volunteer, manifest
 
 pytestmark = pytest.mark.slow
-DEADLINE = 300.0
 
 
 def feedback(peer: Volunteer) -> Shards:
@@ -39,97 +36,68 @@ def total(*held: Shards) -> Shards:
     return {shard: [np.sum(x, axis=0) for x in zip(*(h[shard] for h in held), strict=True)] for shard in held[0]}
 
 
-def test_whoever_leaves_politely_takes_little_along_and_what_all_hold_stays_the_same(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with Swarm(tmp_path, manifest(rounds=9, start_peers=3)) as swarm:
-            upto, moved = 2, asyncio.Event()
+async def test_whoever_leaves_politely_takes_little_along_and_what_all_hold_stays_the_same(tmp_path: Path) -> None:
+    async with Swarm(tmp_path, manifest(rounds=9, start_peers=3)) as swarm:
+        upto, moved = 2, asyncio.Event()
 
-            async def hold(peer: str, round: int) -> None:
-                while round > upto:
-                    await moved.wait()
+        async def hold(peer: str, round: int) -> None:
+            while round > upto:
+                await moved.wait()
 
-            swarm.hold = hold
-            peers = [swarm.start(name) for name in ("a", "b", "c")]
-            await swarm.until(
-                lambda: all(
-                    p.rounds and p.rounds.member.phase is Phase.TRAINING and p.rounds.member.applied == 2 for p in peers
-                )
+        swarm.hold = hold
+        peers = [swarm.start(name) for name in ("a", "b", "c")]
+        await swarm.until(
+            lambda: all(
+                p.rounds and p.rounds.member.phase is Phase.TRAINING and p.rounds.member.applied == 2 for p in peers
             )
-            *stay, leaver = peers
-            before, all_before = feedback(leaver), total(*map(feedback, peers))
-            await swarm.stop("c")
-            after, all_after = feedback(leaver), total(*map(feedback, peers))
-            assert norm(after) < 0.7 * norm(before)
-            for shard, arrays in all_before.items():
-                for x, y in zip(arrays, all_after[shard], strict=True):
-                    np.testing.assert_allclose(x, y, atol=1e-6 * float(np.abs(x).max()))
-            assert all(norm(feedback(p)) > 0 for p in stay)
-
-    asyncio.run(asyncio.wait_for(work(), DEADLINE))
-
-
-def test_who_leaves_as_the_only_one_keeps_everything_and_does_not_wait(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with Swarm(tmp_path, manifest(rounds=9, start_peers=1)) as swarm:
-
-            async def hold(peer: str, round: int) -> None:
-                if round > 2:
-                    await asyncio.Event().wait()
-
-            swarm.hold = hold
-            alone = swarm.start("a")
-            await swarm.until(lambda: bool(alone.rounds) and alone.rounds.member.applied == 2)
-            before = feedback(alone)
-            await swarm.stop("a")
-            assert all(
-                np.array_equal(x, y)
-                for shard in before
-                for x, y in zip(before[shard], feedback(alone)[shard], strict=True)
-            )
-            assert not alone.storage.load_handovers()
-
-    asyncio.run(asyncio.wait_for(work(), DEADLINE))
+        )
+        *stay, leaver = peers
+        before, all_before = feedback(leaver), total(*map(feedback, peers))
+        await swarm.stop("c")
+        after, all_after = feedback(leaver), total(*map(feedback, peers))
+        assert norm(after) < 0.7 * norm(before)
+        for shard, arrays in all_before.items():
+            for x, y in zip(arrays, all_after[shard], strict=True):
+                np.testing.assert_allclose(x, y, atol=1e-6 * float(np.abs(x).max()))
+        assert all(norm(feedback(p)) > 0 for p in stay)
 
 
-def test_to_ask_again_ends_the_waiting_for_heirs_that_do_not_answer(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with Swarm(tmp_path, manifest(rounds=9, start_peers=2)) as swarm:
-            asked = asyncio.Event()
+async def test_to_ask_again_ends_the_waiting_for_heirs_that_do_not_answer(tmp_path: Path) -> None:
+    async with Swarm(tmp_path, manifest(rounds=9, start_peers=2)) as swarm:
+        asked = asyncio.Event()
 
-            async def hold(peer: str, round: int) -> None:
-                if round > 2:
-                    await asyncio.Event().wait()
-
-            async def keep_waiting(stream: Stream) -> None:
-                await stream.recv()
-                asked.set()
+        async def hold(peer: str, round: int) -> None:
+            if round > 2:
                 await asyncio.Event().wait()
 
-            swarm.hold = hold
-            leaver, heir = swarm.start("a"), swarm.start("b")
-            await swarm.until(
-                lambda: (
-                    all(p.rounds and p.rounds.member.phase is Phase.TRAINING for p in (leaver, heir))
-                    and leaver.rounds.member.applied == 2
-                )
-            )
-            await heir.transport.serve(endpoints.HANDOVER, keep_waiting)
-            before = feedback(leaver)
-            leaver.task.cancel()
-            await asked.wait()
-            assert not leaver.task.done()
-            assert [e.fields["seconds"] for e in leaver.events if e.kind == "leaving"] == [LEAVE_SECONDS]
-            heir.task.cancel()  # it leaves, too, and its own heir takes nothing any more
-            await asyncio.gather(heir.task, return_exceptions=True)
-            assert not leaver.task.done(), "two who leave do not wait for each other"
-            began = time.monotonic()
-            await swarm.stop("a")
-            assert time.monotonic() - began < LEAVE_SECONDS
-            there = leaver.storage.load_handovers()
-            assert there, "what nobody took is on disk"
-            assert norm(before) > 0
+        async def keep_waiting(stream: Stream) -> None:
+            await stream.recv()
+            asked.set()
+            await asyncio.Event().wait()
 
-    asyncio.run(asyncio.wait_for(work(), DEADLINE))
+        swarm.hold = hold
+        leaver, heir = swarm.start("a"), swarm.start("b")
+        await swarm.until(
+            lambda: (
+                all(p.rounds and p.rounds.member.phase is Phase.TRAINING for p in (leaver, heir))
+                and leaver.rounds.member.applied == 2
+            )
+        )
+        await heir.transport.serve(endpoints.HANDOVER, keep_waiting)
+        before = feedback(leaver)
+        leaver.task.cancel()
+        await asked.wait()
+        assert not leaver.task.done()
+        assert [e.fields["seconds"] for e in leaver.events if e.kind == "leaving"] == [LEAVE_SECONDS]
+        heir.task.cancel()  # it leaves, too, and its own heir takes nothing any more
+        await asyncio.gather(heir.task, return_exceptions=True)
+        assert not leaver.task.done(), "two who leave do not wait for each other"
+        began = time.monotonic()
+        await swarm.stop("a")
+        assert time.monotonic() - began < LEAVE_SECONDS
+        there = leaver.storage.load_handovers()
+        assert there, "what nobody took is on disk"
+        assert norm(before) > 0
 
 
 class Stuck(InnerLoop):
@@ -145,16 +113,13 @@ class Stuck(InnerLoop):
         await asyncio.Event().wait()
 
 
-def test_an_inner_step_that_does_not_end_is_given_up_and_those_before_it_are_kept() -> None:
-    async def work() -> None:
-        loop = asyncio.get_running_loop()
-        inner_loop = Stuck()
-        training = Training(RUN, "me", inner_loop, lambda body: None, lambda event: None, Clock(steady=loop.time))
-        training.begin(TrainOrder(PLAN, 0), {}, ahead=False, commits={})
-        await inner_loop.waits.wait()
-        await training.end()
-        assert loop.time() == END_SECONDS
-        assert training.result(PLAN.round).steps == 3
-
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(random.Random(0))) as runner:
-        runner.run(work())
+@pytest.mark.virtual
+async def test_an_inner_step_that_does_not_end_is_given_up_and_those_before_it_are_kept() -> None:
+    loop = asyncio.get_running_loop()
+    inner_loop = Stuck()
+    training = Training(RUN, "me", inner_loop, lambda body: None, lambda event: None, Clock(steady=loop.time))
+    training.begin(TrainOrder(PLAN, 0), {}, ahead=False, commits={})
+    await inner_loop.waits.wait()
+    await training.end()
+    assert loop.time() == END_SECONDS
+    assert training.result(PLAN.round).steps == 3

@@ -164,35 +164,32 @@ class Watched:
             await asyncio.sleep(0)
 
 
-def test_it_works_in_its_hours_pauses_for_others_and_ends_when_its_work_does() -> None:
-    async def night() -> None:
-        watched = Watched()
-        doing = asyncio.create_task(watched.pauses.between(watched.work))
-        await watched.tell(1)
-        assert watched.told == [events.Paused(reason="outside of its hours, 22:00-07:00")]
-        assert not watched.begun.is_set()
+async def test_it_works_in_its_hours_pauses_for_others_and_ends_when_its_work_does() -> None:
+    watched = Watched()
+    doing = asyncio.create_task(watched.pauses.between(watched.work))
+    await watched.tell(1)
+    assert watched.told == [events.Paused(reason="outside of its hours, 22:00-07:00")]
+    assert not watched.begun.is_set()
 
-        watched.now = at("2026-11-24T22:00:00")
-        await watched.begun.wait()
-        assert watched.told[1:] == [events.Resumed()]
+    watched.now = at("2026-11-24T22:00:00")
+    await watched.begun.wait()
+    assert watched.told[1:] == [events.Resumed()]
 
-        watched.begun.clear()
-        watched.use = Use(0.9, 0.1)
-        while not watched.left.is_set():
-            watched.now += 1
-            await asyncio.sleep(0)
-        watched.left.clear()
-        await watched.tell(3)
-        assert watched.told[2] == events.Paused(reason="other programs use 90% of the processors and 10% of the GPU")
-        watched.use = Use(0.0)
-        while not watched.begun.is_set():
-            watched.now += 1
-            await asyncio.sleep(0)
-        watched.is_over = True
-        await doing
-        assert [type(body) for body in watched.told] == [events.Paused, events.Resumed] * 2
-
-    asyncio.run(asyncio.wait_for(night(), 300))
+    watched.begun.clear()
+    watched.use = Use(0.9, 0.1)
+    while not watched.left.is_set():
+        watched.now += 1
+        await asyncio.sleep(0)
+    watched.left.clear()
+    await watched.tell(3)
+    assert watched.told[2] == events.Paused(reason="other programs use 90% of the processors and 10% of the GPU")
+    watched.use = Use(0.0)
+    while not watched.begun.is_set():
+        watched.now += 1
+        await asyncio.sleep(0)
+    watched.is_over = True
+    await doing
+    assert [type(body) for body in watched.told] == [events.Paused, events.Resumed] * 2
 
 
 def test_who_is_asked_to_end_ends_in_a_pause_and_in_work() -> None:

@@ -15,7 +15,6 @@ from protocol.wire.announcement import Announcement, ChainReport, Lookup, Means,
 from protocol.wire.schema import extend
 from tests.support.volunteers import Noise, Swarm, manifest
 
-DEADLINE = 200.0
 STEP = events.Chain(
     round=1,
     step=3,
@@ -48,39 +47,31 @@ class Telling(Noise):
 
 
 @pytest.mark.slow
-def test_a_member_of_a_chain_announces_what_it_measured(tmp_path: Path) -> None:
+async def test_a_member_of_a_chain_announces_what_it_measured(tmp_path: Path) -> None:
     """As long as it is in one: a full replica has nothing to tell."""
+    async with Swarm(tmp_path, manifest(start_peers=1, rounds=4)) as swarm:
+        let, never = asyncio.Event(), asyncio.Event()
 
-    async def work() -> None:
-        async with Swarm(tmp_path, manifest(start_peers=1, rounds=4)) as swarm:
-            let, never = asyncio.Event(), asyncio.Event()
+        async def hold(peer: str, round: int) -> None:
+            if round == 1:
+                await let.wait()
+            if round == 3:  # the run goes on until the announcement has been read
+                await never.wait()
 
-            async def hold(peer: str, round: int) -> None:
-                if round == 1:
-                    await let.wait()
-                if round == 3:  # the run goes on until the announcement has been read
-                    await never.wait()
+        def announced() -> Announcement | None:
+            answer = encoding.decode(swarm.machine.roster.answer(Lookup(peers=(peer.id,))), "node")
+            assert isinstance(answer, Roster)
+            sealed_ones = answer.announcements
+            return encoding.unseal_announcement(sealed_ones[0], peer.id, swarm.manifest.run_id) if sealed_ones else None
 
-            def announced() -> Announcement | None:
-                answer = encoding.decode(swarm.machine.roster.answer(Lookup(peers=(peer.id,))), "node")
-                assert isinstance(answer, Roster)
-                sealed_ones = answer.announcements
-                return (
-                    encoding.unseal_announcement(sealed_ones[0], peer.id, swarm.manifest.run_id)
-                    if sealed_ones
-                    else None
-                )
+        def telling(manifest: Any, peer: str, *rest: Any) -> Noise:
+            return Telling(rest[-1], hold, manifest, peer)
 
-            def telling(manifest: Any, peer: str, *rest: Any) -> Noise:
-                return Telling(rest[-1], hold, manifest, peer)
-
-            swarm.inner_loop = telling
-            peer = swarm.start("a")
-            await swarm.until(lambda: (said := announced()) is not None and said.chain is not None)
-            said = announced()
-            assert said is not None
-            assert said.chain == extend(ChainReport, STEP)
-            let.set()
-            await swarm.until(lambda: (said := announced()) is not None and said.chain is None and said.round > 1)
-
-    asyncio.run(asyncio.wait_for(work(), DEADLINE))
+        swarm.inner_loop = telling
+        peer = swarm.start("a")
+        await swarm.until(lambda: (said := announced()) is not None and said.chain is not None)
+        said = announced()
+        assert said is not None
+        assert said.chain == extend(ChainReport, STEP)
+        let.set()
+        await swarm.until(lambda: (said := announced()) is not None and said.chain is None and said.round > 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from peer.net.base import Clock
 from peer.net.memory import MemoryNetwork
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.training import Training
+from peer.training.optimizer import learning_rate
 from peer.training.trainer import StageTrainer
 from protocol.planning import memory
 from protocol.round.member_events import Event, Failed, Trained, TrainOrder
 from protocol.run import init, layout
-from protocol.wire.commit import Commit
+from protocol.wire.decree import Schedule
 from tests.support import machines, networks, tiny
 from tests.support.short_rounds import PLAN, RUN, TRAIN
 from tests.support.texts import NoText
@@ -50,7 +52,7 @@ class Starved(StageTrainer):
 
 
 def a_round(
-    folder: Path, at_once: int = 1, **changes: Any
+    folder: Path, at_once: int = 1, schedule: Schedule | None = None, **changes: Any
 ) -> tuple[Event, list[str], dict[str, Any], dict[str, list[np.ndarray]]]:
     """What the member's machine hears, what people are told, what is announced, and what was learned."""
     lines: list[str] = []
@@ -70,10 +72,10 @@ def a_round(
         loop = Loop(RUN, "me", machine, Text(), pipes, lambda **news: said.update(news), {}, emit)
         training = Training(RUN, "me", loop, emit, told.put_nowait, Clock())
         theta = {s: init.initial_shard(RUN.model, b"0", s) for s in layout.shard_names(RUN.model)}
-        head = Commit(
-            run=RUN.run_id, round=0, parent="p", time=0.0, contributions=(), left_out=(), diverged=(), digests={}, plan=PLAN,
-        )  # fmt: skip
-        training.begin(TrainOrder(PLAN, 0), theta, ahead=False, commits={0: head})
+        older, head = (
+            tiny.commit(run=RUN.run_id, round=n, plan=PLAN, schedule=s) for n, s in ((-1, None), (0, schedule))
+        )
+        training.begin(TrainOrder(PLAN, 0), theta, ahead=False, commits={-1: older, 0: head})
         heard = await told.get()
         await training.end()
         learned = {shard: [a - b if b is not None else a for a, b in loop.displacement(shard)] for shard in theta}
@@ -162,3 +164,17 @@ def test_where_joined_micro_batches_do_not_fit_pieces_do(tmp_path: Path) -> None
     assert heard.steps == 4
     assert len(lines) == 1
     assert "1 of 8" in lines[0]
+
+
+@pytest.mark.parametrize("decreed", [None, Schedule(rounds=90, total_steps=400)])
+def test_trainers_follow_the_schedule_of_the_newest_commit(tmp_path: Path, decreed: Schedule | None) -> None:
+    rates: list[float] = []
+
+    def step(self: StageTrainer, step: int, total_norm: float) -> None:
+        rates.append(self.pace.rate(self.train, step))
+        StageTrainer.step(self, step, total_norm)
+
+    heard, *_ = a_round(tmp_path, schedule=decreed, room=TRAIN.rows, step=step)
+    assert isinstance(heard, Trained)
+    spec = TRAIN if decreed is None else dataclasses.replace(TRAIN, total_steps=decreed.total_steps)
+    assert rates == [learning_rate(spec, step) for step in (1, 2, 3, 4)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from protocol.wire import endpoints
 from tests.support import networks
 from tests.support.volunteers import QuickDisk, Swarm, manifest
 
-DEADLINE = 120.0
 ROUNDS = 6
 """That are decided; all who train stand there."""
 SHARDS = ("block.1", "head")
@@ -117,16 +116,8 @@ async def mover(folder: Path, applied: int) -> AsyncIterator[Mover]:
             one.storage.close()
 
 
-def run(folder: Path, work: Callable[[Mover], Coroutine[Any, Any, None]], applied: int) -> None:
-    async def alone() -> None:
-        async with mover(folder, applied) as one:
-            await work(one)
-
-    asyncio.run(asyncio.wait_for(alone(), DEADLINE))
-
-
-def test_the_shards_are_handed_over_once_at_the_state_that_the_peer_has(tmp_path: Path) -> None:
-    async def work(one: Mover) -> None:
+async def test_the_shards_are_handed_over_once_at_the_state_that_the_peer_has(tmp_path: Path) -> None:
+    async with mover(tmp_path, applied=4) as one:
         assert one.warm_up.take() is None
         await one.warm_up.want(SHARDS)
         assert one.warm_up.shards == SHARDS
@@ -135,11 +126,9 @@ def test_the_shards_are_handed_over_once_at_the_state_that_the_peer_has(tmp_path
         assert not one.warm_up.shards
         assert one.outer.theta == {}, "its own state is for the round boundary"
 
-    run(tmp_path, work, applied=4)
 
-
-def test_commits_that_come_before_all_is_there_are_applied_too(tmp_path: Path) -> None:
-    async def work(one: Mover) -> None:
+async def test_commits_that_come_before_all_is_there_are_applied_too(tmp_path: Path) -> None:
+    async with mover(tmp_path, applied=2) as one:
         one.let.clear()
         await one.warm_up.want(SHARDS)
         for one.applied in (3, 4):
@@ -147,13 +136,10 @@ def test_commits_that_come_before_all_is_there_are_applied_too(tmp_path: Path) -
         one.let.set()
         assert one.is_right(await one.taken(), SHARDS)
 
-    run(tmp_path, work, applied=2)
 
-
-def test_what_is_there_follows_until_it_is_taken(tmp_path: Path) -> None:
+async def test_what_is_there_follows_until_it_is_taken(tmp_path: Path) -> None:
     """Nobody gets a state of another round than the one it has."""
-
-    async def work(one: Mover) -> None:
+    async with mover(tmp_path, applied=2) as one:
         await one.warm_up.want(SHARDS)
         for later in (3, 5):
             await one.told()
@@ -162,13 +148,10 @@ def test_what_is_there_follows_until_it_is_taken(tmp_path: Path) -> None:
         assert one.is_right(await one.taken(), SHARDS)
         assert len(one.builds) == 1
 
-    run(tmp_path, work, applied=2)
 
-
-def test_only_what_is_wanted_last_is_built(tmp_path: Path) -> None:
+async def test_only_what_is_wanted_last_is_built(tmp_path: Path) -> None:
     """And the same again, in whatever order, goes on as it was."""
-
-    async def work(one: Mover) -> None:
+    async with mover(tmp_path, applied=4) as one:
         one.let.clear()
         await one.warm_up.want(SHARDS)
         await one.warm_up.want(("block.2", "block.0"))
@@ -177,11 +160,9 @@ def test_only_what_is_wanted_last_is_built(tmp_path: Path) -> None:
         assert one.is_right(await one.taken(), ("block.0", "block.2"))
         assert [set(bases) for bases in one.builds[-1:]] == [{"block.0", "block.2"}]
 
-    run(tmp_path, work, applied=4)
 
-
-def test_what_came_for_a_role_that_was_given_up_is_not_fetched_again(tmp_path: Path) -> None:
-    async def work(one: Mover) -> None:
+async def test_what_came_for_a_role_that_was_given_up_is_not_fetched_again(tmp_path: Path) -> None:
+    async with mover(tmp_path, applied=4) as one:
         await one.warm_up.want(SHARDS)
         await one.told()
         assert one.received > 0
@@ -192,14 +173,10 @@ def test_what_came_for_a_role_that_was_given_up_is_not_fetched_again(tmp_path: P
         await one.warm_up.want(SHARDS)
         assert one.is_right(await one.taken(), SHARDS)
 
-    run(tmp_path, work, applied=4)
 
-
-def test_what_ended_the_work_is_raised_to_who_takes(tmp_path: Path) -> None:
-    async def work(one: Mover) -> None:
+async def test_what_ended_the_work_is_raised_to_who_takes(tmp_path: Path) -> None:
+    async with mover(tmp_path, applied=4) as one:
         one.disk.full = True
         await one.warm_up.want(SHARDS)
         with pytest.raises(UsageError, match="disk: full"):
             await one.taken()
-
-    run(tmp_path, work, applied=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,28 +27,24 @@ class Interrupted(QuickDisk):
         self.written += path.name == LAST_FILE
 
 
-def test_shards_that_go_and_come_while_a_checkpoint_is_written_end_nobody(tmp_path: Path) -> None:
+async def test_shards_that_go_and_come_while_a_checkpoint_is_written_end_nobody(tmp_path: Path) -> None:
     """A peer whose role changes does so beside the writing."""
+    async with Swarm(tmp_path, manifest(rounds=100, checkpoint_rounds=1, start_peers=1)) as swarm:
+        swarm.disk = disk = Interrupted()
+        peer = swarm.start("a")
 
-    async def work() -> None:
-        async with Swarm(tmp_path, manifest(rounds=100, checkpoint_rounds=1, start_peers=1)) as swarm:
-            swarm.disk = disk = Interrupted()
-            peer = swarm.start("a")
+        def moved() -> None:
+            held = peer.rounds.outer.theta
+            held["head"] = held.pop("head")
 
-            def moved() -> None:
-                held = peer.rounds.outer.theta
-                held["head"] = held.pop("head")
-
-            disk.meanwhile = moved
-            await swarm.until(lambda: disk.written >= 3)
-            disk.meanwhile = lambda: None
-            await swarm.stop("a")
-            stored = Storage(peer.folder, None, QuickDisk())
-            warned: list[str] = []
-            checkpoint = stored.load_checkpoint(warned.append)
-            assert checkpoint is not None
-            assert warned == []
-            assert set(checkpoint.theta) == set(layout.shard_names(swarm.manifest.model))
-            stored.close()
-
-    asyncio.run(asyncio.wait_for(work(), 120))
+        disk.meanwhile = moved
+        await swarm.until(lambda: disk.written >= 3)
+        disk.meanwhile = lambda: None
+        await swarm.stop("a")
+        stored = Storage(peer.folder, None, QuickDisk())
+        warned: list[str] = []
+        checkpoint = stored.load_checkpoint(warned.append)
+        assert checkpoint is not None
+        assert warned == []
+        assert set(checkpoint.theta) == set(layout.shard_names(swarm.manifest.model))
+        stored.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from protocol.wire.calls import Handover, HandoverAnswer, Step
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.schema import build, plain
-from tests.sim.loop import VirtualLoop
 from tests.support import tiny
 
 MANIFEST = tiny.manifest(outer=OuterSpec(topk=64, beta=1.0))
@@ -54,20 +52,7 @@ def plan(round: int, *chains: tuple[str, ...], forming: tuple[str, ...] = ()) ->
 
 def log(*plans: Plan) -> dict[int, Commit]:
     """Commits with these plans, of the rounds before theirs."""
-    return {
-        p.round - 1: Commit(
-            run="",
-            round=p.round - 1,
-            parent="",
-            time=0.0,
-            contributions=(),
-            left_out=(),
-            diverged=(),
-            digests={},
-            plan=p,
-        )
-        for p in plans
-    }
+    return {plan.round - 1: tiny.commit(round=plan.round - 1, plan=plan) for plan in plans}
 
 
 # --- who gets it, and what is refused
@@ -336,7 +321,7 @@ def test_a_part_that_is_too_large_is_refused_and_its_giver_keeps_it(world: World
     assert same(a.outer.feedback[SHARD], own)
 
 
-def test_a_liar_does_not_get_a_part_added_before_it_is_looked_at_or_twice(world: World) -> None:
+async def test_a_liar_does_not_get_a_part_added_before_it_is_looked_at_or_twice(world: World) -> None:
     a, b = world.sides["a"], world.sides["b"]
     payload, _ = b.outer.encode(SHARD, rules.codec(MANIFEST, 1024))
     a.own_norm = 1e-3
@@ -350,55 +335,48 @@ def test_a_liar_does_not_get_a_part_added_before_it_is_looked_at_or_twice(world:
         await a.taking.step()
         return Step(build(HandoverAnswer, framing.unpack_message(raw)).step)
 
-    async def lie() -> None:
-        assert await say(handover) is Step.WAIT
-        assert await say(handover) is Step.REFUSED
-        assert same(a.outer.feedback[SHARD], own)
-        a.own_norm = 1e3
-        assert [await say(handover) for _ in range(3)] == [Step.WAIT, Step.TAKEN, Step.TAKEN]
-        once = [x.copy() for x in a.outer.feedback[SHARD]]
-        assert not same(once, own)
-        assert await say(dataclasses.replace(handover, given=False)) is Step.TAKEN
-        assert same(a.outer.feedback[SHARD], once)
-
-    asyncio.run(lie())
+    assert await say(handover) is Step.WAIT
+    assert await say(handover) is Step.REFUSED
+    assert same(a.outer.feedback[SHARD], own)
+    a.own_norm = 1e3
+    assert [await say(handover) for _ in range(3)] == [Step.WAIT, Step.TAKEN, Step.TAKEN]
+    once = [x.copy() for x in a.outer.feedback[SHARD]]
+    assert not same(once, own)
+    assert await say(dataclasses.replace(handover, given=False)) is Step.TAKEN
+    assert same(a.outer.feedback[SHARD], once)
 
 
-def test_givers_who_fall_silent_keep_no_places(tmp_path: Path) -> None:
+@pytest.mark.virtual
+async def test_givers_who_fall_silent_keep_no_places(tmp_path: Path) -> None:
     """Each giver has some of the places for hand-overs under way, and one who does not speak of its own any more has none."""
+    made = World(tmp_path)
+    heir = made.start("a")
+    fetched: list[str] = []
 
-    async def story() -> None:
-        made = World(tmp_path)
-        heir = made.start("a")
-        fetched: list[str] = []
+    async def never(blob: str, size: int, holder: str) -> None:
+        fetched.append(holder)
+        await asyncio.Event().wait()
 
-        async def never(blob: str, size: int, holder: str) -> None:
-            fetched.append(holder)
-            await asyncio.Event().wait()
+    owner = Owner(
+        why_refused=lambda giver, handover: None, own_norm=heir.norm, fetch=never, work=heir.work, wake=lambda: None
+    )
+    taking = Taking(MANIFEST, heir.storage, heir.outer, heir.writer, owner)
 
-        owner = Owner(
-            why_refused=lambda giver, handover: None, own_norm=heir.norm, fetch=never, work=heir.work, wake=lambda: None
+    async def give(giver: str, number: int) -> None:
+        handover = Handover(
+            serial=1, heir="a", shard=f"block.{number}", topk=rules.TOPK[0], blob=f"{number:064x}", size=8
         )
-        taking = Taking(MANIFEST, heir.storage, heir.outer, heir.writer, owner)
+        await taking.answer(giver, framing.pack_message(plain(handover)))
 
-        async def give(giver: str, number: int) -> None:
-            handover = Handover(
-                serial=1, heir="a", shard=f"block.{number}", topk=rules.TOPK[0], blob=f"{number:064x}", size=8
-            )
-            await taking.answer(giver, framing.pack_message(plain(handover)))
-
-        for giver in ("x", "y", "z", "u", "v"):
-            for number in range(2 * MOST_OF_A_GIVER):
-                await give(giver, number)
-        await asyncio.sleep(0)
-        assert [fetched.count(giver) for giver in "xyzuv"] == [MOST_OF_A_GIVER] * 4 + [0], "all places are taken"
-        await asyncio.sleep(SILENT_SECONDS + 1)
-        await give("v", 0)
-        await asyncio.sleep(0)
-        assert fetched[-1] == "v"
-        await taking.aclose()
-        for side in made.sides.values():
-            side.close()
-
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(random.Random(0))) as runner:
-        runner.run(story())
+    for giver in ("x", "y", "z", "u", "v"):
+        for number in range(2 * MOST_OF_A_GIVER):
+            await give(giver, number)
+    await asyncio.sleep(0)
+    assert [fetched.count(giver) for giver in "xyzuv"] == [MOST_OF_A_GIVER] * 4 + [0], "all places are taken"
+    await asyncio.sleep(SILENT_SECONDS + 1)
+    await give("v", 0)
+    await asyncio.sleep(0)
+    assert fetched[-1] == "v"
+    await taking.aclose()
+    for side in made.sides.values():
+        side.close()

@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import struct
 from pathlib import Path
@@ -33,7 +32,6 @@ MUON = dataclasses.replace(TRAIN, optimizer="muon")
 BOTH = pytest.mark.parametrize("train", [TRAIN, MUON], ids=["adamw", "muon"])
 SHARDS = layout.shard_names(SPEC)
 SHARD = "block.0"
-DEADLINE = 300.0
 
 
 def trainer(train: TrainSpec = TRAIN) -> StageTrainer:
@@ -164,26 +162,23 @@ class Knowing(Noise):
 
 
 @pytest.mark.slow
-def test_who_begins_to_train_a_shard_gets_them_from_one_who_does(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with Swarm(tmp_path, manifest(rounds=500, start_peers=2)) as swarm:
-            got: dict[tuple[str, str], bytes] = {}
-            elders: set[str] = set()
+async def test_who_begins_to_train_a_shard_gets_them_from_one_who_does(tmp_path: Path) -> None:
+    async with Swarm(tmp_path, manifest(rounds=500, start_peers=2)) as swarm:
+        got: dict[tuple[str, str], bytes] = {}
+        elders: set[str] = set()
 
-            def inner_loop(chosen: Any, peer: str, *_: object) -> Knowing:
-                made = Knowing(swarm.hold, chosen, peer)
-                made.got, made.knows = got, peer in elders
-                return made
+        def inner_loop(chosen: Any, peer: str, *_: object) -> Knowing:
+            made = Knowing(swarm.hold, chosen, peer)
+            made.got, made.knows = got, peer in elders
+            return made
 
-            swarm.inner_loop = inner_loop
-            elders.update(swarm.start(name).id for name in ("a", "b"))
-            await swarm.round(1)
-            young = swarm.start("c")
-            names = layout.shard_names(swarm.manifest.model)
-            await swarm.until(lambda: len(got) == len(names))
-            assert got == {(young.id, shard): f"moments of {shard}".encode() for shard in names}
-
-    asyncio.run(asyncio.wait_for(work(), DEADLINE))
+        swarm.inner_loop = inner_loop
+        elders.update(swarm.start(name).id for name in ("a", "b"))
+        await swarm.round(1)
+        young = swarm.start("c")
+        names = layout.shard_names(swarm.manifest.model)
+        await swarm.until(lambda: len(got) == len(names))
+        assert got == {(young.id, shard): f"moments of {shard}".encode() for shard in names}
 
 
 class Desk:
@@ -198,41 +193,37 @@ class Desk:
     def drop(self, name: str) -> None: ...
 
 
-def test_strangers_take_little_of_the_time_of_who_trains() -> None:
+async def test_strangers_take_little_of_the_time_of_who_trains() -> None:
     """Those whom the plan names get all that they ask for; anybody gets what is ready anyhow."""
+    model = dataclasses.replace(tiny.manifest().model, n_layers=3 * STRANGERS_SHARDS)
+    made, desk = tiny.manifest(model=model), Desk()
+    asked: list[str] = []
 
-    async def work() -> None:
-        model = dataclasses.replace(tiny.manifest().model, n_layers=3 * STRANGERS_SHARDS)
-        made, desk = tiny.manifest(model=model), Desk()
-        asked: list[str] = []
+    async def hold(peer: str, round: int) -> None: ...
 
-        async def hold(peer: str, round: int) -> None: ...
+    class Counting(Knowing):
+        async def moments(self, shard: str) -> bytes | None:
+            asked.append(shard)
+            return await super().moments(shard)
 
-        class Counting(Knowing):
-            async def moments(self, shard: str) -> bytes | None:
-                asked.append(shard)
-                return await super().moments(shard)
+    inner: Any = Counting(hold, made, "us")
+    inner.got, inner.knows = {}, True
+    exchange: Any = desk
+    ours = MomentsExchange(made, "us", exchange, inner)
+    await ours.serve()
+    shards = layout.shard_names(model)
 
-        inner: Any = Counting(hold, made, "us")
-        inner.got, inner.knows = {}, True
-        exchange: Any = desk
-        ours = MomentsExchange(made, "us", exchange, inner)
-        await ours.serve()
-        shards = layout.shard_names(model)
+    async def get(who: str) -> list[bool]:
+        raw = [await desk.handler(who, calls.write(MomentsRequest(shard=shard))) for shard in shards]
+        return [calls.read(MomentsAnswer, one, "us", "moments").size > 0 for one in raw]
 
-        async def get(who: str) -> list[bool]:
-            raw = [await desk.handler(who, calls.write(MomentsRequest(shard=shard))) for shard in shards]
-            return [calls.read(MomentsAnswer, one, "us", "moments").size > 0 for one in raw]
-
-        stages = (StageSpec(peer="us", first=0, last=model.n_layers),)
-        for round in (1, 2):
-            asked.clear()
-            ours.follow(Plan(round=round, replicas=(ReplicaSpec(stages=stages),), spares=("member",)))
-            assert sum(await get("stranger")) == STRANGERS_SHARDS
-            assert sum(await get("another")) == STRANGERS_SHARDS
-            assert all(await get("member"))
-            assert all(await get("stranger")), "they are ready now"
-            assert sorted(asked) == sorted(shards), "each once"
-        await ours.aclose()
-
-    asyncio.run(asyncio.wait_for(work(), DEADLINE))
+    stages = (StageSpec(peer="us", first=0, last=model.n_layers),)
+    for round in (1, 2):
+        asked.clear()
+        ours.follow(Plan(round=round, replicas=(ReplicaSpec(stages=stages),), spares=("member",)))
+        assert sum(await get("stranger")) == STRANGERS_SHARDS
+        assert sum(await get("another")) == STRANGERS_SHARDS
+        assert all(await get("member"))
+        assert all(await get("stranger")), "they are ready now"
+        assert sorted(asked) == sorted(shards), "each once"
+    await ours.aclose()

@@ -134,34 +134,6 @@ def test_nothing_is_lost(plays: list[list[tuple[int, str]]], beta: float, eta: f
     np.testing.assert_allclose(start - flat(shared.theta[SHARD]), applied, rtol=0, atol=7 * unit)
 
 
-def test_updates_and_buffers_are_the_decayed_work() -> None:
-    """The same promise end to end, from θ and e alone: with all weights 1/M and what is left out given back
-    at once, Σ_r β^(R-r) (θ(r-1) - θ(r)) M / η + Σ_m e_m = Σ_m Σ_r β^(R-r) δ_m(r)."""
-    members, rounds, eta = 3, 12, 0.8
-    shared = outer(eta=eta)
-    peers = [outer(eta=eta) for _ in range(members)]
-    beta64 = float(np.float32(0.95))
-    moved, worked = 0.0 * flat(shared.theta[SHARD]), 0.0 * flat(shared.theta[SHARD])
-    for r in range(rounds):
-        before = flat(shared.theta[SHARD])
-        commit = []
-        worked *= beta64
-        for m, peer in enumerate(peers):
-            delta = pseudo_gradient(100 * r + m)
-            worked += flat(delta)
-            peer.accumulate(SHARD, alone(delta))
-            payload = peer.encode(SHARD)[0]
-            if (r + m) % 4 == 0:
-                peer.restore_feedback(SHARD, payload)
-            else:
-                commit.append((1 / members, payload))
-        shared.apply(SHARD, commit)
-        moved = beta64 * moved + (before - flat(shared.theta[SHARD])) * members / eta
-    left = sum(flat(peer.feedback[SHARD]) for peer in peers)
-    scale = float(np.abs(flat(shared.theta[SHARD])).max())
-    np.testing.assert_allclose(moved + left, worked, rtol=0, atol=ULP * scale * rounds * (members / eta + 8))
-
-
 def test_the_arithmetic_is_the_stated_one() -> None:
     """With two magnitudes a tensor, so that the payload has the values exactly."""
     o = outer(k=4096, beta=0.95, eta=0.8)
@@ -281,16 +253,6 @@ def test_feedback_needs_no_holding() -> None:
     del o.theta[SHARD], o.feedback[SHARD]
     o.restore_feedback(SHARD, payload)
     assert (flat(o.feedback[SHARD]) == dense(o, payload)).all()
-
-
-def test_threads_change_no_bits() -> None:
-    one, four = outer(), outer()
-    four.threads = 4
-    for o in (one, four):
-        o.accumulate(SHARD, alone(pseudo_gradient(1)))
-        o.apply(SHARD, [(0.5, o.encode(SHARD)[0]), (0.5, o.encode(SHARD)[0])])
-    assert one.digest(SHARD) == four.digest(SHARD)
-    assert (flat(one.feedback[SHARD]) == flat(four.feedback[SHARD])).all()
 
 
 def test_a_lost_delta_counts_as_what_was_sent_of_it() -> None:

@@ -3,7 +3,7 @@ host, counted at a device that stands in for one (tests/support/stand_in_device.
 
 from __future__ import annotations
 
-import functools
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,20 +14,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from peer.state.outer_optimizer import Outer
 from peer.training import update
 from peer.training.update import DeviceUpdate, Moved
 from protocol.codec import sparse, topk
 from protocol.codec.formats import Codec
 from protocol.codec.sparse import PayloadError
 from protocol.errors import LocalError
-from protocol.run import layout
-from protocol.run.layout import ModelSpec
 from tests.support.stand_in_device import NAME, StandIn
 
 Array = npt.NDArray[np.float32]
-SPEC = ModelSpec(vocab_size=1536, d_model=128, n_layers=1, n_heads=2, d_ff=192, context=8)
-SHARD = "block.0"
 BETA = np.float32(0.95)
 side = st.one_of(st.integers(1, 20), st.sampled_from([48, 64, 67, 96, 128]))
 shapes = st.one_of(st.tuples(side), st.tuples(side, side), st.sampled_from([(5000,), (4096,), (12288,), (192, 352)]))
@@ -81,7 +76,7 @@ def check_same_bytes(codec: Codec, feedback: list[Array], moved: list[Moved]) ->
     share=st.sampled_from([0.0, 0.001, 0.5, 0.99, 1.0]),
     alone=st.booleans(),
 )
-@settings(max_examples=150)
+@settings(max_examples=40)
 def test_the_device_makes_the_hosts_bytes(
     shape: list[tuple[int, ...]],
     k: int,
@@ -98,12 +93,12 @@ def test_the_device_makes_the_hosts_bytes(
 
 
 @pytest.mark.parametrize(
-    "shape", [(4096,), (64, 64), (2048,), (32, 3), (17,), (16,), (12,), (9, 7), (8,), (5,), (3,), (2,), (1,)]
+    "shape", [(4096,), (2048,), (32, 3), (17,), (16,), (12,), (9, 7), (8,), (5,), (3,), (2,), (1,)]
 )
 def test_no_density_brings_more_to_the_host_than_twice_the_payload(shape: tuple[int, ...]) -> None:
     """The least payload of every density, of a tile of each size: what is packed depends on nothing else."""
     done = set()
-    for k in range(1, 4097):
+    for k in range(1, 4097, 1 if math.prod(shape) < 100 else 37):
         tiling = topk.tiling(shape, k)
         if tiling.keep in done:
             continue
@@ -158,24 +153,6 @@ def test_of_a_chains_embedding_no_more_comes_to_the_host(k: int) -> None:
         (kept,) = DeviceUpdate(f"{NAME}:0").accumulate([(None, moved)], [e], BETA, k, map)
     assert np.array_equal(e, ((a0_VS - a_VS) @ u_DS.T).numpy())
     assert e.nbytes < sum(device.to_host) <= e.nbytes + 2 * len(sparse.pack(Codec(k), [kept]))
-
-
-def test_the_outer_step_is_the_same_with_a_device_and_without() -> None:
-    """Payload, norm and feedback of three rounds; and by its own count the same comes to the host."""
-    host, device = (Outer(SPEC, Codec(32), float(BETA), 1.0, threads=threads) for threads in (1, 2))
-    on_device, dense = DeviceUpdate("cpu"), 4 * sum(int(np.prod(s)) for s in layout.shapes(SPEC, SHARD))
-    for round in range(3):
-        shapes_ = layout.shapes(SPEC, SHARD)
-        theta = [values_of(s, 100 * round + i, [0.0], 0.1) for i, s in enumerate(shapes_)]
-        local = [values_of(s, 100 * round + 50 + i, [0.0], 0.1) for i, s in enumerate(shapes_)]
-        host.accumulate(SHARD, list(zip(theta, local, strict=True)))
-        expected = host.encode(SHARD)
-        moved = [(a, torch.from_numpy(b)) for a, b in zip(theta, local, strict=True)]
-        before = on_device.bytes_to_host
-        assert device.update(functools.partial(on_device.accumulate, moved), SHARD) == expected
-        assert 0 < on_device.bytes_to_host - before - dense <= 2 * len(expected[0])
-        for a, b in zip(host.feedback[SHARD], device.feedback[SHARD], strict=True):
-            assert a.tobytes() == b.tobytes()
 
 
 @pytest.mark.parametrize("bad", INFINITE)

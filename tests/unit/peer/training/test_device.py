@@ -47,13 +47,6 @@ def test_what_is_not_a_rate(text: str) -> None:
         device.parse_rate(text)
 
 
-def test_devices() -> None:
-    assert device.choose_devices(("cpu",)) == ("cpu",)
-    assert device.choose_devices(("auto",))[0] in ("cuda", "mps", "cpu")
-    with pytest.raises(UsageError, match="choose one of auto, cuda, mps, cpu"):
-        device.parse_devices("tpu", None)
-
-
 def test_a_missing_device_is_an_error() -> None:
     import torch
 

@@ -18,7 +18,8 @@ from protocol.codec.formats import TILE
 from protocol.run import layout
 from tests.support.chains import BASIS, CUTS, SPEC, TRAIN, make_chain, random_theta, relative, run_chain
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+OTHERS = ["cuda"] if torch.cuda.is_available() else []
+DEVICES = ["cpu", *OTHERS]
 WITHIN = {"cpu": 1e-6, "cuda": 3e-2}
 """What gradients may differ by: bf16 has 8 bits."""
 ROUNDED = 5e-3
@@ -27,7 +28,7 @@ SUMS = {"cpu": 1e-4, "cuda": 5e-3}
 """What a loss may by itself: products of fp32 are made in TF32, 11 bits, on CUDA."""
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", OTHERS)
 @pytest.mark.parametrize("cuts", CUTS[:5])
 @pytest.mark.parametrize("k", [0, SPEC.d_model // 8])
 def test_a_chain_has_the_gradients_that_it_has_on_the_cpu(device: str, cuts: tuple[int, ...], k: int) -> None:
@@ -58,7 +59,7 @@ def test_two_runs_have_the_same_bits_and_recomputing_changes_none(device: str) -
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", OTHERS)
 def test_the_optimizer_goes_on_where_it_was(device: str) -> None:
     first, second = (make_chain((), 0, device=device)[0] for _ in range(2))
     asyncio.run(run_chain([first], steps=2))
@@ -100,7 +101,7 @@ def test_slices_of_the_loss(device: str, tokens: int, vocabulary: int) -> None:
         assert model.cross_entropy(x, weight, targets).item() == pytest.approx(found[0])
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", OTHERS)
 def test_the_update_has_the_bits_of_the_cpus(device: str) -> None:
     rng = np.random.default_rng(0)
     theta = rng.standard_normal((256, 192)).astype(np.float32)
@@ -140,7 +141,7 @@ def test_what_comes_again_every_round_is_pinned_and_changes_no_bits(device: str)
         assert not pinned(array, torch.device(device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", OTHERS)
 def test_evaluating_agrees(device: str) -> None:
     windows = np.arange(40 * (TRAIN.sequence + 1)).reshape(40, -1) % SPEC.vocab_size
     names = layout.shard_names(SPEC)

@@ -11,7 +11,7 @@ import torch
 
 from peer.training import inference
 from peer.training.inference import Dice, continuation
-from peer.training.model import Past, Stage
+from peer.training.model import Stage
 from protocol.errors import LocalError, UsageError
 from protocol.run import layout
 from tests.support.chains import SPEC, ids_of, random_theta
@@ -32,19 +32,6 @@ def logits(stage: Stage, ids: list[int]) -> torch.Tensor:
 
 def written(stage: Stage, prompt: list[int], count: int, dice: Dice, window: int = WINDOW) -> list[int]:
     return list(itertools.islice(continuation(stage, prompt, window, dice), count))
-
-
-def test_a_text_that_grows_has_the_logits_of_the_whole(stage: Stage) -> None:
-    ids = ids_of(3)[:2].reshape(-1)[:WINDOW].tolist()
-    expected = logits(stage, ids)
-    assert float(expected.abs().max()) > 1, "the comparison means something"
-    for first in (1, 5, WINDOW):
-        past = Past()
-        with torch.no_grad():
-            found = [stage.logits(stage.further(torch.tensor([ids[:first]]), past))[0]]
-            found += [stage.logits(stage.further(torch.tensor([[one]]), past))[0] for one in ids[first:]]
-        assert past.length == WINDOW
-        assert float((torch.cat(found) - expected).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("window", [WINDOW, 7, 1])

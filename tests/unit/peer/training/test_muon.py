@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from peer.training.optimizer import learning_rate
-from peer.training.trainer import COORDINATES, StageTrainer
+from peer.training.trainer import StageTrainer
 from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.manifest import ChainSpec
@@ -98,20 +98,6 @@ def test_an_update_is_as_long_as_adamw_s_usually_is() -> None:
                 assert 0.1 < float(np.sqrt(np.mean(update**2))) / rate < 0.25, name
 
 
-def test_embedding_head_and_vectors_are_adamw_s() -> None:
-    trainers = make_chain((2,), 8, train=MUON)
-    asyncio.run(run_chain(trainers))
-    kinds: dict[str, set[str]] = {}
-    for trainer in trainers:
-        for key in trainer.optimizer_state():
-            name, kind = key.rsplit("/", 1)
-            kinds.setdefault(name, set()).add(kind)
-    assert {name for name, found in kinds.items() if found == {"momentum_buffer"}} == MATRICES
-    others = {name for name, found in kinds.items() if found == {"step", "exp_avg", "exp_avg_sq"}}
-    assert others == set(kinds) - MATRICES
-    assert {COORDINATES, "lm_head.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight"} <= others
-
-
 def test_what_is_adamw_s_moves_as_without_muon() -> None:
     """In the first step, when nothing else differs yet."""
     moved = []
@@ -138,17 +124,6 @@ def test_the_same_bits_on_every_run_and_after_a_restart() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(trained(one, 3), trained(restarted, 3), strict=True))
     fresh = whole()
     assert not all(np.array_equal(a, b) for a, b in zip(trained(other, 3), trained(fresh, 3), strict=True))
-
-
-@pytest.mark.parametrize("cuts", [(3,), (1, 2, 5)])
-def test_an_uncompressed_chain_has_the_bits_of_a_full_replica(cuts: tuple[int, ...]) -> None:
-    chain, plain = make_chain(cuts, 0, train=MUON), make_chain((), 0, train=MUON)
-    reports, expected = asyncio.run(run_chain(chain, steps=3)), asyncio.run(run_chain(plain, steps=3))
-    assert [(r.loss, r.norm) for r in reports[0]] == [(r.loss, r.norm) for r in expected[0]]
-    for trainer in chain:
-        for shard in trainer.shards:
-            for a, b in zip(trainer.delta(shard), plain[0].delta(shard), strict=True):
-                np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("k", [D // 8, D // 32])

@@ -130,8 +130,9 @@ def same(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("spec", [SPEC, DOCUMENTS], ids=["llama", "documents"])
-@pytest.mark.parametrize("k", [0, SPEC.d_model // 8])
+@pytest.mark.parametrize(
+    ("k", "spec"), [(0, SPEC), (SPEC.d_model // 8, DOCUMENTS)], ids=["llama", "compressed, documents"]
+)
 @pytest.mark.parametrize("cuts", CUTS)
 def test_every_stage_has_the_same_bits(cuts: tuple[int, ...], k: int, spec: Any, device: str) -> None:
     k = k if cuts else 0

@@ -26,7 +26,7 @@ from protocol.wire.announcement import Announcement, ChainReport, Means
 from protocol.wire.commit import Commit, LeftOut
 from protocol.wire.session import LogRequest
 from tests.support import tiny
-from tests.support.monitor import ALICE, BOB, CAROL, MANIFEST, WATCHER, Node, announcement, commits, play, records
+from tests.support.monitor import ALICE, BOB, CAROL, MANIFEST, WATCHER, Node, announcement, commits, records, watching
 
 REPORT = ChainReport(
     seconds=2.0, busy_s=1.86, wait_forward_s=0.02, wait_backward_s=0.04, forward_link_s=0.5, backward_link_s=0.3, forward_bytes=4_000,
@@ -34,15 +34,13 @@ REPORT = ChainReport(
 )  # fmt: skip
 
 
-def test_a_whole_run_becomes_events_and_a_screen() -> None:
-    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+async def test_a_whole_run_becomes_events_and_a_screen() -> None:
+    async with watching() as (node, monitor, events):
         node.log = records(commits())
         await node.announce(ALICE, phase="training", round=2, step=3, loss=1.5)
         await node.announce(BOB, phase="waiting", round=1, bytes_sent=900, chain=REPORT)
         await monitor.follow(events.append)
         assert node.asked == [-1, 1, 2]
-
-    events = play(story)
     told = [e.kind for e in events]
     assert told.count("commit") == 3
     assert told.count("ready") == 2
@@ -93,18 +91,16 @@ def test_of_many_peers_the_announcements_are_read_less_often(peers: int, looks: 
     assert len(asked) == looks
 
 
-def test_in_a_pipe_it_prints_a_line_a_round() -> None:
+async def test_in_a_pipe_it_prints_a_line_a_round() -> None:
     out = io.StringIO()
 
-    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+    async with watching() as (node, monitor, _):
         node.log = records(commits())
         await node.announce(ALICE, phase="training", round=2, step=3, loss=1.5)
         await node.announce(CAROL, phase="training", round=2, step=3, chain=REPORT)
         await node.announce(BOB, phase="serving", device="bootstrap", memory_bytes=0)
         with Screen(MANIFEST, console=Console(file=out, width=60)) as screen:
             await monitor.follow(screen.feed)
-
-    play(story)
     alice, bob, carol = map(short_peer, (ALICE.peer_id, BOB.peer_id, CAROL.peer_id))
     assert sorted(line.partition(" ")[2] for line in out.getvalue().splitlines()) == sorted([
         "✓ first plan: 2 replicas",
@@ -118,8 +114,8 @@ def test_in_a_pipe_it_prints_a_line_a_round() -> None:
     ])  # fmt: skip
 
 
-def test_a_chain_that_only_announces_is_shown() -> None:
-    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+async def test_a_chain_that_only_announces_is_shown() -> None:
+    async with watching() as (node, monitor, events):
         node.log = records(commits()[:2])
         await node.announce(BOB, phase="training", round=2, step=3)
         await node.announce(CAROL, phase="training", round=2, step=3, chain=REPORT)
@@ -130,16 +126,14 @@ def test_a_chain_that_only_announces_is_shown() -> None:
         (news,) = [e.body for e in events[told:]]
         assert isinstance(news, kinds.Announced)
         assert (news.step, news.chain) == (4, REPORT)
-
-    events = play(story)
     view = RunView(MANIFEST)
     for event in events:
         view.feed(event)
     assert view.chains[0].slowest == f"{CAROL.peer_id[-8:]} computes 93 %"
 
 
-def test_only_changes_are_told() -> None:
-    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+async def test_only_changes_are_told() -> None:
+    async with watching() as (node, monitor, events):
         node.log = records(commits()[:1])
         await node.announce(ALICE, phase="training", round=1, step=1)
         await monitor.poll(events.append)
@@ -158,11 +152,9 @@ def test_only_changes_are_told() -> None:
         await monitor.poll(events.append)
         assert [e.kind for e in events[told:]] == ["gone"]
 
-    play(story)
 
-
-def test_announcements_of_others_are_not_believed() -> None:
-    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+async def test_announcements_of_others_are_not_believed() -> None:
+    async with watching() as (node, monitor, events):
         key = endpoints.announcements_key(MANIFEST.run_id)
         forged = encoding.seal(BOB, announcement(ALICE))
         foreign = encoding.seal(CAROL, announcement(CAROL, run="another"))
@@ -170,8 +162,7 @@ def test_announcements_of_others_are_not_believed() -> None:
         assert await node.transport.store(key, CAROL.peer_id, foreign, ttl=60)
         assert await node.transport.store(key, "junk", b"junk", ttl=60)
         await monitor.poll(events.append)
-
-    assert play(story) == []
+    assert events == []
 
 
 def _wrong_signer(log: list[Commit]) -> list[bytes]:
@@ -190,27 +181,16 @@ def _flipped(log: list[Commit]) -> list[bytes]:
         (_flipped, "signature is wrong"),
         (lambda log: records(log[1:]), "not the one of round 0"),
         (lambda log: [records(log)[0]] * 2, "not the one of round 1"),
+        (lambda log: records([log[0], dataclasses.replace(log[1], parent="0" * 64)]), "does not follow"),
         (lambda log: [encoding.encode(LogRequest(after=1))], "must be a table"),
         (lambda log: [b"junk"], "record"),
     ],
 )
-def test_a_forged_log_is_refused(forge: Callable[[list[Commit]], list[bytes]], reason: str) -> None:
-    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+async def test_a_forged_log_is_refused(forge: Callable[[list[Commit]], list[bytes]], reason: str) -> None:
+    async with watching() as (node, monitor, events):
         node.log = forge(commits())
         with pytest.raises((BadLog, encoding.MessageError), match=reason):
             await monitor.poll(events.append)
-
-    play(story)
-
-
-def test_a_commit_must_follow_the_one_before_it() -> None:
-    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
-        first, second, _ = commits()
-        node.log = records([first, dataclasses.replace(second, parent="0" * 64)])
-        with pytest.raises(BadLog, match="does not follow"):
-            await monitor.poll(events.append)
-
-    play(story)
 
 
 class Astray:
@@ -228,15 +208,14 @@ class Astray:
         return await self.transport.open(asked, name, timeout=timeout)
 
 
-def test_a_node_that_is_away_is_a_warning_told_once() -> None:
-    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+async def test_a_node_that_is_away_is_a_warning_told_once() -> None:
+    async with watching() as (node, monitor, events):
         monitor = Monitor(
             MANIFEST, cast(Transport, Astray(monitor.transport)), poll_seconds=0.0, bootstrap=node.transport.addresses
         )
         node.log = records(commits())
         await monitor.follow(events.append)
-
-    assert [e.kind for e in play(story)].count("warning") == 2, "one of each of two"
+    assert [e.kind for e in events].count("warning") == 2, "one of each of two"
 
 
 @pytest.mark.parametrize("voters", [(0, 1, 3), (0, 3)], ids=["decided", "not decided"])
@@ -272,14 +251,3 @@ def test_a_fork_between_two_nodes_is_found_and_told_once(voters: tuple[int, ...]
 
     found = [event.body for event in asyncio.run(run()) if isinstance(event.body, kinds.Forked)]
     assert found == ([kinds.Forked(round=0)] if len(voters) == 3 else [])
-
-
-def test_neither_torch_nor_hivemind_is_imported() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, peer.ui.monitor, peer.ui.screen; print({'torch', 'hivemind', 'peer.net.p2p'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"

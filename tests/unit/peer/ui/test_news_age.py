@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import io
-import socket
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from peer.net import greeting, p2p
 from peer.net.base import Clock, Transport, serve_calls
 from peer.net.memory import MemoryNetwork
 from peer.ui import metrics, views
@@ -150,71 +145,60 @@ class Node:
         await serve_calls(self.transport, endpoints.LOG, answer)
 
 
-def test_the_news_are_as_old_as_the_last_answer_also_after_a_sleep_of_the_machine() -> None:
-    async def story() -> None:
-        network, time = MemoryNetwork(), Time()
-        node = Node(network, tiny.OPERATOR)
-        await node.start()
-        monitor = Monitor(MANIFEST, network.transport(WATCHER), bootstrap=node.transport.addresses, clock=time.clock)
-        time.steady, time.wall = 7.0, time.wall + 7.0
-        assert monitor.news_age == 7.0
-        await monitor.poll(lambda event: None)
-        assert monitor.news_age == 0.0
-        time.wall += 3600.0  # the steady clock of a machine that sleeps stands still
-        assert monitor.news_age == 3600.0
-        time.wall -= 9999.0  # somebody set it
-        time.steady += 2.0
-        assert monitor.news_age == 2.0
-        node.log = records(commits())
-        await monitor.poll(lambda event: None)
-        assert monitor.finished
-        assert monitor.news_age is None
-
-    asyncio.run(story())
+async def test_the_news_are_as_old_as_the_last_answer_also_after_a_sleep_of_the_machine() -> None:
+    network, time = MemoryNetwork(), Time()
+    node = Node(network, tiny.OPERATOR)
+    await node.start()
+    monitor = Monitor(MANIFEST, network.transport(WATCHER), bootstrap=node.transport.addresses, clock=time.clock)
+    time.steady, time.wall = 7.0, time.wall + 7.0
+    assert monitor.news_age == 7.0
+    await monitor.poll(lambda event: None)
+    assert monitor.news_age == 0.0
+    time.wall += 3600.0  # the steady clock of a machine that sleeps stands still
+    assert monitor.news_age == 3600.0
+    time.wall -= 9999.0  # somebody set it
+    time.steady += 2.0
+    assert monitor.news_age == 2.0
+    node.log = records(commits())
+    await monitor.poll(lambda event: None)
+    assert monitor.finished
+    assert monitor.news_age is None
 
 
-def test_a_node_that_answers_nothing_does_not_keep_the_others_from_being_heard() -> None:
+@pytest.mark.slow
+async def test_a_node_that_answers_nothing_does_not_keep_the_others_from_being_heard() -> None:
     keys = tiny.OPERATORS[:4]
     manifest = dataclasses.replace(tiny.manifest(), operators=tuple(key.peer_id for key in keys), quorum=4)
 
-    async def story() -> None:
-        network = MemoryNetwork()
-        nodes = [Node(network, key) for key in keys]
-        for node in nodes:
-            node.log = []
-            await node.start()
-        places = tuple(address for node in nodes for address in node.transport.addresses)
-        monitor = Monitor(manifest, network.transport(WATCHER), bootstrap=places)
-        nodes[0].away = True
-        for _ in range(9):
-            await monitor.poll(lambda event: None)
-        assert nodes[0].asked == 1, "it is not waited for again"
-        assert all(node.asked > 1 for node in nodes[1:]), "each is heard in turn"
-
-    asyncio.run(story())
-
-
-def test_a_node_that_came_back_elsewhere_is_found_by_what_it_announces() -> None:
-    """By those who began with its old address, too: peers and watchers."""
-
-    async def story() -> None:
-        network = MemoryNetwork()
-        node = Node(network, tiny.OPERATOR)
+    network = MemoryNetwork()
+    nodes = [Node(network, key) for key in keys]
+    for node in nodes:
+        node.log = []
         await node.start()
-        other = network.transport("other")
-        old = f"/ip4/192.0.2.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}"
-        moved = Moved(network.transport(WATCHER), old)
-        said = Announcement(
-            run=MANIFEST.run_id, peer=tiny.OPERATOR.peer_id, addresses=node.transport.addresses, serial=1
-        )
-        raw = encoding.seal(tiny.OPERATOR, said)
-        key = endpoints.announcements_key(MANIFEST.run_id)
-        assert await other.store(key, tiny.OPERATOR.peer_id, raw, ttl=60.0)
-        monitor = Monitor(MANIFEST, moved, bootstrap=(old,))
+    places = tuple(address for node in nodes for address in node.transport.addresses)
+    monitor = Monitor(manifest, network.transport(WATCHER), bootstrap=places)
+    nodes[0].away = True
+    for _ in range(9):
         await monitor.poll(lambda event: None)
-        assert monitor.head is not None
+    assert nodes[0].asked == 1, "it is not waited for again"
+    assert all(node.asked > 1 for node in nodes[1:]), "each is heard in turn"
 
-    asyncio.run(story())
+
+async def test_a_node_that_came_back_elsewhere_is_found_by_what_it_announces() -> None:
+    """By those who began with its old address, too: peers and watchers."""
+    network = MemoryNetwork()
+    node = Node(network, tiny.OPERATOR)
+    await node.start()
+    other = network.transport("other")
+    old = f"/ip4/192.0.2.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}"
+    moved = Moved(network.transport(WATCHER), old)
+    said = Announcement(run=MANIFEST.run_id, peer=tiny.OPERATOR.peer_id, addresses=node.transport.addresses, serial=1)
+    raw = encoding.seal(tiny.OPERATOR, said)
+    key = endpoints.announcements_key(MANIFEST.run_id)
+    assert await other.store(key, tiny.OPERATOR.peer_id, raw, ttl=60.0)
+    monitor = Monitor(MANIFEST, moved, bootstrap=(old,))
+    await monitor.poll(lambda event: None)
+    assert monitor.head is not None
 
 
 class Moved:
@@ -230,70 +214,3 @@ class Moved:
         if not set(addresses) - {self._old}:
             raise RemoteError("", "nobody is there")
         await self._transport.connect(addresses, timeout=timeout)
-
-
-# --- whoever is back is dialled at once
-
-
-@contextlib.asynccontextmanager
-async def door(said: bytes) -> AsyncIterator[str]:
-    """The address of a port that says this to whoever comes."""
-
-    async def come(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(said)
-        with contextlib.suppress(OSError):
-            await reader.read(1)
-        writer.close()
-
-    async with await asyncio.start_server(come, "127.0.0.1", 0) as server:
-        yield f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"
-
-
-def test_only_a_libp2p_that_greets_is_there() -> None:
-    async def story() -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))  # nobody listens there
-            closed = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
-            async with door(greeting.GREETING) as good, door(b"SSH-2.0\r\n" + bytes(40)) as other, door(b"") as stopped:
-                assert await greeting.why_silent([closed], 30.0) == "connection refused"
-                assert await greeting.why_silent([other], 30.0) == "no libp2p host"
-                assert await greeting.why_silent([stopped], 0.05) == greeting.SILENT
-                assert await greeting.why_silent([closed, stopped, good], 30.0) == "", "one is enough"
-
-    asyncio.run(story())
-
-
-def test_a_peer_that_was_away_for_long_is_connected_to_as_soon_as_it_is_back(tmp_path: Path) -> None:
-    """The daemon is not asked to dial while nobody is there: after each failure libp2p would wait for longer, five minutes in the end."""
-
-    async def story() -> None:
-        def nothing(key: str, subkey: str, value: bytes) -> bool:
-            return False
-
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        watcher = await p2p.start(tmp_path / "watcher", host="127.0.0.1", validate=nothing)
-        asked = list[object]()
-        ask = watcher.daemon.ask
-
-        async def counted(request: object, peer: str, what: str, timeout: float) -> object:
-            asked.append(request)
-            return await ask(request, peer, what, timeout)
-
-        watcher.daemon.ask = counted  # type: ignore[assignment,method-assign]
-        node = await p2p.start(tmp_path / "node", host="127.0.0.1", port=port, validate=nothing)
-        places = node.addresses
-        await node.aclose()
-        try:
-            for _ in range(20):
-                with pytest.raises(RemoteError, match="connection refused"):
-                    await watcher.connect(places, timeout=10.0)
-            assert asked == []
-            node = await p2p.start(tmp_path / "node", host="127.0.0.1", port=port, validate=nothing)
-            await watcher.connect(places, timeout=60.0)
-            await node.aclose()
-        finally:
-            await watcher.aclose()
-
-    asyncio.run(story())

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import math
 import re
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,7 +16,7 @@ from peer.events import Event
 from peer.ui.lines import Lines, printer
 from peer.ui.run_view import RunView
 from peer.ui.screen import Screen, chart, render
-from peer.ui.text import clean, duration, size
+from peer.ui.text import duration, size
 from protocol.identity import short_peer
 from protocol.wire.commit import LeftOut
 from protocol.wire.plan import Work
@@ -32,19 +33,6 @@ def draw(view: RunView, width: int, height: int, ascii_only: bool = False) -> li
 
 def text(view: RunView, width: int = 120, height: int = 40) -> str:
     return "\n".join(draw(view, width, height))
-
-
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (60, 16), (100, 30), (80, 50), (200, 60)])
-@pytest.mark.parametrize("rounds", [0, 2])
-def test_a_frame_fills_the_screen_and_no_more(width: int, height: int, rounds: int) -> None:
-    story = Story()
-    if rounds:
-        story.begin()
-    for number in range(1, rounds + 1):
-        story.round(number, 3.0 - number / 10)
-    lines = draw(story.view, width, height)
-    assert len(lines) == height
-    assert max(map(len, lines)) <= width
 
 
 def test_who_does_what() -> None:
@@ -202,18 +190,6 @@ def test_who_fetches_what_it_will_train_is_joining() -> None:
     assert {p.peer: p.role for p in story.view.peers.values()} == {
         **dict.fromkeys(PEERS[:2], "full"), **dict.fromkeys(PEERS[2:5], "joining"), PEERS[5]: "spare"
     }  # fmt: skip
-
-
-def test_ascii_and_hostile_text() -> None:
-    story = Story(None).begin()
-    story.round(1, 2.5)
-    story.tell(PEERS[0], events.Withdrew(round=2, reason="\x1b[31mred\x07\n名前 ‮x"))
-    plain = draw(story.view, 80, 24, ascii_only=True)
-    assert "\n".join(plain).isascii()
-    assert len(plain) == 24
-    for frame in ("\n".join(plain), text(story.view)):
-        assert not set(frame) & {"\x1b", "\x07", "‮"}
-    assert clean("a\nb" + "x" * 300, 10) == "a bxxxxxxx…"
 
 
 def test_a_chain_shows_how_busy_it_is_and_what_it_waits_for() -> None:
@@ -511,34 +487,24 @@ def test_a_replica_on_probation_is_no_warning() -> None:
     assert said[1:] == ["· round 4 without replica 2: on probation", "! round 4 without replica 3: late"]
 
 
+def run_of(rounds: int, **ready: Any) -> RunView:
+    """A small run. `ready`: what each peer says of itself."""
+    view = RunView(MadeUp(5).manifest)
+    for event in MadeUp(5).all(rounds):
+        if isinstance(event.body, events.Ready):
+            event = dataclasses.replace(event, body=dataclasses.replace(event.body, **ready))
+        view.feed(event)
+    return view
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (104, 30), (110, 30), (120, 40), (122, 36), (200, 60)])
 def test_nothing_of_a_small_run_is_cut(width: int, height: int) -> None:
-    """With a line's rate, a share that is computed and a sum that has been sent as wide as they come."""
-    made = MadeUp(5)
-    view = RunView(made.manifest)
-    for event in made.all(20):
-        if isinstance(event.body, events.Ready):
-            event = dataclasses.replace(event, body=dataclasses.replace(event.body, up_bps=20_200_000))
-        view.feed(event)
-    console = Console(file=io.StringIO(), width=width, height=height)
-    console.print(render(view, width, height))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    """With a line's rate, a share that is computed and a sum that has been sent as wide as they come; long names cut nothing, either."""
+    shown = text(run_of(20, up_bps=20_200_000), width, height)
     assert "blocks 2-3" in shown
     assert "…" not in shown, shown
-
-
-@pytest.mark.parametrize("width", [80, 104, 120, 200])
-def test_long_names_cut_nothing(width: int) -> None:
-    made = MadeUp(5)
-    view = RunView(made.manifest)
-    for event in made.all(2):
-        if isinstance(event.body, events.Ready):
-            event = dataclasses.replace(event, body=dataclasses.replace(event.body, name="old laptop-7"))
-        view.feed(event)
-    console = Console(file=io.StringIO(), width=width, height=40)
-    console.print(render(view, width, 40))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    peers = shown.partition(" peers: ")[2].partition(" chains ")[0].partition(" messages ")[0]
+    named = text(run_of(2, name="old laptop-7"), width, 40)
+    peers = named.partition(" peers: ")[2].partition(" chains ")[0].partition(" messages ")[0]
     assert "old laptop-7·" in peers
     assert "…" not in peers, peers
     assert len(set(re.findall(r"chain 0 · (stage )?\d/3( · block)?", peers))) == 1, "all rows are of one kind"
@@ -546,25 +512,15 @@ def test_long_names_cut_nothing(width: int) -> None:
 
 def test_a_rounds_loss_stands_where_the_round_began() -> None:
     """The log has the loss of its first step."""
-    made = MadeUp(5)
-    view = RunView(made.manifest)
-    for event in made.all(4):
-        view.feed(event)
-    console = Console(file=io.StringIO(), width=120, height=40)
-    console.print(render(view, 120, 40))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = draw(run_of(4), 120, 40)
     curve = lines[: next(i for i, line in enumerate(lines) if " rounds " in line)]
     axis = next(line.index("┤") for line in curve if "┤" in line)
     assert min(line.index("●") for line in curve if "●" in line) == axis + 1
 
 
 def test_who_left_after_the_plan_was_made_does_not_train() -> None:
-    made = MadeUp(5)
-    view = RunView(made.manifest)
-    for event in made.begin():
-        view.feed(event)
-    peer = made.ids[0]
+    made, view = MadeUp(5), run_of(0)
+    peer, plan = made.ids[0], made.plan(1)
     view.feed(Event(0.0, "bootstrap", events.Gone(peer=peer)))
-    plan = made.plan(1)
     view.feed(Event(0.0, peer, events.role(plan, plan.replicas[0].number, plan.replicas[0].stages[0])))
     assert (view.peers[peer].here, view.peers[peer].phase) == (False, "gone")

@@ -12,7 +12,7 @@ from bootstrap.calls import DecreeHandler
 from peer.ui import monitor
 from peer.ui.lines import Lines
 from protocol.errors import RemoteError
-from protocol.ledger import access, capacity, history, run_state, schedule
+from protocol.ledger import access, capacity, run_state, schedule
 from protocol.round import fairness
 from protocol.round.leader import Leader
 from protocol.round.leader_events import DecreeSigned, Gone, Phase, Propose
@@ -25,7 +25,6 @@ from protocol.wire.schema import packed
 from tests.support import leader as leading
 from tests.support import tiny
 from tests.support.access import ONE, decree, signed
-from tests.support.rules import of_access
 
 KEYS = tiny.OPERATORS[:4]
 STRANGER = tiny.OPERATORS[4]
@@ -40,10 +39,7 @@ def after(*wishes: Decree, manifest: Manifest = ONE) -> access.Access:
 
 
 def first(manifest: Manifest, enacted: Enacted | None, count: int = 1) -> Commit:
-    return Commit(
-        run=manifest.run_id, round=0, parent=manifest.run_id, time=0.0, contributions=(), left_out=(), diverged=(),
-        digests={}, plan=None, leader=manifest.operators[0], members=manifest.first_members, decrees=count, decree=enacted,
-    )  # fmt: skip
+    return tiny.commit(manifest, decrees=count, decree=enacted)
 
 
 # --- the rule
@@ -92,12 +88,6 @@ def test_enough_members_have_to_sign_and_only_they_count() -> None:
     assert unlawful(signed(wish, *KEYS[:3], STRANGER)) == "has a decree that too few of its members signed"
 
 
-def test_a_signature_is_of_this_decree() -> None:
-    wish = decree(BAN, "a", manifest=FOUR)
-    other = signed(dataclasses.replace(wish, subject="b"), *KEYS[:3])
-    assert unlawful(dataclasses.replace(other, decree=wish)) == "has a decree with a wrong signature"
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -122,13 +112,6 @@ def test_decrees_are_counted_so_that_none_is_used_twice() -> None:
     head = first(FOUR, enacted)
     again = dataclasses.replace(head, round=1, parent=head.digest, decrees=2)
     assert access.why_unlawful(FOUR, head, again) == "has a decree of another time"
-
-
-def test_the_log_cannot_have_what_is_unlawful() -> None:
-    enacted = signed(decree(BAN, "a"), STRANGER)
-    record = Record(commit=first(ONE, enacted), ballot=0, votes={ONE.operators[0]: b""})
-    reason = history.why_not_next(ONE, None, record)
-    assert reason == "has a decree that too few of its members signed"
 
 
 def test_the_longest_decree_has_its_place_in_every_commit() -> None:
@@ -218,12 +201,6 @@ class Driver(leading.Driver):
         self.decide(self.ready("a", "b"))
         self.attest("a", "b")
 
-    def decide(self, effects: list[Any]) -> Commit:
-        """As the quorum does, which adds who decides what comes next."""
-        (found,) = [e.commit for e in effects if isinstance(e, Propose)]
-        members = self.manifest.first_members
-        return super().decide([Propose(dataclasses.replace(found, leader=members[0], members=members))])
-
     def sign(self, action: str, subject: str = "", *, number: int = 0) -> list[Any]:
         wish, key = decree(action, subject, number=number, manifest=self.manifest), tiny.OPERATOR
         return self.do(DecreeSigned(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
@@ -267,26 +244,6 @@ def test_a_ban_of_the_last_one_is_decided_without_a_plan() -> None:
     driver.sign(BAN, "b")
     commit = driver.decide(driver.at(leading.DEADLINE))
     assert (planned(commit), commit.decrees) == (set(), 1)
-
-
-def test_voters_and_auditors_refuse_a_plan_of_somebody_banned() -> None:
-    driver = Driver()
-    driver.sign(BAN, "b")
-    (proposal,) = [e for e in driver.offered("a", "b") if isinstance(e, Propose)]
-    other = Driver()
-    sight = fairness.view_of(other.leader, 0.0, 0.0, True)
-    assert fairness.lie_in(sight, proposal.commit) is None
-    assert other.leader.plan is not None
-    kept = dataclasses.replace(other.leader.plan, round=2)
-    found = fairness.lie_in(sight, dataclasses.replace(proposal.commit, plan=kept))
-    assert found is not None
-    assert (found.reason, found.lie) == ("plans b, and it is banned", True)
-    bare = dataclasses.replace(proposal.commit, decree=None)
-    assert fairness.lie_in(sight, bare) is not None, "counts a decree that is not there"
-    before = access.of(driver.manifest)
-    assert of_access(driver.manifest, before, dataclasses.replace(proposal.commit, plan=kept)) == [
-        "plans b, and it is banned"
-    ]
 
 
 # --- how long the run is

@@ -13,7 +13,7 @@ from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.ledger import access, board, history
 from protocol.ledger.history import History
-from protocol.quorum.paxos_events import Learned, Proposed
+from protocol.quorum.paxos_events import Learned
 from protocol.round.leader import Leader
 from protocol.round.leader_events import DecreeSigned
 from protocol.run.manifest import Manifest
@@ -33,7 +33,7 @@ from protocol.wire.decree import (
     Motion,
     Operator,
 )
-from protocol.wire.encoding import MessageError, seal
+from protocol.wire.encoding import seal
 from protocol.wire.schema import SchemaError, build, plain
 from tests.support import tiny
 from tests.support.paxos import NAMES, A, B, C, Cluster, D, E
@@ -63,11 +63,8 @@ def signed(wish: Decree, *names: str) -> Enacted:
 
 def first(manifest: Manifest, enacted: Enacted | None, members: tuple[str, ...] | None = None) -> Commit:
     """The commit of round 0 that brings this decree."""
-    return Commit(
-        run=manifest.run_id, round=0, parent=manifest.run_id, time=0.0, contributions=(), left_out=(), diverged=(), digests={},
-        plan=None, leader=manifest.operators[0], members=members or manifest.first_members, decrees=int(enacted is not None),
-        decree=enacted, board=board.after(manifest, None, enacted),
-    )  # fmt: skip
+    said = {"decrees": int(enacted is not None), "decree": enacted, "board": board.after(manifest, None, enacted)}
+    return tiny.commit(manifest, members=members or manifest.first_members, **said)
 
 
 def following(
@@ -171,21 +168,6 @@ def test_a_decree_says_one_thing(changes: dict[str, Any]) -> None:
     wrong = dataclasses.replace(appoint(E), **changes)
     assert not wrong.is_sound
     assert access.why_not_decreed(FOUR, None, signed(wrong, A, B, C)) == "has a decree that says nothing"
-
-
-def test_a_decree_cannot_be_used_again_nor_at_another_time_nor_in_another_run() -> None:
-    old = signed(appoint(E), A, B, C)
-    head = first(FOUR, old)
-    gone = following(head, signed(decree(DISMISS, number=1, subject=E), A, B, C))
-    assert access.why_unlawful(FOUR, head, gone) is None
-    assert board.of(FOUR, gone).names == NAMES[:4]
-    again = following(gone, old)
-    assert access.why_unlawful(FOUR, gone, again) == "has a decree of another time"
-    early = signed(appoint(E, number=5), A, B, C)
-    assert access.why_unlawful(FOUR, None, first(FOUR, early)) == "has a decree of another time"
-    other = tiny.manifest(operators=NAMES[:4], quorum=4, seed=9)
-    elsewhere = signed(dataclasses.replace(appoint(E), run=other.run_id), A, B, C)
-    assert access.why_unlawful(FOUR, None, first(FOUR, elsewhere)) == "has a decree of another time"
 
 
 def test_those_who_decide_before_sign_it_and_nobody_else_counts() -> None:
@@ -316,67 +298,6 @@ class Changing(Cluster):
             self.logs[name], self.votes[name], self.held[name], self.other[name] = [], [], set(), []
             self.restart(name)
 
-    def decide(self, by: str, wish: Decree | None = None, *signers: str) -> Commit:
-        """The next commit, which this node proposes."""
-        head, commit = self.nodes[by].head, self.commit(by, self.now)
-        enacted = None if wish is None else signed(wish, *signers)
-        then = board.after(self.manifest, head, enacted)
-        count = commit.decrees + (enacted is not None)
-        round = self.nodes[by].round
-        self.do(by, Proposed(dataclasses.replace(commit, decree=enacted, decrees=count, board=then)))
-        self.pass_time(4)
-        assert len(self.logs[by]) == round + 1, "it is decided"
-        return self.logs[by][-1].commit
-
-
-def test_a_run_of_one_becomes_one_of_four_and_outlives_the_one() -> None:
-    """Operators are appointed one at a time, and decide once they are four."""
-    cluster = Changing(1)
-    manifest = cluster.manifest
-    cluster.come(B, C, D)
-    for number, name in enumerate((B, C, D)):
-        cluster.decide(A, appoint(name, manifest=manifest, number=number), A)
-        assert cluster.nodes[A].members == (A,)
-        assert cluster.logs[name] == cluster.logs[A], "who is appointed gets the log"
-    cluster.pass_time(2)
-    assert cluster.nodes[A].leadership.present == {A, B, C, D}
-    commit = cluster.decide(A, decree(QUORUM, manifest, 3, quorum=4), A)
-    assert commit.members == (A, B, C, D)
-    cluster.decide(A)
-    assert len(cluster.logs[A][-1].votes) >= 3
-    cluster.kill(A)
-    cluster.pass_time(cluster.lease)
-    (leader,) = cluster.leaders()
-    cluster.decide(leader)
-    assert set(cluster.logs[leader][-1].votes) == {B, C, D}
-    cluster.come(E)
-    cluster.decide(leader, appoint(E, manifest=manifest, number=4), B, C, D)
-    cluster.pass_time(2)
-    cluster.decide(leader, decree(DISMISS, manifest, 5, subject=A), B, C, D)
-    assert set(cluster.nodes[leader].members) == {B, C, D, E}
-    cluster.kill(B if leader == C else C)
-    cluster.pass_time(cluster.lease)
-    cluster.decide(leader)
-    assert set(cluster.logs[leader][-1].votes) == cluster.nodes.keys() - {A}
-    assert cluster.logs[E] == cluster.logs[leader]
-
-
-def test_who_is_dismissed_hears_of_it_and_its_votes_count_no_more() -> None:
-    cluster = Changing(4, 5)
-    manifest = cluster.manifest
-    cluster.pass_time(2)
-    cluster.decide(A, decree(DISMISS, manifest, subject=A), B, C, D)
-    assert cluster.logs[A] == cluster.logs[B], "it gets the commit that says so"
-    assert set(cluster.nodes[B].members) == {B, C, D, E}
-    assert cluster.nodes[B].reached == (B, C, D, E, A)
-    assert not cluster.nodes[A].leads
-    cluster.do(A, Proposed(cluster.commit(A)))
-    assert len(cluster.logs[A]) == len(cluster.logs[B]) == 1
-    (leader,) = cluster.leaders()
-    cluster.decide(leader)
-    assert A not in cluster.logs[leader][-1].votes
-    assert cluster.nodes[leader].reached == (B, C, D, E), "from then on nobody talks to it"
-
 
 def changing_log() -> list[Record]:
     """Of four operators A, B, C and D: E and F come, decide in the place of A and B, and these are dismissed."""
@@ -405,11 +326,3 @@ def test_a_node_and_a_peer_follow_the_log_through_changes_of_the_board() -> None
         assert not found.learn(record)
     assert cluster.logs[F] == records
     assert board.of(FOUR, found.commits[4]).names == (C, D, E, F)
-
-
-def test_nobody_decodes_a_board_of_a_stranger_as_a_commit() -> None:
-    head = first(FOUR, signed(appoint(E), A, B, C))
-    raw = encoding.encode_record(tiny.record(head, KEYS[A], KEYS[B], KEYS[C]))
-    assert encoding.decode_record(raw, "p").commit == head
-    with pytest.raises(MessageError):
-        encoding.decode_record(raw[:-1], "p")

@@ -11,22 +11,16 @@ import pytest
 
 from peer.ui.contributors import contributors, own_lines, table_lines
 from protocol.ledger.credits import Credits
-from protocol.wire.commit import Commit, Contribution, LeftOut, Share
+from protocol.wire.commit import Commit, Contribution, LeftOut
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
+from tests.support import tiny
 
 LAYERS = 7
 ROOT = "0" * 64
 
 
-def share(peer: str) -> Share:
-    return Share(peer=peer, root=ROOT, size=1, norm=1.0, listed=1)
-
-
 def commit(round: int, plan: Plan | None, contributions: list[Contribution], left: list[LeftOut]) -> Commit:
-    return Commit(
-        run=ROOT, round=round, parent=ROOT, time=0.0, contributions=tuple(contributions), left_out=tuple(left), diverged=(),
-        digests={}, plan=plan,
-    )  # fmt: skip
+    return tiny.commit(round=round, contributions=tuple(contributions), left_out=tuple(left), plan=plan)
 
 
 def a_run(seed: int, rounds: int = 40) -> list[Commit]:
@@ -45,8 +39,7 @@ def a_run(seed: int, rounds: int = 40) -> list[Commit]:
                 for i, p in enumerate(spec.peers)
             ]  # type: ignore[union-attr]
             tokens = draw.randrange(1, 10**6)
-            shares = tuple(share(p) for p in peers)
-            made.append(Contribution(replica=spec.number, tokens=tokens, steps=1, loss=None, shares=shares))
+            made.append(tiny.contribution(spec.number, *peers, tokens=tokens))
         there = draw.sample([f"p{i}" for i in range(12)], draw.randrange(3, 12))
         replicas: list[ReplicaSpec] = []
         while len(there) > 2:
@@ -98,8 +91,7 @@ def test_a_seat_is_its_peers() -> None:
             0, Plan(round=1, replicas=(whole,), spares=(), next_number=2, seats=(Seat(number=1, work=Work()),)), [], []
         )
     )
-    made = [Contribution(replica=n, tokens=10, steps=1, loss=None, shares=(share(p),)) for n, p in ((0, "a"), (1, "b"))]
-    credits.add(commit(1, None, made, []))
+    credits.add(commit(1, None, [tiny.contribution(n, p, tokens=10) for n, p in ((0, "a"), (1, "b"))], []))
     assert [(c.peer, c.tokens, c.rank) for c in contributors(credits, {})] == [("a", 10, 1), ("b", 10, 1)]
 
 
@@ -109,8 +101,7 @@ def test_plans_that_no_honest_node_makes_give_equal_shares(edges: list[tuple[int
     stages = tuple(StageSpec(peer=p, first=a, last=b) for p, (a, b) in zip("ab", edges, strict=False))
     plan = Plan(round=1, replicas=(ReplicaSpec(number=0, stages=stages),), spares=(), next_number=1)
     credits.add(commit(0, plan, [], []))
-    shares = (share("a"), share("b"))
-    credits.add(commit(1, None, [Contribution(replica=0, tokens=9, steps=1, loss=None, shares=shares)], []))
+    credits.add(commit(1, None, [tiny.contribution(0, "a", "b", tokens=9)], []))
     assert sorted(c.tokens for c in contributors(credits, {})) == [4, 5]
 
 
@@ -147,6 +138,5 @@ def test_one_round_is_no_rounds(rounds: int, told: str) -> None:
     credits, plan = Credits(LAYERS), Plan(round=1, replicas=(), spares=(), next_number=1)
     credits.add(commit(0, plan, [], []))
     for round in range(1, rounds + 1):
-        made = Contribution(replica=0, tokens=9, steps=1, loss=None, shares=(share("a"),))
-        credits.add(commit(round, plan, [made], []))
+        credits.add(commit(round, plan, [tiny.contribution(0, "a", tokens=9)], []))
     assert told in list(own_lines(contributors(credits, {}), "a", rounds, 9, {}))

@@ -35,12 +35,13 @@ from protocol.wire.bounds import MAX_BITS_PER_BYTE
 from protocol.wire.claims import Evaluation
 from protocol.wire.commit import MAX_EVALUATIONS, Commit
 from protocol.wire.encoding import Message
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.plan import Plan
 from tests.support import tiny
 from tests.support.leader import Driver
 from tests.support.rules import due as open_for
 from tests.support.rules import of_claims
 from tests.support.texts import NoText
+from tests.support.tiny import replica
 from tests.support.watched import decided
 
 KEYS = tuple(Identity(bytes([7, i] * 16)) for i in range(8))
@@ -48,15 +49,8 @@ NAMES = tuple(key.peer_id for key in KEYS)
 RUN = tiny.manifest(rounds=100, evaluation=EvaluationSpec(every=2, sequences=4))
 
 
-def replica(number: int, *peers: str) -> ReplicaSpec:
-    return ReplicaSpec(number=number, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(peers)))
-
-
 def commit(round: int, plan: Plan | None, *said: Evaluation) -> Commit:
-    return Commit(
-        run=RUN.run_id, round=round, parent="p", time=0.0, contributions=(), left_out=(), diverged=(), digests={},
-        plan=plan, evaluations=said,
-    )  # fmt: skip
+    return tiny.commit(RUN, round=round, plan=plan, evaluations=said)
 
 
 def planned(round: int, count: int = 8) -> Commit:

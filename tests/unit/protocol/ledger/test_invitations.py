@@ -39,11 +39,7 @@ from tests.support.rules import of_access
 def commit_of(
     *joined: Joined, head: Commit | None = None, time: float = 5.0, wish: Any = None, decrees: int = 0
 ) -> Commit:
-    return Commit(
-        run=CLOSED.run_id, round=0 if head is None else head.round + 1, parent=head.digest if head else CLOSED.run_id,
-        time=time, contributions=(), left_out=(), diverged=(), digests={}, plan=None, leader=OPERATOR.peer_id,
-        members=CLOSED.first_members, decrees=decrees, decree=wish, joined=joined,
-    )  # fmt: skip
+    return tiny.commit(CLOSED, head, time=time, decrees=decrees, decree=wish, joined=joined)
 
 
 def unlawful(*joined: Joined, time: float = 5.0) -> str | None:
@@ -277,12 +273,6 @@ class Driver(leading.Driver):
         super().__init__(dict.fromkeys(FRIENDS, leading.FULL), manifest)
         self.ticket = ticket(run=manifest.run_id, operator=tiny.OPERATOR, count=2)
 
-    def decide(self, effects: list[Any]) -> Commit:
-        """As the quorum does, which adds who decides what comes next."""
-        (found,) = [e.commit for e in effects if isinstance(e, Propose)]
-        members = self.manifest.first_members
-        return super().decide([Propose(dataclasses.replace(found, leader=members[0], members=members))])
-
     def knock(self, peer: str) -> list[Any]:
         return self.do(JoinRequest(self.ticket.joined(peer)))
 
@@ -330,26 +320,6 @@ def test_a_node_that_leads_later_knows_who_asked_it() -> None:
     assert driver.knock(FRIENDS[0]) == []
     commit = driver.decide(driver.do(Lead(True)))
     assert [j.peer for j in commit.joined] == [FRIENDS[0]]
-
-
-def test_voters_refuse_a_commit_that_lets_in_whom_nobody_invited() -> None:
-    driver = Driver()
-    (proposal,) = [e for e in driver.knock(FRIENDS[0]) if isinstance(e, Propose)] or [
-        e for e in driver.at(driver.now) if isinstance(e, Propose)
-    ]
-    sight = fairness.view_of(Driver().leader, 0.0, 0.0, True)
-    assert fairness.lie_in(sight, proposal.commit) is None
-    uninvited = dataclasses.replace(driver.ticket.joined(FRIENDS[0]), peer=FRIENDS[1])
-    found = fairness.lie_in(sight, dataclasses.replace(proposal.commit, joined=(uninvited,)))
-    assert found is not None
-    assert found.reason == f"lets in {FRIENDS[1][-8:]}, and it does not hold the key of its invitation"
-    many = tuple(driver.ticket.joined(peer) for peer in FRIENDS[:3])
-    found = fairness.lie_in(sight, dataclasses.replace(proposal.commit, joined=many))
-    assert found is not None
-    assert "its invitation is used up, by 2 of 2" in found.reason
-    found = fairness.lie_in(sight, dataclasses.replace(proposal.commit, joined=()))
-    assert found is not None
-    assert found.reason.startswith("says nothing")
 
 
 def test_a_leader_that_ends_rounds_for_newcomers_alone_is_doubted_where_it_is_too_soon() -> None:

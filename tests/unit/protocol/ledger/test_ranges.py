@@ -16,10 +16,10 @@ from protocol.planning import memory
 from protocol.planning.partition import Candidate
 from protocol.round import fairness
 from protocol.round.leader import Leader
-from protocol.round.leader_events import DecreeSigned, Propose, Ready
+from protocol.round.leader_events import DecreeSigned, Ready
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding
-from protocol.wire.commit import DOMAIN, Commit
+from protocol.wire.commit import DOMAIN
 from protocol.wire.decree import SET, Decree, Limits, Schedule
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 from tests.support import tiny
@@ -136,19 +136,10 @@ def test_a_seat_goes_to_nobody_whose_range_has_its_share() -> None:
 # --- the leader
 
 
-class Operated(Driver):
-    """One whose commits name who decides what comes next, as the quorum adds it."""
-
-    def decide(self, effects: list[Any]) -> Commit:
-        (found,) = [e.commit for e in effects if isinstance(e, Propose)]
-        members = self.manifest.first_members
-        return super().decide([Propose(dataclasses.replace(found, leader=members[0], members=members))])
-
-
 def thirty(**admission: Any) -> tuple[Driver, list[str]]:
     """Four founders and thirty identities of one range, after the plan that has seen all."""
     names = [f"x{i:02}" for i in range(30)]
-    driver = Operated(dict.fromkeys((*"abcd", *names), FULL), manifest(**admission))
+    driver = Driver(dict.fromkeys((*"abcd", *names), FULL), manifest(**admission))
     driver.decide(driver.ready(*"abcd"))
     driver.attest(*"abcd")
     shards = memory.held_shards(driver.manifest, 0, tiny.LAYERS)

@@ -22,7 +22,7 @@ from protocol.ledger.run_state import RunState
 from protocol.round import fairness, judging
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding
-from protocol.wire.claims import Audit, Evaluation, Mark, Score
+from protocol.wire.claims import Evaluation, Mark, Score
 from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Share
 from protocol.wire.decree import BAN, SET, Board, Decree, Enacted, Joined, Operator, Schedule
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
@@ -91,19 +91,8 @@ def next_commit(state: RunState, plan: Plan | None, out: Sequence[LeftOut] = ())
     specs = [r for r in state.plan.replicas if r.number not in gone] if state.plan is not None else []
     made = [contribution(r.number, *r.peers) for r in specs]
     weights = state.standing.weigh(made)
-    return Commit(
-        run=state.manifest.run_id,
-        round=state.round,
-        parent=state.head.digest if state.head is not None else state.manifest.run_id,
-        time=1.0,
-        contributions=tuple(dataclasses.replace(c, standing=w) for c, w in zip(made, weights, strict=True)),
-        left_out=tuple(out),
-        diverged=(),
-        digests={},
-        plan=plan,
-        leader=OPERATOR.peer_id,
-        members=state.manifest.first_members,
-    )
+    weighed = tuple(dataclasses.replace(c, standing=w) for c, w in zip(made, weights, strict=True))
+    return tiny.commit(RUN, state.head, time=1.0, contributions=weighed, left_out=tuple(out), plan=plan)
 
 
 EVERYBODY = (*map(full, FOUNDERS), CHAIN)
@@ -236,7 +225,6 @@ SHORT = Schedule(rounds=1, total_steps=10**6)
 SIXTEENTH = Work(slot=0, steps=1, micro_batches=1)
 EVALUATION = Evaluation(peer=KEY, round=1, sequences=1, loss=1.0, bits_per_byte=1.0, signature=SIGNATURE)
 SCORE = Score(peer=KEY, round=1, marks=(Mark(replica=0, assigned=0.1, other=0.1),), signature=SIGNATURE)
-AUDIT = Audit(peer=KEY, round=1, replica=0, agreement=1.0, signature=SIGNATURE)
 
 
 @dataclass(frozen=True)
@@ -303,8 +291,6 @@ LIES = [
     Lie("has_due_evaluations", "for the second time", says(evaluations=(EVALUATION, EVALUATION))),
     Lie("has_due_scores", "has a score", says(scores=(SCORE,))),
     Lie("has_due_scores", "for the second time", says(scores=(SCORE, SCORE))),
-    Lie("has_due_audits", "has an audit", says(audits=(AUDIT,))),
-    Lie("has_due_audits", "for the second time", says(audits=(AUDIT, AUDIT))),
     Lie("plans_next_round", "plans round 7", plan_says(round=7)),
     Lie("plans_next_round", "after the last one", lambda c: c, last, lambda s: next_commit(s, planned(s, *EVERYBODY))),
     Lie("plans_whole_models", "not the whole model", replica(0, stages=(StageSpec(peer="f0", first=0, last=1),))),

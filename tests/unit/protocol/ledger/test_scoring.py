@@ -28,8 +28,8 @@ from protocol.round import fairness
 from protocol.round.leader_events import Received
 from protocol.run.manifest import EvaluationSpec, JudgingSpec, Manifest, TrainSpec
 from protocol.wire.claims import MAX_MARKS, Mark, Score
-from protocol.wire.commit import MAX_SCORES, Commit, Contribution, Share
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
+from protocol.wire.commit import MAX_SCORES, Commit, Contribution
+from protocol.wire.plan import Plan, ReplicaSpec, Work
 from tests.support import tiny
 from tests.support.leader import Driver
 from tests.support.rules import due as open_for
@@ -46,21 +46,16 @@ STEPS = TRAIN.inner_steps
 
 
 def contribution(number: int, *peers: str, steps: int = STEPS) -> Contribution:
-    shares = tuple(Share(peer=p, root="0" * 64, size=1, norm=1.0, listed=1) for p in peers)
-    return Contribution(replica=number, tokens=TRAIN.tokens(steps, 2), steps=steps, loss=1.0, shares=shares)
+    return tiny.contribution(number, *peers, tokens=TRAIN.tokens(steps, 2), steps=steps)
 
 
 def replica(number: int, *peers: str) -> ReplicaSpec:
-    stages = tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(peers))
-    return ReplicaSpec(number=number, stages=stages, work=Work(slot=1000 * number, steps=STEPS, micro_batches=2))
+    return tiny.replica(number, *peers, work=Work(slot=1000 * number, steps=STEPS, micro_batches=2))
 
 
 def commit(round: int, *made: Contribution, scores: Sequence[Score] = ()) -> Commit:
     plan = Plan(round=round + 1, replicas=tuple(replica(c.replica, *c.peers) for c in made), next_number=20)
-    return Commit(
-        run=RUN.run_id, round=round, parent="p", time=float(round), contributions=made, left_out=(), diverged=(),
-        digests={}, plan=plan, scores=tuple(scores),
-    )  # fmt: skip
+    return tiny.commit(RUN, round=round, time=float(round), contributions=made, plan=plan, scores=tuple(scores))
 
 
 def full(count: int = 8) -> list[Contribution]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 from typing import Any
 
@@ -13,11 +12,12 @@ from protocol.ledger import standing
 from protocol.ledger.standing import FLOOR, REMEMBERED_PEERS, REST_ROUNDS, RETURNING, Finding, Reputation, Standing
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire.bounds import LEAST_COMPARED
-from protocol.wire.commit import Commit, Contribution, LeftOut, Share
+from protocol.wire.commit import Commit, Contribution, LeftOut
 from protocol.wire.decree import ADMIT, Decree, Enacted
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 from tests.support import tiny
 from tests.support.rules import of_standing
+from tests.support.tiny import replica
 
 LAYERS = tiny.LAYERS
 NAME = "0" * 64
@@ -31,19 +31,6 @@ def manifest(**admission: Any) -> Manifest:
 M = manifest()
 
 
-def share(peer: str) -> Share:
-    return Share(peer=peer, root=NAME, size=1, norm=1.0, listed=1)
-
-
-def replica(number: int, *peers: str) -> ReplicaSpec:
-    """A full replica, or a chain with as even ranges as there are."""
-    edges = [LAYERS * i // len(peers) for i in range(len(peers) + 1)]
-    stages = tuple(
-        StageSpec(peer=p, first=a, last=b) for p, (a, b) in zip(peers, itertools.pairwise(edges), strict=True)
-    )
-    return ReplicaSpec(number=number, stages=stages)
-
-
 def plan(round: int, *replicas: tuple[str, ...], seats: int = 0, spares: tuple[str, ...] = ()) -> Plan:
     made = tuple(replica(i, *peers) for i, peers in enumerate(replicas))
     free = tuple(Seat(number=len(made) + i, work=Work()) for i in range(seats))
@@ -51,8 +38,7 @@ def plan(round: int, *replicas: tuple[str, ...], seats: int = 0, spares: tuple[s
 
 
 def made(number: int, *peers: str, tokens: int = 10, weight: float = 1.0) -> Contribution:
-    shares = tuple(share(p) for p in peers)
-    return Contribution(replica=number, tokens=tokens, steps=1, loss=None, shares=shares, standing=weight)
+    return tiny.contribution(number, *peers, tokens=tokens, steps=1, standing=weight)
 
 
 def tried(number: int, *peers: str, bad: bool = False) -> LeftOut:
@@ -67,10 +53,7 @@ def commit(
     left: tuple[LeftOut, ...] = (),
     **more: Any,
 ) -> Commit:
-    return Commit(
-        run=NAME, round=round, parent=NAME, time=0.0, contributions=contributions, left_out=left, diverged=(), digests={},
-        plan=next, **more,
-    )  # fmt: skip
+    return tiny.commit(M, round=round, contributions=contributions, left_out=left, plan=next, **more)
 
 
 def of_founders(round: int, *more: tuple[str, ...], **rest: Any) -> Plan:
@@ -209,17 +192,6 @@ def test_whoever_falls_rests_and_begins_anew() -> None:
     assert not now.rests("f0")
 
 
-def test_nobody_who_rests_takes_a_seat() -> None:
-    now = begun(("x",))
-    for _ in range(4):
-        now = now.after(
-            commit(now.round + 1, of_founders(now.round + 2, ("x",)), work_of_founders(), (tried(4, "x", bad=True),))
-        )
-    now = now.after(commit(now.round + 1, of_founders(now.round + 2, seats=1), work_of_founders()))
-    said = commit(now.round + 1, None, (*work_of_founders(), made(4, "x", weight=RETURNING)))
-    assert "gives replica 4 to one for whom the log says no place" in (of_standing(now, said))
-
-
 def test_an_operator_may_forgive() -> None:
     now = begun()
     for _ in range(4):
@@ -260,29 +232,7 @@ def test_a_chains_weight_is_its_members() -> None:
     assert 0.8 / 2 * weights[1] == pytest.approx(1 / 3), "each of the two has half of it; a third is an equal share"
 
 
-def test_a_weight_that_does_not_follow_from_the_log_is_named() -> None:
-    now = begun(of=manifest(share=0.4))
-    said = commit(2, None, (made(0, "f0", tokens=70), *(made(i, f"f{i}") for i in (1, 2, 3))))
-    (why,) = of_standing(now, said)
-    assert why == "replica 0 counts with 1 of its weight, by what the log says of its makers with 0.571429"
-
-
 # --- who is named
-
-
-@pytest.mark.parametrize(
-    "left",
-    [
-        LeftOut(replica=4, reason="?", judged=NAME, peers=("f0",), probation=True),
-        LeftOut(replica=4, reason="?", judged=NAME, peers=("new", "x"), probation=True),
-        LeftOut(replica=4, reason="?", peers=("new",), probation=True),
-        LeftOut(replica=9, reason="?", judged=NAME, peers=("new",), probation=True),
-        LeftOut(replica=4, reason="?", judged=NAME, peers=(), probation=True),
-        LeftOut(replica=0, reason="?", judged=NAME, peers=("f0",), probation=True),
-    ],
-)
-def test_a_probation_that_is_not_one_is_named(left: LeftOut) -> None:
-    assert of_standing(begun(("new",)), commit(2, None, (), (left,))) != []
 
 
 def test_whatever_a_commit_says_is_borne() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protocol.planning.allotment import NEW, allot
 from protocol.round.attestations import WITNESS_MOST, WITNESS_ROUNDS, Witnesses
-from protocol.wire.commit import Commit, Contribution, Share
+from protocol.wire.commit import Commit, Contribution
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests.support import tiny
 
@@ -12,15 +12,11 @@ M = tiny.manifest()
 
 
 def contribution(tokens: int, *peers: str) -> Contribution:
-    shares = tuple(Share(peer=peer, root=tiny.digest(peer), size=1, norm=1.0, listed=1) for peer in peers)
-    return Contribution(replica=0, tokens=tokens, steps=1, loss=None, shares=shares)
+    return tiny.contribution(0, *peers, tokens=tokens)
 
 
 def commit(*contributions: Contribution, plan: Plan | None = None) -> Commit:
-    return Commit(
-        run=M.run_id, round=0, parent=M.run_id, time=0.0, contributions=contributions, left_out=(), diverged=(),
-        digests={}, plan=plan, leader="", members=(),
-    )  # fmt: skip
+    return tiny.commit(M, contributions=contributions, plan=plan)
 
 
 def planned(*peers: str) -> Plan:

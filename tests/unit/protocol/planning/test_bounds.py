@@ -8,7 +8,7 @@ import statistics
 from protocol.planning.arrange import arrange
 from tests.support import bounds, plans
 
-SWARMS = 12
+SWARMS = 6
 ROUNDED = 1.04
 """Of a chain's rate what the bound rounds up, at most."""
 

@@ -7,24 +7,12 @@ import sys
 from types import FrameType
 from typing import Any
 
-from protocol.identity import Identity
-from protocol.planning import memory
-from protocol.planning.partition import Candidate
-from protocol.round.leader_events import Lead, Ready
-from tests.benchmarks.leader import Driver, make_run
-from tests.support import tiny
+from tests.support.leader import FULL, opened
 
 
 def calls_of_a_round(count: int) -> int:
-    """Calls of functions and generators of ours while so many replicas attest, offer and are decided."""
-    manifest = make_run(count, 2)
-    driver = Driver(manifest)
-    driver.do(Lead(True))
-    peers = [Identity(index.to_bytes(32)).peer_id for index in range(count)]
-    full = tiny.full_memory(manifest)
-    for peer in peers:
-        driver.decide(driver.do(Ready(Candidate(peer=peer, memory_bytes=full, up_bps=10**7))))
-    shards = memory.stage_shards(manifest, 0, manifest.model.n_layers)
+    """Calls of functions and generators of ours while so many replicas offer, are decided and attest."""
+    driver = opened({f"p{i:03}": FULL for i in range(count)})
     calls = 0
 
     def count_call(frame: FrameType, event: str, arg: Any) -> None:
@@ -34,7 +22,8 @@ def calls_of_a_round(count: int) -> int:
     before = sys.getprofile()
     sys.setprofile(count_call)
     try:
-        commit = driver.round(peers, dict.fromkeys(shards, "d" * 64))
+        commit = driver.decide(driver.offered(*driver.memory))
+        driver.attest(*driver.memory)
     finally:
         sys.setprofile(before)
     assert len(commit.contributions) == count

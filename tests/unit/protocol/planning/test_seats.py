@@ -253,12 +253,7 @@ def log_with_seats() -> tuple[Any, list[Commit]]:
     run = tiny.manifest(rounds=5, timing=TIMING)
     other = ReplicaSpec(number=NEW, stages=(StageSpec(peer="other", first=0, last=run.model.n_layers),))
     plan = allot(run, 1, [other], (), {})
-    return run, [
-        Commit(
-            run=run.run_id, round=0, parent=run.run_id, time=0.0, contributions=(), left_out=(), diverged=(),
-            digests={}, plan=plan, leader=tiny.OPERATOR.peer_id, members=run.operators,
-        )
-    ]  # fmt: skip
+    return run, [tiny.commit(run, plan=plan)]
 
 
 def newcomer() -> tuple[MemberDriver, Plan]:

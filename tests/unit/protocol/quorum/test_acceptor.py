@@ -20,19 +20,7 @@ from tests.support.paxos import PARTS, PAYLOAD, REPLICA, SHARE, WITH_PAYLOAD
 MEMBERS = tuple(o.peer_id for o in tiny.OPERATORS[:4])
 A, B, C, D = MEMBERS
 M = tiny.manifest(operators=MEMBERS, quorum=4)
-COMMIT = Commit(
-    run=M.run_id,
-    round=0,
-    parent=M.run_id,
-    time=1.0,
-    contributions=(),
-    left_out=(),
-    diverged=(),
-    digests={},
-    plan=None,
-    leader=A,
-    members=MEMBERS,
-)
+COMMIT = tiny.commit(M, time=1.0)
 OTHER = dataclasses.replace(COMMIT, time=2.0)
 PLANNED = dataclasses.replace(COMMIT, plan=Plan(round=1, replicas=(REPLICA,)))
 NEXT = dataclasses.replace(COMMIT, round=1, parent=PLANNED.digest, contributions=WITH_PAYLOAD)
@@ -199,13 +187,6 @@ def test_a_list_that_is_too_long_is_not_fetched_and_one_that_never_comes_gets_no
     assert member.vote == Promise(round=1)
 
 
-def test_lists_are_known_for_one_round() -> None:
-    member = acceptor(Promise(round=1), held=(PAYLOAD,))
-    member.know(SHARE.root, PARTS)
-    member.begin(2)
-    assert member.lists == {}
-
-
 def test_a_commit_that_does_not_follow_gets_no_vote() -> None:
     member = acceptor()
     assert accept(member, 0, dataclasses.replace(COMMIT, parent="?")) == [], "nobody is accused: its log will tell"
@@ -251,3 +232,10 @@ def test_with_the_next_round_it_is_free_again_but_not_of_a_vote_for_a_later_one(
     late = acceptor(ahead)
     late.begin(1)
     assert (late.vote, late.position.phase) == (ahead, Ballots.PROMISED)
+
+
+def test_lists_are_known_for_one_round() -> None:
+    member = acceptor(Promise(round=1), held=(PAYLOAD,))
+    member.know(SHARE.root, PARTS)
+    member.begin(2)
+    assert member.lists == {}

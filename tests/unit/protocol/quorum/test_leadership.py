@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protocol.quorum.leadership import REPLACE_LEASES, Leadership, Role
-from protocol.quorum.paxos_events import Leads, Stalled
+from protocol.quorum.paxos_events import Leads
 from tests.support import tiny
 
 A, B, C, D, SPARE = (o.peer_id for o in tiny.OPERATORS[:5])
@@ -41,29 +41,6 @@ def test_a_node_is_told_when_it_begins_and_when_it_ceases_to_lead() -> None:
         b.turned(other, 0, 2)
     assert b.elect(MEMBERS, A) == [Leads(False)], "two others say that it is C's turn"
     assert not b.leads
-
-
-def test_it_says_once_that_too_few_members_are_there_and_once_that_enough_are() -> None:
-    b = node(B)
-    assert b.stalled(MEMBERS) == []
-    b.heard(SPARE, LEASE)
-    assert b.stalled(MEMBERS) == [Stalled((A, C, D))]
-    assert b.stalled(MEMBERS) == []
-    b.heard(C, LEASE)
-    assert b.stalled(MEMBERS) == [Stalled((A, D))]
-    b.heard(D, LEASE)
-    assert b.stalled(MEMBERS) == [Stalled(())]
-
-
-def test_a_member_that_is_silent_for_long_makes_way_for_an_operator_that_is_there() -> None:
-    a, late = node(A), REPLACE_LEASES * LEASE
-    a.heard(SPARE, late - 1)
-    assert a.next_members(MEMBERS) == MEMBERS
-    for other in (B, C):
-        a.heard(other, late)
-    assert a.next_members(MEMBERS) == (A, B, C, SPARE)
-    a.heard(D, late)
-    assert a.next_members(MEMBERS) == MEMBERS
 
 
 def test_nobody_makes_way_where_no_spare_operator_is_there() -> None:

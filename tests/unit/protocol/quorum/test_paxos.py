@@ -13,16 +13,12 @@ from protocol.quorum.paxos_events import (
     FetchList,
     Heard,
     Held,
-    Judge,
-    Judged,
     Leads,
     Learned,
     Listed,
     Objection,
     Proposed,
     Refused,
-    Save,
-    Send,
     Skipped,
     Stalled,
     Tick,
@@ -207,35 +203,6 @@ def test_nobody_is_skipped_while_too_few_give_signs_of_life() -> None:
     assert not any(isinstance(e, Skipped) for e in cluster.other[B])
 
 
-def test_a_vote_is_on_disk_before_it_is_sent() -> None:
-    cluster = Cluster(4)
-    commit = dataclasses.replace(cluster.commit(A), leader=A, members=NAMES[:4])
-    asked = cluster.nodes[B].handle(Heard(A, Accept(round=0, ballot=0, commit=commit)), 0.0)
-    assert Judge(A, commit) in asked
-    effects = cluster.nodes[B].handle(Judged(commit.digest, None), 0.0)
-    kinds = [type(e.message) if isinstance(e, Send) else type(e) for e in effects]
-    assert kinds.index(Save) < kinds.index(Pledge)
-    effects = cluster.nodes[C].handle(Heard(A, Prepare(round=0, ballot=4)), 0.0)
-    kinds = [type(e.message) if isinstance(e, Send) else type(e) for e in effects]
-    assert kinds.index(Save) < kinds.index(Promise)
-
-
-def test_a_member_votes_once_it_holds_the_payloads() -> None:
-    cluster = Cluster(4)
-    cluster.propose(A)
-    for name in (A, C):
-        for event in (Listed(SHARE.root, PARTS), Held(PAYLOAD)):
-            cluster.do(name, event)
-    cluster.propose(A, 1.0, WITH_PAYLOAD)
-    assert len(cluster.logs[A]) == 1
-    assert [e for e in cluster.other[B] if isinstance(e, Fetch | FetchList)] == [FetchList((A, "p"), SHARE)]
-    cluster.do(B, Listed(SHARE.root, PARTS))
-    assert [e for e in cluster.other[B] if isinstance(e, Fetch)] == [Fetch((A, "p"), part) for part in PARTS]
-    assert len(cluster.logs[A]) == 1
-    cluster.do(B, Held(PAYLOAD))
-    assert len(cluster.logs[A]) == len(cluster.logs[D]) == 2, "enough hold it; the record goes to all"
-
-
 def test_without_enough_members_it_stalls_and_says_who_is_missing() -> None:
     cluster = Cluster(4)
     cluster.kill(A, C)
@@ -297,3 +264,19 @@ def test_who_is_behind_is_helped() -> None:
     cluster.cut = is_kind()
     cluster.do(C, Heard(B, Heartbeat(phase="following", round=2)))
     assert len(cluster.logs[C]) == 2
+
+
+def test_a_member_votes_once_it_holds_the_payloads() -> None:
+    cluster = Cluster(4)
+    cluster.propose(A)
+    for name in (A, C):
+        for event in (Listed(SHARE.root, PARTS), Held(PAYLOAD)):
+            cluster.do(name, event)
+    cluster.propose(A, 1.0, WITH_PAYLOAD)
+    assert len(cluster.logs[A]) == 1
+    assert [e for e in cluster.other[B] if isinstance(e, Fetch | FetchList)] == [FetchList((A, "p"), SHARE)]
+    cluster.do(B, Listed(SHARE.root, PARTS))
+    assert [e for e in cluster.other[B] if isinstance(e, Fetch)] == [Fetch((A, "p"), part) for part in PARTS]
+    assert len(cluster.logs[A]) == 1
+    cluster.do(B, Held(PAYLOAD))
+    assert len(cluster.logs[A]) == len(cluster.logs[D]) == 2, "enough hold it; the record goes to all"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
 from protocol import identity
 from protocol.quorum.acceptor import Acceptor
 from protocol.quorum.leadership import Leadership
@@ -16,19 +14,7 @@ from tests.support import tiny
 from tests.support.paxos import A, B, C, Cluster, D, is_kind
 from tests.support.pledges import MEMBERS, M, learned_while_asking, pledges, rejected, shown_another
 
-COMMIT = Commit(
-    run=M.run_id,
-    round=0,
-    parent=M.run_id,
-    time=1.0,
-    contributions=(),
-    left_out=(),
-    diverged=(),
-    digests={},
-    plan=None,
-    leader=A,
-    members=MEMBERS,
-)
+COMMIT = tiny.commit(M, time=1.0)
 OTHER = dataclasses.replace(COMMIT, time=2.0)
 
 
@@ -170,17 +156,6 @@ def test_turns_follow_as_many_as_cannot_all_lie_and_nobody_runs_ahead() -> None:
     leadership.turned(D, 0, 7)
     leadership.elect(MEMBERS, B)
     assert leadership.leader(MEMBERS, B) == B, "what is said of another round counts nothing"
-
-
-@pytest.mark.parametrize("size", [4, 7])
-def test_a_dead_leader_is_replaced_within_a_lease_with_turns_too(size: int) -> None:
-    cluster = Cluster(size)
-    cluster.propose(A, 1.0)
-    cluster.kill(A)
-    cluster.pass_time(cluster.lease)
-    assert cluster.leaders() == [B]
-    cluster.propose(B, 2.0)
-    assert [r.commit.time for r in cluster.logs[C]] == [1.0, 2.0]
 
 
 def test_a_restarted_node_hears_of_the_turn_of_its_round() -> None:

@@ -65,16 +65,6 @@ def test_the_majority_is_by_shard_and_a_tie_has_none() -> None:
     assert majority({}, {"a": 1}) == {}
 
 
-def test_weight_counts_and_not_how_many_they_are() -> None:
-    said = {"a": {"embed": "x"}, "b": {"embed": "y"}, "c": {"embed": "y"}}
-    assert majority(said, {"a": 3, "b": 1, "c": 1}) == {"embed": "x"}
-    known = Attestations(lambda: {"a": 3, "b": 1, "c": 1})
-    for peer, digests in said.items():
-        known.add(peer, Attest(round=1, digests=digests))
-    assert known.majority(1) == {"embed": "x"}
-    assert [d.peer for d in known.diverged(1)] == ["b", "c"]
-
-
 def test_who_is_no_witness_changes_nothing_but_is_told_that_it_differs() -> None:
     known = attested(a={"embed": "x"}, b={"embed": "x"})
     for number in range(10):
@@ -100,32 +90,6 @@ def test_weights_that_change_count_for_rounds_of_which_nothing_was_said_yet() ->
     assert (known.majority(1), known.majority(2)) == ({"embed": "x"}, {"embed": "z"})
 
 
-def test_who_differs_from_the_majority_has_diverged_in_that_shard() -> None:
-    known = attested(a={"embed": "x", "head": "h"}, b={"embed": "x"}, c={"embed": "y", "head": "h"})
-    assert known.diverged(1) == [Diverged(peer="c", shard="embed")]
-    assert known.majority(1) == {"embed": "x", "head": "h"}
-
-
-def test_in_a_tie_nobody_is_right_if_ties_count() -> None:
-    known = attested(a={"embed": "x", "head": "h"}, b={"embed": "y", "head": "h"})
-    assert known.diverged(1) == []
-    assert known.diverged(1, ties=True) == [Diverged(peer="a", shard="embed"), Diverged(peer="b", shard="embed")]
-
-
-def test_each_divergence_is_told_once_when_it_is_seen_first() -> None:
-    known = attested(a={"embed": "x"}, b={"embed": "x"})
-    assert known.add("c", Attest(round=1, digests={"embed": "y"})) == [Diverged(peer="c", shard="embed")]
-    assert known.add("c", Attest(round=1, digests={"embed": "y"})) == []
-    assert known.add("d", Attest(round=1, digests={"embed": "x"})) == [], "c is known already"
-
-
-def test_a_peer_may_correct_itself() -> None:
-    known = attested(a={"embed": "x"}, b={"embed": "x"}, c={"embed": "y"})
-    known.add("c", Attest(round=1, digests={"embed": "x"}))
-    assert known.diverged(1) == []
-    assert known.of(1)["c"] == {"embed": "x"}
-
-
 def test_the_newest_round_of_a_peer_stays_when_an_older_one_arrives_late() -> None:
     known = attested(a={"embed": "x"})
     known.add("a", Attest(round=0, digests={"embed": "w"}))
@@ -140,15 +104,6 @@ def test_old_rounds_are_forgotten_with_their_majorities() -> None:
     assert known.rounds == (2,)
     assert (known.of(1), known.majority(1)) == ({}, {})
     assert known.majority(2) == {"embed": "z"}
-
-
-def test_a_peer_holds_what_it_attested_and_no_majority_contradicts() -> None:
-    known = attested(a={"embed": "x"}, b={"embed": "x", "head": "h"}, c={"embed": "y"})
-    assert known.holds("b", 1, ("embed", "head"))
-    assert not known.holds("a", 1, ("embed", "head")), "it said nothing of the head"
-    assert not known.holds("c", 1, ("embed",)), "the others have other bits"
-    assert not known.holds("b", 0, ("embed",))
-    assert attested(a={"embed": "x"}, b={"embed": "y"}).holds("a", 1, ("embed",)), "a tie contradicts nobody"
 
 
 Said = tuple[str, dict[str, str]]

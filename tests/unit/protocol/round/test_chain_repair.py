@@ -248,21 +248,6 @@ def test_a_full_replica_has_no_spare() -> None:
     assert driver.do(Received("a", said), Gone("a")) == []
 
 
-def test_a_log_may_name_spares_of_its_plan_only() -> None:
-    driver = Driver("f")
-    found = reconfig(driver.failure("c", "d"))
-    commit, plan = driver.decide(driver.offered_by(found, *found.peers)), driver.commits[0].plan
-    assert plan is not None
-    for spares, expected in (((), "replica 0 has other peers than its plan and its spares"), (("f", "x"), None)):
-        said = of_work(driver.manifest, dataclasses.replace(plan, spares=spares), commit)
-        assert said == ([expected] if expected else [])
-    made = commit.contributions[0]
-    twice = dataclasses.replace(made, shares=(made.shares[0], made.shares[0], made.shares[2]))
-    assert "counts a peer twice" in list(
-        of_work(driver.manifest, plan, dataclasses.replace(commit, contributions=(twice,)))
-    )
-
-
 # --- a member: "me" is the second of three, "s" a spare
 
 

@@ -138,7 +138,7 @@ def same(found: Measured, expected: Measured) -> None:
     torn=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_all_is_to_the_bit_what_the_plain_way_measures(
     keep: int, count: int, alike: float, tiles: int, torn: bool, seed: int
 ) -> None:

@@ -17,7 +17,6 @@ from protocol.round.leader_events import Decided, Ready, Received
 from protocol.wire import encoding, framing
 from protocol.wire.ballot import Accept
 from protocol.wire.commit import Commit, Diverged, LeftOut, liars_borne
-from protocol.wire.plan import Plan, StageSpec, Work
 from protocol.wire.session import ChainFailure
 from tests.support import tiny
 from tests.support.leader import Driver, opened
@@ -56,32 +55,6 @@ def found(sight: NodeView, commit: Commit) -> Objection | None:
     return fairness.lie_in(sight, commit) or fairness.doubt_in(sight, commit)
 
 
-def of_plan(**changes: object) -> Change:
-    def change(commit: Commit) -> Commit:
-        assert commit.plan is not None
-        return dataclasses.replace(commit, plan=dataclasses.replace(commit.plan, **changes))  # type: ignore[arg-type]
-
-    return change
-
-
-def of_replica(change: Callable[[Plan], Plan]) -> Change:
-    def changed(commit: Commit) -> Commit:
-        assert commit.plan is not None
-        return dataclasses.replace(commit, plan=change(commit.plan))
-
-    return changed
-
-
-def first(**changes: object) -> Change:
-    """The plan's first replica with these changes."""
-    return of_replica(
-        lambda plan: dataclasses.replace(
-            plan,
-            replicas=(dataclasses.replace(plan.replicas[0], **changes), *plan.replicas[1:]),  # type: ignore[arg-type]
-        )
-    )
-
-
 def work(**changes: object) -> Change:
     """The first contribution with these changes."""
 
@@ -110,47 +83,6 @@ def test_the_first_plan_is_fair() -> None:
     commit = dataclasses.replace(driver.decide(driver.ready(*MEMORY)), time=WALL)
     other.ready(*MEMORY)
     assert found(fairness.view_of(other.leader, WALL, 0.0, True), commit) is None
-
-
-LIES: list[tuple[str, Change]] = [
-    ("weight is wrong", work(tokens=10**6)),
-    ("has other peers", work(shares=())),
-    ("decides about replicas", lambda c: dataclasses.replace(c, contributions=c.contributions[1:])),
-    ("decides about replicas", lambda c: dataclasses.replace(c, contributions=(*c.contributions, c.contributions[0]))),
-    ("stages that are not the whole model", first(stages=(StageSpec(peer="a", first=0, last=tiny.LAYERS + 1),))),
-    (
-        "a stage without blocks",
-        first(
-            stages=(
-                StageSpec(peer="a", first=0, last=tiny.LAYERS),
-                StageSpec(peer="x", first=tiny.LAYERS, last=tiny.LAYERS),
-            )
-        ),
-    ),
-    ("plans a peer twice", first(stages=(StageSpec(peer="b", first=0, last=tiny.LAYERS),))),
-    ("plans a spare", of_plan(spares=("a",))),
-    ("plans round", of_plan(round=7)),
-    ("under the numbers", of_plan(next_number=0)),
-    ("counts 1 rounds without work where there were 0", lambda c: dataclasses.replace(c, idle=1)),
-    ("counts 0 rounds without work where there were 1", lambda c: dataclasses.replace(c, contributions=(), left_out=tuple(
-        LeftOut(replica=x.replica, reason="?") for x in c.contributions))),
-    ("skips numbers", of_plan(next_number=2**40)),
-    ("skips text", of_plan(next_slot=2**61)),
-    ("given already", first(work=Work(slot=0, steps=1, micro_batches=1))),
-    ("says nothing", lambda c: dataclasses.replace(c, contributions=(), idle=1, plan=None, left_out=tuple(
-        LeftOut(replica=x.replica, reason="?") for x in c.contributions))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("reason", "lie"), LIES, ids=[f"{i} {name}" for i, (name, _) in enumerate(LIES)])
-def test_what_nobody_honest_writes_is_a_lie_for_every_member(reason: str, lie: Change) -> None:
-    round = Round()
-    commit = lie(round.commit())
-    for sight in (round.sight(settled=False), round.sight("a", "b", "c")):
-        unfair = found(sight, commit)
-        assert unfair is not None
-        assert unfair.lie
-        assert reason in unfair.reason
 
 
 def test_a_commit_that_fits_in_a_message_and_not_in_a_record_gets_no_vote() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
-from protocol.ledger import run_state, schedule
-from protocol.round import fairness
-from protocol.round.leader_events import DecreeSigned, JoinRequest, Phase, Propose, Received
+from protocol.ledger import schedule
+from protocol.round.leader_events import DecreeSigned, JoinRequest, Phase, Received
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire.commit import Commit
 from protocol.wire.decree import ADMIT, CLOSE, SET, Decree, Schedule
@@ -33,12 +31,6 @@ class Run(Driver):
         made: Decree = decree(action, subject, number=number, manifest=self.manifest, schedule=lasts)
         (signature,) = signed(made, tiny.OPERATOR).signatures.values()
         return DecreeSigned(tiny.OPERATOR.peer_id, made, signature)
-
-    def decide(self, effects: list[Any]) -> Commit:
-        """As the quorum does, which adds who decides what comes next."""
-        (found,) = [e.commit for e in effects if isinstance(e, Propose)]
-        members = self.manifest.first_members
-        return super().decide([Propose(dataclasses.replace(found, leader=members[0], members=members))])
 
     def train(self) -> Commit:
         """A round in which everybody brings work."""
@@ -126,19 +118,6 @@ def test_an_operator_may_set_the_length_in_rounds_with_work() -> None:
     last = [run.train(), run.train()][-1]
     late = schedule.why_not(run.manifest, last, Schedule(rounds=9, total_steps=10**6))
     assert late == "the run ends with round 4, which is the last"
-
-
-def test_no_leader_counts_rounds_otherwise() -> None:
-    run = Run()
-    run.decide(run.ready(*NAMES))
-    run.attest(*NAMES)
-    head, commit = run.commits[0], run.decide(run.offered(*NAMES))
-    state = run_state.fold(run.manifest, [head])
-    sight = fairness.NodeView(state=state, chains=head.plan, wall=0.0)
-    assert fairness.lie_in(sight, commit) is None
-    more = fairness.lie_in(sight, dataclasses.replace(commit, idle=1))
-    assert more is not None
-    assert more.reason == "counts 1 rounds without work where there were 0"
 
 
 def test_a_log_of_before_has_the_digests_that_it_had() -> None:

@@ -339,25 +339,3 @@ def test_a_member_checks_the_verdict_from_the_payloads_that_it_holds() -> None:
         found = wrong_verdict_in(sight, proposed(wrong), store.__getitem__)
         assert found is not None
         assert found.lie
-
-
-def test_what_is_compared_is_what_all_entries_together_say() -> None:
-    """Products of whole arrays, entries that only one sends among them; and somebody whose update cannot be decoded."""
-
-    def broken(shard: str) -> Sequence[Sparse]:
-        raise sparse.PayloadError("is none")
-
-    sent = [GOOD[0], times(GOOD[1], -2.0), GOOD[2]]
-    updates = [*(update(x) for x in sent), Update(broken)]
-    ((_, by_shard),) = comparing.measure(MODEL, b"", updates, [range(4)]).panels
-    for shard, found in zip(SHARDS, by_shard, strict=True):
-        flat = []
-        for one in sent:
-            dense = [np.zeros(math.prod(shape)) for shape in layout.shapes(MODEL, shard)]
-            for tensor, into in zip(one[shard], dense, strict=True):
-                into[tensor.index.ravel()] = tensor.values.ravel()
-            flat.append(np.concatenate(dense))
-        unit = np.array([x / np.linalg.norm(x) for x in flat])
-        assert found[:3, :3] == pytest.approx(unit @ unit.T, abs=1e-6)
-        assert not found[3].any()
-        assert not found[:, 3].any()

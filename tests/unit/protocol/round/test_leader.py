@@ -335,15 +335,6 @@ def test_the_round_is_decided_when_the_late_one_is_not_worth_more_waiting(comple
     assert replicas(commit) == list(range(len(complete)))
 
 
-def test_whose_work_becomes_complete_meanwhile_is_idle_only_then() -> None:
-    driver = opened({**FULLS, "late": FULL}, timing=QUICK)
-    driver.offered("a")
-    driver.at(26.0)
-    driver.offered("b")
-    assert driver.at(30.9) == asked("late")
-    assert left_out(driver.decide(driver.at(31.1))) == [(2, "no offer after 31 s")]
-
-
 def test_the_next_plan_gives_what_the_committed_steps_let_expect() -> None:
     driver = opened({**FULLS, "c": FULL}, train=MORE_STEPS)
     driver.offered("a", steps=40)

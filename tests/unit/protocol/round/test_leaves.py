@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +10,9 @@ from protocol.planning.partition import Candidate
 from protocol.round import stragglers
 from protocol.round.leader import LEAVES_REASON
 from protocol.round.leader_events import Done, Effect, Gone, MakePlan, Planned, Propose, Ready, Send, Tick
-from protocol.round.member_events import Phase
 from protocol.wire.commit import Commit
 from protocol.wire.session import ChainReconfig, Leave
 from tests.support.leader import CHAIN, FULL, FULLS, GONE, SHARDS, THIRD, Driver, opened
-from tests.support.volunteers import Swarm, manifest
-
-DEADLINE = 300.0
 
 
 def leaves(driver: Driver, peer: str) -> list[Effect]:
@@ -150,47 +144,3 @@ def test_nobody_without_a_session_is_given_up_while_nobody_waits() -> None:
     driver.now = GONE - 1.0
     assert driver.do(Tick(frozenset({"b"}))) == []
     assert driver.leader.phase.value == "open"
-
-
-# --- real peers and a real node
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["training", "offered"])
-def test_a_peer_that_is_asked_to_end_says_so_and_its_round_goes_on_at_once(when: str, tmp_path: Path) -> None:
-    """With a lease that is longer than the test: without a word the round would wait for it."""
-    timing = dataclasses.replace(manifest().timing, gone_after=2 * DEADLINE, round_deadline=4 * DEADLINE)
-
-    async def work() -> None:
-        async with Swarm(tmp_path, manifest(rounds=40, start_peers=3, timing=timing)) as swarm:
-            go_on = asyncio.Event()
-
-            async def hold(peer: str, round: int) -> None:
-                # the leaver trains for ever, or brings its work while the others still train
-                if round == 3 and (when == "training") == (peer == swarm.peers["c"].id):
-                    await go_on.wait()
-
-            swarm.hold = hold
-            for name in ("a", "b", "c"):
-                swarm.start(name)
-            leaver = swarm.peers["c"]
-            wanted = Phase.TRAINING if when == "training" else Phase.WAITING
-            await swarm.until(
-                lambda: (
-                    bool(leaver.rounds)
-                    and leaver.rounds.member.applied == 2
-                    and leaver.rounds.member.phase is wanted
-                    and (when == "training" or (leaver.rounds.offer is not None and leaver.rounds.offer.round == 3))
-                )
-            )
-            await swarm.stop("c")
-            go_on.set()
-            await swarm.until(lambda: swarm.leader.round > 5)
-            commits = swarm.archive.commits
-            counts = any(share.peer == leaver.id for share in commits[3].shares)
-            assert counts == (when == "offered")
-            if when == "training":
-                assert [LEAVES_REASON in x.reason for x in commits[3].left_out] == [True]
-            assert all(commit.plan is None or leaver.id not in commit.plan.peers for commit in commits[3:])
-
-    asyncio.run(asyncio.wait_for(work(), DEADLINE))

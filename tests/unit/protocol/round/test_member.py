@@ -9,7 +9,7 @@ import pytest
 
 from protocol.ledger import history
 from protocol.ledger.history import ForkError, Tip
-from protocol.round.member import COPIES, FORGIVEN, LEARN_SECONDS, RESEND_SECONDS, SETTLED_SECONDS, Ahead
+from protocol.round.member import COPIES, FORGIVEN, LEARN_SECONDS, RESEND_SECONDS, SETTLED_SECONDS, Ahead, is_same_work
 from protocol.round.member_events import (
     Applied,
     Apply,
@@ -206,6 +206,29 @@ def elsewhere(round: int) -> Plan:
     return plan(round, ME).replaced(dataclasses.replace(replica, work=dataclasses.replace(replica.work, slot=7)))
 
 
+MINE = dataclasses.replace(plan(2, ME).replicas[0], number=1)
+NEXT = dataclasses.replace(plan(2, ME), replicas=(tiny.replica(0, "a"), MINE))
+
+
+@pytest.mark.parametrize(
+    ("found", "same"),
+    [
+        (NEXT, True),
+        (dataclasses.replace(NEXT, replicas=(MINE,)), True),
+        (dataclasses.replace(NEXT, replicas=(tiny.replica(0, "a"),)), False),
+        (NEXT.replaced(tiny.replica(1, "b", work=MINE.work)), False),
+        (NEXT.replaced(dataclasses.replace(MINE, rank=4)), False),
+        (NEXT.replaced(dataclasses.replace(MINE, work=Work())), False),
+        (dataclasses.replace(NEXT, round=3), False),
+        (None, False),
+    ],
+)
+def test_the_same_work_is_the_same_replica_of_the_same_round_and_data(found: Plan | None, same: bool) -> None:
+    order = TrainOrder(Plan(round=2, replicas=(MINE,)), 1)
+    assert is_same_work(order, tiny.commit(M, plan=found)) is same
+    assert not is_same_work(order, tiny.commit(M, plan=found, idle=1)), "at another place of the schedule"
+
+
 def ahead() -> Driver:
     """A member whose offer of round 1 is out and that trains round 2 already."""
     driver = Driver(manifest=AHEAD)
@@ -237,13 +260,14 @@ def test_what_is_ready_ahead_is_encoded_only_upon_the_applied_commit() -> None:
     assert [type(e) for e in effects] == [Apply, HoldShards, EncodeUpdate, Send]
 
 
+@pytest.mark.parametrize("end", [Failed(2, 1, "stopped"), Trained(2, 4, TOKENS, 1.9)])
 @pytest.mark.parametrize("other", [elsewhere(2), plan(2, "other")])
-def test_work_that_nobody_planned_is_stopped_and_forgotten(other: Plan) -> None:
+def test_work_that_nobody_planned_is_stopped_and_forgotten(other: Plan, end: Event) -> None:
     driver = ahead()
     effects = driver.settle(driver.learn(decided(other)))
     assert [type(e) for e in effects] == [Apply, HoldShards, Stop, Send]
     planned = [TrainOrder(other, 0), EndIn(2, SECONDS)] if other.replica_of(ME) is not None else []
-    assert driver.do(Failed(2, 1, "stopped")) == planned
+    assert driver.do(end) == planned
 
 
 def test_ready_work_that_nobody_planned_is_forgotten() -> None:

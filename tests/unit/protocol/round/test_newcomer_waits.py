@@ -8,7 +8,7 @@ from protocol.ledger import standing
 from protocol.round import presence
 from protocol.round.leader_events import Decided, Effect, Propose
 from protocol.round.stragglers import GRACE_SHARE
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.plan import Plan
 from tests.support import tiny
 from tests.support.leader import FULL, SHARDS, Driver
 
@@ -100,16 +100,7 @@ def test_while_nobody_waits_for_them_newcomers_count_as_soon_as_they_are_quick_a
 
 
 def plan(*peers: tuple[str, ...]) -> Plan:
-    return Plan(
-        round=1,
-        replicas=tuple(
-            ReplicaSpec(
-                number=number,
-                stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(members)),
-            )
-            for number, members in enumerate(peers)
-        ),
-    )
+    return Plan(round=1, replicas=tuple(tiny.replica(number, *members) for number, members in enumerate(peers)))
 
 
 def test_who_is_new_follows_from_the_log() -> None:

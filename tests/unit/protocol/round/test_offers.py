@@ -33,22 +33,6 @@ def offered(*peers: str, held: tuple[str, ...] = ("a", "b", "c"), **changes: int
     return offers
 
 
-def test_what_is_not_held_is_to_be_fetched() -> None:
-    offers = Offers(names("a"))
-    assert offers.take("a", offer("a")) == (False, [])
-    assert offers.take("b", offer("b")) == (True, list(offer("b").parts))
-    offers.hold(root_of(offer("b").parts))
-    assert offers.take("b", offer("b")) == (False, list(offer("b").parts)), "the list is held now"
-
-
-def test_a_share_is_whole_once_its_list_and_its_parts_are_held() -> None:
-    offers, (payload, root) = offered("b", held=()), (tiny.digest("b"), root_of(offer("b").parts))
-    assert offers.hold(payload) == ({"b"}, [])
-    assert offers.hold(tiny.digest("something else")) == (set(), [])
-    assert offers.hold(root) == ({"b"}, [share_of("b", offer("b").parts)])
-    assert offers.hold(root) == (set(), []), "it is told once"
-
-
 def test_who_changes_its_offer_again_and_again_is_not_listened_to() -> None:
     offers = Offers(())
     for steps in range(1, MAX_OFFERS_PER_PEER + 1):
@@ -58,30 +42,6 @@ def test_who_changes_its_offer_again_and_again_is_not_listened_to() -> None:
     assert offers.take("a", offer("a", steps=MAX_OFFERS_PER_PEER)) == (True, list(offer("a").parts)), (
         "the last one may be sent again"
     )
-
-
-def is_complete(offers: Offers, based: tuple[str, ...]) -> bool:
-    return isinstance(offers.verdict(CHAIN, (), based, CHAIN.peers), Contribution)
-
-
-def test_a_replica_is_complete_when_all_offered_all_is_held_and_all_attested_the_state_before() -> None:
-    assert is_complete(offered("a", "b", "c"), ("a", "b", "c"))
-    assert not is_complete(offered("a", "b"), ("a", "b", "c"))
-    assert not is_complete(offered("a", "b", "c", held=("a", "b")), ("a", "b", "c"))
-    assert not is_complete(offered("a", "b", "c"), ("a", "b"))
-    assert not is_complete(offered("a", "b", "c", replica=0), ("a", "b", "c")), "of another replica"
-
-
-def test_a_contribution_counts_the_steps_of_the_slowest_and_the_loss_of_the_last() -> None:
-    offers = offered("a", "b")
-    offers.take("b", offer("b", steps=2))
-    offers.take("c", offer("c", loss=1.5))
-    made = offers.verdict(CHAIN, (), CHAIN.peers, CHAIN.peers)
-    assert isinstance(made, Contribution)
-    assert (made.replica, made.steps, made.tokens, made.loss) == (1, 2, 32, 1.5)
-    assert made.shares == tuple(share_of(p, offer(p).parts) for p in "abc")
-    assert offers.steps(CHAIN) == 4
-    assert offers.steps(dataclasses.replace(CHAIN, number=0)) == Offers(()).steps(CHAIN) == 0
 
 
 def test_a_replica_fails_with_its_first_member_that_failed_or_diverged() -> None:
@@ -94,13 +54,6 @@ def test_a_replica_fails_with_its_first_member_that_failed_or_diverged() -> None
     assert (offers.has_failed("b"), offers.has_failed("a")) == (True, False)
 
 
-def test_who_is_gone_is_missed_unless_all_that_it_offered_is_here() -> None:
-    offers = offered("a", "b", held=("a",))
-    assert offers.verdict(CHAIN, (), (), ("b", "c")) is None
-    assert offers.verdict(CHAIN, (), (), ("a", "c")) == "peer b: gone", "its payload never came"
-    assert offers.verdict(CHAIN, (), (), ("a", "b")) == "peer c: gone"
-
-
 def test_with_the_next_round_nothing_is_offered_and_nobody_has_failed() -> None:
     offers = offered("a", "b", "c")
     offers.fail("b", "?")
@@ -108,3 +61,30 @@ def test_with_the_next_round_nothing_is_offered_and_nobody_has_failed() -> None:
     assert offers.of(1, "a") is None
     assert offers.verdict(CHAIN, (), (), CHAIN.peers) is None
     assert offers.take("c", offer("c")) == (False, []), "what is held stays held"
+
+
+def test_who_is_gone_is_missed_unless_all_that_it_offered_is_here() -> None:
+    offers = offered("a", "b", held=("a",))
+    assert offers.verdict(CHAIN, (), (), ("b", "c")) is None
+    assert offers.verdict(CHAIN, (), (), ("a", "c")) == "peer b: gone", "its payload never came"
+    assert offers.verdict(CHAIN, (), (), ("a", "b")) == "peer c: gone"
+
+
+def test_a_share_is_whole_once_its_list_and_its_parts_are_held() -> None:
+    offers, (payload, root) = offered("b", held=()), (tiny.digest("b"), root_of(offer("b").parts))
+    assert offers.hold(payload) == ({"b"}, [])
+    assert offers.hold(tiny.digest("something else")) == (set(), [])
+    assert offers.hold(root) == ({"b"}, [share_of("b", offer("b").parts)])
+    assert offers.hold(root) == (set(), []), "it is told once"
+
+
+def test_a_contribution_counts_the_steps_of_the_slowest_and_the_loss_of_the_last() -> None:
+    offers = offered("a", "b")
+    offers.take("b", offer("b", steps=2))
+    offers.take("c", offer("c", loss=1.5))
+    made = offers.verdict(CHAIN, (), CHAIN.peers, CHAIN.peers)
+    assert isinstance(made, Contribution)
+    assert (made.replica, made.steps, made.tokens, made.loss) == (1, 2, 32, 1.5)
+    assert made.shares == tuple(share_of(p, offer(p).parts) for p in "abc")
+    assert offers.steps(CHAIN) == 4
+    assert offers.steps(dataclasses.replace(CHAIN, number=0)) == Offers(()).steps(CHAIN) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from protocol.round import presence
 from protocol.run.manifest import TimingSpec
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
 TIMING = TimingSpec(round_deadline=60.0, heartbeat=3.0, gone_after=12.0)
 PEERS = ("a", "b")
@@ -24,21 +23,6 @@ def test_gone_is_who_was_silent_for_a_lease() -> None:
     assert presence.gone(PEERS, heard, TIMING, 112.1) == ["a"]
     assert presence.gone(PEERS, heard, TIMING, 117.1) == ["a", "b"]
     assert presence.gone(PEERS, {}, TIMING, 1e9) == [], "a node that has just begun has heard of nobody yet"
-
-
-def test_the_end_waits_for_who_is_there_and_not_long_for_who_is_gone() -> None:
-    stages = (StageSpec(peer="a", first=0, last=2), StageSpec(peer="b", first=2, last=4))
-    plan = Plan(round=3, replicas=(ReplicaSpec(stages=stages),))
-
-    def waits(attested: set[str], ready: set[str], waited: float, plan: Plan | None = plan) -> bool:
-        return presence.waits_for_final_state(plan, TIMING, attested, ready, waited)
-
-    assert waits({"b"}, set(), 11.9), "it may be back"
-    assert not waits({"b"}, {"b"}, 12.0)
-    assert waits({"b"}, {"a"}, 59.9), "it still applies the last round"
-    assert not waits({"b"}, {"a"}, 60.0)
-    assert not waits({"a", "b"}, {"a"}, 0.0)
-    assert not waits(set(), {"a"}, 0.0, None)
 
 
 def test_presence_is_the_share_of_rounds_in_which_a_peer_stayed() -> None:

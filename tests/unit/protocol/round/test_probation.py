@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from peer.log.reader import BadPayload
-from peer.log.replay import verify
 from protocol.ledger import standing
 from protocol.ledger.standing import REST_ROUNDS, Finding, Reputation
-from protocol.round import fairness, judging
+from protocol.round import judging
 from protocol.round.judging import JudgingJob, PreviousRound, Verdict
 from protocol.round.leader_events import Decided, Effect, Gone, Held, Propose, Received, Resting, Send
 from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec
-from protocol.wire import encoding
 from protocol.wire.commit import Commit, LeftOut
 from protocol.wire.session import TakeSeat
 from tests.support import judging as sent
@@ -27,7 +23,6 @@ from tests.support.judging import GOOD, PARENT, M, Sent, update
 from tests.support.leader import FULL, QUICK, Driver
 from tests.support.rules import of_standing
 
-WALL = 1.7e9
 NOTHING = sent.times(GOOD[0], 0.0)
 
 
@@ -269,71 +264,11 @@ def test_a_run_of_newcomers_alone_goes_on() -> None:
 # --- which commits get no vote
 
 
-def seen(driver: Driver, *peers: str) -> fairness.NodeView:
-    """What another node knows of the open round, when these have offered."""
-    other = Driver(driver.memory, driver.manifest, tuple(driver.commits))
-    other.ready(*peers)
-    other.attest(*peers)
-    other.offered(*peers)
-    return fairness.view_of(other.leader, WALL, 1.0, True)
-
-
-def forged(change: Callable[[Commit], Commit]) -> list[str | None]:
-    """Why the next commit, with this change, gets no vote of another node, and why without it."""
-    driver = swarm(share=0.5)
-    before = tuple(driver.commits)
-    honest = next_round(driver, *FOUNDERS, "new")
-    honest = dataclasses.replace(honest, time=WALL, members=driver.manifest.first_members)
-    driver.commits = list(before)
-    sight = seen(driver, *FOUNDERS, "new")
-    unfair = [fairness.lie_in(sight, commit) or fairness.doubt_in(sight, commit) for commit in (change(honest), honest)]
-    verified = of_standing(standing.of(driver.manifest, before), change(honest))
-    return [*(None if x is None else x.reason for x in unfair), verified[0] if verified else None]
-
-
-def lifted(commit: Commit) -> Commit:
-    """The newcomer's work counts."""
-    (left,) = commit.left_out
-    more = dataclasses.replace(
-        commit.contributions[0], replica=left.replica, shares=(dataclasses.replace(commit.shares[0], peer="new"),)
-    )
-    return dataclasses.replace(commit, contributions=(*commit.contributions, more), left_out=())
-
-
-def favoured(commit: Commit) -> Commit:
-    first, *others = commit.contributions
-    return dataclasses.replace(commit, contributions=(dataclasses.replace(first, standing=0.5), *others))
-
-
-def prolonged(commit: Commit) -> Commit:
-    """A founder is on probation again."""
-    *others, last = commit.contributions
-    left = LeftOut(replica=last.replica, reason="?", judged=judging.name_of(last), peers=last.peers, probation=True)
-    return dataclasses.replace(
-        commit, contributions=tuple(others), left_out=tuple(sorted((*commit.left_out, left), key=lambda x: x.replica))
-    )
-
-
 def another(commit: Commit) -> Commit:
     """Somebody else is said to have served."""
     return dataclasses.replace(
         commit, left_out=tuple(dataclasses.replace(x, peers=("other",)) for x in commit.left_out)
     )
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lifted, "counts replica 4, which is on probation"),
-        (favoured, "replica 0 counts with 0.5 of its weight, by what the log says of its makers with 1"),
-        (prolonged, "leaves out replica 3 for a probation that is over"),
-        (another, "replica 4 is said to be of others than its plan and its spares, or was not judged"),
-    ],
-)
-def test_a_commit_that_says_otherwise_gets_no_vote_and_log_verify_names_it(
-    change: Callable[[Commit], Commit], why: str
-) -> None:
-    assert forged(change) == [why, None, why]
 
 
 # --- what is found again and again
@@ -383,35 +318,3 @@ def test_what_a_stranger_gains_who_throws_names_away() -> None:
     for _ in range(3):
         fallen = fallen.found(Finding("x", False), 0)
     assert (fallen.served, fallen.until) == (0, REST_ROUNDS), "to come back takes longer than a new name"
-
-
-# --- whoever reads the log
-
-
-def test_log_verify_names_what_lifts_a_probation_or_a_weight() -> None:
-    """The same as in the votes; the whole log is read, and its payloads are not needed for it."""
-
-    def problems(change: Callable[[Commit], Commit]) -> list[str]:
-        driver = swarm(share=0.5)
-        next_round(driver, *FOUNDERS, "new")
-        parent, records, members = driver.manifest.run_id, [], driver.manifest.first_members
-        for number, commit in enumerate(driver.commits):
-            commit = dataclasses.replace(commit, parent=parent, leader=members[0], members=members, digests={})
-            commit = change(commit) if number == 2 else commit
-            records.append(encoding.encode_record(tiny.record(commit)))
-            parent = commit.digest
-
-        async def log() -> AsyncIterator[bytes]:
-            for raw in records:
-                yield raw
-
-        async def nothing(digest: str, size: int) -> bytes:
-            raise BadPayload("it is not here")
-
-        found = asyncio.run(verify(driver.manifest, log(), nothing, lambda problem: None))
-        return [p.reason for p in found.problems if p.round == 2 and "list of parts" not in p.reason]
-
-    assert problems(lambda commit: commit) == []
-    assert problems(lifted) == ["counts replica 4, which is on probation"]
-    assert problems(favoured) == ["replica 0 counts with 0.5 of its weight, by what the log says of its makers with 1"]
-    assert problems(prolonged) == ["leaves out replica 3 for a probation that is over"]

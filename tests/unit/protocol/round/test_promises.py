@@ -9,8 +9,8 @@ from protocol.planning.partition import Candidate
 from protocol.round import presence
 from protocol.round.leader_events import Decided, Effect, Propose, Question, Resting
 from protocol.round.presence import MOST_PAUSE_ROUNDS, Promises
-from protocol.wire.commit import Commit, Contribution, LeftOut, Share
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.commit import Commit, LeftOut
+from protocol.wire.plan import Plan
 from tests.support import tiny
 from tests.support.leader import DEADLINE, FULL, SHARDS, Driver
 
@@ -19,12 +19,8 @@ FULLS = {"a": FULL, "b": FULL, "c": FULL}
 
 
 def decided(round: int, *done: str) -> Commit:
-    shares = tuple(Share(peer=peer, root=tiny.digest(peer), size=1, norm=1.0, listed=1) for peer in done)
-    work = tuple(Contribution(replica=i, tokens=1, steps=1, loss=None, shares=(s,)) for i, s in enumerate(shares))
-    return Commit(
-        run=M.run_id, round=round, parent=M.run_id, time=0.0, contributions=work, left_out=(), diverged=(),
-        digests={}, plan=None, leader="", members=(),
-    )  # fmt: skip
+    work = tuple(tiny.contribution(i, peer) for i, peer in enumerate(done))
+    return tiny.commit(M, round=round, contributions=work)
 
 
 def planned_in(rounds: int, delivers: Any) -> list[int]:
@@ -74,12 +70,7 @@ def test_a_rest_is_bounded() -> None:
 
 
 def plan(*replicas: tuple[str, ...]) -> Plan:
-    found = []
-    for number, peers in enumerate(replicas):
-        edges = [4 * i // len(peers) for i in range(len(peers) + 1)]
-        stages = (StageSpec(peer=p, first=edges[i], last=edges[i + 1]) for i, p in enumerate(peers))
-        found.append(ReplicaSpec(number=number, stages=tuple(stages)))
-    return Plan(round=1, replicas=tuple(found))
+    return Plan(round=1, replicas=tuple(tiny.replica(number, *peers) for number, peers in enumerate(replicas)))
 
 
 def test_of_a_chain_those_are_struck_who_were_lost_or_each_half() -> None:

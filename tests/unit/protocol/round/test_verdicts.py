@@ -6,23 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.round.offers import Examined, ReplicaStates
-from protocol.wire.commit import Contribution, LeftOut
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-
-
-def replica(number: int, *peers: str) -> ReplicaSpec:
-    return ReplicaSpec(
-        number=number, rank=0, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(peers))
-    )
-
+from protocol.wire.commit import Contribution
+from protocol.wire.plan import Plan, ReplicaSpec
+from tests.support.tiny import contribution, replica
 
 PLAN = Plan(round=1, replicas=(replica(5, "a"), replica(3, "b", "c"), replica(9, "d", "e", "f"), replica(7, "g", "b")))
 OTHER = PLAN.replaced(replica(3, "x", "c"))
 PEERS = "abcdefgx"
-
-
-def contribution(number: int) -> Contribution:
-    return Contribution(replica=number, tokens=1, steps=1, loss=None, shares=())
 
 
 def judged(plan: Plan | None, world: dict[str, str]) -> dict[int, Contribution | str | None]:
@@ -70,18 +60,6 @@ def test_renewed_verdicts_are_those_of_judging_all(steps: list[tuple[str, str, i
         order = [r.number for r in plan.replicas]
         assert [c.replica for c in verdicts.contributions()] == [n for n in order if n in verdicts.complete]
         assert {x.replica for x in verdicts.left_out(3.0)} == set(order) - set(verdicts.complete)
-
-
-def test_who_is_late_is_left_out_with_the_time() -> None:
-    verdicts = ReplicaStates()
-    verdicts.renew(Examined(PLAN), lambda r: "it failed" if r.number == 5 else None, 12.4)
-    assert verdicts.left_out(12.4)[:2] == [
-        LeftOut(replica=5, reason="it failed"),
-        LeftOut(replica=3, reason="no offer after 12 s"),
-    ]
-    assert not verdicts.renew(Examined(PLAN), lambda r: None, 12.5), "nothing happened"
-    assert verdicts.renew(Examined(None), lambda r: None, 12.5) is False
-    assert verdicts.pending == {}
 
 
 def test_who_diverges_or_does_no_more_is_judged_again_and_keeps_the_time_when_it_was_complete() -> None:

@@ -266,10 +266,6 @@ def test_the_number_of_parameters() -> None:
     assert parameters(tiny.manifest()) == 2 * V * d + d + L * (4 * d * d + 3 * d * F + 2 * d)
 
 
-def test_plain_data_is_what_toml_can_say() -> None:
-    assert isinstance(plain(tiny.manifest())["model"], dict)
-
-
 FROZEN = "8f2186e3c655c4bf87a27ecb54643c59e268dd19ba934b50939009d2f79259d1"
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from protocol.wire import schema
 from protocol.wire.schema import SchemaError, build, plain
 
 
@@ -104,7 +103,3 @@ def test_the_top_level_must_be_a_table(data: Any) -> None:
 def test_unknown_fields_are_ignored_where_that_is_asked() -> None:
     data = {**GOOD, "colour": 1, "inner": {"x": 1, "z": 2}}
     assert build(Outer, data, ignore_unknown=True) == build(Outer, {**GOOD, "inner": {"x": 1}})
-
-
-def test_the_limit_is_the_stated_one() -> None:
-    assert schema.MAX_ITEMS == 65_536
