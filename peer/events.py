@@ -266,7 +266,6 @@ class Role:
     replica: int
     first: int
     last: int
-    rank: int
     position: int
     stages: int
     steps: int = 1
@@ -558,7 +557,6 @@ def role(plan: Plan, replica: int, stage: StageSpec) -> Role:
         replica=replica,
         first=stage.first,
         last=stage.last,
-        rank=spec.rank,
         position=spec.stages.index(stage),
         stages=len(spec.stages),
         steps=spec.work.steps,

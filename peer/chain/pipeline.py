@@ -110,7 +110,8 @@ class _Run:
         self.worker, self._codec, self._waiter = TimedWorker(trainer, setup.worker, setup.trace), codec, waiter
         self.reading = Reading(self._read, steps.stop - 1, setup.stop, setup.trace)
         names = layout.shard_names(trainer.spec)
-        self._behind = len(names) - names.index(trainer.shards[0]) - len(trainer.shards)
+        self._own = [shard for shard in trainer.shards if shard != "anchor"]
+        self._behind = names.index("head") - names.index(self._own[-1])
         boundary = BoundarySpec(
             shape=(self.train.rows, self.train.sequence, trainer.width),
             wires={FORWARD: setup.wires[0], BACKWARD: setup.wires[1]},
@@ -129,7 +130,7 @@ class _Run:
     def screen(self, kind: int, neighbour: str) -> None:
         """Screens what comes from a neighbour from now on."""
         if self.setup.place is not None:
-            shard = self.trainer.shards[0 if kind == FORWARD else -1]
+            shard = self._own[0 if kind == FORWARD else -1]
             wire = self.setup.wires[kind == BACKWARD]
             self.near.screens[kind] = self.setup.place.of(kind, neighbour, shard, self.trainer.width, wire)
 
@@ -276,8 +277,6 @@ class _Run:
     def _forward(self, micro: int, inward: Tensor | None) -> Tensor | None:
         """On the worker: one forward; in the last stage its backward too. Returns what is to be sent."""
         outward = self.trainer.forward(micro, self._text.tensors[micro], inward, recompute=self._recomputes())
-        if micro + 1 < self.train.micro_batches:
-            self.trainer.expect(self._text.tensors[micro + 1])
         if self.near.following is not None:
             return outward
         self._losses.append(outward)

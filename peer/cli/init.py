@@ -57,11 +57,10 @@ COMMENTS = {
     "inner_steps": "the most inner steps of a replica in a round",
     "micro_batches": "of an inner step, each of `rows` sequences; slow machines do fewer",
     "lr": "the highest learning rate; it warms up, and falls as a cosine to a tenth",
-    "scale_embedding_lr": "the embedding of a compressed chain learns as fast as a full replica's",
     "total_steps": "where the cosine ends: rounds x inner_steps",
     "corpus": "the digest of the text: potluck data show prints it",
     "topk": "entries of an update that are sent, of every 4096",
-    "rank": "values a token between the stages of a chain, among which the matchmaker chooses",
+    "residual_width": "blocks write so many values of a token, and the stages of a chain exchange them; 0: all",
     "every": "after so many rounds the loss on held-out text is measured; 0: never",
     "sequences": "of the held-out text, at most",
     "round_seconds": "every replica trains for so long in a round, and does what it can",
@@ -222,7 +221,6 @@ def make_manifest(
             lr=preset.lr,
             warmup_steps=min(steps - 1, max(math.ceil(WARM_UP_SHARE * steps), min(100, steps // 10))),
             total_steps=steps,
-            scale_embedding_lr=max(preset.ranks) > 0,
         )
         return Manifest(
             name=options.name,
@@ -236,7 +234,6 @@ def make_manifest(
             data=manifests.DataSpec(corpus=index.digest),
             train=train,
             outer=manifests.OuterSpec(),
-            chains=manifests.ChainSpec(rank=preset.ranks),
             checkpoint_rounds=presets.CHECKPOINT_ROUNDS,
             timing=manifests.TimingSpec(
                 round_seconds=preset.round_seconds, round_deadline=max(120.0, 2 * preset.round_seconds)
@@ -332,11 +329,11 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
         sparse.max_payload_size(manifest.outer.codec, layout.shapes(model, shard))
         for shard in layout.shard_names(model)
     )
-    frame = train.sequence * formats.bytes_per_token(manifest.chains.forward, manifest.chains.rank[-1])
+    frame = train.sequence * formats.bytes_per_token(manifest.chains.forward, model.written)
     rounds_a_day = 86400 / manifest.timing.training_seconds
     yield f"a replica sends at most {size(update)} a round, {size(update * rounds_a_day)} a day"
     if not model.tie_word_embeddings:
-        yield f"a member of a chain sends {size(frame)} or more besides, for every {train.sequence} tokens, each way"
+        yield f"a member of a chain sends {size(frame)} besides, for every {train.sequence} tokens, each way"
     seconds = manifest.rounds * manifest.timing.training_seconds
     yield f"{manifest.rounds:,} rounds of {manifest.timing.training_seconds:g} s: {duration(seconds)}"
     most = train.tokens(train.inner_steps, train.micro_batches) / manifest.timing.training_seconds

@@ -300,7 +300,7 @@ def _plan_lines(plan: Plan, before: Plan | None) -> list[str]:
 
 
 def _members(plan: Plan) -> tuple[object, ...]:
-    places = [(r.number, r.rank, r.stages) for r in (*plan.replicas, *plan.forming)]
+    places = [(r.number, r.stages) for r in (*plan.replicas, *plan.forming)]
     return places, len(plan.forming), plan.spares
 
 
@@ -309,7 +309,7 @@ def _name(plan: Plan | None, number: int) -> str:
     spec = plan.find(number) if plan is not None else None
     if spec is None:
         return f"{number} unplanned"
-    return f"{number} chain rank {spec.rank}" if spec.is_chain else f"{number} full"
+    return f"{number} chain" if spec.is_chain else f"{number} full"
 
 
 def _peers(peers: Sequence[str]) -> str:

@@ -322,7 +322,7 @@ def part_lines(known: Known, announced: Announcement) -> Iterator[str]:
     first, last = replica.ranges[replica.members.index(own.peer)]
     whole = len(replica.members) == 1
     part = "a full replica" if whole else f"{blocks(first, last)} of a chain of {len(replica.members)}"
-    state = sum(layout.shard_bytes(manifest.model, shard) for shard in memory.held_shards(manifest, first, last))
+    state = sum(layout.shard_bytes(manifest.model, shard) for shard in memory.stage_shards(manifest, first, last))
     fetches = f"it would fetch {size(state)} of state first ({duration(8 * state / max(own.down_bps, 1))} by its line)"
     if not own.speed_flops:
         yield f"it would be {part}; how much it would train a day is not known, since its speed is not"
@@ -362,7 +362,7 @@ def plan_lines(
 
 def _replica_lines(manifest: Manifest, number: int, replica: Explained) -> Iterator[str]:
     chain = len(replica.roles) > 1
-    kind = f"chain of {len(replica.roles)}, rank {replica.rank}" if chain else "full"
+    kind = f"chain of {len(replica.roles)}" if chain else "full"
     yield (
         f"  {number} {kind}: {replica.rate:,.0f} tokens per second, {replica.rate / replica.ideal:.0%} of what its"
         f" computing could; limit: {replica.limit}"

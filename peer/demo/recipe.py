@@ -26,13 +26,11 @@ from peer.node.open_run import ASSETS
 from protocol.errors import UsageError
 from protocol.identity import Identity
 from protocol.planning import partition
-from protocol.planning.arrange import arrange
 from protocol.planning.budget import Budget, needs_of
-from protocol.planning.partition import Candidate
 from protocol.run import corpus
 from protocol.run.corpus import INDEX
 from protocol.run.layout import ModelSpec
-from protocol.run.manifest import ChainSpec, DataSpec, Manifest, OuterSpec, TimingSpec, TokenizerSpec, TrainSpec
+from protocol.run.manifest import DataSpec, Manifest, OuterSpec, TimingSpec, TokenizerSpec, TrainSpec
 
 MODEL = ModelSpec(vocab_size=4096, d_model=128, n_layers=4, n_heads=4, d_ff=352, context=128)
 HOME_UP_BPS = 20_000_000
@@ -49,10 +47,10 @@ class DemoOptions:
     chains: Annotated[int, typer.Option(min=0, help="Pipeline chains of weak peers.")] = 1
     stages: Annotated[int, typer.Option(min=2, max=16, help="Members of each chain.")] = 3
     spares: Annotated[int, typer.Option(min=0, help="Weak peers more than the chains need.")] = 0
-    rank: Annotated[
-        str,
-        typer.Option(help="Values per token at chain boundaries; 0 = whole; a list gives one for each chain."),
-    ] = "64"
+    residual_width: Annotated[
+        int,
+        typer.Option(min=0, help="Values of a token that blocks write and the stages of a chain exchange; 0: all."),
+    ] = 42
     inner_steps: Annotated[int | None, typer.Option(min=1, help="Inner steps per round, H.")] = None
     seed: Annotated[int, typer.Option(min=0, help="Seed of the model, the data order and the demo's keys.")] = 0
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "cpu"
@@ -65,16 +63,6 @@ class DemoOptions:
         bool,
         typer.Option("--in-memory", help="The same run in one process, without hivemind (for comparison)."),
     ] = False
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """`16` or `16,8` as numbers. Raises UsageError."""
-        try:
-            return tuple(int(part) for part in self.rank.split(","))
-        except ValueError:
-            raise UsageError(
-                f'--rank {self.rank}: not a number or a list of numbers; write for example "16" or "16,8"'
-            ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +88,11 @@ def check(options: DemoOptions, model: ModelSpec = MODEL) -> None:
         raise UsageError(
             f"--stages {options.stages}: the demo's model has {model.n_layers} blocks; ask for at most so many"
         )
-    ranks = options.ranks
-    if len(ranks) not in (1, max(options.chains, 1)):
-        raise UsageError(f"--rank: {len(ranks)} values for {options.chains} chains; give one, or one for each chain")
-    if any(not 0 <= rank <= model.d_model for rank in ranks):
-        raise UsageError(f"--rank: the demo's model is {model.d_model} wide; give values from 0 (off) to that")
+    if options.residual_width >= model.d_model or options.residual_width % 2:
+        raise UsageError(
+            f"--residual-width {options.residual_width}: the demo's model is {model.d_model} wide; give an even number"
+            " below that, or 0 for all"
+        )
 
 
 def make_manifest(options: DemoOptions, corpus: str, model: ModelSpec = MODEL) -> Manifest:
@@ -118,7 +106,7 @@ def make_manifest(options: DemoOptions, corpus: str, model: ModelSpec = MODEL) -
         rounds=rounds,
         start_peers=options.full + options.chains * options.stages + options.spares,
         operators=(identity_of(options.seed, "bootstrap").peer_id,),
-        model=model,
+        model=replace(model, residual_width=options.residual_width),
         tokenizer=TokenizerSpec(digest=hashlib.sha256(tokenizer).hexdigest(), file=TOKENIZER),
         data=DataSpec(corpus=corpus),
         train=TrainSpec(
@@ -131,7 +119,6 @@ def make_manifest(options: DemoOptions, corpus: str, model: ModelSpec = MODEL) -
             total_steps=rounds * inner,
         ),
         outer=OuterSpec(topk=256),
-        chains=ChainSpec(rank=tuple(dict.fromkeys(options.ranks))),
         timing=TimingSpec(round_deadline=600.0, heartbeat=1.0, gone_after=20.0),
     )
 
@@ -140,19 +127,18 @@ def make_peers(manifest: Manifest, options: DemoOptions) -> list[PeerSpec]:
     """The peers, with memory and uplinks that make the matchmaker plan the requested swarm. Raises UsageError."""
     from peer.training.device import host_budget
 
-    layers, ranks = manifest.model.n_layers, options.ranks
+    layers = manifest.model.n_layers
     some = Budget(0, options.device, 0 if host_budget(options.device) == 0 else None)
     whole, last = (_needed(manifest, some, first, layers) for first in (0, layers - 1))
     wanted = [(f"full-{i}", whole, 1_000_000_000) for i in range(options.full)]
     rest = _least_memory(manifest, some, options.stages, last, whole) if options.chains else 0
-    rooms = _rooms(some, rest, options.stages, last)
     for chain in range(options.chains):
         # each chain a little slower than the one before, so that the matchmaker does not mix their members
-        up = int(_uplink(manifest, rooms, ranks[chain % len(ranks)]) * (1 + 0.01 * (options.chains - chain)))
+        up = int(HOME_UP_BPS * (1 + 0.01 * (options.chains - chain)))
         for stage in range(options.stages):
             wanted.append((f"chain-{chain}-{stage}", last if stage == options.stages - 1 else rest, up))
     for spare in range(options.spares):
-        wanted.append((f"spare-{spare}", max(last, rest), _uplink(manifest, rooms, ranks[-1])))
+        wanted.append((f"spare-{spare}", max(last, rest), HOME_UP_BPS))
     return [PeerSpec(name, identity_of(options.seed, name), size, up) for name, size, up in wanted]
 
 
@@ -176,33 +162,6 @@ def _least_memory(manifest: Manifest, some: Budget, stages: int, last: int, whol
         else:
             high = middle
     return high
-
-
-def _uplink(manifest: Manifest, rooms: list[Budget], rank: int) -> int:
-    """An uplink, in bits per second, at which the matchmaker chooses `rank` for a chain of these members."""
-
-    def is_chosen(up: int) -> bool:
-        """Also for a chain that is two percent faster."""
-        return _rank(manifest, rooms, up) == _rank(manifest, rooms, up * 51 // 50) == rank
-
-    if is_chosen(HOME_UP_BPS):
-        return HOME_UP_BPS
-    up = 100
-    while not is_chosen(up):
-        up = max(up + 1, up * 26 // 25)
-        if up > 10**13:
-            raise UsageError(f"--rank {rank}: cannot be told from the other values of --rank; give different ones")
-    return up
-
-
-def _rank(manifest: Manifest, rooms: list[Budget], up: int) -> int:
-    some = Candidate(peer="", memory_bytes=0, up_bps=up, down_bps=up)
-    members = [
-        replace(some, peer=str(i), memory_bytes=room.memory_bytes, device=room.device, host_bytes=room.host_bytes)
-        for i, room in enumerate(rooms)
-    ]
-    replicas, _ = arrange(manifest, members)
-    return replicas[0].rank
 
 
 TOKENIZER = "sotu-4k.json"

@@ -28,7 +28,7 @@ from peer.node.config import Machine
 from peer.node.training import ChainOrders, InnerLoop, Result
 from peer.state.outer_optimizer import Accumulate
 from peer.state.storage import Shards
-from peer.training import device, subspace, trainer
+from peer.training import device, trainer
 from peer.training import moments as small_moments
 from peer.training.optimizer import Pace
 from peer.training.several_devices import SeveralDevicesTrainer
@@ -88,11 +88,10 @@ class StageInnerLoop(InnerLoop):
         self._inherited: dict[str, bytes] = {}
         self._worker: ThreadPoolExecutor = trainer.make_worker(self._threads)
         self._trainer: trainer.StageTrainer | None = None
-        self._shape: tuple[object, ...] = ()
+        self._shape: tuple[str, ...] = ()
         self._budget = machine.hardware.budget  # less after a shortage
         # a chain's stages, the depth of its last inner step, and what that took
         self._last_step: tuple[object, int, Costs | None] = ((), 0, None)
-        self._basis: NDArray[np.float32] | None = None
         # a chain's stages, and their seconds of a micro-batch in each of its last inner steps
         self._stage_seconds: tuple[object, deque[tuple[float, ...]]] = ((), deque())
         self._announce = announce
@@ -113,7 +112,7 @@ class StageInnerLoop(InnerLoop):
         if self._trace is not None:
             self._trace.close()
 
-    def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32] | None]]:
+    def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
         assert self._trainer is not None
         return self._trainer.displacement(shard)
 
@@ -186,7 +185,7 @@ class StageInnerLoop(InnerLoop):
         error = None
         self._training, self._warned = True, False
         try:
-            await self._prepare(spec.stages[position], spec.rank, pace, theta)
+            await self._prepare(spec.stages[position], pace, theta)
             assert self._trainer is not None
             while not order.steps:
                 chain = self._chain(order, position, stage_progress, stop, end, on_step, chain_orders)
@@ -385,49 +384,39 @@ class StageInnerLoop(InnerLoop):
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _prepare(self, stage: StageSpec, rank: int, pace: Pace, theta: Shards) -> None:
+    async def _prepare(self, stage: StageSpec, pace: Pace, theta: Shards) -> None:
         """Makes a trainer for this stage, with the optimizer state that fits, and begins a round at θ(r-1)."""
         shards, loop = memory.stage_shards(self.manifest, stage.first, stage.last), asyncio.get_running_loop()
-        if (shards, rank) != self._shape:
+        if shards != self._shape:
             self._state = {**self._state, **self.optimizer()}
             former, self._trainer = self._trainer, None
             if former is not None:
                 await loop.run_in_executor(self._worker, former.close)
-            if rank and (self._basis is None or self._basis.shape[1] < rank):
-                seed, d = self.manifest.seed_bytes, self.manifest.model.d_model
-                self._basis = await asyncio.to_thread(subspace.basis, seed, d, rank, self._threads)
 
             def tell(text: str) -> None:
                 loop.call_soon_threadsafe(self._emit, events.Warning(text=text))
 
             def build() -> trainer.StageTrainer:
-                made = self._make_trainer(shards, rank, tell)
+                made = self._make_trainer(shards, tell)
                 made.load_optimizer(self._state)
                 for shard in set(shards) & set(self._inherited):
                     made.add_moments(small_moments.unpack(made.spec, made.train, shard, self._inherited[shard]))
                 return made
 
             self._trainer = await loop.run_in_executor(self._worker, build)
-            self._shape = (shards, rank)
+            self._shape = shards
             self._state, self._inherited = {}, {}
         assert self._trainer is not None
         await loop.run_in_executor(self._worker, self._trainer.begin_round, theta, pace)
 
-    def _make_trainer(self, shards: tuple[str, ...], rank: int, tell: Callable[[str], None]) -> trainer.StageTrainer:
+    def _make_trainer(self, shards: tuple[str, ...], tell: Callable[[str], None]) -> trainer.StageTrainer:
         """On the worker. A trainer on all devices, where these shards are the whole model."""
         manifest, devices = self.manifest, self._hardware.devices
         if len(devices) > 1 and shards == layout.shard_names(manifest.model):
             return SeveralDevicesTrainer(manifest.model, manifest.train, devices, self._threads, self._folder, tell)
         if len(devices) > 1:
             tell(f"devices: a stage of a chain trains on one device, {devices[0]}; the others wait for a whole model")
-        return self.trainer_class(
-            manifest.model,
-            manifest.train,
-            shards,
-            rank=rank,
-            basis=self._basis if rank else None,
-            device=devices[0],
-        )
+        return self.trainer_class(manifest.model, manifest.train, shards, device=devices[0])
 
     async def _unless(self, stop: asyncio.Event, work: Coroutine[None, None, T]) -> T:
         """`work`, until the round is over. Raises LocalError then."""

@@ -318,7 +318,7 @@ class Rounds:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock.steady() - began
 
     def _begin_training(self, order: member_events.TrainOrder) -> None:
-        theta = {s: self.outer.theta[s] for s in retention.used_shards(self.manifest, order.plan, self.peer)}
+        theta = {s: self.outer.theta[s] for s in retention.trained_shards(self.manifest, order.plan, self.peer)}
         # a spare, or a peer that joins late, did not know its text, and needs its memory for the stage
         if order.plan.round == self.member.applied + 1 and order.plan is not self.member.plan:
             self._text_ahead.expect(order.plan)
@@ -464,7 +464,7 @@ class Rounds:
         if wanted:
             for shard in [s for s in self.outer.theta if s not in wanted]:
                 del self.outer.theta[shard]
-        used = retention.used_shards(self.manifest, commit.plan, self.peer)
+        used = retention.trained_shards(self.manifest, commit.plan, self.peer)
         lacking = [s for s in wanted if s not in self.outer.theta]
         later = [s for s in lacking if used and s not in used]  # training does not wait for them
         await self._warm_up.want(later)

@@ -100,7 +100,7 @@ class InnerLoop:
     def expect(self, slots: Sequence[range]) -> None:
         """The slots of text that are needed next, in this order; replaces former ones."""
 
-    def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32] | None]]:
+    def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
         """(a, b) for each tensor of a shard that was just trained: θ(r-1) - θ local is a - b, or a where b is None."""
         raise AssertionError("a peer without training has no displacement; this is a bug")
 

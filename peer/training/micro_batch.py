@@ -7,7 +7,7 @@ the first shortage on, the round's micro-batches go in pieces.
 *No gradient is added twice.* A whole backward that breaks off has added the gradients of some parameters; their versions
 tell which. In pieces, a part's gradients are computed first and added together afterwards.
 
-Shapes: B rows, L positions, D model width, W values per token at the boundary.
+Shapes: B rows, L positions, D model width, W residual width: values of a token between stages.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from protocol.run import layout
 Added = set[tuple[str, str]]
 """(shard, parameter) whose gradients of some rows are added already."""
 MEMORY_ERRORS = (RuntimeError, MemoryError)
+TABLES = ("embed", "anchor")
+"""Shards whose rows make x."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +52,16 @@ class Forwarded:
     """A micro-batch between its forward and its backward.
 
     outward: what the stage made; None: the backward computes the forward again.
-    inward: the leaf whose gradient goes to the previous stage, or into the embedding.
+    wire: the leaf whose gradient goes to the previous stage; None in the first one.
     slot: where its blocks were replayed (peer/training/recorded.py); None: they were called.
-    between: input of the head behind a replay.
+    inward, between: input of the replayed blocks, and of the head behind them.
     """
 
     inputs: Inputs
     outward: Tensor | None = None
-    inward: Tensor | None = None
+    wire: Tensor | None = None
     slot: Slot | None = None
+    inward: Tensor | None = None
     between: Tensor | None = None
 
 
@@ -130,38 +133,25 @@ class MicroBatches:
             slot = self._recorder.take(ids_BL)
         if slot is not None:
             return self._replay(inputs, slot)
-        inward = self._expanded(inputs)
+        wire = _leaf(inputs.wire)
         with self._autocast():
-            outward = stage(ids_BL, stage.embed(ids_BL) if inward is None else inward)
-            if stage.has_head:
-                outward = stage.loss(outward, inputs.ids[:, 1:])
-        return Forwarded(inputs, outward, inward)
+            outward = stage(ids_BL, wire)
+            outward = stage.loss(outward, inputs.ids[:, 1:]) if stage.has_head else stage.outward(outward)
+        return Forwarded(inputs, outward, wire)
 
     def _replay(self, inputs: Inputs, slot: Slot) -> Forwarded:
         """A forward with recorded blocks."""
-        stage, ids_BL, inward = self._stage, inputs.ids[:, :-1], None
-        if inputs.wire is None:
-            with self._autocast():
-                inward = stage.embed(ids_BL)
-            slot.x.copy_(inward.detach())
-        elif stage.boundary is not None:
-            stage.boundary.expand(inputs.wire, ids_BL, slot.x)
-        else:
-            slot.x.copy_(inputs.wire)
+        stage, ids_BL, wire = self._stage, inputs.ids[:, :-1], _leaf(inputs.wire)
+        with self._autocast():
+            inward = stage.embed(ids_BL, wire)
+        slot.x.copy_(inward.detach())
         slot.forward()
         if not stage.has_head:  # y may still be on its way to the next stage when the slot is used again
-            return Forwarded(inputs, slot.y if stage.boundary is not None else slot.y.clone(), inward, slot)
+            return Forwarded(inputs, stage.outward(slot.y).clone(), wire, slot, inward)
         between = slot.y.detach().requires_grad_()
         with self._autocast():
             outward = stage.loss(between, inputs.ids[:, 1:])
-        return Forwarded(inputs, outward, inward, slot, between)
-
-    def _expanded(self, inputs: Inputs) -> Tensor | None:
-        boundary = self._stage.boundary
-        if inputs.wire is None:
-            return None
-        x_BLD = boundary.expand(inputs.wire, inputs.ids[:, :-1]) if boundary is not None else inputs.wire
-        return x_BLD.detach().requires_grad_()
+        return Forwarded(inputs, outward, wire, slot, inward, between)
 
     @torch.no_grad()
     def _forward_pieces(self, inputs: Inputs) -> Tensor:
@@ -175,10 +165,10 @@ class MicroBatches:
     # --- backward
 
     def backward(self, found: Forwarded, gradient: Tensor | None, of: int) -> Tensor | None:
-        """Adds the gradients of one micro-batch. Returns that of its inputs [B, L, D], None in the first stage. Raises
+        """Adds the gradients of one micro-batch. Returns that of its wire [B, L, W], None in the first stage. Raises
         MEMORY_ERRORS where one row is too much.
 
-        gradient: of the output [B, L, D]; None in the last stage.
+        gradient: of the output [B, L, W]; None in the last stage.
         of: micro-batches of the step, over which the loss is the mean.
         """
         inputs, added = found.inputs, Added()
@@ -203,26 +193,24 @@ class MicroBatches:
         return _joined(inward)
 
     def _whole_backward(self, found: Forwarded, gradient: Tensor | None, of: int) -> Tensor | None:
-        slot, outward, inward, first = found.slot, found.outward, found.inward, found.inputs.wire is None
+        slot, outward, wire = found.slot, found.outward, found.wire
         assert outward is not None
         if slot is None:
             _backward(outward, gradient, of)
-            if inward is None:
-                return None
-            return inward.grad if inward.grad is not None else torch.zeros_like(inward)
-        if found.between is not None:
-            _backward(outward, None, of)
-            gradient = found.between.grad
-        assert gradient is not None
-        if gradient is not slot.gradient:
-            slot.gradient.copy_(gradient)
-        self._recorder.backward(slot)
-        if inward is not None:
-            torch.autograd.backward(inward, slot.inward)
-        self._recorder.give(slot)
-        if first:
+        else:
+            if found.between is not None:
+                _backward(outward, None, of)
+                gradient = found.between.grad
+            assert gradient is not None
+            assert found.inward is not None
+            slot.gradient[..., : gradient.shape[-1]].copy_(gradient)  # the others stay zero
+            self._recorder.backward(slot)
+            if found.inward.requires_grad:
+                torch.autograd.backward(found.inward, slot.inward.clone())
+            self._recorder.give(slot)
+        if wire is None:
             return None
-        return slot.inward if self._stage.boundary is not None else slot.inward.clone()
+        return wire.grad if wire.grad is not None else torch.zeros_like(wire)
 
     def _backward_rows(
         self, inputs: Inputs, first: int, last: int, gradient: Tensor | None, of: int, added: Added
@@ -241,31 +229,32 @@ class MicroBatches:
     def _part_by_part(self, inputs: Inputs, gradient: Tensor | None, of: float, added: Added) -> Tensor | None:
         stage, ids_BL, x_of = self._stage, inputs.ids[:, :-1], dict[str, Tensor]()
         with torch.no_grad(), self._autocast():
-            x_BLD, mask = self._expanded(inputs), stage.mask(ids_BL)
-            if x_BLD is None:
-                x_BLD = stage.embed(ids_BL)
-            for shard in stage.shards:
+            x_BLD, mask = stage.embed(ids_BL, inputs.wire), stage.mask(ids_BL)
+            parts = [shard for shard in stage.shards if shard not in TABLES]
+            for shard in parts:
                 x_of[shard] = x_BLD
-                if shard.startswith("block."):
+                if shard != "head":
                     x_BLD = stage.block(layout.block_index(shard), x_BLD, mask)
-        for shard in reversed(stage.shards):
-            leaf_BLD = x_of.pop(shard).detach().requires_grad_()
+        for shard in reversed([TABLES[0], *parts]):
+            leaf = _leaf(inputs.wire if shard in TABLES else x_of.pop(shard))
             with self._autocast():
                 if shard == "head":
-                    made = stage.loss(leaf_BLD, inputs.ids[:, 1:])
-                elif shard == "embed":
-                    made = stage.embed(ids_BL)
+                    assert leaf is not None
+                    made = stage.loss(leaf, inputs.ids[:, 1:])
+                elif shard in TABLES:
+                    made = stage.embed(ids_BL, leaf)
                 else:
-                    made = stage.block(layout.block_index(shard), leaf_BLD, mask)
-            held = stage.parameters_of(shard)
+                    made = stage.block(layout.block_index(shard), leaf, mask)
+            owners = [name for name in stage.shards if name == shard or (shard in TABLES and name in TABLES)]
             if shard == "head" and stage.spec.tie_word_embeddings:
-                held |= stage.parameters_of("embed")
+                owners.append(TABLES[0])
+            held = {name: p for owner in owners for name, p in stage.parameters_of(owner).items()}
             trained = {name: p for name, p in held.items() if (shard, name) not in added}
-            leaves = [*trained.values(), *([] if shard == "embed" else [leaf_BLD])]
+            leaves = [*trained.values(), *([] if leaf is None else [leaf])]
             if leaves:
-                total = made / of if gradient is None else (made.float() * gradient).sum()
+                total = made / of if gradient is None else (made[..., : gradient.shape[-1]].float() * gradient).sum()
                 found = list(torch.autograd.grad(total, leaves))
-                gradient = None if shard == "embed" else found.pop()
+                gradient = None if leaf is None else found.pop()
                 if found:
                     torch._foreach_add_([p.grad for p in trained.values()], found)
                 added |= {(shard, name) for name in trained}
@@ -280,6 +269,10 @@ class MicroBatches:
         self.rows = rows
         self._recorder.drop()
         device.free()
+
+
+def _leaf(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach().requires_grad_()
 
 
 def _backward(made: Tensor, gradient: Tensor | None, of: int) -> None:

@@ -1,8 +1,10 @@
 """A contiguous range of a LLaMA-style decoder. The whole model is the stage that has everything.
 
 Parameter names are those of Hugging Face (protocol/run/layout.py), with global block numbers, so a stage's state is a
-subset of the whole model's. The one exception: the first stage of a compressed chain trains COORDINATES in place of
-`model.embed_tokens.weight`.
+subset of the whole model's.
+
+*The residual stream* x [B, L, D] is a token's W values, from the embedding or the stage before, and behind them the
+D - W values of its row of `anchor`, which every stage has and trains. Blocks add to the first W only.
 
 *Documents.* Where the model has a `document_end_id`, a token sees those of its own document only. Positions go on across
 documents: RoPE turns a query and a key by their distance.
@@ -13,8 +15,8 @@ made right after its logits.
     logits = x W^T
     loss = mean over t of (logsumexp(logits_t) - logits_t[target_t])      d loss / d logits = (softmax - onehot) / T
 
-Shapes: B rows, L positions, T tokens, V vocabulary, D model width, N query heads, K heads of keys and values (in the
-boundary: subspace width), H head width.
+Shapes: B rows, L positions, T tokens, V vocabulary, D model width, W residual width, N query heads, K heads of keys
+and values, H head width.
 """
 
 from __future__ import annotations
@@ -30,8 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peer.training import compiled
-from peer.training.subspace import Boundary, coordinates, t_perp, to_device
-from peer.training.update import Moved, WithinSubspace
+from peer.training.update import Moved
 from protocol.planning.memory import GPU_LOGITS, LOGITS
 from protocol.run import layout
 from protocol.run.layout import ModelSpec, RopeScaling
@@ -65,17 +66,42 @@ class Norm(Table):
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class Embedding(Table):
-    """A row of the table for each id."""
+class Embedding(nn.Module):
+    """`weight` [V, W], in the first stage, and `anchor` [V, D - W]: a row of both is a token's embedding."""
 
-    def forward(self, ids_BL: Tensor) -> Tensor:
-        """[B, L] -> [B, L, D]."""
-        return functional.embedding(ids_BL, self.weight)
+    def __init__(self, spec: ModelSpec, has_weight: bool) -> None:
+        super().__init__()
+        behind = spec.d_model - spec.written
+        self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.written)) if has_weight else None
+        self.anchor = nn.Parameter(torch.empty(spec.vocab_size, behind)) if behind else None
+
+    def forward(self, ids_BL: Tensor, x_BLW: Tensor | None = None) -> Tensor:
+        """[B, L, D] of the tokens; `x_BLW` takes the place of their rows of `weight`."""
+        if x_BLW is None:
+            assert self.weight is not None
+            x_BLW = functional.embedding(ids_BL, self.weight)
+        if self.anchor is None:
+            return x_BLW
+        return torch.cat((x_BLW, functional.embedding(ids_BL, self.anchor).to(x_BLW.dtype)), dim=-1)
 
 
 def wide(x: Tensor) -> Tensor:
     """The same in fp32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def to_device(ids: Tensor, device: torch.device) -> Tensor:
+    """Token ids on the device. Does not wait: a GPU fetches other than pinned, contiguous memory only after all its
+    work."""
+    if device.type == "cuda" and ids.device.type == "cpu":
+        ids = ids.contiguous().pin_memory()
+    return ids.to(device, non_blocking=True)
+
+
+def plus(x_BLD: Tensor, residual_BLW: Tensor) -> Tensor:
+    """x with the residual added to its first W values."""
+    behind = x_BLD.shape[-1] - residual_BLW.shape[-1]
+    return x_BLD + (functional.pad(residual_BLW, (0, behind)) if behind else residual_BLW)
 
 
 Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -151,7 +177,7 @@ class Attention(nn.Module):
         self.groups = spec.n_heads // spec.key_value_heads
         self.q_proj = Linear(spec.d_model, spec.d_model)
         self.k_proj, self.v_proj = (Linear(spec.key_value_width, spec.d_model) for _ in range(2))
-        self.o_proj = Linear(spec.d_model, spec.d_model)
+        self.o_proj = Linear(spec.written, spec.d_model)
         if spec.use_qk_norm:
             self.q_norm, self.k_norm = (Norm(spec.head_dim, spec.norm_eps) for _ in range(2))
         self.normalizes = spec.use_qk_norm
@@ -159,7 +185,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: Tensor | None = None, join: Join | None = None
     ) -> Tensor:
-        """The residual for x [B, L, D]. `mask` [B, 1, L, L] is added to the scores; None: a query sees all before
+        """The residual [B, L, W] for x [B, L, D]. `mask` [B, 1, L, L] is added to the scores; None: a query sees all before
         it."""
         q_BLNH, k_BLKH, v_BLKH = (
             projection(x_BLD).unflatten(-1, (-1, self.width)) for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -180,8 +206,8 @@ class Attention(nn.Module):
         out_BNLH = functional.scaled_dot_product_attention(
             q_BNLH, k_BKLH, v_BKLH, attn_mask=mask, is_causal=is_causal, **options
         )
-        out_BLD: Tensor = self.o_proj(out_BNLH.transpose(1, 2).flatten(-2))
-        return out_BLD
+        out_BLW: Tensor = self.o_proj(out_BNLH.transpose(1, 2).flatten(-2))
+        return out_BLW
 
 
 _LOGITS_AT_ONCE = {"cuda": GPU_LOGITS}
@@ -240,8 +266,6 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_x.to(ctx.dtype) * scale, grad_weight.mul_(scale), None, None
 
 
-COORDINATES = "model.embed_tokens.coordinates"
-"""The parameter A [V, K] that takes the place of the embedding in the first stage of a compressed chain."""
 Theta = Mapping[str, Sequence[np.ndarray]]
 """Host values by shard: fp32 arrays in canonical order."""
 
@@ -249,14 +273,6 @@ Theta = Mapping[str, Sequence[np.ndarray]]
 def _shared(array: np.ndarray) -> Tensor:
     """The array as a tensor: without a copy where torch allows it."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-class _Coordinates(nn.Module):
-    """A [V, K]: the trained part of a compressed chain's embedding."""
-
-    def __init__(self, vocab_size: int, k: int) -> None:
-        super().__init__()
-        self.coordinates = nn.Parameter(torch.empty(vocab_size, k))
 
 
 class Past:
@@ -285,11 +301,12 @@ class _FeedForward(nn.Module):
         super().__init__()
         self.gate_proj = Linear(spec.d_ff, spec.d_model)
         self.up_proj = Linear(spec.d_ff, spec.d_model)
-        self.down_proj = Linear(spec.d_model, spec.d_ff)
+        self.down_proj = Linear(spec.written, spec.d_ff)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        out_BLD: Tensor = self.down_proj(functional.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
-        return out_BLD
+        """The residual [B, L, W]."""
+        out_BLW: Tensor = self.down_proj(functional.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
+        return out_BLW
 
 
 class Block(nn.Module):
@@ -307,16 +324,14 @@ class Block(nn.Module):
     ) -> Tensor:
         """X [B, L, D] -> the same, in the same number format; the sums within are fp32 at least."""
         form, x_BLD = x_BLD.dtype, wide(x_BLD)
-        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), cos_LH, sin_LH, mask, join)
-        out_BLD: Tensor = x_BLD + self.mlp(self.post_attention_layernorm(x_BLD))
-        return out_BLD.to(form)
+        x_BLD = plus(x_BLD, self.self_attn(self.input_layernorm(x_BLD), cos_LH, sin_LH, mask, join))
+        return plus(x_BLD, self.mlp(self.post_attention_layernorm(x_BLD))).to(form)
 
 
 class Stage(nn.Module):
     """Blocks `first_block` up to, not including, `last_block`, with or without the embedding and the head. Parameters
     have no values before `load`.
 
-    u_DK: orthonormal columns, for a member of a compressed chain; None: no compression.
     form: the number format of x before and after the blocks.
     """
 
@@ -328,7 +343,6 @@ class Stage(nn.Module):
         has_embed: bool,
         has_head: bool,
         *,
-        u_DK: Tensor | None = None,
         device: torch.device | str = "cpu",
         form: torch.dtype = torch.float32,
     ) -> None:
@@ -338,15 +352,11 @@ class Stage(nn.Module):
             *(("embed",) if has_embed else ()),
             *(f"block.{i}" for i in range(first_block, last_block)),
             *(("head",) if has_head else ()),
+            *(("anchor",) if spec.residual_width else ()),
         )
         self.has_embed, self.has_head = has_embed, has_head
-        self.boundary: Boundary | None = None
-        self._u_DK = None if u_DK is None else u_DK.to(device)
-        self._a0_VK: Tensor | None = None
         self.model = nn.Module()
-        if has_embed:
-            V = spec.vocab_size
-            self.model.embed_tokens = Embedding(V, spec.d_model) if u_DK is None else _Coordinates(V, u_DK.shape[1])
+        self.model.embed_tokens = Embedding(spec, has_embed)
         self.model.layers = nn.ModuleDict({str(i): Block(spec) for i in range(first_block, last_block)})
         if has_head:
             self.model.norm = Norm(spec.d_model, spec.norm_eps)
@@ -357,23 +367,16 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def load(self, theta: Theta, copy: Callable[[list[tuple[Tensor, np.ndarray]]], None] | None = None) -> None:
-        """Takes this stage's shards from `theta`. A compressed chain may read `embed` until the next call: it must not
-        change. Raises KeyError.
+        """Takes this stage's shards from `theta`. Raises KeyError.
 
         copy: writes arrays into parameters; None: one after the other.
         """
         held = dict(self.named_parameters())
-        if self._u_DK is not None:
-            te_VD = _shared(theta["embed"][0])
-            self.boundary = Boundary(self._u_DK, te_VD, t_perp(te_VD, self._u_DK, self.form), self.form)
-            if self.has_embed:
-                self._a0_VK = coordinates(te_VD, self._u_DK)
-                held[COORDINATES].copy_(self._a0_VK)
-        pairs: list[tuple[Tensor, np.ndarray]] = []
-        for shard in self.shards:
-            for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=True):
-                if name in held:
-                    pairs.append((held[name], array))
+        pairs = [
+            (held[name], array)
+            for shard in self.shards
+            for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=True)
+        ]
         if copy is not None:
             copy(pairs)
         else:
@@ -387,8 +390,7 @@ class Stage(nn.Module):
     def parameters_of(self, shard: str) -> dict[str, nn.Parameter]:
         """The trained parameters of a held shard by name, in canonical order."""
         held = dict(self.named_parameters())
-        names = [COORDINATES] if shard == "embed" and self._u_DK is not None else []
-        return {name: held[name] for name in names or [name for name, _ in layout.tensors(self.spec, shard)]}
+        return {name: held[name] for name, _ in layout.tensors(self.spec, shard)}
 
     def make_gradients(self) -> list[Tensor]:
         """The gradient sums of all parameters in their order; zeros where there is none yet."""
@@ -398,34 +400,27 @@ class Stage(nn.Module):
         return [p.grad for p in self.parameters() if p.grad is not None]
 
     def moved(self, shard: str, theta: Theta) -> list[Moved]:
-        """theta - this stage's values for each tensor in canonical order; the values change with the next step.
-        `theta`: as loaded. A compressed chain's embedding moves within S only: (A0 - A) U^T."""
+        """For each tensor in canonical order `theta`, as loaded, and this stage's values, which the next step changes."""
         held = {name: parameter.detach() for name, parameter in self.named_parameters()}
-        if shard == "embed" and self._u_DK is not None and self._a0_VK is not None:
-            return [(None, WithinSubspace(self._a0_VK, held[COORDINATES], self._u_DK))]
         return [
             (array, held[name]) for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=True)
         ]
 
-    def displacement(self, shard: str, theta: Theta) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """`moved` on the host: (a, b) for each tensor, fp32, with the difference a - b, or a where b is None."""
-        found: list[tuple[np.ndarray, np.ndarray | None]] = []
-        for a, b in self.moved(shard, theta):
-            if isinstance(b, WithinSubspace):
-                found.append((np.ascontiguousarray(b.rows(0, len(b.a_VS)).cpu().numpy()), None))
-            else:
-                assert a is not None
-                found.append((a, b.cpu().numpy()))
-        return found
+    def displacement(self, shard: str, theta: Theta) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`moved` on the host: (a, b) for each tensor, fp32, with the difference a - b."""
+        return [(a, b.cpu().numpy()) for a, b in self.moved(shard, theta)]
 
-    def embed(self, ids_BL: Tensor) -> Tensor:
-        """Token embeddings [B, L, D]. The ids are best on the host."""
-        table, there_BL = self.model.embed_tokens, to_device(ids_BL, self.device)
-        if isinstance(table, _Coordinates):
-            assert self.boundary is not None, "load comes first"
-            return self.boundary.expand(functional.embedding(there_BL, table.coordinates), ids_BL)
-        x_BLD: Tensor = table(there_BL)  # type: ignore[operator]
-        return x_BLD
+    def embed(self, ids_BL: Tensor, wire_BLW: Tensor | None = None) -> Tensor:
+        """x [B, L, D] before the blocks. The ids are best on the host; `wire_BLW`: from the stage before, None in the
+        first one."""
+        if wire_BLW is not None and not self.spec.residual_width:
+            return wire_BLW
+        x_BLD: Tensor = self.model.embed_tokens(to_device(ids_BL, self.device), wire_BLW)  # type: ignore[operator]
+        return x_BLD.to(self.form)
+
+    def outward(self, x_BLD: Tensor) -> Tensor:
+        """The values [B, L, W] of the blocks' output for the next stage."""
+        return x_BLD[..., : self.spec.written]
 
     def mask(self, ids_BL: Tensor) -> Tensor | None:
         """The mask for `block`: which tokens see each other. The same on every stage."""
@@ -440,11 +435,9 @@ class Stage(nn.Module):
         forward = compiled.where_it_pays(Block.forward, x_BLD.device)
         return forward(layer, x_BLD, *angles, mask)  # type: ignore[arg-type]
 
-    def forward(self, ids_BL: Tensor, x_BLD: Tensor | None = None) -> Tensor:
-        """x [B, L, D] after this stage's blocks. `x_BLD`: of the previous stage; None in the first one."""
-        if x_BLD is None:
-            x_BLD = self.embed(ids_BL)
-        mask = self.mask(ids_BL)
+    def forward(self, ids_BL: Tensor, wire_BLW: Tensor | None = None) -> Tensor:
+        """x [B, L, D] after this stage's blocks. `wire_BLW`: from the stage before; None in the first one."""
+        x_BLD, mask = self.embed(ids_BL, wire_BLW), self.mask(ids_BL)
         for shard in self.shards:
             if shard.startswith("block."):
                 x_BLD = self.block(layout.block_index(shard), x_BLD, mask)

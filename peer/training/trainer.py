@@ -7,7 +7,7 @@ fp32.
 
 Not thread-safe: every call belongs on one worker thread (`make_worker`).
 
-Shapes: B rows per micro-batch, L positions, D model width, K subspace width (W: K, or D when k = 0).
+Shapes: B rows per micro-batch, L positions, D model width, W residual width.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.optim.adamw import adamw
 from peer.state.outer_optimizer import Accumulate, difference
 from peer.training import moments as packed_moments
 from peer.training.micro_batch import Forwarded, Inputs, MicroBatches
-from peer.training.model import COORDINATES, Stage, Theta
+from peer.training.model import Stage, Theta
 from peer.training.optimizer import Pace, launch_norms, muon_parameters, muon_step, sum_squares
 from peer.training.recorded import Graphs
 from peer.training.update import DeviceUpdate
@@ -64,10 +64,8 @@ def mean_loss(losses: Sequence[Tensor]) -> float:
 
 
 class StageTrainer:
-    """Trains the contiguous `shards` of one replica.
+    """Trains the `shards` of one stage (protocol/planning/memory.py: stage_shards).
 
-    rank: values per token at the chain's boundaries; 0: whole activations, and a full replica.
-    basis: [D, >= rank] (protocol/codec/subspace.py), where `rank` > 0.
     steps: inner steps done since `begin_round`.
     """
 
@@ -77,7 +75,7 @@ class StageTrainer:
     recording: Mapping[str, Callable[[torch.device], Graphs]] = {"cuda": Graphs}
     """What records blocks (peer/training/recorded.py), by device type."""
     forms: Mapping[str, torch.dtype] = {"cuda": torch.bfloat16}
-    """The number format between the blocks of a compressed chain's stage, by device type; fp32 on the others."""
+    """The number format between the blocks of a chain's stage, by device type; fp32 on the others."""
 
     def __init__(
         self,
@@ -85,18 +83,17 @@ class StageTrainer:
         train: TrainSpec,
         shards: Sequence[str],
         *,
-        rank: int = 0,
-        basis: np.ndarray | None = None,
         device: str = "cpu",
     ) -> None:
-        names = layout.shard_names(spec)
-        if not shards or tuple(shards) not in {names[i : i + len(shards)] for i in range(len(names))}:
+        names, own = layout.shard_names(spec), tuple(shard for shard in shards if shard != "anchor")
+        anchor = names[spec.n_layers + 2 :]
+        if not own or (*own, *anchor) not in {(*names[i : i + len(own)], *anchor) for i in range(len(names))}:
             raise LocalError(f"stage {list(shards)}: not a contiguous range of shards; this is a bug")
-        if rank and (basis is None or basis.shape[0] != spec.d_model or not rank <= basis.shape[1]):
-            raise LocalError(f"stage of a chain with rank {rank}: no basis of that width; this is a bug")
-        if spec.tie_word_embeddings and (rank or tuple(shards) != names):
+        if tuple(shards) != (*own, *anchor):
+            raise LocalError(f"stage {list(shards)}: without anchor, or with one that its model lacks; this is a bug")
+        if spec.tie_word_embeddings and tuple(shards) != names:
             raise LocalError("stage of a model with tied embeddings: must be the whole model; this is a bug")
-        self.spec, self.train, self.rank, self._rows = spec, train, rank, train.rows
+        self.spec, self.train, self._rows = spec, train, train.rows
         self.shards = tuple(shards)
         self.device = torch.device(device)
         if self.device.type == "cuda":
@@ -105,12 +102,9 @@ class StageTrainer:
             if self.device.index is not None:  # else what pins memory takes some of the first GPU's
                 torch.cuda.set_device(self.device)
         blocks = [layout.block_index(name) for name in shards if name.startswith("block.")]
-        u_DK = torch.tensor(np.ascontiguousarray(basis[:, :rank])) if rank and basis is not None else None
         first, last = (blocks[0], blocks[-1] + 1) if blocks else (0, 0)
-        form = self.forms.get(self.device.type, torch.float32) if rank else torch.float32
-        self.stage = Stage(
-            spec, first, last, "embed" in shards, "head" in shards, u_DK=u_DK, device=self.device, form=form
-        )
+        form = self.forms.get(self.device.type, torch.float32) if self.shards != names else torch.float32
+        self.stage = Stage(spec, first, last, "embed" in shards, "head" in shards, device=self.device, form=form)
         self._update = DeviceUpdate(self.device) if self.device.type in self.update_devices else None
         self._moments: dict[str, dict[str, Tensor]] = {}  # by parameter and name of the moment
         self._muon = muon_parameters(spec, train, shards)
@@ -123,8 +117,8 @@ class StageTrainer:
 
     @property
     def width(self) -> int:
-        """W: values per token and direction at this chain's boundaries."""
-        return self.rank or self.spec.d_model
+        """W: values per token and direction between stages."""
+        return self.spec.written
 
     @property
     def piece_rows(self) -> int:
@@ -136,8 +130,7 @@ class StageTrainer:
     def begin_round(self, theta: Theta, pace: Pace | None = None) -> None:
         """Starts a round; the optimizer's state stays.
 
-        theta: the held shards, and `embed` too when `rank` > 0. `delta` reads the arrays again: they must not change
-            before.
+        theta: the held shards. `delta` reads the arrays again: they must not change before.
         pace: None: as before.
         """
         self.stage.load(theta, self._update.load if self._update is not None else None)
@@ -159,7 +152,7 @@ class StageTrainer:
 
     def release(self) -> None:
         """Forgets the arrays of `begin_round`: they may change."""
-        self._theta = self.stage.boundary = None
+        self._theta = None
 
     def close(self) -> None:
         """Ends other processes and threads, of which one device has none."""
@@ -202,26 +195,14 @@ class StageTrainer:
         recompute: keep the inputs only; `backward` computes the forward again, to the same bits.
         """
         self._forwarded[micro], outward = self._micro_batches.forward(Inputs(ids, wire), recompute=recompute)
-        if self.stage.has_head or self.stage.boundary is None:
-            return outward
-        return self.stage.boundary.compress(outward)
-
-    def expect(self, ids: Tensor) -> None:
-        """Starts to send the device what the micro-batch of these ids [B, L+1], the next one, needs of the host."""
-        if self.stage.boundary is not None:
-            self.stage.boundary.expect(ids[:, :-1])
+        return outward
 
     def backward(self, micro: int, wire: Tensor | None = None) -> Tensor | None:
         """Adds the micro-batch's gradients. Returns the values for the previous stage [B, L, W], None in the first one.
 
         wire: [B, L, W] from the next stage; None in the last one.
         """
-        boundary, gradient = self.stage.boundary, wire
-        found = self._forwarded.pop(micro)
-        if boundary is not None and wire is not None:
-            gradient = boundary.expand_grad(wire, None if found.slot is None else found.slot.gradient)
-        inward = self._micro_batches.backward(found, gradient, self.train.micro_batches)
-        return inward if inward is None or boundary is None else boundary.compress_grad(inward)
+        return self._micro_batches.backward(self._forwarded.pop(micro), wire, self.train.micro_batches)
 
     def launch_norms(self) -> None:
         """All gradients of the step are there: a GPU computes their norms before `grad_sumsq` asks for them."""
@@ -229,8 +210,11 @@ class StageTrainer:
             self._norms = launch_norms(self._gradients())
 
     def grad_sumsq(self) -> list[tuple[str, float]]:
-        """Sum of the squared gradients of each held shard, canonical order. Raises LocalError if not finite."""
-        return sum_squares(self._norms or launch_norms(self._gradients()), self.shards)
+        """Sum of the squared gradients of each held shard, canonical order; that of `anchor` is part of the first one's,
+        for each stage has its own. Raises LocalError if not finite."""
+        own = [shard for shard in self.shards if shard != "anchor"]
+        norms = self._norms or launch_norms(self._gradients())
+        return sum_squares([(own[0] if shard == "anchor" else shard, norm) for shard, norm in norms], own)
 
     def _gradients(self) -> list[tuple[str, Tensor]]:
         held = ((shard, p) for shard in self.shards for p in self.stage.parameters_of(shard).values())
@@ -252,15 +236,13 @@ class StageTrainer:
         if matrices := {name: parameters.pop(name) for name in list(parameters) if name in self._muon}:
             momenta = [self._moments[name][packed_moments.MOMENTUM] for name in matrices]
             muon_step(list(matrices.values()), momenta, self.train, rate)
-        if self.train.scale_embedding_lr and COORDINATES in parameters:
-            self._adamw({COORDINATES: parameters.pop(COORDINATES)}, rate, math.sqrt(self.spec.d_model / self.rank))
         self._adamw(parameters, rate)
         self.reset()
         self._micro_batches.stepped()
         self.steps += 1
 
-    def _adamw(self, parameters: Mapping[str, Parameter], rate: float, scale: float = 1.0) -> None:
-        """One call for all of these parameters; they move by `scale` times the rate, and decay by the rate."""
+    def _adamw(self, parameters: Mapping[str, Parameter], rate: float) -> None:
+        """One call for all of these parameters."""
         moments = [self._moments[name] for name in parameters]
         adamw(  # the function, not the class: that imports the compiler (seconds, and 100 MB)
             list(parameters.values()),
@@ -273,15 +255,15 @@ class StageTrainer:
             amsgrad=False,
             beta1=self.train.beta1,
             beta2=self.train.beta2,
-            lr=rate * scale,
-            weight_decay=self.train.weight_decay / scale,
+            lr=rate,
+            weight_decay=self.train.weight_decay,
             eps=1e-8,
             maximize=False,
         )
 
     # --- the round's update
 
-    def displacement(self, shard: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    def displacement(self, shard: str) -> list[tuple[np.ndarray, np.ndarray]]:
         """theta - local of a held shard as pairs (`Stage.displacement`), canonical order."""
         return self.stage.displacement(shard, self._loaded())
 
@@ -327,8 +309,7 @@ class StageTrainer:
         return any(name in self._moments for name, _ in layout.tensors(self.spec, shard))
 
     def load_optimizer(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replaces the moments; ignores those of parameters that are not held. A chain's embedding coordinates of
-        another rank begin without. Raises LocalError for another wrong shape."""
+        """Replaces the moments; ignores those of parameters that are not held. Raises LocalError for a wrong shape."""
         self._moments.clear()
         self.add_moments(state)
 
@@ -342,8 +323,6 @@ class StageTrainer:
             if len(found) < len(shapes):
                 continue
             if {moment: array.shape for moment, array in found.items()} != shapes:
-                if name == COORDINATES:
-                    continue
                 raise LocalError(f"optimizer state of {name}: has another shape; delete the saved optimizer state")
             self._moments[name] = {
                 moment: torch.tensor(array, dtype=torch.float32, device=self.device) for moment, array in found.items()

@@ -11,8 +11,7 @@ of equal magnitudes the first has the largest key. Packed indices have at most t
 
 Arrays that recur every round are pinned at their third sight, until they are freed; mapped files never.
 
-Shape letters: T tiles, N elements of a tile, K entries of a tile, E entries in all; of a chain's embedding V tokens, D
-model width, S subspace width.
+Shape letters: T tiles, N elements of a tile, K entries of a tile, E entries in all.
 """
 
 from __future__ import annotations
@@ -89,20 +88,8 @@ _MAGNITUDE = 0x7FFFFFFF
 _PLACE = TILE.bit_length() - 1
 
 
-class WithinSubspace:
-    """The displacement (A0 - A) U^T [V, D] of a chain's embedding, made by rows on the device."""
-
-    def __init__(self, a0_VS: Tensor, a_VS: Tensor, u_DS: Tensor) -> None:
-        self.a0_VS, self.a_VS, self.u_DS = a0_VS, a_VS, u_DS
-        self.shape = len(a_VS), len(u_DS)
-
-    def rows(self, first: int, last: int) -> Tensor:
-        """Rows `first` up to, not including, `last`."""
-        return (self.a0_VS[first:last] - self.a_VS[first:last]) @ self.u_DS.T
-
-
-Moved = tuple[Array | None, Tensor | WithinSubspace]
-"""δ of a tensor: (θ on the host, trained values on the device), or (None, δ)."""
+Moved = tuple[Array, Tensor]
+"""Of a tensor θ on the host and the trained values on the device, which differ by δ."""
 
 
 def tiles(x: Tensor, tiling: Tiling) -> Tensor:
@@ -191,8 +178,7 @@ class DeviceUpdate:
         shapes. Parts that run out of the device's memory are repeated alone at the end."""
         if [e.shape for e in feedback] != [tuple(local.shape) for _, local in moved]:
             raise ValueError("the pseudo-gradient's shapes are not those of the feedback; this is a bug")
-        trained = [local.a_VS if isinstance(local, WithinSubspace) else local for _, local in moved]
-        ends = torch.stack([end for local in trained for end in torch.aminmax(local.detach())])
+        ends = torch.stack([end for _, local in moved for end in torch.aminmax(local.detach())])
         if not bool(torch.isfinite(ends).all()):  # waits for the trainer's work, too
             raise LocalError("the pseudo-gradient is not finite; this round's work is dropped")
         kept, jobs = [], []
@@ -200,15 +186,13 @@ class DeviceUpdate:
             tiling = topk.tiling(e.shape, k)
             index_TK = np.empty((tiling.tiles, tiling.keep), dtype=np.uint16)
             kept.append(Kept(tiling, index_TK, np.empty(tiling.entries, dtype=np.float32)))
-            in_place = pinned(e, self._device), theta is not None and pinned(theta, self._device)
+            in_place = pinned(e, self._device), pinned(theta, self._device)
             for part in tiling.cut(PART):
                 at = slice(part.band * part.tr * part.cols, (part.band * part.tr + part.rows) * part.cols)
-                old = None if theta is None else theta.reshape(-1)[at]
-                jobs.append(_Job(part, kept[-1], e.reshape(-1)[at], in_place, old, local, at))
-        # matrix products stay on this thread: cuBLAS keeps a workspace for each thread and stream
-        late = [job for job in jobs if isinstance(job.local, WithinSubspace)]
-        at_once = [job for job in jobs if not isinstance(job.local, WithinSubspace)]
-        list(run(functools.partial(self._work, float(beta), late.append), at_once))
+                old, new = theta.reshape(-1)[at], local.reshape(-1)[at]
+                jobs.append(_Job(part, kept[-1], e.reshape(-1)[at], in_place, old, new))
+        late: list[_Job] = []
+        list(run(functools.partial(self._work, float(beta), late.append), jobs))
         for job in late:
             self._work(float(beta), None, job)
         return kept
@@ -317,28 +301,21 @@ class _Job:
 
     kept: where the part's entries go.
     in_place: whether e and θ are pinned.
-    local: the trained values of the whole tensor.
-    at: the flat elements of the part.
+    theta, local: the part before and after training, flat.
     """
 
     part: Tiling
     kept: Kept
     e: Array
     in_place: tuple[bool, bool]
-    theta: Array | None
-    local: Tensor | WithinSubspace
-    at: slice
+    theta: Array
+    local: Tensor
 
     def run(self, lane: _Lane, beta: float) -> None:
         """Leaves this part of e unchanged if it raises."""
         part, first = self.part, self.part.first
-        if isinstance(self.local, WithinSubspace):
-            row = part.band * part.tr
-            local = self.local.rows(row, row + part.rows).reshape(-1)
-        else:
-            local = self.local.reshape(-1)[self.at]
         e_in_place, theta_in_place = self.in_place
-        delta = local if self.theta is None else lane.up("theta", self.theta, theta_in_place).sub_(local)
+        delta = lane.up("theta", self.theta, theta_in_place).sub_(self.local)
         # two kernels: the product is rounded before the sum
         x = lane.up("e", self.e, e_in_place).mul_(beta).add_(delta)
         packed = pack(select(tiles(x, part), part.keep), part.n)

@@ -64,7 +64,6 @@ class PeerView:
     stages: int = 1
     first: int = 0
     last: int = 0
-    rank: int = 0
     device: str = ""
     memory_bytes: int = 0
     """Memory offered for training."""
@@ -100,7 +99,7 @@ class PeerView:
     @property
     def place(self) -> tuple[object, ...]:
         """The context of its measurements; a change makes them obsolete."""
-        return self.role, self.first, self.last, self.position, self.stages, self.rank
+        return self.role, self.first, self.last, self.position, self.stages
 
     @property
     def chain(self) -> ChainReport | None:
@@ -525,7 +524,7 @@ class RunView:
         before = p.place
         p.role, p.round, p.step = role.role[:10], role.round, 0
         p.phase = "training" if p.here else p.phase  # it may have left after the plan was made
-        p.replica, p.first, p.last, p.rank = role.replica, role.first, role.last, role.rank
+        p.replica, p.first, p.last = role.replica, role.first, role.last
         p.position, p.stages, p.steps = role.position, role.stages, max(role.steps, 1)
         if p.place != before:
             p.measured(None)
@@ -635,7 +634,7 @@ class RunView:
             for position, stage in enumerate(replica.stages):
                 p = self._peer(stage.peer)
                 p.role = "stage" if replica.is_chain else "full"
-                p.replica, p.rank, p.position, p.stages = replica.number, replica.rank, position, len(replica.stages)
+                p.replica, p.position, p.stages = replica.number, position, len(replica.stages)
                 p.first, p.last, p.steps = stage.first, stage.last, replica.work.steps
         for peer, p in self.peers.items():
             if p.place != before.get(peer):

@@ -40,7 +40,6 @@ class ReplicaView:
     """Its peer's name, or its chain's."""
     chain: bool
     """Whether several peers share its blocks."""
-    rank: int
     waits: str
     """A chain's bottleneck, for a reader; empty if unknown."""
     bottleneck: Bottleneck | None
@@ -252,7 +251,6 @@ def _replicas(view: RunView) -> Iterator[ReplicaView]:
             replica=r.number,
             name=f"chain {chains}" if r.is_chain else view.name(r.peers[0]),
             chain=r.is_chain,
-            rank=r.rank,
             waits=known.slowest if known is not None else "",
             bottleneck=known.bottleneck if known is not None else None,
         )

@@ -1,5 +1,5 @@
 """Compression and content addressing: sparse updates, number formats, seeded random numbers, blob names.
 
 Front door: `sparse` (`encode`, `decode`, `apply`), `formats` (`Codec`, `bytes_per_token`), `blob_hash.name_of`,
-`subspace.basis`, `philox.normal_like`.
+`philox.normal_like`.
 """

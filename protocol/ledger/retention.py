@@ -42,14 +42,8 @@ def trained_shards(manifest: Manifest, plan: Plan | None, peer: str) -> tuple[st
     return () if stage is None else memory.stage_shards(manifest, stage.first, stage.last)
 
 
-def used_shards(manifest: Manifest, plan: Plan | None, peer: str) -> tuple[str, ...]:
-    """The shards that `peer` reads when it trains: those that it trains, and the embedding."""
-    stage = plan.stage_of(peer) if plan is not None else None
-    return () if stage is None else memory.held_shards(manifest, stage.first, stage.last)
-
-
 def held_shards(manifest: Manifest, plan: Plan | None, peer: str, *, warm: bool, whole: bool) -> tuple[str, ...]:
-    """Shards that `peer` holds for `plan`, in canonical order: what it uses, and will use in a forming replica.
+    """Shards that `peer` holds for `plan`, in canonical order: what it trains, and will train in a forming replica.
 
     warm: spares hold all; whole: so does an unplanned peer that can be a full replica
     """
@@ -57,7 +51,7 @@ def held_shards(manifest: Manifest, plan: Plan | None, peer: str, *, warm: bool,
         return ()
     names, stages = layout.shard_names(manifest.model), plan.held_by(peer)
     if stages:
-        wanted = {shard for stage in stages for shard in memory.held_shards(manifest, stage.first, stage.last)}
+        wanted = {shard for stage in stages for shard in memory.stage_shards(manifest, stage.first, stage.last)}
         return tuple(name for name in names if name in wanted)
     return (
         names if (warm if peer in plan.spares else whole) else ()

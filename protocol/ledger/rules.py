@@ -242,13 +242,6 @@ def plans_whole_models(state: RunState, commit: Commit) -> Iterator[str]:
             yield f"plans replica {replica.number} with a stage without blocks"
 
 
-def plans_allowed_ranks(state: RunState, commit: Commit) -> Iterator[str]:
-    """Values per token that cross a boundary are no more than the model's width."""
-    for replica in _replicas(commit.plan):
-        if replica.rank > state.manifest.model.d_model:
-            yield f"plans replica {replica.number} with rank {replica.rank}, more than the model's width"
-
-
 def plans_peers_once(state: RunState, commit: Commit) -> Iterator[str]:
     """No peer is in two replicas that train, or in two that form."""
     plan = commit.plan
@@ -386,7 +379,6 @@ RULES: tuple[Rule, ...] = (
     has_due_scores,
     plans_next_round,
     plans_whole_models,
-    plans_allowed_ranks,
     plans_peers_once,
     plans_spares_apart,
     plans_no_resting_peer,

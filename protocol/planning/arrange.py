@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from protocol.planning import search
-from protocol.planning.memory import held_shards
+from protocol.planning.memory import stage_shards
 from protocol.planning.objective import Swarm, padded
 from protocol.planning.partition import HORIZON_ROUNDS, MOVE_GAIN, Candidate, Ranges, split
 from protocol.planning.search import SMALL, Allowed, Arrangement, Group
@@ -43,11 +43,10 @@ SHARES = (0.3, 0.3, 0.2, 0.2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arranged:
-    """One replica. `rank`: one of the manifest's; `rate`: predicted tokens per second."""
+    """One replica. `rate`: predicted tokens per second."""
 
     members: tuple[str, ...]
     ranges: Ranges
-    rank: int
     rate: float
 
 
@@ -99,37 +98,27 @@ def rates(
     everybody = sorted(candidates, key=lambda c: c.peer)
     number = {c.peer: i for i, c in enumerate(everybody)}
     groups = [tuple(number[peer] for peer in replica.members) for replica in replicas]
-    as_is, _, _ = _as_is(Swarm(manifest, everybody, relay_bps), groups, replicas)
-    found: list[float] = as_is.tolist()
+    found: list[float] = _as_is(Swarm(manifest, everybody, relay_bps), groups, replicas).tolist()
     return found
 
 
-def _as_is(swarm: Swarm, groups: Sequence[Group], replicas: Sequence[Arranged]) -> tuple[Floats, Floats, Ints]:
-    """[N] each: rates of replicas as they are, rates at the best allowed rank, and the index of that rank."""
+def _as_is(swarm: Swarm, groups: Sequence[Group], replicas: Sequence[Arranged]) -> Floats:
+    """[N]: rates of replicas as they are."""
     rows = padded(groups)
     blocks = np.zeros_like(rows)
     for row, replica in zip(blocks, replicas, strict=True):
         row[: len(replica.ranges)] = [b - a for a, b in replica.ranges]
-    ranks = swarm.shapes.ranks
-    best, rank = swarm.rates(rows, blocks)
-    now = np.array([ranks.index(r.rank) if r.rank in ranks else int(n) for r, n in zip(replicas, rank, strict=True)])
-    return swarm.rates(rows, blocks, now)[0], best, rank
+    return swarm.rates(rows, blocks)[0]
 
 
 def _as_they_are(swarm: Swarm, old: dict[Group, Arranged]) -> dict[Group, Arranged]:
-    """Replicas with their rates, and with another rank where that pays: nothing has to travel for it."""
+    """Replicas with their rates."""
     if not old:
         return old
-    ranks = swarm.shapes.ranks
-    same, best, rank = _as_is(swarm, list(old), list(old.values()))
-    changes = (best * MOVE_GAIN >= same) & [len(group) > 1 for group in old]
+    found = _as_is(swarm, list(old), list(old.values())).tolist()
     return {
-        group: dataclasses.replace(
-            replica,
-            rank=ranks[int(rank[n])] if changes[n] else replica.rank,
-            rate=float(best[n] if changes[n] else same[n]),
-        )
-        for n, (group, replica) in enumerate(old.items())
+        group: dataclasses.replace(replica, rate=rate)
+        for (group, replica), rate in zip(old.items(), found, strict=True)
     }
 
 
@@ -193,8 +182,8 @@ def _pays(
     for row, group in enumerate(after):
         edges = itertools.accumulate((int(n) for n in rated.blocks[row][: len(group)]), initial=0) if rated else ()
         for i, (a, b) in zip(group, itertools.pairwise(edges), strict=True):
-            held = held_shards(manifest, *before[everybody[i].peer]) if everybody[i].peer in before else ()
-            new = [shard for shard in held_shards(manifest, a, b) if shard not in held]
+            held = stage_shards(manifest, *before[everybody[i].peer]) if everybody[i].peer in before else ()
+            new = [shard for shard in stage_shards(manifest, a, b) if shard not in held]
             if everybody[i].peer in before:
                 bits = 8 * sum(layout.shard_bytes(manifest.model, shard) for shard in new)
                 slowest = max(slowest, bits / float(swarm.down[i]))
@@ -208,7 +197,7 @@ def _result(
     staying = {group: rate for group, rate in zip(now.groups, now.rates, strict=True) if group in now.kept}
     new = [(g, r) for g, r in zip(now.groups, now.rates, strict=True) if g not in now.kept]
     replicas = [
-        Arranged(members=replica.members, ranges=replica.ranges, rank=replica.rank, rate=staying[group])
+        Arranged(members=replica.members, ranges=replica.ranges, rate=staying[group])
         for group, replica in old.items()
         if group in staying
     ]
@@ -225,7 +214,6 @@ def _result(
                 Arranged(
                     members=tuple(everybody[i].peer for i in members),
                     ranges=_ranges(manifest, swarm, everybody, members, rated.blocks[n]),
-                    rank=swarm.shapes.ranks[int(rated.rank[n])] if len(members) > 1 else 0,
                     rate=float(rated.rate[n]),
                 )
             )

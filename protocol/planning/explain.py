@@ -36,7 +36,6 @@ class Role:
 class Explained:
     """A replica. rate: predicted tokens per second; ideal: of its computing alone; limit: what sets its pace."""
 
-    rank: int
     rate: float
     ideal: float
     limit: str
@@ -59,7 +58,6 @@ def explain(manifest: Manifest, candidates: Sequence[Candidate], replicas: Seque
 def _explain(swarm: Swarm, replica: Arranged, members: list[int], whys: Sequence[str]) -> Explained:
     table, rows = swarm.shapes, padded([members])
     blocks = np.array([[b - a for a, b in replica.ranges]], dtype=np.int64)
-    rank = table.ranks.index(replica.rank) if replica.rank in table.ranks else 0
     compute = swarm.compute(rows, blocks)[0]
     work = table.layers * table.block_ops + table.extra_ops[WHOLE]
     roles = tuple(
@@ -67,24 +65,23 @@ def _explain(swarm: Swarm, replica: Arranged, members: list[int], whys: Sequence
         for peer, why, (a, b), seconds in zip(replica.members, whys, replica.ranges, compute, strict=True)
     )
     return Explained(
-        rank=replica.rank,
         rate=replica.rate,
         ideal=float(table.tokens * swarm.speed[members].sum() / work),
-        limit=_limit(swarm, replica.members, rows, blocks, rank),
+        limit=_limit(swarm, replica.members, rows, blocks),
         roles=roles,
     )
 
 
-def _limit(swarm: Swarm, names: Sequence[str], rows: Ints, blocks: Ints, rank: int) -> str:
+def _limit(swarm: Swarm, names: Sequence[str], rows: Ints, blocks: Ints) -> str:
     """The part of a micro-batch's way that takes longest."""
-    links = swarm.links(rows, rank)
+    links = swarm.links(rows)
     manners = swarm.manners(swarm.compute(rows, blocks), swarm.room(rows, blocks), links)
     seconds = [float(step(swarm.shapes.micro_batches, times, links, windows)[0][0]) for times, windows in manners]
     compute, windows = (x[0] for x in manners[int(np.argmin(seconds))])
     slowest = int(np.argmax(compute))
     if len(names) == 1:
         return "its computing"
-    forward, backward = (x[0] for x in swarm.boundaries(rows, swarm.kinds(rows), swarm.shapes.boundary_bits[rank]))
+    forward, backward = (x[0] for x in swarm.boundaries(rows, swarm.kinds(rows), swarm.shapes.boundary_bits))
     latency = swarm.latencies(rows)[0]
     ways = [*(forward + backward + 2 * latency), 0.0]
     trips = (compute + ways)[::-1].cumsum()[::-1]  # from each stage to the end of the chain and back

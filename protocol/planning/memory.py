@@ -1,25 +1,23 @@
 """Memory of a stage, and the shards that it holds.
 
-In bytes above an idle process; P parameters of the stage, E = V d of the embedding, k the highest allowed rank, r rows,
-L tokens, B blocks, d width, c width of the keys (d, or less where heads share them), F feed-forward width, V
-vocabulary, D parameters of a block, M micro-batches of a step.
+In bytes above an idle process; P parameters of the stage, its rows of tokens (`anchor`) included, V vocabulary, d
+width, w residual width, E = V d of the embedding in the first stage, V (d - w) in the others, r rows, L tokens, B
+blocks, c width of the keys (d, or less where heads share them), F feed-forward width, D parameters of a block, M
+micro-batches of a step.
 
     parameters    16 P: local copy, gradient, two AdamW moments in fp32; 12 P of what Muon trains
-    first stage   20 V k instead of 16 E in a compressed chain: A, A0, the gradient of A and two moments
     overlap       4 P where the next round's inner steps begin
-    state         8 P + 4 E: theta, error feedback, and the embedding where it is only read; in files: 0
-    scratch       4 (E + D): the next state of the embedding and a block; in files: 0; beside a GPU, where several
-                  shards are made at a time, 4 (2 E + 3 D)
+    state         8 P: theta and error feedback; in files: 0
+    scratch       4 (V d + D): the next state of the embedding and a block; in files: 0; beside a GPU, where several
+                  shards are made at a time, 4 (2 V d + 3 D)
     in flight     4 r L (B n + [documents] L) for each micro-batch between its forward and its backward, with
                   n = 14 d + 3 c + 4 F values a token and block, 3 (d + c) more with normalized queries and keys
-    frames        r L (4 k + f) for each micro-batch under way: a frame of f bytes a token from either side, its tensor
-    reader        8 r L d in a compressed chain: a micro-batch's rows of the embedding, by token and by position
-    backward      8 r L t + 4 d F + [first, whole] 4 E: gradients in a block, t = 8 d + 2 c + 4 F values a token, of its
-                  largest matrix, and of an embedding that is trained as a whole
-    loss          8 min(r L V, LOGITS) + 4 E in the last stage: logits and their logarithms, the gradient of the head;
-                  in a full replica the larger of that and the embedding's gradient
-    moved         4 (E - G) if more than the five above: what the embedding of a compressed chain moved, in its first
-                  stage, when the G parameters' gradients (V k of its own) are gone; 8 E of tied embeddings
+    frames        r L (4 w + f) for each micro-batch under way: a frame of f bytes a token from either side, its tensor
+    backward      8 r L t + 4 d F + 4 E: gradients in a block, t = 8 d + 2 c + 4 F values a token, of its largest
+                  matrix, and of the rows of tokens
+    loss          8 min(r L V, LOGITS) + 4 V d in the last stage, if more than 4 E: logits and their logarithms, the
+                  gradient of the head
+    tied          8 V d if more than the four above: both gradients of tied embeddings
     Muon          12 W if more: the largest matrix of a block while its update is made orthogonal
     later role    4 Q: the Q parameters that a peer lacks for its next role; in files: 0
     spare         4 bytes a parameter of the model + scratch: a spare that keeps all shards warm
@@ -31,23 +29,22 @@ A block keeps t of its n values as tensors (2 (d + c) more with normalized queri
 host. Blocks are compiled and compute in bf16 (peer/training/compiled.py); T are the parameters of a block's matrices:
 
     in flight     r L B (14 d + 4 c + 6 F) + 2 B T, 2 r L B (d + c) more with normalized queries and keys; in a chain's
-                  stage, whose blocks are recorded (peer/training/recorded.py), 6 r L d more, 12 without compression
-    backward      r L (8 d + 6 F) + 4 T + 2 d F + [first, whole] 4 E
-    loss          4 min(r L V, GPU_LOGITS) + 8 E + 4 r L d
+                  stage, whose blocks are recorded (peer/training/recorded.py), 6 r L d more
+    backward      r L (8 d + 6 F) + 4 T + 2 d F + 4 E
+    loss          4 min(r L V, GPU_LOGITS) + 8 V d + 4 r L d
 
 On the host beside it, together (`host_memory`): state, scratch and later role as above, and
 
-    moments       8 P, 4 of what Muon trains: their copy for a checkpoint; 8 V k instead of 8 E in a compressed chain
-    copies        8 LANES min(PART, E or the largest matrix): the update on its way (peer/training/update.py)
+    moments       8 P, 4 of what Muon trains: their copy for a checkpoint
+    copies        8 LANES min(PART, V d or the largest matrix): the update on its way (peer/training/update.py)
     frames        r L f (M + 1) from either side
-    reader        16 r L d of a compressed chain: rows of two micro-batches, in sizes of powers of two
 
 *In files.* A peer with too little memory for every role keeps state and scratch in mapped files, which are used at the
-round boundary only. Disk: 12 P + 8 E.
+round boundary only. Disk: 12 P + 8 V d.
 
 
 *Tied embeddings.* Such a model is trained by full replicas only (NEVER), since both ends of a chain would move one
-matrix. A replica has both its gradients at once, 8 E; the matrix counts once.
+matrix. A replica has both its gradients at once, 8 V d; the matrix counts once.
 
 """
 
@@ -83,18 +80,13 @@ def on_gpu(device: str) -> bool:
 
 
 def stage_shards(manifest: Manifest, first: int, last: int) -> tuple[str, ...]:
-    """The shards that the stage of blocks first <= i < last trains, in canonical order."""
+    """The shards that the stage of blocks first <= i < last trains, in canonical order. Every stage trains `anchor`."""
     return (
         *(("embed",) if first == 0 else ()),
         *(f"block.{i}" for i in range(first, last)),
         *(("head",) if last == manifest.model.n_layers else ()),
+        *(("anchor",) if manifest.model.residual_width else ()),
     )
-
-
-def held_shards(manifest: Manifest, first: int, last: int) -> tuple[str, ...]:
-    """The shards that the stage keeps at the global state: what it trains, and `embed` as a reader."""
-    trained = stage_shards(manifest, first, last)
-    return trained if "embed" in trained else ("embed", *trained)
 
 
 def in_flight(manifest: Manifest, first: int, last: int) -> int:
@@ -117,7 +109,7 @@ def activation_bytes(manifest: Manifest, first: int, last: int, device: str = CP
     length, tokens = manifest.train.sequence, _tokens(manifest, joined)
     mask = 4 * tokens * length if manifest.model.document_end_id >= 0 else 0
     is_recorded = on_gpu(device) and last - first < manifest.model.n_layers
-    recorded = (12 if 0 in manifest.chains.rank else 6) * tokens * manifest.model.d_model if is_recorded else 0
+    recorded = 6 * tokens * manifest.model.d_model if is_recorded else 0
     return (last - first) * _block_bytes(manifest, device, tokens) + mask + recorded
 
 
@@ -146,7 +138,7 @@ def frame_bytes(manifest: Manifest, first: int, last: int) -> int:
 
 def _came(manifest: Manifest, first: int, last: int, value_bytes: int) -> int:
     """Of frames, and of so many bytes for each of their values."""
-    chains, width = manifest.chains, max(k or manifest.model.d_model for k in manifest.chains.rank)
+    chains, width = manifest.chains, manifest.model.written
     forward, backward = (
         value_bytes * width + formats.bytes_per_token(f, width) for f in (chains.forward, chains.backward)
     )
@@ -176,7 +168,7 @@ def memory_at(
     """The same with all activations of `plain` micro-batches and `most` of them in flight."""
     kept = activation_bytes(manifest, first, last, device, joined) * plain
     flight = kept + frame_bytes(manifest, first, last) * most + _backward(manifest, first, last, device, joined)
-    moved = max(_moved(manifest, first, last), 12 * max(_muon(manifest, "block.0"), default=0))
+    moved = max(_tied(manifest), 12 * max(_muon(manifest, "block.0"), default=0))
     return _kept(manifest, first, last, in_files, device) + max(flight, moved)
 
 
@@ -187,7 +179,7 @@ def resting_bytes(manifest: Manifest, first: int, last: int, *, in_files: bool, 
 
 def later_bytes(manifest: Manifest, first: int, last: int) -> int:
     """Bytes of the shards that a stage does not hold, and holds before it becomes another one."""
-    held = held_shards(manifest, first, last)
+    held = stage_shards(manifest, first, last)
     return sum(layout.shard_bytes(manifest.model, s) for s in layout.shard_names(manifest.model) if s not in held)
 
 
@@ -195,18 +187,15 @@ def host_memory(manifest: Manifest, first: int, last: int, device: str, *, in_fi
     """Bytes of the host's memory beside a GPU that has its own; 0 for a processor."""
     if not on_gpu(device):
         return 0
-    spec, train, chains = manifest.model, manifest.train, manifest.chains
+    spec, train = manifest.model, manifest.train
     params, one_less = _trained(manifest, first, last)
-    whole, embed, widths = last - first == spec.n_layers, spec.vocab_size * spec.d_model, chains.rank
+    embed = spec.vocab_size * spec.d_model
     moments = 8 * params - 4 * one_less
-    if first == 0 and not whole:
-        moments += max(8 * spec.vocab_size * k - 8 * embed if k else 0 for k in widths)
     largest = max(embed, *(math.prod(shape) for shape in layout.shapes(spec, "block.0")))
     copies = 8 * LANES * min(PART, largest)
     frames = _came(manifest, first, last, 0) * (train.micro_batches + 1)
-    reader = 0 if whole or not max(widths) else 16 * _tokens(manifest, 1) * spec.d_model
-    state = 0 if in_files else 8 * params + (4 * embed if first else 0) + _scratch(manifest, 2, ABREAST)
-    return 4 * manifest.outer.overlap * params + moments + copies + frames + reader + state
+    state = 0 if in_files else 8 * params + _scratch(manifest, 2, ABREAST)
+    return 4 * manifest.outer.overlap * params + moments + copies + frames + state
 
 
 def _trained(manifest: Manifest, first: int, last: int) -> tuple[int, int]:
@@ -218,16 +207,11 @@ def _trained(manifest: Manifest, first: int, last: int) -> tuple[int, int]:
 
 def _kept(manifest: Manifest, first: int, last: int, in_files: bool, device: str) -> int:
     """What stays from step to step, where the parameters are."""
-    spec, widths = manifest.model, manifest.chains.rank
     params, one_less = _trained(manifest, first, last)
-    embed = spec.vocab_size * spec.d_model
-    instead = 0  # of the embedding's parameters
-    if first == 0 and last < spec.n_layers:
-        instead = max(20 * spec.vocab_size * k - 16 * embed if k else 0 for k in widths)
-    kept = 16 * params - 4 * one_less + instead
+    kept = 16 * params - 4 * one_less
     if on_gpu(device):  # the rest is the host's
         return kept
-    state = 0 if in_files else 8 * params + (4 * embed if first else 0) + _scratch(manifest)
+    state = 0 if in_files else 8 * params + _scratch(manifest)
     return kept + 4 * manifest.outer.overlap * params + state
 
 
@@ -238,10 +222,9 @@ def _muon(manifest: Manifest, shard: str) -> list[int]:
 
 
 def _backward(manifest: Manifest, first: int, last: int, device: str, joined: int) -> int:
-    tokens, whole = _tokens(manifest, joined), last - first == manifest.model.n_layers
-    read = 0 if whole or not max(manifest.chains.rank) else 8 * tokens * manifest.model.d_model
+    tokens = _tokens(manifest, joined)
     loss = _loss(manifest, device, tokens) if last == manifest.model.n_layers else 0
-    return _gradient_bytes(manifest, device, tokens) + max(4 * _table(manifest, first, last), loss) + read
+    return _gradient_bytes(manifest, device, tokens) + max(4 * _table(manifest, first), loss)
 
 
 def _gradient_bytes(manifest: Manifest, device: str, tokens: int) -> int:
@@ -263,23 +246,16 @@ def _loss(manifest: Manifest, device: str, tokens: int) -> int:
     return 8 * slices + 4 * spec.vocab_size * spec.d_model
 
 
-def _moved(manifest: Manifest, first: int, last: int) -> int:
-    """Bytes that a compressed chain's trained embedding moved, less freed gradients; or a tied one's gradients."""
+def _tied(manifest: Manifest) -> int:
+    """Bytes of the gradients of an embedding that is the head, too."""
     spec = manifest.model
-    embed, narrowest = spec.vocab_size * spec.d_model, min((k for k in manifest.chains.rank if k), default=0)
-    if spec.tie_word_embeddings:
-        return 8 * embed
-    if first > 0 or last == spec.n_layers or not narrowest:
-        return 0
-    others = sum(layout.parameters(spec, s) for s in stage_shards(manifest, first, last)) - embed
-    return max(0, 4 * (embed - others - spec.vocab_size * narrowest))
+    return 8 * spec.vocab_size * spec.d_model if spec.tie_word_embeddings else 0
 
 
-def _table(manifest: Manifest, first: int, last: int) -> int:
-    """Parameters of the embedding where the stage may train it as a whole, else 0."""
+def _table(manifest: Manifest, first: int) -> int:
+    """Parameters of a stage's rows of tokens, whose gradient a micro-batch makes as a whole."""
     spec = manifest.model
-    whole = last == spec.n_layers or 0 in manifest.chains.rank
-    return spec.vocab_size * spec.d_model if first == 0 and whole else 0
+    return spec.vocab_size * (spec.d_model if first == 0 else spec.d_model - spec.written)
 
 
 def warm_bytes(manifest: Manifest) -> int:

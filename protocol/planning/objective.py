@@ -93,8 +93,6 @@ USUAL_FLOPS = 1e12
 USUAL_BPS = 20e6
 """A home's uplink."""
 USUAL_LATENCY = 0.025
-TOLERANCE = 0.01
-"""A wider rank is taken where it costs at most this share of the rate: it learns better (docs/results/learning.md)."""
 DEEPER = (2, 4)
 """How many times as many micro-batches as memory always has room for (`window`) are tried to have room for."""
 SHIFTS = 4
@@ -110,8 +108,6 @@ class Rated:
     """[N, S]: of each member."""
     rate: Floats
     """[N]: tokens per second."""
-    rank: Ints
-    """[N]: which of `Shapes.ranks`."""
 
 
 class Swarm:
@@ -239,9 +235,9 @@ class Swarm:
         """[N, S] each: for how many micro-batches under way each stage has memory (protocol/planning/shapes.py)."""
         return self._holding.room(rows, self.kinds(rows), blocks)
 
-    def links(self, rows: Ints, rank: int) -> Links:
-        """Of the boundaries at this rank, as `step` takes them."""
-        forward, backward = self.boundaries(rows, self.kinds(rows), self.shapes.boundary_bits[rank])
+    def links(self, rows: Ints) -> Links:
+        """Of the boundaries, as `step` takes them."""
+        forward, backward = self.boundaries(rows, self.kinds(rows), self.shapes.boundary_bits)
         return forward + backward + 2 * self.latencies(rows), np.maximum(forward, backward).max(axis=1, initial=0.0)
 
     def manners(
@@ -257,36 +253,25 @@ class Swarm:
         return found
 
     def step_seconds(self, rows: Ints, blocks: Ints) -> tuple[Floats, Flags]:
-        """[ranks, N]: seconds of an inner step; [N]: whether it waits for windows or recomputes."""
-        seconds, waits = np.empty((len(self.shapes.ranks), len(rows))), np.zeros(len(rows), dtype=bool)
-        compute, room = self.compute(rows, blocks), self.room(rows, blocks)
-        for rank in range(len(seconds)):
-            links = self.links(rows, rank)
-            first, other = self.manners(compute, room, links)
-            seconds[rank], held_up = step(self.shapes.micro_batches, first[0], links, first[1])
-            waits |= held_up | (first[0] > compute).any(axis=1)
-            seconds[rank] = np.minimum(seconds[rank], step(self.shapes.micro_batches, other[0], links, other[1])[0])
-        return seconds, waits
+        """[N]: seconds of an inner step, and whether it waits for windows or recomputes."""
+        compute, room, links = self.compute(rows, blocks), self.room(rows, blocks), self.links(rows)
+        first, other = self.manners(compute, room, links)
+        seconds, held_up = step(self.shapes.micro_batches, first[0], links, first[1])
+        waits = held_up | (first[0] > compute).any(axis=1)
+        return np.minimum(seconds, step(self.shapes.micro_batches, other[0], links, other[1])[0]), waits
 
-    def rates(self, rows: Ints, blocks: Ints, rank: Ints | None = None) -> tuple[Floats, Ints]:
-        """[N] each: tokens per second at these ranks (default: at the best of the allowed ones), and which they are."""
-        return self._rates(rows, blocks, rank)[:2]
-
-    def _rates(self, rows: Ints, blocks: Ints, rank: Ints | None = None) -> tuple[Floats, Ints, Flags]:
-        """The same, and whether an inner step waits for windows."""
+    def rates(self, rows: Ints, blocks: Ints) -> tuple[Floats, Flags]:
+        """[N]: tokens per second, and whether an inner step waits for windows."""
         table, there, kind = self.shapes, rows >= 0, self.kinds(rows)
         seconds, waits = self.step_seconds(rows, blocks)
-        all_rates = table.tokens * table.micro_batches / seconds
-        if rank is None:
-            rank = np.argmax(all_rates >= (1 - TOLERANCE) * all_rates.max(axis=0), axis=0)
         offer = np.where(there, table.payload_bits[kind, blocks] / self.up[rows], 0.0).max(axis=1)
         if table.overlap:
             trains = table.round_seconds / np.maximum(offer, table.round_seconds)
         else:
             between = ROUND_TRIPS_BETWEEN * self.latencies(rows).max(axis=1, initial=0.0)
             trains = table.round_seconds / (table.round_seconds + offer + between)
-        rate = all_rates[rank, np.arange(len(rows))] * trains
-        return rate * np.where(there, self.presence[rows], 1.0).prod(axis=1) * self._reached(rows), rank, waits
+        rate = table.tokens * table.micro_batches / seconds * trains
+        return rate * np.where(there, self.presence[rows], 1.0).prod(axis=1) * self._reached(rows), waits
 
     def at_least(self, rows: Ints) -> Floats:
         """[N]: lower bound of an inner step's seconds, to compare orders; infinite where the model does not fit."""
@@ -294,16 +279,12 @@ class Swarm:
         speed = np.where(rows >= 0, self.speed[rows], 0.0).sum(axis=1)
         pace = (table.layers * table.block_ops + table.extra_ops[WHOLE]) / speed
         latency = 2 * self.latencies(rows).sum(axis=1)
-        forward, backward = self.boundaries(rows, kind, table.boundary_bits[0])
+        forward, backward = self.boundaries(rows, kind, table.boundary_bits)
         trip, slowest = (
             forward.sum(axis=1) + backward.sum(axis=1),
             np.maximum(forward, backward).max(axis=1, initial=0.0),
         )
-        seconds = np.full(len(rows), math.inf)
-        for bits in table.boundary_bits:
-            part = bits.sum() / table.boundary_bits[0].sum()
-            took = part * trip + latency + (table.micro_batches - 1) * np.maximum(part * slowest, pace)
-            seconds = np.minimum(seconds, took)
+        seconds = trip + latency + (table.micro_batches - 1) * np.maximum(slowest, pace)
         if self.private.any() or len(self.apart):
             with np.errstate(divide="ignore"):
                 seconds = seconds / self._reached(rows)
@@ -324,26 +305,26 @@ class Swarm:
 
     def rated(self, rows: Ints) -> Rated:
         """Any rows, each as it does best in this order of members."""
-        blocks, rate, rank = np.zeros_like(rows), np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
+        blocks, rate = np.zeros_like(rows), np.zeros(len(rows))
         good = np.flatnonzero(self.fits(rows))
         if len(good):
             some = np.asfortranarray(rows[good])
             blocks[good] = shared = np.asfortranarray(self.share_out(some, self.caps))
-            rate[good], rank[good], waits = self._rates(some, shared)
-            self._deepen(rows, good[waits], (blocks, rate, rank))
-        return Rated(blocks=blocks, rate=rate, rank=rank)
+            rate[good], waits = self.rates(some, shared)
+            self._deepen(rows, good[waits], (blocks, rate))
+        return Rated(blocks=blocks, rate=rate)
 
     def refined(self, rows: Ints, rated: Rated) -> Rated:
         """`rated`, with blocks shifted between members where that makes a waiting replica quicker. Slow."""
-        found = rated.blocks.copy(), rated.rate.copy(), rated.rank.copy()
+        found = rated.blocks.copy(), rated.rate.copy()
         some = np.flatnonzero(rated.rate > 0)
         if len(some):
             as_is, blocks = np.asfortranarray(rows[some]), np.asfortranarray(rated.blocks[some])
-            _, _, waits = self._rates(as_is, blocks, rated.rank[some])
+            _, waits = self.rates(as_is, blocks)
             self._shift(rows, some[waits], found)
-        return Rated(blocks=found[0], rate=found[1], rank=found[2])
+        return Rated(blocks=found[0], rate=found[1])
 
-    def _deepen(self, rows: Ints, which: Ints, found: tuple[Ints, Floats, Ints]) -> None:
+    def _deepen(self, rows: Ints, which: Ints, found: tuple[Ints, Floats]) -> None:
         """Shares blocks out so that members can have more micro-batches in flight, where that is better."""
         for caps in self.deeper_caps:
             which = which[self._fits(rows[which], self.kinds(rows[which]), caps)]
@@ -351,9 +332,9 @@ class Swarm:
                 return
             self._keep_better(rows, which, self.share_out(np.asfortranarray(rows[which]), caps), found)
 
-    def _shift(self, rows: Ints, which: Ints, found: tuple[Ints, Floats, Ints]) -> None:
+    def _shift(self, rows: Ints, which: Ints, found: tuple[Ints, Floats]) -> None:
         """Lets members of some rows give a block to another where that makes the row quicker."""
-        blocks, rate, _ = found
+        blocks, rate = found
         cap = np.where(rows >= 0, self.caps[self.kinds(rows), rows], 0)
         passes = SHIFTS
         while len(which) and passes:
@@ -366,13 +347,13 @@ class Swarm:
                 self._keep_better(rows, some, shared, found)
             which = which[rate[which] > before]
 
-    def _keep_better(self, rows: Ints, some: Ints, shared: Ints, found: tuple[Ints, Floats, Ints]) -> None:
+    def _keep_better(self, rows: Ints, some: Ints, shared: Ints, found: tuple[Ints, Floats]) -> None:
         """Of some rows these shares, where they are quicker."""
-        blocks, rate, rank = found
-        rate_then, rank_then = self.rates(np.asfortranarray(rows[some]), np.asfortranarray(shared))
+        blocks, rate = found
+        rate_then, _ = self.rates(np.asfortranarray(rows[some]), np.asfortranarray(shared))
         better = rate_then > rate[some] * (1 + 1e-9)
         at = some[better]
-        blocks[at], rate[at], rank[at] = shared[better], rate_then[better], rank_then[better]
+        blocks[at], rate[at] = shared[better], rate_then[better]
 
 
 def _filled(values: Sequence[int], usual: float) -> Floats:

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 from protocol.identity import short_peer
 from protocol.planning import budget
 from protocol.planning.budget import Budget
-from protocol.planning.memory import CPU, GPU, held_shards, on_gpu
+from protocol.planning.memory import CPU, GPU, on_gpu, stage_shards
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import MAX_SPEED, Announcement
@@ -238,8 +238,8 @@ def _moved_bytes(manifest: Manifest, before: ReplicaSpec, after: ReplicaSpec) ->
     """What the members of a chain must fetch: the state of the shards that they did not hold."""
     total = 0
     for old, new in zip(before.stages, after.stages, strict=True):
-        held = held_shards(manifest, old.first, old.last)
-        wanted = held_shards(manifest, new.first, new.last)
+        held = stage_shards(manifest, old.first, old.last)
+        wanted = stage_shards(manifest, new.first, new.last)
         total += sum(layout.shard_bytes(manifest.model, shard) for shard in wanted if shard not in held)
     return total
 

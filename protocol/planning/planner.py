@@ -159,9 +159,9 @@ def _arranged(
         stages = tuple(StageSpec(peer=p, first=a, last=b) for p, (a, b) in zip(one.members, one.ranges, strict=True))
         old = before.get(one.members)
         if old is not None and old.stages == stages:
-            staying.append(dataclasses.replace(old, rank=one.rank))
+            staying.append(old)
         else:
-            new.append(ReplicaSpec(number=NEW, rank=one.rank, stages=stages))
+            new.append(ReplicaSpec(number=NEW, stages=stages))
     stay = {replica.peers for replica in staying}
     return staying, linked((r for r in kept if r.peers not in stay), new, [round] * len(new))
 
@@ -196,4 +196,4 @@ def still_fit(manifest: Manifest, replicas: Sequence[ReplicaSpec], there: Mappin
 def arranged(replica: ReplicaSpec) -> Arranged:
     """A planned replica, for the search: its rate is found there."""
     ranges = tuple((stage.first, stage.last) for stage in replica.stages)
-    return Arranged(members=replica.peers, ranges=ranges, rank=replica.rank, rate=0.0)
+    return Arranged(members=replica.peers, ranges=ranges, rate=0.0)

@@ -126,15 +126,10 @@ def best_orders(swarm: Swarm, rows: Ints, thorough: bool) -> tuple[Ints, Rated]:
     all_rated = swarm.rated(tried)
     order = np.argsort(-all_rated.rate, kind="stable")
     top, first_at = np.unique(which[order], return_index=True)
-    blocks, rate, rank = np.zeros_like(rows), np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
+    blocks, rate = np.zeros_like(rows), np.zeros(len(rows))
     at = order[first_at]
-    found[top], blocks[top], rate[top], rank[top] = (
-        tried[at],
-        all_rated.blocks[at],
-        all_rated.rate[at],
-        all_rated.rank[at],
-    )
-    return found, Rated(blocks=blocks, rate=rate, rank=rank)
+    found[top], blocks[top], rate[top] = tried[at], all_rated.blocks[at], all_rated.rate[at]
+    return found, Rated(blocks=blocks, rate=rate)
 
 
 def polished(swarm: Swarm, rows: Ints, rate: Floats, turns: int) -> tuple[Ints, Floats]:

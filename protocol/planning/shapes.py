@@ -64,10 +64,8 @@ class Shapes:
     """Micro-batches that every chain can have under way."""
     payload_bits: Floats
     """[K, n]: what its member offers after a round."""
-    ranks: tuple[int, ...]
-    """The allowed ones, the widest first."""
     boundary_bits: Floats
-    """[ranks, 2]: of a frame forward and backward."""
+    """[2]: of a frame forward and backward."""
     round_seconds: float
     """How long a round trains."""
     overlap: bool
@@ -96,11 +94,8 @@ def shapes(manifest: Manifest) -> Shapes:
                 rest = memory.resting_bytes(manifest, first, last, in_files=files, device=device)
                 resting[form, kind, n] = rest + more
                 flight[form, kind, n] = memory.activation_bytes(manifest, first, last, device)
-    by_width = sorted(manifest.chains.rank, key=lambda rank: -(rank or manifest.model.d_model))
     kinds = (manifest.chains.forward, manifest.chains.backward)
-    bits = [
-        [8 * tokens * formats.bytes_per_token(f, rank or manifest.model.d_model) for f in kinds] for rank in by_width
-    ]
+    bits = [8 * tokens * formats.bytes_per_token(f, manifest.model.written) for f in kinds]
     return Shapes(
         layers=layers,
         tokens=tokens,
@@ -116,7 +111,6 @@ def shapes(manifest: Manifest) -> Shapes:
         window=memory.window(manifest),
         under_way=memory.under_way(manifest),
         payload_bits=_payload_bits(manifest),
-        ranks=tuple(by_width),
         boundary_bits=np.array(bits, dtype=np.float64),
         round_seconds=manifest.timing.training_seconds,
         overlap=manifest.outer.overlap > 0,
@@ -149,8 +143,9 @@ def _payload_bits(manifest: Manifest) -> Floats:
         return 8 * sparse.max_payload_size(manifest.outer.codec, layout.shapes(manifest.model, shard))
 
     embed, block, head = bits("embed"), bits("block.0"), bits("head")
+    anchor = bits("anchor") if manifest.model.residual_width else 0
     n = np.arange(manifest.model.n_layers + 1, dtype=np.float64)
-    return np.stack([extra + n * block for extra in (embed, 0, head, embed + head)])
+    return np.stack([anchor + extra + n * block for extra in (embed, 0, head, embed + head)])
 
 
 MOST_BYTES = NEVER // 2

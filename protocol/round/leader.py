@@ -285,7 +285,7 @@ class Leader:
 
     def _suits(self, spare: str, stage: StageSpec) -> bool:
         """Whether a spare is ready to take `stage`: it holds the right state of it."""
-        wanted, known = memory.held_shards(self.manifest, stage.first, stage.last), self.ready.get(spare)
+        wanted, known = memory.stage_shards(self.manifest, stage.first, stage.last), self.ready.get(spare)
         if known is None or spare in self._absent or not self.attestations.holds(spare, self.round - 1, wanted):
             return False
         chain = self.roster.find(self.roster.replica_of(stage.peer) or 0)

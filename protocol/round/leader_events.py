@@ -68,7 +68,7 @@ class Question:
         )
 
     def _holds(self, stage: StageSpec) -> bool:
-        wanted = memory.held_shards(self.manifest, stage.first, stage.last)
+        wanted = memory.stage_shards(self.manifest, stage.first, stage.last)
         return self.attested is not None and self.attested.holds(stage.peer, wanted)
 
 

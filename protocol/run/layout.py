@@ -2,7 +2,14 @@
 
 Tensor names are those of Hugging Face's LlamaForCausalLM, or Qwen3ForCausalLM with `use_qk_norm`. Tied embeddings
 belong to `embed`, and `head` is then the last norm only. A shard's host value is a list of C-contiguous fp32 arrays in
-the order of `tensors`. Shape letters: V vocabulary, d model width, F feed-forward width.
+the order of `tensors`.
+
+*The residual stream.* With `residual_width` = w < d, blocks add to the first w columns of the residual stream only (as
+the weights of Subspace Networks, arXiv 2506.01260, write into a subspace); the other columns keep the token's
+embedding, the shard `anchor`. A stage of a chain that knows the tokens needs only w values of each from the stage
+before (docs/adr/0061-anchors.md). Padded with zeros, o_proj and down_proj are those of a LLaMA.
+
+Shape letters: V vocabulary, d model width, w residual width, F feed-forward width.
 """
 
 from __future__ import annotations
@@ -62,6 +69,7 @@ class ModelSpec:
 
     num_key_value_heads: each shared by several query heads, 0: one for each; use_qk_norm: as Qwen3
     document_end_id: attention does not look beyond this id, -1: it sees the whole sequence
+    residual_width: columns of the residual stream that blocks write, 0: all (LLaMA)
     """
 
     vocab_size: int
@@ -77,6 +85,7 @@ class ModelSpec:
     use_qk_norm: bool = field(default=False, metadata=LATER)
     rope_scaling: RopeScaling | None = field(default=None, metadata=LATER)
     document_end_id: int = field(default=-1, metadata=LATER)
+    residual_width: int = field(default=0, metadata=LATER)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "d_ff", "context"):
@@ -94,6 +103,10 @@ class ModelSpec:
             raise ValueError("norm_eps must be more than 0 and less than 1")
         if not -1 <= self.document_end_id < self.vocab_size:
             raise ValueError("document_end_id must be an id of the vocabulary, or -1 for none")
+        if not 0 <= self.residual_width < self.d_model:
+            raise ValueError("residual_width must be at least 0 and less than d_model")
+        if self.residual_width and self.tie_word_embeddings:
+            raise ValueError("residual_width must be 0 where tie_word_embeddings is on")
         for shard, sizes in (
             ("block.0", "d_model or d_ff"),
             ("head", "vocab_size or d_model"),
@@ -102,6 +115,11 @@ class ModelSpec:
             if shard_bytes(self, shard) > blob_hash.MAX_BLOB_BYTES:
                 size, most = (f"{count / 1e9:.1f} GB" for count in (shard_bytes(self, shard), blob_hash.MAX_BLOB_BYTES))
                 raise ValueError(f"{shard} has {size}, a shard may have {most}; choose a smaller {sizes}")
+
+    @property
+    def written(self) -> int:
+        """w: columns of the residual stream that blocks write, and values of a token that a chain's stages exchange."""
+        return self.residual_width or self.d_model
 
     @property
     def head_dim(self) -> int:
@@ -118,15 +136,18 @@ class ModelSpec:
 
 
 def shard_names(spec: ModelSpec) -> tuple[str, ...]:
-    """All shards in canonical order: embed, block.0 … block.L-1, head."""
-    return ("embed", *(f"block.{i}" for i in range(spec.n_layers)), "head")
+    """All shards in canonical order: embed, block.0 … block.L-1, head, and anchor if the blocks do not write all."""
+    anchor = ("anchor",) if spec.residual_width else ()
+    return ("embed", *(f"block.{i}" for i in range(spec.n_layers)), "head", *anchor)
 
 
 def tensors(spec: ModelSpec, shard: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Names and shapes of one shard's tensors in canonical order. Raises KeyError for an unknown shard."""
-    V, d, F, kv = spec.vocab_size, spec.d_model, spec.d_ff, spec.key_value_width
+    V, d, w, F, kv = spec.vocab_size, spec.d_model, spec.written, spec.d_ff, spec.key_value_width
     if shard == "embed":
-        return (("model.embed_tokens.weight", (V, d)),)
+        return (("model.embed_tokens.weight", (V, w)),)
+    if shard == "anchor" and spec.residual_width:
+        return (("model.embed_tokens.anchor", (V, d - w)),)
     if shard == "head":
         matrix = () if spec.tie_word_embeddings else (("lm_head.weight", (V, d)),)
         return (("model.norm.weight", (d,)), *matrix)
@@ -142,12 +163,12 @@ def tensors(spec: ModelSpec, shard: str) -> tuple[tuple[str, tuple[int, ...]], .
             ("self_attn.q_proj.weight", (d, d)),
             ("self_attn.k_proj.weight", (kv, d)),
             ("self_attn.v_proj.weight", (kv, d)),
-            ("self_attn.o_proj.weight", (d, d)),
+            ("self_attn.o_proj.weight", (w, d)),
             *norms,
             ("post_attention_layernorm.weight", (d,)),
             ("mlp.gate_proj.weight", (F, d)),
             ("mlp.up_proj.weight", (F, d)),
-            ("mlp.down_proj.weight", (d, F)),
+            ("mlp.down_proj.weight", (w, F)),
         )
     )
 

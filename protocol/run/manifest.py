@@ -82,7 +82,6 @@ class TrainSpec:
 
     inner_steps: most of a round; the learning rate counts as many for each round, however many a replica does
     micro_batches x rows: sequences of an inner step, each of `sequence` tokens; slow replicas have fewer
-    scale_embedding_lr: a compressed chain's embedding learns at sqrt(d / k) times the rate (docs/adr/0042)
     optimizer: adamw, or muon for the matrices inside blocks; momentum: of Muon (peer/training/optimizer.py)
     """
 
@@ -97,7 +96,6 @@ class TrainSpec:
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
-    scale_embedding_lr: bool = field(default=False, metadata=LATER)
     optimizer: str = field(default="adamw", metadata=LATER)
     momentum: float = field(default=0.95, metadata=LATER)
 
@@ -186,15 +184,12 @@ class JudgingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainSpec:
-    """Stage boundaries. rank: allowed values per token, 0: all; forward, backward: number formats."""
+    """Stage boundaries. forward, backward: number formats of `model.residual_width` values a token."""
 
-    rank: tuple[int, ...] = (0,)
-    forward: str = "int4"
+    forward: str = "int8"
     backward: str = "int4"
 
     def __post_init__(self) -> None:
-        if not self.rank or len(set(self.rank)) != len(self.rank) or min(self.rank) < 0:
-            raise ValueError("rank must list different numbers, at least 0 each")
         for name, value in (("forward", self.forward), ("backward", self.backward)):
             if value not in formats.FORMATS:
                 raise ValueError(f'{name} must be one of {", ".join(formats.FORMATS)}, not "{value}"')
@@ -328,21 +323,18 @@ class Manifest:
             identity.public_key(operator)
         if self.train.sequence > self.model.context:
             raise ValueError("train.sequence must be at most model.context")
-        if max(self.chains.rank) > self.model.d_model:
-            raise ValueError("chains.rank must be at most model.d_model")
-        for rank in self.chains.rank:
-            for name in (self.chains.forward, self.chains.backward):
-                if not formats.fits(name, rank or self.model.d_model):
-                    raise ValueError(
-                        f"chains.rank = {rank} has no {name}: int4 needs an even number of values per token, tah4 a"
-                        " multiple of 16"
-                    )
-                tokens, width = self.train.rows * self.train.sequence, rank or self.model.d_model
-                if tokens * formats.bytes_per_token(name, width) > framing.MAX_FRAME - FRAME_HEAD_BYTES:
-                    raise ValueError(
-                        f"chains.rank = {rank}: a micro-batch of {tokens} tokens in {name} does not fit in a frame of"
-                        f" {framing.MAX_FRAME} bytes; choose smaller train.rows, train.sequence or chains.rank"
-                    )
+        tokens, width = self.train.rows * self.train.sequence, self.model.written
+        for name in (self.chains.forward, self.chains.backward):
+            if not formats.fits(name, width):
+                raise ValueError(
+                    f"model.residual_width = {width} has no {name}: int4 needs an even number of values per token, tah4"
+                    " a multiple of 16"
+                )
+            if tokens * formats.bytes_per_token(name, width) > framing.MAX_FRAME - FRAME_HEAD_BYTES:
+                raise ValueError(
+                    f"a micro-batch of {tokens} tokens of {width} values in {name} does not fit in a frame of"
+                    f" {framing.MAX_FRAME} bytes; choose smaller train.rows, train.sequence or model.residual_width"
+                )
 
     @property
     def first_members(self) -> tuple[str, ...]:
@@ -361,7 +353,7 @@ class Manifest:
 
     @property
     def seed_bytes(self) -> bytes:
-        """The seed of θ(0), of the basis U and of the data order."""
+        """The seed of θ(0) and of the data order."""
         return b"potluck/" + str(self.seed).encode()
 
     def _canonical(self) -> bytes:

@@ -18,6 +18,9 @@ TOKENS_PER_PARAMETER = 20
 HOMES, HOME_FLOPS = 8, 20e12
 """Assumed swarm of a new run: GPUs, and operations a second that training gets out of one."""
 
+RESIDUAL_64THS = 21
+"""Of the model's width that blocks write: a chain then sends 8 times fewer bytes than bf16 of all (docs/results/
+learning.md)."""
 CHECKPOINT_ROUNDS = 320
 """A checkpoint has 12 bytes a parameter: so seldom, a peer's disk takes less than 0.04 of them a round."""
 PROBATION, RANGE_SESSIONS = 8, 16
@@ -38,7 +41,6 @@ class Preset:
     micro_batches: int
     inner_steps: int
     lr: float
-    ranks: tuple[int, ...]
     round_seconds: float
     num_key_value_heads: int = 0
     use_qk_norm: bool = False
@@ -55,6 +57,7 @@ class Preset:
             n_layers=self.n_layers,
             n_heads=self.n_heads,
             d_ff=self.d_ff,
+            residual_width=2 * (RESIDUAL_64THS * self.d_model // 128),
             context=context,
             rope_theta=self.rope_theta,
             norm_eps=self.norm_eps,
@@ -66,36 +69,36 @@ class Preset:
 PRESETS = {
     "tiny": Preset(
         d_model=256, n_layers=6, n_heads=4, d_ff=688, sequence=256, vocab_size=4096, rows=4, micro_batches=4,
-        inner_steps=20, lr=2e-3, ranks=(128, 32), round_seconds=30.0, rounds=200,
+        inner_steps=20, lr=2e-3, round_seconds=30.0, rounds=200,
     ),
     "178m": Preset(
         d_model=1024, n_layers=9, n_heads=8, d_ff=2688, sequence=2048, vocab_size=32_000, rows=4, micro_batches=16,
-        inner_steps=200, lr=1e-3, ranks=(512, 128), round_seconds=60.0,
+        inner_steps=200, lr=1e-3, round_seconds=60.0,
     ),
     "512m": Preset(
         d_model=1536, n_layers=12, n_heads=12, d_ff=5440, sequence=2048, vocab_size=32_000, rows=2, micro_batches=32,
-        inner_steps=200, lr=8e-4, ranks=(768, 192), round_seconds=120.0,
+        inner_steps=200, lr=8e-4, round_seconds=120.0,
     ),
     "1b": Preset(
         d_model=2048, n_layers=16, n_heads=16, d_ff=8192, sequence=2048, vocab_size=32_000, rows=1, micro_batches=64,
-        inner_steps=200, lr=6e-4, ranks=(1024, 256), round_seconds=300.0,
+        inner_steps=200, lr=6e-4, round_seconds=300.0,
     ),
     "7b": Preset(
         d_model=4096, n_layers=32, n_heads=32, d_ff=11_008, sequence=2048, vocab_size=32_000, rows=1, micro_batches=128,
-        inner_steps=200, lr=3e-4, ranks=(2048, 512), round_seconds=600.0,
+        inner_steps=200, lr=3e-4, round_seconds=600.0,
     ),
     "llama-1b": Preset(
         d_model=2048, n_layers=16, n_heads=32, d_ff=8192, sequence=2048, vocab_size=32_000, rows=1, micro_batches=64,
-        inner_steps=200, lr=6e-4, ranks=(1024, 256), round_seconds=300.0, num_key_value_heads=8, rope_theta=500_000.0,
+        inner_steps=200, lr=6e-4, round_seconds=300.0, num_key_value_heads=8, rope_theta=500_000.0,
     ),
     "qwen-1.7b": Preset(
         d_model=2048, n_layers=28, n_heads=16, d_ff=6144, sequence=2048, vocab_size=32_000, rows=1, micro_batches=64,
-        inner_steps=200, lr=5e-4, ranks=(1024, 256), round_seconds=300.0, num_key_value_heads=8, rope_theta=1_000_000.0,
+        inner_steps=200, lr=5e-4, round_seconds=300.0, num_key_value_heads=8, rope_theta=1_000_000.0,
         use_qk_norm=True, norm_eps=1e-6,
     ),
     "llama-8b": Preset(
         d_model=4096, n_layers=32, n_heads=32, d_ff=14_336, sequence=2048, vocab_size=32_000, rows=1, micro_batches=128,
-        inner_steps=200, lr=3e-4, ranks=(2048, 512), round_seconds=600.0, num_key_value_heads=8, rope_theta=500_000.0,
+        inner_steps=200, lr=3e-4, round_seconds=600.0, num_key_value_heads=8, rope_theta=500_000.0,
     ),
 }  # fmt: skip
 """By name."""

@@ -53,7 +53,6 @@ class ReplicaSpec:
     """What it is given for the plan's round."""
     following: Work | None = None
     """What it is given for the round after, which it may train ahead; None where nobody trains ahead."""
-    rank: Count = 0
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -69,8 +68,8 @@ class ReplicaSpec:
         return tuple(stage.last - stage.first for stage in self.stages)
 
     def is_like(self, other: ReplicaSpec) -> bool:
-        """Whether the other one has the same members, blocks and rank, whatever it is given to do."""
-        return (self.stages, self.rank) == (other.stages, other.rank)
+        """Whether the other one has the same members and blocks, whatever it is given to do."""
+        return self.stages == other.stages
 
     def stage_of(self, peer: str) -> StageSpec:
         """The stage of a member. Raises ValueError for anybody else."""

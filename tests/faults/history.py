@@ -64,7 +64,7 @@ def write(
         for shard in shards:
             outer.apply(shard, [(1.0, payloads[shard])] if round else [])
     archive.close()
-    held = {name: memory.held_shards(run, *blocks) for name, blocks in chain.items()}
+    held = {name: memory.stage_shards(run, *blocks) for name, blocks in chain.items()}
     for name, kept in {**held, **dict.fromkeys(whole, shards), **dict.fromkeys(young, ())}.items():
         storage = Storage(swarm.folder / name)
         (storage.folder / "identity.key").write_bytes(identity(name).libp2p_bytes())

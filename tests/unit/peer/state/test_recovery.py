@@ -218,7 +218,7 @@ async def test_a_stage_fetches_its_own_shards_only(tmp_path: Path) -> None:
         stages = forming.stages
         for stage in stages:
             peer = next(p for p in chain if p.id == stage.peer)
-            held = memory.held_shards(run, stage.first, stage.last)
+            held = memory.stage_shards(run, stage.first, stage.last)
             await is_right(swarm, peer, held)
             assert peer.bases == dict.fromkeys(held, 10)
             size = sum(layout.shard_bytes(MODEL, shard) for shard in held)

@@ -142,7 +142,7 @@ def thirty(**admission: Any) -> tuple[Driver, list[str]]:
     driver = Driver(dict.fromkeys((*"abcd", *names), FULL), manifest(**admission))
     driver.decide(driver.ready(*"abcd"))
     driver.attest(*"abcd")
-    shards = memory.held_shards(driver.manifest, 0, tiny.LAYERS)
+    shards = memory.stage_shards(driver.manifest, 0, tiny.LAYERS)
     for name in names:
         driver.do(Ready(Candidate(peer=name, memory_bytes=FULL, up_bps=10**7, range=HOME)))
     for _ in range(3):
@@ -203,7 +203,7 @@ def test_limits_that_are_decreed_hold_from_the_commit_that_brings_them() -> None
     driver, names = thirty(range_share=1.0)
     before = tuple(driver.commits)
     limits = decreed(driver, range_share=0.25, range_sessions=2, probation=9)
-    driver.attest(*driver.memory, shards=memory.held_shards(driver.manifest, 0, tiny.LAYERS))
+    driver.attest(*driver.memory, shards=memory.stage_shards(driver.manifest, 0, tiny.LAYERS))
     there = [
         p for p in driver.memory if driver.leader.plan is not None and driver.leader.plan.replica_of(p) is not None
     ]
@@ -234,7 +234,7 @@ def test_limits_that_are_decreed_hold_from_the_commit_that_brings_them() -> None
     assert access.why_unlawful(driver.manifest, before[-1], commit) is None
     otherwise = dataclasses.replace(commit, schedule=schedule.of(driver.manifest, None))
     assert access.why_unlawful(driver.manifest, before[-1], otherwise) is not None
-    driver.attest(*driver.memory, shards=memory.held_shards(driver.manifest, 0, tiny.LAYERS))
+    driver.attest(*driver.memory, shards=memory.stage_shards(driver.manifest, 0, tiny.LAYERS))
     after = driver.decide(driver.offered(*(peer for replica in commit.plan.replicas for peer in replica.peers)))
     assert after.schedule == commit.schedule, "they stay"
 

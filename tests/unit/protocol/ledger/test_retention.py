@@ -48,7 +48,7 @@ def held(peer: str, plan: Plan | None = PLAN, *, warm: bool = False, whole: bool
 def test_who_trains_what_and_who_holds_what() -> None:
     assert retention.trained_shards(RUN, PLAN, "last") == memory.stage_shards(RUN, 1, LAYERS)
     assert retention.trained_shards(RUN, PLAN, "spare") == retention.trained_shards(RUN, None, "last") == ()
-    assert held("last", warm=True) == memory.held_shards(RUN, 1, LAYERS)
+    assert held("last", warm=True) == memory.stage_shards(RUN, 1, LAYERS)
     assert "embed" in held("last"), "every stage reads the embedding"
     assert held("spare", warm=True) == SHARDS
     assert held("spare", whole=True) == ()
@@ -59,7 +59,7 @@ def test_who_trains_what_and_who_holds_what() -> None:
 
 def test_who_will_train_a_stage_holds_it_and_trains_nothing_yet() -> None:
     forming = dataclasses.replace(PLAN, replicas=(), forming=(CHAIN,), forming_since=(1,))
-    assert held("last", forming) == memory.held_shards(RUN, 1, LAYERS)
+    assert held("last", forming) == memory.stage_shards(RUN, 1, LAYERS)
     assert retention.trained_shards(RUN, forming, "last") == ()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.planning.allotment import NEW
-from protocol.planning.memory import held_shards, stage_memory
+from protocol.planning.memory import stage_shards, stage_memory
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import FORMING_ROUNDS, linked, make_plan
 from protocol.run.layout import ModelSpec
@@ -57,8 +57,8 @@ def holders(*replicas: ReplicaSpec) -> Callable[[StageSpec], bool]:
     """Everybody holds what it needs in these, and nothing else."""
     held: dict[str, set[str]] = {}
     for stage in (stage for replica in replicas for stage in replica.stages):
-        held.setdefault(stage.peer, set()).update(held_shards(DEEP, stage.first, stage.last))
-    return lambda s: set(held_shards(DEEP, s.first, s.last)) <= held.get(s.peer, set())
+        held.setdefault(stage.peer, set()).update(stage_shards(DEEP, stage.first, stage.last))
+    return lambda s: set(stage_shards(DEEP, s.first, s.last)) <= held.get(s.peer, set())
 
 
 def test_blocks_move_when_all_members_hold_theirs_and_until_then_the_chain_trains_as_it_is() -> None:

@@ -160,8 +160,8 @@ def test_stages_cover_every_shard_once_and_readers_hold_the_embedding() -> None:
     for cut in range(1, LAYERS):
         first, last = memory.stage_shards(M, 0, cut), memory.stage_shards(M, cut, LAYERS)
         assert first + last == names
-        assert memory.held_shards(M, 0, cut) == first
-        assert memory.held_shards(M, cut, LAYERS) == ("embed", *last)
+        assert memory.stage_shards(M, 0, cut) == first
+        assert memory.stage_shards(M, cut, LAYERS) == ("embed", *last)
     assert memory.stage_shards(M, 0, LAYERS) == names
 
 
