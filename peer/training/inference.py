@@ -7,7 +7,7 @@ Shapes: n windows, L positions, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -114,13 +114,13 @@ class Measured:
         return _guarded(lambda: nats(self._stage, windows))
 
     @contextlib.contextmanager
-    def moved(self, update: Mapping[str, Sequence[Sparse]], step: float) -> Iterator[None]:
-        """Adds `step` times the update to the parameters, and restores exactly what they were. `update`: of each shard,
-        its tensors in canonical order."""
+    def moved(self, update: Iterable[tuple[str, Sequence[Sparse]]], step: float) -> Iterator[None]:
+        """Adds `step` times the update to the parameters, and restores exactly what they were. `update`: shards and their
+        tensors in canonical order; a shard may be there several times."""
         held, kept = dict(self._stage.named_parameters()), list[tuple[Tensor, Tensor, Tensor]]()
         try:
             with torch.no_grad():
-                for shard, tensors in update.items():
+                for shard, tensors in update:
                     for (name, _), sent in zip(layout.tensors(self._stage.spec, shard), tensors, strict=True):
                         flat = held[name].view(-1)
                         index = torch.from_numpy(sent.index).to(flat.device)
@@ -129,7 +129,7 @@ class Measured:
             yield
         finally:
             with torch.no_grad():
-                for flat, index, values in kept:
+                for flat, index, values in reversed(kept):
                     flat[index] = values
 
     def goes_on(self, ids: Sequence[int], count: int) -> list[int]:

@@ -24,6 +24,7 @@ from protocol.codec import philox, sparse, topk
 from protocol.codec.formats import TILE
 from protocol.codec.sparse import PayloadError, Sparse
 from protocol.codec.topk import Tiled, Tiling
+from protocol.ledger import part_lists
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Part
@@ -47,9 +48,10 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """An update. decode: shard -> tensors, or what was found in them; norms: the claimed L2 norms by shard."""
+    """An update. decode: shard -> the payloads of its trainers, as tensors or what was found in them; norms: the claimed
+    L2 norms by shard."""
 
-    decode: Callable[[str], Sequence[Sparse] | Examined]
+    decode: Callable[[str], Sequence[Sequence[Sparse] | Examined]]
     norms: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -96,16 +98,17 @@ def update_of(
     read: Callable[[Part], bytes],
     known: Callable[[Part, Callable[[], Examined]], Examined] = lambda part, find: find(),
 ) -> Update:
-    """The update in these parts, one of each shard. known: a cache of contents. `decode` raises PayloadError."""
-    of = {part.shard: part for part in parts}
+    """The update in these parts: one of each shard, and of `anchor` one of each stage. known: a cache of contents.
+    `decode` raises PayloadError."""
+    of: dict[str, list[Part]] = {}
+    for part in parts:
+        of.setdefault(part.shard, []).append(part)
 
-    def decode(shard: str) -> Examined:
-        part = of[shard]
-
+    def content(part: Part) -> Examined:
         def find() -> Examined:
             payload = read(part)
             check(len(payload))
-            return examine(manifest, shard, payload)
+            return examine(manifest, part.shard, payload)
 
         def check(size: int) -> None:
             if size != part.size:
@@ -115,7 +118,8 @@ def update_of(
         check(found.size)
         return found
 
-    return Update(decode, {part.shard: part.norm for part in parts})
+    norms = {shard: part_lists.total(part.norm for part in theirs) for shard, theirs in of.items()}
+    return Update(lambda shard: [content(part) for part in of[shard]], norms)
 
 
 def squares(values: npt.NDArray[np.float32]) -> float:
@@ -170,14 +174,14 @@ def measure(
     cosines: list[list[Floats]] = [[] for _ in panels]
     for panel, into in zip(panels, cosines, strict=True):
         for shard in cut:
-            rows: list[Examined | None] = []
+            rows: list[list[Examined]] = []
             for i in panel:
                 try:
-                    rows.append(shard.examined(updates[i].decode(shard.name)))
+                    rows.append([shard.examined(found) for found in updates[i].decode(shard.name)])
                 except PayloadError as error:
                     broken.setdefault(i, f"{shard.name}: {error}")
-                    rows.append(None)
-                squared[i].append(0.0 if rows[-1] is None else rows[-1].square)
+                    rows.append([])
+                squared[i].append(math.fsum(found.square for found in rows[-1]))
             into.append(shard.cosines(rows))
     norms = [math.sqrt(math.fsum(row)) for row in squared]
     shards = [[math.sqrt(square) for square in row] for row in squared]
@@ -208,14 +212,23 @@ class _Cut:
             tensors.append(Tiled(inner.astype(np.uint16), tensor.values, False))
         return _examined(0, tensors)
 
-    def cosines(self, rows: Sequence[Examined | None]) -> Floats:
-        """[P, P]; 0 of what is not there. All sums are of whole numbers below 2^53: the same in any order."""
-        there = [row for row in rows if row is not None]
+    def cosines(self, rows: Sequence[Sequence[Examined]]) -> Floats:
+        """[P, P] of updates, each the sum of its payloads; 0 of what is not there. All sums of products are of whole
+        numbers below 2^53: the same in any order.
+
+            <Σ_s a_s, Σ_t b_t> = Σ_s Σ_t <a_s, b_t>        relative to sqrt(Σ_s |a_s|² Σ_t |b_t|²)
+        """
+        there = [(i, found) for i, row in enumerate(rows) for found in row]
         total = np.zeros((len(rows), len(rows)))
         if there:
-            places = [i for i, row in enumerate(rows) if row is not None]
-            total[np.ix_(places, places)] = _Chosen(self._tilings, self._chosen, there[0].counts).products(there)
-        return total / UNIT**2
+            of, found = np.array([i for i, _ in there]), [x for _, x in there]
+            products = _Chosen(self._tilings, self._chosen, found[0].counts).products(found) / UNIT**2
+            if len(of) > len(set(of.tolist())):
+                squares = [math.fsum(x.square for x in row) for row in rows]
+                shares = np.sqrt([x.square / squares[i] if squares[i] else 0.0 for i, x in there])
+                products = products * np.outer(shares, shares)
+            np.add.at(total, (of[:, None], of[None, :]), products)
+        return total
 
 
 class _Chosen:

@@ -102,9 +102,9 @@ def held(
     """The update of a contribution: its lists by name, and its payloads where their content is not known."""
     lists = [(share.peer, part_lists.unpack(read(share.root))) for share in contribution.shares]
     parts: list[Part] = [part for _, of_share in lists for part in of_share]
-    sender = {part.shard: peer for peer, of_share in lists for part in of_share}
+    sender = {part.digest: peer for peer, of_share in lists for part in of_share}
     return comparing.update_of(
-        manifest, parts, lambda part: read(part.digest), lambda part, find: known(sender[part.shard], part, find)
+        manifest, parts, lambda part: read(part.digest), lambda part, find: known(sender[part.digest], part, find)
     )
 
 

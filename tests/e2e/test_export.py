@@ -53,7 +53,7 @@ class Done:
 
 def trained(out: Path, chains: int = 1, in_memory: bool = False, **model: Any) -> Done:
     """A full replica, and a chain of two or none. `model`: fields of its ModelSpec."""
-    chosen = swarms.options(out, full=1, chains=chains, rank="8", rounds=ROUNDS, in_memory=in_memory)
+    chosen = swarms.options(out, full=1, chains=chains, residual_width=8, rounds=ROUNDS, in_memory=in_memory)
     manifest = swarms.manifest(chosen, model=model)
     swarms.run(chosen, manifest)
     full, *chain = (

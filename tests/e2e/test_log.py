@@ -43,7 +43,7 @@ class Done:
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Two full replicas and a chain of two, three rounds."""
     out = tmp_path_factory.mktemp("log") / "run"
-    chosen = swarms.options(out, full=2, chains=1, rank="8")
+    chosen = swarms.options(out, full=2, chains=1, residual_width=8)
     return Done(out, out / "bootstrap", swarms.manifest(chosen), swarms.run(chosen))
 
 

@@ -626,7 +626,7 @@ def _use(found: manifests.Manifest) -> object:
     return "read"
 
 
-MANIFESTS = [MANIFEST, recipe.make_manifest(swarms.options(Path("unused"), chains=1, rank="8"), "0" * 64)]
+MANIFESTS = [MANIFEST, recipe.make_manifest(swarms.options(Path("unused"), chains=1, residual_width=8), "0" * 64)]
 
 # --- the DHT
 

@@ -35,7 +35,7 @@ TODAY = {
 def test_the_swarm_computes_what_the_equations_say(
     tmp_path: Path, overlap: int, model: dict[str, Any], train: dict[str, Any]
 ) -> None:
-    chosen = swarms.options(tmp_path / "run", full=1, chains=1, stages=3, rank="8", inner_steps=3)
+    chosen = swarms.options(tmp_path / "run", full=1, chains=1, stages=3, residual_width=8, inner_steps=3)
     chains = {"forward": "bf16", "backward": "bf16"}
     manifest = swarms.manifest(chosen, outer={"overlap": overlap}, chains=chains, model=model, train=train)
     swarms.run(chosen, manifest)

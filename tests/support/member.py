@@ -35,7 +35,6 @@ def plan(round: int, *peers: str) -> Plan:
     replicas = (
         ReplicaSpec(
             number=i,
-            rank=0,
             stages=(StageSpec(peer=p, first=0, last=4),),
             work=work(round, i),
             following=work(round + 1, i),

@@ -11,19 +11,18 @@ from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 
 PART = Part(shard="embed", digest="a" * 64, size=10, norm=1.5)
 CHAIN = ReplicaSpec(
-    number=1, rank=4, stages=(StageSpec(peer="b", first=0, last=1), StageSpec(peer="c", first=1, last=4))
+    number=1, stages=(StageSpec(peer="b", first=0, last=1), StageSpec(peer="c", first=1, last=4))
 )
 
 
 FULL = ReplicaSpec(
-    rank=0,
     stages=(StageSpec(peer="a", first=0, last=4),),
     work=Work(slot=3, steps=4, micro_batches=2),
     following=Work(slot=30, steps=5),
 )
 
 
-FORMING = ReplicaSpec(number=-1, rank=0, stages=(StageSpec(peer="e", first=0, last=4),))
+FORMING = ReplicaSpec(number=-1, stages=(StageSpec(peer="e", first=0, last=4),))
 PLAN = Plan(
     round=3,
     next_number=2,

@@ -26,10 +26,9 @@ WATCHER = Identity(bytes([9] * 32)).peer_id
 
 def plan(number: int) -> Plan:
     work = Work(slot=16 * number, steps=MANIFEST.train.inner_steps, micro_batches=2)
-    full = ReplicaSpec(rank=0, stages=(StageSpec(peer=ALICE.peer_id, first=0, last=4),), work=work)
+    full = ReplicaSpec(stages=(StageSpec(peer=ALICE.peer_id, first=0, last=4),), work=work)
     chain = ReplicaSpec(
         number=1,
-        rank=4,
         stages=(
             StageSpec(peer=BOB.peer_id, first=0, last=2),
             StageSpec(peer=CAROL.peer_id, first=2, last=4),

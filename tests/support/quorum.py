@@ -14,7 +14,7 @@ KEYS = tiny.OPERATORS[:4]
 
 def four_nodes(rounds: int, start_peers: int) -> Manifest:
     """The demo's recipe with a small model, a quorum of four and a lease of five seconds."""
-    chosen = swarms.options(Path("unused"), full=2, chains=1, rank="8", rounds=rounds, inner_steps=2)
+    chosen = swarms.options(Path("unused"), full=2, chains=1, residual_width=8, rounds=rounds, inner_steps=2)
     return dataclasses.replace(
         swarms.manifest(chosen),
         start_peers=start_peers,

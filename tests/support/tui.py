@@ -27,10 +27,10 @@ WORK = Work(steps=4, micro_batches=2)
 PLAN = Plan(
     round=1,
     replicas=(
-        ReplicaSpec(number=0, rank=0, stages=(stage(PEERS[0], 0, 4),), work=WORK),
-        ReplicaSpec(number=1, rank=0, stages=(stage(PEERS[1], 0, 4),), work=WORK),
+        ReplicaSpec(number=0, stages=(stage(PEERS[0], 0, 4),), work=WORK),
+        ReplicaSpec(number=1, stages=(stage(PEERS[1], 0, 4),), work=WORK),
         ReplicaSpec(
-            number=2, rank=4, stages=(stage(PEERS[2], 0, 1), stage(PEERS[3], 1, 2), stage(PEERS[4], 2, 4)), work=WORK
+            number=2, stages=(stage(PEERS[2], 0, 1), stage(PEERS[3], 1, 2), stage(PEERS[4], 2, 4)), work=WORK
         ),
     ),
     spares=(PEERS[5],),

@@ -160,7 +160,7 @@ def test_every_field_of_the_screen_has_a_source() -> None:
     acts = [
         story.begin,
         lambda: story.tell("bootstrap", events.Attest(peer=PEERS[0], round=0, digests={})),
-        lambda: story.tell(PEERS[3], events.Role(round=1, role="stage", replica=2, first=1, last=2, rank=4, position=1, stages=3)),
+        lambda: story.tell(PEERS[3], events.Role(round=1, role="stage", replica=2, first=1, last=2, position=1, stages=3)),
         lambda: story.chain(PEERS[3], 1.0),
         lambda: story.round(1, 2.5, left_out=(LeftOut(replica=2, reason="late"),)),
         lambda: story.tell("bootstrap", events.Gone(peer=PEERS[5])),

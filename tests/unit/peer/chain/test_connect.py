@@ -22,7 +22,7 @@ from tests.support import networks
 NAMES = ("a", "b", "c")
 PLAN = Plan(
     round=4,
-    replicas=(ReplicaSpec(rank=4, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(NAMES))),),
+    replicas=(ReplicaSpec(stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(NAMES))),),
 )
 
 
@@ -117,7 +117,7 @@ async def test_an_older_chain_is_refused_and_its_handlers_end() -> None:
 
 
 async def test_who_cannot_be_reached_is_named_and_nothing_stays_open() -> None:
-    two = ReplicaSpec(rank=4, stages=PLAN.replicas[0].stages[:2])
+    two = ReplicaSpec(stages=PLAN.replicas[0].stages[:2])
     async with connected(patience=Patience(dial=0.1, reconfigured=0.2)) as (made, network):
         await network.peers["c"].aclose()
         with pytest.raises(NeighbourLost) as caught:

@@ -131,7 +131,7 @@ def test_a_contribution_without_weight_is_no_commit() -> None:
 def test_blocks_that_moved_are_shown() -> None:
     def plan(cut: int) -> Plan:
         stages = (StageSpec(peer="a" * 12, first=0, last=cut), StageSpec(peer="b" * 12, first=cut, last=4))
-        return Plan(round=2, replicas=(ReplicaSpec(rank=0, stages=stages),))
+        return Plan(round=2, replicas=(ReplicaSpec(stages=stages),))
 
     made = tiny.record(dataclasses.replace(commits(2)[1], plan=plan(3)))
     assert round_lines(made, plan(2), 9)[-1] == "  0 moved       blocks 2 > 2 become 3 > 1  aaaaaaaa > bbbbbbbb"

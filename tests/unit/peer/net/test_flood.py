@@ -95,7 +95,7 @@ def test_a_flooded_stage_holds_its_sender_back_and_stays_small(tmp_path: Path) -
                 peer, *pids = await asyncio.to_thread(here.recv)
                 stage, daemon = map(psutil.Process, pids)
                 stages = tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate((a.peer_id, peer)))
-                plan = Plan(round=1, replicas=(ReplicaSpec(rank=0, stages=stages),))
+                plan = Plan(round=1, replicas=(ReplicaSpec(stages=stages),))
                 here.send(plan)
                 _, stream = await (await _pipes(a)).neighbours(plan, 0, 0, 0)
                 assert stream is not None

@@ -104,7 +104,7 @@ async def test_a_call_a_blob_and_a_pipe_go_through_a_relay(tmp_path: Path) -> No
         ends = [PipelineStreams(networks.network(home, reach)) for home in (a, b)]
         await b.serve(endpoints.PIPE, lambda stream: ends[1].serve(stream, 0))
         stages = tuple(StageSpec(peer=home.peer_id, first=i, last=i + 1) for i, home in enumerate((a, b)))
-        plan = Plan(round=1, replicas=(ReplicaSpec(rank=0, stages=stages),))
+        plan = Plan(round=1, replicas=(ReplicaSpec(stages=stages),))
         (_, there), (here, _) = await asyncio.gather(
             ends[0].neighbours(plan, 0, 0, 0), ends[1].neighbours(plan, 0, 0, 1)
         )

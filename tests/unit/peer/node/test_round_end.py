@@ -20,7 +20,7 @@ from tests.sim import paces
 from tests.support import tiny
 
 WORK = Work(slot=0, steps=100, micro_batches=1)
-SPEC = ReplicaSpec(number=7, rank=0, stages=(StageSpec(peer="me", first=0, last=4),), work=WORK)
+SPEC = ReplicaSpec(number=7, stages=(StageSpec(peer="me", first=0, last=4),), work=WORK)
 PLAN = Plan(round=3, replicas=(SPEC,))
 
 

@@ -40,7 +40,7 @@ def plan(round: int, *chains: tuple[str, ...], forming: tuple[str, ...] = ()) ->
     def spec(number: int, chain: tuple[str, ...]) -> ReplicaSpec:
         ends = [i * LAYERS // len(chain) for i in range(len(chain) + 1)]
         stages = (StageSpec(peer=p, first=a, last=b) for p, (a, b) in zip(chain, itertools.pairwise(ends), strict=True))
-        return ReplicaSpec(number=number, rank=0, stages=tuple(stages))
+        return ReplicaSpec(number=number, stages=tuple(stages))
 
     return Plan(
         round=round,

@@ -266,7 +266,7 @@ def test_what_was_measured_in_another_place_is_forgotten() -> None:
     story.chain(PEERS[3], 1.0)
     (chain,) = story.view.chains
     assert [p.chain is not None for p in chain.members] == [False, True, False]
-    elsewhere = events.Role(round=2, role="stage", replica=2, first=0, last=2, rank=4, position=0, stages=2)
+    elsewhere = events.Role(round=2, role="stage", replica=2, first=0, last=2, position=0, stages=2)
     story.tell(PEERS[3], elsewhere)
     assert story.view.chains == []
     story.chain(PEERS[3], 1.0)
@@ -377,13 +377,13 @@ def test_who_joins_is_told_what_is_fetched_how_fast_and_when_its_work_begins_and
 def test_a_peer_prints_a_line_a_round_and_what_it_trains_when_that_changes() -> None:
     story, lines, out = Story(None), Lines(own=True), io.StringIO()
     started = events.Started(peer=PEERS[0], pid=1, device="cpu", memory_bytes=8_000_000_000, rss_bytes=1)
-    full = events.Role(round=1, role="full", replica=1, first=0, last=4, rank=0, position=0, stages=1)
+    full = events.Role(round=1, role="full", replica=1, first=0, last=4, position=0, stages=1)
     story.tell(PEERS[0], started)
     for number in (1, 2):
         story.tell(PEERS[0], dataclasses.replace(full, round=number))
         story.step(PEERS[0], number, 1, 2.5)
         story.applied(PEERS[0], number, 1_200_000)
-    part = events.Role(round=3, role="stage", replica=1, first=1, last=3, rank=8, position=1, stages=3)
+    part = events.Role(round=3, role="stage", replica=1, first=1, last=3, position=1, stages=3)
     story.tell(PEERS[0], part)
     story.chain(PEERS[0], 1.0)
     story.tell(PEERS[0], events.ChainFailed(round=3, generation=0, peer=PEERS[1], reason="it is silent"))

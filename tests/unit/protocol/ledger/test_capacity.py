@@ -47,7 +47,7 @@ def plan_of(m: Manifest, chains: list[int], replicas: int, ahead: bool = True, r
         stages = (StageSpec(peer=peer(used + i), first=edges[i], last=edges[i + 1]) for i in range(size))
         work = Work(slot=2**50, steps=2**31, micro_batches=2**31)
         following = work if ahead else None
-        found.append(ReplicaSpec(number=2**40 + index, rank=rank, stages=tuple(stages), work=work, following=following))
+        found.append(ReplicaSpec(number=2**40 + index, stages=tuple(stages), work=work, following=following))
         used += size
     spares = tuple(peer(used + i) for i in range(5000))
     work = Work(slot=2**50, steps=2**31, micro_batches=2**31)

@@ -20,7 +20,7 @@ M = tiny.manifest()
 TOKENS = M.train.step_tokens
 WORK = Work(slot=0, steps=3, micro_batches=M.train.micro_batches)
 CHAIN = ReplicaSpec(
-    number=2, rank=4, stages=(StageSpec(peer="a", first=0, last=1), StageSpec(peer="b", first=1, last=4)), work=WORK
+    number=2, stages=(StageSpec(peer="a", first=0, last=1), StageSpec(peer="b", first=1, last=4)), work=WORK
 )
 SHARDS = memory.stage_shards(M, 1, 4)
 PARTS = tuple(Part(shard=s, digest=tiny.digest(s), size=8, norm=1.0) for s in SHARDS)

@@ -26,7 +26,7 @@ FULL = tiny.full_memory(AHEAD)
 
 
 def full(peer: str, number: int = NEW) -> ReplicaSpec:
-    return ReplicaSpec(number=number, rank=0, stages=(StageSpec(peer=peer, first=0, last=tiny.LAYERS),))
+    return ReplicaSpec(number=number, stages=(StageSpec(peer=peer, first=0, last=tiny.LAYERS),))
 
 
 def did(steps: int, micro_batches: int = TRAIN.micro_batches) -> ReplicaSpec:
@@ -221,7 +221,7 @@ def test_what_was_done_counts_in_micro_batches() -> None:
 
 
 def test_a_chain_takes_the_way_there_and_the_time_of_its_slowest_stage() -> None:
-    chain = ReplicaSpec(rank=0, stages=(StageSpec(peer="a", first=0, last=2), StageSpec(peer="b", first=2, last=4)))
+    chain = ReplicaSpec(stages=(StageSpec(peer="a", first=0, last=2), StageSpec(peer="b", first=2, last=4)))
     there = {"a": announced("a", 2.0), "b": announced("b", 20.0)}
     seconds = step_seconds(M, chain, there)
     assert seconds is not None

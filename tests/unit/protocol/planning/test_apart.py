@@ -27,7 +27,7 @@ from tests.support import networks, plans
 
 PLAN = Plan(
     round=4,
-    replicas=(ReplicaSpec(rank=4, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate("ab"))),),
+    replicas=(ReplicaSpec(stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate("ab"))),),
 )
 
 

@@ -38,7 +38,7 @@ def chain(*blocks: int, number: int = 7) -> ReplicaSpec:
     """A chain of p0, p1, ... with so many blocks each."""
     edges = itertools.pairwise(itertools.accumulate(blocks, initial=0))
     stages = tuple(StageSpec(peer=f"p{i}", first=a, last=b) for i, (a, b) in enumerate(edges))
-    return ReplicaSpec(number=number, rank=0, stages=stages)
+    return ReplicaSpec(number=number, stages=stages)
 
 
 def trains(*replicas: ReplicaSpec) -> Plan:
@@ -103,7 +103,7 @@ def test_stages_become_full_replicas_together() -> None:
     shallow = dataclasses.replace(DEEP, train=dataclasses.replace(DEEP.train, micro_batches=2))
     old = chain(6, 6)
     strong = peers(FAST, FAST, memory=2 * FULL)
-    alone = [ReplicaSpec(number=NEW, rank=0, stages=(StageSpec(peer=c.peer, first=0, last=12),)) for c in strong]
+    alone = [ReplicaSpec(number=NEW, stages=(StageSpec(peer=c.peer, first=0, last=12),)) for c in strong]
     plan = following(trains(old), strong, holders(old), shallow)
     assert [r.stages for r in plan.replicas] == [old.stages]
     assert {r.stages for r in plan.forming} == {r.stages for r in alone}
@@ -141,7 +141,7 @@ def test_a_mover_that_cannot_get_its_blocks_goes_on_as_it_is() -> None:
 
 def test_whose_memory_shrinks_has_a_smaller_role() -> None:
     """The others do not wait for it, and it waits for nobody where it holds what it needs."""
-    full = ReplicaSpec(number=7, rank=0, stages=(StageSpec(peer="p0", first=0, last=12),))
+    full = ReplicaSpec(number=7, stages=(StageSpec(peer="p0", first=0, last=12),))
     first, second = peers(FAST, FAST)
     plan = following(trains(full), [first, second], lambda stage: stage.peer == "p0")
     assert (plan.forming, plan.spares) == ((), ()) or [set(r.peers) for r in plan.replicas] == [{"p0", "p1"}]
@@ -155,7 +155,7 @@ groups = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=Tru
 @given(before=groups, after=groups)
 def test_a_change_has_all_that_common_members_link(before: list[list[int]], after: list[list[int]]) -> None:
     def replica(members: list[int]) -> ReplicaSpec:
-        return ReplicaSpec(rank=0, stages=tuple(StageSpec(peer=f"p{i}", first=0, last=1) for i in members))
+        return ReplicaSpec(stages=tuple(StageSpec(peer=f"p{i}", first=0, last=1) for i in members))
 
     old, new = [replica(m) for m in before], [replica(m) for m in after]
     found = linked(old, new, range(len(new)))

@@ -220,7 +220,7 @@ def test_what_of_a_7b_model_fits_into_8_12_and_24_gb() -> None:
 
 def test_reading_the_embedding_takes_little() -> None:
     model = dataclasses.replace(SEVEN_B.model, vocab_size=16)
-    without = stage_memory(dataclasses.replace(SEVEN_B, model=model, chains=ChainSpec(rank=(0,))), 1, 2)
+    without = stage_memory(dataclasses.replace(SEVEN_B, model=model, chains=ChainSpec()), 1, 2)
     width = SEVEN_B.model.d_model - 512  # whole activations have larger frames
     frames = memory.window(SEVEN_B) * 1024 * width * 4.5
     assert stage_memory(SEVEN_B, 1, 2) - (without - frames) < 0.3e9
@@ -364,7 +364,7 @@ def _kept(manifest: Manifest, blocks: tuple[int, ...]) -> Plan:
     """A plan with one chain, of p00, p01, ... with so many blocks each."""
     edges = itertools.pairwise(itertools.accumulate(blocks, initial=0))
     stages = tuple(StageSpec(peer=f"p{i:02}", first=a, last=b) for i, (a, b) in enumerate(edges))
-    return Plan(round=1, replicas=(ReplicaSpec(rank=0, stages=stages),))
+    return Plan(round=1, replicas=(ReplicaSpec(stages=stages),))
 
 
 def _next(candidates: list[Candidate], previous: Plan, manifest: Manifest = DEEP) -> tuple[int, ...]:

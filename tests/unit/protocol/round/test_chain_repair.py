@@ -254,7 +254,7 @@ def test_a_full_replica_has_no_spare() -> None:
 def chain_plan(round: int, *peers: str, spares: tuple[str, ...] = ("s",)) -> Plan:
     edges = ((0, 1), (1, 2), (2, 4))
     stages = tuple(StageSpec(peer=p, first=a, last=b) for p, (a, b) in zip(peers, edges, strict=True))
-    return Plan(round=round, replicas=(ReplicaSpec(rank=4, stages=stages),), spares=spares)
+    return Plan(round=round, replicas=(ReplicaSpec(stages=stages),), spares=spares)
 
 
 PLAN = chain_plan(1, "a", "me", "z")

@@ -23,7 +23,7 @@ TOKENS = M.train.tokens(EXPECTED, 2)
 def late(steps: int = EXPECTED, micro_batches: int = 2) -> ReplicaSpec:
     """A replica that is expected to do so many steps."""
     work = Work(steps=int(HEADROOM * steps), micro_batches=micro_batches)
-    return ReplicaSpec(rank=0, stages=(StageSpec(peer="late", first=0, last=4),), work=work)
+    return ReplicaSpec(stages=(StageSpec(peer="late", first=0, last=4),), work=work)
 
 
 def waits(offered: list[tuple[float, int]], *missing: ReplicaSpec, manifest: Manifest = M) -> float:

@@ -12,7 +12,7 @@ from protocol.wire.session import Offer
 from tests.support import tiny
 
 CHAIN = ReplicaSpec(
-    number=1, rank=4, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(("a", "b", "c")))
+    number=1, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(("a", "b", "c")))
 )
 
 

@@ -160,7 +160,7 @@ class Life:
             return allot(self.manifest, before.round + 1, before.replicas, before.spares, {}, before)
         edges = ((0, 1), (1, 2), (2, 4)) if len(peers) > 1 else ((0, 4),)
         stages = tuple(StageSpec(peer=p, first=a, last=b) for p, (a, b) in zip(peers, edges, strict=True))
-        return allot(self.manifest, len(self.commits) + 1, [ReplicaSpec(rank=0, stages=stages)], SPARES[peers], {})
+        return allot(self.manifest, len(self.commits) + 1, [ReplicaSpec(stages=stages)], SPARES[peers], {})
 
     def offer(self, round: int, replica: int) -> Offer:
         parts = (Part(shard="embed", digest=tiny.digest(f"payload {round}"), size=8, norm=1.0),)
