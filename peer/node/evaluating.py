@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class Model(Protocol):
         """The `count` likeliest ids after these, one by one."""
         ...
 
-    def moved(self, update: Mapping[str, Sequence[Sparse]], step: float, /) -> AbstractContextManager[None]:
+    def moved(self, update: Iterable[tuple[str, Sequence[Sparse]]], step: float, /) -> AbstractContextManager[None]:
         """Adds `step` times the update to the parameters, and restores exactly what they were."""
         ...
 

@@ -33,7 +33,7 @@ def options(out: Path, **changes: Any) -> DemoOptions:
         "chains": 0,
         "stages": 2,
         "spares": 0,
-        "rank": "0",
+        "residual_width": 0,
         "inner_steps": 1,
         "seed": 0,
         "device": "cpu",
