@@ -1,7 +1,8 @@
 """A run's model as a folder for the library transformers.
 
 LlamaForCausalLM, or Qwen3ForCausalLM for models with normalized queries and keys, in fp32, with the run's tokenizer.
-transformers does not know that documents do not attend to each other; `document_end_id` is in the file for Potluck.
+transformers does not know that documents do not attend to each other, nor of a residual width: o_proj and down_proj are
+padded with rows of zeros. `document_end_id` and `residual_width` are in the file for Potluck.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from peer.corpus.tokenizer import end_of_text, parse_tokenizer
 from peer.log.replay import State
 from peer.net.disk import Disk
 from peer.state import tensor_file
+from peer.state.tensor_file import Array
 from peer.state.storage import Shards
 from protocol.codec.topk import Empty
 from protocol.errors import UsageError
@@ -81,6 +85,7 @@ def config(spec: ModelSpec, end: int | None) -> dict[str, object]:
         "mlp_bias": False,
         "tie_word_embeddings": spec.tie_word_embeddings,
         **({"document_end_id": spec.document_end_id} if spec.document_end_id >= 0 else {}),
+        **({"residual_width": spec.residual_width} if spec.residual_width else {}),
         "bos_token_id": None,
         "eos_token_id": end,
         "pad_token_id": None,
@@ -99,7 +104,37 @@ def _spec(found: dict[str, Any]) -> ModelSpec:
         use_qk_norm=found["model_type"] == "qwen3",
         rope_scaling=None if rope is None else RopeScaling(**rope),
         document_end_id=found.get("document_end_id", -1),
+        residual_width=found.get("residual_width", 0),
     )
+
+
+_EMBED, _ANCHOR = "model.embed_tokens.weight", "model.embed_tokens.anchor"
+
+
+def _is_narrow(spec: ModelSpec, name: str) -> bool:
+    """Whether a LLaMA's tensor of this name has more rows."""
+    return spec.residual_width > 0 and name.endswith(("o_proj.weight", "down_proj.weight"))
+
+
+def _as_llama(spec: ModelSpec, tensors: dict[str, Array]) -> dict[str, Array]:
+    """The tensors of a LLaMA that computes the same."""
+    behind = spec.d_model - spec.written
+    found = {name: np.pad(x, ((0, behind), (0, 0))) if _is_narrow(spec, name) else x for name, x in tensors.items()}
+    if _ANCHOR in found:
+        found[_EMBED] = np.concatenate((found[_EMBED], found.pop(_ANCHOR)), axis=1)
+    return found
+
+
+def _from_llama(spec: ModelSpec, tensors: dict[str, Array]) -> dict[str, Array]:
+    """The inverse of `_as_llama`. Raises ValueError for a matrix that writes more columns."""
+    w, narrow = spec.written, [name for name in tensors if _is_narrow(spec, name)]
+    if any(tensors[name][w:].any() for name in narrow):
+        raise ValueError
+    found = tensors | {name: tensors[name][:w] for name in narrow}
+    if spec.residual_width:
+        both = found[_EMBED]
+        found |= {_EMBED: np.ascontiguousarray(both[:, :w]), _ANCHOR: np.ascontiguousarray(both[:, w:])}
+    return found
 
 
 def write(manifest: Manifest, state: State, tokenizer: bytes, folder: Path, disk: Disk) -> None:
@@ -129,7 +164,7 @@ def write(manifest: Manifest, state: State, tokenizer: bytes, folder: Path, disk
     disk.remove(temporary)
     disk.make_folder(temporary)
     try:
-        disk.write(temporary / WEIGHTS, *tensor_file.pieces(tensors, about))
+        disk.write(temporary / WEIGHTS, *tensor_file.pieces(_as_llama(spec, tensors), about))
         disk.write(temporary / TOKENIZER, tokenizer)
         for name, content in (
             (CONFIG, config(spec, end)),
@@ -149,7 +184,8 @@ def read(folder: Path, disk: Disk, room_for: Callable[[ModelSpec], Empty]) -> Ex
         spec = _spec(found)
         if found != config(spec, found["eos_token_id"]):
             raise ValueError
-        tensors, about = tensor_file.read(disk, folder / WEIGHTS, room_for(spec))
+        written, about = tensor_file.read(disk, folder / WEIGHTS, room_for(spec))
+        tensors = _from_llama(spec, written)
         theta = {
             shard: [tensors[name] for name, _ in layout.tensors(spec, shard)] for shard in layout.shard_names(spec)
         }

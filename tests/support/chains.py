@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import random
@@ -20,7 +21,6 @@ from peer.chain.reading import Read
 from peer.net.base import Stream
 from peer.net.memory import MemoryNetwork
 from peer.training.trainer import StageTrainer, make_worker
-from protocol.codec.subspace import basis
 from protocol.planning.pipeline_model import UNBOUNDED, Depths
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
@@ -32,9 +32,9 @@ SPEC = ModelSpec(vocab_size=97, d_model=64, n_layers=4, n_heads=4, d_ff=96, cont
 TRAIN = TrainSpec(
     inner_steps=3, micro_batches=3, rows=2, sequence=12, lr=1e-3, warmup_steps=2, total_steps=20, clip=0.5
 )
-BASIS = basis(b"test", SPEC.d_model, SPEC.d_model // 8)
 CUTS = [(), (3,), (1,), (5,), (2, 4), (1, 2), (2, 3, 4), (1, 2, 5)]
 DEADLINE_S = 60.0
+ANCHOR = "model.embed_tokens.anchor"
 
 
 class Lagged:
@@ -95,6 +95,11 @@ def random_theta(spec: ModelSpec = SPEC, seed: int = 1, std: float = 0.08) -> di
     }
 
 
+def narrow(k: int, spec: ModelSpec = SPEC) -> ModelSpec:
+    """`spec` with blocks that write `k` columns of the residual stream; 0: all."""
+    return dataclasses.replace(spec, residual_width=k)
+
+
 def ids_of(step: int, spec: ModelSpec = SPEC, train: TrainSpec = TRAIN) -> np.ndarray:
     """The text of an inner step."""
     rng = np.random.default_rng(step)
@@ -123,9 +128,10 @@ class Recording(StageTrainer):
 
 
 def split_shards(cuts: Sequence[int], spec: ModelSpec = SPEC) -> list[tuple[str, ...]]:
-    """Stages of the chain that is cut before each of these shard positions."""
-    names, edges = layout.shard_names(spec), [0, *cuts, None]
-    return [names[a:b] for a, b in itertools.pairwise(edges)]
+    """Stages of the chain that is cut before each of these shard positions. Each has `anchor`, where the model does."""
+    names = layout.shard_names(spec)
+    own, anchor = names[: spec.n_layers + 2], names[spec.n_layers + 2 :]
+    return [(*own[a:b], *anchor) for a, b in itertools.pairwise([0, *cuts, None])]
 
 
 def make_chain(
@@ -135,13 +141,11 @@ def make_chain(
     theta=None,
     kind: type[Any] = Recording,
     device: str = "cpu",
-    basis: np.ndarray = BASIS,
     spec: ModelSpec = SPEC,
 ) -> list[Any]:
-    trainers = [
-        kind(spec, train, shards, rank=k, basis=basis if k else None, device=device)
-        for shards in split_shards(cuts, spec)
-    ]
+    """The trainers of a chain with residual width `k`, at the beginning of a round."""
+    spec = narrow(k, spec)
+    trainers = [kind(spec, train, shards, device=device) for shards in split_shards(cuts, spec)]
     for trainer in trainers:
         trainer.begin_round(theta if theta is not None else random_theta(spec))
     return trainers
@@ -237,25 +241,60 @@ def _rounded(x: torch.Tensor, wire: str) -> torch.Tensor:
     return quantize.decode(quantize.encode(x, wire), x.shape, wire, x.device)
 
 
-def project_at(
-    trainer: StageTrainer, cuts: Sequence[int], boundary=None, wires: tuple[str, str] = ("fp32", "fp32")
-) -> None:
-    """Makes the whole-model `trainer` the oracle of a chain: projector and number formats are inserted at every cut."""
-    stage, names = trainer.stage, layout.shard_names(trainer.spec)
+class Oracle(Recording):
+    """One process that computes what a chain does: the whole model, with the number formats at every cut, and a copy of
+    `anchor` for each stage, which is trained by itself.
 
-    def forward(ids_BL: torch.Tensor, x_BLD: torch.Tensor | None = None) -> torch.Tensor:
-        x_BLD = stage.embed(ids_BL) if x_BLD is None else x_BLD
-        projector, mask = boundary or stage.boundary, stage.mask(ids_BL)
-        for position, shard in enumerate(names[1:], start=1):
-            if position in cuts and projector is not None:
-                x_BLD = projector.expand(Quantized.apply(projector.compress(x_BLD), wires), ids_BL)
-            elif position in cuts:
-                x_BLD = Quantized.apply(x_BLD, wires)
+    cuts: positions of shards before which the model is cut.
+    copies: of `anchor`, those of the second stage and the ones behind it.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        train: TrainSpec,
+        cuts: Sequence[int],
+        wires: tuple[str, str] = ("fp32", "fp32"),
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(spec, train, layout.shard_names(spec), device=device)
+        self.cuts, self.wires, anchor = tuple(cuts), wires, self.stage.model.embed_tokens.anchor
+        self.copies = [torch.nn.Parameter(anchor.detach().clone()) for _ in cuts if anchor is not None]
+        for number, copy in enumerate(self.copies):
+            self.stage.register_parameter(f"copy_{number}", copy)
+        self.stage.forward = self._forward_all
+
+    def begin_round(self, theta, pace=None) -> None:
+        super().begin_round(theta, pace)
+        with torch.no_grad():
+            for copy in self.copies:
+                copy.copy_(torch.from_numpy(theta["anchor"][0]))
+
+    def _forward_all(self, ids_BL: torch.Tensor, wire: torch.Tensor | None = None) -> torch.Tensor:
+        stage, names = self.stage, layout.shard_names(self.spec)
+        x_BLD, mask, w = stage.embed(ids_BL), stage.mask(ids_BL), self.spec.written
+        for position, shard in enumerate(names[1 : self.spec.n_layers + 2], start=1):
+            if position in self.cuts:
+                sent = Quantized.apply(x_BLD[..., :w], self.wires)
+                rows = [torch.nn.functional.embedding(ids_BL.to(sent.device), copy)
+                        for copy in self.copies[self.cuts.index(position) :][:1]]  # fmt: skip
+                x_BLD = torch.cat([sent, *rows], dim=-1)
             if shard != "head":
                 x_BLD = stage.block(layout.block_index(shard), x_BLD, mask)
         return x_BLD
 
-    stage.forward = forward
+    def _gradients(self) -> list[tuple[str, torch.Tensor]]:
+        return [*super()._gradients(), *(("embed", copy.grad) for copy in self.copies if copy.grad is not None)]
+
+
+def gradients(trainers: Sequence[Recording], step: int = 0) -> dict[str, torch.Tensor]:
+    """The gradients of a step, those of all copies of `anchor` added up."""
+    found: dict[str, torch.Tensor] = {}
+    for trainer in trainers:
+        for name, gradient in trainer.gradients[step].items():
+            name = ANCHOR if name.startswith("copy_") else name
+            found[name] = found[name] + gradient if name in found else gradient
+    return found
 
 
 def relative(a: torch.Tensor | np.ndarray, b: torch.Tensor | np.ndarray) -> float:

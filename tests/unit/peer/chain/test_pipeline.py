@@ -18,7 +18,6 @@ from peer.chain.grad_norm import StepReport
 from peer.chain.neighbours import Statistics
 from peer.chain.pipeline import NeighbourLost
 from peer.training.trainer import StageTrainer
-from protocol.codec.subspace import basis
 from protocol.errors import LocalError, UsageError
 from protocol.planning.pipeline_model import Depths, LinkCost, StageCost
 from protocol.run import layout
@@ -32,6 +31,7 @@ from tests.support.chains import (
     make_chain,
     random_theta,
     run_chain,
+    split_shards,
     steps_of,
     worker,
 )
@@ -40,10 +40,10 @@ THREE = Depths(plain=3, held=3, most=3)
 
 
 def test_bytes_per_token() -> None:
-    spec = ModelSpec(vocab_size=97, d_model=32, n_layers=2, n_heads=2, d_ff=32, context=128)
+    spec = ModelSpec(vocab_size=97, d_model=32, n_layers=2, n_heads=2, d_ff=32, context=128, residual_width=16)
     train = dataclasses.replace(TRAIN, sequence=128, rows=2, micro_batches=2)
-    u, theta, names = basis(b"bytes", 32, 16), random_theta(spec), layout.shard_names(spec)
-    chain = [StageTrainer(spec, train, shards, rank=16, basis=u) for shards in (names[:2], names[2:])]
+    theta = random_theta(spec)
+    chain = [StageTrainer(spec, train, shards) for shards in split_shards((2,), spec)]
     for trainer in chain:
         trainer.begin_round(theta)
     first, last = asyncio.run(run_chain(chain, wires=("bf16", "bf16")))

@@ -10,16 +10,16 @@ import torch
 
 from peer.node.training import add_to_feedback, encode_update
 from peer.state.outer_optimizer import Outer
-from peer.training import update
 from peer.training.trainer import StageTrainer
-from peer.training.update import DeviceUpdate, WithinSubspace
+from peer.training.update import DeviceUpdate
 from protocol.codec.formats import Codec
 from protocol.errors import LocalError
 from protocol.run import layout
-from tests.support.chains import BASIS, SPEC, TRAIN, ids_of, random_theta
+from tests.support.chains import TRAIN, ids_of, narrow, random_theta
 
-NAMES = layout.shard_names(SPEC)
-FIRST, LAST, WHOLE = NAMES[:3], NAMES[3:], NAMES
+NARROW = narrow(8)
+NAMES = layout.shard_names(NARROW)
+FIRST, LAST, WHOLE = (*NAMES[:3], "anchor"), NAMES[3:], NAMES
 
 
 class OnDevice(StageTrainer):
@@ -31,11 +31,11 @@ class OnDevice(StageTrainer):
 class Side:
     """One peer's state and its work."""
 
-    def __init__(self, kind: type[StageTrainer], shards: tuple[str, ...], rank: int, threads: int) -> None:
+    def __init__(self, kind: type[StageTrainer], shards: tuple[str, ...], threads: int) -> None:
         self.shards = shards
-        self.trainer = kind(SPEC, TRAIN, shards, rank=rank, basis=BASIS if rank else None)
-        self.outer = Outer(SPEC, Codec(64), 0.95, 1.0, threads=threads)
-        self.outer.theta = dict(random_theta())
+        self.trainer = kind(NARROW, TRAIN, shards)
+        self.outer = Outer(NARROW, Codec(64), 0.95, 1.0, threads=threads)
+        self.outer.theta = dict(random_theta(NARROW))
 
     def learn(self, seed: int) -> None:
         """Any values of the parameters: what inner steps would leave behind."""
@@ -63,10 +63,10 @@ def same(a: Side, b: Side) -> None:
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize(("shards", "rank"), [(WHOLE, 0), (FIRST, 8), (FIRST, 0), (LAST, 8)])
-def test_rounds_are_the_same_with_a_device_and_without(shards: tuple[str, ...], rank: int) -> None:
+@pytest.mark.parametrize("shards", [WHOLE, FIRST, LAST])
+def test_rounds_are_the_same_with_a_device_and_without(shards: tuple[str, ...]) -> None:
     """Offered, kept, offered; the parameters of each round come from the state that the one before made."""
-    host, device = (Side(kind, shards, rank, threads) for kind, threads in ((StageTrainer, 1), (OnDevice, 3)))
+    host, device = (Side(kind, shards, threads) for kind, threads in ((StageTrainer, 1), (OnDevice, 3)))
     assert host.trainer.on_device(shards[0]) is None
     for round in range(4):
         for side in (host, device):
@@ -82,7 +82,7 @@ def test_rounds_are_the_same_with_a_device_and_without(shards: tuple[str, ...], 
 
 
 def test_a_device_trains_from_the_bits_of_the_state() -> None:
-    host, device = (Side(kind, WHOLE, 0, 1) for kind in (StageTrainer, OnDevice))
+    host, device = (Side(kind, WHOLE, 1) for kind in (StageTrainer, OnDevice))
     for side in (host, device):
         side.trainer.begin_round(side.outer.theta)
     whole = torch.tensor(ids_of(1))
@@ -97,7 +97,7 @@ def test_a_device_trains_from_the_bits_of_the_state() -> None:
 def test_work_that_is_not_finite_is_refused_and_what_was_owed_stays(
     kind: type[StageTrainer], shards: tuple[str, ...]
 ) -> None:
-    side = Side(kind, shards, 8 if shards == FIRST else 0, 2)
+    side = Side(kind, shards, 2)
     side.learn(0)
     side.end_round()
     before = [e.copy() for e in side.outer.feedback["embed"]]
@@ -111,34 +111,11 @@ def test_work_that_is_not_finite_is_refused_and_what_was_owed_stays(
     assert [e.tobytes() for e in side.outer.feedback["embed"]] == [e.tobytes() for e in before]
 
 
-class Watched(WithinSubspace):
-    """`made`: how many rows at a time."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        a0, a = (torch.randn(12800, 8, generator=generator) for _ in range(2))
-        super().__init__(a0, a, torch.randn(1536, 8, generator=generator))
-        self.made: list[int] = []
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        self.made.append(last - first)
-        return super().rows(first, last)
-
-
-def accumulated(moved: WithinSubspace | torch.Tensor) -> np.ndarray:
+def accumulated(local: torch.Tensor) -> np.ndarray:
     """β e + δ for e = 1."""
-    e = np.ones(tuple(moved.shape), dtype=np.float32)
-    DeviceUpdate("cpu", 2).accumulate([(None, moved)], [e], np.float32(0.5), 32, map)
+    e, theta = np.ones(tuple(local.shape), dtype=np.float32), np.zeros(tuple(local.shape), dtype=np.float32)
+    DeviceUpdate("cpu", 2).accumulate([(theta, local)], [e], np.float32(0.5), 32, map)
     return e
-
-
-def test_a_chains_embedding_is_never_whole_on_the_device() -> None:
-    moved = Watched()
-    whole = 0.5 + (moved.a0_VS.double() - moved.a_VS.double()) @ moved.u_DS.double().T
-    np.testing.assert_allclose(accumulated(moved), whole.numpy(), rtol=1e-4, atol=1e-4)
-    assert sum(moved.made) == moved.shape[0]
-    assert len(moved.made) > 2
-    assert max(moved.made) * moved.shape[1] <= update.PART
 
 
 def test_parts_for_which_the_device_is_short_of_memory_come_later() -> None:

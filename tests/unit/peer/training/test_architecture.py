@@ -32,7 +32,18 @@ from protocol.run.manifest import TokenizerSpec
 from tests.faults import history
 from tests.faults.processes import Swarm
 from tests.support import tiny
-from tests.support.chains import SPEC, TRAIN, make_chain, project_at, random_theta, relative, run_chain
+from tests.support.chains import (
+    ANCHOR,
+    SPEC,
+    TRAIN,
+    Oracle,
+    gradients,
+    make_chain,
+    narrow,
+    random_theta,
+    relative,
+    run_chain,
+)
 
 LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=12)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -55,6 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         )
     },
     "documents": {"document_end_id": 0},
+    "narrow": {"residual_width": 24},
     "llama today": {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_scaling": LLAMA3, "document_end_id": 0},
     "qwen today": {"num_key_value_heads": 2, "tie_word_embeddings": True, "use_qk_norm": True, "document_end_id": 0},
     "qwen untied": {"num_key_value_heads": 1, "use_qk_norm": True, "rope_scaling": LLAMA3, "document_end_id": 0},
@@ -121,7 +133,8 @@ def test_transformers_computes_the_logits_of_an_export(name: str, folder: Path) 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(written(spec, folder)).eval()
     kind = transformers.Qwen3ForCausalLM if spec.use_qk_norm else transformers.LlamaForCausalLM
     assert type(theirs) is kind
-    assert {n for s in layout.shard_names(spec) for n, _ in layout.tensors(spec, s)} == set(theirs.state_dict()) - (
+    ours = {n for s in layout.shard_names(spec) for n, _ in layout.tensors(spec, s)}
+    assert ours - {ANCHOR} == set(theirs.state_dict()) - (
         {"lm_head.weight"} if spec.tie_word_embeddings else set()
     )
     found = logits(whole(spec), ids)
@@ -234,17 +247,19 @@ def test_a_chain_has_the_bits_of_the_whole_model(name: str) -> None:
 @pytest.mark.parametrize("name", IN_CHAINS)
 def test_a_compressed_chain_trains_as_the_oracle(name: str) -> None:
     spec = spec_of(name)
-    chain, oracle = make_chain((1, 3), 8, spec=spec), make_chain((), 8, spec=spec)
-    project_at(oracle[0], (1, 3))
-    reports, expected = (asyncio.run(run_chain(c, steps=2, read=read)) for c in (chain, oracle))
+    chain, oracle = make_chain((1, 3), 8, spec=spec), Oracle(narrow(8, spec), TRAIN, (1, 3))
+    oracle.begin_round(random_theta(oracle.spec))
+    reports, expected = (asyncio.run(run_chain(c, steps=2, read=read)) for c in (chain, [oracle]))
     assert [r.loss for r in reports[0]] == pytest.approx([r.loss for r in expected[0]], rel=1e-5)
-    gradients = {n: g for t in chain for n, g in t.gradients[0].items()}
-    assert set(gradients) == set(oracle[0].gradients[0])
-    for key, gradient in gradients.items():
-        assert relative(gradient, oracle[0].gradients[0][key]) < 1e-5, key
+    there, here = gradients(chain), gradients([oracle])
+    assert set(there) == set(here)
+    for key, gradient in there.items():
+        assert relative(gradient, here[key]) < 1e-5, key
 
 
 def test_a_tied_matrix_is_no_chains() -> None:
-    for shards, rank in ((("embed", "block.0"), 0), (("block.3", "head"), 0), (layout.shard_names(SPEC), 8)):
+    for shards in (("embed", "block.0"), ("block.3", "head")):
         with pytest.raises(LocalError, match="tied embeddings: must be the whole model"):
-            StageTrainer(spec_of("tied"), TRAIN, shards, rank=rank, basis=np.eye(SPEC.d_model, dtype=np.float32))
+            StageTrainer(spec_of("tied"), TRAIN, shards)
+    with pytest.raises(ValueError, match="residual_width must be 0 where tie_word_embeddings is on"):
+        narrow(8, spec_of("tied"))

@@ -11,12 +11,11 @@ from torch.nn import functional
 
 from peer.chain import quantize
 from peer.training import model
-from peer.training.subspace import Boundary, t_perp, without_subspace
 from peer.training.trainer import StageTrainer
 from peer.training.update import DeviceUpdate, pinned
 from protocol.codec.formats import TILE
 from protocol.run import layout
-from tests.support.chains import BASIS, CUTS, SPEC, TRAIN, make_chain, random_theta, relative, run_chain
+from tests.support.chains import CUTS, SPEC, TRAIN, make_chain, random_theta, relative, run_chain
 
 OTHERS = ["cuda"] if torch.cuda.is_available() else []
 DEVICES = ["cpu", *OTHERS]
@@ -172,44 +171,3 @@ def test_what_a_device_sends_means_the_same_everywhere(device: str, wire: str) -
     x[1, 3, 5] = torch.nan
     with pytest.raises(quantize.BadTensor, match="not finite"):
         quantize.encode(x, wire)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_rows_that_were_announced_are_those_that_were_not(device: str) -> None:
-    """Of a table that stays on the host."""
-    u_DK, te_VD = torch.tensor(BASIS.copy()).to(device), torch.tensor(random_theta()["embed"][0])
-    ids, others = torch.arange(24).reshape(2, 12) * 7 % SPEC.vocab_size, torch.zeros(2, 12, dtype=torch.int64)
-    nothing = torch.zeros(2, 12, u_DK.shape[1], device=device)
-    plain, announced = Boundary(u_DK, te_VD), Boundary(u_DK, te_VD)
-    for asked in (ids, others, ids):
-        announced.expect(ids)
-        assert torch.equal(announced.expand(nothing, asked), plain.expand(nothing, asked))
-
-
-def test_a_table_is_sent_once_for_each_token() -> None:
-    """`meta` stands for a device: it has shapes only."""
-    u_DK, te_VD = torch.tensor(BASIS.copy()), torch.tensor(random_theta()["embed"][0])
-    elsewhere = Boundary(u_DK.to("meta"), te_VD)
-    ids = torch.tensor([[5, 5, 9, 5], [9, 9, 5, 0]])
-    te_ND, which_BL = elsewhere.rows(ids)
-    assert te_ND.shape == (3, SPEC.d_model)
-    assert which_BL.shape == ids.shape
-    assert t_perp(te_VD, u_DK, torch.float32) is None, "a processor reads the table where it is"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", [torch.float32, torch.bfloat16])
-def test_a_boundary_makes_the_same_of_t_perp_and_of_the_table(device: str, form: torch.dtype) -> None:
-    u_DK, te_VD = torch.tensor(BASIS.copy()).to(device), torch.tensor(random_theta()["embed"][0])
-    ids = torch.arange(24).reshape(2, 12) * 7 % SPEC.vocab_size
-    z = torch.linspace(-1, 1, 24 * u_DK.shape[1]).reshape(2, 12, -1).to(device)
-    exact_VD = without_subspace(te_VD, u_DK, torch.float64)
-    assert (exact_VD @ u_DK.double()).abs().max() < 1e-6
-    exact_BLD = (exact_VD[ids.to(device)] + z.double() @ u_DK.double().T).cpu()
-    within = ROUNDED if form == torch.bfloat16 else SUMS[device] / 5
-    for t_perp_VD in (None, without_subspace(te_VD, u_DK, form)):
-        found = Boundary(u_DK, te_VD, t_perp_VD, form)
-        into = torch.empty(2, 12, SPEC.d_model, device=device, dtype=form)
-        for x in (found.expand(z, ids), found.expand(z, ids, into), into):
-            assert x.dtype == form
-            assert relative(x.cpu().double(), exact_BLD) < within

@@ -1,4 +1,4 @@
-"""P5: a chain computes what one process with the projector inserted computes; without compression, the plain model."""
+"""P5: a chain computes what one process computes; its first step is that of the plain model."""
 
 from __future__ import annotations
 
@@ -13,55 +13,43 @@ import numpy as np
 import pytest
 import torch
 
-from peer.training.subspace import Boundary
-from peer.training.trainer import COORDINATES
 from protocol.planning.pipeline_model import UNBOUNDED, Depths, LinkCost, StageCost
-from protocol.run import layout
 from tests.support.chains import (
-    BASIS,
+    ANCHOR,
     CUTS,
     DEADLINE_S,
     SPEC,
     TRAIN,
+    Oracle,
     Recording,
+    gradients,
     make_chain,
-    project_at,
+    narrow,
     random_theta,
     relative,
     run_chain,
 )
 
-EMBED = "model.embed_tokens.weight"
 D = SPEC.d_model
 
 
 FP32 = ("fp32", "fp32")
 
 
-def _oracle(cuts: tuple[int, ...], k: int, wires: tuple[str, str] = FP32) -> Recording:
-    """The plain whole model, TE its parameter, with projector and number formats at the cuts; one step taken."""
-    trainer = Recording(SPEC, TRAIN, layout.shard_names(SPEC))
-    theta = random_theta()
-    trainer.begin_round(theta)
-    boundary = None
-    if k:
-        u_DK = torch.tensor(BASIS[:, :k].copy())
-        boundary = Boundary(u_DK, torch.tensor(theta["embed"][0]))
-    project_at(trainer, cuts, boundary, wires)
+def _oracle(cuts: tuple[int, ...], k: int, wires: tuple[str, str] = FP32) -> Oracle:
+    """The whole model with these number formats at the cuts; one step taken."""
+    trainer = Oracle(narrow(k), TRAIN, cuts, wires)
+    trainer.begin_round(random_theta(narrow(k)))
     asyncio.run(run_chain([trainer]))
     return trainer
 
 
-def _compare(chain: list[Recording], oracle: Recording, k: int, within: float) -> dict[str, torch.Tensor]:
-    """Every gradient of the chain's first step against the oracle's; returns the chain's."""
-    expected = dict(oracle.gradients[0])
-    if k:
-        expected[COORDINATES] = expected.pop(EMBED) @ torch.tensor(BASIS[:, :k].copy())
-    found = {name: g for trainer in chain for name, g in trainer.gradients[0].items()}
+def _compare(chain: list[Recording], oracle: Recording, within: float) -> None:
+    """Every gradient of the chain's first step against the oracle's."""
+    found, expected = gradients(chain), gradients([oracle])
     assert set(found) == set(expected)
     for name, gradient in found.items():
         assert relative(gradient, expected[name]) < within, name
-    return found
 
 
 @pytest.mark.parametrize("k", [0, D // 8, D // 32])
@@ -69,12 +57,15 @@ def _compare(chain: list[Recording], oracle: Recording, k: int, within: float) -
 def test_gradients_equal_the_oracle(cuts: tuple[int, ...], k: int) -> None:
     chain, oracle = make_chain(cuts, k), _oracle(cuts, k)
     reports = asyncio.run(run_chain(chain))
-    found = _compare(chain, oracle, k, 1e-5)
-    square = sum(float(g.double().square().sum()) for g in found.values())
+    _compare(chain, oracle, 1e-5)
+    square = sum(float(g.double().square().sum()) for t in chain for g in t.gradients[0].values())
     for trainer, report in zip(chain, reports, strict=True):
         assert trainer.norms[0] == report[0].norm == pytest.approx(square**0.5, rel=1e-6)
         assert report[0].loss == reports[0][0].loss
     assert len(chain) == len(cuts) + 1
+    plain = make_chain((), k)
+    asyncio.run(run_chain(plain))
+    _compare(chain, plain[0], 1e-5)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -135,7 +126,7 @@ def test_gradients_equal_the_oracle_with_the_same_quantization(
 ) -> None:
     chain, oracle, plain = make_chain(cuts, k), _oracle(cuts, k, wires), _oracle(cuts, k)
     asyncio.run(run_chain(chain, wires=wires, depth=3, depths=Depths(plain=2, held=2, most=3)))
-    _compare(chain, oracle, k, 1e-5)
+    _compare(chain, oracle, 1e-5)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert relative(plain.gradients[0][name], oracle.gradients[0][name]) > 1e-4, "the quantization is felt"
 
@@ -154,62 +145,32 @@ def test_uncompressed_chain_has_the_bits_of_the_plain_model(cuts: tuple[int, ...
 @pytest.mark.parametrize("cuts", [(3,), (2, 4), (1, 2, 5)])
 @pytest.mark.parametrize("k", [D // 8, D // 32])
 def test_training_equals_the_oracle(cuts: tuple[int, ...], k: int) -> None:
-    chain, oracle = make_chain(cuts, k), make_chain((), k)
-    project_at(oracle[0], cuts)
-    reports, expected = asyncio.run(run_chain(chain, steps=4)), asyncio.run(run_chain(oracle, steps=4))
+    chain, oracle, theta = make_chain(cuts, k), Oracle(narrow(k), TRAIN, cuts), random_theta(narrow(k))
+    oracle.begin_round(theta)
+    reports, expected = asyncio.run(run_chain(chain, steps=4)), asyncio.run(run_chain([oracle], steps=4))
     assert [r.loss for r in reports[0]] == pytest.approx([r.loss for r in expected[0]], rel=1e-5)
     assert [r.norm for r in reports[0]] == pytest.approx([r.norm for r in expected[0]], rel=1e-5)
-    theta = random_theta()
-    for trainer in chain:
-        for shard in trainer.shards:
-            for a, b, base in zip(trainer.delta(shard), oracle[0].delta(shard), theta[shard], strict=True):
+    copies = [oracle.stage.model.embed_tokens.anchor, *oracle.copies]
+    for trainer, copy in zip(chain, copies, strict=True):
+        local = theta["anchor"][0] - trainer.delta("anchor")[0]
+        assert relative(local, copy.detach().numpy()) < 1e-5
+        for shard in (shard for shard in trainer.shards if shard != "anchor"):
+            for a, b, base in zip(trainer.delta(shard), oracle.delta(shard), theta[shard], strict=True):
                 assert relative(base - a, base - b) < 1e-5
                 assert relative(a, b) < 1e-2, "AdamW magnifies rounding where gradients nearly vanish"
 
 
-def test_a_reader_has_no_copy_of_the_embedding() -> None:
-    """And gets the rows of T_perp that a micro-batch asks for, as often as it asks."""
-    theta, k = random_theta(), D // 8
-    reader = make_chain((2,), k, theta=theta)[1]
-    boundary = reader.stage.boundary
-    assert boundary is not None
-    assert np.shares_memory(boundary.te_VD.numpy(), theta["embed"][0])
-    assert not any(SPEC.vocab_size in p.shape for n, p in reader.stage.named_parameters() if "embed" in n)
-    u_DK, te_VD = BASIS[:, :k].astype(np.float64), theta["embed"][0].astype(np.float64)
-    t_perp_VD = te_VD - te_VD @ u_DK @ u_DK.T
-    nothing_BLK = torch.zeros(2, 5, k)
-    first_BL, second_BL = torch.randint(0, SPEC.vocab_size, (2, 2, 5), generator=torch.Generator().manual_seed(0))
-    rows = [boundary.expand(nothing_BLK, ids_BL) for ids_BL in (first_BL, second_BL, first_BL)]
-    assert relative(rows[0], torch.tensor(t_perp_VD[first_BL.numpy()])) < 1e-5
-    assert relative(rows[1], torch.tensor(t_perp_VD[second_BL.numpy()])) < 1e-5
-    assert torch.equal(rows[0], rows[2])
-    reader.release()
-    assert reader.stage.boundary is None, "the table may change now"
-
-
-def test_boundary_gradients_are_those_of_autograd() -> None:
-    rng = torch.Generator().manual_seed(0)
-    u_DK = torch.linalg.qr(torch.randn(12, 3, generator=rng, dtype=torch.float64))[0]
-    boundary = Boundary(u_DK, torch.randn(7, 12, generator=rng, dtype=torch.float64))
-    ids_BL = torch.randint(0, 7, (2, 5), generator=rng)
-    x_BLD = torch.randn(2, 5, 12, generator=rng, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: boundary.project(x, ids_BL), (x_BLD,))
-    g_BLD = torch.randn(2, 5, 12, generator=rng, dtype=torch.float64)
-    (automatic,) = torch.autograd.grad(boundary.project(x_BLD, ids_BL), x_BLD, g_BLD)
-    torch.testing.assert_close(automatic, boundary.expand_grad(boundary.compress_grad(g_BLD)))
-
-
-def test_static_embedding_stays_in_the_subspace() -> None:
-    theta, k = random_theta(), D // 8
-    chain = make_chain((3,), k, theta=theta)
-    asyncio.run(run_chain(chain, steps=5))
-    u_DK = BASIS[:, :k].astype(np.float64)
-    te_VD = theta["embed"][0].astype(np.float64)
-    t_perp_VD = te_VD - te_VD @ u_DK @ u_DK.T
-    moved_VD = te_VD - chain[0].delta("embed")[0]
-    t_s_VD = moved_VD - t_perp_VD
-    assert np.abs(t_s_VD - t_s_VD @ u_DK @ u_DK.T).max() < 1e-6 * np.abs(te_VD).max()
-    assert np.abs(chain[0].delta("embed")[0]).max() > 1e-4, "it did move"
+def test_a_cut_loses_nothing() -> None:
+    """What blocks add to the residual stream crosses whole, and the rest of it is the token's row of `anchor`."""
+    chain, plain = make_chain((2, 4), D // 8), make_chain((), D // 8)[0]
+    ids = torch.arange(24).reshape(2, 12) * 7 % SPEC.vocab_size
+    with torch.no_grad():
+        wire = None
+        for trainer in chain[:-1]:
+            wire = trainer.stage.outward(trainer.stage(ids, wire))
+            assert wire.shape == (2, 12, D // 8)
+        assert torch.equal(chain[-1].stage(ids, wire), plain.stage(ids))
+    assert [ANCHOR in dict(t.stage.named_parameters()) for t in chain] == [True] * 3
 
 
 @pytest.mark.parametrize("k", [0, D // 8])

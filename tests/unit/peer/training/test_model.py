@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from peer.chain import quantize
 from peer.training.model import Stage
 from peer.training.optimizer import Pace, learning_rate
-from peer.training.trainer import COORDINATES, StageTrainer, mean_loss
+from peer.training.trainer import StageTrainer, mean_loss
 from protocol.codec import formats
 from protocol.errors import LocalError
 from protocol.run import layout
-from tests.support.chains import BASIS, SPEC, TRAIN, ids_of, make_chain, random_theta, relative, run_chain
+from tests.support.chains import ANCHOR, SPEC, TRAIN, ids_of, make_chain, narrow, random_theta, relative, run_chain
 
 CPU = torch.device("cpu")
 IDS = torch.tensor(ids_of(7))
@@ -113,10 +113,10 @@ def test_a_round_without_a_pace_keeps_the_one_before() -> None:
 
 @pytest.mark.parametrize("k", [0, 8])
 def test_delta_is_zero_at_first_and_theta_minus_local_later(k: int) -> None:
-    trainer, theta = make_chain((), k)[0], random_theta()
+    trainer, theta = make_chain((), k)[0], random_theta(narrow(k))
     for shard in trainer.shards:
         arrays = trainer.delta(shard)
-        assert [a.shape for a in arrays] == list(layout.shapes(SPEC, shard))
+        assert [a.shape for a in arrays] == list(layout.shapes(narrow(k), shard))
         assert all(a.dtype == np.float32 and a.flags.c_contiguous and not a.any() for a in arrays)
     asyncio.run(run_chain([trainer], steps=2))
     local = dict(trainer.stage.named_parameters())["lm_head.weight"].detach().numpy()
@@ -148,25 +148,6 @@ def test_step_is_adamw_with_clip() -> None:
     assert parameter.grad is None
 
 
-@pytest.mark.parametrize("k", [8, 2])
-def test_a_scaled_embedding_moves_as_far_as_a_whole_one_and_decays_as_before(k: int) -> None:
-    """A token's coordinates move by sqrt(d / k) times as much; the decay is that of the rate itself, and nothing else changes."""
-    trainers = []
-    for scaled in (False, True):
-        train = dataclasses.replace(TRAIN, scale_embedding_lr=scaled)
-        trainer = make_chain((3,), k, train=train)[0]
-        before = trainer.stage.model.embed_tokens.coordinates.detach().clone()
-        asyncio.run(run_chain(made := [trainer, make_chain((3,), k, train=train)[1]]))
-        trainers.append((made[0], before))
-    rate = learning_rate(TRAIN, 1)
-    moved = [t.stage.model.embed_tokens.coordinates.detach() - b * (1 - rate * TRAIN.weight_decay) for t, b in trainers]
-    felt = moved[0].abs() > 1e-7
-    assert felt.any()
-    assert relative(moved[1][felt], moved[0][felt] * math.sqrt(SPEC.d_model / k)) < 1e-4
-    plain, scaled = (dict(t.stage.named_parameters()) for t, _ in trainers)
-    assert all(torch.equal(plain[name], scaled[name]) for name in plain if name != COORDINATES)
-
-
 def test_optimizer_state_survives_a_restart_bit_by_bit() -> None:
     steady, theta = _whole(), random_theta()
     asyncio.run(run_chain([steady], steps=2))
@@ -185,18 +166,13 @@ def test_optimizer_state_is_kept_for_what_is_still_held() -> None:
     chain = make_chain((3,), 8)
     asyncio.run(run_chain(chain))
     state = chain[0].optimizer_state() | chain[1].optimizer_state()
-    same = StageTrainer(SPEC, TRAIN, ("embed", "block.0"), rank=8, basis=BASIS)
+    same = StageTrainer(narrow(8), TRAIN, ("embed", "block.0", "anchor"))
     same.load_optimizer(state)
     assert {key: state[key].tolist() for key in same.optimizer_state()} == {
         key: value.tolist() for key, value in same.optimizer_state().items()
     }
-    assert f"{COORDINATES}/exp_avg" in same.optimizer_state()
+    assert f"{ANCHOR}/exp_avg" in same.optimizer_state()
     assert not any("layers.1." in key for key in same.optimizer_state())
-    narrower = StageTrainer(SPEC, TRAIN, ("embed", "block.0"), rank=4, basis=BASIS)
-    narrower.load_optimizer(state)
-    assert {key.split("/")[0] for key in narrower.optimizer_state()} == {
-        name for name, _ in layout.tensors(SPEC, "block.0")
-    }
     with pytest.raises(LocalError, match="another shape"):
         same.load_optimizer({**state, "model.layers.0.mlp.up_proj.weight/exp_avg": np.zeros(3, np.float32)})
 
@@ -225,8 +201,11 @@ def test_a_stage_must_be_contiguous() -> None:
     for shards in ((), ("embed", "block.1"), ("block.1", "block.0"), ("block.9",)):
         with pytest.raises(LocalError, match="contiguous"):
             StageTrainer(SPEC, TRAIN, shards)
-    with pytest.raises(LocalError, match="no basis"):
-        StageTrainer(SPEC, TRAIN, ("embed",), rank=BASIS.shape[1] + 1, basis=BASIS)
+    for shards in (("embed",), ("block.1", "block.2")):
+        with pytest.raises(LocalError, match="without anchor"):
+            StageTrainer(narrow(8), TRAIN, shards)
+    with pytest.raises(LocalError, match="one that its model lacks"):
+        StageTrainer(SPEC, TRAIN, ("embed", "anchor"))
 
 
 @pytest.mark.parametrize("wire", formats.FORMATS)

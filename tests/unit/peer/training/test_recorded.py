@@ -244,7 +244,7 @@ def test_other_shapes_are_called_and_another_round_goes_on(device: str) -> None:
     for kind in (Unrecorded, Records):
         trainer = steps(kind, (2, 4), 8, SPEC, device)[0][1]
         trainer.end_round()
-        trainer.begin_round(random_theta(seed=2))
+        trainer.begin_round(random_theta(trainer.spec, seed=2))
         sent = []
         for rows in (LONG.rows, 1, LONG.rows):
             ids = torch.tensor(ids_of(9, SPEC, LONG))[:rows]
@@ -276,4 +276,6 @@ def test_a_compressed_chain_in_half_the_bits_learns_the_same(cuts: tuple[int, ..
     for rounded, other in zip(found[0], exact[0], strict=True):
         assert rounded.stage.form == torch.bfloat16
         for name, gradient in other.gradients[0].items():
+            if not gradient.any():  # of a stage without blocks
+                continue
             assert 0 < relative(rounded.gradients[0][name], gradient) < 2e-2, name
