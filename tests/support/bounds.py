@@ -8,7 +8,7 @@ planner; what a replica is worth at most follows from tests/support/plans.py's `
     rate(g) <= sum of price(i) over i in g for all replicas g    =>    rate of any plan <= sum of all prices
 
 A replica of one costs what it is worth. Of a chain only what cannot be avoided is counted: with t the seconds of a stage per micro-batch, w
-those in which its machine sends the frames of the narrowest rank, T the sum of t + w, and tau the largest t,
+those in which its machine sends its frames, T the sum of t + w, and tau the largest t,
 
     rate <= M n / (T + (M - 1) tau)
 
@@ -63,7 +63,7 @@ def priced(manifest: Manifest, candidates: Sequence[Candidate], known: Sequence[
     """The smaller bound. `known`: members and rates of good replicas, to begin with."""
     chains, number = _Chains(manifest, candidates), {c.peer: i for i, c in enumerate(candidates)}
     whole = ((0, manifest.model.n_layers),)
-    alone = np.array([plans.worth(manifest, [c], whole, 0) for c in candidates])
+    alone = np.array([plans.worth(manifest, [c], whole) for c in candidates])
     least = np.array([1e-6 * _pace(manifest, c) for c in candidates])
     columns: list[Column] = [((i,), float(rate)) for i, rate in enumerate(alone) if rate > 0]
     columns += [(tuple(number[p] for p in members), rate) for members, rate in known if len(members) > 1]
@@ -98,7 +98,7 @@ class _Chains:
     def __init__(self, manifest: Manifest, candidates: Sequence[Candidate]) -> None:
         train, layers = manifest.train, manifest.model.n_layers
         self.layers, tokens = layers, train.rows * train.sequence
-        width = min(rank or manifest.model.d_model for rank in manifest.chains.rank)
+        width = manifest.model.residual_width or manifest.model.d_model
         there, back = (
             8 * tokens * formats.bytes_per_token(f, width) for f in (manifest.chains.forward, manifest.chains.backward)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protocol.run import presets
-from protocol.run.manifest import ChainSpec, Manifest, TrainSpec
+from protocol.run.manifest import Manifest, TrainSpec
 from tests.support import tiny
 
 GB = 10**9
@@ -17,7 +17,7 @@ def run_of(name: str) -> Manifest:
         lr=preset.lr, warmup_steps=10, total_steps=10_000,
     )  # fmt: skip
     model = preset.model(preset.vocab_size, preset.sequence)
-    return tiny.manifest(model=model, train=train, chains=ChainSpec(rank=preset.ranks))
+    return tiny.manifest(model=model, train=train)
 
 
 RUNS = {name: run_of(name) for name in presets.PRESETS}

@@ -19,7 +19,7 @@ from protocol.planning.arrange import Arranged
 from protocol.planning.partition import Candidate
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
-from protocol.run.manifest import ChainSpec, Manifest, OuterSpec, TimingSpec, TrainSpec
+from protocol.run.manifest import Manifest, OuterSpec, TimingSpec, TrainSpec
 from tests.support import tiny
 
 Ranges = tuple[tuple[int, int], ...]
@@ -27,14 +27,14 @@ CARRIED = 0.9
 """Of a link's rate."""
 
 
-def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank: int) -> float:
+def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges) -> float:
     """Tokens per second that this replica brings into commits; all its members' speeds and links are known."""
     train, model = manifest.train, manifest.model
     if not all(has_room(manifest, c, a, b) for c, (a, b) in zip(members, ranges, strict=True)):
         return 0.0
     tokens, last = train.rows * train.sequence, len(members) - 1
     stages = [seconds(manifest, c, a, b) for c, (a, b) in zip(members, ranges, strict=True)]
-    width = rank or model.d_model
+    width = model.residual_width or model.d_model
     there = 8 * tokens * formats.bytes_per_token(manifest.chains.forward, width)
     back = 8 * tokens * formats.bytes_per_token(manifest.chains.backward, width)
 
@@ -137,13 +137,13 @@ def _step(micro_batches: int, stages: list[float], wires: list[float], ways: lis
 
 
 def total(manifest: Manifest, candidates: Sequence[Candidate], replicas: Sequence[Arranged]) -> float:
-    """What arranged replicas (members, ranges, rank) are worth together."""
+    """What arranged replicas (members, ranges) are worth together."""
     by_name = {c.peer: c for c in candidates}
-    return sum(worth(manifest, [by_name[p] for p in r.members], r.ranges, r.rank) for r in replicas)
+    return sum(worth(manifest, [by_name[p] for p in r.members], r.ranges) for r in replicas)
 
 
 def optimum(manifest: Manifest, candidates: Sequence[Candidate]) -> float:
-    """The most tokens per second that any arrangement of at most a few peers brings: every set, order, cut and rank is tried."""
+    """The most tokens per second that any arrangement of at most a few peers brings: every set, order and cut is tried."""
     layers, count = manifest.model.n_layers, len(candidates)
     best_of = [0.0] * (1 << count)
     for bits in range(1, 1 << count):
@@ -154,12 +154,8 @@ def optimum(manifest: Manifest, candidates: Sequence[Candidate]) -> float:
             tuple(itertools.pairwise((0, *cut, layers)))
             for cut in itertools.combinations(range(1, layers), len(members) - 1)
         ]
-        ranks = manifest.chains.rank if len(members) > 1 else (0,)
         best_of[bits] = max(
-            worth(manifest, order, ranges, rank)
-            for order in itertools.permutations(members)
-            for ranges in cuts
-            for rank in ranks
+            worth(manifest, order, ranges) for order in itertools.permutations(members) for ranges in cuts
         )
     best = [0.0] * (1 << count)
     for bits in range(1, 1 << count):
@@ -189,9 +185,8 @@ def small_manifest(rng: random.Random) -> Manifest:
         lr=1e-3, warmup_steps=0, total_steps=1000,
     )  # fmt: skip
     return tiny.manifest(
-        model=model,
+        model=dataclasses.replace(model, residual_width=rng.choice((0, width // 8, width * 21 // 64))),
         train=train,
-        chains=ChainSpec(rank=rng.choice(((0, width // 8), (width // 8,), (0, width // 8, width // 32)))),
         outer=OuterSpec(overlap=rng.choice((0, 1))),
         timing=TimingSpec(round_deadline=1200.0),
     )
@@ -223,11 +218,11 @@ def parted(rng: random.Random, peers: Sequence[Candidate]) -> list[Candidate]:
 
 
 SHAPES = {
-    "0.5B": ModelSpec(vocab_size=32_768, d_model=1536, n_layers=12, n_heads=12, d_ff=5440, context=2048),
-    "1B": ModelSpec(vocab_size=32_768, d_model=2048, n_layers=16, n_heads=16, d_ff=8192, context=2048),
-    "7B": ModelSpec(vocab_size=32_768, d_model=4096, n_layers=32, n_heads=32, d_ff=11_008, context=2048),
+    "0.5B": ModelSpec(vocab_size=32_768, d_model=1536, n_layers=12, n_heads=12, d_ff=5440, context=2048, residual_width=504),
+    "1B": ModelSpec(vocab_size=32_768, d_model=2048, n_layers=16, n_heads=16, d_ff=8192, context=2048, residual_width=672),
+    "7B": ModelSpec(vocab_size=32_768, d_model=4096, n_layers=32, n_heads=32, d_ff=11_008, context=2048, residual_width=1344),
 }
-"""Models of the swarms below. The first two are the main paper's (Table 6, as docs read it), the last is LLaMA's (Touvron et al. 2023)."""
+"""Models of the swarms below, with the residual width of protocol/run/presets.py. The first two are the main paper's (Table 6, as docs read it), the last is LLaMA's (Touvron et al. 2023)."""
 
 CARDS = ((4, 8, 4), (6, 10, 6), (8, 32, 12), (12, 19, 22), (16, 8, 30), (24, 4, 60))
 """GB of a graphics card, the share of machines that have so much (percent, rounded, of those with 4 GB or more: Steam Hardware Survey of
@@ -244,7 +239,6 @@ def manifest_of(model: str) -> Manifest:
     return tiny.manifest(
         model=spec,
         train=train,
-        chains=ChainSpec(rank=(0, spec.d_model // 8, spec.d_model // 32)),
         timing=TimingSpec(round_deadline=900.0, round_seconds=600.0),
     )
 
@@ -278,12 +272,12 @@ def volunteers(rng: random.Random, count: int) -> list[Candidate]:
 
 def grouped(manifest: Manifest, order: Sequence[Candidate]) -> list[Arranged]:
     """Who can hold the whole model does; the others form chains in this order, each as short as its members' memory allows, cut so that
-    the slowest stage is as quick as can be, with the best of the ranks."""
+    the slowest stage is as quick as can be."""
     layers, whole = manifest.model.n_layers, memory.stage_memory(manifest, 0, manifest.model.n_layers)
     replicas, run = [], []
     for c in order:
         if c.memory_bytes >= whole:
-            replicas.append(_best_rank(manifest, [c], ((0, layers),)))
+            replicas.append(_as_is(manifest, [c], ((0, layers),)))
             continue
         run.append(c)
         if len(run) < 2 or sum(_blocks(manifest, x.memory_bytes) for x in run) < layers:
@@ -292,16 +286,16 @@ def grouped(manifest: Manifest, order: Sequence[Candidate]) -> list[Arranged]:
         members = [*(x for x in run if x is not best), best]
         ranges = partition.split(manifest, [x.budget for x in members], [x.speed_flops for x in members])
         if ranges is not None:
-            replicas.append(_best_rank(manifest, members, ranges))
+            replicas.append(_as_is(manifest, members, ranges))
             run = []
         elif len(run) == layers:
             run.remove(min(run, key=lambda x: x.memory_bytes))
     return replicas
 
 
-def blind(manifest: Manifest, order: Sequence[Candidate], rng: random.Random) -> list[Arranged]:
+def blind(manifest: Manifest, order: Sequence[Candidate]) -> list[Arranged]:
     """Whoever comes joins the replica that is being formed, which is complete as soon as its members' memory holds the model in the order
-    in which they came; blocks go by memory alone, the rank by chance."""
+    in which they came; blocks go by memory alone."""
     layers, whole = manifest.model.n_layers, memory.stage_memory(manifest, 0, manifest.model.n_layers)
     replicas: list[Arranged] = []
     run: list[Candidate] = []
@@ -310,9 +304,7 @@ def blind(manifest: Manifest, order: Sequence[Candidate], rng: random.Random) ->
         enough = sum(layers if x.memory_bytes >= whole else _blocks(manifest, x.memory_bytes) for x in run) >= layers
         ranges = partition.split(manifest, [x.budget for x in run]) if enough else None
         if ranges is not None:
-            rank = rng.choice(manifest.chains.rank) if len(run) > 1 else 0
-            rate = worth(manifest, run, ranges, rank)
-            replicas.append(Arranged(members=tuple(x.peer for x in run), ranges=ranges, rank=rank, rate=rate))
+            replicas.append(_as_is(manifest, run, ranges))
             run = []
         elif len(run) == layers:
             run.remove(min(run, key=lambda x: x.memory_bytes))
@@ -324,10 +316,8 @@ def _blocks(manifest: Manifest, memory_bytes: int) -> int:
     return sum(memory.stage_memory(manifest, 1, 1 + n) <= memory_bytes for n in range(1, manifest.model.n_layers - 1))
 
 
-def _best_rank(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges) -> Arranged:
-    rates = {rank: worth(manifest, members, ranges, rank) for rank in manifest.chains.rank}
-    rank = max(rates, key=rates.__getitem__)
-    return Arranged(members=tuple(c.peer for c in members), ranges=ranges, rank=rank, rate=rates[rank])
+def _as_is(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges) -> Arranged:
+    return Arranged(members=tuple(c.peer for c in members), ranges=ranges, rate=worth(manifest, members, ranges))
 
 
 def climbed(
@@ -337,7 +327,7 @@ def climbed(
     new orders and cuts, and what is not worse stays."""
     by_name = {c.peer: c for c in candidates}
     groups = [
-        ([by_name[p] for p in r.members], worth(manifest, [by_name[p] for p in r.members], r.ranges, r.rank))
+        ([by_name[p] for p in r.members], worth(manifest, [by_name[p] for p in r.members], r.ranges))
         for r in start
     ]
     free = [c for c in candidates if not any(c.peer in r.members for r in start)]
@@ -367,4 +357,4 @@ def _rate(manifest: Manifest, members: list[Candidate]) -> float:
     if not members or len(members) > manifest.model.n_layers:
         return 0.0
     ranges = partition.split(manifest, [c.budget for c in members], [c.speed_flops for c in members])
-    return 0.0 if ranges is None else _best_rank(manifest, members, ranges).rate
+    return 0.0 if ranges is None else worth(manifest, members, ranges)

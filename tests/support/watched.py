@@ -77,7 +77,6 @@ class MadeUp:
         made = [
             ReplicaSpec(
                 number=number,
-                rank=4 if len(stages) > 1 else 0,
                 stages=tuple(StageSpec(peer=p, first=a, last=b) for p, a, b in stages),
                 work=work,
             )

@@ -38,7 +38,7 @@ def peer(index: int) -> str:
     return f"{tiny.OPERATOR.peer_id[:44]}{index:08}"
 
 
-def plan_of(m: Manifest, chains: list[int], replicas: int, ahead: bool = True, rank: int = 512) -> Plan:
+def plan_of(m: Manifest, chains: list[int], replicas: int, ahead: bool = True) -> Plan:
     """So many replicas; `chains`: how many members each has, in turn."""
     layers, found, used = m.model.n_layers, [], 0
     for index in range(replicas):
@@ -97,15 +97,13 @@ def assert_readable(m: Manifest, commit: Commit) -> None:
 @pytest.mark.parametrize(("layers", "chains", "left", "after"), [(400, [16, 3], 0.3, [1]), (1, [1], 1.0, [1])])
 def test_the_longest_commits_can_be_read(layers: int, chains: list[int], left: float, after: list[int]) -> None:
     """Whatever was planned for the round, and whatever is planned next; a plan says what is trained ahead, too."""
-    ahead, rank, reason, diverged = True, 512, "\U0010ffff" * 300, 10_000
+    ahead, reason, diverged = True, "\U0010ffff" * 300, 10_000
     m = manifest(layers)
     replicas = MOST // max(chains)
-    plan = capacity.bounded(m, plan_of(m, chains, replicas, ahead, rank))
+    plan = capacity.bounded(m, plan_of(m, chains, replicas, ahead))
     assert 0 < len(plan.replicas) <= replicas
     commit = longest(m, plan, plan, int(left * len(plan.replicas)), reason, diverged)
-    following = capacity.bounded(
-        m, plan_of(m, after, MOST // max(after), ahead, rank), commit.contributions, commit.left_out
-    )
+    following = capacity.bounded(m, plan_of(m, after, MOST // max(after), ahead), commit.contributions, commit.left_out)
     assert following.replicas
     assert_readable(m, dataclasses.replace(commit, plan=following))
     assert capacity.bounded(m, plan, commit.contributions, commit.left_out) is plan, "as it is, it always fits again"
@@ -127,10 +125,10 @@ def test_what_a_commit_has_space_for_is_used() -> None:
 def test_ten_thousand_full_replicas_can_be_planned_and_read() -> None:
     """Of any number of shards, with what they train ahead."""
     m = manifest(32)
-    plan = dataclasses.replace(plan_of(m, [1], 10_000, rank=0), spares=())
+    plan = dataclasses.replace(plan_of(m, [1], 10_000), spares=())
     assert capacity.bounded(m, plan) is plan
     assert_readable(m, longest(m, plan, plan, 0, "", 10_000))
-    deep = plan_of(manifest(400), [1], 10_000, rank=0)
+    deep = plan_of(manifest(400), [1], 10_000)
     assert capacity.bounded(manifest(400), deep).replicas == deep.replicas
 
 
@@ -139,7 +137,7 @@ def test_a_record_of_a_thousand_replicas_is_small() -> None:
     for layers in (12, 32):
         m = manifest(layers)
         for ahead in (False, True):
-            plan = dataclasses.replace(plan_of(m, [1], 1000, ahead, 0), spares=())
+            plan = dataclasses.replace(plan_of(m, [1], 1000, ahead), spares=())
             raw = encoding.encode_record(tiny.record(longest(m, plan, plan, 0, "", 0), *tiny.OPERATORS[:3]))
             assert len(raw) < 300_000
 
@@ -162,7 +160,7 @@ def test_strangers_that_attest_nonsense_cost_the_log_little() -> None:
 @pytest.mark.slow
 def test_a_plan_is_cut_for_what_this_commit_says_too() -> None:
     m = manifest(32)
-    whole = plan_of(m, [1], MOST, ahead=False, rank=0)
+    whole = plan_of(m, [1], MOST, ahead=False)
     said = longest(m, dataclasses.replace(whole, replicas=whole.replicas[:15_000]), whole, 0, "", 0).contributions
     alone, beside = capacity.bounded(m, whole), capacity.bounded(m, whole, said)
     assert 8000 < len(beside.replicas) < len(alone.replicas)

@@ -21,9 +21,7 @@ from tests.support import tiny
 RUN = tiny.manifest(checkpoint_rounds=10)
 PEER = "peer"
 LAYERS = RUN.model.n_layers
-CHAIN = ReplicaSpec(
-    rank=0, stages=(StageSpec(peer="first", first=0, last=1), StageSpec(peer="last", first=1, last=LAYERS))
-)
+CHAIN = ReplicaSpec(stages=(StageSpec(peer="first", first=0, last=1), StageSpec(peer="last", first=1, last=LAYERS)))
 PLAN = Plan(round=1, replicas=(CHAIN,), spares=("spare",))
 SHARDS = layout.shard_names(RUN.model)
 

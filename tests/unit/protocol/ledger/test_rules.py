@@ -59,7 +59,7 @@ def planned(state: RunState, *members: tuple[StageSpec, ...], seats: int = 0) ->
         own = known.get(stages, number)
         number += own == number
         work = Work(slot=slot, steps=STEPS, micro_batches=MICRO_BATCHES)
-        replicas.append(ReplicaSpec(number=own, stages=stages, work=work, rank=2 if len(stages) > 1 else 0))
+        replicas.append(ReplicaSpec(number=own, stages=stages, work=work))
         slot += SLOTS
     for _ in range(seats):
         free.append(Seat(number=number, work=Work(slot=slot, steps=STEPS, micro_batches=MICRO_BATCHES)))
@@ -301,7 +301,6 @@ LIES = [
         *full("f0"), StageSpec(peer="x", first=LAYERS, last=LAYERS)))),
     Lie("plans_whole_models", "not the whole model", plan_says(
         forming=(ReplicaSpec(number=9, stages=gap(2)),), forming_since=(1,))),
-    Lie("plans_allowed_ranks", "more than the model's width", replica(4, rank=RUN.model.d_model + 1)),
     Lie("plans_peers_once", "plans a peer twice", replica(0, stages=full("f1"))),
     Lie("plans_peers_once", "plans a peer twice", plan_says(
         forming=tuple(ReplicaSpec(number=n, stages=full("x")) for n in (9, 10)), forming_since=(1, 1))),

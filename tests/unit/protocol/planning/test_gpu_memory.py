@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +17,7 @@ from protocol.planning.arrange import arrange
 from protocol.planning.budget import Budget
 from protocol.planning.partition import Candidate
 from protocol.run.layout import ModelSpec
-from protocol.run.manifest import ChainSpec, TrainSpec
+from protocol.run.manifest import TrainSpec
 from tests.support import tiny
 from tests.support.gpu_memory import GB, RUNS
 
@@ -26,10 +28,10 @@ def test_the_promise_is_that_of_two_peaks_on_a_card() -> None:
     for (d, layers, heads, d_ff, rows), peak in shapes.items():
         model = ModelSpec(vocab_size=32_000, d_model=d, n_layers=layers, n_heads=heads, d_ff=d_ff, context=2048)
         train = TrainSpec(
-            inner_steps=30, micro_batches=4, rows=rows, sequence=2048, lr=1e-4, warmup_steps=10, total_steps=10_000
+            inner_steps=30, micro_batches=4, rows=rows // 4, sequence=2048, lr=1e-4, warmup_steps=10, total_steps=10_000
         )
-        manifest = tiny.manifest(model=model, train=train, chains=ChainSpec(rank=(d // 8,)))
-        assert abs(memory.stage_memory(manifest, 0, layers, "cuda") / (peak * GB) - 1) < 0.05
+        manifest = tiny.manifest(model=model, train=train)  # a frame holds no micro-batch of that many rows
+        assert abs(memory.stage_memory(manifest, 0, layers, "cuda", joined=4) / (peak * GB) - 1) < 0.05
 
 
 def kept(spec: ModelSpec, tokens: int, form: torch.dtype) -> int:
@@ -60,35 +62,42 @@ def kept(spec: ModelSpec, tokens: int, form: torch.dtype) -> int:
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_a_compiled_block_keeps_what_is_promised() -> None:
     tokens = 512
-    for change in ({}, {"num_key_value_heads": 2}, {"use_qk_norm": True}, {"d_ff": 1024}):
+    narrow = {"residual_width": 84}
+    for change in ({}, narrow, {"num_key_value_heads": 2}, {"use_qk_norm": True}, {"d_ff": 1024, **narrow}):
         shape = {"vocab_size": 512, "d_model": 256, "n_layers": 3, "n_heads": 4, "d_ff": 688, "context": tokens}
         spec = ModelSpec(**shape | change)  # type: ignore[arg-type]
         train = TrainSpec(
             inner_steps=1, micro_batches=1, rows=1, sequence=tokens, lr=1e-3, warmup_steps=1, total_steps=10
         )
         recorded = 6 * tokens * spec.d_model
-        manifest = tiny.manifest(model=spec, train=train, chains=ChainSpec(rank=(spec.d_model // 8,)))
+        manifest = tiny.manifest(model=spec, train=train)
         promised = memory.activation_bytes(manifest, 1, 2, "cuda") - recorded
-        for form in (torch.bfloat16,) if change else (torch.float32, torch.bfloat16):
+        for form in (torch.bfloat16,) if change not in ({}, narrow) else (torch.float32, torch.bfloat16):
             # for every head and token the softmax has a sum, and normalization a root: the promise does not count them
             assert -0.001 < kept(spec, tokens, form) / promised - 1 < 0.02, (change, form)
 
 
 def test_the_promise_is_what_recordings_of_a_stage_took_on_a_card() -> None:
-    """Of the second of four stages, by what the allocator took from an H100 for one more (docs/results/gpu.md)."""
+    """Of the second of four stages, by what the allocator took from an H100 for one more (docs/results/gpu.md).
+
+    Not measured since blocks may write a part of the residual stream only: the peaks are of blocks that write all of it. The promise counts the
+    same for both, for a recording has the whole stream before and after its blocks. Nor is the memory of all of a stage measured since every
+    stage trains its rows of tokens."""
     shapes = {(1024, 9, 8, 2688, 16): 2.51, (1536, 12, 12, 5440, 8): 3.28}
     for (d, layers, heads, d_ff, rows), took in shapes.items():
-        model = ModelSpec(vocab_size=32_000, d_model=d, n_layers=layers, n_heads=heads, d_ff=d_ff, context=2048)
+        whole = ModelSpec(vocab_size=32_000, d_model=d, n_layers=layers, n_heads=heads, d_ff=d_ff, context=2048)
         train = TrainSpec(
-            inner_steps=30, micro_batches=4, rows=rows, sequence=2048, lr=1e-4, warmup_steps=10, total_steps=10_000
+            inner_steps=30, micro_batches=4, rows=rows // 4, sequence=2048, lr=1e-4, warmup_steps=10, total_steps=10_000
         )
-        manifest, blocks = tiny.manifest(model=model, train=train, chains=ChainSpec(rank=(d // 8,))), layers // 4
-        promised = memory.activation_bytes(manifest, blocks, 2 * blocks, "cuda")
-        assert abs(promised / (took * GB) - 1) < 0.05, (d, rows)
+        blocks = layers // 4
+        for width in (0, d // 8):
+            manifest = tiny.manifest(model=dataclasses.replace(whole, residual_width=width), train=train)
+            promised = memory.activation_bytes(manifest, blocks, 2 * blocks, "cuda", joined=4)
+            assert abs(promised / (took * GB) - 1) < 0.05, (d, rows, width)
 
 
 @pytest.mark.parametrize(
-    ("name", "gigabytes", "joined"), [("512m", 8, 1), ("512m", 24, 2), ("512m", 80, 8), ("178m", 80, 4)]
+    ("name", "gigabytes", "joined"), [("512m", 8, 1), ("512m", 24, 4), ("512m", 80, 8), ("178m", 80, 4)]
 )
 def test_a_replica_with_room_computes_micro_batches_together(name: str, gigabytes: int, joined: int) -> None:
     manifest = RUNS[name]

@@ -217,7 +217,7 @@ NEXT = dataclasses.replace(plan(2, ME), replicas=(tiny.replica(0, "a"), MINE))
         (dataclasses.replace(NEXT, replicas=(MINE,)), True),
         (dataclasses.replace(NEXT, replicas=(tiny.replica(0, "a"),)), False),
         (NEXT.replaced(tiny.replica(1, "b", work=MINE.work)), False),
-        (NEXT.replaced(dataclasses.replace(MINE, rank=4)), False),
+        (NEXT.replaced(tiny.replica(1, *MINE.peers, "b", work=MINE.work)), False),
         (NEXT.replaced(dataclasses.replace(MINE, work=Work())), False),
         (dataclasses.replace(NEXT, round=3), False),
         (None, False),

@@ -320,7 +320,7 @@ def test_a_replica_is_replaced_under_its_number() -> None:
     assert PLAN.replaced(moved).replicas == (FULL, moved)
     assert not FULL.is_like(CHAIN)
     assert FULL.is_like(dataclasses.replace(FULL, number=9, work=Work(), following=None))
-    assert not FULL.is_like(dataclasses.replace(FULL, rank=4))
+    assert not FULL.is_like(dataclasses.replace(FULL, stages=CHAIN.stages))
 
 
 @pytest.mark.parametrize("change", [{"slot": -1}, {"steps": 0}, {"micro_batches": 0}])
