@@ -124,7 +124,7 @@ def test_muon_agrees_with_the_reference(wire: str) -> None:
     by_muon = agree(wire, spec, grown=3, train=dataclasses.replace(fast, optimizer="muon"), within=within)
     plain = agree(wire, spec, grown=3, train=fast, within=within)
     assert by_muon[0] == plain[0], "nothing has moved yet"
-    assert np.abs(np.array(by_muon[1:]) / plain[1:] - 1).min() > 1e-4, (
+    assert np.abs(np.array(by_muon[1:]) / plain[1:] - 1).max(axis=0).min() > 1e-4, (
         "the optimizer is felt by all, more than what may differ"
     )
 
