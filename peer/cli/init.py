@@ -108,6 +108,9 @@ class InitOptions:
     rounds: Annotated[
         int | None, typer.Option(min=1, max=MOST_ROUNDS, help="Rounds (default: what the size needs).")
     ] = None
+    optimizer: Annotated[
+        str, typer.Option(help="Inner optimizer: muon (for the matrices inside blocks; AdamW for the rest), or adamw.")
+    ] = "muon"
     start_peers: Annotated[int, typer.Option(min=1, max=MOST_PEERS, help="Begin when so many peers are there.")] = 1
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the run.")] = 0
 
@@ -122,6 +125,10 @@ async def _init(options: InitOptions) -> None:
         raise UsageError(f"--preset {clean(options.preset)}: not known; choose one of {', '.join(PRESETS)}")
     if folder.name != options.name or not folder.name.isprintable() or not 1 <= len(folder.name) <= 64:
         raise UsageError(f"NAME {clean(options.name)}: not a name; give 1 to 64 characters without a slash")
+    if options.optimizer not in manifests.OPTIMIZERS:
+        raise UsageError(
+            f"--optimizer {clean(options.optimizer)}: not known; choose one of {', '.join(manifests.OPTIMIZERS)}"
+        )
     if (folder / MANIFEST).exists():
         raise UsageError(f"{folder / MANIFEST}: is there already; choose another NAME, or remove the folder {folder}")
     if options.corpus is not None and (options.sources or options.tokenizer):
@@ -221,6 +228,7 @@ def make_manifest(
             lr=preset.lr,
             warmup_steps=min(steps - 1, max(math.ceil(WARM_UP_SHARE * steps), min(100, steps // 10))),
             total_steps=steps,
+            optimizer=options.optimizer,
         )
         return Manifest(
             name=options.name,

@@ -7,7 +7,7 @@ the order of `tensors`.
 *The residual stream.* With `residual_width` = w < d, blocks add to the first w columns of the residual stream only (as
 the weights of Subspace Networks, arXiv 2506.01260, write into a subspace); the other columns keep the token's
 embedding, the shard `anchor`. A stage of a chain that knows the tokens needs only w values of each from the stage
-before (docs/adr/0061-anchors.md). Padded with zeros, o_proj and down_proj are those of a LLaMA.
+before (docs/adr/0066-anchors.md). Padded with zeros, o_proj and down_proj are those of a LLaMA.
 
 Shape letters: V vocabulary, d model width, w residual width, F feed-forward width.
 """

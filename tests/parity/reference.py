@@ -1,6 +1,6 @@
 """Heterogeneous SparseLoCo in one process and plain PyTorch: the oracle of the parity tests, and a tuning vehicle.
 
-Written from the papers' equations (SparseLoCo, algorithm 1) and docs/adr/0061-anchors.md, and on purpose independent: it imports nothing of Potluck. What a run of peers does over the network must agree with it: losses to
+Written from the papers' equations (SparseLoCo, algorithm 1) and docs/adr/0066-anchors.md, and on purpose independent: it imports nothing of Potluck. What a run of peers does over the network must agree with it: losses to
 fp32 rounding in the first rounds, and statistically later, since rounding can move an entry in or out of a top-k.
 
 Options of the model have the names that they have in configurations of Hugging Face, and are off where a config leaves them out:
