@@ -1,0 +1,2 @@
+import lzma
+def load(p): return lzma.decompress(open(p, "rb").read())
