@@ -110,8 +110,7 @@ class _Run:
         self.worker, self._codec, self._waiter = TimedWorker(trainer, setup.worker, setup.trace), codec, waiter
         self.reading = Reading(self._read, steps.stop - 1, setup.stop, setup.trace)
         names = layout.shard_names(trainer.spec)
-        self._own = [shard for shard in trainer.shards if shard != "anchor"]
-        self._behind = names.index("head") - names.index(self._own[-1])
+        self._behind = names.index("head") - names.index(trainer.own[-1])
         boundary = BoundarySpec(
             shape=(self.train.rows, self.train.sequence, trainer.width),
             wires={FORWARD: setup.wires[0], BACKWARD: setup.wires[1]},
@@ -130,7 +129,7 @@ class _Run:
     def screen(self, kind: int, neighbour: str) -> None:
         """Screens what comes from a neighbour from now on."""
         if self.setup.place is not None:
-            shard = self._own[0 if kind == FORWARD else -1]
+            shard = self.trainer.own[0 if kind == FORWARD else -1]
             wire = self.setup.wires[kind == BACKWARD]
             self.near.screens[kind] = self.setup.place.of(kind, neighbour, shard, self.trainer.width, wire)
 
@@ -344,7 +343,7 @@ async def run_steps(
     """
     trainer = setup.trainer
     if ("embed" in trainer.shards) != (previous is None) or ("head" in trainer.shards) != (following is None):
-        raise LocalError(f"stage {trainer.shards[0]}..{trainer.shards[-1]}: wrong neighbours; this is a bug")
+        raise LocalError(f"stage {trainer.own[0]}..{trainer.own[-1]}: wrong neighbours; this is a bug")
     depths = setup.depths
     if following is None:  # it goes backward right after forward
         depths = Depths(plain=depths.most, held=depths.most, most=depths.most)

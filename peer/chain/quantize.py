@@ -17,7 +17,7 @@ Hadamard matrix: the outlier becomes an offset of all values, which `low` takes 
 rotation. Each part of an encoding is one block: all s, then all q; all p, all low, all s, all q. (The paper gives 3
 bits to the tiles of low entropy; here all have 4. Our `int4` is symmetric and has zero.) `sym2` is for gradients: what
 it loses of them is small beside the noise that they have, while of activations it is lost in every token
-(docs/results/boundary.md).
+(docs/results/learning.md).
 
 No value that is accepted is larger than LIMIT in magnitude: a sum over 2^16 tokens of products of two such values,
 squared, is 2^112, which fp32 still holds (2^128), so nothing that is computed from accepted values in one step

@@ -19,8 +19,8 @@ from peer.corpus.tokenizer import end_of_text, parse_tokenizer
 from peer.log.replay import State
 from peer.net.disk import Disk
 from peer.state import tensor_file
-from peer.state.tensor_file import Array
 from peer.state.storage import Shards
+from peer.state.tensor_file import Array
 from protocol.codec.topk import Empty
 from protocol.errors import UsageError
 from protocol.run import layout

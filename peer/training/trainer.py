@@ -66,6 +66,7 @@ def mean_loss(losses: Sequence[Tensor]) -> float:
 class StageTrainer:
     """Trains the `shards` of one stage (protocol/planning/memory.py: stage_shards).
 
+    own: the shards that no other stage of the chain has: without `anchor`.
     steps: inner steps done since `begin_round`.
     """
 
@@ -94,7 +95,7 @@ class StageTrainer:
         if spec.tie_word_embeddings and tuple(shards) != names:
             raise LocalError("stage of a model with tied embeddings: must be the whole model; this is a bug")
         self.spec, self.train, self._rows = spec, train, train.rows
-        self.shards = tuple(shards)
+        self.shards, self.own = tuple(shards), own
         self.device = torch.device(device)
         if self.device.type == "cuda":
             # what autocast leaves in fp32 are projections: 11 bits are enough
@@ -212,9 +213,8 @@ class StageTrainer:
     def grad_sumsq(self) -> list[tuple[str, float]]:
         """Sum of the squared gradients of each held shard, canonical order; that of `anchor` is part of the first one's,
         for each stage has its own. Raises LocalError if not finite."""
-        own = [shard for shard in self.shards if shard != "anchor"]
         norms = self._norms or launch_norms(self._gradients())
-        return sum_squares([(own[0] if shard == "anchor" else shard, norm) for shard, norm in norms], own)
+        return sum_squares([(self.own[0] if s == "anchor" else s, norm) for s, norm in norms], self.own)
 
     def _gradients(self) -> list[tuple[str, Tensor]]:
         held = ((shard, p) for shard in self.shards for p in self.stage.parameters_of(shard).values())

@@ -1,51 +1,60 @@
-"""What a token teaches: one small model by bytes, trained by replicas and chains of every kind, at equal tokens.
+"""What a token teaches: small models by bytes, trained by replicas and chains of every kind, at equal tokens.
 
-    python -m tests.benchmarks.arms --keep ROWS.jsonl f/muon c/muon/16:int4:int4 c/muon/16:int4:int4/anchors
+    python -m tests.benchmarks.arms --keep ROWS.jsonl f/muon c/muon/42:int8:int4 fc/muon/42:int8:int4
     python -m tests.benchmarks.arms --keep ROWS.jsonl --seeds 3 --control
+    python -m tests.benchmarks.arms --keep ROWS.jsonl --device cuda --width 256 --rows 32 f/muon c/muon/84:int8:int4
 
-An arm is REPLICAS/OPTIMIZER[/k:FORWARD:BACKWARD][/OPTION,...]. REPLICAS has a letter for each replica: f for a full one,
-c for a chain of four stages of rank k with these number formats at its three cuts. A chain is computed in one process
-with projector and formats inserted at the cuts, which tests/unit/peer/training/test_exact_chains.py proves to be what a
-chain computes. Text, model and pace are those of tests/benchmarks/regime.py; a step's rows are divided among the
-replicas, so that all arms read the same tokens in as many steps. After each round the outer step with its sparse
-update. All arms of a seed have the same θ(0), text and U.
+An arm is REPLICAS/OPTIMIZER[/w[:FORWARD:BACKWARD]][/OPTION,...]. REPLICAS has a letter for each replica: f for a full
+one, c for a chain with a stage for each block. w: the residual width, which all replicas of an arm have; 0, the default:
+all. A step's rows are divided among the replicas, so that all arms read the same tokens in as many steps. After each
+round the outer step with its sparse update. All arms of a seed have the same text.
 
-    scaled    `train.scale_embedding_lr`
-    blind     attention sees the present token only (a control)
+    blind      attention sees the present token only (a control)
+    first      only the first stage trains `anchor`
+    lr=X       the learning rate
 
-Loss: nats per held-out token after the last round, `plain` of the parameters as a plain model, `through` as the first
-chain computes it. Gap: to the arm of full replicas with the same optimizer and seed; mean and standard error over seeds.
+Seeds and replicas of an arm are computed at once, with E of them in the first dimension of every tensor, on a processor
+or a GPU. `check` compares number formats, gradients and the outer step with the product's. What differs from a run:
+chains clip each stage's gradients by the norm of all, as they do, but attention does not look at documents.
+
+Loss: nats per held-out token after the last round, as a plain model; `half`: after half of the rounds. Gap: to the arm of
+full replicas of width 0 with the same optimizer and seed; mean and standard error over seeds.
+
+Shapes: E elements, B rows, L positions, V vocabulary, D width, W residual width, S stages.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from peer.state.outer_optimizer import Outer
-from peer.training.optimizer import Pace
-from peer.training.trainer import StageTrainer
-from protocol.codec import formats, subspace
+from peer.training import model, update
+from peer.training.optimizer import MUON_A, MUON_B, MUON_C, MUON_RMS, MUON_STEPS, learning_rate
+from protocol.codec import formats, topk
 from protocol.run import init, layout
 from protocol.run.corpus import slots
+from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
 from tests.benchmarks import regime
-from tests.support.chains import project_at
+from tests.support.chains import Quantized
 
-CUTS = tuple(range(2, regime.MODEL.n_layers + 1))
 VALID_SEQUENCES = 256
 TOPK = 32
-CONTROL = ("f/muon", "f/muon/blind", *(f"c/muon/{k}:fp32:fp32/scaled" for k in (4, 16, 64)))
+CONTROL = ("f/muon", "f/muon/blind", *(f"c/muon/{w}:fp32:fp32" for w in (4, 16, 64)))
+EMBED, ANCHOR = "model.embed_tokens.weight", "model.embed_tokens.anchor"
+Params = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,7 @@ class Arm:
 
     replicas: str
     optimizer: str
-    rank: int = 0
+    width: int = 0
     forward: str = "fp32"
     backward: str = "fp32"
     options: frozenset[str] = frozenset()
@@ -62,12 +71,11 @@ class Arm:
     @classmethod
     def of(cls, text: str) -> Arm:
         replicas, optimizer, *more = text.split("/")
-        cut = [part.split(":") for part in more if ":" in part]
-        options = frozenset(name for part in more if ":" not in part for name in part.split(","))
-        if not cut:
-            return cls(replicas, optimizer, options=options)
-        (rank, forward, backward), *_ = cut
-        return cls(replicas, optimizer, int(rank), forward, backward, options)
+        width, wires = 0, ["fp32", "fp32"]
+        if more and more[0][0].isdigit():
+            first, *found = more.pop(0).split(":")
+            width, wires = int(first), found or wires
+        return cls(replicas, optimizer, width, *wires, frozenset(name for part in more for name in part.split(",")))
 
     @property
     def base(self) -> str:
@@ -75,92 +83,291 @@ class Arm:
         return f"{'f' * len(self.replicas)}/{self.optimizer}"
 
     @property
-    def compression(self) -> float:
-        """Times fewer bytes at a cut than dense bf16, both directions."""
-        d = regime.MODEL.d_model
-        return 4 * d / sum(formats.bytes_per_token(name, self.rank or d) for name in (self.forward, self.backward))
+    def rate(self) -> float:
+        given = [name for name in self.options if name.startswith("lr=")]
+        return float(given[0][3:]) if given else regime.RATES[self.optimizer]
+
+    def compression(self, spec: ModelSpec) -> float:
+        """Times fewer bytes at a cut than bf16 of all values, both directions."""
+        sent = sum(formats.bytes_per_token(f, spec.written) for f in (self.forward, self.backward))
+        return 4 * spec.d_model / sent
 
 
-def blind(stage: torch.nn.Module) -> None:
-    """Lets each token see itself only."""
+class Swarm:
+    """The replicas of one arm, for several seeds: element e has seed `seeds[e // R]`, and is replica e % R of it."""
 
-    def mask(ids: torch.Tensor) -> torch.Tensor:
-        length = ids.shape[1]
-        return torch.full((length, length), -math.inf).fill_diagonal_(0.0)[None, None]
+    def __init__(self, arm: Arm, made: Manifest, seeds: Sequence[int], device: torch.device) -> None:
+        self.arm, self.made, self.spec, self.device = arm, made, made.model, device
+        self.R, self.E, spec = len(arm.replicas), len(seeds) * len(arm.replicas), made.model
+        self.seeds = [regime.manifest(seed, arm.optimizer).seed_bytes for seed in seeds]
+        states = [dict(_named(spec, seed)) for seed in self.seeds for _ in range(self.R)]
+        self.theta: Params = {n: torch.stack([torch.from_numpy(x[n]) for x in states]).to(device) for n in states[0]}
+        kinds = torch.tensor([letter == "c" for _ in seeds for letter in arm.replicas], device=device)
+        self.is_chain = kinds.float()
+        self.copies = [f"{ANCHOR}.{s}" for s in range(1, spec.n_layers)] if spec.residual_width and kinds.any() else []
+        self.parameters: Params = {n: x.clone().requires_grad_() for n, x in self.theta.items()}
+        self.parameters |= {n: self.theta[ANCHOR].clone().requires_grad_() for n in self.copies}
+        self.first = {n: torch.zeros_like(x) for n, x in self.parameters.items()}
+        self.second = {n: torch.zeros_like(x) for n, x in self.parameters.items()}
+        self.feedback = {n: torch.zeros_like(x) for n, x in self.parameters.items()}
+        self.steps = 0
+        self._angles = model.rope(spec, device)
+        self._mask = None
+        if "blind" in arm.options:
+            length = made.train.sequence
+            self._mask = torch.full((length, length), -math.inf, device=device).fill_diagonal_(0.0)
 
-    stage.mask = mask
+    # --- the model
+
+    def loss(self, ids_EBL: Tensor, through: bool = True) -> Tensor:
+        """Mean nats per token [E]. through: with the formats and the copies of the chains' cuts."""
+        p, spec, w = self.parameters, self.spec, self.spec.written
+        E, B, L = ids_EBL.shape[0], ids_EBL.shape[1], ids_EBL.shape[2] - 1
+        at_ET = ids_EBL[..., :-1].reshape(E, -1) + torch.arange(E, device=self.device)[:, None] * spec.vocab_size
+        x = self._rows(EMBED, at_ET)
+        if spec.residual_width:
+            x = torch.cat((x, self._rows(ANCHOR, at_ET)), dim=-1)
+        chain = self.is_chain[:, None, None] > 0
+        for i in range(spec.n_layers):
+            if i and through and bool(self.is_chain.any()):
+                sent = Quantized.apply(x[..., :w], (self.arm.forward, self.arm.backward))
+                rows = [self._rows(f"{ANCHOR}.{i}", at_ET)] if self.copies else []
+                x = torch.where(chain, torch.cat((sent, *rows), dim=-1), x)
+            x = self._block(f"model.layers.{i}.", x, B, L)
+        x = self._norm("model.norm.weight", x)
+        logits = x @ p["lm_head.weight"].mT
+        targets = ids_EBL[..., 1:].reshape(-1)
+        nats = functional.cross_entropy(logits.reshape(-1, spec.vocab_size), targets, reduction="none")
+        return nats.view(E, -1).mean(1)
+
+    def _rows(self, name: str, at_ET: Tensor) -> Tensor:
+        return functional.embedding(at_ET, self.parameters[name].flatten(0, 1))
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], None, self.spec.norm_eps) * self.parameters[name][:, None]
+
+    def _block(self, prefix: str, x: Tensor, B: int, L: int) -> Tensor:
+        p, spec, (cos, sin) = self.parameters, self.spec, self._angles
+        n = self._norm(prefix + "input_layernorm.weight", x)
+        q, k, v = (
+            (n @ p[f"{prefix}self_attn.{name}_proj.weight"].mT).view(-1, L, spec.n_heads, spec.head_dim).transpose(1, 2)
+            for name in "qkv"
+        )
+        q, k = (
+            y * cos[:L] + torch.cat((-y[..., y.shape[-1] // 2 :], y[..., : y.shape[-1] // 2]), -1) * sin[:L]
+            for y in (q, k)
+        )
+        seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, is_causal=self._mask is None)
+        seen = seen.transpose(1, 2).reshape(x.shape)
+        x = model.plus(x, seen @ p[prefix + "self_attn.o_proj.weight"].mT)
+        n = self._norm(prefix + "post_attention_layernorm.weight", x)
+        gate, up = (n @ p[f"{prefix}mlp.{name}_proj.weight"].mT for name in ("gate", "up"))
+        return model.plus(x, (functional.silu(gate) * up) @ p[prefix + "mlp.down_proj.weight"].mT)
+
+    # --- an inner step
+
+    def step(self, ids_EBL: Tensor) -> None:
+        """One inner step of all elements."""
+        self.loss(ids_EBL).sum().backward()
+        train, self.steps = self.made.train, self.steps + 1
+        rate = learning_rate(train, self.steps) * self.arm.rate / train.lr
+        with torch.no_grad():
+            gradients = {n: x.grad for n, x in self.parameters.items() if x.grad is not None}
+            if "first" in self.arm.options:
+                gradients = {n: g for n, g in gradients.items() if n not in self.copies}
+            square = sum(g.square().flatten(1).sum(1) for g in gradients.values())
+            scale = (train.clip / (square.sqrt() + 1e-6)).clamp(max=1.0)
+            for name, g in gradients.items():
+                x, g = self.parameters[name], g * _wide(scale, g)
+                if train.optimizer == "muon" and ".layers." in name and g.dim() == 3:
+                    self.first[name].lerp_(g, 1 - train.momentum)
+                    made = orthogonal(g.lerp(self.first[name], train.momentum))
+                    x.mul_(1 - rate * train.weight_decay)
+                    x.sub_(made * (MUON_RMS * math.sqrt(max(g.shape[1:])) * rate))
+                    continue
+                self.first[name].lerp_(g, 1 - train.beta1)
+                self.second[name].lerp_(g * g, 1 - train.beta2)
+                root = (self.second[name] / (1 - train.beta2**self.steps)).sqrt() + 1e-8
+                x.mul_(1 - rate * train.weight_decay)
+                x.sub_(self.first[name] / (1 - train.beta1**self.steps) / root * rate)
+            for x in self.parameters.values():
+                x.grad = None
+
+    # --- a round
+
+    @torch.no_grad()
+    def begin_round(self) -> None:
+        """All parameters from θ."""
+        for name, x in self.parameters.items():
+            x.copy_(self.theta[ANCHOR if name in self.copies else name])
+
+    @torch.no_grad()
+    def end_round(self) -> None:
+        """The outer step: θ -= η Σ sent / R, `anchor` by the updates of all its copies."""
+        outer = self.made.outer
+        moved = {name: torch.zeros_like(x) for name, x in self.theta.items()}
+        for name, x in self.parameters.items():
+            whole = ANCHOR if name in self.copies else name
+            e = self.feedback[name].mul_(outer.beta).add_(self.theta[whole] - x)
+            if name in self.copies:
+                e.mul_(_wide(self.is_chain, e))
+            sent = sparse(e, outer.topk)
+            e.sub_(sent)
+            moved[whole] += sent
+        for name, x in self.theta.items():
+            mean = moved[name].view(-1, self.R, *x.shape[1:]).mean(1, keepdim=True)
+            x.view(-1, self.R, *x.shape[1:]).sub_(outer.eta * mean)
+
+    def ids(self, first: int, step: int) -> Tensor:
+        """The rows [E, B, L + 1] of an inner step of the round whose first slot is `first`."""
+        rows = self.made.train.rows * self.R
+        found = [torch.from_numpy(regime.text().slots(seed, slots(first, step, rows))) for seed in self.seeds]
+        return torch.stack(found).view(self.E, self.made.train.rows, -1).to(self.device)
+
+    @torch.no_grad()
+    def evaluate(self, held_out: np.ndarray, through: bool) -> list[float]:
+        """The loss of the θ of each seed."""
+        self.begin_round()
+        total = torch.zeros(self.E, device=self.device)
+        for part in torch.from_numpy(held_out).to(self.device).split(8):
+            total += self.loss(part.expand(self.E, -1, -1), through) * len(part)
+        found: list[float] = (total / len(held_out))[:: self.R].tolist()
+        # of a mixed arm the chain's element is asked
+        if through and "c" in self.arm.replicas:
+            found = (total / len(held_out))[self.arm.replicas.index("c") :: self.R].tolist()
+        return found
 
 
-def trainer(kind: str, arm: Arm, made: Manifest) -> StageTrainer:
-    """A replica of this kind."""
-    train = dataclasses.replace(made.train, scale_embedding_lr="scaled" in arm.options)
-    rank = arm.rank if kind == "c" else 0
-    basis = subspace.basis(made.seed_bytes, made.model.d_model, rank) if rank else None
-    found = StageTrainer(made.model, train, layout.shard_names(made.model), rank=rank, basis=basis)
-    if "blind" in arm.options:
-        blind(found.stage)
-    if kind == "c":
-        project_at(found, CUTS, wires=(arm.forward, arm.backward))
+def _named(spec: ModelSpec, seed: bytes) -> Iterator[tuple[str, np.ndarray]]:
+    """θ(0) by name."""
+    for shard in layout.shard_names(spec):
+        names = [name for name, _ in layout.tensors(spec, shard)]
+        yield from zip(names, init.initial_shard(spec, seed, shard), strict=True)
+
+
+def _wide(x_E: Tensor, like: Tensor) -> Tensor:
+    return x_E.view(-1, *(1 for _ in like.shape[1:]))
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """As peer/training/optimizer.py, of matrices [E, n, m]."""
+    is_tall = x.shape[1] > x.shape[2]
+    x = x.mT if is_tall else x
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(torch.bfloat16 if x.is_cuda else torch.float32)
+    for _ in range(MUON_STEPS):
+        gram = x @ x.mT
+        x = MUON_A * x + (MUON_B * gram + MUON_C * (gram @ gram)) @ x
+    return (x.mT if is_tall else x).float()
+
+
+def sparse(e: Tensor, keep: int) -> Tensor:
+    """Q(TopK(e)) of tensors [E, ...], dense: tiles and the two levels of `sym2` as protocol/codec has them."""
+    tiling = topk.tiling(tuple(e.shape[1:]), keep)
+    tiles = torch.stack([update.tiles(x.contiguous(), tiling) for x in e])
+    kept, at = tiles.abs().topk(tiling.keep, dim=-1)
+    size = kept.double().flatten(1)
+    total, count = size.sum(1, keepdim=True), size.shape[1]
+    t = lo = hi = total / count
+    for _ in range(8):
+        low = size <= t
+        n, below = low.sum(1, keepdim=True), torch.where(low, size, 0.0).sum(1, keepdim=True)
+        hi = torch.where(n < count, (total - below) / (count - n).clamp(min=1), below / n.clamp(min=1))
+        lo = torch.where(n > 0, below / n.clamp(min=1), hi)
+        t = (lo + hi) / 2
+    level = torch.where(size > t, hi, lo).float().view_as(kept)
+    sent = torch.zeros_like(tiles).scatter_(-1, at, level * tiles.gather(-1, at).sign())
+    across = (tiling.bands, tiling.across, tiling.tr, tiling.tc)
+    return sent.view(-1, *across).transpose(2, 3).reshape(e.shape)
+
+
+def check(device: torch.device) -> None:
+    """Compares gradients, Muon's step and the outer step of a tiny chain with the product's. Raises AssertionError."""
+    from tests.support.chains import Oracle
+
+    arm = Arm.of("c/muon/8:fp32:fp32")
+    made = manifest(arm, 1, rows=2, rounds=2, width=32)
+    swarm = Swarm(arm, made, [0], device)
+    spec, shards = made.model, layout.shard_names(made.model)
+    oracle = Oracle(spec, made.train, tuple(range(2, spec.n_layers + 1)))
+    outers = {name: Outer(spec, made.outer.codec, made.outer.beta, made.outer.eta) for name in ("", *swarm.copies)}
+    theta = {shard: init.initial_shard(spec, swarm.seeds[0], shard) for shard in shards}
+    for outer in outers.values():
+        outer.theta = theta
+    oracle.begin_round(theta)
+    swarm.begin_round()
+    for step in range(made.train.inner_steps):
+        ids = swarm.ids(0, step)
+        swarm.step(ids)
+        oracle.forward(0, ids[0].cpu())
+        oracle.backward(0)
+        norm = math.sqrt(sum(value for _, value in oracle.grad_sumsq()))
+        oracle.step(step + 1, norm)
+    swarm.end_round()
+    payloads = {shard: [] for shard in shards}
+    for name, outer in outers.items():
+        for shard in shards if not name else ("anchor",):
+            moved = oracle.displacement(shard)
+            if name:
+                copy = oracle.copies[swarm.copies.index(name)].detach().numpy()
+                moved = [(theta["anchor"][0], copy)]
+            outer.accumulate(shard, moved)
+            payloads[shard].append((1.0, outer.encode(shard)[0]))
+    begin = dict(_named(spec, swarm.seeds[0]))
+    for shard in shards:
+        outers[""].apply(shard, payloads[shard])
+        for (name, _), array in zip(layout.tensors(spec, shard), outers[""].theta[shard], strict=True):
+            start = begin[name]
+            there, here = array - start, swarm.theta[name][0].cpu().numpy() - start
+            off = np.linalg.norm(there - here) / np.linalg.norm(there)
+            assert off < 0.02, f"{name}: moves by {off:.3f} otherwise than in the product"
+
+
+def manifest(arm: Arm, replicas: int, rows: int, rounds: int, width: int) -> Manifest:
+    """Of an arm's training."""
+    heads, ff = max(2, width // 32), 2 * round(width * 1.375)
+    spec = replace(regime.MODEL, d_model=width, n_heads=heads, d_ff=ff, residual_width=arm.width)
+    made = regime.manifest(0, arm.optimizer, rounds, spec)
+    return replace(
+        made, outer=replace(made.outer, topk=TOPK), train=replace(made.train, rows=rows // replicas, lr=arm.rate)
+    )
+
+
+def run(arm: Arm, seeds: Sequence[int], chosen: argparse.Namespace) -> list[dict[str, float]]:
+    """Losses of one training by seed: `plain` and `through` after the last round, `half` plain after half of them."""
+    made = manifest(arm, len(arm.replicas), chosen.rows, chosen.rounds, chosen.width)
+    swarm, began = Swarm(arm, made, seeds, torch.device(chosen.device)), time.perf_counter()
+    inner, held_out = made.train.inner_steps, regime.text().held_out(VALID_SEQUENCES)
+    found: list[dict[str, float]] = [{} for _ in seeds]
+    for r in range(chosen.rounds):
+        swarm.begin_round()
+        for step in range(inner):
+            swarm.step(swarm.ids(r * inner * chosen.rows, step))
+        swarm.end_round()
+        if r + 1 in (chosen.rounds // 2, chosen.rounds):
+            for into, plain, through in zip(
+                found, swarm.evaluate(held_out, False), swarm.evaluate(held_out, True), strict=True
+            ):
+                into |= {"half": plain} if r + 1 < chosen.rounds else {"plain": plain, "through": through}
+    for into in found:
+        into["seconds"] = time.perf_counter() - began
     return found
 
 
-def train_round(replica: StageTrainer, made: Manifest, first: int, rows: int, share: slice) -> None:
-    """The inner steps of one round with this share of each step's rows."""
-    for step in range(replica.train.inner_steps):
-        ids = regime.text().slots(made.seed_bytes, slots(first, step, rows))[share]
-        replica.forward(0, torch.tensor(ids.astype(np.int64)))
-        replica.backward(0)
-        norm = math.sqrt(sum(value for _, value in replica.grad_sumsq()))
-        replica.step(replica.pace.before + step + 1, norm)
+Key = tuple[str, int]
+"""An arm and a seed."""
 
 
-def run(arm: Arm, seed: int, rounds: int) -> dict[str, float]:
-    """Losses of one training: `plain` and `through` after the last round, `half` plain after half of them."""
-    made, count = regime.manifest(seed, arm.optimizer, rounds), len(arm.replicas)
-    made = dataclasses.replace(made, outer=dataclasses.replace(made.outer, topk=TOPK))
-    rows, inner, shards = made.train.rows, made.train.inner_steps, layout.shard_names(made.model)
-    made = dataclasses.replace(made, train=dataclasses.replace(made.train, rows=rows // count))
-    replicas = [trainer(kind, arm, made) for kind in arm.replicas]
-    outers = [Outer(made.model, made.outer.codec, made.outer.beta, made.outer.eta) for _ in replicas]
-    shared = outers[0]
-    shared.theta = {shard: init.initial_shard(made.model, made.seed_bytes, shard) for shard in shards}
-    held_out, found, began = regime.text().held_out(VALID_SEQUENCES), dict[str, float](), time.process_time()
-    plain = StageTrainer(made.model, made.train, shards)
-    if "blind" in arm.options:
-        blind(plain.stage)
-    for r in range(rounds):
-        for m, (replica, outer) in enumerate(zip(replicas, outers, strict=True)):
-            replica.begin_round(shared.theta, Pace(r * inner, inner, 1))
-            share = slice(m * made.train.rows, (m + 1) * made.train.rows)
-            train_round(replica, made, r * inner * rows, rows, share)
-            for shard in shards:
-                outer.accumulate(shard, replica.displacement(shard))
-        for shard in shards:
-            shared.apply(shard, [(1 / count, outer.encode(shard)[0]) for outer in outers])
-        if r + 1 in (rounds // 2, rounds):
-            plain.begin_round(shared.theta)
-            found["plain" if r + 1 == rounds else "half"] = plain.evaluate(held_out)
-    chain = next((c for kind, c in zip(arm.replicas, replicas, strict=True) if kind == "c"), None)
-    if chain is not None:
-        chain.begin_round(shared.theta)
-        found["through"] = chain.evaluate(held_out)
-    return {"through": found["plain"], **found, "seconds": time.process_time() - began}
-
-
-Rows = dict[tuple[str, int], dict[str, float]]
-"""Losses by arm and seed."""
-
-
-def table(arms: Sequence[str], rows: Rows) -> None:
+def table(arms: Sequence[str], rows: Mapping[Key, dict[str, float]], width: int) -> None:
     """Prints what there is of these arms."""
-    print("| arm | under dense bf16 | seeds | plain | gap | through | gap |")
+    print("| arm | under bf16 | seeds | plain | gap | through | gap |")
     print("|---|---|---|---|---|---|---|")
     for text in arms:
         arm = Arm.of(text)
         seeds = sorted(seed for name, seed in rows if name == text and (arm.base, seed) in rows)
         if not seeds:
             continue
-        cells = [text, f"{arm.compression:.1f} x" if "c" in arm.replicas else "", str(len(seeds))]
+        less = arm.compression(replace(regime.MODEL, d_model=width, residual_width=arm.width))
+        cells = [text, f"{less:.1f} x" if "c" in arm.replicas else "", str(len(seeds))]
         for name in ("plain", "through"):
             values = [rows[text, seed][name] for seed in seeds]
             gaps = [value - rows[arm.base, seed]["plain"] for value, seed in zip(values, seeds, strict=True)]
@@ -175,23 +382,26 @@ def main() -> int:
     parser.add_argument("--control", action="store_true", help="the arms that show that context matters")
     parser.add_argument("--keep", type=Path, required=True, help="JSON lines of what was run; it is not run again")
     parser.add_argument("--rounds", type=int, default=regime.ROUNDS)
+    parser.add_argument("--rows", type=int, default=regime.ROWS, help="of a step, of all replicas together")
+    parser.add_argument("--width", type=int, default=regime.MODEL.d_model)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
+    check(torch.device(chosen.device))
+    kind = {"rounds": chosen.rounds, "rows": chosen.rows, "width": chosen.width}
     lines = chosen.keep.read_text().splitlines() if chosen.keep.exists() else []
-    rows: Rows = {(x["arm"], x["seed"]): x for x in map(json.loads, lines) if x["rounds"] == chosen.rounds}
+    rows = {(x["arm"], x["seed"]): x for x in map(json.loads, lines) if kind.items() <= x.items()}
     arms = [*(CONTROL if chosen.control else ()), *chosen.arms]
-    wanted = dict.fromkeys(name for text in arms for name in (Arm.of(text).base, text))
-    for seed in range(chosen.seeds):
-        for text in wanted:
-            if (text, seed) not in rows:
-                rows[text, seed] = run(Arm.of(text), seed, chosen.rounds)
+    wanted = list(dict.fromkeys(name for text in arms for name in (Arm.of(text).base, text)))
+    for text in wanted:
+        if seeds := [seed for seed in range(chosen.seeds) if (text, seed) not in rows]:
+            for seed, found in zip(seeds, run(Arm.of(text), seeds, chosen), strict=True):
+                rows[text, seed] = {"arm": text, "seed": seed, **kind, **found}
                 with chosen.keep.open("a") as file:
-                    file.write(
-                        json.dumps({"arm": text, "seed": seed, "rounds": chosen.rounds, **rows[text, seed]}) + "\n"
-                    )
+                    file.write(json.dumps(rows[text, seed]) + "\n")
     print(f"bigram entropy of the held-out text: {regime.bigram_entropy():.3f}\n")
-    table(list(wanted), rows)
+    table(wanted, rows, chosen.width)
     return 0
 
 

@@ -201,9 +201,7 @@ async def joined(
     say(address=transport.addresses[0], peer=transport.peer_id)
     peers = await heard()
     addresses |= {p["peer"]: p["address"] for p in peers}
-    chain = ReplicaSpec(
-        rank=0, stages=tuple(StageSpec(peer=p["peer"], first=i, last=i + 1) for i, p in enumerate(peers))
-    )
+    chain = ReplicaSpec(stages=tuple(StageSpec(peer=p["peer"], first=i, last=i + 1) for i, p in enumerate(peers)))
     previous, following = await ours.neighbours(Plan(round=1, replicas=(chain,)), 0, 0, stage)
     say(ready=True)
     yield previous, following

@@ -72,9 +72,9 @@ class Liars:
     """The chain, what its stages have sent, and who of them lies."""
 
     def __init__(self, arm: str, seed: int, rounds: int) -> None:
-        rank, forward, backward = arm.split(":")
+        width, forward, backward = arm.split(":")
         setup = Setup(
-            stages=STAGES, layers=STAGES, rank=int(rank), forward=forward, backward=backward, inner_steps=STEPS,
+            stages=STAGES, layers=STAGES, residual_width=int(width), forward=forward, backward=backward, inner_steps=STEPS,
             micro_batches=MICRO, rounds=rounds,
         )  # fmt: skip
         self.chain = Chain(setup, seed, self._said)

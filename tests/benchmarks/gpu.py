@@ -35,20 +35,23 @@ from peer.chain.pipeline import StageSetup, run_steps
 from peer.node.training import encode_update
 from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer, make_worker
-from protocol.codec import subspace
 from protocol.codec.formats import Codec
 from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
-from protocol.run.manifest import ChainSpec, TrainSpec
+from protocol.run.manifest import TrainSpec
 from tests.benchmarks import gpu_stage
 from tests.support import tiny
-from tests.support.chains import run_chain
+from tests.support.chains import run_chain, split_shards
 
 MODELS = {
-    "178M": ModelSpec(vocab_size=32_000, d_model=1024, n_layers=9, n_heads=8, d_ff=2688, context=2048),
-    "512M": ModelSpec(vocab_size=32_000, d_model=1536, n_layers=12, n_heads=12, d_ff=5440, context=2048),
-    "small": ModelSpec(vocab_size=512, d_model=64, n_layers=4, n_heads=2, d_ff=128, context=64),
+    "178M": ModelSpec(
+        vocab_size=32_000, d_model=1024, n_layers=9, n_heads=8, d_ff=2688, context=2048, residual_width=336
+    ),
+    "512M": ModelSpec(
+        vocab_size=32_000, d_model=1536, n_layers=12, n_heads=12, d_ff=5440, context=2048, residual_width=504
+    ),
+    "small": ModelSpec(vocab_size=512, d_model=64, n_layers=4, n_heads=2, d_ff=128, context=64, residual_width=16),
 }
 """The first two are those of SparseLoCo (arXiv 2508.15706)."""
 MODELS |= {f"{name}-preset": MODELS[name] for name in ("178M", "512M")}
@@ -62,7 +65,7 @@ STAGE_MICRO_BATCHES = 16
 """Of a step of a stage by itself, at least: as many as a chain of four needs to be busy."""
 ROUNDS, ROUND_TOPK, ROUND_THREADS = 4, 32, 16
 """Ends of rounds that are timed; entries of every 4096 that are sent (SparseLoCo's); threads of the host."""
-WIRES = ("int4", "sym2")
+WIRES = ("int8", "int4")
 KINDS = (
     ("attention", ("flash", "fmha", "attention", "cudnn_generated", "sdpa")),
     ("matrix products", ("gemm", "nvjet", "cutlass", "xmma", "cublas", "mm")),
@@ -167,7 +170,7 @@ class Bench:
         spec = self.spec
         params = layout.total_parameters(spec) - layout.parameters(spec, "embed")
         operations = 6 * params + 12 * spec.n_layers * spec.d_model * spec.context
-        manifest = tiny.manifest(model=spec, train=self.train, chains=ChainSpec(rank=(spec.d_model // 8,)))
+        manifest = tiny.manifest(model=spec, train=self.train)
         report = {
             "tokens/s": round(tokens), "MFU": round(tokens * operations / rate, 4), "step, s": round(step, 4),
             "slowest step, s": round(max(took), 4), "first step, s": round(first, 2), "load, s": round(loading, 3),
@@ -216,43 +219,37 @@ class Bench:
             "largest others, ms": sorted(others, reverse=True)[:8],
         }
 
+    def stages(self) -> list[tuple[str, ...]]:
+        """The shards of four stages."""
+        blocks = self.spec.n_layers // STAGES
+        return split_shards([1 + blocks * i for i in range(1, STAGES)], self.spec)
+
     def stage(self) -> Report:
-        """The second of four stages, in its chain and without one (tests/benchmarks/gpu_stage.py); and what its boundaries take by themselves."""
-        names, blocks = layout.shard_names(self.spec), self.spec.n_layers // STAGES
-        shards, k = names[1 + blocks : 1 + 2 * blocks], self.spec.d_model // 8
-        basis, theta = subspace.basis(b"0" * 32, self.spec.d_model, k, map), self.theta()
+        """The second of four stages, in its chain and without one (tests/benchmarks/gpu_stage.py); and what number formats take by themselves."""
+        shards, theta = self.stages()[1], self.theta()
         count = max(self.train.micro_batches, STAGE_MICRO_BATCHES)
         train = replace(self.train, micro_batches=count)
-        compressed = StageTrainer(self.spec, train, shards, rank=k, basis=basis, device=str(self.device))
+        chained = StageTrainer(self.spec, train, shards, device=str(self.device))
         whole = gpu_stage.Bare(self.spec, train, shards, device=str(self.device))
-        for trainer in (compressed, whole):
+        for trainer in (chained, whole):
             trainer.begin_round(theta)
         ids = self.ids(train.step_rows).reshape(count, train.rows, -1)
-        feed = gpu_stage.feed_of(compressed, ids, WIRES)
-        found = gpu_stage.medians(compressed, whole, feed, rounds=3, steps=4)
-        boundary, some, form = compressed.stage.boundary, torch.tensor(ids[0])[:, :-1], compressed.stage.form
-        assert boundary is not None
-        wire = 0.1 * torch.randn(feed.shape, device=self.device).to(form)
-        x = torch.randn(*feed.shape[:2], self.spec.d_model, device=self.device).to(form)
-
-        def projections() -> None:
-            boundary.compress(x)
-            boundary.expand(wire, some, x)
-            boundary.compress_grad(x)
-            boundary.expand_grad(wire, x)
+        feed = gpu_stage.feed_of(chained, ids, WIRES)
+        found = gpu_stage.medians(chained, whole, feed, rounds=3, steps=4)
+        form = chained.stage.form
 
         def formats() -> None:
             for raw, kind in zip(feed.bodies, WIRES, strict=True):
                 quantize.encode(quantize.decode_measured(raw, feed.shape, kind, self.device, form)[0], kind)
 
-        computing, copying = zip(self._card_seconds(projections), self._card_seconds(formats), strict=True)
-        shares = {"projections": computing[0], "number formats": computing[1], "copies": sum(copying)}
+        computing, copying = self._card_seconds(formats)
+        shares = {"number formats": computing, "copies": copying}
         percent = {name: 100 * count * seconds / found["step, s"] for name, seconds in shares.items()}
         return {
-            **{name: round(seconds, 5) for name, seconds in found.items()}, "k": k, "micro-batches": count,
+            **{name: round(seconds, 5) for name, seconds in found.items()}, "w": self.spec.written, "micro-batches": count,
             "overhead, %": round(100 * (1 - found["blocks alone, s"] / found["step, s"]), 2),
             **{f"{name}, by themselves, % of a step": round(share, 2) for name, share in percent.items()},
-            "these three, %": round(sum(percent.values()), 2),
+            "these, %": round(sum(percent.values()), 2),
         }  # fmt: skip
 
     def _card_seconds(self, work: Callable[[], object], times: int = 20) -> tuple[float, float]:
@@ -273,16 +270,9 @@ class Bench:
 
     def chain(self) -> Report:
         """Four stages in one process on one card, by the code that runs between peers, beside a full replica with the same steps."""
-        names, blocks = layout.shard_names(self.spec), self.spec.n_layers // STAGES
-        cuts = [1 + blocks * i for i in range(1, STAGES)]
-        k, theta, ids = self.spec.d_model // 8, self.theta(), self.ids(self.train.step_rows)
-        basis = subspace.basis(b"0" * 32, self.spec.d_model, k, map)
-        edges = itertools.pairwise([0, *cuts, None])
-        stages = [
-            StageTrainer(self.spec, self.train, names[a:b], rank=k, basis=basis, device=str(self.device))
-            for a, b in edges
-        ]
-        whole = StageTrainer(self.spec, self.train, names, device=str(self.device))
+        theta, ids = self.theta(), self.ids(self.train.step_rows)
+        stages = [StageTrainer(self.spec, self.train, shards, device=str(self.device)) for shards in self.stages()]
+        whole = StageTrainer(self.spec, self.train, layout.shard_names(self.spec), device=str(self.device))
         for trainer in (*stages, whole):
             trainer.begin_round(theta)
 
@@ -298,7 +288,7 @@ class Bench:
             steps(trainers, 1, 1)
             took[name] = steps(trainers, 2, 5)
         return {
-            "k": k, "a step of the chain, s": round(took["chain"], 4), "of a full replica, s": round(took["whole"], 4),
+            "w": self.spec.written, "a step of the chain, s": round(took["chain"], 4), "of a full replica, s": round(took["whole"], 4),
             "overhead, %": round(100 * (took["chain"] / took["whole"] - 1), 2),
         }  # fmt: skip
 

@@ -164,7 +164,7 @@ class Neighbours:
             return feed.ids.reshape(-1, feed.ids.shape[-1])
 
         server = await asyncio.start_server(accept, HOST, 0)
-        behind = len(shards) - 1 - shards.index(trainer.shards[-1])
+        behind = shards.index("head") - shards.index(trainer.own[-1])
         self.orders.send((server.sockets[0].getsockname()[1], feed, steps, behind))
         streams = {}
         for _ in range(2):

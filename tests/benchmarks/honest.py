@@ -4,7 +4,7 @@
     python -m tests.benchmarks.honest --rounds 60                             # what the test suite does
 
 A seed draws a `Setup`: 2 to 4 stages, 1 to 50 inner steps a round, the same each round or as it comes, warm-up or none, AdamW or Muon, formats,
-ranks, texts, how much of an update is sent; and what happens on the way: blocks that move, a member that is replaced by a peer that has
+residual widths, texts, how much of an update is sent; and what happens on the way: blocks that move, a member that is replaced by a peer that has
 seen nothing yet, rounds in which the cut is elsewhere, and steps with ten times their learning rate. Everything is trained.
 """
 
@@ -43,7 +43,7 @@ def setup_of(draw: random.Random) -> Setup:
         layers=stages + draw.randint(0, 2),
         width=draw.choice((32, 32, 64)),
         vocabulary=draw.choice((512, 512, 512, 4096)),
-        rank=draw.choice((0, 16, 32)),
+        residual_width=draw.choice((0, 8, 16)),
         forward=draw.choice(FORWARD),
         backward=draw.choice(BACKWARD),
         optimizer="muon" if muon else "adamw",

@@ -46,7 +46,6 @@ from peer.net.stream import Flow, FrameStream
 from peer.state.outer_optimizer import Outer
 from peer.training import device
 from peer.training.trainer import StageTrainer, make_worker
-from protocol.codec import sparse, subspace
 from protocol.codec.topk import in_memory
 from protocol.planning import memory
 from protocol.planning.pipeline_model import Depths
@@ -85,15 +84,13 @@ class Shape:
         model = ModelSpec(
             vocab_size=self.vocab, d_model=self.d, n_layers=3 * self.blocks, n_heads=self.d // 64,
             d_ff=self.ff or self.d * 11 // 4, context=self.sequence,
-            **dict(self.options),
+            residual_width=self.k, **dict(self.options),
         )  # fmt: skip
         train = TrainSpec(
             inner_steps=1, micro_batches=depth if self.ff else min(2 * depth + 2, MICRO_BATCHES), rows=self.rows, sequence=self.sequence, lr=1e-3,
             warmup_steps=0, total_steps=9, optimizer=self.optimizer,
         )  # fmt: skip
-        return tiny.manifest(
-            model=model, train=train, chains=ChainSpec(rank=(self.k,), forward=self.wire, backward=self.wire)
-        )
+        return tiny.manifest(model=model, train=train, chains=ChainSpec(forward=self.wire, backward=self.wire))
 
     def range(self, stage: str) -> tuple[int, int]:
         """Its blocks."""
@@ -220,15 +217,11 @@ def peer(
     """All that a peer with these shards keeps and does; state is in files of `folder`, if there is one. Returns most micro-batches under way, and frames that waited."""
     manifest = shape.manifest(depth)
     spec = manifest.model
-    k = shape.k if any(ends) else 0
-    basis = subspace.basis(b"memory", spec.d_model, k) if k else None
     empty = in_memory if folder is None else partial(Disk().arrays, folder)
     outer = Outer(spec, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta, empty=empty)
-    held = shards if shards[0] == "embed" else ("embed", *shards)
-    for shard in held:
+    for shard in shards:
         outer.theta[shard] = init.initial_shard(spec, b"memory", shard, empty=empty)
-    others = {} if "embed" in shards else {"embed": sparse.encode(manifest.outer.codec, outer.theta["embed"])}
-    trainer = Gated(spec, manifest.train, shards, rank=k, basis=basis)
+    trainer = Gated(spec, manifest.train, shards)
     trainer.gate, trainer.depth = gate, depth
     scratch: list[Any] = []
 
@@ -238,12 +231,12 @@ def peer(
 
     def outer_step() -> None:
         device.return_memory()
-        payloads = dict(others)
+        payloads = {}
         for shard in shards:
             outer.accumulate(shard, trainer.displacement(shard))
             payloads[shard], _ = outer.encode(shard)
         trainer.release()
-        for shard in held:
+        for shard in shards:
             outer.apply(shard, [(0.5, payloads[shard])] * 2, scratch)
             outer.digest(shard)
         trainer.begin_round(outer.theta)

@@ -125,7 +125,7 @@ def prepare(folder: Path) -> None:
             lists[share.root] = tuple(parts)
             contributions.append(Contribution(replica=replica, tokens=64, steps=4, loss=1.0, shares=(share,)))
         stages = [(StageSpec(peer=identity(n).peer_id, first=0, last=MODEL.n_layers),) for n in JOINERS]
-        replicas = tuple(ReplicaSpec(number=i, rank=0, stages=s) for i, s in enumerate(stages))
+        replicas = tuple(ReplicaSpec(number=i, stages=s) for i, s in enumerate(stages))
         plan = Plan(round=round + 1, replicas=replicas, next_number=len(replicas))
         commit = Commit(
             run=run.run_id, round=round, parent=parent, time=0.0, contributions=tuple(contributions), left_out=(),

@@ -167,7 +167,7 @@ class Home:
 
     async def pipe(self, stages: Sequence[str], position: int, round: int) -> dict[str, Any]:
         """As the chain's first stage sends frames to the second, until all have come."""
-        chain = ReplicaSpec(rank=0, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(stages)))
+        chain = ReplicaSpec(stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(stages)))
         began = time.monotonic()
         previous, following = await self.pipes.neighbours(Plan(round=round, replicas=(chain,)), 0, 0, position)
         opened = time.monotonic()

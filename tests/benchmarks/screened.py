@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,25 +24,25 @@ from peer.demo.recipe import SEQUENCE, demo_corpus
 from peer.state.outer_optimizer import Outer
 from peer.training.optimizer import Pace
 from peer.training.trainer import StageTrainer
-from protocol.codec import subspace
 from protocol.codec.formats import Codec
 from protocol.run import corpus, init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import TrainSpec
+from tests.support.chains import split_shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """A chain of `stages`; `forward` and `backward` are number formats. `inner_steps`: of a round, at most. `topk`: of every 4096
-    entries of an update, so many are sent. `rank`: values per token at a boundary, 0 for all. `sequence`: tokens of a row, at most SEQUENCE. `vocabulary`: token ids are taken modulo that."""
+    entries of an update, so many are sent. `residual_width`: values per token at a boundary, 0 for all. `sequence`: tokens of a row, at most SEQUENCE. `vocabulary`: token ids are taken modulo that."""
 
     stages: int = 4
     layers: int = 4
     width: int = 64
     vocabulary: int = 4096
-    rank: int = 16
-    forward: str = "int4"
-    backward: str = "sym2"
+    residual_width: int = 16
+    forward: str = "int8"
+    backward: str = "int4"
     optimizer: str = "adamw"
     lr: float = 2e-3
     warmup_steps: int = 20
@@ -57,7 +56,7 @@ class Setup:
     @property
     def boundary(self) -> int:
         """Values per token at a boundary."""
-        return self.rank or self.width
+        return self.residual_width or self.width
 
 
 Send = Callable[[int, int, int, Tensor], Tensor]
@@ -80,7 +79,7 @@ class Chain:
         self.key = f"screened/{seed}".encode().ljust(32, b"/")
         self.spec = ModelSpec(
             vocab_size=setup.vocabulary, d_model=setup.width, n_layers=setup.layers, n_heads=4, d_ff=2 * setup.width,
-            context=SEQUENCE,
+            context=SEQUENCE, residual_width=setup.residual_width,
         )  # fmt: skip
         self.train = TrainSpec(
             inner_steps=setup.inner_steps, micro_batches=setup.micro_batches, rows=setup.rows, sequence=setup.sequence,
@@ -90,7 +89,6 @@ class Chain:
         self.outer = Outer(self.spec, Codec(topk=setup.topk), 0.95, 1.0)
         for shard in layout.shard_names(self.spec):
             self.outer.theta[shard] = list(init.initial_shard(self.spec, self.key, shard))
-        self.basis = subspace.basis(self.key, setup.width, setup.rank) if setup.rank else None
         self.peers = [Screens(1000 * seed + i) for i in range(setup.stages)]
         self.stages: list[StageTrainer] = []
         self.screens: dict[tuple[int, int], Screen] = {}
@@ -103,14 +101,11 @@ class Chain:
 
     def cut(self, cuts: tuple[int, ...]) -> None:
         """From the next round on, the stages begin at these blocks."""
-        names, ends = layout.shard_names(self.spec), (0, *(cut + 1 for cut in cuts), len(layout.shard_names(self.spec)))
         for stage in self.stages:
             self._moments.update(stage.optimizer_state())
         self.cuts = cuts
-        self.stages = [
-            StageTrainer(self.spec, self.train, names[first:last], rank=self.setup.rank, basis=self.basis)
-            for first, last in itertools.pairwise(ends)
-        ]
+        stages = split_shards([cut + 1 for cut in cuts], self.spec)
+        self.stages = [StageTrainer(self.spec, self.train, shards) for shards in stages]
         for stage in self.stages:
             stage.load_optimizer(self._moments)
 
@@ -153,7 +148,7 @@ class Chain:
                 (FORWARD, i > 0, self.setup.forward, i - 1), (BACKWARD, i < last, self.setup.backward, i + 1),
             ):  # fmt: skip
                 if there:
-                    shard = stage.shards[0] if kind == FORWARD else stage.shards[-1]
+                    shard = stage.own[0] if kind == FORWARD else stage.own[-1]
                     yield (i, kind), place.of(kind, f"stage {other}", shard, self.setup.boundary, wire)
 
     def _text(self, round: int, steps: int) -> Iterator[Tensor]:

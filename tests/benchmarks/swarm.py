@@ -40,7 +40,7 @@ def run() -> dict[str, Any]:
 
 def main() -> int:
     result = json.loads(Path(sys.argv[1]).read_text()) if len(sys.argv) > 1 else run()
-    chosen = options(Path("unused"), full=2, chains=1, stages=3, rank="64")
+    chosen = options(Path("unused"), full=2, chains=1, stages=3, residual_width=42)
     manifest = recipe.make_manifest(chosen, demo_corpus().digest)
     wrong = 0
 
@@ -60,12 +60,12 @@ def main() -> int:
     print(f"; {100 * (payload / entropy - 1):+.2f} %")
     wrong += payload > min(most, (1 + PAYLOAD_TOLERANCE) * entropy)
 
-    train, k = manifest.train, manifest.chains.rank[0]
+    train = manifest.train
     framing = frames.HEAD_BYTES / (train.rows * train.sequence)
     for way, name in (("", manifest.chains.forward), ("backward_", manifest.chains.backward)):
         measured, formula = (
             result[f"boundary_{way}bytes_per_token"],
-            formats.bytes_per_token(name, k or spec.d_model),
+            formats.bytes_per_token(name, spec.written),
         )
         wrong += report(f"boundary {way or 'forward_'}bytes a token", measured, formula, framing)
     print(f"largest stage: {max(memory.stage_memory(manifest, i, i + 1) for i in range(spec.n_layers)) / 1e6:.1f} MB")

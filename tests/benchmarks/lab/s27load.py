@@ -1,2 +1,0 @@
-import lzma
-def load(p): return lzma.decompress(open(p, "rb").read())
