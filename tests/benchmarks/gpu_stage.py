@@ -188,10 +188,10 @@ def feed_of(trainer: StageTrainer, ids: np.ndarray, wires: tuple[str, str]) -> F
 
 
 def bare(trainer: Bare, ids: np.ndarray, first: int, count: int, form: torch.dtype) -> list[float]:
-    """Seconds of so many inner steps of a stage whose boundaries are whole activations in this number format that are on the device already."""
+    """Seconds of so many inner steps of a stage that gets its values in this number format on the device already."""
     device, took = trainer.device, []
     parts = torch.tensor(ids, device=device)
-    x = torch.randn(*ids.shape[1:2], ids.shape[2] - 1, trainer.spec.d_model, device=device).to(form)
+    x = torch.randn(*ids.shape[1:2], ids.shape[2] - 1, trainer.width, device=device).to(form)
     for step in range(first, first + count):
         trainer.synchronize()
         start = time.perf_counter()

@@ -74,6 +74,21 @@ def test_where_nobody_is_new_one_who_trains_it_gets_it_and_where_nobody_trains_i
     )
 
 
+def test_the_rows_of_tokens_go_from_stage_to_stage_and_to_full_replicas() -> None:
+    """Every stage trains `anchor`: who gets another stage keeps it, and a chain that ends has as many heirs as there are trainers."""
+    narrow = tiny.manifest(model=dataclasses.replace(MANIFEST.model, residual_width=2))
+    before, after = plan(4, ("a",), ("b", "c")), plan(5, ("a",), ("d", "b"))
+    assert rules.trainers(narrow, before.replicas, "anchor") == ("a", "b", "c")
+    assert rules.trainers(narrow, before.replicas, SHARD) == ("a", "b")
+    assert rules.kept_shards(narrow, before, "b") == ("embed", "block.0", "block.1", "anchor")
+    assert rules.kept_shards(narrow, after, "b") == ("block.2", "block.3", "head", "anchor")
+    assert rules.heir(narrow, before, after, "c", "anchor") == "d"
+    assert rules.heir(narrow, before, plan(5, ("a",)), "b", "anchor") == "a"
+    gift = offered(heir="d", shard="anchor", size=rules.largest(narrow, offered(shard="anchor")))
+    assert rules.why_refused(narrow, log(before, after), after, "d", "c", gift) is None
+    assert rules.why_refused(MANIFEST, log(before, after), after, "d", "c", gift) == "there is no such shard"
+
+
 def offered(**changes: object) -> Handover:
     values = {"serial": 1, "heir": "a", "shard": SHARD, "topk": 1024, "blob": "0" * 64, "size": 100}
     return build(Handover, {**values, **changes})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgpack
@@ -16,11 +17,13 @@ from peer.state.payloads import PartLists
 from protocol.codec import blob_hash
 from protocol.ledger import part_lists
 from protocol.ledger.part_lists import BadList
+from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds
 from protocol.wire.commit import Part
+from protocol.wire.plan import Plan, StageSpec
 from protocol.wire.schema import build, packed, plain
 from tests.support import tiny
 
@@ -88,6 +91,47 @@ def test_a_list_of_all_shards_may_be_fetched_and_none_that_is_longer() -> None:
         assert fits == [1, longest]
     whole = tuple(Part(shard=s, digest="f" * 64, size=2**32, norm=1 / 3) for s in SHARDS)
     assert part_lists.may_be_fetched(M, part_lists.share_of("p", whole))
+
+
+NARROW = tiny.manifest(model=dataclasses.replace(M.model, residual_width=2))
+
+
+def made(stage: StageSpec, shards: Sequence[str]) -> part_lists.Parts:
+    """A list of a stage's parts, of which no two have the same payload."""
+    return tuple(Part(shard=s, digest=tiny.digest(f"{stage.peer} {s}"), size=8, norm=1.0) for s in shards)
+
+
+def test_each_stage_of_a_chain_lists_its_own_rows_of_tokens() -> None:
+    chain = tiny.replica(0, "a", "b")
+    lists = {s.peer: made(s, memory.stage_shards(NARROW, s.first, s.last)) for s in chain.stages}
+    assert [tuple(part.shard for part in parts) for parts in lists.values()] == [
+        ("embed", "block.0", "block.1", "anchor"),
+        ("block.2", "block.3", "head", "anchor"),
+    ]
+    shares = tuple(part_lists.share_of(peer, parts) for peer, parts in lists.items())
+    commit = tiny.commit(NARROW, round=1, contributions=(tiny.contribution(0, shares=shares),))
+    by_root = {part_lists.root_of(parts): parts for parts in lists.values()}
+    plan = Plan(round=1, replicas=(chain,))
+    assert part_lists.why_refused(NARROW, plan, commit, by_root) is None
+    named = [(part.digest, sender) for part, sender in part_lists.named(commit, by_root, ["anchor"])]
+    assert named == [(lists[peer][-1].digest, peer) for peer in "ab"]
+
+
+@pytest.mark.parametrize("change", ["without", "twice", "first"])
+def test_a_stage_that_does_not_list_its_rows_of_tokens_once_and_last_is_refused(change: str) -> None:
+    chain = tiny.replica(0, "a", "b")
+    shards = {s.peer: memory.stage_shards(NARROW, s.first, s.last) for s in chain.stages}
+    shards["a"] = {
+        "without": shards["a"][:-1],
+        "twice": (*shards["a"], "anchor"),
+        "first": ("anchor", *shards["a"][:-1]),
+    }[change]
+    lists = [made(s, shards[s.peer]) for s in chain.stages]
+    shares = tuple(part_lists.share_of(s.peer, parts) for s, parts in zip(chain.stages, lists, strict=True))
+    commit = tiny.commit(NARROW, round=1, contributions=(tiny.contribution(0, shares=shares),))
+    by_root = {part_lists.root_of(parts): parts for parts in lists}
+    refused = part_lists.why_refused(NARROW, Plan(round=1, replicas=(chain,)), commit, by_root)
+    assert refused == "replica 0: it does not cover the planned shards"
 
 
 def test_the_norm_of_all_is_infinite_where_no_number_holds_it() -> None:

@@ -18,7 +18,7 @@ from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Offer
 from tests.support import tiny
 
-RUN = tiny.manifest(checkpoint_rounds=10)
+RUN = tiny.manifest(checkpoint_rounds=10, model=dataclasses.replace(tiny.manifest().model, residual_width=2))
 PEER = "peer"
 LAYERS = RUN.model.n_layers
 CHAIN = ReplicaSpec(stages=(StageSpec(peer="first", first=0, last=1), StageSpec(peer="last", first=1, last=LAYERS)))
@@ -47,7 +47,8 @@ def test_who_trains_what_and_who_holds_what() -> None:
     assert retention.trained_shards(RUN, PLAN, "last") == memory.stage_shards(RUN, 1, LAYERS)
     assert retention.trained_shards(RUN, PLAN, "spare") == retention.trained_shards(RUN, None, "last") == ()
     assert held("last", warm=True) == memory.stage_shards(RUN, 1, LAYERS)
-    assert "embed" in held("last"), "every stage reads the embedding"
+    assert held("first") == ("embed", "block.0", "anchor"), "every stage trains the rows of tokens"
+    assert held("last") == (*(f"block.{i}" for i in range(1, LAYERS)), "head", "anchor")
     assert held("spare", warm=True) == SHARDS
     assert held("spare", whole=True) == ()
     assert held("stranger", warm=True) == ()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import sparse, topk
+from protocol.codec import blob_hash, sparse, topk
 from protocol.codec.formats import TILE
 from protocol.codec.sparse import PayloadError, Sparse
 from protocol.round import comparing
@@ -157,7 +157,7 @@ def test_all_is_to_the_bit_what_the_plain_way_measures(
         codec, shapes = manifest.outer.codec, {s: layout.shapes(MODEL, s) for s in SHARDS}
         seen = [{s: comparing.examine(manifest, s, x[s]) for s in SHARDS} for x in payloads]
         same(measured([update(manifest, x, y) for x, y in zip(payloads, seen, strict=True)]), expected)
-        same(measured([Update(lambda s, x=x: sparse.decode(codec, shapes[s], x[s])) for x in payloads]), expected)
+        same(measured([Update(lambda s, x=x: [sparse.decode(codec, shapes[s], x[s])]) for x in payloads]), expected)
 
 
 @pytest.mark.parametrize("few", [1, 2, 4, 100])
@@ -192,3 +192,128 @@ def test_a_size_that_is_not_the_payloads_is_found_also_where_it_is_known_what_is
         made = comparing.update_of(manifest, parts, lambda part: payloads[part.shard], known)
         with pytest.raises(PayloadError, match=f"has {len(payloads[SHARDS[0]])} bytes, not {parts[0].size}"):
             made.decode(SHARDS[0])
+
+
+NARROW = dataclasses.replace(MODEL, residual_width=16)
+NARROW_SHARDS = layout.shard_names(NARROW)
+
+
+def of_chain(manifest: Manifest, seed: int, stages: int) -> list[tuple[str, bytes]]:
+    """(shard, payload) of all stages of a chain: as a full replica's, but the rows of tokens come from every stage."""
+    common, found = np.random.default_rng(2), list[tuple[str, bytes]]()
+    for shard in NARROW_SHARDS:
+        for stage in range(stages if shard == "anchor" else 1):
+            own = np.random.default_rng([seed, stage])
+            arrays = []
+            for shape in layout.shapes(NARROW, shard):
+                array = 0.5 * common.standard_normal(shape) + own.standard_normal(shape) * (1 + stage)
+                arrays.append(array.astype(np.float32))
+            found.append((shard, sparse.encode(manifest.outer.codec, arrays)))
+    return found
+
+
+def summed(manifest: Manifest, payloads: Sequence[tuple[str, bytes]]) -> dict[str, np.ndarray]:
+    """By shard, all its payloads decoded and added up, as one vector."""
+    found = dict[str, np.ndarray]()
+    for shard, payload in payloads:
+        shapes = layout.shapes(NARROW, shard)
+        dense = [np.zeros(math.prod(shape)) for shape in shapes]
+        for into, tensor in zip(dense, sparse.decode(manifest.outer.codec, shapes, payload), strict=True):
+            into[tensor.index] = tensor.values
+        found[shard] = found.get(shard, 0.0) + np.concatenate(dense)
+    return found
+
+
+def updates_of(manifest: Manifest, payloads: Sequence[tuple[str, bytes]]) -> tuple[Update, list[Part]]:
+    """As a node reads it, and its parts."""
+    named = {blob_hash.name_of(payload): payload for _, payload in payloads}
+    parts = [
+        Part(shard=s, digest=blob_hash.name_of(x), size=len(x), norm=comparing.examine(manifest, s, x).norm)
+        for s, x in payloads
+    ]
+    return comparing.update_of(manifest, parts, lambda part: named[part.digest]), parts
+
+
+@pytest.mark.parametrize("keep", [16, 700, TILE])
+def test_the_cosines_of_chains_are_those_of_their_summed_tensors(keep: int) -> None:
+    """Two chains of two stages, one of five, and full replicas; but for the rounding of values to whole numbers, as for any update."""
+    manifest = tiny.manifest(model=NARROW, outer=OuterSpec(topk=keep))
+    sent = [of_chain(manifest, seed, stages) for seed, stages in enumerate((2, 1, 5, 2, 1))]
+    found = comparing.measure(NARROW, b"seed", [updates_of(manifest, x)[0] for x in sent], [range(5)])
+    ((_, cosines),) = found.panels
+    sums = [summed(manifest, x) for x in sent]
+    for number, shard in enumerate(NARROW_SHARDS):
+        products = found_products(found, cosines, number)
+        assert np.abs(scaled(products) - scaled_products(np.stack([x[shard] for x in sums]))).max() < 1e-7, shard
+
+
+def found_products(found: Measured, cosines: Sequence[Floats], number: int) -> Floats:
+    """Of a shard, as the judging takes them."""
+    norms = np.array([row[number] for row in found.shards])
+    return np.outer(norms, norms) * cosines[number]
+
+
+def scaled(products: Floats) -> Floats:
+    """Cosines."""
+    return products / np.sqrt(np.outer(products.diagonal(), products.diagonal()))
+
+
+def scaled_products(vectors: np.ndarray) -> Floats:
+    return scaled(vectors @ vectors.T)
+
+
+def test_what_the_stages_send_of_a_shard_is_added_up_exactly() -> None:
+    """Payloads of 4^k values +-c each: as whole numbers they are not rounded."""
+    manifest = tiny.manifest(model=NARROW, outer=OuterSpec(topk=TILE))
+    (shape,) = layout.shapes(NARROW, "anchor")
+    rng, codec = np.random.default_rng(0), manifest.outer.codec
+    (order,) = sparse.decode(codec, [shape], sparse.encode(codec, [np.ones(shape, np.float32)]))
+
+    def payload(k: int, size: float) -> list[Sparse]:
+        values = np.zeros(order.index.size, np.float32)
+        values[rng.choice(values.size, 4**k, replace=False)] = size * rng.choice((-1, 1), 4**k)
+        return [Sparse(order.index, values)]
+
+    sent = [[payload(k, 2.0 ** int(rng.integers(-9, 9))) for k in some] for some in ((5, 4, 6), (6,), (4, 4), (5,), (6, 3))]
+    others = {s: sparse.decode(codec, layout.shapes(NARROW, s), x) for s, x in of_chain(manifest, 0, 1)}
+    updates = [Update(lambda s, x=x: x if s == "anchor" else [others[s]]) for x in sent]
+    found = comparing.measure(NARROW, b"seed", updates, [range(len(sent))])
+    ((_, cosines),) = found.panels
+    number, dense = NARROW_SHARDS.index("anchor"), np.zeros((len(sent), math.prod(shape)))
+    for into, payloads in zip(dense, sent, strict=True):
+        for (tensor,) in payloads:
+            into[tensor.index] += tensor.values
+    products = found_products(found, cosines, number)
+    assert np.abs(scaled(products) - scaled_products(dense)).max() < 1e-9
+    np.testing.assert_allclose(products.diagonal(), (dense**2).sum(axis=1), rtol=1e-9)
+    assert [row[number] ** 2 for row in found.shards] == pytest.approx(
+        [sum(float((x.values.astype(float) ** 2).sum()) for (x,) in payloads) for payloads in sent], rel=1e-12
+    )
+
+
+def test_a_chain_whose_rows_of_tokens_cannot_all_be_read_is_broken_and_compared_without_them() -> None:
+    manifest = tiny.manifest(model=NARROW, outer=OuterSpec(topk=64))
+    payloads = of_chain(manifest, 0, 3)
+    whole, parts = updates_of(manifest, payloads)
+    torn = [(s, b"torn" if n == len(payloads) - 2 else x) for n, (s, x) in enumerate(payloads)]
+    named = {part.digest: payload for part, (_, payload) in zip(parts, torn, strict=True)}
+    bad = comparing.update_of(
+        manifest, [dataclasses.replace(p, size=len(named[p.digest])) for p in parts], lambda part: named[part.digest]
+    )
+    found = comparing.measure(NARROW, b"seed", [whole, bad], [range(2)])
+    assert list(found.broken) == [1]
+    assert found.broken[1].startswith("anchor: ")
+    ((_, cosines),) = found.panels
+    assert cosines[-1][1].tolist() == [0.0, 0.0]
+    assert found.shards[1][-1] == 0.0
+
+
+def test_the_norm_that_is_said_of_a_shard_is_that_of_all_its_payloads() -> None:
+    manifest = tiny.manifest(model=NARROW, outer=OuterSpec(topk=64))
+    made, parts = updates_of(manifest, of_chain(manifest, 0, 3))
+    found = comparing.measure(NARROW, b"seed", [made], [range(1)])
+    for number, shard in enumerate(NARROW_SHARDS):
+        said = math.sqrt(sum(part.norm**2 for part in parts if part.shard == shard))
+        assert made.norms[shard] == pytest.approx(said)
+        assert comparing.is_true(made.norms[shard], found.shards[0][number])
+

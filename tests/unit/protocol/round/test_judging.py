@@ -140,7 +140,7 @@ def test_whoever_sends_nothing_is_left_out() -> None:
 
 
 def test_a_norm_that_is_not_what_is_said_is_found_among_any_number() -> None:
-    false = Update(GOOD[1].__getitem__, {"head": 0.05})
+    false = Update(lambda shard: [GOOD[1][shard]], {"head": 0.05})
     verdicts = judging.judge(M, PARENT, names(2), [update(GOOD[0]), false], PreviousRound())
     assert list(out(verdicts)) == [1]
     assert verdicts[1].reason is not None
@@ -339,3 +339,68 @@ def test_a_member_checks_the_verdict_from_the_payloads_that_it_holds() -> None:
         found = wrong_verdict_in(sight, proposed(wrong), store.__getitem__)
         assert found is not None
         assert found.lie
+
+
+# --- chains, each of whose stages sends its own update of the rows of tokens
+
+NARROW = tiny.manifest(model=dataclasses.replace(MODEL, residual_width=24), outer=M.outer)
+NARROW_SHARDS = layout.shard_names(NARROW.model)
+ROWS = NARROW_SHARDS[-1]
+Payloads = dict[str, list[list[Sparse]]]
+"""By shard, a payload of each of its trainers."""
+
+
+def payloads(seed: int, stages: int, rows: Sequence[float] = (1.0,) * 9) -> Payloads:
+    """An honest update; that of the rows of tokens by `stages`, times these factors."""
+    found: Payloads = {}
+    for shard in NARROW_SHARDS:
+        shapes, theirs = layout.shapes(NARROW.model, shard), []
+        common = np.random.default_rng([7, NARROW_SHARDS.index(shard)])
+        base = [common.standard_normal(shape) for shape in shapes]
+        for stage in range(stages if shard == ROWS else 1):
+            own = np.random.default_rng([seed, stage, NARROW_SHARDS.index(shard)])
+            factor = rows[stage] if shard == ROWS else 1.0
+            arrays = [(factor * (a + 1.5 * own.standard_normal(a.shape))).astype(np.float32) for a in base]
+            raw = sparse.encode(NARROW.outer.codec, arrays)
+            theirs.append(sparse.decode(NARROW.outer.codec, shapes, raw))
+        found[shard] = theirs
+    return found
+
+
+def judged(sent: Sequence[Payloads]) -> dict[int, str]:
+    updates = [Update(x.__getitem__) for x in sent]
+    return out(judging.judge(NARROW, PARENT, names(len(sent)), updates, PreviousRound()))
+
+
+REPLICAS = [payloads(seed, 1) for seed in range(5)]
+
+
+def test_an_honest_chain_counts_among_full_replicas() -> None:
+    assert judged([*REPLICAS, payloads(10, 2), payloads(11, 5)]) == {}
+
+
+def test_a_chain_one_of_whose_stages_works_against_the_others_in_the_rows_of_tokens_is_left_out() -> None:
+    found = judged([*REPLICAS, payloads(10, 2), payloads(11, 2, (1.0, -3.0))])
+    assert list(found) == [6]
+    assert f"in {ROWS} it disagrees with the others (cosine -" in found[6]
+
+
+def test_of_two_chains_with_the_same_payloads_in_another_order_the_later_one_is_a_copy() -> None:
+    first = payloads(10, 3)
+    assert judged([*REPLICAS, first, {**first, ROWS: first[ROWS][::-1]}]) == {6: "it is a copy (1.00)"}
+
+
+def test_an_update_in_one_payload_and_in_several_is_the_same() -> None:
+    """Where two stages have changed other entries: cut a payload in two, of which each is zero where the other one is not."""
+    whole = payloads(10, 1)
+    (tensors,) = whole[ROWS]
+    halves = [
+        [Sparse(x.index, np.where(np.arange(x.index.size) % 2 == odd, x.values, np.float32(0))) for x in tensors]
+        for odd in (0, 1)
+    ]
+    assert judged([*REPLICAS, whole, {**whole, ROWS: halves}]) == {6: "it is a copy (1.00)"}
+    updates = [Update({**whole, ROWS: rows}.__getitem__) for rows in ([tensors], halves)]
+    found = comparing.measure(NARROW.model, b"seed", updates, [range(2)])
+    assert found.norms[0] == pytest.approx(found.norms[1], rel=1e-12)
+    ((_, cosines),) = found.panels
+    np.testing.assert_allclose(cosines[-1], 1.0, atol=1e-7)

@@ -1,7 +1,8 @@
-"""Seeded numbers, θ(0) and the basis: statistics, nestedness, orthonormality, golden digests."""
+"""Seeded numbers and θ(0): statistics, golden digests."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import philox, subspace
+from protocol.codec import philox
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
 
@@ -79,65 +80,27 @@ def test_the_initial_state() -> None:
                 assert a.std() == pytest.approx(0.01 if ends else 0.02, rel=0.1), name
 
 
-@given(d=st.integers(1, 70), data=st.data())
-@settings(max_examples=30, deadline=None)
-def test_the_basis_is_orthonormal_and_nested(d: int, data: st.DataObject) -> None:
-    k_max = data.draw(st.integers(0, d))
-    k = data.draw(st.integers(0, k_max))
-    u = subspace.basis(b"seed", d, k_max)
-    assert u.shape == (d, k_max)
-    assert u.dtype == np.float32
-    assert u.flags.c_contiguous
-    u64 = u.astype(np.float64)
-    assert np.abs(u64.T @ u64 - np.eye(k_max)).max(initial=0) < 1e-6
-    assert (subspace.basis(b"seed", d, k) == u[:, :k]).all()
-
-
-def test_a_wide_basis_is_orthonormal() -> None:
-    u = subspace.basis(b"seed", 512, 64).astype(np.float64)
-    assert np.abs(u.T @ u - np.eye(64)).max() < 1e-6
-
-
-def test_threads_and_panels_change_no_bit_of_the_basis() -> None:
-    d, k = 48, subspace.PANEL * 2 + 9
-    with ThreadPoolExecutor(3) as pool:
-        u = subspace.basis(b"seed", 4 * d, k, pool.map)
-    assert (u == subspace.basis(b"seed", 4 * d, k)).all()
-    rows_KD = philox.normal_like(b"seed", "subspace", (k, 4 * d), 1.0).astype(np.float64)
-    for _ in range(2):
-        for j, row_D in enumerate(rows_KD):  # Gram-Schmidt, row by row
-            row_D /= np.sqrt(halves(row_D * row_D))
-            for later_D in rows_KD[j + 1 :]:
-                later_D -= halves(later_D * row_D) * row_D
-    assert (u == rows_KD.T.astype(np.float32)).all()
-
-
-def halves(x_D: np.ndarray) -> np.float64:
-    """The sum, the upper half added to the lower one until one is left."""
-    while len(x_D) > 1:
-        half = (len(x_D) + 1) // 2
-        upper = np.append(x_D[half:], [0.0] * (2 * half - len(x_D)))
-        x_D = x_D[:half] + upper
-    return np.float64(x_D[0])
-
-
-@pytest.mark.parametrize("k_max", [-1, 5])
-def test_a_basis_must_fit(k_max: int) -> None:
-    with pytest.raises(ValueError, match="does not fit"):
-        subspace.basis(b"seed", 4, k_max)
+def test_the_rows_of_tokens_of_a_narrow_residual_stream_are_drawn_as_the_embedding_is() -> None:
+    narrow = dataclasses.replace(SPEC, residual_width=12)
+    (rows,), (anchor,) = (init.initial_shard(narrow, b"s", shard) for shard in ("embed", "anchor"))
+    assert (rows.shape, anchor.shape) == ((96, 12), (96, 20))
+    assert [a.std() for a in (rows, anchor)] == pytest.approx([0.02] * 2, rel=0.1)
+    assert abs(np.corrcoef(rows[:, 0], anchor[:, 0])[0, 1]) < 0.3
+    block = dict(zip([n for n, _ in layout.tensors(narrow, "block.0")], init.initial_shard(narrow, b"s", "block.0"), strict=True))
+    ends = [a for name, a in block.items() if name.endswith(("o_proj.weight", "down_proj.weight"))]
+    assert [a.shape for a in ends] == [(12, 32), (12, 48)]
+    assert [a.std() for a in ends] == pytest.approx([0.01] * 2, rel=0.1)
 
 
 def test_golden_digests() -> None:
-    """These bits are part of the protocol: every run's θ(0) and U depend on them."""
+    """These bits are part of the protocol: every run's θ(0) depends on them."""
     assert sha(philox.bits(b"potluck/7", "theta0/lm_head.weight", 1000)) == GOLDEN["bits"]
-    assert sha(subspace.basis(b"potluck/7", 192, 24)) == GOLDEN["basis"]
     assert sha(*init.initial_shard(SPEC, b"potluck/7", "embed")) == GOLDEN["embed"]
     assert sha(*init.initial_shard(SPEC, b"potluck/7", "block.1")) == GOLDEN["block.1"]
 
 
 GOLDEN = {
     "bits": "6784f4a75cfebd42",
-    "basis": "bf4704d772aed08d",
     "embed": "7278b8d9647dfc43",
     "block.1": "37a64aa325b9f7c3",
 }
