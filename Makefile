@@ -112,7 +112,8 @@ benchmark-gpu: setup
 	$(BIN)/python -m tests.benchmarks.gpu --device $(DEVICE) --model $(MODELS) --out gpu-$(DEVICE).jsonl
 
 evidence: setup
-	$(BIN)/python -m tests.benchmarks.learning
+	$(BIN)/python -m tests.benchmarks.arms --keep evidence.jsonl --seeds 3 --control \
+		f/adamw c/muon/42:int8:int4 c/muon/42:int8:int4/first fc/muon/42:int8:int4
 
 clean:
 	rm -rf $(VENV) demo-run demo-run.json build *.egg-info
