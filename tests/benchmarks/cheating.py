@@ -1,9 +1,9 @@
 """Stages that lie, and honest ones: how many lies a chain of four finds within the round, and how often it accuses somebody honest.
 
     python -m tests.benchmarks.cheating --keep cheating.jsonl                  # everything (an hour of one core)
-    python -m tests.benchmarks.cheating --arms 16:int4:sym2 --seeds 1 --rounds 20
+    python -m tests.benchmarks.cheating --arms 16:int8:int4 --seeds 1 --rounds 20
 
-Four real stages of a small model train the demo's text in one process (tests/benchmarks/screened.py). An arm is k:FORWARD:BACKWARD. An honest round is STEPS inner steps of MICRO micro-batches. Of every SPIKES rounds one
+Four real stages of a small model train the demo's text in one process (tests/benchmarks/screened.py). An arm is w:FORWARD:BACKWARD, w the residual width. An honest round is STEPS inner steps of MICRO micro-batches. Of every SPIKES rounds one
 has a *spike*: in one step the learning rate is ten times what it should be.
 
 Of every LIES rounds, before it is trained honestly, the state of all stages and screens is kept and each lie is tried from there: each KIND, of
@@ -35,7 +35,7 @@ from peer.chain.screening import NEW_ROUNDS
 from tests.benchmarks.screened import Chain, Setup
 
 STAGES, STEPS, MICRO = 4, 8, 4
-ARMS = ("16:int4:sym2", "16:int4:int4", "32:bf16:bf16", "0:int4:sym2")
+ARMS = ("16:int8:int4", "20:int8:int4", "32:bf16:bf16", "0:int8:int4")
 LIMIT = quantize.LIMIT / 2
 """Largest magnitude that a stage can send (`quantize.encode`)."""
 SPIKES, LIES, HISTORY = 8, 25, 16

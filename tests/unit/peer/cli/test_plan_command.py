@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from peer.cli import plan as command
 from protocol.errors import UsageError
+from protocol.planning import partition
 from protocol.run import manifest as manifests
-from protocol.wire.announcement import NODE_DEVICE
+from protocol.wire.announcement import NODE_DEVICE, Announcement
 from tests.support import monitor as watched
-from tests.support import plans
+from tests.support import plans, tiny
 
 PEERS = """manifest = "run.toml"
 
@@ -156,3 +158,15 @@ async def test_a_run_is_planned_from_what_is_announced_and_its_newest_plan() -> 
         known = await command.known_by(monitor)
     assert [(c.peer, c.memory_bytes, c.speed_flops) for c in known.candidates] == [(watched.ALICE.peer_id, 10**6, 123)]
     assert known.replicas == watched.plan(2).replicas
+
+
+def test_a_peer_is_told_how_much_more_the_run_trains_with_it() -> None:
+    """A second machine like the first one doubles it; the first one is told of no run without it."""
+    whole = tiny.full_memory(tiny.manifest())
+    own = Announcement(run="r", peer="me", memory_bytes=whole, speed_flops=10**12, up_bps=10**9)
+    other = partition.candidate(dataclasses.replace(own, peer="other"))
+    known = command.Known(manifest=tiny.manifest(), candidates=(other,))
+    (role, _) = command.part_lines(known, own)
+    assert role.endswith(" million a day; with it the run trains 100% more")
+    (alone, _) = command.part_lines(dataclasses.replace(known, candidates=()), own)
+    assert alone.endswith(" million a day")
