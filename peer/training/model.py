@@ -100,8 +100,10 @@ def to_device(ids: Tensor, device: torch.device) -> Tensor:
 
 def plus(x_BLD: Tensor, residual_BLW: Tensor) -> Tensor:
     """x with the residual added to its first W values."""
-    behind = x_BLD.shape[-1] - residual_BLW.shape[-1]
-    return x_BLD + (functional.pad(residual_BLW, (0, behind)) if behind else residual_BLW)
+    w = residual_BLW.shape[-1]
+    if w == x_BLD.shape[-1]:
+        return x_BLD + residual_BLW
+    return torch.cat((x_BLD[..., :w] + residual_BLW, x_BLD[..., w:]), dim=-1)
 
 
 Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -140,13 +140,14 @@ class StandIn:
 
     def __init__(self, spec: ModelSpec, train: TrainSpec, shards: Sequence[str], width: int) -> None:
         self.spec, self.train, self.shards, self.width = spec, train, tuple(shards), width
+        self.own = tuple(shard for shard in shards if shard != "anchor")
         self.device, self.stage = torch.device("cpu"), SimpleNamespace(form=torch.float32)
         self._values = torch.full((train.rows, train.sequence, width), 1e-3)
 
     def nothing(self, *arguments: object) -> None:
         return
 
-    reset = synchronize = expect = launch_norms = mark = step = nothing
+    reset = synchronize = launch_norms = mark = step = nothing
 
     def forward(self, micro: int, ids: torch.Tensor, wire: torch.Tensor | None, *, recompute: bool) -> torch.Tensor:
         return torch.tensor(1.0) if "head" in self.shards else self._values
@@ -155,7 +156,7 @@ class StandIn:
         return None if "embed" in self.shards else self._values
 
     def grad_sumsq(self) -> list[tuple[str, float]]:
-        return [(shard, 1.0) for shard in self.shards]
+        return [(shard, 1.0) for shard in self.own]
 
 
 class Paced(StandIn):

@@ -101,19 +101,19 @@ class Shape:
 
 
 SHAPES = {
-    "small": Shape(vocab=4096, d=256, blocks=4, rows=4, sequence=256, k=32),
+    "small": Shape(vocab=4096, d=256, blocks=4, rows=4, sequence=256, k=84),
     "whole": Shape(vocab=4096, d=256, blocks=4, rows=4, sequence=256, k=0, wire="bf16"),
-    "wide": Shape(vocab=32768, d=512, blocks=2, rows=1, sequence=256, k=64),
+    "wide": Shape(vocab=32768, d=512, blocks=2, rows=1, sequence=256, k=168),
     "wide-whole": Shape(vocab=32768, d=512, blocks=2, rows=1, sequence=256, k=0, wire="bf16"),
-    "long": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=64),
-    "large": Shape(vocab=16384, d=768, blocks=2, rows=1, sequence=512, k=96),
-    "7b": Shape(vocab=128_000, d=4096, ff=11_008, blocks=1, rows=1, sequence=1024, k=512),
+    "long": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=168),
+    "large": Shape(vocab=16384, d=768, blocks=2, rows=1, sequence=512, k=252),
+    "7b": Shape(vocab=128_000, d=4096, ff=11_008, blocks=1, rows=1, sequence=1024, k=1344),
 }
 OPTIONS = {
-    "grouped": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=64, options=(("num_key_value_heads", 2),)),
-    "qk-norm": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=64, options=(("use_qk_norm", True),)),
-    "documents": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=64, options=(("document_end_id", 0),)),
-    "muon": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=256, k=64, optimizer="muon"),
+    "grouped": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=168, options=(("num_key_value_heads", 2),)),
+    "qk-norm": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=168, options=(("use_qk_norm", True),)),
+    "documents": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=168, options=(("document_end_id", 0),)),
+    "muon": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=256, k=168, optimizer="muon"),
     "tied": Shape(vocab=32768, d=512, blocks=1, rows=1, sequence=256, k=0, options=(("tie_word_embeddings", True),)),
 }
 """Of the architecture, and Muon; measured where they are named."""
@@ -292,10 +292,9 @@ def measure(shape: Shape, stage: str, depth: int, recompute: bool, files: bool) 
     """The stage between its neighbours."""
     context = multiprocessing.get_context("spawn")
     model, (first, last) = shape.manifest().model, shape.range(stage)
-    names = layout.shard_names(model)
-    shards = memory.stage_shards(shape.manifest(), first, last)
-    at = names.index(shards[0])
-    before, behind = names[:at], names[at + len(shards) :]
+    shards, blocks = memory.stage_shards(shape.manifest(), first, last), model.n_layers
+    before = memory.stage_shards(shape.manifest(), 0, first) if first else ()
+    behind = memory.stage_shards(shape.manifest(), last, blocks) if last < blocks else ()
     gate, ready = context.Semaphore(0) if behind else None, context.Semaphore(0)
     ends: list[socket.socket | None] = [None, None]
     here, there = context.Pipe(duplex=False)
