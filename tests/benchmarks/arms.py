@@ -295,10 +295,11 @@ def check(device: torch.device) -> None:
         outer.theta = theta
     oracle.begin_round(theta)
     swarm.begin_round()
+    draw = torch.Generator().manual_seed(0)
     for step in range(made.train.inner_steps):
-        ids = swarm.ids(0, step)
-        swarm.step(ids)
-        oracle.forward(0, ids[0].cpu())
+        ids = torch.randint(spec.vocab_size, (1, made.train.rows, made.train.sequence + 1), generator=draw)
+        swarm.step(ids.to(device))
+        oracle.forward(0, ids[0])
         oracle.backward(0)
         norm = math.sqrt(sum(value for _, value in oracle.grad_sumsq()))
         oracle.step(step + 1, norm)

@@ -1,6 +1,4 @@
-"""The regime of experiments with learning: the demo's speeches by bytes, long enough that context matters.
-
-    python -m tests.benchmarks.regime --keep ROWS.jsonl        # the control: prints the table of docs/results/regime.md
+"""The regime of experiments with learning: the demo's speeches by bytes, long enough that context matters (docs/results/learning.md).
 
 A model of the demo's width with 257 token ids (bytes, and the end of a document) and sequences of 256 reads 2,048 bytes
 an inner step. Its loss ends far below the bigram entropy of the text, so that it has to look at context, and a cut that
@@ -79,10 +77,10 @@ def bigram_entropy() -> float:
 
 
 def manifest(seed: int, optimizer: str, rounds: int = ROUNDS, model: ModelSpec = MODEL) -> Manifest:
-    """The recipe: the demo's but for text, model, optimizer and pace."""
-    made = recipe.make_manifest(options(Path("run"), full=1, rounds=rounds, seed=seed), text().digest, model)
+    """The recipe: the demo's but for text, model, optimizer and pace. It names no corpus."""
+    made = recipe.make_manifest(options(Path("run"), full=1, rounds=rounds, seed=seed), "0" * 64, model)
     train = replace(
         made.train, inner_steps=INNER_STEPS, micro_batches=1, rows=ROWS, sequence=SEQUENCE, optimizer=optimizer,
         lr=RATES[optimizer], warmup_steps=rounds * INNER_STEPS // 20, total_steps=rounds * INNER_STEPS,
     )  # fmt: skip
-    return replace(made, train=train)
+    return replace(made, model=model, train=train)

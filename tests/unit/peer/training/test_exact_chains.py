@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from protocol.planning.pipeline_model import UNBOUNDED, Depths, LinkCost, StageCost
+from tests.benchmarks import arms
 from tests.support.chains import (
     ANCHOR,
     CUTS,
@@ -217,3 +218,8 @@ def test_a_device_that_is_told_of_later_changes_no_bit() -> None:
     assert [[r.loss for r in reports] for reports in before] == [[r.loss for r in reports] for reports in after]
     for reports in after:
         assert all(0 < r.seconds_per_microbatch < DEADLINE_S and r.busy_s > 0 for r in reports)
+
+
+def test_experiments_with_learning_train_what_a_chain_trains() -> None:
+    """A slice of tests/benchmarks/arms.py, which computes all replicas and seeds at once."""
+    arms.check(torch.device("cpu"))
