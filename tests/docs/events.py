@@ -66,7 +66,6 @@ USUAL = {
     "shards": "Names of the shards.",
     "first": "The first block that it trains.",
     "last": "The block after the last one that it trains.",
-    "rank": "Values per token that cross the chain's boundaries; 0: all of them.",
     "position": "Its stage in the replica.",
     "stages": "Stages of its replica.",
     "device": "`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer.",

@@ -333,6 +333,7 @@ async def test_error_feedback_goes_to_who_trains_its_shard(tmp_path: Path) -> No
                 stage = next(r.stage_of(peer.id) for r in log[number - 1].plan.replicas if peer.id in r.peers)
                 firsts[number] = stage.first
         assert list(firsts) == [1, 2, 6, 7, 11, 12]
+        print(firsts)
         assert firsts[1] == firsts[2] != firsts[6] == firsts[7] != firsts[11] == firsts[12], "it changed its end twice"
         trained = set(memory.stage_shards(run, stage.first, stage.last))
         heirs = [swarm.peers[name] for name in ("full", "y")]
