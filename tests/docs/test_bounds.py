@@ -32,7 +32,6 @@ LARGE = 10**15
 SMALL: dict[str, Any] = {
     "model": {"vocab_size": 2, "d_model": 2, "n_layers": 1, "n_heads": 1, "d_ff": 1, "context": 8},
     "train": {"rows": 1, "sequence": 1},
-    "chains": {"rank": [0]},
 }
 """A manifest in which one field may be as large as its own bound lets it."""
 WITH: dict[str, dict[str, Any]] = {
@@ -42,7 +41,7 @@ WITH: dict[str, dict[str, Any]] = {
         "model": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4}}
     },
     "quorum": {"operators": [key.peer_id for key in tiny.OPERATORS]},
-    "rank": {"model": {"d_model": 64, "n_heads": 1}},
+    "residual_width": {"model": {"d_model": 64, "n_heads": 1}, "chains": {"forward": "bf16", "backward": "bf16"}},
     "forward": {"model": {"d_model": 16, "n_heads": 1}},
     "backward": {"model": {"d_model": 16, "n_heads": 1}},
 }
@@ -121,8 +120,7 @@ def is_whole(path: list[str]) -> bool:
 
 def shaped(path: list[str]) -> Callable[[float], object]:
     """How a number becomes a value of the field."""
-    number: Callable[[float], object] = int if is_whole(path) else float
-    return (lambda x: [number(x)]) if path[-1] == "rank" else number
+    return int if is_whole(path) else float
 
 
 def check_end(path: list[str], text: str, side: int) -> None:
