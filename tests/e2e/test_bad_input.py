@@ -237,7 +237,16 @@ def test_run_is_neither_file_nor_address(text: str, tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--rank", "x"), ("--rank", "1,2,3"), ("--stages", 9), ("--full", 0, "--chains", 0), ("--rank", 4000)]
+    "arguments",
+    [
+        ("--residual-width", "x"),
+        ("--residual-width", -2),
+        ("--residual-width", 41),
+        ("--residual-width", 128),
+        ("--residual-width", 4000),
+        ("--stages", 9),
+        ("--full", 0, "--chains", 0),
+    ],
 )
 def test_demo_options(
     arguments: tuple[object, ...],

@@ -47,8 +47,8 @@ REQUIRED = [
 
 
 def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(tmp_path: Path) -> None:
-    """P1 with a full replica and two chains of different k; and the oracle between transports."""
-    mixed = {"full": 1, "chains": 2, "rank": "8,4", "inner_steps": 2}
+    """P1 with a full replica and two chains, each of whose stages contributes its rows of tokens; and the oracle between transports."""
+    mixed = {"full": 1, "chains": 2, "residual_width": 8, "inner_steps": 2}
     near = swarms.run(swarms.options(tmp_path / "memory", **mixed))
     far = swarms.run(swarms.options(tmp_path / "hivemind", **mixed, in_memory=False))
     assert set(REQUIRED) <= set(far)
@@ -59,9 +59,9 @@ def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(tmp_
     assert far["val_loss"] == near["val_loss"]
     assert set(far["bytes_sent_per_peer_per_round"]) == {"full-0", "chain-0-0", "chain-0-1", "chain-1-0", "chain-1-1"}
     manifest = swarms.manifest(swarms.options(tmp_path / "hivemind", **mixed))
-    for chain, rank in enumerate((8, 4)):
+    for chain in range(2):
         first, last = (last_step(tmp_path / "hivemind", f"chain-{chain}-{stage}") for stage in range(2))
-        measured(manifest, rank, first, last)
+        measured(manifest, first, last)
 
 
 class OnDevice(StageTrainer):
@@ -82,14 +82,15 @@ def test_accelerators_give_the_bits_of_peers_without(tmp_path: Path) -> None:
                 worked.add((self.peer, shard))
             return found
 
-    mixed = {"full": 1, "chains": 1, "rank": "8"}
+    mixed = {"full": 1, "chains": 1, "residual_width": 8}
     expected = swarms.run(swarms.options(tmp_path / "host", **mixed))
     chosen = swarms.options(tmp_path / "device", **mixed)
     manifest = swarms.manifest(chosen)
     factories = {name: Factories(inner_loop=WithDevice) for name in ("full-0", "chain-0-0", "chain-0-1")}
     asyncio.run(asyncio.wait_for(swarm.run(chosen, main, manifest, factories), swarms.DEADLINE))
     found = swarms.read_result(chosen.out)
-    assert len(worked) == 2 * len(layout.shard_names(manifest.model)), "all of the replica's, all of the chain's"
+    shards = len(layout.shard_names(manifest.model))
+    assert len(worked) == 2 * shards + 1, "all of the replica's, all of the chain's, and the rows of tokens of both stages"
     assert found["left_out"] == []
     assert found["same_bits"] is True
     for same in ("state_digest", "val_loss", "rounds"):
@@ -102,13 +103,14 @@ def last_step(out: Path, name: str) -> events.Chain:
     return [event.body for event in told if event is not None and isinstance(event.body, events.Chain)][-1]
 
 
-def measured(manifest: Manifest, rank: int, first: events.Chain, last: events.Chain) -> None:
-    """The two members of a chain measured times that fit into the step, the bytes of `rank`, and what came to them."""
-    tokens, chain = manifest.train.step_tokens, manifest.chains
+def measured(manifest: Manifest, first: events.Chain, last: events.Chain) -> None:
+    """The two members of a chain measured times that fit into the step, the bytes of the residual width, and what came to them."""
+    tokens, chain, width = manifest.train.step_tokens, manifest.chains, manifest.model.residual_width
+    assert width == 8
     for step in (first, last):
         assert 0 < step.busy_s + step.wait_forward_s + step.wait_backward_s <= step.seconds + 0.003
-    assert first.forward_bytes > tokens * formats.bytes_per_token(chain.forward, rank)
-    assert last.backward_bytes > tokens * formats.bytes_per_token(chain.backward, rank)
+    assert first.forward_bytes > tokens * formats.bytes_per_token(chain.forward, width)
+    assert last.backward_bytes > tokens * formats.bytes_per_token(chain.backward, width)
     assert first.activations is last.gradients is None
     for means in (first.gradients, last.activations):
         assert means is not None

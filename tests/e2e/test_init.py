@@ -39,7 +39,8 @@ def test_it_ends_with_the_line_that_starts_the_run(at_home: Path, capsys: pytest
     manifest = read_manifest(at_home / "ours" / MANIFEST)
     assert manifest.rounds == 2
     assert manifest.admission.probation == 0, "it would last longer than the run"
-    assert manifest.train.scale_embedding_lr
+    assert 0 < manifest.model.residual_width < manifest.model.d_model // 2
+    assert manifest.train.optimizer == "muon"
     assert f"run ours {manifest.run_id[:12]}" in said
     assert said.splitlines()[-1] == "    potluck bootstrap ours/run.toml --dir ours/node --corpus ours/corpus"
 

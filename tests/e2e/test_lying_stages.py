@@ -27,7 +27,7 @@ def quarrels(swarm: Campaign) -> list[dict[str, object]]:
 def test_a_stage_that_lies_is_replaced_within_the_round_and_in_no_chain_afterwards(
     tmp_path: Path, fault: Fault
 ) -> None:
-    with campaign(tmp_path / "run", rank=16) as swarm:
+    with campaign(tmp_path / "run", residual_width=16) as swarm:
         chain, first = list[str](), 0
 
         def is_known() -> bool:

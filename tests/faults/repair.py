@@ -45,10 +45,16 @@ PATIENCE = 300.0
 """Seconds for anything to happen, on a busy machine too."""
 
 
-def make_manifest(rank: int) -> Manifest:
+def make_manifest(residual_width: int) -> Manifest:
     """The demo's recipe with a small model and steps of four micro-batches; short leases."""
     chosen = swarms.options(
-        Path("unused"), full=1, chains=1, stages=STAGES, rank=str(rank), rounds=10**6, inner_steps=STEPS
+        Path("unused"),
+        full=1,
+        chains=1,
+        stages=STAGES,
+        residual_width=residual_width,
+        rounds=10**6,
+        inner_steps=STEPS,
     )
     made = swarms.manifest(chosen)
     return dataclasses.replace(
@@ -230,9 +236,9 @@ def homes(script: Path, names: list[str]) -> contextlib.AbstractContextManager[L
 
 
 @contextlib.contextmanager
-def campaign(folder: Path, script: Path | None = None, spare: bool = True, rank: int = 8) -> Iterator[Campaign]:
+def campaign(folder: Path, script: Path | None = None, spare: bool = True, residual_width: int = 8) -> Iterator[Campaign]:
     """A swarm in `folder` that trains; when the block ends its processes do, and its bits are checked."""
-    manifest = make_manifest(rank)
+    manifest = make_manifest(residual_width)
     weak = [*WEAK, SPARE] if spare else WEAK
     names = [FULL, *weak]
     manifest = dataclasses.replace(manifest, start_peers=len(names))

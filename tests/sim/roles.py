@@ -40,7 +40,7 @@ BUSY = 0.8
 PATIENCE = 24
 """Rounds in which the new role must begin."""
 KINDS = ("newcomer", "mover", "returning")
-MODEL = ModelSpec(vocab_size=128, d_model=64, n_layers=4, n_heads=2, d_ff=256, context=8)
+MODEL = ModelSpec(vocab_size=128, d_model=64, n_layers=4, n_heads=2, d_ff=256, context=8, residual_width=16)
 PACES = (0.5, 1.0)
 
 

@@ -84,7 +84,7 @@ class Swarm:
         names = tuple(o.peer_id for o in operators)
         self.manifest = tiny.manifest(
             seed=seed,
-            model=dataclasses.replace(tiny.manifest().model, n_layers=3),
+            model=dataclasses.replace(tiny.manifest().model, n_layers=3, residual_width=2),
             rounds=rng.randint(3, 5) + (QUARREL_ROUNDS if quarrels else 0),
             start_peers=rng.randint(1, count),
             operators=names,
