@@ -108,8 +108,7 @@ class DecreeHandler:
             raise RemoteError(operator, "that decree is signed in a form that no commit has")
         if not decree.is_sound:
             raise RemoteError(operator, "that decree says nothing")
-        refused = self._why_not(decree)
-        if refused is not None:
+        if (refused := self._why_not(decree)) is not None:
             raise RemoteError(operator, f"that decree cannot be: {refused}")
         await self._submit(DecreeSigned(operator, decree, signature))
         self._report(decree)

@@ -186,7 +186,8 @@ class Payloads:
             return None
         try:
             asked = self._asked(holders)
-            await self.fetcher.fetch(share.root, share.listed, asked, round=round, check=_check_list, owner=share.peer)
+            check = part_lists.unpack
+            await self.fetcher.fetch(share.root, share.listed, asked, round=round, check=check, owner=share.peer)
             raw = await asyncio.to_thread(self._archive.blobs.get, share.root)
             return None if raw is None else part_lists.unpack(raw)
         except (RemoteError, part_lists.BadList) as error:
@@ -229,7 +230,3 @@ class Payloads:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _check_list(raw: bytes) -> None:
-    part_lists.unpack(raw)

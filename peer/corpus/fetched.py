@@ -27,11 +27,12 @@ from numpy.typing import NDArray
 from peer import events
 from peer.corpus import text
 from peer.corpus.mirrors import Mirror, MirrorBusy, Mirrors
-from peer.net.base import now
+from peer.net.base import cancel, now, wait_for_event
 from peer.net.blobs import BlobStore, Coming, Fetcher, Place, fetch_named
 from peer.net.blobs.holders import Absent, Corrupt, Holders
 from peer.net.blobs.store import LEAVES
 from peer.net.disk import Disk
+from peer.net.lru import LruDict
 from peer.net.network import Network
 from peer.net.rate_limits import Cooldown
 from protocol.codec import blob_hash
@@ -68,7 +69,7 @@ class TextStore(BlobStore):
         self._warn = warn
         self._clock = clock
         self._bytes = limit
-        self._leaves: OrderedDict[str, tuple[int, bytes]] = OrderedDict()  # with the chunk's size
+        self._leaves = LruDict[str, tuple[int, bytes]](CHUNKS)  # with the chunk's size
         self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._in_memory = 0
         self._needed: tuple[Place, ...] = ()
@@ -179,8 +180,6 @@ class TextStore(BlobStore):
                 return b""
             with self._lock:
                 self._leaves[place.name] = size, leaves
-                if len(self._leaves) > CHUNKS:
-                    self._leaves.popitem(last=False)
         return leaves if size == place.size else b""
 
 
@@ -385,9 +384,7 @@ class FetchedText:
         self._todo.clear()
         if self._again is not None:
             self._again.cancel()
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await cancel(*self._tasks.values())
         await self._fetcher.aclose()
         await self._mirrors.aclose()
 
@@ -451,9 +448,7 @@ class FetchedText:
         try:
             while missing:
                 self._pump()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_SECONDS):
-                        await self._changed.wait()
+                await wait_for_event(self._changed, POLL_SECONDS)
                 left = [place for place in missing if not self._store.holds(place)]
                 if len(left) < len(missing):
                     began = now()

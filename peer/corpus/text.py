@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer.net.disk import Disk
+from peer.net.lru import LruDict
 from protocol.codec import blob_hash
 from protocol.errors import UsageError, apart
 from protocol.run import corpus
@@ -43,7 +44,7 @@ class CorpusReader:
             has, wanted = apart(self.digest, digest)
             raise UsageError(f"corpus {folder}: its digest is {has}, not {wanted}; use the run's own corpus")
         self._dtype = np.dtype(f"<u{self.index.id_bytes}")
-        self._chunks: dict[str, NDArray[np.unsignedinteger]] = {}
+        self._chunks = LruDict[str, NDArray[np.unsignedinteger]](_CACHED_CHUNKS)
 
     def sequences(self, at: Sequence[range]) -> NDArray[np.int64]:
         """Returns the training sequences of these numbers: ids [n, L + 1]. Raises IndexError, UsageError."""
@@ -74,8 +75,7 @@ class CorpusReader:
 
     def require_whole(self, name: str) -> None:
         """Raises UsageError if chunks are missing; `name`: of the folder, for the error."""
-        missing = self.missing()
-        if missing:
+        if missing := self.missing():
             raise UsageError(
                 f"{name}: {len(missing)} of its chunks are missing or cut off, such as {missing[0][:12]}…;"
                 " copy it again, or build it again"
@@ -94,12 +94,8 @@ class CorpusReader:
 
     def _rows(self, extent: Extent) -> NDArray[np.unsignedinteger]:
         """Returns the sequences in these bytes of a chunk: [n, L + 1]."""
-        ids = self._chunks.pop(extent.name, None)
-        if ids is None:
-            ids = self._checked(extent)
-        self._chunks[extent.name] = ids
-        while len(self._chunks) > _CACHED_CHUNKS:
-            del self._chunks[next(iter(self._chunks))]
+        ids = self._chunks.get(extent.name)
+        self._chunks[extent.name] = ids = self._checked(extent) if ids is None else ids
         size = self.index.id_bytes
         return ids[extent.start // size : extent.end // size].reshape(-1, self.index.sequence + 1)
 

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from peer.net.guests import Guests
 from protocol.errors import LocalError, RemoteError, UsageError
@@ -245,6 +245,20 @@ class Transport(Protocol):
 def now() -> float:
     """Steady seconds of the running loop."""
     return asyncio.get_running_loop().time()
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels tasks, and returns when all have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def wait_for_event(event: asyncio.Event, seconds: float) -> None:
+    """Returns when the event is set, after `seconds` at the latest."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 async def answer(

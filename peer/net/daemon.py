@@ -39,7 +39,7 @@ from multiaddr.exceptions import Error as MultiaddrError
 from peer.net import processes
 from peer.net import sockets as sockets_of
 from peer.net.address import Address, best_first, interface_hosts, is_circuit, on_interfaces, tcp
-from peer.net.base import BadAddress, NotServed, StartFailed, Timeout, TransportLost, Unreachable, log
+from peer.net.base import BadAddress, NotServed, StartFailed, Timeout, TransportLost, Unreachable, cancel, log
 from peer.net.incoming import Arrive, Disconnector, StreamListener, StreamOrigin
 from peer.net.sockets import SocketFolder, port_error
 from protocol.errors import RemoteError, shown
@@ -306,9 +306,7 @@ class Daemon:
         except (OSError, EOFError):
             raise TransportLost(_SILENT) from None
         finally:
-            task.cancel()
-            lost.cancel()
-            await asyncio.gather(task, lost, return_exceptions=True)
+            await cancel(task, lost)
 
     def closing(self) -> None:
         """Sends no more requests, and expects the daemon to end."""
@@ -322,8 +320,7 @@ class Daemon:
         await stop(self.p2p)
         self.folder.close()
         if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
+            await cancel(self._watcher)
 
 
 async def stop(p2p: P2P) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Malformed, Timeout, Traffic, log, nothing_came
+from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Malformed, Timeout, Traffic, cancel, log, nothing_came
 from peer.net.guests import LIMITS, Abortable, Guests, Limits
 from peer.net.rate_limits import Rate, TokenBucket
 from protocol.errors import LocalError, RemoteError
@@ -339,7 +339,4 @@ class Endpoint:
 
     async def shut(self) -> None:
         self.abort_all()
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*(task for task in self._tasks if task is not asyncio.current_task()))

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from peer.net.base import Closed, Stream, Timeout, Transport, Unreachable, answer, now
+from peer.net.base import Closed, Stream, Timeout, Transport, Unreachable, answer, cancel, now, wait_for_event
 from peer.net.blobs.holders import Absent, Corrupt, Holders, Speed, rank
 from peer.net.blobs.store import LEAVES, BlobStore, Part, Place
 from protocol.codec import blob_hash
@@ -84,9 +84,7 @@ class Gate:
                 if task.done():
                     return task.result()
             finally:
-                for one in (task, over):
-                    one.cancel()
-                await asyncio.gather(task, over, return_exceptions=True)
+                await cancel(task, over)
                 self._turns.discard(turn)
                 self._leave(owner)
 
@@ -484,10 +482,7 @@ class Fetcher:
 
     async def aclose(self) -> None:
         """Ends every fetch; what came so far stays on disk."""
-        tasks = [*self._running.values(), *self._closing]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._running.values(), *self._closing)
         self._gate.close()
         await self._idle.aclose()
 
@@ -714,9 +709,7 @@ class Fetcher:
                 job.ask(mine, index)
                 await stream.send(framing.pack_message({"range": index}))
             if not mine:  # others may give ranges back, or be late
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(OVERDUE_SECONDS / 2):
-                        await job.changed.wait()
+                await wait_for_event(job.changed, OVERDUE_SECONDS / 2)
                 continue
             index = mine[0]
             begin, end = (0, job.size) if job.part is None else blob_hash.span(job.size, index)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -32,6 +31,7 @@ from typing import Protocol
 from peer.net.base import REQUEST_SECONDS, Closed, Ended, Stream, Timeout, Transport
 from peer.net.blobs.fetching import IDLE_SECONDS
 from peer.net.blobs.store import Blob, BlobStore, Place
+from peer.net.lru import LruDict
 from peer.net.uplink import Uplink
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError
@@ -65,19 +65,16 @@ class SpreadTracker:
 
     def __init__(self, copies: int, most: int = SPREAD_BLOBS, seconds: float = SPREAD_SECONDS) -> None:
         self._copies = copies
-        self._most = most
         self._seconds = seconds
-        self._blobs: OrderedDict[str, _Spread] = OrderedDict()
+        self._blobs = LruDict[str, _Spread](most)
 
     def admit(self, name: str, size: int, peer: str, insist: bool, now: float) -> list[str] | None:
         """None where `peer` is to be served, else the peers to ask instead."""
-        spread = self._blobs.pop(name, None)
+        spread = self._blobs.get(name)
         if spread is None or (now - spread.asked_at > self._seconds and not spread.promised):
             spread = _Spread(now)
         spread.asked_at = now
         self._blobs[name] = spread
-        if len(self._blobs) > self._most:
-            self._blobs.popitem(last=False)
         others = [p for p in spread.receivers if p != peer]
         if others and not insist and spread.sent + spread.promised + size > self._copies * size:
             spread.turns += 1
@@ -165,7 +162,7 @@ class BlobServer:
         self._text: Text | None = None
         self._texts = SpreadTracker(COPIES, TEXTS, TEXT_SECONDS)
         self._is_there: Callable[[str], bool] = lambda peer: True
-        self._leaves: OrderedDict[str, bytes] = OrderedDict()
+        self._leaves = LruDict[str, bytes](CACHED_LEAVES)
         self._damaged: set[str] = set()
         self._streams: dict[str, int] = {}
         self._pieces: dict[str, asyncio.Semaphore] = {}
@@ -292,9 +289,10 @@ class BlobServer:
         await _say(stream, "here")
         if request.get("whole") is True and size <= blob_hash.WHOLE_BYTES:
             async with self._pieces[stream.remote]:
-                data = await asyncio.to_thread(self._read_whole, name, blob, leaves)
+                every = range(blob_hash.count(size))
+                pieces = await asyncio.to_thread(lambda: [self._read(name, blob, leaves, index) for index in every])
                 await self.uplink.turn(stream.remote, size)
-                await stream.send(data)
+                await stream.send(b"".join(pieces))
             sent[0] = size
             return
         if request.get("leaves") is True and len(leaves) > blob_hash.LEAF_BYTES:
@@ -332,13 +330,7 @@ class BlobServer:
                     self._damage(name, blob)
         if leaves is not None:
             self._leaves[name] = leaves
-            self._leaves.move_to_end(name)
-            if len(self._leaves) > CACHED_LEAVES:
-                self._leaves.popitem(last=False)
         return leaves
-
-    def _read_whole(self, name: str, blob: Blob, leaves: bytes) -> bytes:
-        return b"".join(self._read(name, blob, leaves, index) for index in range(blob_hash.count(blob.size)))
 
     def _read(self, name: str, blob: Blob, leaves: bytes, index: int) -> bytes:
         """A range that is right: an honest peer's disk must not get it blamed."""

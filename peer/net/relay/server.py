@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from peer.net.base import Ended, Stream, Timeout, Transport
+from peer.net.base import Ended, Stream, Timeout, Transport, cancel
 from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -113,9 +113,7 @@ class RelayServer:
                 try:
                     await asyncio.gather(*pumps)
                 finally:
-                    for pump in pumps:
-                        pump.cancel()
-                    await asyncio.gather(*pumps, return_exceptions=True)
+                    await cancel(*pumps)
         except TimeoutError:
             text = f"circuit of {short_peer(stream.remote)}: nothing came for {idle:g} s; it was closed"
             raise Timeout(stream.remote, text) from None

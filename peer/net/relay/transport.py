@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from peer.net.base import Handler, NotServed, Stream, Timeout, Traffic, Transport, Unreachable, log, now
+from peer.net.base import Handler, NotServed, Stream, Timeout, Traffic, Transport, Unreachable, cancel, log, now
 from peer.net.guests import Limits
 from peer.net.rate_limits import Cooldown
 from peer.net.relay.channel import CHANGED, GONE, KEEP_ALIVE, LATE, Channel, KeepAlive, RelayFault
@@ -288,18 +288,14 @@ class RelayedTransport:
                         why = error
                 else:
                     self._dial_again(peer)
-                return self._stream(await self._through(peer, name, why), peer, name)
+                try:
+                    return self._stream(await self.relays.open(peer, name), peer, name)
+                except Unreachable as error:
+                    raise Unreachable(peer, f"{why}; {error}" if why else str(error)) from None
         except TimeoutError:
             raise why or Timeout(
                 peer, f"peer {short_peer(peer)}: no answer through relays within {timeout:g} s; try again"
             ) from None
-
-    async def _through(self, peer: str, name: str, why: RemoteError | None) -> Channel:
-        """A stream through a relay. `why`: why there is none without. Raises RemoteError."""
-        try:
-            return await self.relays.open(peer, name)
-        except Unreachable as error:
-            raise Unreachable(peer, f"{why}; {error}" if why else str(error)) from None
 
     def _stream(self, channel: Channel, peer: str, name: str) -> FrameStream:
         self._channels = {c for c in self._channels if not c.is_closed}
@@ -362,8 +358,7 @@ class RelayedTransport:
         except TimeoutError:
             raise Timeout(peer, f"peer {short_peer(peer)}: not reached within {timeout:g} s; try again") from None
         finally:
-            through.cancel()
-            await asyncio.gather(through, return_exceptions=True)
+            await cancel(through)
 
     async def _either(
         self, peer: str, addresses: tuple[str, ...], direct: asyncio.Task[None], through: asyncio.Task[None]
