@@ -51,8 +51,8 @@ BUGS: dict[str, Bug] = {
             (FAIRNESS, "        if len(leaders) <= max(1, liars_borne(members)):\n", "        if True:\n"),
         ),
         ("P2", "P4"),
-        options=("--quarrels",),
-        first=7,
+        options=("--quarrels", "--calm"),
+        first=14,
     ),
     "a commit is applied twice when it is heard twice": Bug(
         (
@@ -122,7 +122,7 @@ BUGS: dict[str, Bug] = {
         (
             (
                 ROSTER,
-                "        return spare not in self.away and self.plan.replica_of(spare) is None\n",
+                "        return spare not in self.away | self._served and self.plan.replica_of(spare) is None\n",
                 "        return spare not in self.away\n",
             ),
             (
@@ -133,7 +133,7 @@ BUGS: dict[str, Bug] = {
         ),
         ("P2", "P4"),
         only="crowd",
-        first=732,
+        first=96,
     ),
     "whoever decides next is taken for whoever decided": Bug(
         (
