@@ -80,7 +80,7 @@ class Accusations:
         return [Accusation(*key, failure.reason, tuple(sorted(self.out - before)))]
 
     def begin(self, round: int, chains: Chains) -> None:
-        """This round begins, with these chains: what has lasted long enough is over."""
+        """Begins a round with these chains; ends the accusations that are over."""
         self._round, self._chains[round] = round, chains
         self._chains = {known: of for known, of in self._chains.items() if known + FIRST_ROUNDS >= round}
         old = [key for key, until in self._until.items() if until < round]
@@ -91,7 +91,9 @@ class Accusations:
 
     def forget(self) -> bool:
         """Forgets all; whether there was any."""
-        any_there, self._forgotten = bool(self._until), self._round
+        any_there = bool(self._until)
+        if any_there:
+            self._forgotten = self._round
         self._until.clear()
         self._look()
         return any_there

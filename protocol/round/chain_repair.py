@@ -186,7 +186,7 @@ class ChainRoster:
         return self.renew(replica, tuple(spare if p == lost else p for p in spec.peers), reason, steps)
 
     def _is_free(self, spare: str) -> bool:
-        """Whether `spare` is there and has not worked in this round: a peer trains once a round."""
+        """Whether `spare` is present and was no member in this round: a peer trains once a round."""
         assert self.plan is not None
         return spare not in self.away | self._served and self.plan.replica_of(spare) is None
 

@@ -244,7 +244,7 @@ class Member:
         self._order: ev.TrainOrder | None = None
         self._reconfig: ChainReconfig | None = None
         self._chain_failure: ChainFailure | None = None
-        self._accusations: list[ChainFailure] = []
+        self._accusations: dict[str, ChainFailure] = {}  # the newest about each peer
         self.deadline = Deadline(manifest, up_bps)
 
     @property
@@ -410,8 +410,8 @@ class Member:
         if event.reason != SLOW:  # a slow chain goes on: it is told of once
             self._chain_failure = failure
         if event.reason.startswith(LIES):
-            recent = [told for told in self._accusations if told.round + FIRST_ROUNDS >= round]
-            self._accusations = [*recent, failure][-FIRST_ROUNDS:]
+            recent = {p: told for p, told in self._accusations.items() if told.round + FIRST_ROUNDS >= round}
+            self._accusations = recent | {event.peer: failure}
         if ahead is not None:
             return [*self.overlap.chain_failed(failure)]
         return self.position.stay(ev.ChainFailed, [ev.Send(failure)])
@@ -429,9 +429,9 @@ class Member:
             return []
         if self._attempted >= reconfig.round:  # our part of it is done
             offers = self._pending is not None and self._pending.round >= reconfig.round
-            return (
-                self._follow(reconfig) if offers or self.phase is not Phase.WAITING else self._cannot_follow(reconfig)
-            )
+            if self.phase is Phase.WAITING and not offers:
+                return self._cannot_follow(reconfig)
+            return self._follow(reconfig)
         ready = self.phase is Phase.WAITING and self.overlap.state is Ahead.NONE
         if not ready or self._held_round != self.applied:
             return []  # it is told again
@@ -445,7 +445,7 @@ class Member:
         return self.position.stay(ev.Reconfigured, [ev.Send(reconfig)])
 
     def _cannot_follow(self, reconfig: ChainReconfig) -> list[Effect]:
-        """It trained in this round already, and offers nothing."""
+        """Withdraws a peer that trained in this round already and offers nothing."""
         self._reconfig = reconfig
         self._withdraw = Withdraw(round=reconfig.round, reason="it has trained in this round already")
         told = [ev.Send(reconfig), ev.Send(self._withdraw)]
@@ -467,14 +467,16 @@ class Member:
     # --- what follows without an event
 
     def _resend(self, now: float, rounds: int = 1) -> list[Effect]:
-        """What nodes may have missed; accusations of so many rounds before the present one."""
+        """Messages that nodes may have missed. rounds: before the present one, of accusations."""
         self._sent_at = now
         out: list[Effect] = [] if self._reads else [ev.Send(LogRequest(after=self.head))]
         if self._attest is not None:
             out.append(ev.Send(self._attest))
         told = (self._reconfig, self._chain_failure, self._pending, self._withdraw)
         out += [ev.Send(m) for m in told if m is not None and m.round == self.applied + 1]
-        accused = [m for m in self._accusations if m.round + rounds > self.applied and m != self._chain_failure]
+        accused = [
+            m for m in self._accusations.values() if m.round + rounds > self.applied and m != self._chain_failure
+        ]
         return [*out, *map(ev.Send, accused)]
 
     def _end(self, now: float) -> ev.EndIn:

@@ -491,6 +491,7 @@ def test_the_limit_of_open_files_is_raised_and_told_where_it_is_low(soft: int, h
         assert ";" in text
 
 
+@pytest.mark.slow
 async def test_a_connection_on_which_nobody_answers_ends_when_it_is_doubted(tmp_path: Path) -> None:
     """The other daemon is stopped, as silent as one whose address is gone; libp2p itself would notice after 40 s."""
     async with swarm("p2p", tmp_path, 2) as (a, b):

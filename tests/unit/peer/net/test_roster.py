@@ -241,6 +241,7 @@ async def test_a_peer_asks_its_node_for_whom_it_needs_and_for_several_at_once(sw
     assert len(swarm.asked) == 3
 
 
+@pytest.mark.slow
 async def test_a_node_that_does_not_answer_holds_nobody_up() -> None:
     manifest = tiny.manifest(operators=tuple(key.peer_id for key in tiny.OPERATORS[:2]))
     asked: list[str] = []

@@ -165,6 +165,7 @@ async def test_the_news_are_as_old_as_the_last_answer_also_after_a_sleep_of_the_
     assert monitor.news_age is None
 
 
+@pytest.mark.slow
 async def test_a_node_that_answers_nothing_does_not_keep_the_others_from_being_heard() -> None:
     keys = tiny.OPERATORS[:4]
     manifest = dataclasses.replace(tiny.manifest(), operators=tuple(key.peer_id for key in keys), quorum=4)

@@ -123,6 +123,7 @@ def test_what_a_commit_has_space_for_is_used() -> None:
         encoding.encode_record(Record(commit=longest(m, over, kept, 0, "", 0), ballot=0, votes={}))
 
 
+@pytest.mark.slow
 def test_ten_thousand_full_replicas_can_be_planned_and_read() -> None:
     """Of any number of shards, with what they train ahead."""
     m = manifest(32)
@@ -158,6 +159,7 @@ def test_strangers_that_attest_nonsense_cost_the_log_little() -> None:
     assert capacity.foremost([*strangers, spare], plan) == (spare, *strangers[: capacity.MAX_STRANGERS_DIVERGED])
 
 
+@pytest.mark.slow
 def test_a_plan_is_cut_for_what_this_commit_says_too() -> None:
     m = manifest(32)
     whole = plan_of(m, [1], MOST, ahead=False, rank=0)
@@ -168,6 +170,7 @@ def test_a_plan_is_cut_for_what_this_commit_says_too() -> None:
     encoding.encode_record(tiny.record(commit, *tiny.OPERATORS[:3]))
 
 
+@pytest.mark.slow
 def test_a_leader_plans_no_more_than_a_commit_can_say() -> None:
     m = dataclasses.replace(manifest(32), start_peers=12_000, outer=OuterSpec(overlap=1))
     leader = Leader(m, (), (), 0.0)

@@ -105,6 +105,8 @@ def test_a_report_that_was_missed_counts_when_it_is_repeated_in_a_later_round() 
     for round in range(1, 3 + FIRST_ROUNDS):
         known.begin(round, lambda _, round=round: [chain("a", "b", "c") if round <= 2 else chain("a", "c")])  # type: ignore[misc]
     late = [ChainFailure(round=n, replica=0, generation=0, peer="b", reason=SAW) for n in (1, 2, 3)]
+    far = ChainFailure(round=2**64 - 1, replica=2**32 - 1, generation=0, peer="b", reason=SAW)
+    assert known.report("a", far) == []
     assert known.report("a", late[0]) == [], "it would be over"
     assert known.report("a", late[2]) == [], "they were not neighbours then"
     assert known.report("a", late[1]) == [Accusation("a", "b", SAW, ())]
@@ -113,7 +115,10 @@ def test_a_report_that_was_missed_counts_when_it_is_repeated_in_a_later_round() 
 
 
 def test_what_was_forgotten_does_not_count_again_when_it_is_repeated() -> None:
-    known = heard(("a", "b"))
+    known = Accusations()
+    known.begin(1, lambda _: ())
+    assert not known.forget()
+    assert hear(known, "a", "b") != [], "where nothing was forgotten it counts"
     assert known.forget()
     late = ChainFailure(round=1, replica=0, generation=0, peer="b", reason=SAW)
     assert known.report("a", late) == []

@@ -376,6 +376,7 @@ class Twins:
         return self.says(peer, offer)
 
 
+@pytest.mark.slow
 def test_random_lives_of_two_bootstrap_nodes_take_every_row() -> None:
     taken = set()
     for seed in range(110):
