@@ -52,7 +52,6 @@ Log = Annotated[
         metavar="DIR|RUN",
         help="A bootstrap node's folder; or a manifest file or one-line address, as for join (default: the run of the"
         " peer or node in this folder).",
-        show_default=False,
     ),
 ]
 

@@ -62,9 +62,7 @@ async def plan(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN|FILE",
-            help="A run, as for monitor; or a TOML file with a list of peers (docs/guides/plan.md).",
-            show_default=False,
+            metavar="RUN|FILE", help="A run, as for monitor; or a TOML file with a list of peers (docs/guides/plan.md)."
         ),
     ] = None,
     what_if: Annotated[

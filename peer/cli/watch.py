@@ -38,7 +38,6 @@ class WatchOptions:
             metavar="RUN",
             help="A manifest file, or the one-line address that a bootstrap node prints (default: the run of the peer"
             " or node in this folder).",
-            show_default=False,
         ),
     ] = None
     once: Annotated[bool, typer.Option("--once", help="Print one picture and leave.")] = False

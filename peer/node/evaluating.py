@@ -31,6 +31,7 @@ from tokenizers import Tokenizer
 from peer import events
 from peer.corpus.text import Text
 from peer.corpus.tokenizer import load_tokenizer
+from peer.net.task_set import cancel
 from peer.node.background import BackgroundExecutor
 from peer.state.storage import Shards
 from protocol.codec import sparse
@@ -243,9 +244,7 @@ class Evaluator:
             self._tell(self._evaluation)
 
     async def aclose(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
 
     def _begin(
         self, commit: Commit, theta: Shards, measures: bool, turn: Turn | None, log: Mapping[int, Commit]

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from peer import events
 from peer.chain.reading import StopSign
 from peer.net.base import Clock
+from peer.net.task_set import cancel
 from peer.state.outer_optimizer import Accumulate, Outer, difference
 from peer.state.storage import Shards
 from protocol.ledger import retention, schedule
@@ -254,8 +255,7 @@ class Training:
             try:
                 await asyncio.wait({self._task}, timeout=END_SECONDS)
             finally:
-                self._task.cancel()
-                await asyncio.gather(self._task, return_exceptions=True)
+                await cancel(self._task)
 
     def result(self, round: int) -> Result:
         """The work of a round."""

@@ -14,6 +14,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from peer.net.task_set import cancel
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import FeedbackWriter, Storage
 from protocol.codec import blob_hash
@@ -362,9 +363,7 @@ class Taking:
             self._storage.blobs.remove(handover.blob)
 
     async def aclose(self) -> None:
-        for coming in self._coming.values():
-            coming.fetching.cancel()
-        await asyncio.gather(*(c.fetching for c in self._coming.values()), return_exceptions=True)
+        await cancel(*(coming.fetching for coming in self._coming.values()))
 
 
 def _read(notes: Mapping[str, str]) -> dict[str, int]:

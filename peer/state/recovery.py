@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
+from peer.net.task_set import cancel
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.storage import Shards, Storage
@@ -225,9 +226,7 @@ class Recovery:
         try:
             reached = dict(await asyncio.gather(*tasks))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
         self._emit(events.Recovered(round=round, bases={shard: taken[shard] for shard in found}))
         return reached
 
@@ -318,9 +317,7 @@ class WarmUp:
 
     async def aclose(self) -> None:
         task, self._task, self._built, self.shards = self._task, None, None, ()
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await cancel(task)
 
     async def _work(self, shards: tuple[str, ...]) -> None:
         try:
