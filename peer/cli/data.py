@@ -121,9 +121,7 @@ def tokenizer_file(name: str) -> bytes:
 
 @app.command("show", epilog="Example: potluck data show corpus")
 @coroutine
-async def show(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a corpus.")],
-) -> None:
+async def show(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a corpus.")]) -> None:
     """Show a corpus: its digest, what it was made of, and how its text looks."""
     from peer.corpus.text import CorpusReader
     from peer.corpus.tokenizer import load_tokenizer

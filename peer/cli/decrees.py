@@ -94,9 +94,7 @@ async def close(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> N
     await _decree(run, dir, wire.CLOSE, reason)
 
 
-@app.command(
-    epilog="Example: potluck run appoint my-run.toml /ip4/198.51.100.7/tcp/4001/p2p/12D3KooWExample",
-)
+@app.command(epilog="Example: potluck run appoint my-run.toml /ip4/198.51.100.7/tcp/4001/p2p/12D3KooWExample")
 @coroutine
 async def appoint(
     run: Run,
@@ -130,10 +128,7 @@ async def dismiss(
 @coroutine
 async def quorum(
     run: Run,
-    number: Annotated[
-        int,
-        typer.Argument(metavar="NUMBER", help="1, 4 or 7: so many operators decide each round."),
-    ],
+    number: Annotated[int, typer.Argument(metavar="NUMBER", help="1, 4 or 7: so many operators decide each round.")],
     reason: Reason = "",
     dir: Dir = FOLDER,
 ) -> None:
@@ -159,20 +154,17 @@ class SetOptions:
         ),
     ] = None
     probation: Annotated[
-        int | None,
-        typer.Option(min=0, max=MAX_PROBATION, help="Rounds in which a newcomer's work has no weight."),
+        int | None, typer.Option(min=0, max=MAX_PROBATION, help="Rounds in which a newcomer's work has no weight.")
     ] = None
-    share: Annotated[
-        float | None,
-        typer.Option(min=LEAST_SHARE, max=1, help="Of a round's weight, for one peer."),
-    ] = None
+    share: Annotated[float | None, typer.Option(min=LEAST_SHARE, max=1, help="Of a round's weight, for one peer.")] = (
+        None
+    )
     range_sessions: Annotated[
         int | None,
         typer.Option(min=0, max=MAX_SESSIONS, help="Sessions for strangers from one range of addresses; 0: all."),
     ] = None
     range_share: Annotated[
-        float | None,
-        typer.Option(min=LEAST_SHARE, max=1, help="Of the plan, for strangers from one range."),
+        float | None, typer.Option(min=LEAST_SHARE, max=1, help="Of the plan, for strangers from one range.")
     ] = None
     reason: Reason = ""
     dir: Dir = FOLDER

@@ -78,10 +78,7 @@ COMMENTS = {
 class InitOptions:
     """The options of `potluck init`."""
 
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", help="The run's name, and the folder that is made for it."),
-    ]
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The run's name, and the folder that is made for it.")]
     sources: Annotated[
         list[str] | None,
         typer.Argument(

@@ -59,8 +59,7 @@ Log = Annotated[
 @app.command("show", epilog="Example: potluck log show demo-run/bootstrap")
 @coroutine
 async def show(
-    where: Log = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per round.")] = False,
+    where: Log = None, json: Annotated[bool, typer.Option("--json", help="Print one JSON object per round.")] = False
 ) -> None:
     """Show a run's rounds: who contributed with what weight, bytes, norm and loss, who was left out and why."""
     async with log_of(where) as (manifest, source):

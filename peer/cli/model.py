@@ -54,10 +54,7 @@ Where = Annotated[
         " address, as for join (default: the peer or node in this folder).",
     ),
 ]
-Round = Annotated[
-    int | None,
-    typer.Option(min=0, help="The round after which it is wanted (default: the last one)."),
-]
+Round = Annotated[int | None, typer.Option(min=0, help="The round after which it is wanted (default: the last one).")]
 Checkpoints = Annotated[
     list[Path] | None,
     typer.Option(
@@ -316,8 +313,7 @@ class SampleOptions:
     interactive: Annotated[
         bool,
         typer.Option(
-            "--interactive",
-            help="Type beginnings, and the model goes on. Ctrl-C ends a text, Ctrl-D the program.",
+            "--interactive", help="Type beginnings, and the model goes on. Ctrl-C ends a text, Ctrl-D the program."
         ),
     ] = False
 

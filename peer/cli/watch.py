@@ -42,8 +42,7 @@ class WatchOptions:
     ] = None
     once: Annotated[bool, typer.Option("--once", help="Print one picture and leave.")] = False
     json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the state as a line of JSON at every change; with --once, one line."),
+        bool, typer.Option("--json", help="Print the state as a line of JSON at every change; with --once, one line.")
     ] = False
     web: Annotated[
         str | None,

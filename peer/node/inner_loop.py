@@ -420,12 +420,7 @@ class StageInnerLoop(InnerLoop):
         if len(devices) > 1:
             tell(f"devices: a stage of a chain trains on one device, {devices[0]}; the others wait for a whole model")
         return self.trainer_class(
-            manifest.model,
-            manifest.train,
-            shards,
-            rank=rank,
-            basis=self._basis if rank else None,
-            device=devices[0],
+            manifest.model, manifest.train, shards, rank=rank, basis=self._basis if rank else None, device=devices[0]
         )
 
     async def _unless(self, stop: asyncio.Event, work: Coroutine[None, None, T]) -> T:
