@@ -121,12 +121,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = io.BytesIO(head)  # type: ignore[assignment]
 
     def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def _answer(self, *, body: bool) -> None:
         make = self.server.paths.get(self.path.partition("?")[0])
         if make is None:
             return self.send_error(404)
@@ -139,8 +133,10 @@ class _Handler(BaseHTTPRequestHandler):
         if small:
             self.send_header("Content-Encoding", "gzip")
         self.end_headers()
-        if body:
+        if self.command != "HEAD":
             self.wfile.write(data)
+
+    do_HEAD = do_GET
 
     def _head(self, kind: str, length: int, policy: str) -> None:
         self.send_header("Content-Type", kind)
