@@ -20,6 +20,7 @@ from peer.net.base import REQUEST_SECONDS, Stream
 from peer.net.network import Network
 from peer.net.rate_limits import Cooldown
 from peer.net.striped_stream import STRIPES, StripedStream
+from peer.net.task_set import cancel
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import calls, endpoints
@@ -209,9 +210,7 @@ class PipelineStreams:
         try:
             await asyncio.gather(*tasks)
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
             for stream in streams.values():
                 await stream.close()
             raise

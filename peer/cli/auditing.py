@@ -16,6 +16,7 @@ from peer import events
 from peer.events import Emitter, json_sink
 from peer.net import keyfile, processes
 from peer.net.address import host_of, is_loopback
+from peer.net.task_set import cancel
 from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
 from protocol.errors import PotluckError
 from protocol.identity import short_peer
@@ -57,9 +58,7 @@ async def audit(line: str, folder: Path) -> None:
             if following.done():
                 following.result()
         finally:
-            for task in (following, orphaned):
-                task.cancel()
-            await asyncio.gather(following, orphaned, return_exceptions=True)
+            await cancel(following, orphaned)
     finally:
         await transport.aclose()
         storage.close()

@@ -80,8 +80,7 @@ class BootstrapOptions:
         ),
     ] = None
     relay_limit: Annotated[
-        str,
-        typer.Option(help="Most that is passed on between peers who cannot reach each other, in all; 0: nothing."),
+        str, typer.Option(help="Most that is passed on between peers who cannot reach each other, in all; 0: nothing.")
     ] = "100Mbps"
     corpus: Annotated[
         Path | None, typer.Option(help="Folder with the run's corpus (potluck data build), to serve it.")

@@ -47,9 +47,7 @@ LONGEST_EXPIRY_DAYS = 366
 app = group()
 
 _RUN = typer.Argument(
-    metavar="RUN",
-    help="A manifest file, a node's folder, or the one-line address that a bootstrap node prints.",
-    show_default=False,
+    metavar="RUN", help="A manifest file, a node's folder, or the one-line address that a bootstrap node prints."
 )
 Run = Annotated[str, _RUN]
 OwnRun = Annotated[str | None, _RUN]
@@ -60,7 +58,6 @@ Peer = Annotated[
         metavar="PEER",
         help="The peer as screens show it, such as Ada·p8kZ, or its id, or the id's last characters; or an"
         " invitation's.",
-        show_default=False,
     ),
 ]
 Dir = Annotated[Path, typer.Option("--dir", help="Your bootstrap node's folder.", show_default=True)]
@@ -97,18 +94,14 @@ async def close(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> N
     await _decree(run, dir, wire.CLOSE, reason)
 
 
-@app.command(
-    epilog="Example: potluck run appoint my-run.toml /ip4/198.51.100.7/tcp/4001/p2p/12D3KooWExample",
-)
+@app.command(epilog="Example: potluck run appoint my-run.toml /ip4/198.51.100.7/tcp/4001/p2p/12D3KooWExample")
 @coroutine
 async def appoint(
     run: Run,
     nodes: Annotated[
         list[str],
         typer.Argument(
-            metavar="ADDRESS",
-            help="The address of each new operator's node, with its key, as that node prints it.",
-            show_default=False,
+            metavar="ADDRESS", help="The address of each new operator's node, with its key, as that node prints it."
         ),
     ],
     reason: Reason = "",
@@ -123,9 +116,7 @@ async def appoint(
 @coroutine
 async def dismiss(
     run: Run,
-    operator: Annotated[
-        str, typer.Argument(metavar="OPERATOR", help="The operator's id, or its last characters.", show_default=False)
-    ],
+    operator: Annotated[str, typer.Argument(metavar="OPERATOR", help="The operator's id, or its last characters.")],
     reason: Reason = "",
     dir: Dir = FOLDER,
 ) -> None:
@@ -137,10 +128,7 @@ async def dismiss(
 @coroutine
 async def quorum(
     run: Run,
-    number: Annotated[
-        int,
-        typer.Argument(metavar="NUMBER", help="1, 4 or 7: so many operators decide each round.", show_default=False),
-    ],
+    number: Annotated[int, typer.Argument(metavar="NUMBER", help="1, 4 or 7: so many operators decide each round.")],
     reason: Reason = "",
     dir: Dir = FOLDER,
 ) -> None:
@@ -156,38 +144,27 @@ class SetOptions:
     """The options of `potluck run set`."""
 
     run: OwnRun = None
-    rounds: Annotated[int | None, typer.Option(min=1, help="The run is over after so many.", show_default=False)] = None
+    rounds: Annotated[int | None, typer.Option(min=1, help="The run is over after so many.")] = None
     total_steps: Annotated[
         int | None,
         typer.Option(
             min=1,
             help="Inner steps of the learning rate's schedule. Without it: as many more or fewer as --rounds has, where"
             " the schedule ended with the run; else as now.",
-            show_default=False,
         ),
     ] = None
     probation: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=MAX_PROBATION, help="Rounds in which a newcomer's work has no weight.", show_default=False
-        ),
+        int | None, typer.Option(min=0, max=MAX_PROBATION, help="Rounds in which a newcomer's work has no weight.")
     ] = None
-    share: Annotated[
-        float | None,
-        typer.Option(min=LEAST_SHARE, max=1, help="Of a round's weight, for one peer.", show_default=False),
-    ] = None
+    share: Annotated[float | None, typer.Option(min=LEAST_SHARE, max=1, help="Of a round's weight, for one peer.")] = (
+        None
+    )
     range_sessions: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            max=MAX_SESSIONS,
-            help="Sessions for strangers from one range of addresses; 0: all.",
-            show_default=False,
-        ),
+        typer.Option(min=0, max=MAX_SESSIONS, help="Sessions for strangers from one range of addresses; 0: all."),
     ] = None
     range_share: Annotated[
-        float | None,
-        typer.Option(min=LEAST_SHARE, max=1, help="Of the plan, for strangers from one range.", show_default=False),
+        float | None, typer.Option(min=LEAST_SHARE, max=1, help="Of the plan, for strangers from one range.")
     ] = None
     reason: Reason = ""
     dir: Dir = FOLDER

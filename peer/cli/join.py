@@ -38,6 +38,7 @@ from peer.net.base import Clock, Transport, TransportLost
 from peer.net.blobs import BlobStore
 from peer.net.disk import Disk
 from peer.net.link_monitor import measured_downlink, read_rates
+from peer.net.task_set import cancel
 from peer.node import open_run
 from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door
@@ -103,9 +104,7 @@ class JoinOptions:
     hours: Annotated[
         str | None,
         typer.Option(
-            metavar="FROM-TO",
-            help="Train at these hours of this machine's clock only, such as 22-7 or 22:30-7:15.",
-            show_default=False,
+            metavar="FROM-TO", help="Train at these hours of this machine's clock only, such as 22-7 or 22:30-7:15."
         ),
     ] = None
     pause_when_busy: Annotated[
@@ -119,8 +118,7 @@ class JoinOptions:
         str,
         typer.Option(
             help="What screens call this machine, for everybody to see. Others may take the same; the id tells them"
-            " apart.",
-            show_default=False,
+            " apart."
         ),
     ] = ""
     dry_run: Annotated[
@@ -276,8 +274,7 @@ async def _run(peer: Peer, beside: Coroutine[Any, Any, None]) -> None:
     try:
         await peer.run()
     finally:
-        other.cancel()
-        await asyncio.gather(other, return_exceptions=True)
+        await cancel(other)
 
 
 def _check_ticket(ticket: Ticket | None, manifest: Manifest, peer: str) -> None:

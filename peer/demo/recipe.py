@@ -50,8 +50,7 @@ class DemoOptions:
     stages: Annotated[int, typer.Option(min=2, max=16, help="Members of each chain.")] = 3
     spares: Annotated[int, typer.Option(min=0, help="Weak peers more than the chains need.")] = 0
     rank: Annotated[
-        str,
-        typer.Option(help="Values per token at chain boundaries; 0 = whole; a list gives one for each chain."),
+        str, typer.Option(help="Values per token at chain boundaries; 0 = whole; a list gives one for each chain.")
     ] = "64"
     inner_steps: Annotated[int | None, typer.Option(min=1, help="Inner steps per round, H.")] = None
     seed: Annotated[int, typer.Option(min=0, help="Seed of the model, the data order and the demo's keys.")] = 0
@@ -62,8 +61,7 @@ class DemoOptions:
     json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None
     screen: Annotated[bool, typer.Option("--screen/--no-screen", help="Live screen, or plain lines.")] = True
     in_memory: Annotated[
-        bool,
-        typer.Option("--in-memory", help="The same run in one process, without hivemind (for comparison)."),
+        bool, typer.Option("--in-memory", help="The same run in one process, without hivemind (for comparison).")
     ] = False
 
     @property

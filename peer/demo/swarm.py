@@ -34,6 +34,7 @@ from peer.events import Emitter, Event, Sink, from_json
 from peer.log import replay
 from peer.net import directory
 from peer.net.disk import Disk, disk_error
+from peer.net.task_set import cancel
 from peer.node import open_run
 from peer.ui import screen as tui
 from protocol.errors import LocalError, UsageError
@@ -348,9 +349,7 @@ async def run_in_memory(
                 await asyncio.gather(*(tasks - {node}))
             yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
         archive.close()
         for storage in storages:
             storage.close()
@@ -454,9 +453,7 @@ async def run_processes(
         for child in children.values():
             child.process.terminate()
         await asyncio.to_thread(_all_ended, list(children.values()))
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
+        await cancel(*readers)
 
 
 def _join_arguments(options: DemoOptions, peer: PeerSpec, address: str) -> list[str]:

@@ -24,6 +24,7 @@ from peer.chain.reading import StopSign
 from peer.chain.screening import Place, Screens
 from peer.corpus.text import Text
 from peer.net.base import Stream
+from peer.net.task_set import cancel
 from peer.node.config import Machine
 from peer.node.training import ChainOrders, InnerLoop, Result
 from peer.state.outer_optimizer import Accumulate
@@ -316,9 +317,7 @@ class StageInnerLoop(InnerLoop):
                         raise
             return newer.result()
         finally:
-            for task in (chain, newer, over):
-                task.cancel()
-            await asyncio.gather(chain, newer, over, return_exceptions=True)
+            await cancel(chain, newer, over)
 
     async def _chain(
         self,
@@ -421,12 +420,7 @@ class StageInnerLoop(InnerLoop):
         if len(devices) > 1:
             tell(f"devices: a stage of a chain trains on one device, {devices[0]}; the others wait for a whole model")
         return self.trainer_class(
-            manifest.model,
-            manifest.train,
-            shards,
-            rank=rank,
-            basis=self._basis if rank else None,
-            device=devices[0],
+            manifest.model, manifest.train, shards, rank=rank, basis=self._basis if rank else None, device=devices[0]
         )
 
     async def _unless(self, stop: asyncio.Event, work: Coroutine[None, None, T]) -> T:
@@ -438,6 +432,4 @@ class StageInnerLoop(InnerLoop):
                 raise LocalError("the round was decided before its chain was complete")
             return task.result()
         finally:
-            for one in (task, over):
-                one.cancel()
-            await asyncio.gather(task, over, return_exceptions=True)
+            await cancel(task, over)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from peer import events
 from peer.net.network import Network
 from peer.net.node_calls import log_page
+from peer.net.task_set import cancel
 from protocol.errors import RemoteError
 from protocol.ledger import history, rules, run_state
 from protocol.ledger.history import Stretch, Tip
@@ -50,9 +51,7 @@ class LogReader:
         self._task = asyncio.create_task(self._read(tip, put, newest))
 
     async def aclose(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
 
     async def _read(self, tip: Tip, put: Callable[[member_events.Event], None], newest: Callable[[], int]) -> None:
         now, emit = self._network.clock.steady, self._network.emit
@@ -79,8 +78,7 @@ class LogReader:
         except RemoteError as error:
             emit(events.Warning(text=str(error)))
         finally:
-            coming.cancel()
-            await asyncio.gather(coming, return_exceptions=True)
+            await cancel(coming)
             put(member_events.LogRead())
 
     async def _page(self, after: int, newest: Callable[[], int]) -> tuple[str, list[bytes]] | None:
@@ -130,9 +128,7 @@ class Follower:
             self._fold(log, len(log))
 
     async def aclose(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
 
     async def _catch_up(self, log: Mapping[int, Commit]) -> None:
         while self.state.round < len(log):

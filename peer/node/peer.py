@@ -24,6 +24,7 @@ from peer.net.latency import Latency
 from peer.net.link_monitor import EARLIER, UNKNOWN, LinkMonitor, RateConfig, read_rates, write_rates
 from peer.net.network import Network
 from peer.net.reach import DialBackServer, Reachability, ReachMonitor
+from peer.net.task_set import cancel
 from peer.net.uplink import Uplink
 from peer.node.config import JoinConfig, Machine
 from peer.node.evaluating import Evaluator, Scorer, Tools
@@ -334,9 +335,7 @@ class Peer:
                 work.cancel()  # before the sessions end: it tells the nodes that it leaves
                 await asyncio.wait({work})
             finally:
-                for task in (work, *background):
-                    task.cancel()
-                await asyncio.gather(work, *background, return_exceptions=True)
+                await cancel(work, *background)
 
     def _moved(self, addresses: Sequence[str]) -> None:
         self._network.warn(

@@ -23,7 +23,7 @@ from peer.net.address import peers_of
 from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, answer
 from peer.net.network import Network
 from peer.net.node_calls import ask_operators, log_page
-from peer.net.task_set import TaskSet
+from peer.net.task_set import TaskSet, cancel
 from protocol.errors import BannedError, ClosedError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
 from protocol.ledger import access, board, history
@@ -252,9 +252,7 @@ class Sessions:
                     if task.done():
                         task.result()
             finally:
-                for task in (sender, receiver):
-                    task.cancel()
-                await asyncio.gather(sender, receiver, return_exceptions=True)
+                await cancel(sender, receiver)
         finally:
             self._outboxes.pop(node, None)
             await stream.close()
