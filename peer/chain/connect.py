@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 from peer.chain.frames import NeighbourLost
 from peer.chain.link import LIVENESS, Liveness, keep_alive
-from peer.net.base import REQUEST_SECONDS, Stream
+from peer.net.base import REQUEST_SECONDS, Stream, cancel
 from peer.net.network import Network
 from peer.net.rate_limits import Cooldown
 from peer.net.striped_stream import STRIPES, StripedStream
-from peer.net.task_set import cancel
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import calls, endpoints

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from peer import events
 from peer.chain.trace import Trace
 from peer.corpus.text import Text
-from peer.net.task_set import cancel
+from peer.net.base import cancel
 from protocol.errors import LocalError, PotluckError, UsageError
 from protocol.run import corpus
 from protocol.run.manifest import Manifest

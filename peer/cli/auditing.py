@@ -16,7 +16,7 @@ from peer import events
 from peer.events import Emitter, json_sink
 from peer.net import keyfile, processes
 from peer.net.address import host_of, is_loopback
-from peer.net.task_set import cancel
+from peer.net.base import cancel
 from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
 from protocol.errors import PotluckError
 from protocol.identity import short_peer

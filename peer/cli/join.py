@@ -34,11 +34,10 @@ from peer.log import reader
 from peer.net import bandwidth, keyfile, processes
 from peer.net.address import interface_hosts
 from peer.net.bandwidth import Measurement
-from peer.net.base import Clock, Transport, TransportLost
+from peer.net.base import Clock, Transport, TransportLost, cancel
 from peer.net.blobs import BlobStore
 from peer.net.disk import Disk
 from peer.net.link_monitor import measured_downlink, read_rates
-from peer.net.task_set import cancel
 from peer.node import open_run
 from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door

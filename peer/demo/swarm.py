@@ -33,8 +33,8 @@ from peer.demo.recipe import TOKENIZER, DemoOptions, PeerSpec, demo_corpus, iden
 from peer.events import Emitter, Event, Sink, from_json
 from peer.log import replay
 from peer.net import directory
+from peer.net.base import cancel
 from peer.net.disk import Disk, disk_error
-from peer.net.task_set import cancel
 from peer.node import open_run
 from peer.ui import screen as tui
 from protocol.errors import LocalError, UsageError

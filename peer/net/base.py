@@ -247,11 +247,12 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels tasks, and returns when all have ended."""
-    for task in tasks:
+async def cancel(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancels tasks, and returns when all have ended; ignores their results and errors."""
+    begun = [task for task in tasks if task is not None]
+    for task in begun:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*begun, return_exceptions=True)
 
 
 async def wait_for_event(event: asyncio.Event, seconds: float) -> None:

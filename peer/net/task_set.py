@@ -1,18 +1,9 @@
-"""The end of tasks, and a set of endless tasks, one for each name of a set that changes."""
+"""A set of endless tasks, one for each name of a set that changes."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine
-from typing import Any
-
-
-async def cancel(*tasks: asyncio.Future[Any] | None) -> None:
-    """Cancels tasks, and waits until they have ended; ignores their results and errors."""
-    begun = [task for task in tasks if task is not None]
-    for task in begun:
-        task.cancel()
-    await asyncio.gather(*begun, return_exceptions=True)
 
 from peer.net.base import cancel
 

@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from peer import events
 from peer.corpus.text import Text
 from peer.corpus.tokenizer import load_tokenizer
-from peer.net.task_set import cancel
+from peer.net.base import cancel
 from peer.node.background import BackgroundExecutor
 from peer.state.storage import Shards
 from protocol.codec import sparse

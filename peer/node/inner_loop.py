@@ -23,8 +23,7 @@ from peer.chain.neighbours import Statistics
 from peer.chain.reading import StopSign
 from peer.chain.screening import Place, Screens
 from peer.corpus.text import Text
-from peer.net.base import Stream
-from peer.net.task_set import cancel
+from peer.net.base import Stream, cancel
 from peer.node.config import Machine
 from peer.node.training import ChainOrders, InnerLoop, Result
 from peer.state.outer_optimizer import Accumulate

@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from peer import events
+from peer.net.base import cancel
 from peer.net.network import Network
 from peer.net.node_calls import log_page
-from peer.net.task_set import cancel
 from protocol.errors import RemoteError
 from protocol.ledger import history, rules, run_state
 from protocol.ledger.history import Stretch, Tip

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from peer.net.task_set import cancel
+from peer.net.base import cancel
 from peer.node.training import InnerLoop
 from peer.state.payloads import Exchange
 from peer.training import moments

@@ -17,14 +17,13 @@ from peer.corpus.text import LocalText, Text, open_corpus
 from peer.log.reader import Remote
 from peer.net import bandwidth, reach
 from peer.net.address import interface_hosts
-from peer.net.base import Clock, Transport
+from peer.net.base import Clock, Transport, cancel
 from peer.net.directory import Directory
 from peer.net.disk import Disk
 from peer.net.latency import Latency
 from peer.net.link_monitor import EARLIER, UNKNOWN, LinkMonitor, RateConfig, read_rates, write_rates
 from peer.net.network import Network
 from peer.net.reach import DialBackServer, Reachability, ReachMonitor
-from peer.net.task_set import cancel
 from peer.net.uplink import Uplink
 from peer.node.config import JoinConfig, Machine
 from peer.node.evaluating import Evaluator, Scorer, Tools

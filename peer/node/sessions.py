@@ -20,10 +20,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from peer import events
 from peer.net.address import peers_of
-from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, answer
+from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, answer, cancel
 from peer.net.network import Network
 from peer.net.node_calls import ask_operators, log_page
-from peer.net.task_set import TaskSet, cancel
+from peer.net.task_set import TaskSet
 from protocol.errors import BannedError, ClosedError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
 from protocol.ledger import access, board, history

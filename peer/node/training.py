@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from peer import events
 from peer.chain.reading import StopSign
-from peer.net.base import Clock
-from peer.net.task_set import cancel
+from peer.net.base import Clock, cancel
 from peer.state.outer_optimizer import Accumulate, Outer, difference
 from peer.state.storage import Shards
 from protocol.ledger import retention, schedule

@@ -14,7 +14,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from peer.net.task_set import cancel
+from peer.net.base import cancel
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import FeedbackWriter, Storage
 from protocol.codec import blob_hash

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
-from peer.net.task_set import cancel
+from peer.net.base import cancel
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.storage import Shards, Storage
