@@ -1,6 +1,6 @@
 """The streams between a chain's neighbours: the earlier stage dials, the later one accepts.
 
-A pipe is several streams (peer/net/striped_stream.py); each begins with a hello that names its stripe. A pipe belongs
+A pipe is several streams (peer/net/stream.py); each begins with a hello that names its stripe. A pipe belongs
 to one *generation* of a replica's chain in a round (protocol/round/chain_repair.py). A stage that is not ready yet sends
 signs of life. After the second failed dial in a row the peer is *apart* from us, in our announcement, and the planner
 takes others as our neighbours; it is tried again later.
@@ -19,7 +19,7 @@ from peer.chain.link import LIVENESS, Liveness, keep_alive
 from peer.net.base import REQUEST_SECONDS, Stream, cancel
 from peer.net.network import Network
 from peer.net.rate_limits import Cooldown
-from peer.net.striped_stream import STRIPES, StripedStream
+from peer.net.stream import STRIPES, StripedStream
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import calls, endpoints

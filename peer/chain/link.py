@@ -1,4 +1,4 @@
-"""One stage boundary: frames both ways over one pipe (peer/net/striped_stream.py), with a queue on either side.
+"""One stage boundary: frames both ways over one pipe (peer/net/stream.py), with a queue on either side.
 
 Read frames wait in a bounded queue; when it is full nothing more is read, and the stream holds the sender back.
 

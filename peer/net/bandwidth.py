@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from peer.net.base import Clock, Ended, Stream, Transport, cancel
 from peer.net.rate_limits import TokenBucket
-from peer.net.striped_stream import STRIPES
+from peer.net.stream import STRIPES
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import endpoints

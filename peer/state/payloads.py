@@ -51,7 +51,7 @@ STATES_OF_A_PEER = 4
 ASK_SECONDS = 10.0
 ANSWER_BYTES = 64 * 1024
 STATE_STREAMS = 2
-"""To a holder of a state: libp2p lets 256 KiB be under way in one (peer/net/striped_stream.py), 40 Mb/s over 50 ms."""
+"""To a holder of a state: libp2p lets 256 KiB be under way in one (peer/net/stream.py), 40 Mb/s over 50 ms."""
 ROUNDS_AHEAD = 4
 """Rounds whose payloads are fetched ahead while earlier ones are applied."""
 MOST_PARTS = 1 << 17

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootstrap.roster import MAX_GONE, AnnouncementTable
+from bootstrap.calls import MAX_GONE, AnnouncementTable
 from bootstrap.sessions import ANNOUNCEMENTS, Session
 from peer.net.base import MAX_RECORD, CallHandler, Clock, serve_calls
 from peer.net.directory import PUBLISH_SECONDS, SAMPLE, TOGETHER, Directory
