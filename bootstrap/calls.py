@@ -11,6 +11,7 @@ import itertools
 import random
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from bootstrap.archive import Archive
 from bootstrap.sessions import unexpected
@@ -136,6 +137,7 @@ class LogAndRosterHandler:
         return self._roster.answer(ask)
 
 
+@dataclass(eq=False)
 class DecreeHandler:
     """The call with which operators decree, and its length (protocol/ledger/access.py).
 
@@ -145,19 +147,13 @@ class DecreeHandler:
     tell: called with a text for this node's operator
     """
 
-    def __init__(
-        self,
-        leader: Leader,
-        submit: Callable[[DecreeSigned], Awaitable[None]],
-        spread: Callable[[Motion], None],
-        living: Callable[[], frozenset[str]],
-        tell: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self._leader = leader
-        self._submit = submit
-        self._spread = spread
-        self._living = living
-        self._tell = tell
+    leader: Leader
+    submit: Callable[[DecreeSigned], Awaitable[None]]
+    spread: Callable[[Motion], None]
+    living: Callable[[], frozenset[str]]
+    tell: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self) -> None:
         self._told: tuple[Decree | None, tuple[str, ...]] = (None, ())
 
     async def serve(self, transport: Transport) -> None:
@@ -168,29 +164,29 @@ class DecreeHandler:
         motion = encoding.expect(Motion, encoding.decode(request, remote), remote)
         decree = await self.receive(motion) if motion.sealed else None
         if decree is not None and not self._is_past(decree):
-            self._spread(motion)
-        manifest, head = self._leader.manifest, self._leader.head
+            self.spread(motion)
+        manifest, head = self.leader.manifest, self.leader.head
         answer = Motions(
             number=access.decrees_after(head),
             schedule=schedule.of(manifest, head),
             board=board.of(manifest, head),
             wanted=self._votes_needed,
-            signed=() if decree is None else self._leader.petitions.signers(decree),
-            newest=self._leader.access.newest,
+            signed=() if decree is None else self.leader.petitions.signers(decree),
+            newest=self.leader.access.newest,
         )
         return encoding.encode(answer)
 
     @property
     def _votes_needed(self) -> int:
-        return votes_needed(len(board.members_after(self._leader.manifest, self._leader.head)))
+        return votes_needed(len(board.members_after(self.leader.manifest, self.leader.head)))
 
     async def receive(self, motion: Motion) -> Decree:
         """Checks a decree that an operator has signed, and gives it to the leader's machine. Raises RemoteError."""
         operator, message, signature = unseal_signed(motion.sealed)
-        decree, manifest = encoding.expect(Decree, message, operator), self._leader.manifest
+        decree, manifest = encoding.expect(Decree, message, operator), self.leader.manifest
         if self._is_past(decree):
             return decree  # decided; its signer, who may be no operator any more, asks whether it was
-        if operator not in board.members_after(manifest, self._leader.head):
+        if operator not in board.members_after(manifest, self.leader.head):
             raise RemoteError(operator, f"{short_peer(operator)} is not among the operators who decide rounds now")
         if decree.run != manifest.run_id:
             raise RemoteError(operator, "that decree is of another run")
@@ -200,31 +196,31 @@ class DecreeHandler:
             raise RemoteError(operator, "that decree says nothing")
         if (refused := self._why_not(decree)) is not None:
             raise RemoteError(operator, f"that decree cannot be: {refused}")
-        await self._submit(DecreeSigned(operator, decree, signature))
+        await self.submit(DecreeSigned(operator, decree, signature))
         self._report(decree)
         return decree
 
     def _report(self, decree: Decree) -> None:
         """Tells the operator once that a decree waits for other operators to sign it."""
-        signers, wanted = self._leader.petitions.signers(decree), self._votes_needed
+        signers, wanted = self.leader.petitions.signers(decree), self._votes_needed
         if (decree, signers) == self._told or len(signers) >= wanted:
             return
         self._told = decree, signers
         names = ", ".join(map(short_peer, signers))
-        self._tell(
+        self.tell(
             f"decree {decree.action}: {len(signers)} of {wanted} operators have signed it ({names});"
             " it waits for others"
         )
 
     def _is_past(self, decree: Decree) -> bool:
         """Whether the run already has a decree with this one's number."""
-        return decree.number < access.decrees_after(self._leader.head)
+        return decree.number < access.decrees_after(self.leader.head)
 
     def _why_not(self, decree: Decree) -> str | None:
-        manifest, head = self._leader.manifest, self._leader.head
+        manifest, head = self.leader.manifest, self.leader.head
         if decree.schedule is not None:
             return schedule.why_not(manifest, head, decree.schedule)
         if decree.action in board.CHANGES:
             refused = board.why_not(manifest, head, decree)
-            return refused or board.why_too_few(manifest, head, decree, self._living())
+            return refused or board.why_too_few(manifest, head, decree, self.living())
         return None

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from peer.net.guests import Guests
 from protocol.errors import LocalError, RemoteError, UsageError
@@ -34,6 +34,7 @@ class Clock:
     wall: Callable[[], float] = time.time
 
 
+T = TypeVar("T")
 log = logging.getLogger("potluck.net")
 
 MAX_RECORD = 4096
@@ -253,6 +254,16 @@ async def cancel(*tasks: asyncio.Future[Any] | None) -> None:
     for task in begun:
         task.cancel()
     await asyncio.gather(*begun, return_exceptions=True)
+
+
+async def until(over: Awaitable[object], work: Awaitable[T], timeout: float | None = None) -> asyncio.Future[T] | None:
+    """Does `work`, and cancels it when `over` or the time ends first. Returns it, ended, or None if it was cancelled."""
+    task, other = asyncio.ensure_future(work), asyncio.ensure_future(over)
+    try:
+        await asyncio.wait({task, other}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        return task if task.done() else None
+    finally:
+        await cancel(task, other)
 
 
 async def wait_for_event(event: asyncio.Event, seconds: float) -> None:

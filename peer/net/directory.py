@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from peer.net import node_calls
 from peer.net.address import is_circuit
-from peer.net.base import MAX_TTL, Clock, Transport, Validate, cancel, wait_for_event
+from peer.net.base import MAX_TTL, Clock, Transport, Validate, cancel, until, wait_for_event
 from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.run.manifest import Manifest
@@ -136,17 +136,14 @@ class Contacts:
         """Connects to `peer`; if it is found to be elsewhere meanwhile, there. Raises RemoteError."""
         while addresses := self.addresses(peer):
             elsewhere = self._dialled[peer] = asyncio.Event()
-            dialling = asyncio.ensure_future(self._transport.connect(addresses, timeout=seconds))
-            found = asyncio.ensure_future(elsewhere.wait())
             try:
-                await asyncio.wait({dialling, found}, return_when=asyncio.FIRST_COMPLETED)
-                if dialling.done():
-                    dialling.result()
-                    self._reached.add(peer)
-                    return
+                dialled = await until(elsewhere.wait(), self._transport.connect(addresses, timeout=seconds))
             finally:
                 self._dialled.pop(peer, None)
-                await cancel(dialling, found)
+            if dialled is not None:
+                dialled.result()
+                self._reached.add(peer)
+                return
         raise RemoteError(peer, f"peer {short_peer(peer)}: no announcement is found; it is tried again")
 
     async def call(self, node: str, ask: Callable[[Transport, str], Awaitable[T]]) -> T:

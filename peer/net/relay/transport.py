@@ -14,7 +14,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from peer.net.base import Ended, Handler, NotServed, Stream, Timeout, Traffic, Transport, Unreachable, cancel, log, now
 from peer.net.guests import Limits
@@ -66,23 +66,18 @@ Offer = tuple[Stream, Handshake]
 """A relayed stream to a peer that has proved its identity and waits for ours, and our side of the handshake."""
 
 
+@dataclass(eq=False)
 class Relays:
     """Opens channels to peers through `relays`, over `transport`. `own`: our identity."""
 
-    def __init__(
-        self,
-        own: Identity,
-        transport: Transport,
-        relays: Callable[[], Sequence[str]],
-        *,
-        patience: RelayTimeouts = RELAY_TIMEOUTS,
-        signs: KeepAlive = KEEP_ALIVE,
-    ) -> None:
-        self._own = own
-        self._transport = transport
-        self._relays = relays
-        self._patience = patience
-        self._signs = signs
+    own: Identity
+    transport: Transport
+    relays: Callable[[], Sequence[str]]
+    _: KW_ONLY
+    patience: RelayTimeouts = RELAY_TIMEOUTS
+    signs: KeepAlive = KEEP_ALIVE
+
+    def __post_init__(self) -> None:
         self._kept: dict[str, tuple[str, float]] = {}  # the quickest relay to a peer, and until when
         self._avoided = Cooldown(0.0)
         self._choosing: dict[str, asyncio.Lock] = {}
@@ -104,11 +99,11 @@ class Relays:
         """Opens a channel to `peer`, for `name`. Raises RemoteError."""
         stream, shake = await self._offer(peer)
         try:
-            await stream.send(shake.write(relaying.pack_hello(self._own, shake.own_static, name)))
+            await stream.send(shake.write(relaying.pack_hello(self.own, shake.own_static, name)))
         except BaseException:
             await stream.close()
             raise
-        return Channel(stream, shake.ciphers, peer, name, fault=self.blame, asks=True, signs=self._signs)
+        return Channel(stream, shake.ciphers, peer, name, fault=self.blame, asks=True, signs=self.signs)
 
     def blame(self, fault: RelayFault) -> None:
         """Avoids a relay at fault for a while."""
@@ -116,7 +111,7 @@ class Relays:
             log.warning("relay %s: %s; others are preferred for a while", short_peer(fault.relay), LATE)
         if self._kept.get(fault.peer, ("", 0.0))[0] == fault.relay:
             del self._kept[fault.peer]
-        seconds = {CHANGED: self._patience.changed, GONE: self._patience.gone}.get(fault.what, self._patience.silent)
+        seconds = {CHANGED: self.patience.changed, GONE: self.patience.gone}.get(fault.what, self.patience.silent)
         self._avoided.begin(fault.relay, now(), seconds)
 
     async def _offer(self, peer: str) -> Offer:
@@ -131,7 +126,7 @@ class Relays:
 
     def _groups(self, first: str | None) -> list[list[str]]:
         """The relays in the order in which they are asked; those of a group at once."""
-        others = [r for r in self._relays() if r != first and r != self._own.peer_id]
+        others = [r for r in self.relays() if r != first and r != self.own.peer_id]
         groups = [[first]] if first is not None else []
         for avoided in (False, True):
             some = [relay for relay in others if self.is_avoided(relay) == avoided]
@@ -150,12 +145,12 @@ class Relays:
                     asked[asyncio.create_task(self._ask(relay, peer))] = relay
                 if not asked:
                     continue
-                seconds = self._patience.next if groups else None
+                seconds = self.patience.next if groups else None
                 done, _ = await asyncio.wait(asked, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     if won is None and task.exception() is None:
                         won, relay = task.result(), asked.pop(task)
-                        self._kept[peer] = relay, now() + self._patience.kept
+                        self._kept[peer] = relay, now() + self.patience.kept
                     elif isinstance(error := task.exception(), RemoteError):
                         failures.append(str(error))
                         del asked[task]
@@ -175,15 +170,15 @@ class Relays:
     async def _ask(self, relay: str, peer: str) -> Offer:
         """An offer through `relay`. Raises RemoteError."""
         try:
-            async with asyncio.timeout(self._patience.offer):
-                stream = await self._transport.open(relay, endpoints.RELAY, timeout=self._patience.offer)
+            async with asyncio.timeout(self.patience.offer):
+                stream = await self.transport.open(relay, endpoints.RELAY, timeout=self.patience.offer)
                 try:
                     return await self._shake(stream, relay, peer)
                 except BaseException:
                     await stream.close()
                     raise
         except TimeoutError:
-            text = f"relay {short_peer(relay)}: no answer within {self._patience.offer:g} s"
+            text = f"relay {short_peer(relay)}: no answer within {self.patience.offer:g} s"
             raise Timeout(peer, text) from None
 
     async def _shake(self, stream: Stream, relay: str, peer: str) -> Offer:
