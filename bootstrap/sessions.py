@@ -3,9 +3,10 @@
 A peer above its limit of messages and bytes a second is read more slowly, then refused for a while
 (peer/net/guests.py). A peer has one session: a new one ends the one before.
 
-*Operators.* Each node opens one stream to each of the other operators' nodes, and only sends on it. The node's own log says who operates the run
-(protocol/ledger/board.py). A node without members asks every node that it can reach for newer commits, checks them, and
-connects to the operators that the newest one names. A dismissed node ends once enough operators have that commit.
+*Operators.* Each node opens one stream to each of the other operators' nodes, and only sends on it. The node's own log
+says who operates the run (protocol/ledger/board.py). A node without members asks every node that it can reach for newer
+commits, checks them, and connects to the operators that the newest one names. A dismissed node ends once enough
+operators have that commit.
 """
 
 from __future__ import annotations

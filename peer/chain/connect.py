@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from peer.chain.frames import NeighbourLost
 from peer.chain.link import LIVENESS, Liveness, keep_alive
-from peer.net.base import REQUEST_SECONDS, Stream, cancel
+from peer.net.base import REQUEST_SECONDS, Stream, all_of
 from peer.net.network import Network
 from peer.net.rate_limits import Cooldown
 from peer.net.stream import STRIPES, StripedStream
@@ -205,11 +205,9 @@ class PipelineStreams:
             streams[stripe] = await self._network.transport.open(peer, endpoints.PIPE, timeout=self._patience.dial)
             await streams[stripe].send(calls.write(dataclasses.replace(hello, stripe=stripe)))
 
-        tasks = [asyncio.create_task(open(stripe)) for stripe in range(STRIPES)]
         try:
-            await asyncio.gather(*tasks)
+            await all_of(map(open, range(STRIPES)))
         except BaseException:
-            await cancel(*tasks)
             for stream in streams.values():
                 await stream.close()
             raise

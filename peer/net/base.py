@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -254,6 +254,15 @@ async def cancel(*tasks: asyncio.Future[Any] | None) -> None:
     for task in begun:
         task.cancel()
     await asyncio.gather(*begun, return_exceptions=True)
+
+
+async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:
+    """The results of all of `works`, in their order; where one fails, the others are cancelled. Raises what it raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel(*tasks)
 
 
 async def until(over: Awaitable[object], work: Awaitable[T], timeout: float | None = None) -> asyncio.Future[T] | None:

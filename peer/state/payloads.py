@@ -19,14 +19,14 @@ import functools
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.net.base import CallHandler, Closed, Timeout, Unreachable, call, serve_calls
+from peer.net.base import CallHandler, Closed, Timeout, Unreachable, all_of, call, serve_calls
 from peer.net.blobs import NO_ROUND, BlobServer, BlobStore, Fetcher, Text
 from peer.net.blobs.holders import Holders
 from peer.net.network import Network
@@ -194,23 +194,15 @@ class Exchange:
         for later in range(round + 1, round + 1 + ROUNDS_AHEAD):
             for share in log[later].shares if later in log else ():
                 self.prefetch(later, share, shards)
-        lists = await self._all([self._list_of(share, round) for share in commit.shares])
+        lists = await all_of(self._list_of(share, round) for share in commit.shares)
         known = dict(lists)
         items = [item for shard in shards for item in commit.payloads(shard, known)]
         self.store.protected.update(part.digest for _, part, _ in items)
-        found = dict(await self._all([self._payload(part, sender, round) for _, part, sender in items]))
+        found = dict(await all_of(self._payload(part, sender, round) for _, part, sender in items))
         by_shard: dict[str, list[tuple[float, bytes]]] = {shard: [] for shard in shards}
         for weight, part, _ in items:
             by_shard[part.shard].append((weight, found[part.digest]))
         return Committed(by_shard, {*known, *found})
-
-    async def _all(self, fetches: Sequence[Coroutine[Any, Any, tuple[str, T]]]) -> list[tuple[str, T]]:
-        tasks = [asyncio.create_task(fetch) for fetch in fetches]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
 
     async def _list_of(self, share: Share, round: int) -> tuple[str, Parts]:
         fetch = functools.partial(self._fetch_list, share, round)
@@ -305,10 +297,7 @@ class Exchange:
         async def ask(peer: str) -> None:
             with contextlib.suppress(RemoteError, TimeoutError):
                 async with asyncio.timeout(ASK_SECONDS):
-                    await self._directory.reach(peer)
-                    raw = await call(
-                        self._transport, peer, endpoints.STATES, b"", timeout=ASK_SECONDS, limit=ANSWER_BYTES
-                    )
+                    raw = await self.ask(peer, endpoints.STATES, b"", ANSWER_BYTES)
                 held = calls.read(calls.States, raw, peer, "states").held
                 for state in sorted(held, key=lambda state: state.round)[-STATES_OF_A_PEER:]:
                     for shard in state.shards:

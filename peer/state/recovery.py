@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
-from peer.net.base import cancel
+from peer.net.base import all_of, cancel
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.storage import Shards, Storage
@@ -214,11 +214,7 @@ class Recovery:
                 failed.add(base.digest)
                 bases = self.bases(shard, round, await self.exchange.holders())  # a holder may have a newer one now
 
-        tasks = [asyncio.create_task(take(shard)) for shard in found]
-        try:
-            reached = dict(await asyncio.gather(*tasks))
-        finally:
-            await cancel(*tasks)
+        reached = dict(await all_of(map(take, found)))
         self.emit(events.Recovered(round=round, bases={shard: taken[shard] for shard in found}))
         return reached
 
