@@ -183,9 +183,6 @@ class Sessions:
     def __post_init__(self) -> None:
         self.open: dict[str, Session] = {}
         self.heard: dict[str, float] = {}
-        self._doubt = self.transport.doubt
-        self._seen_at = self.transport.seen_at
-        self._guests = self.transport.guests
         self._streams: dict[str, Stream] = {}
         self._max_message_bytes = MAX_MESSAGE_BYTES + part_lists.longest(self.manifest)
         bytes_per_second = ROUNDS_PER_SECOND * self._max_message_bytes
@@ -205,7 +202,7 @@ class Sessions:
             reason = f"it speaks version {hello.version} of the protocol, and the run's nodes version {VERSION}"
             await stream.send(encoding.encode(NotAdmitted(reason=reason, version=VERSION)))
             raise RemoteError(peer, f"peer {short_peer(peer)}: {reason}; its session was refused")
-        where = range_of(self._seen_at(peer))
+        where = range_of(self.transport.seen_at(peer))
         refusal = await self.admission.welcome(peer, hello.joining) if self.admission is not None else None
         if refusal is None and where and self.admission is not None:
             others = (p for p, session in self.open.items() if session.range == where and p != peer)
@@ -222,14 +219,16 @@ class Sessions:
         try:
             self.opened(session)
             if before is not None:
-                self._doubt(peer)  # it has moved: its old connection is dead
+                self.transport.doubt(peer)  # it has moved: its old connection is dead
                 await before.close()
             while True:
                 began = self.clock.steady()
-                raw = await answer(stream, self._doubt, self._max_message_bytes, silence=self._silence)
+                raw = await answer(stream, self.transport.doubt, self._max_message_bytes, silence=self._silence)
                 self.heard[peer] = now = self.clock.steady()
                 if session.floods(now - began, now):
-                    self._guests.refuse(peer, "says too much in its session", asyncio.get_running_loop().time())
+                    self.transport.guests.refuse(
+                        peer, "says too much in its session", asyncio.get_running_loop().time()
+                    )
                 await self.receive(peer, session, encoding.decode(raw, peer))
                 await asyncio.sleep(session.pace(len(raw), self.clock.steady()))
         finally:

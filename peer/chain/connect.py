@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from peer.chain.frames import NeighbourLost
 from peer.chain.link import LIVENESS, Liveness, keep_alive
 from peer.net.base import REQUEST_SECONDS, Stream, all_of
+from peer.net.lru import LruDict
 from peer.net.network import Network
 from peer.net.rate_limits import Cooldown
 from peer.net.stream import STRIPES, StripedStream
@@ -65,7 +65,7 @@ class UnreachablePeers:
     def __init__(self, announce: Callable[..., None], warn: Callable[[str], None]) -> None:
         self._announce = announce
         self._warn = warn
-        self._failed: OrderedDict[str, None] = OrderedDict()  # those whose last dial failed
+        self._failed = LruDict[str, None](REMEMBERED)  # those whose last dial failed
         self._cooldown = Cooldown(APART_SECONDS, MOST_APART_SECONDS, REMEMBERED)
         self._apart: dict[str, asyncio.TimerHandle] = {}
 
@@ -85,9 +85,6 @@ class UnreachablePeers:
         """A dial of `peer` failed until its timeout."""
         known = peer in self._failed
         self._failed[peer] = None
-        self._failed.move_to_end(peer)
-        if len(self._failed) > REMEMBERED:
-            self._failed.popitem(last=False)
         if not known or peer in self._apart:
             return
         if len(self._apart) == MOST_APART:

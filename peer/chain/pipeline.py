@@ -51,6 +51,8 @@ from protocol.round.accusations import LIES
 from protocol.run import layout
 from protocol.wire.announcement import Means
 
+__all__ = ["NeighbourLost", "StageSetup", "run_steps"]
+
 # --- the worker
 
 T = TypeVar("T")
@@ -283,9 +285,6 @@ def _as_local_error() -> Iterator[None]:
         raise LocalError(f"training: {reason}; lower the resources you offer, or restart") from error
     except quantize.BadTensor as error:
         raise LocalError(f"training: {error}; this is a bug") from error
-
-
-__all__ = ["NeighbourLost", "StageSetup", "run_steps"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,8 +114,7 @@ class Exchange:
         self.manifest = manifest
         self.store = store = storage.blobs
         self._network = network
-        self._transport = network.transport
-        self._directory = directory = network.directory
+        directory = network.directory
         self._fetcher = Fetcher(
             network.transport, store, reach=directory.reach, lost=directory.lost, holders=Holders(self._complain)
         )
@@ -134,13 +133,13 @@ class Exchange:
         """Begins to serve, `text` too."""
         if text is not None:
             self._server.add_text(text)
-        await self._server.serve(self._transport)
+        await self._server.serve(self._network.transport)
 
         async def states(remote: str, request: bytes) -> bytes:
             held = [HeldState(round=r, shards=tuple(s)) for r, s in self._storage.states().items()]
             return calls.write(calls.States(held=tuple(held[-calls.MOST_STATES :])))
 
-        await serve_calls(self._transport, endpoints.STATES, states, limit=1024)
+        await serve_calls(self._network.transport, endpoints.STATES, states, limit=1024)
 
     async def aclose(self) -> None:
         for task in self._prefetches:
@@ -238,8 +237,8 @@ class Exchange:
         self, name: str, size: int, sender: str, round: int, check: Callable[[bytes], object] | None = None
     ) -> None:
         """From its sender or an archive; about half of the peers ask the sender first."""
-        holders = [sender, *self._directory.operators]
-        if sum((self._transport.peer_id + name).encode()) % 2:
+        holders = [sender, *self._network.directory.operators]
+        if sum((self._network.transport.peer_id + name).encode()) % 2:
             holders.append(holders.pop(0))
         await self._fetcher.fetch(name, size, holders, round=round, check=check, owner=sender)
 
@@ -247,16 +246,16 @@ class Exchange:
 
     async def ask(self, peer: str, name: str, request: bytes, limit: int) -> bytes:
         """A call to another peer. Raises RemoteError."""
-        await self._directory.reach(peer)
+        await self._network.directory.reach(peer)
         try:
-            return await call(self._transport, peer, name, request, timeout=ASK_SECONDS, limit=limit)
+            return await call(self._network.transport, peer, name, request, timeout=ASK_SECONDS, limit=limit)
         except (Unreachable, Closed, Timeout):
-            self._directory.lost(peer)  # it may be elsewhere now
+            self._network.directory.lost(peer)  # it may be elsewhere now
             raise
 
     async def answer(self, name: str, handler: CallHandler, limit: int) -> None:
         """Answers calls of this name."""
-        await serve_calls(self._transport, name, handler, limit=limit)
+        await serve_calls(self._network.transport, name, handler, limit=limit)
 
     async def fetch(self, name: str, size: int, holder: str) -> None:
         """Brings a blob of one peer into the store, where it may be evicted. Raises RemoteError, UsageError."""
@@ -290,7 +289,7 @@ class Exchange:
         if not self._fetches_states:
             return found
         try:
-            peers = [p for p in await self._directory.peers() if p != self._transport.peer_id]
+            peers = [p for p in await self._network.directory.peers() if p != self._network.transport.peer_id]
         except RemoteError:
             return found
 
