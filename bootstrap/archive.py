@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from peer.net.blobs import Blob, BlobStore, Coming, Place
-from peer.net.disk import Disk, disk_error
+from peer.net.disk import Disk, disk_error, disk_errors
 from peer.net.lru import LruDict
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
@@ -174,10 +174,8 @@ class Archive:
         path = self.folder / logfile.LOG
         with self._reading:
             places = [self._begin(round) for round in range(first, min(last, len(self._ends)) + 1)]
-            try:
+            with disk_errors(self.folder):
                 data = self._disk.read(path, places[0], places[-1] - places[0])
-            except OSError as error:
-                raise disk_error(self.folder, error) from None
         begin = places[0]
         return [logfile.unpack(data[a - begin : b - begin], path, a) for a, b in itertools.pairwise(places)]
 

@@ -27,7 +27,7 @@ from typing import IO, Any
 import zstandard
 
 from peer.corpus.tokenizer import first_line
-from protocol.errors import UsageError
+from protocol.errors import UsageError, os_errors
 
 BLOCK_BYTES = 1 << 20
 _HEAD_BYTES = 1 << 16
@@ -106,11 +106,9 @@ def walked(folder: str) -> tuple[tuple[File, ...], tuple[LeftOut, ...]]:
 
 
 def _walk(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[File | LeftOut]:
-    try:
+    with os_errors(f"source {printable(folder)}", "make the folder readable, or move it elsewhere"):
         at = os.stat(folder)
         names = sorted(os.listdir(folder), key=os.fsencode)
-    except OSError as error:
-        raise refused(folder, f"{error.strerror}; make the folder readable, or move it elsewhere") from None
     here = (*above, (at.st_dev, at.st_ino))
     for name in names:
         path = os.path.join(folder, name)

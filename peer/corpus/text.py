@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from peer.net.disk import Disk
 from peer.net.lru import LruDict
 from protocol.codec import blob_hash
-from protocol.errors import UsageError, apart
+from protocol.errors import UsageError, apart, os_errors
 from protocol.run import corpus
 from protocol.run.corpus import CHUNKS, INDEX, CorpusIndex, Extent
 from protocol.run.manifest import Manifest
@@ -31,13 +31,9 @@ class CorpusReader:
     def __init__(self, folder: Path, disk: Disk, digest: str = "") -> None:
         self.folder = folder
         self._disk = disk
-        try:
+        with os_errors(f"corpus {folder}", "give the folder of a `potluck data build` that has finished"):
             self.raw = disk.read(folder / INDEX)
             """The index, as it is named by its digest."""
-        except OSError as error:
-            raise UsageError(
-                f"corpus {folder}: {error.strerror}; give the folder of a `potluck data build` that has finished"
-            ) from None
         self.index = corpus.from_bytes(self.raw, str(folder))
         self.digest = blob_hash.name_of(self.raw)
         if digest and self.digest != digest:
@@ -102,10 +98,8 @@ class CorpusReader:
     def _checked(self, extent: Extent) -> NDArray[np.unsignedinteger]:
         # other peers read these errors in a withdrawal, so they name no folder of this machine
         path, chunk = self.folder / CHUNKS / extent.name, f"corpus {self.digest[:12]}…: chunk {extent.name[:12]}…"
-        try:
+        with os_errors(chunk, "check the disk"):
             raw = self._disk.read(path) if self._is_there(extent) else None
-        except OSError as error:
-            raise UsageError(f"{chunk}: {error.strerror}; check the disk") from None
         if raw is None or blob_hash.name_of(raw) != extent.name:
             reason = "is missing" if raw is None else "is damaged"
             raise UsageError(f"{chunk} {reason}; get it again, or build the corpus again")
