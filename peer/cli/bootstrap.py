@@ -125,8 +125,7 @@ class BootstrapOptions:
 
 
 def key(dir: Dir = Path("potluck-bootstrap")) -> None:
-    with running.reporting():
-        print(keyfile.load_or_create(dir / KEY).peer_id, flush=True)
+    print(keyfile.load_or_create(dir / KEY).peer_id, flush=True)
 
 
 def _remembering(emit: events.Emit, folder: Path, manifest: Manifest) -> events.Emit:
@@ -220,8 +219,7 @@ async def _fetch_tokenizer(node: NodeConfig, transport: Transport, archive: Arch
 
 
 def _start(options: BootstrapOptions, context: typer.Context) -> None:
-    with running.reporting():
-        config = options.read()
+    config = options.read()
     running.run(serve(config), log=config.log)
 
 

@@ -164,8 +164,7 @@ class JoinOptions:
 
 
 def _start(options: JoinOptions, context: typer.Context) -> None:
-    with running.reporting():
-        config = options.read()
+    config = options.read()
     running.run(join(config, context.obj.factories), log=config.log)
 
 

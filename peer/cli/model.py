@@ -335,9 +335,7 @@ def _sample(options: SampleOptions, context: typer.Context) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for characters that the terminal cannot show
     if options.interactive:
-        writer = running.run(ready(), interrupted=1)
-        with running.reporting():
-            converse(writer)
+        converse(running.run(ready(), interrupted=1))
     else:
         running.run(_write(ready(), options.prompt), interrupted=1)
 

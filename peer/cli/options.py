@@ -78,9 +78,7 @@ def with_options(options: Callable[..., T], work: Callable[[T, typer.Context], N
     """
 
     def command(context: typer.Context, **given: Any) -> None:
-        with running.reporting():
-            chosen = options(**given)
-        work(chosen, context)
+        work(options(**given), context)
 
     context, _ = inspect.signature(command, eval_str=True).parameters.values()
     parameters = [context, *inspect.signature(options, eval_str=True).parameters.values()]
