@@ -26,16 +26,18 @@ from peer.net.address import parse, peers_of
 from peer.net.base import BadAddress, Closed, Timeout, Transport, Unreachable
 from peer.net.blobs import BlobStore
 from peer.net.node_calls import CALL_SECONDS
+from peer.node import open_run
 from peer.node.open_run import KEY, here, node_folder, parse_run
-from peer.ui.text import clean, meant, schedule_of, typed
+from peer.ui.lines import decreed
+from peer.ui.text import clean, meant, typed
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
-from protocol.identity import Identity, short_peer
+from protocol.identity import Identity
 from protocol.ledger import access, schedule
 from protocol.run.manifest import Manifest, why_no_quorum
 from protocol.wire import decree as wire
 from protocol.wire.bounds import LEAST_SHARE, LONGEST_PLACE, MAX_PROBATION, MAX_SESSIONS
-from protocol.wire.decree import LONGEST_NOTE, MOST_GUESTS, Decree, Motion, Motions, Operator, Schedule
+from protocol.wire.decree import LONGEST_NOTE, MOST_GUESTS, Board, Decree, Motion, Motions, Operator, Schedule
 from protocol.wire.encoding import seal
 
 ASK_SECONDS = 1.0
@@ -200,11 +202,25 @@ app.command(
 )(with_options(SetOptions, lambda options, _: running.run(_set(options), interrupted=1)))
 
 
-def own_key(folder: Path) -> Identity:
-    """The key in an operator's folder. Raises UsageError."""
+def _operator(run: str | None, dir: Path, reason: str, longest: int) -> tuple[Path, Identity, open_run.Run]:
+    """The folder of an operator's node, the operator's key, and the run. Raises UsageError.
+
+    run: as typed; None: the run of the node in `dir`.
+    longest: characters of a reason.
+    """
+    text = here(dir) if run is None else run
+    folder, found = node_folder(text, dir), parse_run(text)
     if not (folder / KEY).is_file():
         raise UsageError(f"--dir {folder}: has no key; give the folder of your bootstrap node")
-    return keyfile.load_or_create(folder / KEY)
+    if len(reason) > longest or not reason.isprintable():
+        raise UsageError(f"--reason: may have {longest} printable characters")
+    return folder, keyfile.load_or_create(folder / KEY), found
+
+
+def _require_operator(peer: str, board: Board, folder: Path, manifest: Manifest) -> None:
+    """Raises UsageError unless the peer is an operator by `board`."""
+    if peer not in board.names:
+        raise UsageError(f"--dir {folder}: {peer} is no operator of {clean(manifest.name)}")
 
 
 def _operators(typed: list[str]) -> tuple[Operator, ...]:
@@ -248,16 +264,11 @@ async def _decree(
     subject: an abbreviated peer or operator.
     wanted: makes the decreed schedule from the present one.
     """
-    text = here(dir) if run is None else run
-    folder = node_folder(text, dir)
-    operator, found = own_key(folder), parse_run(text)
-    if len(reason) > wire.LONGEST_REASON or not reason.isprintable():
-        raise UsageError(f"--reason: may have {wire.LONGEST_REASON} printable characters")
+    folder, operator, found = _operator(run, dir, reason, wire.LONGEST_REASON)
     async with running.visiting(found) as (manifest, transport, temporary):
         node = found.dialled[0]
         now = await node_calls.send_motion(transport, node, Motion())
-        if operator.peer_id not in now.board.names:
-            raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
+        _require_operator(operator.peer_id, now.board, folder, manifest)
         if subject:
             log = reader.Remote(transport, [node], BlobStore(temporary / "blobs"))
             subject = await _resolve(manifest, now, log, action, subject)
@@ -295,14 +306,8 @@ async def _until_decided(transport: Transport, at: Sequence[str], decree: Decree
 
     Raises LocalError if another decree was decided first, RemoteError.
     """
-    motion = Motion(sealed=seal(operator, decree))
-    what, signatures = f"{decree.action}{f' {short_peer(decree.subject)}' if decree.subject else ''}", -1
-    if decree.operators:
-        what = f"appoint {', '.join(short_peer(one.peer) for one in decree.operators)}"
-    if decree.quorum is not None:
-        what = f"quorum {decree.quorum}"
-    if decree.schedule is not None:
-        what = f"set {schedule_of(decree.schedule)}"
+    motion, signatures = Motion(sealed=seal(operator, decree)), -1
+    what = decreed(dataclasses.replace(decree, reason=""), {})
     while True:
         answer = await _patiently(transport, at, motion, what)
         if answer.number > decree.number:
@@ -347,18 +352,14 @@ async def invite(
     reason: Annotated[str, typer.Option(help="For whom or what it is, for everybody to read in the log.")] = "",
     dir: Dir = FOLDER,
 ) -> None:
-    text = here(dir) if run is None else run
-    folder = node_folder(text, dir)
-    operator, found, seconds = own_key(folder), parse_run(text), seconds_in(expires)
+    folder, operator, found = _operator(run, dir, reason, LONGEST_NOTE)
+    seconds = seconds_in(expires)
     if not 1 <= count <= MOST_GUESTS:
         raise UsageError(f"--count {count}: must be from 1 to {MOST_GUESTS}")
-    if len(reason) > LONGEST_NOTE or not reason.isprintable():
-        raise UsageError(f"--reason: may have {LONGEST_NOTE} printable characters")
     if found.manifest is None or operator.peer_id not in found.manifest.operators:
         async with running.visiting(found) as (manifest, transport, _):
             now = await node_calls.ask_operators(transport, found.dialled[0])
-        if operator.peer_id not in now.board.names:
-            raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
+        _require_operator(operator.peer_id, now.board, folder, manifest)
     until = int(time.time()) + seconds
     ticket = access.issue(operator, os.urandom(32), found.run_id, expires=until, count=count, reason=reason)
     place, key = f"{found.bootstrap[0]}#{found.run_id}", ticket.invitation.key
