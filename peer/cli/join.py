@@ -158,14 +158,12 @@ class JoinOptions:
             pause_when_busy=self.pause_when_busy,
             name=self.name,
             dry_run=self.dry_run,
-            log=self.log_file,
             json=self.json,
         )
 
 
 def _start(options: JoinOptions, context: typer.Context) -> None:
-    config = options.read()
-    running.run(join(config, context.obj.factories), log=config.log)
+    running.run(join(options.read(), context.obj.factories), log=options.log_file)
 
 
 command = with_options(JoinOptions, _start)

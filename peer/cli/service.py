@@ -88,12 +88,13 @@ def _install_peer(options: join.JoinOptions, context: typer.Context) -> None:
     system, config = _service(options.dir), options.read()
     if config.dry_run:
         raise UsageError("--dry-run: a service trains; type potluck join with it instead")
-    _install(system, "join", config.folder, config.log, _retyped(context))
+    _install(system, "join", config.folder, options.log_file, _retyped(context))
 
 
 def _install_node(options: bootstrap.BootstrapOptions, context: typer.Context) -> None:
-    system, config = _service(options.dir), options.read()
-    _install(system, "bootstrap", config.folder, config.log, _retyped(context))
+    system = _service(options.dir)
+    options.read()
+    _install(system, "bootstrap", options.dir, options.log_file, _retyped(context))
 
 
 app.command(
