@@ -12,12 +12,12 @@ import contextlib
 import itertools
 import threading
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from peer.net.blobs import Blob, BlobStore, Coming, Place
-from peer.net.disk import Disk, disk_error
+from peer.net.disk import Disk, disk_error, disk_errors
+from peer.net.lru import LruDict
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
 from protocol.ledger import board, history
@@ -48,7 +48,7 @@ class ServedText:
         self._folder = folder
         self._disk = disk
         self._damaged: set[str] = set()
-        self._leaves: OrderedDict[str, bytes] = OrderedDict()
+        self._leaves = LruDict[str, bytes](CACHED_CHUNKS)
         self._lock = threading.Lock()
 
     def read(self, place: Place) -> bytes:
@@ -58,9 +58,6 @@ class ServedText:
             if len(leaves) != place.leaves.length:
                 return b""
             self._leaves[place.name] = leaves
-            self._leaves.move_to_end(place.name)
-            if len(self._leaves) > CACHED_CHUNKS:
-                self._leaves.popitem(last=False)
         if place.index < 0:
             return leaves
         try:
@@ -177,10 +174,8 @@ class Archive:
         path = self.folder / logfile.LOG
         with self._reading:
             places = [self._begin(round) for round in range(first, min(last, len(self._ends)) + 1)]
-            try:
+            with disk_errors(self.folder):
                 data = self._disk.read(path, places[0], places[-1] - places[0])
-            except OSError as error:
-                raise disk_error(self.folder, error) from None
         begin = places[0]
         return [logfile.unpack(data[a - begin : b - begin], path, a) for a, b in itertools.pairwise(places)]
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from typing import Generic, TypeVar
 
 from peer.net.base import Clock
@@ -39,6 +40,7 @@ def require(read: Callable[[str], bytes | None]) -> Callable[[str], bytes]:
     return found
 
 
+@dataclass(eq=False)
 class LatestJob(Generic[Job, Answer]):
     """Runs the newest job on a thread; a newer job replaces one that waits.
 
@@ -48,20 +50,14 @@ class LatestJob(Generic[Job, Answer]):
     failed: the answer for a failed job, in place of another try
     """
 
-    def __init__(
-        self,
-        name: str,
-        work: Callable[[Job], Answer],
-        put: Callable[[Answer], None],
-        *,
-        retry_seconds: float,
-        failed: Callable[[Job], Answer] | None = None,
-    ) -> None:
-        self._name = name
-        self._work = work
-        self._put = put
-        self._retry_seconds = retry_seconds
-        self._failed = failed
+    name: str
+    work: Callable[[Job], Answer]
+    put: Callable[[Answer], None]
+    _: KW_ONLY
+    retry_seconds: float
+    failed: Callable[[Job], Answer] | None = None
+
+    def __post_init__(self) -> None:
         self._jobs: asyncio.Queue[Job] = asyncio.Queue()
 
     def ask(self, job: Job) -> None:
@@ -72,26 +68,27 @@ class LatestJob(Generic[Job, Answer]):
 
     async def run(self) -> None:
         """Never returns. When it is cancelled, the thread ends after its current job."""
-        worker, loop = ThreadPoolExecutor(1, self._name), asyncio.get_running_loop()
+        worker, loop = ThreadPoolExecutor(1, self.name), asyncio.get_running_loop()
         try:
             while True:
                 job = await self._jobs.get()
                 try:
-                    answer = await loop.run_in_executor(worker, self._work, job)
+                    answer = await loop.run_in_executor(worker, self.work, job)
                 except Exception as error:  # whatever peers announce or offer ends no node
                     level = logging.INFO if isinstance(error, Missing) else logging.ERROR
-                    log.log(level, "%s: %s", self._name, error, exc_info=level == logging.ERROR)
-                    await asyncio.sleep(self._retry_seconds)
-                    if self._failed is not None:
-                        self._put(self._failed(job))
+                    log.log(level, "%s: %s", self.name, error, exc_info=level == logging.ERROR)
+                    await asyncio.sleep(self.retry_seconds)
+                    if self.failed is not None:
+                        self.put(self.failed(job))
                     elif self._jobs.empty():
                         self._jobs.put_nowait(job)
                 else:
-                    self._put(answer)
+                    self.put(answer)
         finally:
             worker.shutdown(wait=False)
 
 
+@dataclass(eq=False)
 class ProposalChecker:
     """Checks the commits that other nodes propose, one after the other (protocol/round/fairness.py).
 
@@ -101,31 +98,25 @@ class ProposalChecker:
     known: what was found in payloads (protocol/round/comparing.py)
     """
 
-    def __init__(
-        self,
-        leader: Leader,
-        quorum: Quorum,
-        clock: Clock,
-        put: Callable[[Judged], None],
-        read: Callable[[str], bytes | None],
-        known: Lookup,
-    ) -> None:
-        self._leader = leader
-        self._quorum = quorum
-        self._clock = clock
-        self._put = put
-        self._read = require(read)
-        self._known = known
-        self._since = clock.steady()
+    leader: Leader
+    quorum: Quorum
+    clock: Clock
+    put: Callable[[Judged], None]
+    read: Callable[[str], bytes | None]
+    known: Lookup
+
+    def __post_init__(self) -> None:
+        self._read = require(self.read)
+        self._since = self.clock.steady()
         self._doubts = DoubtRecord()
         self._questions: asyncio.Queue[tuple[str, NodeView, Commit]] = asyncio.Queue()
 
     def ask(self, peer: str, commit: Commit) -> None:
         """Queues the question whether this node could have proposed what `peer` proposes."""
-        now, quorum = self._clock.steady(), self._quorum
-        settled = now - self._since >= self._leader.manifest.timing.gone_after
+        now, quorum = self.clock.steady(), self.quorum
+        settled = now - self._since >= self.leader.manifest.timing.gone_after
         present = quorum.leadership.present
-        sight = fairness.view_of(self._leader, self._clock.wall(), now, settled, quorum.living, present)
+        sight = fairness.view_of(self.leader, self.clock.wall(), now, settled, quorum.living, present)
         self._questions.put_nowait((peer, sight, commit))
 
     def decided(self, commit: Commit) -> None:
@@ -136,18 +127,18 @@ class ProposalChecker:
         """Never returns."""
         while True:
             peer, sight, commit = await self._questions.get()
-            if commit.round != self._leader.round:
+            if commit.round != self.leader.round:
                 continue
             found = await asyncio.to_thread(self._judge, sight, commit)
             head = sight.state.head
             members = len(head.members if head is not None else sight.manifest.first_members)
-            self._put(Judged(commit.digest, self._doubts.weigh(peer, commit.round, found, members)))
+            self.put(Judged(commit.digest, self._doubts.weigh(peer, commit.round, found, members)))
 
     def _judge(self, sight: NodeView, commit: Commit) -> Objection | None:
         if (lie := fairness.lie_in(sight, commit)) is not None:
             return lie
         try:
-            if (unjust := fairness.wrong_verdict_in(sight, commit, self._read, self._known)) is not None:
+            if (unjust := fairness.wrong_verdict_in(sight, commit, self._read, self.known)) is not None:
                 return unjust
         except Missing as error:
             fairness_log.info("the verdicts of round %d cannot be checked: %s", commit.round, error)

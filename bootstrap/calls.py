@@ -1,25 +1,116 @@
-"""The calls that a bootstrap node answers: for the log, for the roster, and for the operators' decrees."""
+"""The calls that a bootstrap node answers: for the log, for the roster, and for the operators' decrees.
+
+The roster has the announcements of the peers that have a session with this node. Its cost is bounded: announcements are small and limited in rate, for each peer and for all together, and only those
+of peers with sessions are kept. An older announcement never replaces a newer one.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from bootstrap.archive import Archive
-from bootstrap.roster import AnnouncementTable
 from bootstrap.sessions import unexpected
-from peer.net.base import Transport, serve_calls
+from peer.net.base import MAX_RECORD, Transport, serve_calls
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.ledger import access, board, schedule
 from protocol.round.leader import Leader
 from protocol.round.leader_events import DecreeSigned
 from protocol.wire import encoding, endpoints
-from protocol.wire.announcement import Lookup, RosterRequest
+from protocol.wire.announcement import MOST_LOOKED_UP, Announcement, Lookup, Roster, RosterRequest
 from protocol.wire.commit import votes_needed
 from protocol.wire.decree import Decree, Motion, Motions
 from protocol.wire.encoding import unseal_signed
 from protocol.wire.session import LogRequest
+
+# --- announcements
+
+MAX_GONE = 4096
+_ENTRY_BYTES = 96
+"""Most bytes of an entry of an answer besides its announcement: a peer id and heads."""
+
+
+class AnnouncementTable:
+    """The newest announcement of each peer, in order of arrival.
+
+    position: where the count of changes begins; later than any position of this node in an earlier life
+    """
+
+    def __init__(self, run: str, position: int) -> None:
+        self._run = run
+        self._begin = self._position = position
+        self._known: OrderedDict[str, tuple[int, int, bytes]] = OrderedDict()
+        self._gone: deque[tuple[int, str]] = deque()
+
+    def __contains__(self, peer: str) -> bool:
+        return peer in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, peer: str, raw: bytes) -> Announcement | None:
+        """Keeps a sealed announcement. Returns None if it is not one of this run by `peer`, or not newer."""
+        if len(raw) > MAX_RECORD:
+            return None
+        found = encoding.unseal_announcement(raw, peer, self._run)
+        if found is None or found.serial <= self._known.get(peer, (0, -1, b""))[1]:
+            return None
+        self._position += 1
+        self._known[peer] = (self._position, found.serial, raw)
+        self._known.move_to_end(peer)
+        return found
+
+    def remove(self, peer: str) -> None:
+        if self._known.pop(peer, None) is not None:
+            self._position += 1
+            self._gone.append((self._position, peer))
+            if len(self._gone) > MAX_GONE:
+                self._begin, _ = self._gone.popleft()
+
+    def answer(self, request: Lookup | RosterRequest) -> bytes:
+        """Returns the reply to a call, at most ROSTER_REPLY bytes."""
+        reply = self._look_up(request) if isinstance(request, Lookup) else self._since(request.position)
+        return encoding.encode(reply)
+
+    def _look_up(self, request: Lookup) -> Roster:
+        names = list(dict.fromkeys(p for p in request.peers[:MOST_LOOKED_UP] if p in self._known))
+        by_chance = min(request.sample, MOST_LOOKED_UP - len(names), len(self._known))
+        if by_chance > 0:
+            names += random.sample(list(self._known), by_chance)
+        return Roster(announcements=tuple(self._known[p][2] for p in dict.fromkeys(names)))
+
+    def _since(self, position: int) -> Roster:
+        anew = not self._begin <= position <= self._position
+        position = -1 if anew else position
+        changes: list[tuple[int, str, bytes]] = []
+        for peer, (at, _, raw) in reversed(self._known.items()):
+            if at <= position:
+                break
+            changes.append((at, peer, raw))
+        if not anew:
+            newest = itertools.takewhile(lambda gone: gone[0] > position, reversed(self._gone))
+            changes += [(at, peer, b"") for at, peer in newest]
+        changes.sort()
+        size, fit = _ENTRY_BYTES, 0
+        for _, _, raw in changes:
+            size += _ENTRY_BYTES + len(raw)
+            if size > endpoints.ROSTER_REPLY:
+                break
+            fit += 1
+        sent, more = changes[:fit], fit < len(changes)
+        return Roster(
+            announcements=tuple(raw for _, _, raw in sent if raw),
+            gone=tuple(peer for _, peer, raw in sent if not raw),
+            position=sent[-1][0] if more else self._position,
+            more=more,
+            anew=anew,
+        )
+
 
 MAX_REQUEST_BYTES = 8192
 
@@ -46,6 +137,7 @@ class LogAndRosterHandler:
         return self._roster.answer(ask)
 
 
+@dataclass(eq=False)
 class DecreeHandler:
     """The call with which operators decree, and its length (protocol/ledger/access.py).
 
@@ -55,19 +147,13 @@ class DecreeHandler:
     tell: called with a text for this node's operator
     """
 
-    def __init__(
-        self,
-        leader: Leader,
-        submit: Callable[[DecreeSigned], Awaitable[None]],
-        spread: Callable[[Motion], None],
-        living: Callable[[], frozenset[str]],
-        tell: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self._leader = leader
-        self._submit = submit
-        self._spread = spread
-        self._living = living
-        self._tell = tell
+    leader: Leader
+    submit: Callable[[DecreeSigned], Awaitable[None]]
+    spread: Callable[[Motion], None]
+    living: Callable[[], frozenset[str]]
+    tell: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self) -> None:
         self._told: tuple[Decree | None, tuple[str, ...]] = (None, ())
 
     async def serve(self, transport: Transport) -> None:
@@ -78,29 +164,29 @@ class DecreeHandler:
         motion = encoding.expect(Motion, encoding.decode(request, remote), remote)
         decree = await self.receive(motion) if motion.sealed else None
         if decree is not None and not self._is_past(decree):
-            self._spread(motion)
-        manifest, head = self._leader.manifest, self._leader.head
+            self.spread(motion)
+        manifest, head = self.leader.manifest, self.leader.head
         answer = Motions(
             number=access.decrees_after(head),
             schedule=schedule.of(manifest, head),
             board=board.of(manifest, head),
             wanted=self._votes_needed,
-            signed=() if decree is None else self._leader.petitions.signers(decree),
-            newest=self._leader.access.newest,
+            signed=() if decree is None else self.leader.petitions.signers(decree),
+            newest=self.leader.access.newest,
         )
         return encoding.encode(answer)
 
     @property
     def _votes_needed(self) -> int:
-        return votes_needed(len(board.members_after(self._leader.manifest, self._leader.head)))
+        return votes_needed(len(board.members_after(self.leader.manifest, self.leader.head)))
 
     async def receive(self, motion: Motion) -> Decree:
         """Checks a decree that an operator has signed, and gives it to the leader's machine. Raises RemoteError."""
         operator, message, signature = unseal_signed(motion.sealed)
-        decree, manifest = encoding.expect(Decree, message, operator), self._leader.manifest
+        decree, manifest = encoding.expect(Decree, message, operator), self.leader.manifest
         if self._is_past(decree):
             return decree  # decided; its signer, who may be no operator any more, asks whether it was
-        if operator not in board.members_after(manifest, self._leader.head):
+        if operator not in board.members_after(manifest, self.leader.head):
             raise RemoteError(operator, f"{short_peer(operator)} is not among the operators who decide rounds now")
         if decree.run != manifest.run_id:
             raise RemoteError(operator, "that decree is of another run")
@@ -108,34 +194,33 @@ class DecreeHandler:
             raise RemoteError(operator, "that decree is signed in a form that no commit has")
         if not decree.is_sound:
             raise RemoteError(operator, "that decree says nothing")
-        refused = self._why_not(decree)
-        if refused is not None:
+        if (refused := self._why_not(decree)) is not None:
             raise RemoteError(operator, f"that decree cannot be: {refused}")
-        await self._submit(DecreeSigned(operator, decree, signature))
+        await self.submit(DecreeSigned(operator, decree, signature))
         self._report(decree)
         return decree
 
     def _report(self, decree: Decree) -> None:
         """Tells the operator once that a decree waits for other operators to sign it."""
-        signers, wanted = self._leader.petitions.signers(decree), self._votes_needed
+        signers, wanted = self.leader.petitions.signers(decree), self._votes_needed
         if (decree, signers) == self._told or len(signers) >= wanted:
             return
         self._told = decree, signers
         names = ", ".join(map(short_peer, signers))
-        self._tell(
+        self.tell(
             f"decree {decree.action}: {len(signers)} of {wanted} operators have signed it ({names});"
             " it waits for others"
         )
 
     def _is_past(self, decree: Decree) -> bool:
         """Whether the run already has a decree with this one's number."""
-        return decree.number < access.decrees_after(self._leader.head)
+        return decree.number < access.decrees_after(self.leader.head)
 
     def _why_not(self, decree: Decree) -> str | None:
-        manifest, head = self._leader.manifest, self._leader.head
+        manifest, head = self.leader.manifest, self.leader.head
         if decree.schedule is not None:
             return schedule.why_not(manifest, head, decree.schedule)
         if decree.action in board.CHANGES:
             refused = board.why_not(manifest, head, decree)
-            return refused or board.why_too_few(manifest, head, decree, self._living())
+            return refused or board.why_too_few(manifest, head, decree, self.living())
         return None

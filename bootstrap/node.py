@@ -19,11 +19,18 @@ from typing import Any, Generic, TypeVar
 
 from bootstrap.archive import Archive
 from bootstrap.background_jobs import LatestJob, ProposalChecker, require
-from bootstrap.calls import DecreeHandler, LogAndRosterHandler
-from bootstrap.operators import Dismissed, Operators
+from bootstrap.calls import AnnouncementTable, DecreeHandler, LogAndRosterHandler
 from bootstrap.payloads import Payloads
-from bootstrap.roster import AnnouncementTable
-from bootstrap.sessions import OUTBOX, AdmissionControl, OfferAnnouncer, Session, Sessions, unexpected
+from bootstrap.sessions import (
+    OUTBOX,
+    AdmissionControl,
+    Dismissed,
+    OfferAnnouncer,
+    Operators,
+    Session,
+    Sessions,
+    unexpected,
+)
 from peer import events
 from peer.net.bandwidth import BandwidthServer
 from peer.net.base import Clock, Transport
@@ -548,7 +555,7 @@ class BootstrapNode:
                 f" round {round} waits, start one of them again"
             )
         else:
-            return  # a node that is not appointed waits for that, and says so (bootstrap/operators.py)
+            return  # a node that is not appointed waits for that, and says so (bootstrap/sessions.py)
         self._emit(events.Warning(text=text))
 
     # --- payloads

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bootstrap.archive import Archive
@@ -39,23 +40,18 @@ _FOR_GOOD = 2**31
 """In place of a round: for a blob that the log names."""
 
 
+@dataclass(eq=False)
 class Payloads:
     """`put` gets events for the node's machines: what is held now, and withdrawals of invalid payloads."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        archive: Archive,
-        directory: Directory,
-        emit: events.Emit,
-        put: Callable[[leader_events.Event | paxos_events.Event], None],
-    ) -> None:
-        self._manifest = archive.manifest
-        self._transport = transport
-        self._archive = archive
-        self._directory = directory
-        self._emit = emit
-        self._put = put
+    transport: Transport
+    archive: Archive
+    directory: Directory
+    emit: events.Emit
+    put: Callable[[leader_events.Event | paxos_events.Event], None]
+
+    def __post_init__(self) -> None:
+        self._manifest = self.archive.manifest
         self.notes = Notes(lock=threading.Lock())
         """What was found in payloads that are judged soon."""
         self._fetching: set[str] = set()
@@ -64,7 +60,9 @@ class Payloads:
         self._warnings = TokenBucket(*WARNINGS)
         self._tasks: set[asyncio.Task[None]] = set()
         holders = Holders(self._warn)
-        self.fetcher = Fetcher(transport, archive.blobs, reach=directory.reach, sync=True, holders=holders)
+        self.fetcher = Fetcher(
+            self.transport, self.archive.blobs, reach=self.directory.reach, sync=True, holders=holders
+        )
 
     def complete(self, commits: Iterable[Commit]) -> None:
         """Starts fetching what the commits name and the archive lacks, until it has it."""
@@ -99,14 +97,14 @@ class Payloads:
         for name in late:
             self.fetcher.give_up(name)
         kept = {name for name, round in self._wanted.items() if round > commit.round}
-        gone = await asyncio.to_thread(self._archive.blobs.settle, commit.round, committed | kept)
+        gone = await asyncio.to_thread(self.archive.blobs.settle, commit.round, committed | kept)
         for name in late:
-            if self._archive.blobs.round_of(name) == commit.round:  # it was whole a moment before it was given up
-                self._archive.blobs.remove(name)
+            if self.archive.blobs.round_of(name) == commit.round:  # it was whole a moment before it was given up
+                self.archive.blobs.remove(name)
                 gone.add(name)
         self._wanted = {n: r for n, r in self._wanted.items() if r > commit.round or n in self._fetching}
         # nothing is awaited before, or another fetch might have begun
-        self._archive.blobs.drop_parts({*self.fetcher.running, *self._fetching} - late)
+        self.archive.blobs.drop_parts({*self.fetcher.running, *self._fetching} - late)
         return gone
 
     async def sweep(self, commits: Sequence[Commit]) -> set[str]:
@@ -117,7 +115,7 @@ class Payloads:
         """Returns all names in a commit, None while a list of it is missing."""
         names: set[str] = set()
         for share in commit.shares:
-            raw = self._archive.blobs.get(share.root)
+            raw = self.archive.blobs.get(share.root)
             if raw is None:
                 return None
             names |= {share.root, *(part.digest for part in part_lists.unpack(raw))}
@@ -126,9 +124,9 @@ class Payloads:
     def _is_late(self, name: str) -> bool:
         """Whether a blob came after its round was decided without it; then it is removed."""
         round = self._wanted.get(name, _FOR_GOOD)
-        if round > self._decided or self._archive.blobs.round_of(name) != round:
+        if round > self._decided or self.archive.blobs.round_of(name) != round:
             return False
-        self._archive.blobs.remove(name)
+        self.archive.blobs.remove(name)
         return True
 
     @contextlib.contextmanager
@@ -157,14 +155,14 @@ class Payloads:
                 self._wanted.pop(share.root, None)
                 for part in parts:
                     self._want(part.digest, _FOR_GOOD)
-                    while not self._archive.blobs.has(part.digest):
+                    while not self.archive.blobs.has(part.digest):
                         await self._fetch((share.peer,), part, share.peer, commit.round)
-                        await asyncio.sleep(0 if self._archive.blobs.has(part.digest) else RETRY_SECONDS)
+                        await asyncio.sleep(0 if self.archive.blobs.has(part.digest) else RETRY_SECONDS)
                     self._wanted.pop(part.digest, None)
 
     async def _keep(self, parts: Parts, round: int) -> None:
         with self._busy(root := part_lists.root_of(parts)):
-            await asyncio.to_thread(self._archive.blobs.put, part_lists.pack(parts), round)
+            await asyncio.to_thread(self.archive.blobs.put, part_lists.pack(parts), round)
         self._report_list(root, parts)
 
     async def _fetch_list(self, holders: Sequence[str], share: Share, round: int) -> None:
@@ -177,8 +175,8 @@ class Payloads:
 
     def _report_list(self, root: str, parts: Parts) -> None:
         if not self._is_late(root):
-            self._put(paxos_events.Listed(root, parts))
-            self._put(leader_events.Held(root))
+            self.put(paxos_events.Listed(root, parts))
+            self.put(leader_events.Held(root))
 
     async def _list_of(self, holders: Sequence[str], share: Share, round: int) -> Parts | None:
         """Returns a share's list, None if it cannot be had now."""
@@ -186,8 +184,9 @@ class Payloads:
             return None
         try:
             asked = self._asked(holders)
-            await self.fetcher.fetch(share.root, share.listed, asked, round=round, check=_check_list, owner=share.peer)
-            raw = await asyncio.to_thread(self._archive.blobs.get, share.root)
+            check = part_lists.unpack
+            await self.fetcher.fetch(share.root, share.listed, asked, round=round, check=check, owner=share.peer)
+            raw = await asyncio.to_thread(self.archive.blobs.get, share.root)
             return None if raw is None else part_lists.unpack(raw)
         except (RemoteError, part_lists.BadList) as error:
             self._warn(f"list of parts of {short_peer(share.peer)}: {error}")
@@ -209,27 +208,23 @@ class Payloads:
             with self._busy(part.digest):
                 await self.fetcher.fetch(part.digest, part.size, asked, round=round, check=check, owner=sender)
             if not self._is_late(part.digest):
-                self._put(paxos_events.Held(part.digest))
-                self._put(leader_events.Held(part.digest))
+                self.put(paxos_events.Held(part.digest))
+                self.put(leader_events.Held(part.digest))
         except sparse.PayloadError as error:
             withdraw = Withdraw(round=round, reason=f"payload of {part.shard}: {error}")
-            self._put(leader_events.Received(sender, withdraw))
+            self.put(leader_events.Received(sender, withdraw))
         except RemoteError as error:
             self._warn(str(error))
 
     def _asked(self, holders: Sequence[str]) -> list[str]:
-        asked = dict.fromkeys((*holders, *self._directory.operators))
-        return [peer for peer in asked if peer != self._transport.peer_id]
+        asked = dict.fromkeys((*holders, *self.directory.operators))
+        return [peer for peer in asked if peer != self.transport.peer_id]
 
     def _warn(self, text: str) -> None:
         if self._warnings.take(asyncio.get_running_loop().time()):
-            self._emit(events.Warning(text=text))
+            self.emit(events.Warning(text=text))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _check_list(raw: bytes) -> None:
-    part_lists.unpack(raw)

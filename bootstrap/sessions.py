@@ -2,28 +2,40 @@
 
 A peer above its limit of messages and bytes a second is read more slowly, then refused for a while
 (peer/net/guests.py). A peer has one session: a new one ends the one before.
+
+*Operators.* Each node opens one stream to each of the other operators' nodes, and only sends on it. The node's own log
+says who operates the run (protocol/ledger/board.py). A node without members asks every node that it can reach for newer
+commits, checks them, and connects to the operators that the newest one names. A dismissed node ends once enough
+operators have that commit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import Awaitable, Callable, Container, Iterable
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from bootstrap.archive import Archive
+from peer.net.address import peers_of
 from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Clock, Stream, Transport, answer
+from peer.net.directory import Directory
+from peer.net.node_calls import log_page
 from peer.net.rate_limits import Rate, TokenBucket
+from peer.net.task_set import TaskSet
 from protocol.errors import RemoteError, apart, shown
 from protocol.identity import short_peer
-from protocol.ledger import access, part_lists
+from protocol.ledger import access, board, history, part_lists
+from protocol.ledger.history import BadCommit
 from protocol.ledger.ranges import range_of
+from protocol.quorum.paxos import Quorum
 from protocol.round.leader import Leader
 from protocol.round.leader_events import JoinRequest
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding
+from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
-from protocol.wire.commit import Share
+from protocol.wire.commit import Commit, Record, Share, votes_needed
 from protocol.wire.decree import Joined
 from protocol.wire.encoding import Message
 from protocol.wire.session import Hello, NotAdmitted, Offered
@@ -151,6 +163,7 @@ class Session:
         return self.outbox.qsize() >= OUTBOX // 2
 
 
+@dataclass(eq=False)
 class Sessions:
     """All of a node's sessions.
 
@@ -160,30 +173,21 @@ class Sessions:
     heard: when each peer was last heard, in steady seconds
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        clock: Clock,
-        receive: Callable[[str, Session, Message], Awaitable[None]],
-        opened: Callable[[Session], None],
-        transport: Transport,
-        admission: AdmissionControl | None = None,
-    ) -> None:
+    manifest: Manifest
+    clock: Clock
+    receive: Callable[[str, Session, Message], Awaitable[None]]
+    opened: Callable[[Session], None]
+    transport: Transport
+    admission: AdmissionControl | None = None
+
+    def __post_init__(self) -> None:
         self.open: dict[str, Session] = {}
         self.heard: dict[str, float] = {}
-        self._manifest = manifest
-        self._clock = clock
-        self._receive = receive
-        self._opened = opened
-        self._doubt = transport.doubt
-        self._seen_at = transport.seen_at
-        self._guests = transport.guests
-        self._admission = admission
         self._streams: dict[str, Stream] = {}
-        self._max_message_bytes = MAX_MESSAGE_BYTES + part_lists.longest(manifest)
+        self._max_message_bytes = MAX_MESSAGE_BYTES + part_lists.longest(self.manifest)
         bytes_per_second = ROUNDS_PER_SECOND * self._max_message_bytes
         self._bytes = Rate(bytes_per_second, 4 * bytes_per_second)
-        self._silence = SILENT_HEARTBEATS * manifest.timing.heartbeat
+        self._silence = SILENT_HEARTBEATS * self.manifest.timing.heartbeat
 
     async def serve(self, stream: Stream) -> None:
         """Serves one session, from its Hello to its end."""
@@ -191,40 +195,42 @@ class Sessions:
         hello = encoding.expect(
             Hello, encoding.decode(await stream.recv(MAX_HELLO_BYTES, timeout=REQUEST_SECONDS), peer), peer
         )
-        if hello.run != self._manifest.run_id:
-            asked, served = apart(shown(hello.run), self._manifest.run_id)
+        if hello.run != self.manifest.run_id:
+            asked, served = apart(shown(hello.run), self.manifest.run_id)
             raise RemoteError(peer, f"run {asked} is not served here, {served} is; check RUN")
         if hello.version != VERSION:
             reason = f"it speaks version {hello.version} of the protocol, and the run's nodes version {VERSION}"
             await stream.send(encoding.encode(NotAdmitted(reason=reason, version=VERSION)))
             raise RemoteError(peer, f"peer {short_peer(peer)}: {reason}; its session was refused")
-        where = range_of(self._seen_at(peer))
-        refusal = await self._admission.welcome(peer, hello.joining) if self._admission is not None else None
-        if refusal is None and where and self._admission is not None:
+        where = range_of(self.transport.seen_at(peer))
+        refusal = await self.admission.welcome(peer, hello.joining) if self.admission is not None else None
+        if refusal is None and where and self.admission is not None:
             others = (p for p, session in self.open.items() if session.range == where and p != peer)
-            refusal = self._admission.crowded(peer, others)
+            refusal = self.admission.crowded(peer, others)
         if refusal is not None:
             await stream.send(encoding.encode(refusal))
             raise RemoteError(peer, f"peer {short_peer(peer)}: {refusal.reason}; its session was refused")
         before = self._streams.get(peer)
-        session = Session(amounts=TokenBucket(*self._bytes), paused_at=self._clock.steady(), range=where)
+        session = Session(amounts=TokenBucket(*self._bytes), paused_at=self.clock.steady(), range=where)
         # before anything is awaited: of several new ones each ends the one before
         self.open[peer], self._streams[peer] = session, stream
-        self.heard[peer] = self._clock.steady()
+        self.heard[peer] = self.clock.steady()
         sender = asyncio.create_task(self._send(stream, session))
         try:
-            self._opened(session)
+            self.opened(session)
             if before is not None:
-                self._doubt(peer)  # it has moved: its old connection is dead
+                self.transport.doubt(peer)  # it has moved: its old connection is dead
                 await before.close()
             while True:
-                began = self._clock.steady()
-                raw = await answer(stream, self._doubt, self._max_message_bytes, silence=self._silence)
-                self.heard[peer] = now = self._clock.steady()
+                began = self.clock.steady()
+                raw = await answer(stream, self.transport.doubt, self._max_message_bytes, silence=self._silence)
+                self.heard[peer] = now = self.clock.steady()
                 if session.floods(now - began, now):
-                    self._guests.refuse(peer, "says too much in its session", asyncio.get_running_loop().time())
-                await self._receive(peer, session, encoding.decode(raw, peer))
-                await asyncio.sleep(session.pace(len(raw), self._clock.steady()))
+                    self.transport.guests.refuse(
+                        peer, "says too much in its session", asyncio.get_running_loop().time()
+                    )
+                await self.receive(peer, session, encoding.decode(raw, peer))
+                await asyncio.sleep(session.pace(len(raw), self.clock.steady()))
         finally:
             sender.cancel()
             if self.open.get(peer) is session:
@@ -242,7 +248,7 @@ class Sessions:
 
     async def dismiss(self) -> None:
         """Ends the sessions of peers that are no longer admitted."""
-        for peer in [p for p in self.open if self._admission is not None and self._admission.why_not(p) is not None]:
+        for peer in [p for p in self.open if self.admission is not None and self.admission.why_not(p) is not None]:
             await self._streams[peer].close()
 
     def post(self, peers: Iterable[str], message: Message) -> None:
@@ -294,3 +300,211 @@ class OfferAnnouncer:
             for round, shares in rounds.items():
                 self._send(Offered(round=round, shares=tuple(shares)))
                 await asyncio.sleep(OFFER_PAUSE_SECONDS * self._sessions())
+
+
+# --- operators
+
+RECONNECT_SECONDS = 2.0
+POLL_SECONDS = 2.0
+"""Interval of the checks whether other nodes have to be asked for newer commits."""
+ASK_SECONDS = 30.0
+"""Longest time that one node is asked at once; the rest is asked for the next time."""
+LINGER_SECONDS = 5.0
+"""A dismissed node ends after these: the command that dismissed it still asks it whether that is decided."""
+MAX_KNOCKING = 8
+"""Most nodes outside our log that are asked because they opened a stream to us."""
+
+
+class Dismissed(Exception):
+    """This node no longer operates the run, and the nodes that do have the commit that says so."""
+
+
+@dataclass(eq=False)
+class Operators:
+    """The other operators' nodes, as seen by one node.
+
+    others: addresses of nodes to begin with
+    receive: awaited with (node, message) for each message of another node
+    tell: called once with a text for this node's operator
+    """
+
+    directory: Directory
+    transport: Transport
+    archive: Archive
+    others: Sequence[str]
+    quorum: Quorum
+    receive: Callable[[str, Message | Record], Awaitable[None]]
+    tell: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.links: dict[str, Session] = {}
+        """The messages that wait to be sent, by node."""
+        self._manifest = self.archive.manifest
+        self._peer = self.transport.peer_id
+        self._others = peers_of(self.others)
+        self._senders = TaskSet(lambda: self.links, self._send)
+        self._incoming = Counter[str]()  # open streams, by node
+        self._streams: dict[str, set[Stream]] = {}
+        self._newest_shown: Commit | None = None
+        self._following = asyncio.Lock()
+        self._knocking: dict[str, None] = {}
+        self._was_named = self._peer in self._manifest.operators or self._peer in self.archive.named
+        self._told = False
+
+    # --- streams
+
+    async def serve(self) -> None:
+        """Accepts the other nodes' streams."""
+        await self.transport.serve(endpoints.QUORUM, self._accept)
+
+    async def run(self) -> None:
+        """Keeps our streams open. Never returns."""
+        await self._senders.run()
+
+    def broadcast(self, message: Message) -> None:
+        """Queues a message for every other node."""
+        for link in self.links.values():
+            link.post(encoding.encode(message))
+
+    async def _send(self, node: str) -> None:
+        queue = self.links[node].outbox
+        while True:
+            try:
+                await self.directory.reach(node)
+                stream = await self.transport.open(node, endpoints.QUORUM, timeout=10.0)
+                try:
+                    while not queue.empty():
+                        queue.get_nowait()
+                    while True:
+                        await stream.send(await queue.get())
+                finally:
+                    await stream.close()
+            except RemoteError:
+                self.directory.lost(node)
+                await self.directory.connect()
+            await asyncio.sleep(RECONNECT_SECONDS)
+
+    async def _accept(self, stream: Stream) -> None:
+        node = stream.remote
+        if node not in self.links:
+            self._knocking[node] = None
+            while len(self._knocking) > MAX_KNOCKING:
+                del self._knocking[next(iter(self._knocking))]
+            raise RemoteError(node, f"peer {short_peer(node)}: not an operator of this run; it has no vote")
+        if self._incoming[node]:
+            self.transport.doubt(node)  # it has moved: its older stream is dead, and so is ours to it
+        self._incoming[node] += 1
+        self._streams.setdefault(node, set()).add(stream)
+        try:
+            while node in self.links:
+                await self.receive(node, encoding.decode_any(bytes(await stream.recv()), node))
+        finally:
+            self._incoming[node] -= 1
+            self._streams.get(node, set()).discard(stream)
+
+    # --- who they are
+
+    @property
+    def head(self) -> Commit | None:
+        """The newest known commit, of our log or shown by another node."""
+        head, shown = self.quorum.head, self._newest_shown
+        return shown if shown is not None and shown.round > (-1 if head is None else head.round) else head
+
+    @property
+    def is_named(self) -> bool:
+        """Whether this node operates the run, by the newest known commit."""
+        return self._peer in board.operators(self._manifest, self.head)
+
+    async def follow(self) -> None:
+        """Connects to the operators of the newest known commit, and to no others."""
+        async with self._following:  # the last call knows most, and has the last word
+            quorum, head = self.quorum, self.head
+            self.directory.follow(board.of(self._manifest, head))
+            names = {*quorum.reached, *board.operators(self._manifest, head)} - {self._peer}
+            self._was_named = self._was_named or self._peer in quorum.operators
+            if not self.is_named and not self._was_named:
+                names = set()
+            for node in [n for n in self.links if n not in names]:
+                del self.links[node]
+                self._senders.end(node)
+                for stream in self._streams.pop(node, ()):
+                    await stream.close()
+            for node in sorted(names - self.links.keys()):
+                self.links[node] = Session()
+            self._senders.changed.set()
+
+    async def watch(self) -> None:
+        """Asks other nodes for newer commits where that is needed. Raises Dismissed."""
+        while True:
+            if not self.is_named and self._was_named:
+                await self._ask_all()
+                if not self.is_named:
+                    await self._end_if_decided()
+            else:
+                lost = not self.is_named or self.quorum.leadership.has_stalled
+                if lost or self._knocking:
+                    await self._ask_all(lost)
+            if not self.is_named and not self._was_named and not self._told:
+                self._told = True
+                self.tell(
+                    f"{self._peer} is no operator of it; this node waits until the operators appoint it:"
+                    " potluck run appoint"
+                )
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _ask_all(self, lost: bool = True) -> None:
+        """Asks the nodes that knocked and, where this node is `lost`, all that it knows."""
+        known = (*self._others, *board.of(self._manifest, self.head).names) if lost else ()
+        here = [name for name in self._knocking if name not in known]
+        self._knocking.clear()
+        names = [name for name in (*dict.fromkeys(known), *here) if name != self._peer]
+        await asyncio.gather(*(self._ask(name, name in known) for name in names))
+
+    async def _ask(self, node: str, dial: bool) -> None:
+        """Takes the commits of `node` that are newer than ours, and follows them.
+
+        dial: whether to connect first; a node that knocked is connected to us
+        """
+        before = self.head
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                if dial:
+                    await self.directory.reach(node)
+                while await self._read(node):
+                    pass
+        except (RemoteError, TimeoutError):
+            self.directory.lost(node)
+        if self.head is not before:
+            await self.follow()
+
+    async def _read(self, node: str) -> bool:
+        head = self.head
+        found = await log_page(self.transport, node, -1 if head is None else head.round)
+        for raw in found:
+            try:
+                head = history.follow(self._manifest, head, raw).commit
+            except BadCommit:
+                return False
+            await asyncio.sleep(0)
+        known = self.head
+        if head is not None and (known is None or head.round > known.round):
+            self._newest_shown = head
+        return bool(found)
+
+    async def _end_if_decided(self) -> None:
+        """Raises Dismissed once enough of the current operators have the commit that dismissed this node."""
+        head = self.quorum.head
+        if head is None:
+            return
+        members = board.members_after(self._manifest, head)
+        have = 0
+        for node in members:
+            try:
+                await self.directory.reach(node)
+                for raw in (await log_page(self.transport, node, head.round - 1))[:1]:
+                    have += encoding.decode_record(raw, node).commit.digest == head.digest
+            except RemoteError:
+                self.directory.lost(node)
+        if have >= votes_needed(len(members)):
+            await asyncio.sleep(LINGER_SECONDS)
+            raise Dismissed

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 def shown(text: object) -> str:
     """What a stranger wrote, safe to show: the beginning, in printable ASCII on one line."""
@@ -43,6 +46,15 @@ class UsageError(LocalError):
     """Bad usage or bad input; the user can put it right. Commands end with exit code 2."""
 
     exit_code = 2
+
+
+@contextlib.contextmanager
+def os_errors(thing: str, remedy: str) -> Iterator[None]:
+    """Raises UsageError, `<thing>: <reason>; <remedy>`, in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{thing}: {error.strerror}; {remedy}") from None
 
 
 class BannedError(LocalError):

@@ -1,6 +1,6 @@
 """The streams between a chain's neighbours: the earlier stage dials, the later one accepts.
 
-A pipe is several streams (peer/net/striped_stream.py); each begins with a hello that names its stripe. A pipe belongs
+A pipe is several streams (peer/net/stream.py); each begins with a hello that names its stripe. A pipe belongs
 to one *generation* of a replica's chain in a round (protocol/round/chain_repair.py). A stage that is not ready yet sends
 signs of life. After the second failed dial in a row the peer is *apart* from us, in our announcement, and the planner
 takes others as our neighbours; it is tried again later.
@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from peer.chain.frames import NeighbourLost
 from peer.chain.link import LIVENESS, Liveness, keep_alive
-from peer.net.base import REQUEST_SECONDS, Stream
+from peer.net.base import REQUEST_SECONDS, Stream, all_of
+from peer.net.lru import LruDict
 from peer.net.network import Network
 from peer.net.rate_limits import Cooldown
-from peer.net.striped_stream import STRIPES, StripedStream
+from peer.net.stream import STRIPES, StripedStream
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import calls, endpoints
@@ -65,7 +65,7 @@ class UnreachablePeers:
     def __init__(self, announce: Callable[..., None], warn: Callable[[str], None]) -> None:
         self._announce = announce
         self._warn = warn
-        self._failed: OrderedDict[str, None] = OrderedDict()  # those whose last dial failed
+        self._failed = LruDict[str, None](REMEMBERED)  # those whose last dial failed
         self._cooldown = Cooldown(APART_SECONDS, MOST_APART_SECONDS, REMEMBERED)
         self._apart: dict[str, asyncio.TimerHandle] = {}
 
@@ -85,9 +85,6 @@ class UnreachablePeers:
         """A dial of `peer` failed until its timeout."""
         known = peer in self._failed
         self._failed[peer] = None
-        self._failed.move_to_end(peer)
-        if len(self._failed) > REMEMBERED:
-            self._failed.popitem(last=False)
         if not known or peer in self._apart:
             return
         if len(self._apart) == MOST_APART:
@@ -205,13 +202,9 @@ class PipelineStreams:
             streams[stripe] = await self._network.transport.open(peer, endpoints.PIPE, timeout=self._patience.dial)
             await streams[stripe].send(calls.write(dataclasses.replace(hello, stripe=stripe)))
 
-        tasks = [asyncio.create_task(open(stripe)) for stripe in range(STRIPES)]
         try:
-            await asyncio.gather(*tasks)
+            await all_of(map(open, range(STRIPES)))
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             for stream in streams.values():
                 await stream.close()
             raise

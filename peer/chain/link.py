@@ -1,4 +1,4 @@
-"""One stage boundary: frames both ways over one pipe (peer/net/striped_stream.py), with a queue on either side.
+"""One stage boundary: frames both ways over one pipe (peer/net/stream.py), with a queue on either side.
 
 Read frames wait in a bounded queue; when it is full nothing more is read, and the stream holds the sender back.
 
@@ -85,10 +85,6 @@ class LinkClock:
     def echoed(self, now: float) -> None:
         """Its echo has come."""
         self.trip = min(now - self._pinged, self._most_trip)
-
-    def set_trip(self, trip: float) -> None:
-        """Takes the neighbour's round trip."""
-        self.trip = trip
 
     def small(self, stamp: float, arrival: float) -> None:
         """A ping or an echo has come, over an idle link."""
@@ -242,7 +238,7 @@ class Link:
         if head.kind != BEAT:
             self.clock.small(head.stamp, now)
         if head.kind == PING:
-            self.clock.set_trip(head.check / 1e6)
+            self.clock.trip = head.check / 1e6  # as the neighbour measured it
             if self._out.empty():
                 self.send(Head(ECHO), b"", 0)
         elif head.kind == ECHO:

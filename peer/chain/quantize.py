@@ -88,11 +88,7 @@ def decode(raw: bytes | memoryview, shape: Sequence[int], wire: str, device: tor
 
 
 def decode_measured(
-    raw: bytes | memoryview,
-    shape: Sequence[int],
-    wire: str,
-    device: torch.device,
-    form: torch.dtype = torch.float32,
+    raw: bytes | memoryview, shape: Sequence[int], wire: str, device: torch.device, form: torch.dtype = torch.float32
 ) -> tuple[Tensor, float]:
     """What `decode` gives, rounded to `form`, and its largest magnitude before, which the check has to look for
     anyway."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from peer import events
 from peer.chain.trace import Trace
 from peer.corpus.text import Text
+from peer.net.base import cancel
 from protocol.errors import LocalError, PotluckError, UsageError
 from protocol.run import corpus
 from protocol.run.manifest import Manifest
@@ -133,10 +134,8 @@ class Reading(Generic[T]):
 
     async def aclose(self) -> None:
         """Ends the reading under way."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await cancel(self._task)
+        self._task = None
 
     async def _is_there(self) -> bool:
         """Waits for the end of the reading; False if the stop sign is set before."""

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from protocol.errors import UsageError
+from protocol.errors import os_errors
 
 SHORTEST_WAIT_SECONDS = 1e-4
 _ROWS = ("inner step", "compute", "wait")
@@ -29,10 +29,8 @@ class TraceFile:
         head = {"ph": "M", "pid": os.getpid()}
         rows = [head | {"name": "thread_name", "tid": i, "args": {"name": row}} for i, row in enumerate(_ROWS)]
         self._spans: list[dict[str, object]] = [head | {"name": "process_name", "args": {"name": name}}, *rows]
-        try:
+        with os_errors(f"--trace {path}", "name a file that can be written"):
             self._file = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--trace {path}: {error.strerror}; name a file that can be written") from None
         self._end = 0
         self.flush()
 

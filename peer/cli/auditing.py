@@ -16,6 +16,7 @@ from peer import events
 from peer.events import Emitter, json_sink
 from peer.net import keyfile, processes
 from peer.net.address import host_of, is_loopback
+from peer.net.base import until
 from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
 from protocol.errors import PotluckError
 from protocol.identity import short_peer
@@ -51,15 +52,8 @@ async def audit(line: str, folder: Path) -> None:
         made = Factories(text=held_out_text, inner_loop=InnerLoop)
         emit = Emitter(key.peer_id, json_sink())
         peer = Peer(manifest, key, transport, storage, machine, emit, made)
-        following, orphaned = asyncio.create_task(peer.run()), asyncio.create_task(_parent_gone())
-        try:
-            await asyncio.wait({following, orphaned}, return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                following.result()
-        finally:
-            for task in (following, orphaned):
-                task.cancel()
-            await asyncio.gather(following, orphaned, return_exceptions=True)
+        if (followed := await until(_parent_gone(), peer.run())) is not None:
+            followed.result()
     finally:
         await transport.aclose()
         storage.close()

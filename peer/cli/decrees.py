@@ -26,16 +26,18 @@ from peer.net.address import parse, peers_of
 from peer.net.base import BadAddress, Closed, Timeout, Transport, Unreachable
 from peer.net.blobs import BlobStore
 from peer.net.node_calls import CALL_SECONDS
+from peer.node import open_run
 from peer.node.open_run import KEY, here, node_folder, parse_run
-from peer.ui.text import clean, meant, schedule_of, typed
+from peer.ui.lines import decreed
+from peer.ui.text import clean, meant, typed
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
-from protocol.identity import Identity, short_peer
+from protocol.identity import Identity
 from protocol.ledger import access, schedule
 from protocol.run.manifest import Manifest, why_no_quorum
 from protocol.wire import decree as wire
 from protocol.wire.bounds import LEAST_SHARE, LONGEST_PLACE, MAX_PROBATION, MAX_SESSIONS
-from protocol.wire.decree import LONGEST_NOTE, MOST_GUESTS, Decree, Motion, Motions, Operator, Schedule
+from protocol.wire.decree import LONGEST_NOTE, MOST_GUESTS, Board, Decree, Motion, Motions, Operator, Schedule
 from protocol.wire.encoding import seal
 
 ASK_SECONDS = 1.0
@@ -47,9 +49,7 @@ LONGEST_EXPIRY_DAYS = 366
 app = group()
 
 _RUN = typer.Argument(
-    metavar="RUN",
-    help="A manifest file, a node's folder, or the one-line address that a bootstrap node prints.",
-    show_default=False,
+    metavar="RUN", help="A manifest file, a node's folder, or the one-line address that a bootstrap node prints."
 )
 Run = Annotated[str, _RUN]
 OwnRun = Annotated[str | None, _RUN]
@@ -60,7 +60,6 @@ Peer = Annotated[
         metavar="PEER",
         help="The peer as screens show it, such as Ada·p8kZ, or its id, or the id's last characters; or an"
         " invitation's.",
-        show_default=False,
     ),
 ]
 Dir = Annotated[Path, typer.Option("--dir", help="Your bootstrap node's folder.", show_default=True)]
@@ -97,18 +96,14 @@ async def close(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> N
     await _decree(run, dir, wire.CLOSE, reason)
 
 
-@app.command(
-    epilog="Example: potluck run appoint my-run.toml /ip4/198.51.100.7/tcp/4001/p2p/12D3KooWExample",
-)
+@app.command(epilog="Example: potluck run appoint my-run.toml /ip4/198.51.100.7/tcp/4001/p2p/12D3KooWExample")
 @coroutine
 async def appoint(
     run: Run,
     nodes: Annotated[
         list[str],
         typer.Argument(
-            metavar="ADDRESS",
-            help="The address of each new operator's node, with its key, as that node prints it.",
-            show_default=False,
+            metavar="ADDRESS", help="The address of each new operator's node, with its key, as that node prints it."
         ),
     ],
     reason: Reason = "",
@@ -123,9 +118,7 @@ async def appoint(
 @coroutine
 async def dismiss(
     run: Run,
-    operator: Annotated[
-        str, typer.Argument(metavar="OPERATOR", help="The operator's id, or its last characters.", show_default=False)
-    ],
+    operator: Annotated[str, typer.Argument(metavar="OPERATOR", help="The operator's id, or its last characters.")],
     reason: Reason = "",
     dir: Dir = FOLDER,
 ) -> None:
@@ -137,10 +130,7 @@ async def dismiss(
 @coroutine
 async def quorum(
     run: Run,
-    number: Annotated[
-        int,
-        typer.Argument(metavar="NUMBER", help="1, 4 or 7: so many operators decide each round.", show_default=False),
-    ],
+    number: Annotated[int, typer.Argument(metavar="NUMBER", help="1, 4 or 7: so many operators decide each round.")],
     reason: Reason = "",
     dir: Dir = FOLDER,
 ) -> None:
@@ -156,38 +146,27 @@ class SetOptions:
     """The options of `potluck run set`."""
 
     run: OwnRun = None
-    rounds: Annotated[int | None, typer.Option(min=1, help="The run is over after so many.", show_default=False)] = None
+    rounds: Annotated[int | None, typer.Option(min=1, help="The run is over after so many.")] = None
     total_steps: Annotated[
         int | None,
         typer.Option(
             min=1,
             help="Inner steps of the learning rate's schedule. Without it: as many more or fewer as --rounds has, where"
             " the schedule ended with the run; else as now.",
-            show_default=False,
         ),
     ] = None
     probation: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=MAX_PROBATION, help="Rounds in which a newcomer's work has no weight.", show_default=False
-        ),
+        int | None, typer.Option(min=0, max=MAX_PROBATION, help="Rounds in which a newcomer's work has no weight.")
     ] = None
-    share: Annotated[
-        float | None,
-        typer.Option(min=LEAST_SHARE, max=1, help="Of a round's weight, for one peer.", show_default=False),
-    ] = None
+    share: Annotated[float | None, typer.Option(min=LEAST_SHARE, max=1, help="Of a round's weight, for one peer.")] = (
+        None
+    )
     range_sessions: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            max=MAX_SESSIONS,
-            help="Sessions for strangers from one range of addresses; 0: all.",
-            show_default=False,
-        ),
+        typer.Option(min=0, max=MAX_SESSIONS, help="Sessions for strangers from one range of addresses; 0: all."),
     ] = None
     range_share: Annotated[
-        float | None,
-        typer.Option(min=LEAST_SHARE, max=1, help="Of the plan, for strangers from one range.", show_default=False),
+        float | None, typer.Option(min=LEAST_SHARE, max=1, help="Of the plan, for strangers from one range.")
     ] = None
     reason: Reason = ""
     dir: Dir = FOLDER
@@ -223,11 +202,25 @@ app.command(
 )(with_options(SetOptions, lambda options, _: running.run(_set(options), interrupted=1)))
 
 
-def own_key(folder: Path) -> Identity:
-    """The key in an operator's folder. Raises UsageError."""
+def _operator(run: str | None, dir: Path, reason: str, longest: int) -> tuple[Path, Identity, open_run.Run]:
+    """The folder of an operator's node, the operator's key, and the run. Raises UsageError.
+
+    run: as typed; None: the run of the node in `dir`.
+    longest: characters of a reason.
+    """
+    text = here(dir) if run is None else run
+    folder, found = node_folder(text, dir), parse_run(text)
     if not (folder / KEY).is_file():
         raise UsageError(f"--dir {folder}: has no key; give the folder of your bootstrap node")
-    return keyfile.load_or_create(folder / KEY)
+    if len(reason) > longest or not reason.isprintable():
+        raise UsageError(f"--reason: may have {longest} printable characters")
+    return folder, keyfile.load_or_create(folder / KEY), found
+
+
+def _require_operator(peer: str, board: Board, folder: Path, manifest: Manifest) -> None:
+    """Raises UsageError unless the peer is an operator by `board`."""
+    if peer not in board.names:
+        raise UsageError(f"--dir {folder}: {peer} is no operator of {clean(manifest.name)}")
 
 
 def _operators(typed: list[str]) -> tuple[Operator, ...]:
@@ -271,16 +264,11 @@ async def _decree(
     subject: an abbreviated peer or operator.
     wanted: makes the decreed schedule from the present one.
     """
-    text = here(dir) if run is None else run
-    folder = node_folder(text, dir)
-    operator, found = own_key(folder), parse_run(text)
-    if len(reason) > wire.LONGEST_REASON or not reason.isprintable():
-        raise UsageError(f"--reason: may have {wire.LONGEST_REASON} printable characters")
+    folder, operator, found = _operator(run, dir, reason, wire.LONGEST_REASON)
     async with running.visiting(found) as (manifest, transport, temporary):
         node = found.dialled[0]
         now = await node_calls.send_motion(transport, node, Motion())
-        if operator.peer_id not in now.board.names:
-            raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
+        _require_operator(operator.peer_id, now.board, folder, manifest)
         if subject:
             log = reader.Remote(transport, [node], BlobStore(temporary / "blobs"))
             subject = await _resolve(manifest, now, log, action, subject)
@@ -318,14 +306,8 @@ async def _until_decided(transport: Transport, at: Sequence[str], decree: Decree
 
     Raises LocalError if another decree was decided first, RemoteError.
     """
-    motion = Motion(sealed=seal(operator, decree))
-    what, signatures = f"{decree.action}{f' {short_peer(decree.subject)}' if decree.subject else ''}", -1
-    if decree.operators:
-        what = f"appoint {', '.join(short_peer(one.peer) for one in decree.operators)}"
-    if decree.quorum is not None:
-        what = f"quorum {decree.quorum}"
-    if decree.schedule is not None:
-        what = f"set {schedule_of(decree.schedule)}"
+    motion, signatures = Motion(sealed=seal(operator, decree)), -1
+    what = decreed(dataclasses.replace(decree, reason=""), {})
     while True:
         answer = await _patiently(transport, at, motion, what)
         if answer.number > decree.number:
@@ -370,18 +352,14 @@ async def invite(
     reason: Annotated[str, typer.Option(help="For whom or what it is, for everybody to read in the log.")] = "",
     dir: Dir = FOLDER,
 ) -> None:
-    text = here(dir) if run is None else run
-    folder = node_folder(text, dir)
-    operator, found, seconds = own_key(folder), parse_run(text), seconds_in(expires)
+    folder, operator, found = _operator(run, dir, reason, LONGEST_NOTE)
+    seconds = seconds_in(expires)
     if not 1 <= count <= MOST_GUESTS:
         raise UsageError(f"--count {count}: must be from 1 to {MOST_GUESTS}")
-    if len(reason) > LONGEST_NOTE or not reason.isprintable():
-        raise UsageError(f"--reason: may have {LONGEST_NOTE} printable characters")
     if found.manifest is None or operator.peer_id not in found.manifest.operators:
         async with running.visiting(found) as (manifest, transport, _):
             now = await node_calls.ask_operators(transport, found.dialled[0])
-        if operator.peer_id not in now.board.names:
-            raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
+        _require_operator(operator.peer_id, now.board, folder, manifest)
     until = int(time.time()) + seconds
     ticket = access.issue(operator, os.urandom(32), found.run_id, expires=until, count=count, reason=reason)
     place, key = f"{found.bootstrap[0]}#{found.run_id}", ticket.invitation.key

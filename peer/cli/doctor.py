@@ -116,7 +116,6 @@ class DoctorOptions:
             metavar="RUN",
             help="The run that this machine is to join, as for potluck join (default: the one in which the peer in"
             " --dir has been, if any).",
-            show_default=False,
         ),
     ] = None
     dir: Dir = Path("potluck-peer")

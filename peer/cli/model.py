@@ -52,13 +52,9 @@ Where = Annotated[
         metavar="DIR|RUN",
         help="A folder of a bootstrap node, of a full replica, or of potluck export; or a manifest file or one-line"
         " address, as for join (default: the peer or node in this folder).",
-        show_default=False,
     ),
 ]
-Round = Annotated[
-    int | None,
-    typer.Option(min=0, help="The round after which it is wanted (default: the last one).", show_default=False),
-]
+Round = Annotated[int | None, typer.Option(min=0, help="The round after which it is wanted (default: the last one).")]
 Checkpoints = Annotated[
     list[Path] | None,
     typer.Option(
@@ -66,7 +62,6 @@ Checkpoints = Annotated[
         metavar="FOLDER",
         help="A peer's folder checkpoint-…, from which to go on; one of a full replica, or one of each member of a"
         " chain.",
-        show_default=False,
     ),
 ]
 SEEDS = 1 << 32
@@ -301,7 +296,7 @@ class SampleOptions:
     where: Where = None
     round: Round = None
     checkpoint: Checkpoints = None
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="How the text begins.", show_default=False)] = ""
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="How the text begins.")] = ""
     tokens: Annotated[int, typer.Option(min=1, help="Most tokens that the model adds; it may end the text before.")] = (
         200
     )
@@ -318,8 +313,7 @@ class SampleOptions:
     interactive: Annotated[
         bool,
         typer.Option(
-            "--interactive",
-            help="Type beginnings, and the model goes on. Ctrl-C ends a text, Ctrl-D the program.",
+            "--interactive", help="Type beginnings, and the model goes on. Ctrl-C ends a text, Ctrl-D the program."
         ),
     ] = False
 
@@ -341,9 +335,7 @@ def _sample(options: SampleOptions, context: typer.Context) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for characters that the terminal cannot show
     if options.interactive:
-        writer = running.run(ready(), interrupted=1)
-        with running.reporting():
-            converse(writer)
+        converse(running.run(ready(), interrupted=1))
     else:
         running.run(_write(ready(), options.prompt), interrupted=1)
 
@@ -388,22 +380,14 @@ async def evaluate(
     where: Where = None,
     files: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="FILE",
-            help="Files with text: .parquet, .jsonl, .csv; any other: UTF-8 text.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="FILE", help="Files with text: .parquet, .jsonl, .csv; any other: UTF-8 text."),
     ] = None,
     round: Round = None,
     checkpoint: Checkpoints = None,
     column: Annotated[str, typer.Option(help="Column with the text, in files that have columns.")] = "text",
     tasks: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Not files, but these tasks of lm-evaluation-harness, if it is installed.",
-            show_default=False,
-        ),
+        typer.Option(metavar="NAMES", help="Not files, but these tasks of lm-evaluation-harness, if it is installed."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object (docs/guides/model.md).")] = False,
 ) -> None:

@@ -20,10 +20,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print events as JSON lines (
 LogFile = Annotated[
     Path | None,
     typer.Option(
-        "--log",
-        metavar="FILE",
-        help="Keep what is printed in this file, too: 10 MB, and three older ones beside it.",
-        show_default=False,
+        "--log", metavar="FILE", help="Keep what is printed in this file, too: 10 MB, and three older ones beside it."
     ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every address of this machine, IPv6, too.")]
@@ -33,7 +30,6 @@ Announce = Annotated[
         metavar="ADDRESS",
         help="Where others reach this machine, if that is not where it listens, such as /ip4/203.0.113.5/tcp/40213,"
         " where a provider has another port for the one of --port; may be repeated.",
-        show_default=False,
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
@@ -46,7 +42,6 @@ Devices = Annotated[
     typer.Option(
         metavar="N,N,...",
         help="Train on these GPUs of this machine together, as one peer, such as 0,1,2,3; --memory is then of each.",
-        show_default=False,
     ),
 ]
 
@@ -83,9 +78,7 @@ def with_options(options: Callable[..., T], work: Callable[[T, typer.Context], N
     """
 
     def command(context: typer.Context, **given: Any) -> None:
-        with running.reporting():
-            chosen = options(**given)
-        work(chosen, context)
+        work(options(**given), context)
 
     context, _ = inspect.signature(command, eval_str=True).parameters.values()
     parameters = [context, *inspect.signature(options, eval_str=True).parameters.values()]

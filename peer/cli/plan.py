@@ -62,9 +62,7 @@ async def plan(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN|FILE",
-            help="A run, as for monitor; or a TOML file with a list of peers (docs/guides/plan.md).",
-            show_default=False,
+            metavar="RUN|FILE", help="A run, as for monitor; or a TOML file with a list of peers (docs/guides/plan.md)."
         ),
     ] = None,
     what_if: Annotated[
@@ -174,28 +172,25 @@ def _described(peer: dict[str, Any], name: str, source: str, manifest: Manifest 
     """
     from peer.training.device import MOST_DEVICES, parse_rate, parse_size
 
-    if "memory" not in peer:
-        raise UsageError(f'{source}: has no memory; give it as memory = "8GB"')
+    def require(holds: bool, text: str) -> None:
+        if not holds:
+            raise UsageError(f"{source}: {text}")
+
+    require("memory" in peer, 'has no memory; give it as memory = "8GB"')
     count, presence, place = peer.get("count", 1), peer.get("presence", 1.0), peer.get("coordinates", [])
-    if not isinstance(count, int) or not 1 <= count <= MAX_PEERS:
-        raise UsageError(f"{source}: count must be a whole number in 1..{MAX_PEERS}")
-    if not isinstance(presence, int | float) or not 0 <= presence <= 1:
-        raise UsageError(f"{source}: presence must be in 0..1")
-    if not isinstance(place, list) or not all(isinstance(x, int | float) for x in place):
-        raise UsageError(f"{source}: coordinates must be a list of milliseconds")
-    if peer.get("reachable", "") not in REACHABLE:
-        raise UsageError(f'{source}: reachable must be "direct", "mapped" or "private"')
+    require(isinstance(count, int) and 1 <= count <= MAX_PEERS, f"count must be a whole number in 1..{MAX_PEERS}")
+    require(isinstance(presence, int | float) and 0 <= presence <= 1, "presence must be in 0..1")
+    are_numbers = isinstance(place, list) and all(isinstance(x, int | float) for x in place)
+    require(are_numbers, "coordinates must be a list of milliseconds")
+    require(peer.get("reachable", "") in REACHABLE, 'reachable must be "direct", "mapped" or "private"')
     name, memory_bytes, devices = str(peer.get("name", name)), parse_size(str(peer["memory"])), peer.get("devices", 1)
-    if not isinstance(devices, int) or not 1 <= devices <= MOST_DEVICES or (devices > 1 and "speed" not in peer):
-        raise UsageError(
-            f"{source}: devices must be a whole number in 1..{MOST_DEVICES}, beside the speed of one of them"
-        )
+    fits = isinstance(devices, int) and 1 <= devices <= MOST_DEVICES and (devices == 1 or "speed" in peer)
+    require(fits, f"devices must be a whole number in 1..{MOST_DEVICES}, beside the speed of one of them")
     device = str(peer.get("device", memory.CPU))
-    if device not in (memory.CPU, memory.GPU):
-        raise UsageError(f'{source}: device must be "{memory.CPU}" or "{memory.GPU}"')
+    require(device in (memory.CPU, memory.GPU), f'device must be "{memory.CPU}" or "{memory.GPU}"')
     host = parse_size(str(peer["host"])) if "host" in peer else None
-    if host is not None and device != memory.GPU:
-        raise UsageError(f'{source}: host is the memory beside a GPU; give it with device = "{memory.GPU}"')
+    is_beside = host is None or device == memory.GPU
+    require(is_beside, f'host is the memory beside a GPU; give it with device = "{memory.GPU}"')
     if manifest is not None and not holds_whole(manifest, Budget(memory_bytes, device, host)):
         devices = 1
     one = Candidate(

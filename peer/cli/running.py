@@ -18,7 +18,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from peer.net.disk import disk_error
+from peer.net.disk import disk_errors
 from protocol.errors import PotluckError
 
 if TYPE_CHECKING:
@@ -166,11 +166,9 @@ def keeping(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    try:
+    with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _File(path, maxBytes=LOG_FILE_BYTES, backupCount=OLDER_LOG_FILES, encoding="utf-8")
-    except OSError as error:
-        raise disk_error(path.parent, error) from None
     file.setFormatter(_Dated())
     out, errors = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _Kept(out, file), _Kept(errors, file)

@@ -21,7 +21,7 @@ from typing import Annotated
 
 import typer
 
-from peer.cli import bootstrap, join, running
+from peer.cli import bootstrap, join
 from peer.cli.options import group, with_options
 from peer.config import home, user_name
 from peer.net.disk import Disk
@@ -85,17 +85,16 @@ def _retyped(context: typer.Context) -> list[str]:
 
 
 def _install_peer(options: join.JoinOptions, context: typer.Context) -> None:
-    with running.reporting():
-        system, config = _service(options.dir), options.read()
-        if config.dry_run:
-            raise UsageError("--dry-run: a service trains; type potluck join with it instead")
-        _install(system, "join", config.folder, config.log, _retyped(context))
+    system, config = _service(options.dir), options.read()
+    if config.dry_run:
+        raise UsageError("--dry-run: a service trains; type potluck join with it instead")
+    _install(system, "join", config.folder, options.log_file, _retyped(context))
 
 
 def _install_node(options: bootstrap.BootstrapOptions, context: typer.Context) -> None:
-    with running.reporting():
-        system, config = _service(options.dir), options.read()
-        _install(system, "bootstrap", config.folder, config.log, _retyped(context))
+    system = _service(options.dir)
+    options.read()
+    _install(system, "bootstrap", options.dir, options.log_file, _retyped(context))
 
 
 app.command(
@@ -125,22 +124,20 @@ def _install(system: Systemd | Launchd, command: str, folder: Path, given: Path 
 @app.command(epilog="Example: potluck service status --dir my-peer")
 def status(dir: Dir = FOLDER) -> None:
     """See whether the service of a folder runs. Exit code 0: it does."""
-    with running.reporting():
-        system = _service(dir, installed=True)
-        runs, said = system.state()
-        print(f"service {system.name}: {said}")
-        print(f"its file: {system.file}")
-        print(f"what it says: {dir.resolve() / LOG}, unless --log named another")
-        raise SystemExit(0 if runs else 1)
+    system = _service(dir, installed=True)
+    runs, said = system.state()
+    print(f"service {system.name}: {said}")
+    print(f"its file: {system.file}")
+    print(f"what it says: {dir.resolve() / LOG}, unless --log named another")
+    raise SystemExit(0 if runs else 1)
 
 
 @app.command(epilog="Example: potluck service remove --dir my-peer")
 def remove(dir: Dir = FOLDER) -> None:
     """Stop the service of a folder politely, and forget it. The folder with its key and state stays."""
-    with running.reporting():
-        system = _service(dir, installed=True)
-        system.remove()
-        print(f"service {system.name}: stopped and removed; {dir} is as it was")
+    system = _service(dir, installed=True)
+    system.remove()
+    print(f"service {system.name}: stopped and removed; {dir} is as it was")
 
 
 @dataclass(frozen=True, slots=True)

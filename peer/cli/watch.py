@@ -38,13 +38,11 @@ class WatchOptions:
             metavar="RUN",
             help="A manifest file, or the one-line address that a bootstrap node prints (default: the run of the peer"
             " or node in this folder).",
-            show_default=False,
         ),
     ] = None
     once: Annotated[bool, typer.Option("--once", help="Print one picture and leave.")] = False
     json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the state as a line of JSON at every change; with --once, one line."),
+        bool, typer.Option("--json", help="Print the state as a line of JSON at every change; with --once, one line.")
     ] = False
     web: Annotated[
         str | None,

@@ -44,7 +44,7 @@ from peer.corpus.sources import Source, Unit
 from peer.corpus.tokenizer import end_of_text, parse_tokenizer, specials, vocabulary
 from peer.corpus.tokenizing import Pool
 from peer.net.disk import Disk, disk_error
-from protocol.errors import LocalError, UsageError
+from protocol.errors import LocalError, UsageError, os_errors
 from protocol.run import corpus
 from protocol.run.corpus import CHUNKS, INDEX, TOKENIZER, CorpusIndex
 
@@ -224,7 +224,7 @@ def _description(request: Request) -> bytes:
 def _check_folder(out: Path, asked: bytes) -> None:
     """Raises UsageError if a corpus, another build or anything else is in the way."""
     begun = out / BUILDING / _REQUEST
-    try:
+    with os_errors(f"folder {out}", "choose another with --out"):
         if begun.is_file():
             if begun.read_bytes() != asked:
                 raise UsageError(
@@ -237,8 +237,6 @@ def _check_folder(out: Path, asked: bytes) -> None:
             )
         elif out.exists() and any(entry.name != BUILDING for entry in out.iterdir()):
             raise UsageError(f"folder {out}: is not empty; choose another with --out")
-    except OSError as error:
-        raise UsageError(f"folder {out}: {error.strerror}; choose another with --out") from None
 
 
 # --- the first half: read, tokenize, spill

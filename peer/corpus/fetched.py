@@ -27,11 +27,12 @@ from numpy.typing import NDArray
 from peer import events
 from peer.corpus import text
 from peer.corpus.mirrors import Mirror, MirrorBusy, Mirrors
-from peer.net.base import now
+from peer.net.base import cancel, now, wait_for_event
 from peer.net.blobs import BlobStore, Coming, Fetcher, Place, fetch_named
 from peer.net.blobs.holders import Absent, Corrupt, Holders
 from peer.net.blobs.store import LEAVES
 from peer.net.disk import Disk
+from peer.net.lru import LruDict
 from peer.net.network import Network
 from peer.net.rate_limits import Cooldown
 from protocol.codec import blob_hash
@@ -68,7 +69,7 @@ class TextStore(BlobStore):
         self._warn = warn
         self._clock = clock
         self._bytes = limit
-        self._leaves: OrderedDict[str, tuple[int, bytes]] = OrderedDict()  # with the chunk's size
+        self._leaves = LruDict[str, tuple[int, bytes]](CHUNKS)  # with the chunk's size
         self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._in_memory = 0
         self._needed: tuple[Place, ...] = ()
@@ -179,8 +180,6 @@ class TextStore(BlobStore):
                 return b""
             with self._lock:
                 self._leaves[place.name] = size, leaves
-                if len(self._leaves) > CHUNKS:
-                    self._leaves.popitem(last=False)
         return leaves if size == place.size else b""
 
 
@@ -302,6 +301,7 @@ class TextAccess:
         return [node for node in self.network.directory.operators if node != self.network.transport.peer_id]
 
 
+@dataclass(eq=False)
 class FetchedText:
     """See the module's docstring, and peer.corpus.text.Text. Made by `open_text`.
 
@@ -310,27 +310,20 @@ class FetchedText:
     waits: how often a reader found something missing
     """
 
-    def __init__(
-        self,
-        index: CorpusIndex,
-        seed: bytes,
-        store: TextStore,
-        origins: Origins,
-        fetcher: Fetcher,
-        access: TextAccess,
-        mirrors: Mirrors,
-    ) -> None:
-        self.index = index
+    index: CorpusIndex
+    seed: bytes
+    store: TextStore
+    origins: Origins
+    fetcher: Fetcher
+    access: TextAccess
+    mirrors: Mirrors
+
+    def __post_init__(self) -> None:
         self.fetched_bytes = self.read_bytes = self.waits = 0
-        self._seed = seed
-        self._store = store
-        self._origins = origins
-        self._fetcher = fetcher
-        self._network = access.network
-        self._patience = access.patience
-        self._mirrors = mirrors
-        self._dtype = np.dtype(f"<u{index.id_bytes}")
-        self._lookahead = Lookahead(-(-blob_hash.RANGE_BYTES // index.stride))
+        self._network = self.access.network
+        self._patience = self.access.patience
+        self._dtype = np.dtype(f"<u{self.index.id_bytes}")
+        self._lookahead = Lookahead(-(-blob_hash.RANGE_BYTES // self.index.stride))
         self._expected: list[range] = []
         self._read: dict[range, int] = {}
         self._began: float | None = None
@@ -351,7 +344,7 @@ class FetchedText:
 
     async def sequences(self, slots: range) -> NDArray[np.int64]:
         extents = list(self._extents(slots))
-        self.waits += not all(map(self._store.holds, _places(extents)))
+        self.waits += not all(map(self.store.holds, _places(extents)))
         found = await self._rows(extents)
         self.read_bytes += found.size * self.index.id_bytes
         for expected in self._expected:
@@ -374,22 +367,20 @@ class FetchedText:
 
     def read(self, place: Place) -> bytes:
         """Returns a range of a chunk, or its leaves, for other peers; empty if it is not here."""
-        return self._store.read(place)
+        return self.store.read(place)
 
     def coming(self, place: Place, peer: str, named_by: str) -> Coming | None:
         """See Fetcher.coming."""
-        return self._fetcher.coming(self._store.name(place), peer, named_by)
+        return self.fetcher.coming(self.store.name(place), peer, named_by)
 
     async def aclose(self) -> None:
         """Ends what is under way; what came stays on disk."""
         self._todo.clear()
         if self._again is not None:
             self._again.cancel()
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        await self._fetcher.aclose()
-        await self._mirrors.aclose()
+        await cancel(*self._tasks.values())
+        await self.fetcher.aclose()
+        await self.mirrors.aclose()
 
     # --- reading
 
@@ -408,22 +399,22 @@ class FetchedText:
         out = bytearray()
         for extent in extents:
             begin = extent.ranges.start * blob_hash.RANGE_BYTES
-            self._store.touch(Place(extent.name, extent.size, -1))
-            pieces = [self._store.read(Place(extent.name, extent.size, index)) for index in extent.ranges]
+            self.store.touch(Place(extent.name, extent.size, -1))
+            pieces = [self.store.read(Place(extent.name, extent.size, index)) for index in extent.ranges]
             if not all(pieces):
                 return None
             out += b"".join(pieces)[extent.start - begin : extent.end - begin]
         return bytes(out)
 
     def _extents(self, slots: range) -> Iterator[Extent]:
-        for numbers in corpus.sequences(self._seed, self.index.sequences, slots):
+        for numbers in corpus.sequences(self.seed, self.index.sequences, slots):
             yield from self.index.extents(numbers)
 
     # --- fetching
 
     def _look_ahead(self) -> None:
         """Has what will be read fetched, in order, as far as the cache has room."""
-        room = min(MAX_AHEAD_BYTES, int(CACHE_SHARE * self._store.capacity))
+        room = min(MAX_AHEAD_BYTES, int(CACHE_SHARE * self.store.capacity))
         places: dict[Place, None] = {}
         for place in self._ahead():
             if place not in places:
@@ -431,10 +422,10 @@ class FetchedText:
                 room -= place.length
             if room < 0:
                 break
-        if self._began is None and not all(map(self._store.holds, places)):  # a restarted peer has the first ones
+        if self._began is None and not all(map(self.store.holds, places)):  # a restarted peer has the first ones
             self._began = now()
-        self._store.need(places)
-        self._todo = deque(place for place in places if not self._store.holds(place))
+        self.store.need(places)
+        self._todo = deque(place for place in places if not self.store.holds(place))
         self._pump()
 
     def _ahead(self) -> Iterator[Place]:
@@ -446,15 +437,13 @@ class FetchedText:
     async def _need(self, places: Sequence[Place]) -> None:
         """Returns when these are here. Raises RemoteError when they cannot be had."""
         began = now()
-        missing = waited = [place for place in places if not self._store.holds(place)]
+        missing = waited = [place for place in places if not self.store.holds(place)]
         self._urgent.update(waited)
         try:
             while missing:
                 self._pump()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_SECONDS):
-                        await self._changed.wait()
-                left = [place for place in missing if not self._store.holds(place)]
+                await wait_for_event(self._changed, POLL_SECONDS)
+                left = [place for place in missing if not self.store.holds(place)]
                 if len(left) < len(missing):
                     began = now()
                 elif now() - began > self._patience.hopeless:
@@ -468,18 +457,18 @@ class FetchedText:
         if now() < self._paused_until:
             return
         for place in self._urgent:
-            if len(self._tasks) < MAX_AHEAD + MAX_URGENT and not self._store.holds(place):
+            if len(self._tasks) < MAX_AHEAD + MAX_URGENT and not self.store.holds(place):
                 self._begin(place)
         waits: list[Place] = []  # for its chunk's leaves
         while self._todo and len(self._tasks) < MAX_AHEAD and len(waits) < MAX_AHEAD:
             place = self._todo.popleft()
-            if not self._store.holds(place) and not self._begin(place):
+            if not self.store.holds(place) and not self._begin(place):
                 waits.append(place)
         self._todo.extendleft(reversed(waits))
 
     def _begin(self, place: Place) -> bool:
         """Fetches a range, or first the leaves of its chunk. Returns whether the range is on its way."""
-        wanted = place if self._store.holds(place.leaves) else place.leaves
+        wanted = place if self.store.holds(place.leaves) else place.leaves
         if wanted not in self._tasks:
             self._tasks[wanted] = task = asyncio.create_task(self._fetch(wanted))
             task.add_done_callback(lambda task: self._ended(wanted, task))
@@ -499,12 +488,12 @@ class FetchedText:
             self._network.emit(events.TextFetched(bytes=self.fetched_bytes, seconds=seconds, tokens=tokens))
 
     async def _fetch(self, place: Place) -> None:
-        name, origins = self._store.name(place), self._origins.of(place.name)
+        name, origins = self.store.name(place), self.origins.of(place.name)
         try:
             if not origins:
                 raise self._last or RemoteError("nobody", "text: nobody can be asked for it; it is tried again")
-            self._store.remove(name)  # what is there is damaged
-            await self._fetcher.fetch(name, place.length, origins, owner=name, place=place)
+            self.store.remove(name)  # what is there is damaged
+            await self.fetcher.fetch(name, place.length, origins, owner=name, place=place)
         except RemoteError as error:
             self._last = error if error is self._last else RemoteError(error.peer, f"text: {error}")
             self._todo.appendleft(place)

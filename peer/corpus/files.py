@@ -22,12 +22,12 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import zstandard
 
 from peer.corpus.tokenizer import first_line
-from protocol.errors import UsageError
+from protocol.errors import UsageError, os_errors
 
 BLOCK_BYTES = 1 << 20
 _HEAD_BYTES = 1 << 16
@@ -96,25 +96,19 @@ def single(path: str) -> File:
 
 def walked(folder: str) -> tuple[tuple[File, ...], tuple[LeftOut, ...]]:
     """All that is in a folder, and below it: what is read, in its order, and what is left out. Raises UsageError."""
-    read: list[File] = []
-    left_out: list[LeftOut] = []
-    for found in _walk(folder, ()):
-        if isinstance(found, File):
-            read.append(found)
-        else:
-            left_out.append(found)
+    found = list(_walk(folder, ()))
+    read = tuple(file for file in found if isinstance(file, File))
+    left_out = tuple(left for left in found if isinstance(left, LeftOut))
     if not read:
         such = f", such as {left_out[0]}" if left_out else ""
         raise refused(folder, f"has no file to read: {len(left_out)} left out{such}; name a folder that has text")
-    return tuple(read), tuple(left_out)
+    return read, left_out
 
 
 def _walk(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[File | LeftOut]:
-    try:
+    with os_errors(f"source {printable(folder)}", "make the folder readable, or move it elsewhere"):
         at = os.stat(folder)
         names = sorted(os.listdir(folder), key=os.fsencode)
-    except OSError as error:
-        raise refused(folder, f"{error.strerror}; make the folder readable, or move it elsewhere") from None
     here = (*above, (at.st_dev, at.st_ino))
     for name in names:
         path = os.path.join(folder, name)
@@ -205,14 +199,9 @@ class _Zstandard(io.RawIOBase):
 
 def opened(file: File) -> IO[bytes]:
     """The file's bytes, decompressed. Raises OSError."""
-    if file.compression == "gzip":
-        return cast(IO[bytes], gzip.open(file.path, "rb"))
-    if file.compression == "bzip2":
-        return bz2.open(file.path, "rb")
-    if file.compression == "xz":
-        return lzma.open(file.path, "rb")
-    plain = open(file.path, "rb")  # noqa: SIM115
-    return io.BufferedReader(_Zstandard(plain), BLOCK_BYTES) if file.compression == "zstandard" else plain
+    opener: Any = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}.get(file.compression, open)
+    stream: IO[bytes] = opener(file.path, "rb")
+    return io.BufferedReader(_Zstandard(stream), BLOCK_BYTES) if file.compression == "zstandard" else stream
 
 
 def blocks(file: File, offset: int = 0) -> Iterator[bytes]:

@@ -12,7 +12,6 @@ import dataclasses
 import email.utils
 import ssl
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from urllib.parse import urlsplit
 
@@ -22,6 +21,7 @@ from huggingface_hub import hf_hub_url
 from peer.net.base import now
 from peer.net.blobs import Place
 from peer.net.blobs.holders import Corrupt
+from peer.net.lru import LruDict
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError, UsageError, shown
 from protocol.run import corpus
@@ -85,7 +85,7 @@ class Mirror:
         self._client = client
         self._address = address.rstrip("/")
         self._repository = _repository(address)
-        self._requests: OrderedDict[Place, tuple[asyncio.Task[bytes], float]] = OrderedDict()  # and when it began
+        self._requests = LruDict[Place, tuple[asyncio.Task[bytes], float]](REQUESTS)  # and when it began
 
     async def read(self, place: Place) -> bytes:
         """A range, or the leaves of a chunk. Raises RemoteError."""
@@ -97,8 +97,6 @@ class Mirror:
             request = asyncio.create_task(self._ranges(first))
             request.add_done_callback(_has_failed)
             self._requests[first] = request, now()
-            if len(self._requests) > REQUESTS:
-                self._requests.popitem(last=False)
         start = (place.index - first.index) * blob_hash.RANGE_BYTES
         return (await asyncio.shield(request))[start : start + place.length]
 

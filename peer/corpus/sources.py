@@ -22,7 +22,7 @@ from peer.corpus import files
 from peer.corpus.files import File, LeftOut, mark_bytes, refused
 from peer.corpus.rows import Reading, Row, decoded, of_value, rows
 from peer.corpus.tokenizer import first_line
-from protocol.errors import UsageError
+from protocol.errors import UsageError, os_errors
 
 PIECE_CHARS = 1 << 16
 """No more than so much of a document is tokenized in one go; pieces end at a line's end where there is one."""
@@ -111,10 +111,8 @@ def fingerprint(source: Source) -> list[Any]:
     if source.kind == "hub":
         return ["hub", source.name, source.revision]
     now = parse(source.name)
-    try:
+    with os_errors(f"source {source}", "check the disk"):
         found = [(file, os.stat(file.path)) for file in now.files]
-    except OSError as error:
-        raise UsageError(f"source {source}: {error.strerror}; check the disk") from None
     return [
         source.kind,
         *([os.path.realpath(file.path), file.format, at.st_size, at.st_mtime_ns] for file, at in found),

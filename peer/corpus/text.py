@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer.net.disk import Disk
+from peer.net.lru import LruDict
 from protocol.codec import blob_hash
-from protocol.errors import UsageError, apart
+from protocol.errors import UsageError, apart, os_errors
 from protocol.run import corpus
 from protocol.run.corpus import CHUNKS, INDEX, CorpusIndex, Extent
 from protocol.run.manifest import Manifest
@@ -30,20 +31,16 @@ class CorpusReader:
     def __init__(self, folder: Path, disk: Disk, digest: str = "") -> None:
         self.folder = folder
         self._disk = disk
-        try:
+        with os_errors(f"corpus {folder}", "give the folder of a `potluck data build` that has finished"):
             self.raw = disk.read(folder / INDEX)
             """The index, as it is named by its digest."""
-        except OSError as error:
-            raise UsageError(
-                f"corpus {folder}: {error.strerror}; give the folder of a `potluck data build` that has finished"
-            ) from None
         self.index = corpus.from_bytes(self.raw, str(folder))
         self.digest = blob_hash.name_of(self.raw)
         if digest and self.digest != digest:
             has, wanted = apart(self.digest, digest)
             raise UsageError(f"corpus {folder}: its digest is {has}, not {wanted}; use the run's own corpus")
         self._dtype = np.dtype(f"<u{self.index.id_bytes}")
-        self._chunks: dict[str, NDArray[np.unsignedinteger]] = {}
+        self._chunks = LruDict[str, NDArray[np.unsignedinteger]](_CACHED_CHUNKS)
 
     def sequences(self, at: Sequence[range]) -> NDArray[np.int64]:
         """Returns the training sequences of these numbers: ids [n, L + 1]. Raises IndexError, UsageError."""
@@ -74,8 +71,7 @@ class CorpusReader:
 
     def require_whole(self, name: str) -> None:
         """Raises UsageError if chunks are missing; `name`: of the folder, for the error."""
-        missing = self.missing()
-        if missing:
+        if missing := self.missing():
             raise UsageError(
                 f"{name}: {len(missing)} of its chunks are missing or cut off, such as {missing[0][:12]}…;"
                 " copy it again, or build it again"
@@ -94,22 +90,16 @@ class CorpusReader:
 
     def _rows(self, extent: Extent) -> NDArray[np.unsignedinteger]:
         """Returns the sequences in these bytes of a chunk: [n, L + 1]."""
-        ids = self._chunks.pop(extent.name, None)
-        if ids is None:
-            ids = self._checked(extent)
-        self._chunks[extent.name] = ids
-        while len(self._chunks) > _CACHED_CHUNKS:
-            del self._chunks[next(iter(self._chunks))]
+        ids = self._chunks.get(extent.name)
+        self._chunks[extent.name] = ids = self._checked(extent) if ids is None else ids
         size = self.index.id_bytes
         return ids[extent.start // size : extent.end // size].reshape(-1, self.index.sequence + 1)
 
     def _checked(self, extent: Extent) -> NDArray[np.unsignedinteger]:
         # other peers read these errors in a withdrawal, so they name no folder of this machine
         path, chunk = self.folder / CHUNKS / extent.name, f"corpus {self.digest[:12]}…: chunk {extent.name[:12]}…"
-        try:
+        with os_errors(chunk, "check the disk"):
             raw = self._disk.read(path) if self._is_there(extent) else None
-        except OSError as error:
-            raise UsageError(f"{chunk}: {error.strerror}; check the disk") from None
         if raw is None or blob_hash.name_of(raw) != extent.name:
             reason = "is missing" if raw is None else "is damaged"
             raise UsageError(f"{chunk} {reason}; get it again, or build the corpus again")

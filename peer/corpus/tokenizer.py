@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from protocol.errors import UsageError
+from protocol.errors import UsageError, os_errors
 from protocol.run.layout import ModelSpec
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -21,10 +21,8 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 def load_tokenizer(source: Path | bytes, digest: str) -> Tokenizer:
     """The tokenizer in a JSON file (or its bytes), whose sha256 must be the manifest's `digest`. Raises UsageError."""
     name = "tokenizer" if isinstance(source, bytes) else f"tokenizer {source}"
-    try:
+    with os_errors(name, "put the run's tokenizer.json there"):
         raw = source if isinstance(source, bytes) else source.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{name}: {error.strerror}; put the run's tokenizer.json there") from None
     found = hashlib.sha256(raw).hexdigest()
     if found != digest:
         raise UsageError(

@@ -20,7 +20,7 @@ from peer.config import cache_folder
 from peer.corpus import sources
 from peer.corpus.build import Request, build
 from peer.corpus.text import CorpusReader
-from peer.net.disk import Disk, disk_error
+from peer.net.disk import Disk, disk_errors
 from peer.node import open_run
 from peer.node.open_run import ASSETS
 from protocol.errors import UsageError
@@ -60,8 +60,7 @@ class DemoOptions:
     json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None
     screen: Annotated[bool, typer.Option("--screen/--no-screen", help="Live screen, or plain lines.")] = True
     in_memory: Annotated[
-        bool,
-        typer.Option("--in-memory", help="The same run in one process, without hivemind (for comparison)."),
+        bool, typer.Option("--in-memory", help="The same run in one process, without hivemind (for comparison).")
     ] = False
 
 
@@ -177,7 +176,7 @@ def demo_corpus(sequence: int = SEQUENCE, say: Callable[[str], None] = lambda li
     tokenizer = (ASSETS / TOKENIZER).read_bytes()
     follows_from = [corpus.FORMAT, sources.fingerprint(source), hashlib.sha256(tokenizer).hexdigest(), sequence]
     folder = cache_folder() / f"corpus-{hashlib.sha256(json.dumps(follows_from).encode()).hexdigest()[:32]}"
-    try:
+    with disk_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
             if (folder / INDEX).exists():
@@ -190,6 +189,4 @@ def demo_corpus(sequence: int = SEQUENCE, say: Callable[[str], None] = lambda li
                 sources=(source,), tokenizer=tokenizer, sequence=sequence, out=folder, workers=os.cpu_count() or 1
             )
             build(request, disk, lambda line: None, threading.Event())
-    except OSError as error:
-        raise disk_error(folder, error) from None
     return CorpusReader(folder, disk)

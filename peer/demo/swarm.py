@@ -33,7 +33,8 @@ from peer.demo.recipe import TOKENIZER, DemoOptions, PeerSpec, demo_corpus, iden
 from peer.events import Emitter, Event, Sink, from_json
 from peer.log import replay
 from peer.net import directory
-from peer.net.disk import Disk, disk_error
+from peer.net.base import cancel
+from peer.net.disk import Disk, disk_errors
 from peer.node import open_run
 from peer.ui import screen as tui
 from protocol.errors import LocalError, UsageError
@@ -245,7 +246,7 @@ async def run(
     if manifest is None:
         manifest = recipe.make_manifest(options, corpus.digest)
     peers = recipe.make_peers(manifest, options)
-    try:
+    with disk_errors(out):
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.touch()
@@ -255,8 +256,6 @@ async def run(
         (out / "bootstrap" / "identity.key").write_bytes(identity_of(options.seed, "bootstrap").libp2p_bytes())
         for peer in peers:
             (out / peer.name / "identity.key").write_bytes(peer.identity.libp2p_bytes())
-    except OSError as error:
-        raise disk_error(out, error) from None
     tally = Tally(manifest, {p.identity.peer_id: p.name for p in peers})
     began = time.monotonic()
     names = {**tally.names, manifest.operators[0]: "bootstrap"}
@@ -348,9 +347,7 @@ async def run_in_memory(
                 await asyncio.gather(*(tasks - {node}))
             yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
         archive.close()
         for storage in storages:
             storage.close()
@@ -454,9 +451,7 @@ async def run_processes(
         for child in children.values():
             child.process.terminate()
         await asyncio.to_thread(_all_ended, list(children.values()))
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
+        await cancel(*readers)
 
 
 def _join_arguments(options: DemoOptions, peer: PeerSpec, address: str) -> list[str]:

@@ -14,7 +14,7 @@ from peer.net.base import Transport
 from peer.net.blobs import BlobStore, Fetcher
 from peer.net.blobs.fetching import fetch_named
 from peer.net.node_calls import RosterReader, log_page
-from protocol.errors import LocalError, RemoteError, UsageError, shown
+from protocol.errors import LocalError, RemoteError, UsageError, os_errors, shown
 from protocol.identity import short_peer
 from protocol.ledger import history
 from protocol.ledger.history import BadCommit
@@ -63,7 +63,7 @@ class Folder:
         """Every record, oldest first. Raises BadCommit for an unreadable one, UsageError."""
         path, end = self._folder / logfile.LOG, 0
         try:
-            with open(path, "rb") as file:
+            with os_errors(f"log {path}", "give a folder that can be read"), open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 for at, raw in logfile.records(file, path):
                     end = logfile.end_of(at, raw)
@@ -75,8 +75,6 @@ class Folder:
                     )
         except logfile.Damaged as error:
             raise BadCommit(f"cannot be read: its record at byte {error.at} is damaged") from None
-        except OSError as error:
-            raise UsageError(f"log {path}: {error.strerror}; give a folder that can be read") from None
 
     async def payload(self, digest: str, size: int) -> bytes:
         """The blob with this digest. Raises BadPayload."""
@@ -88,12 +86,8 @@ class Folder:
     async def tokenizer(self, manifest: Manifest) -> bytes:
         """The JSON file of the run's tokenizer. Raises UsageError."""
         path = self._folder / "tokenizer.json"
-        try:
+        with os_errors(f"tokenizer {path}", "start the bootstrap node of this folder once"):
             return _checked(await asyncio.to_thread(path.read_bytes), manifest, str(path))
-        except OSError as error:
-            raise UsageError(
-                f"tokenizer {path}: {error.strerror}; start the bootstrap node of this folder once"
-            ) from None
 
     async def said_names(self, run: str) -> dict[str, str]:
         """Names that present peers announce, by peer id; raw, may be empty. A folder has none."""

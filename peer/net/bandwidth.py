@@ -20,9 +20,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peer.net.base import Clock, Ended, Stream, Transport
+from peer.net.base import Clock, Ended, Stream, Transport, cancel
 from peer.net.rate_limits import TokenBucket
-from peer.net.striped_stream import STRIPES
+from peer.net.stream import STRIPES
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import endpoints
@@ -258,9 +258,7 @@ class _Way:
             for task in done:
                 task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
 
     async def _pump(self) -> None:
         """Keeps as much under way as the line is likely to hold."""

@@ -13,9 +13,9 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from peer.net.guests import Guests
 from protocol.errors import LocalError, RemoteError, UsageError
@@ -34,6 +34,7 @@ class Clock:
     wall: Callable[[], float] = time.time
 
 
+T = TypeVar("T")
 log = logging.getLogger("potluck.net")
 
 MAX_RECORD = 4096
@@ -245,6 +246,40 @@ class Transport(Protocol):
 def now() -> float:
     """Steady seconds of the running loop."""
     return asyncio.get_running_loop().time()
+
+
+async def cancel(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancels tasks, and returns when all have ended; ignores their results and errors."""
+    begun = [task for task in tasks if task is not None]
+    for task in begun:
+        task.cancel()
+    await asyncio.gather(*begun, return_exceptions=True)
+
+
+async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:
+    """The results of all of `works`, in their order; where one fails, the others are cancelled. Raises what it raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel(*tasks)
+
+
+async def until(over: Awaitable[object], work: Awaitable[T], timeout: float | None = None) -> asyncio.Future[T] | None:
+    """Does `work`, and cancels it when `over` or the time ends first. Returns it, ended, or None if it was cancelled."""
+    task, other = asyncio.ensure_future(work), asyncio.ensure_future(over)
+    try:
+        await asyncio.wait({task, other}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        return task if task.done() else None
+    finally:
+        await cancel(task, other)
+
+
+async def wait_for_event(event: asyncio.Event, seconds: float) -> None:
+    """Returns when the event is set, after `seconds` at the latest."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 async def answer(

@@ -39,7 +39,7 @@ from multiaddr.exceptions import Error as MultiaddrError
 from peer.net import processes
 from peer.net import sockets as sockets_of
 from peer.net.address import Address, best_first, interface_hosts, is_circuit, on_interfaces, tcp
-from peer.net.base import BadAddress, NotServed, StartFailed, Timeout, TransportLost, Unreachable, log
+from peer.net.base import BadAddress, NotServed, StartFailed, Timeout, TransportLost, Unreachable, cancel, log, until
 from peer.net.incoming import Arrive, Disconnector, StreamListener, StreamOrigin
 from peer.net.sockets import SocketFolder, port_error
 from protocol.errors import RemoteError, shown
@@ -293,22 +293,15 @@ class Daemon:
         except TransportLost:
             work.close()
             raise
-        task = asyncio.ensure_future(work)
-        lost = asyncio.ensure_future(self.lost.wait())
         try:
-            await asyncio.wait({task, lost}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
+            if (done := await until(self.lost.wait(), work, timeout)) is not None:
+                return done.result()
             self.check()
             raise TimeoutError
         except TimeoutError:
             raise
         except (OSError, EOFError):
             raise TransportLost(_SILENT) from None
-        finally:
-            task.cancel()
-            lost.cancel()
-            await asyncio.gather(task, lost, return_exceptions=True)
 
     def closing(self) -> None:
         """Sends no more requests, and expects the daemon to end."""
@@ -322,8 +315,7 @@ class Daemon:
         await stop(self.p2p)
         self.folder.close()
         if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
+            await cancel(self._watcher)
 
 
 async def stop(p2p: P2P) -> None:

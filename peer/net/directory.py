@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from peer.net import node_calls
 from peer.net.address import is_circuit
-from peer.net.base import MAX_TTL, Clock, Transport, Validate
+from peer.net.base import MAX_TTL, Clock, Transport, Validate, cancel, until, wait_for_event
 from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.run.manifest import Manifest
@@ -136,19 +136,14 @@ class Contacts:
         """Connects to `peer`; if it is found to be elsewhere meanwhile, there. Raises RemoteError."""
         while addresses := self.addresses(peer):
             elsewhere = self._dialled[peer] = asyncio.Event()
-            dialling = asyncio.ensure_future(self._transport.connect(addresses, timeout=seconds))
-            found = asyncio.ensure_future(elsewhere.wait())
             try:
-                await asyncio.wait({dialling, found}, return_when=asyncio.FIRST_COMPLETED)
-                if dialling.done():
-                    dialling.result()
-                    self._reached.add(peer)
-                    return
+                dialled = await until(elsewhere.wait(), self._transport.connect(addresses, timeout=seconds))
             finally:
                 self._dialled.pop(peer, None)
-                dialling.cancel()
-                found.cancel()
-                await asyncio.gather(dialling, found, return_exceptions=True)
+            if dialled is not None:
+                dialled.result()
+                self._reached.add(peer)
+                return
         raise RemoteError(peer, f"peer {short_peer(peer)}: no announcement is found; it is tried again")
 
     async def call(self, node: str, ask: Callable[[Transport, str], Awaitable[T]]) -> T:
@@ -174,8 +169,7 @@ class Contacts:
             self.lost(node)
             raise
         finally:
-            seeking.cancel()
-            await asyncio.gather(seeking, return_exceptions=True)
+            await cancel(seeking)
 
     async def _seek(self, node: str, silent: asyncio.Event) -> None:
         """Looks for a node that has not answered at once, until cancelled or after SEEK_LONGEST_SECONDS.
@@ -343,7 +337,7 @@ class Directory(Contacts):
                 tell(self.sealed)
                 if elsewhere:
                     self._told.set()
-            await _set(self._elsewhere, PUBLISH_SECONDS)
+            await wait_for_event(self._elsewhere, PUBLISH_SECONDS)
 
     async def publish(self) -> None:
         """Keeps our announcement in the DHT, if we are sampled; fields besides the addresses may be old there.
@@ -360,7 +354,7 @@ class Directory(Contacts):
                     ttl = min(self._serial / 1000 + TTL_SECONDS - self._clock.wall(), MAX_TTL)
                     if await self._transport.store(key, self._transport.peer_id, self.sealed, ttl=max(ttl, 1.0)):
                         stored_at, stored = self._clock.steady(), said.addresses
-            await _set(self._told, PUBLISH_SECONDS)
+            await wait_for_event(self._told, PUBLISH_SECONDS)
 
     def found(self, addresses: Sequence[str]) -> None:
         """Adds addresses at which others reach us and which the transport may not know."""
@@ -400,18 +394,11 @@ class Directory(Contacts):
                 await self.reach(peer)
 
 
-async def _set(event: asyncio.Event, seconds: float) -> None:
-    """Returns when the event is set, after `seconds` at the latest."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
-
-
 def latest_expiry(run: str) -> Callable[[bytes], float]:
     """Returns a function that gives the latest expiry of a record, by the signed time of its announcement."""
 
     def latest(value: bytes) -> float:
-        found = node_calls.believed(value, run)
+        found = encoding.unseal_announcement(value, None, run)
         return 0.0 if found is None else found.serial / 1000 + TTL_SECONDS + 1.0
 
     return latest

@@ -19,7 +19,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -45,6 +45,15 @@ def disk_error(path: Path, error: OSError) -> LocalError:
         f"directory {path}: {error.strerror or error}; free space or choose another folder, then start again"
         " (nothing half-written is kept)"
     )
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raises `disk_error` in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(path, error) from None
 
 
 NOT_THERE = frozenset(
@@ -119,10 +128,8 @@ class Disk:
         Raises UsageError.
         """
         self.make_folder(folder)
-        try:
+        with disk_errors(folder):
             file = open(folder / "lock", "wb")  # noqa: SIM115  (held until it is closed)
-        except OSError as error:
-            raise disk_error(folder, error) from None
         for stand_in in (False, True):
             held = _stand_in(folder) if stand_in else file
             if held is None:
@@ -142,10 +149,8 @@ class Disk:
 
     def make_folder(self, path: Path) -> None:
         """Makes a folder and those above it. Raises UsageError."""
-        try:
+        with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise disk_error(path, error) from None
 
     def names(self, folder: Path) -> list[str]:
         """Returns the names in a folder, sorted."""
@@ -176,12 +181,9 @@ class Disk:
         sizes = [-(-4 * math.prod(shape) // mmap.PAGESIZE) * mmap.PAGESIZE for shape in shapes]
         if not shapes:
             return []
-        try:
-            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-                _reserve(file.fileno(), sum(sizes))
-                mapped = mmap.mmap(file.fileno(), sum(sizes))
-        except OSError as error:
-            raise disk_error(folder, error) from None
+        with disk_errors(folder), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            _reserve(file.fileno(), sum(sizes))
+            mapped = mmap.mmap(file.fileno(), sum(sizes))
         ends = itertools.accumulate(sizes)
         return [
             np.frombuffer(mapped, np.float32, math.prod(shape), end - size).reshape(shape)

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable
 
 from peer.net.address import host_of, port_of
+from peer.net.base import cancel
 from protocol.errors import shown
 
 GREETING = b"\x13/multistream/1.0.0\n"
@@ -35,9 +36,7 @@ async def why_silent(addresses: Iterable[str], seconds: float) -> str:
             if not (reason := await answer):
                 break
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
     return reason
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from peer import events
+from peer.net.lru import LruDict
 from peer.net.rate_limits import Cooldown, Rate, TokenBucket, TokenBuckets
 from protocol.wire import endpoints
 
@@ -101,7 +102,7 @@ class Guests:
         self._rates = TokenBuckets(OPENED_ELSE, 4 * limits.remembered)
         self._offences = TokenBuckets(limits.offences, limits.remembered)
         self._calls = TokenBuckets(CALLS, limits.remembered)
-        self._nodes: OrderedDict[str, bytes] = OrderedDict()
+        self._nodes = LruDict[str, bytes](limits.remembered)
         self._renamed = TokenBuckets(RENAMED, limits.remembered)
         self._refused = Cooldown(limits.seconds, limits.longest_seconds, limits.remembered, limits.forgiven_seconds)
 
@@ -207,8 +208,6 @@ class Guests:
             self.offend(peer, "is another node of the DHT all the time", now)
             return False
         self._nodes[peer] = name
-        if len(self._nodes) > self.limits.remembered:
-            self._nodes.popitem(last=False)
         return True
 
     def offend(self, peer: str, reason: str, now: float, times: float = 1.0) -> None:

@@ -198,9 +198,7 @@ class LinkMonitor:
         self.down_bps = config.down_bps or 0
         self.uplink = network.uplink
         self._config = config
-        self._transport = network.transport
-        self._directory = network.directory
-        self._clock = network.clock
+        self._network = network
         self._draw = draw
         self._tell = tell
         self._missing = [up for up, bps in ((False, config.down_bps), (True, config.up_bps)) if bps is None]
@@ -234,7 +232,7 @@ class LinkMonitor:
 
     async def measure(self) -> None:
         """Measures what is not configured, for START_SECONDS at most; the rest is USUAL_BPS. Raises TransportLost."""
-        began, why = self._clock.steady(), "no node answered in time"
+        began, why = self._network.clock.steady(), "no node answered in time"
         self._follow()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_SECONDS):
@@ -281,14 +279,14 @@ class LinkMonitor:
                     round_trip_ms=round(1000 * min(m.trip for m in found.values()), 1),
                     bytes_sent=found[True].bytes if True in found else 0,
                     bytes_received=found[False].bytes if False in found else 0,
-                    seconds=round(self._clock.steady() - began, 3),
+                    seconds=round(self._network.clock.steady() - began, 3),
                 )
             )
         found.clear()
 
     async def _ask(self, up: bool, fresh: bool) -> Measurement:
         """Measures one way with up to MAX_NODES_ASKED nodes. Raises Busy, RemoteError, TransportLost."""
-        nodes = [node for node in self._directory.operators if node != self._transport.peer_id]
+        nodes = [node for node in self._network.directory.operators if node != self._network.transport.peer_id]
         self._draw.shuffle(nodes)
         best: Measurement | None = None
         last: RemoteError | None = None
@@ -296,11 +294,11 @@ class LinkMonitor:
         for asked, node in enumerate(nodes):
             try:
                 if fresh and node in self._used:
-                    await self._transport.disconnect(node)
-                    self._directory.lost(node)
+                    await self._network.transport.disconnect(node)
+                    self._network.directory.lost(node)
                 self._used.add(node)
-                await self._directory.reach(node)
-                found = await bandwidth.measure(self._transport, node, self._clock, up=up, most=left)
+                await self._network.directory.reach(node)
+                found = await bandwidth.measure(self._network.transport, node, self._network.clock, up=up, most=left)
             except RemoteError as error:
                 last = last if isinstance(last, Busy) else error
                 continue
@@ -328,14 +326,14 @@ class LinkMonitor:
 
     async def run(self) -> None:
         """Learns from transfers, and measures later what could not be measured. Never returns. Raises TransportLost."""
-        self._transport.traffic.follow(self._count)
+        self._network.transport.traffic.follow(self._count)
         estimator = self._new_estimator()
-        tried = sampled = self._clock.steady()
+        tried = sampled = self._network.clock.steady()
         while True:
             with contextlib.suppress(TimeoutError):  # without traffic there is nothing to learn
                 await asyncio.wait_for(self._has_passed.wait(), LATER_SECONDS if self._missing else None)
             await asyncio.sleep(SAMPLE_SECONDS)
-            now = self._clock.steady()
+            now = self._network.clock.steady()
             for _ in range(min(int((now - sampled) / SAMPLE_SECONDS) - 1, REMEMBERED_SECONDS)):
                 estimator.add(now, SecondOfTraffic(0, 0, 0, False))
             sampled = now
@@ -363,7 +361,7 @@ class LinkMonitor:
         passed[1] += received
 
     def _sample(self) -> SecondOfTraffic:
-        waiting = sum(1 for peer in self._transport.traffic.waiting if self._is_elsewhere(peer))
+        waiting = sum(1 for peer in self._network.transport.traffic.waiting if self._is_elsewhere(peer))
         counted = [passed for peer, passed in self._passed.items() if self._is_elsewhere(peer)]
         self._passed.clear()
         if not (waiting or self.uplink.holds):
@@ -372,7 +370,7 @@ class LinkMonitor:
 
     def _is_elsewhere(self, peer: str) -> bool:
         """Whether traffic with `peer` passes our link, by where it was last seen, or else by its addresses."""
-        seen = self._transport.seen_at(peer)
-        theirs = [seen] if seen else [a for a in self._directory.addresses(peer) if not is_circuit(a)]
-        ours = {host_of(address) for address in self._transport.addresses if not is_circuit(address)}
+        seen = self._network.transport.seen_at(peer)
+        theirs = [seen] if seen else [a for a in self._network.directory.addresses(peer) if not is_circuit(a)]
+        ours = {host_of(address) for address in self._network.transport.addresses if not is_circuit(address)}
         return any(is_public(host) and host not in ours for host in map(host_of, theirs))

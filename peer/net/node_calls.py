@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from peer.net.base import Transport, call
+from peer.net.base import Transport, call, cancel
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import encoding, endpoints, framing
@@ -31,9 +31,7 @@ async def ask_in_turn(nodes: Iterable[str], ask: Callable[[str], Awaitable[bool]
             if any(task.result() for task in done):
                 return
     finally:
-        for task in asked:
-            task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await cancel(*asked)
 
 
 async def log_page(transport: Transport, node: str, after: int, seconds: float = CALL_SECONDS) -> list[bytes]:
@@ -86,18 +84,11 @@ async def look_up_peers(
 ) -> dict[str, Announcement]:
     """What `node` knows of `peers`, and of so many others, by peer id. Raises RemoteError, TransportLost."""
     reply = await ask_roster(transport, node, Lookup(peers=tuple(peers), sample=sample))
-    return {found.peer: found for raw in reply.announcements if (found := believed(raw, run)) is not None}
-
-
-def believed(raw: bytes, run: str) -> Announcement | None:
-    """The announcement in an envelope, or None where it is none of `run` signed by its peer."""
-    try:
-        peer, message = encoding.unseal(raw)
-    except encoding.MessageError:
-        return None
-    if not isinstance(message, Announcement) or message.peer != peer or message.run != run:
-        return None
-    return message
+    return {
+        found.peer: found
+        for raw in reply.announcements
+        if (found := encoding.unseal_announcement(raw, None, run)) is not None
+    }
 
 
 class RosterReader:
@@ -132,7 +123,7 @@ class RosterReader:
             for peer in reply.gone:
                 self.known.pop(peer, None)
             for raw in reply.announcements:
-                found = believed(raw, self._run)
+                found = encoding.unseal_announcement(raw, None, self._run)
                 if found is not None and (found.peer in self.known or len(self.known) < MOST_PEERS):
                     self.known[found.peer] = found
             if not reply.more:

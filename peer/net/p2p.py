@@ -24,7 +24,7 @@ from hivemind.proto import p2pd_pb2
 from peer.net import greeting, keyfile, processes
 from peer.net import sockets as sockets_of
 from peer.net.address import OwnAddresses, interface_hosts, is_circuit, parse
-from peer.net.base import BadAddress, Handler, StartFailed, Timeout, TransportLost, Unreachable, Validate
+from peer.net.base import BadAddress, Handler, StartFailed, Timeout, TransportLost, Unreachable, Validate, cancel
 from peer.net.daemon import (
     ANSWER_SECONDS,
     CLOSE_SECONDS,
@@ -41,6 +41,7 @@ from peer.net.dht import RETRY_SECONDS, RPC_SECONDS, Dht, Latest
 from peer.net.greeting import why_unknown
 from peer.net.guests import TURNS_TO_OPEN, UNCOUNTED, Limits, Turns, network_of
 from peer.net.incoming import IncomingStream, StreamOrigin
+from peer.net.lru import LruDict
 from peer.net.stream import Endpoint, FrameStream, ending
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -75,7 +76,7 @@ class P2PTransport(Endpoint):
         self.disconnect = daemon.disconnect
         self.store, self.prefer, self.get = dht.store, dht.prefer, dht.get
         self._closed = False
-        self._seen: dict[str, str] = {}  # the newest last
+        self._seen = LruDict[str, str](MAX_SEEN)
         self._signals: set[str] = set()  # peers whose last answer came through a circuit
         self._checks: dict[str, asyncio.Task[bool]] = {}
         self._later: dict[str, asyncio.TimerHandle] = {}  # peers that are pinged as soon as they may be
@@ -99,7 +100,7 @@ class P2PTransport(Endpoint):
             conn.close()
             return
         guest.over = lambda: self.guests.leave(came.peer, guest)
-        self._met(came.peer, came.where)
+        self._seen[came.peer] = came.where
         conn.recv(head)
         if guest.is_silent():
             if self.guests.may_be_silent(came.peer, came.name, guest, now):
@@ -168,17 +169,11 @@ class P2PTransport(Endpoint):
         if is_circuit(where):
             writer.transport.abort()
             raise Unreachable(peer, f"peer {short_peer(peer)}: {SIGNALS_ONLY}; try again")
-        self._met(peer, where)
+        self._seen[peer] = where
         return self.stream(peer, name, reader, writer, ending(writer))
 
     def seen_at(self, peer: str) -> str:
         return self._seen.get(peer, "")
-
-    def _met(self, peer: str, where: str) -> None:
-        self._seen.pop(peer, None)
-        self._seen[peer] = where
-        if len(self._seen) > MAX_SEEN:
-            del self._seen[next(iter(self._seen))]
 
     # --- connections and the DHT
 
@@ -260,8 +255,7 @@ class P2PTransport(Endpoint):
                     return
                 await asyncio.wait({asked}, timeout=RETRY_SECONDS)
         finally:
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
+            await cancel(asked)
         if (reason := asked.result()) and not await self._is_connected(peer):
             raise Unreachable(peer, f"{what}: {reason}; check the address and that it runs")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from peer.net.lru import LruDict
 
 
 class Rate(NamedTuple):
@@ -48,18 +49,14 @@ class TokenBuckets:
 
     def __init__(self, rate: Rate, most: int) -> None:
         self._rate = rate
-        self._most = most
-        self._buckets: OrderedDict[object, TokenBucket] = OrderedDict()
+        self._buckets = LruDict[object, TokenBucket](most)
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     def of(self, key: object, rate: Rate | None = None) -> TokenBucket:
         """The bucket of `key`, a new one of `rate` if that is given."""
-        bucket = self._buckets.setdefault(key, TokenBucket(*(rate or self._rate)))
-        self._buckets.move_to_end(key)
-        if len(self._buckets) > self._most:
-            self._buckets.popitem(last=False)
+        self._buckets[key] = bucket = self._buckets.get(key) or TokenBucket(*(rate or self._rate))
         return bucket
 
 
@@ -83,9 +80,8 @@ class Cooldown:
     ) -> None:
         self._seconds = seconds
         self._longest = seconds if longest is None else longest
-        self._most = most
         self._forgiven = forgiven
-        self._rests: OrderedDict[str, _Rest] = OrderedDict()
+        self._rests = LruDict[str, _Rest](most)
 
     def __len__(self) -> int:
         return len(self._rests)
@@ -99,15 +95,12 @@ class Cooldown:
 
     def begin(self, key: str, now: float, seconds: float = 0.0) -> float:
         """Begins a rest of `key` of at least `seconds`. Returns the rest's length in seconds."""
-        rest = self._rests.pop(key, None) or _Rest()
+        self._rests[key] = rest = self._rests.get(key) or _Rest()
         if rest.times:
             rest.times = max(0, rest.times - int(max(0.0, now - rest.until) / self._forgiven))
         seconds = max(seconds, min(self._longest, self._seconds * 2.0 ** min(rest.times, 32)))
         rest.times += 1
         rest.until = max(rest.until, now + seconds)
-        self._rests[key] = rest
-        if len(self._rests) > self._most:
-            self._rests.popitem(last=False)
         return seconds
 
     def end(self, key: str) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from peer.net import greeting
 from peer.net.address import host_of, interface_hosts, is_circuit, is_public, port_of, tcp
-from peer.net.base import Clock, Transport, call, serve_calls
+from peer.net.base import Clock, Transport, call, serve_calls, wait_for_event
 from peer.net.directory import Directory
 from peer.net.guests import network_of
 from peer.net.rate_limits import Rate, TokenBucket, TokenBuckets
@@ -174,9 +174,7 @@ class ReachMonitor:
     async def run(self) -> None:
         """Never returns. Raises TransportLost."""
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(AGAIN_SECONDS if self.found.how else UNKNOWN_SECONDS):
-                    await self._changed.wait()
+            await wait_for_event(self._changed, AGAIN_SECONDS if self.found.how else UNKNOWN_SECONDS)
             self._changed.clear()
             found = await check_reachability(self.around)
             if found.how and (found.how, found.addresses) != (self.found.how, self.found.addresses):

@@ -36,8 +36,7 @@ def check_port(host: str, port: int) -> None:
     known = everywhere | itself
     meant = hosts(host, port) or [host]
     for one in meant:
-        failed = _why_not(known.get(one, version), one, port)
-        if failed is not None:
+        if (failed := _why_not(known.get(one, version), one, port)) is not None:
             raise port_error(host, port, failed.strerror or str(failed))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Coroutine
 
+from peer.net.base import cancel
+
 
 class TaskSet:
     """Runs `work(name)` for each of the names that `wanted()` returns; set `changed` when they are others."""
@@ -43,6 +45,4 @@ class TaskSet:
                     if not task.cancelled():
                         task.result()
         finally:
-            for task in tasks.values():
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await cancel(*tasks.values())

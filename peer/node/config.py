@@ -50,8 +50,6 @@ class JoinConfig:
     """What screens call the peer."""
     dry_run: bool = False
     """Say what the peer would do, and leave."""
-    log: Path | None = None
-    """A file that keeps what is printed."""
     json: bool = False
     """Print events as JSON."""
     audit: bool = False

@@ -20,7 +20,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from tokenizers import Tokenizer
 from peer import events
 from peer.corpus.text import Text
 from peer.corpus.tokenizer import load_tokenizer
+from peer.net.base import cancel
 from peer.node.background import BackgroundExecutor
 from peer.state.storage import Shards
 from protocol.codec import sparse
@@ -72,6 +73,7 @@ class Model(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Scorer:
     """Scores others' updates in this peer's turns.
 
@@ -79,19 +81,13 @@ class Scorer:
     read: a payload or a list of parts by its name; None where it is not here.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        identity: Identity,
-        text: Text,
-        tell: Callable[[Message], None],
-        read: Callable[[str], bytes | None],
-    ) -> None:
-        self._manifest = manifest
-        self._identity = identity
-        self._text = text
-        self._tell = tell
-        self._read = read
+    manifest: Manifest
+    identity: Identity
+    text: Text
+    tell: Callable[[Message], None]
+    read: Callable[[str], bytes | None]
+
+    def __post_init__(self) -> None:
         self._scores: dict[int, Score] = {}
 
     def follow(self, commit: Commit, now: Scoring) -> Turn | None:
@@ -100,22 +96,22 @@ class Scorer:
 
         now: what is to be scored.
         """
-        if not self._manifest.judging.score_share:
+        if not self.manifest.judging.score_share:
             return None
         self._scores = {n: x for n, x in self._scores.items() if now.why_not(x) is None}
         for score in self._scores.values():
-            self._tell(score)
+            self.tell(score)
         turn = now.turn(commit.round)
-        return turn if turn is not None and self._identity.peer_id in turn.by else None
+        return turn if turn is not None and self.identity.peer_id in turn.by else None
 
     async def score(self, turn: Turn, log: Mapping[int, Commit], model: Model, run: Executor) -> None:
         """Measures the gains of a turn, and sends them. Raises PotluckError."""
         commit, marks = log[turn.round], list[Mark]()
-        pool = await self._text.held_out(scoring.HELD_OUT_POOL)
-        other = pool[scoring.held_out(self._manifest, commit, len(pool))]
+        pool = await self.text.held_out(scoring.HELD_OUT_POOL)
+        other = pool[scoring.held_out(self.manifest, commit, len(pool))]
         plain = await run(self._loss, model, other)
         for contribution in commit.contributions:
-            if contribution.replica not in turn.by[self._identity.peer_id]:
+            if contribution.replica not in turn.by[self.identity.peer_id]:
                 continue
             try:
                 assigned = await asyncio.wait_for(self._assigned(commit, contribution, log), TEXT_SECONDS)
@@ -126,17 +122,17 @@ class Scorer:
             if gain is not None and elsewhere is not None:
                 marks.append(Mark(replica=contribution.replica, assigned=gain, other=elsewhere))
         if marks:
-            score = Score(peer=self._identity.peer_id, round=turn.round, marks=tuple(marks), signature=b"")
-            self._scores[turn.round] = claims.signed(self._identity, turn.of, score)
-            self._tell(self._scores[turn.round])
+            score = Score(peer=self.identity.peer_id, round=turn.round, marks=tuple(marks), signature=b"")
+            self._scores[turn.round] = claims.signed(self.identity, turn.of, score)
+            self.tell(self._scores[turn.round])
 
     async def _assigned(self, commit: Commit, of: Contribution, log: Mapping[int, Commit]) -> Windows:
         """Some of a contribution's training sequences [n, L + 1]. Raises KeyError where the plan does not say which."""
         plan = log[commit.round - 1].plan
-        spec = plan.taken(of.replica, of.peers, self._manifest.model.n_layers) if plan is not None else None
+        spec = plan.taken(of.replica, of.peers, self.manifest.model.n_layers) if plan is not None else None
         if spec is None:
             raise KeyError(of.replica)
-        return await self._text.sequences(scoring.slots(self._manifest, commit, of, spec.work))
+        return await self.text.sequences(scoring.slots(self.manifest, commit, of, spec.work))
 
     def gains(
         self, model: Model, of: Contribution, assigned: Windows, other: Windows, plain: float
@@ -146,20 +142,20 @@ class Scorer:
         plain: the loss on other text without it.
         """
         parts = (part for share in of.shares for part in part_lists.unpack(self._bytes(share.root)))
-        codec, spec = self._manifest.outer.codec, self._manifest.model
+        codec, spec = self.manifest.outer.codec, self.manifest.model
         update = [(x.shard, sparse.decode(codec, layout.shapes(spec, x.shard), self._bytes(x.digest))) for x in parts]
         before = self._loss(model, assigned)
-        with model.moved(update, STEP * self._manifest.outer.eta * of.scale):
+        with model.moved(update, STEP * self.manifest.outer.eta * of.scale):
             return self._loss(model, assigned) - before, self._loss(model, other) - plain
 
     def _bytes(self, name: str) -> bytes:
-        found = self._read(name)
+        found = self.read(name)
         if found is None:
             raise KeyError(name)
         return found
 
     def _loss(self, model: Model, windows: Windows) -> float:
-        rows = self._manifest.train.rows
+        rows = self.manifest.train.rows
         nats = sum(model(windows[first : first + rows]) for first in range(0, len(windows), rows))
         return nats / max(1, windows[:, 1:].size)
 
@@ -180,6 +176,7 @@ class Tools:
     scorer: Scorer | None = None
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Measures the held-out loss in this peer's turns, and lets the scorer use the same copy of the model. There is one
     copy at a time: the held-out loss goes first.
@@ -189,28 +186,19 @@ class Evaluator:
     always: measure out of turn too, as an operator's auditor does.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        identity: Identity,
-        text: Text,
-        tell: Callable[[Message], None],
-        emit: events.Emit,
-        *,
-        tools: Tools,
-        has_room: bool,
-        always: bool = False,
-    ) -> None:
-        self._scorer = tools.scorer
+    manifest: Manifest
+    identity: Identity
+    text: Text
+    tell: Callable[[Message], None]
+    emit: events.Emit
+    _: KW_ONLY
+    tools: Tools
+    has_room: bool
+    always: bool = False
+
+    def __post_init__(self) -> None:
+        self._scorer = self.tools.scorer
         self._only_scores = False
-        self._manifest = manifest
-        self._identity = identity
-        self._text = text
-        self._tell = tell
-        self._emit = emit
-        self._has_room = has_room
-        self._always = always
-        self._tools = tools
         self._tokenizer: Tokenizer | None = None
         self._task: asyncio.Task[None] | None = None
         self._evaluation: Evaluation | None = None
@@ -230,22 +218,20 @@ class Evaluator:
         theta: the shards held after it; they do not change while `reads`.
         scores: what is to be scored; None: nothing.
         """
-        if any(x.peer == self._identity.peer_id for x in commit.evaluations):
+        if any(x.peer == self.identity.peer_id for x in commit.evaluations):
             self._evaluation = None
         turn, measures = self._scorer.follow(commit, scores) if self._scorer and scores else None, False
-        if run_state.evaluation_is_due(self._manifest, commit):
+        if run_state.evaluation_is_due(self.manifest, commit):
             self._evaluation = None
-            measures = self._always or self._identity.peer_id in run_state.evaluators(self._manifest, commit)
-        whole = self._has_room and theta.keys() == set(layout.shard_names(self._manifest.model))
+            measures = self.always or self.identity.peer_id in run_state.evaluators(self.manifest, commit)
+        whole = self.has_room and theta.keys() == set(layout.shard_names(self.manifest.model))
         if whole and (measures or turn is not None):
             self._begin(commit, theta, measures, turn, log)
         if self._evaluation is not None:
-            self._tell(self._evaluation)
+            self.tell(self._evaluation)
 
     async def aclose(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
 
     def _begin(
         self, commit: Commit, theta: Shards, measures: bool, turn: Turn | None, log: Mapping[int, Commit]
@@ -260,9 +246,9 @@ class Evaluator:
     async def _work(
         self, commit: Commit, theta: Shards, measures: bool, turn: Turn | None, log: Mapping[int, Commit]
     ) -> None:
-        task, run = asyncio.current_task(), BackgroundExecutor(self._tools.worker)
+        task, run = asyncio.current_task(), BackgroundExecutor(self.tools.worker)
         try:
-            model = await run(self._tools.load, self._manifest.model, theta)
+            model = await run(self.tools.load, self.manifest.model, theta)
             self.reads = False
             if measures:
                 await self._measure(commit, model, run)
@@ -272,7 +258,7 @@ class Evaluator:
         except PotluckError as error:
             if not self._warned:
                 what = "held-out loss" if measures and not self._only_scores else "scores"
-                self._emit(events.Warning(text=f"{what}: not measured here: {error}"))
+                self.emit(events.Warning(text=f"{what}: not measured here: {error}"))
                 self._warned = True
         finally:
             run.end()
@@ -281,8 +267,8 @@ class Evaluator:
 
     async def _measure(self, commit: Commit, model: Model, run: Executor) -> None:
         """Sends the signed evaluation, unless the model has diverged so far that its loss is no number."""
-        windows = await self._text.held_out(self._manifest.evaluated_sequences)
-        nats, rows = 0.0, self._manifest.train.rows
+        windows = await self.text.held_out(self.manifest.evaluated_sequences)
+        nats, rows = 0.0, self.manifest.train.rows
         for first in range(0, len(windows), rows):
             nats += await run(model, windows[first : first + rows])
         sample = await self._sample(model, run, windows[0, :PROMPT_IDS].tolist()) if len(windows) else ""
@@ -290,23 +276,23 @@ class Evaluator:
         if loss is None:
             return
         found = Evaluation(
-            peer=self._identity.peer_id,
+            peer=self.identity.peer_id,
             round=commit.round,
             sequences=len(windows),
             loss=loss,
-            bits_per_byte=min(loss / math.log(2) / self._text.index.bytes_per_token, bounds.MAX_BITS_PER_BYTE),
+            bits_per_byte=min(loss / math.log(2) / self.text.index.bytes_per_token, bounds.MAX_BITS_PER_BYTE),
             signature=b"",
             sample=sample,
         )
-        self._evaluation = claims.signed(self._identity, commit.digest, found)
-        self._tell(self._evaluation)
+        self._evaluation = claims.signed(self.identity, commit.digest, found)
+        self.tell(self._evaluation)
 
     async def _sample(self, model: Model, run: Executor, prompt: list[int]) -> str:
         """The model's text; empty where the tokenizer cannot be had, or the model has diverged."""
         try:
             if self._tokenizer is None:
-                raw = await self._tools.tokenizer()
-                self._tokenizer = await asyncio.to_thread(load_tokenizer, raw, self._manifest.tokenizer.digest)
+                raw = await self.tools.tokenizer()
+                self._tokenizer = await asyncio.to_thread(load_tokenizer, raw, self.manifest.tokenizer.digest)
             written = await run(model.goes_on, prompt, SAMPLE_IDS)
         except PotluckError:
             return ""

@@ -10,7 +10,6 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,7 @@ from peer.chain.neighbours import Statistics
 from peer.chain.reading import StopSign
 from peer.chain.screening import Place, Screens
 from peer.corpus.text import Text
-from peer.net.base import Stream
+from peer.net.base import Stream, cancel, until
 from peer.node.config import Machine
 from peer.node.training import ChainOrders, InnerLoop, Result
 from peer.state.outer_optimizer import Accumulate
@@ -43,7 +42,6 @@ from protocol.run.manifest import Manifest
 from protocol.wire.plan import ReplicaSpec, StageSpec
 from protocol.wire.schema import extend
 
-T = TypeVar("T")
 STUCK_SECONDS = 60.0
 """Without the expected frame, after which a chain's neighbour counts as lost, even with signs of life
 (peer/chain/link.py)."""
@@ -315,9 +313,7 @@ class StageInnerLoop(InnerLoop):
                         raise
             return newer.result()
         finally:
-            for task in (chain, newer, over):
-                task.cancel()
-            await asyncio.gather(chain, newer, over, return_exceptions=True)
+            await cancel(chain, newer, over)
 
     async def _chain(
         self,
@@ -337,9 +333,10 @@ class StageInnerLoop(InnerLoop):
         if same != spec.stages:
             depth, took = memory.under_way(self.manifest), None
 
-        previous, following = await self._unless(
-            stop, self._pipes.neighbours(plan, order.replica, order.generation, position)
-        )
+        neighbours = self._pipes.neighbours(plan, order.replica, order.generation, position)
+        if (found := await until(stop.wait(), neighbours)) is None:
+            raise LocalError("the round was decided before its chain was complete")
+        previous, following = found.result()
         assert self._trainer is not None
         first_step = self._trainer.pace.before + 1
         try:
@@ -417,16 +414,3 @@ class StageInnerLoop(InnerLoop):
         if len(devices) > 1:
             tell(f"devices: a stage of a chain trains on one device, {devices[0]}; the others wait for a whole model")
         return self.trainer_class(manifest.model, manifest.train, shards, device=devices[0])
-
-    async def _unless(self, stop: asyncio.Event, work: Coroutine[None, None, T]) -> T:
-        """`work`, until the round is over. Raises LocalError then."""
-        task, over = asyncio.create_task(work), asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait({task, over}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise LocalError("the round was decided before its chain was complete")
-            return task.result()
-        finally:
-            for one in (task, over):
-                one.cancel()
-            await asyncio.gather(task, over, return_exceptions=True)

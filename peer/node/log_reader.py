@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from peer import events
+from peer.net.base import cancel
 from peer.net.network import Network
 from peer.net.node_calls import log_page
 from protocol.errors import RemoteError
@@ -50,9 +51,7 @@ class LogReader:
         self._task = asyncio.create_task(self._read(tip, put, newest))
 
     async def aclose(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
 
     async def _read(self, tip: Tip, put: Callable[[member_events.Event], None], newest: Callable[[], int]) -> None:
         now, emit = self._network.clock.steady, self._network.emit
@@ -79,8 +78,7 @@ class LogReader:
         except RemoteError as error:
             emit(events.Warning(text=str(error)))
         finally:
-            coming.cancel()
-            await asyncio.gather(coming, return_exceptions=True)
+            await cancel(coming)
             put(member_events.LogRead())
 
     async def _page(self, after: int, newest: Callable[[], int]) -> tuple[str, list[bytes]] | None:
@@ -130,9 +128,7 @@ class Follower:
             self._fold(log, len(log))
 
     async def aclose(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
 
     async def _catch_up(self, log: Mapping[int, Commit]) -> None:
         while self.state.round < len(log):

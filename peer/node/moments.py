@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
+from peer.net.base import cancel
 from peer.node.training import InnerLoop
 from peer.state.payloads import Exchange
 from peer.training import moments
@@ -59,9 +60,7 @@ class MomentsExchange:
             self._asking = asyncio.create_task(self._ask(plan, shards))
 
     async def aclose(self) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
+        await cancel(self._asking)
 
     async def _ask(self, plan: Plan, shards: Sequence[str]) -> None:
         for shard in shards:

@@ -16,7 +16,7 @@ from peer.net.base import BadAddress, Transport
 from peer.net.blobs import fetch_named
 from peer.net.directory import latest_expiry, valid_record
 from peer.net.disk import Disk
-from protocol.errors import RemoteError, UsageError, apart
+from protocol.errors import RemoteError, UsageError, apart, os_errors
 from protocol.identity import short_peer
 from protocol.ledger.access import Ticket, read_ticket
 from protocol.run import manifest as manifests
@@ -61,10 +61,8 @@ class Run:
 
 
 def read_manifest(path: Path) -> Manifest:
-    try:
+    with os_errors(f"manifest {path}", "give the path of a run's TOML file"):
         raw = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"manifest {path}: {error.strerror}; give the path of a run's TOML file") from None
     return manifests.from_toml(raw, str(path))
 
 

@@ -17,7 +17,7 @@ from peer.corpus.text import LocalText, Text, open_corpus
 from peer.log.reader import Remote
 from peer.net import bandwidth, reach
 from peer.net.address import interface_hosts
-from peer.net.base import Clock, Transport
+from peer.net.base import Clock, Transport, cancel
 from peer.net.directory import Directory
 from peer.net.disk import Disk
 from peer.net.latency import Latency
@@ -334,9 +334,7 @@ class Peer:
                 work.cancel()  # before the sessions end: it tells the nodes that it leaves
                 await asyncio.wait({work})
             finally:
-                for task in (work, *background):
-                    task.cancel()
-                await asyncio.gather(work, *background, return_exceptions=True)
+                await cancel(work, *background)
 
     def _moved(self, addresses: Sequence[str]) -> None:
         self._network.warn(

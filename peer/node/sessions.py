@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from peer import events
 from peer.net.address import peers_of
-from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, answer
+from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, answer, cancel
 from peer.net.network import Network
 from peer.net.node_calls import ask_operators, log_page
 from peer.net.task_set import TaskSet
@@ -252,9 +252,7 @@ class Sessions:
                     if task.done():
                         task.result()
             finally:
-                for task in (sender, receiver):
-                    task.cancel()
-                await asyncio.gather(sender, receiver, return_exceptions=True)
+                await cancel(sender, receiver)
         finally:
             self._outboxes.pop(node, None)
             await stream.close()
@@ -321,8 +319,7 @@ class Operators:
     ) -> None:
         self.dialled = peers_of(bootstrap)
         self._manifest = manifest
-        self._transport = network.transport
-        self._directory = network.directory
+        self._network = network
         self._sessions = sessions
         self._head = head
         self._hint: Motions | None = None
@@ -330,15 +327,15 @@ class Operators:
 
     async def find(self) -> None:
         """Asks the nodes that it began with, and the known ones."""
-        known = dict.fromkeys((*self.dialled, *self._directory.operators))
-        await asyncio.gather(*(self._ask(node) for node in known if node != self._transport.peer_id))
+        known = dict.fromkeys((*self.dialled, *self._network.directory.operators))
+        await asyncio.gather(*(self._ask(node) for node in known if node != self._network.transport.peer_id))
         self.follow(self._head())
 
     async def _ask(self, node: str) -> None:
         with contextlib.suppress(RemoteError, TimeoutError):
             async with asyncio.timeout(FIND_SECONDS):
-                await self._directory.reach(node)
-                found = await ask_operators(self._transport, node)
+                await self._network.directory.reach(node)
+                found = await ask_operators(self._network.transport, node)
             if self._hint is None or found.number > self._hint.number:
                 self._hint = found
 
@@ -352,7 +349,7 @@ class Operators:
         if hint is not None and access.decrees_after(head) < hint.number:
             others = (*self.dialled, *hint.board.names)
             known = Board(operators=(*known.operators, *hint.board.operators), quorum=known.quorum)
-        self._directory.follow(known, others)
+        self._network.directory.follow(known, others)
         self._sessions.follow_operators()
 
     async def run(self) -> None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from peer import events
 from peer.chain.reading import StopSign
-from peer.net.base import Clock
+from peer.net.base import Clock, cancel
 from peer.state.outer_optimizer import Accumulate, Outer, difference
 from peer.state.storage import Shards
 from protocol.ledger import retention, schedule
@@ -177,29 +177,23 @@ class RoundEnd:
         return now >= self._at or now + (now - self._step_began) > self._at + self._overrun
 
 
+@dataclass(eq=False)
 class Training:
     """Trains one round at a time. `put` hands events to the member machine."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        peer: str,
-        inner_loop: InnerLoop,
-        emit: events.Emit,
-        put: Callable[[member_events.Event], None],
-        clock: Clock,
-    ) -> None:
-        self.manifest = manifest
-        self.peer = peer
+    manifest: Manifest
+    peer: str
+    inner_loop: InnerLoop
+    emit: events.Emit
+    put: Callable[[member_events.Event], None]
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self.plan: Plan | None = None
         """Of the newest training, with the present members of its chain."""
-        self._inner_loop = inner_loop
-        self._emit = emit
-        self._put = put
-        self._clock = clock
         self._orders: asyncio.Queue[TrainOrder] = asyncio.Queue()
         self._stop = asyncio.Event()
-        self._end = RoundEnd(clock, manifest.timing.training_seconds)
+        self._end = RoundEnd(self.clock, self.manifest.timing.training_seconds)
         self._task: asyncio.Task[None] | None = None
         self._results: dict[int, Result] = {}
 
@@ -213,19 +207,15 @@ class Training:
             order, total_steps=schedule.of(self.manifest, commits.get(max(commits, default=-1))).total_steps
         )
         stage = order.plan.replica(order.replica).stage_of(self.peer)
-        self._emit(events.role(order.plan, order.replica, stage))
-        self.plan, self._orders, self._stop, self._end = (
-            order.plan,
-            asyncio.Queue(),
-            asyncio.Event(),
-            RoundEnd(self._clock, self.manifest.timing.training_seconds),
-        )
+        self.emit(events.role(order.plan, order.replica, stage))
+        self.plan, self._orders, self._stop = order.plan, asyncio.Queue(), asyncio.Event()
+        self._end = RoundEnd(self.clock, self.manifest.timing.training_seconds)
         self._task = asyncio.create_task(self._train(order, self._orders, theta, ahead, self._stop, self._end))
 
     def resume(self, order: TrainOrder) -> None:
         """Goes on with the members of `order`."""
         assert self.plan is not None
-        self._emit(
+        self.emit(
             events.ChainReconfigured(
                 round=order.plan.round,
                 replica=order.replica,
@@ -254,8 +244,7 @@ class Training:
             try:
                 await asyncio.wait({self._task}, timeout=END_SECONDS)
             finally:
-                self._task.cancel()
-                await asyncio.gather(self._task, return_exceptions=True)
+                await cancel(self._task)
 
     def result(self, round: int) -> Result:
         """The work of a round."""
@@ -276,25 +265,25 @@ class Training:
         stop: asyncio.Event,
         end: RoundEnd,
     ) -> None:
-        began = last = self._clock.steady()
+        began = last = self.clock.steady()
         plan, done = order.plan, 0
         step_tokens = self.manifest.train.tokens(1, plan.replica(order.replica).work.micro_batches)
 
         def progress(step: int, loss: float | None) -> None:
             nonlocal last, done
-            now, done = self._clock.steady(), step
-            self._emit(events.Step(round=plan.round, step=step, loss=loss, tokens=step_tokens, seconds=now - last))
+            now, done = self.clock.steady(), step
+            self.emit(events.Step(round=plan.round, step=step, loss=loss, tokens=step_tokens, seconds=now - last))
             last = now
             end.step_begins()
 
         def failed(generation: int, peer: str, reason: str) -> None:
-            self._emit(events.ChainFailed(round=plan.round, generation=generation, peer=peer, reason=reason))
-            self._put(member_events.ChainFailed(plan.round, generation, peer, reason))
+            self.emit(events.ChainFailed(round=plan.round, generation=generation, peer=peer, reason=reason))
+            self.put(member_events.ChainFailed(plan.round, generation, peer, reason))
 
         try:
             if ahead:
                 theta = await asyncio.to_thread(self._ahead, plan, theta)
-            result = await self._inner_loop.train(order, theta, stop, end, progress, ChainOrders(failed, orders))
+            result = await self.inner_loop.train(order, theta, stop, end, progress, ChainOrders(failed, orders))
         except asyncio.CancelledError:
             self._results[plan.round] = dataclasses.replace(NOTHING, steps=done, tokens=done * step_tokens)
             raise
@@ -302,15 +291,15 @@ class Training:
             log.exception("training of round %d failed", plan.round)
             reason = (str(error).splitlines() or [""])[0]
             result = dataclasses.replace(NOTHING, error=f"training: {type(error).__name__}: {reason}; this is a bug")
-        self._results[plan.round] = dataclasses.replace(result, seconds=self._clock.steady() - began)
+        self._results[plan.round] = dataclasses.replace(result, seconds=self.clock.steady() - began)
         if result.error is None:
-            self._put(member_events.Trained(plan.round, result.steps, result.tokens, result.loss))
+            self.put(member_events.Trained(plan.round, result.steps, result.tokens, result.loss))
         else:
-            self._emit(events.Withdrew(round=plan.round, reason=result.error))
-            self._put(member_events.Failed(plan.round, result.steps, result.error))
+            self.emit(events.Withdrew(round=plan.round, reason=result.error))
+            self.put(member_events.Failed(plan.round, result.steps, result.error))
 
     def _ahead(self, plan: Plan, theta: Shards) -> Shards:
         """b of a round whose predecessor is not decided; `theta`: the state before that one."""
         trained = retention.trained_shards(self.manifest, plan, self.peer)
-        moved = {s: zip(theta[s], difference(self._inner_loop.displacement(s)), strict=True) for s in trained}
+        moved = {s: zip(theta[s], difference(self.inner_loop.displacement(s)), strict=True) for s in trained}
         return theta | {s: [t - d for t, d in pairs] for s, pairs in moved.items()}

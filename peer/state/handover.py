@@ -14,6 +14,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from peer.net.base import cancel
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import FeedbackWriter, Storage
 from protocol.codec import blob_hash
@@ -41,6 +42,7 @@ MOST_GIVERS = 4096
 Work = Callable[..., Awaitable[object]]
 
 
+@dataclass(eq=False)
 class Giving:
     """The giver's side. `step` and `leave` are for the loop that owns the feedback; `run` calls the heirs beside it,
     and changes nothing.
@@ -49,32 +51,24 @@ class Giving:
     open: unfinished hand-overs, by serial number.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        peer: str,
-        storage: Storage,
-        outer: Outer,
-        writer: FeedbackWriter,
-        work: Work,
-        ask: Callable[[str, str, bytes, int], Awaitable[bytes]],
-    ) -> None:
-        self.manifest = manifest
-        self.peer = peer
-        self._storage = storage
-        self._outer = outer
-        self._writer = writer
-        self._work = work
-        self._ask = ask
+    manifest: Manifest
+    peer: str
+    storage: Storage
+    outer: Outer
+    writer: FeedbackWriter
+    work: Work
+    ask: Callable[[str, str, bytes, int], Awaitable[bytes]]
+
+    def __post_init__(self) -> None:
         self._answers: dict[int, Step] = {}
         self._planned_round = -1
         self._little: set[str] = set()  # shards whose rest stays here
         self._first: dict[str, float] = {}  # the norm of a shard's feedback when its first part went
         self.open: dict[int, Handover] = {}
-        out, back = int(storage.notes.get(OUT, 0)), int(storage.notes.get(BACK, 0))
-        for handover in storage.load_handovers():
+        out, back = int(self.storage.notes.get(OUT, 0)), int(self.storage.notes.get(BACK, 0))
+        for handover in self.storage.load_handovers():
             if handover.serial > out or handover.serial == back:
-                storage.drop_handover(handover)
+                self.storage.drop_handover(handover)
             else:
                 self.open[handover.serial] = handover
 
@@ -92,7 +86,7 @@ class Giving:
 
         async def tell(handover: Handover) -> None:
             try:
-                raw = await self._ask(handover.heir, endpoints.HANDOVER, calls.write(handover), ANSWER_BYTES)
+                raw = await self.ask(handover.heir, endpoints.HANDOVER, calls.write(handover), ANSWER_BYTES)
                 answer = calls.read(HandoverAnswer, raw, handover.heir, "hand-over")
                 self._answers[handover.serial] = Step(answer.step)
             except (PotluckError, ValueError):
@@ -114,9 +108,9 @@ class Giving:
             return
         until = asyncio.get_running_loop().time() + seconds
         heirs: dict[str, str] = {}
-        for shard in self._outer.feedback:
+        for shard in self.outer.feedback:
             heir = rules.heir(self.manifest, None, plan, self.peer, shard)
-            if heir is not None and await asyncio.to_thread(self._outer.held, shard) > 0.0:
+            if heir is not None and await asyncio.to_thread(self.outer.held, shard) > 0.0:
                 heirs[shard] = heir
         await self._give(heirs, rules.leaving_topk(self.manifest, list(heirs), up_bps, seconds), until)
         try:
@@ -139,10 +133,10 @@ class Giving:
     async def _answered(self, handover: Handover, answer: Step) -> None:
         if answer is Step.TAKEN and handover.given:
             del self.open[handover.serial]
-            await self._work(self._storage.drop_handover, handover)
+            await self.work(self.storage.drop_handover, handover)
         elif answer is Step.READY and not handover.given:
             self.open[handover.serial] = given = dataclasses.replace(handover, given=True)
-            await self._work(self._storage.save_handover, given)
+            await self.work(self.storage.save_handover, given)
         elif answer in (Step.REFUSED, Step.TAKEN) and not handover.given:
             self._little.add(handover.shard)
             await self._take_back(handover)
@@ -154,7 +148,7 @@ class Giving:
         self._little.difference_update(kept)
         before = log[plan.round - 2].plan if plan.round - 2 in log else None
         heirs: dict[str, str] = {}
-        for shard in self._outer.feedback:
+        for shard in self.outer.feedback:
             found = None if shard in kept else rules.heir(manifest, before, plan, peer, shard)
             if found is not None:
                 heirs[shard] = found
@@ -167,7 +161,7 @@ class Giving:
                 await self._take_back(handover)
             elif handover.heir not in rules.trainers(manifest, (*plan.replicas, *plan.forming), handover.shard):
                 self.open[handover.serial] = moved = dataclasses.replace(handover, heir=heirs.pop(handover.shard))
-                await self._work(self._storage.save_handover, moved)
+                await self.work(self.storage.save_handover, moved)
             else:
                 heirs.pop(handover.shard)
         for shard in list(heirs):
@@ -178,45 +172,45 @@ class Giving:
         await self._give(heirs, rules.TOPK[0])
 
     async def _is_much(self, shard: str) -> bool:
-        norm = await asyncio.to_thread(self._outer.held, shard)
+        norm = await asyncio.to_thread(self.outer.held, shard)
         return norm > rules.LEFT_SHARE * self._first.setdefault(shard, norm)
 
     async def _give(self, heirs: Mapping[str, str], topk: int, until: float = math.inf) -> None:
         """Makes the feedback of these shards hand-overs, in one change of its file, as far as there is time `until`
         then."""
         if heirs:
-            await self._writer.written()
+            await self.writer.written()
             for shard, heir in heirs.items():
                 if asyncio.get_running_loop().time() < until:
-                    await self._work(self._take_out, shard, heir, topk)
-            await self._writer.changed_between()
-            self._storage.forget_older_feedback()
+                    await self.work(self._take_out, shard, heir, topk)
+            await self.writer.changed_between()
+            self.storage.forget_older_feedback()
 
     def _take_out(self, shard: str, heir: str, topk: int) -> None:
-        payload, _ = self._outer.encode(shard, rules.codec(self.manifest, topk))
-        serial = max(int(self._storage.notes.get(OUT, 0)), *self.open, 0) + 1
+        payload, _ = self.outer.encode(shard, rules.codec(self.manifest, topk))
+        serial = max(int(self.storage.notes.get(OUT, 0)), *self.open, 0) + 1
         handover = Handover(
             serial=serial, heir=heir, shard=shard, topk=topk, blob=blob_hash.name_of(payload), size=len(payload)
         )
-        self._storage.save_handover(handover, payload)
-        self._storage.notes = {**self._storage.notes, OUT: str(serial)}
+        self.storage.save_handover(handover, payload)
+        self.storage.notes = {**self.storage.notes, OUT: str(serial)}
         self.open[serial] = handover
 
     async def _take_back(self, handover: Handover) -> None:
-        await self._writer.written()
-        await self._work(self._put_back, handover)
-        await self._writer.changed_between()
-        self._storage.forget_older_feedback()
-        await self._work(self._storage.drop_handover, handover)
+        await self.writer.written()
+        await self.work(self._put_back, handover)
+        await self.writer.changed_between()
+        self.storage.forget_older_feedback()
+        await self.work(self.storage.drop_handover, handover)
 
     def _put_back(self, handover: Handover) -> None:
         try:
-            payload = self._storage.read_handover(handover)
+            payload = self.storage.read_handover(handover)
         except OSError as error:
             raise RemoteError("", f"hand-over {handover.serial}: its payload is gone ({error})") from None
-        self._outer.restore_feedback(handover.shard, payload, rules.codec(self.manifest, handover.topk))
+        self.outer.restore_feedback(handover.shard, payload, rules.codec(self.manifest, handover.topk))
         del self.open[handover.serial]
-        self._storage.notes = {**self._storage.notes, BACK: str(handover.serial)}
+        self.storage.notes = {**self.storage.notes, BACK: str(handover.serial)}
 
 
 @dataclass(slots=True)
@@ -362,9 +356,7 @@ class Taking:
             self._storage.blobs.remove(handover.blob)
 
     async def aclose(self) -> None:
-        for coming in self._coming.values():
-            coming.fetching.cancel()
-        await asyncio.gather(*(c.fetching for c in self._coming.values()), return_exceptions=True)
+        await cancel(*(coming.fetching for coming in self._coming.values()))
 
 
 def _read(notes: Mapping[str, str]) -> dict[str, int]:

@@ -132,10 +132,7 @@ class Outer:
             e.reshape(-1)[sent.index] += sent.values
 
     def apply(
-        self,
-        shard: str,
-        contributions: Sequence[tuple[float, bytes | memoryview]],
-        scratch: list[Array] | None = None,
+        self, shard: str, contributions: Sequence[tuple[float, bytes | memoryview]], scratch: list[Array] | None = None
     ) -> None:
         """θ -= η Σ w_m sent_m over (weight, payload) in the given order. Raises PayloadError or ValueError (a weight
         that is not finite) before anything is changed, KeyError for a shard that is not held.

@@ -19,14 +19,14 @@ import functools
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.net.base import CallHandler, Closed, Timeout, Unreachable, call, serve_calls
+from peer.net.base import CallHandler, Closed, Timeout, Unreachable, all_of, call, serve_calls
 from peer.net.blobs import NO_ROUND, BlobServer, BlobStore, Fetcher, Text
 from peer.net.blobs.holders import Holders
 from peer.net.network import Network
@@ -51,7 +51,7 @@ STATES_OF_A_PEER = 4
 ASK_SECONDS = 10.0
 ANSWER_BYTES = 64 * 1024
 STATE_STREAMS = 2
-"""To a holder of a state: libp2p lets 256 KiB be under way in one (peer/net/striped_stream.py), 40 Mb/s over 50 ms."""
+"""To a holder of a state: libp2p lets 256 KiB be under way in one (peer/net/stream.py), 40 Mb/s over 50 ms."""
 ROUNDS_AHEAD = 4
 """Rounds whose payloads are fetched ahead while earlier ones are applied."""
 MOST_PARTS = 1 << 17
@@ -114,8 +114,7 @@ class Exchange:
         self.manifest = manifest
         self.store = store = storage.blobs
         self._network = network
-        self._transport = network.transport
-        self._directory = directory = network.directory
+        directory = network.directory
         self._fetcher = Fetcher(
             network.transport, store, reach=directory.reach, lost=directory.lost, holders=Holders(self._complain)
         )
@@ -134,13 +133,13 @@ class Exchange:
         """Begins to serve, `text` too."""
         if text is not None:
             self._server.add_text(text)
-        await self._server.serve(self._transport)
+        await self._server.serve(self._network.transport)
 
         async def states(remote: str, request: bytes) -> bytes:
             held = [HeldState(round=r, shards=tuple(s)) for r, s in self._storage.states().items()]
             return calls.write(calls.States(held=tuple(held[-calls.MOST_STATES :])))
 
-        await serve_calls(self._transport, endpoints.STATES, states, limit=1024)
+        await serve_calls(self._network.transport, endpoints.STATES, states, limit=1024)
 
     async def aclose(self) -> None:
         for task in self._prefetches:
@@ -194,23 +193,15 @@ class Exchange:
         for later in range(round + 1, round + 1 + ROUNDS_AHEAD):
             for share in log[later].shares if later in log else ():
                 self.prefetch(later, share, shards)
-        lists = await self._all([self._list_of(share, round) for share in commit.shares])
+        lists = await all_of(self._list_of(share, round) for share in commit.shares)
         known = dict(lists)
         items = [item for shard in shards for item in commit.payloads(shard, known)]
         self.store.protected.update(part.digest for _, part, _ in items)
-        found = dict(await self._all([self._payload(part, sender, round) for _, part, sender in items]))
+        found = dict(await all_of(self._payload(part, sender, round) for _, part, sender in items))
         by_shard: dict[str, list[tuple[float, bytes]]] = {shard: [] for shard in shards}
         for weight, part, _ in items:
             by_shard[part.shard].append((weight, found[part.digest]))
         return Committed(by_shard, {*known, *found})
-
-    async def _all(self, fetches: Sequence[Coroutine[Any, Any, tuple[str, T]]]) -> list[tuple[str, T]]:
-        tasks = [asyncio.create_task(fetch) for fetch in fetches]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
 
     async def _list_of(self, share: Share, round: int) -> tuple[str, Parts]:
         fetch = functools.partial(self._fetch_list, share, round)
@@ -246,8 +237,8 @@ class Exchange:
         self, name: str, size: int, sender: str, round: int, check: Callable[[bytes], object] | None = None
     ) -> None:
         """From its sender or an archive; about half of the peers ask the sender first."""
-        holders = [sender, *self._directory.operators]
-        if sum((self._transport.peer_id + name).encode()) % 2:
+        holders = [sender, *self._network.directory.operators]
+        if sum((self._network.transport.peer_id + name).encode()) % 2:
             holders.append(holders.pop(0))
         await self._fetcher.fetch(name, size, holders, round=round, check=check, owner=sender)
 
@@ -255,16 +246,16 @@ class Exchange:
 
     async def ask(self, peer: str, name: str, request: bytes, limit: int) -> bytes:
         """A call to another peer. Raises RemoteError."""
-        await self._directory.reach(peer)
+        await self._network.directory.reach(peer)
         try:
-            return await call(self._transport, peer, name, request, timeout=ASK_SECONDS, limit=limit)
+            return await call(self._network.transport, peer, name, request, timeout=ASK_SECONDS, limit=limit)
         except (Unreachable, Closed, Timeout):
-            self._directory.lost(peer)  # it may be elsewhere now
+            self._network.directory.lost(peer)  # it may be elsewhere now
             raise
 
     async def answer(self, name: str, handler: CallHandler, limit: int) -> None:
         """Answers calls of this name."""
-        await serve_calls(self._transport, name, handler, limit=limit)
+        await serve_calls(self._network.transport, name, handler, limit=limit)
 
     async def fetch(self, name: str, size: int, holder: str) -> None:
         """Brings a blob of one peer into the store, where it may be evicted. Raises RemoteError, UsageError."""
@@ -298,17 +289,14 @@ class Exchange:
         if not self._fetches_states:
             return found
         try:
-            peers = [p for p in await self._directory.peers() if p != self._transport.peer_id]
+            peers = [p for p in await self._network.directory.peers() if p != self._network.transport.peer_id]
         except RemoteError:
             return found
 
         async def ask(peer: str) -> None:
             with contextlib.suppress(RemoteError, TimeoutError):
                 async with asyncio.timeout(ASK_SECONDS):
-                    await self._directory.reach(peer)
-                    raw = await call(
-                        self._transport, peer, endpoints.STATES, b"", timeout=ASK_SECONDS, limit=ANSWER_BYTES
-                    )
+                    raw = await self.ask(peer, endpoints.STATES, b"", ANSWER_BYTES)
                 held = calls.read(calls.States, raw, peer, "states").held
                 for state in sorted(held, key=lambda state: state.round)[-STATES_OF_A_PEER:]:
                     for shard in state.shards:

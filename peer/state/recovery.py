@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
+from peer.net.base import all_of, cancel
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.storage import Shards, Storage
@@ -63,24 +64,16 @@ class _Progress:
         return events.Fetching(round=round, came=came, bytes=self.bytes, seconds=seconds, done=done)
 
 
+@dataclass(eq=False)
 class Recovery:
     """Builds shards in `outer.theta`. `log`: the commits that count, by round."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        outer: Outer,
-        storage: Storage,
-        exchange: Exchange,
-        log: Commits,
-        emit: events.Emit,
-    ) -> None:
-        self.manifest = manifest
-        self.outer = outer
-        self._storage = storage
-        self._exchange = exchange
-        self._log = log
-        self._emit = emit
+    manifest: Manifest
+    outer: Outer
+    storage: Storage
+    exchange: Exchange
+    log: Commits
+    emit: events.Emit
 
     async def build(self, shards: Sequence[str], round: int) -> None:
         """Puts `shards` after `round` into `outer.theta`, all of them at once. Tries until it has them."""
@@ -99,7 +92,7 @@ class Recovery:
 
         ours: {round: {shard: digest}} that we computed.
         """
-        found = self.bases(shard, round, await self._exchange.holders())
+        found = self.bases(shard, round, await self.exchange.holders())
         found = [base for base in found if base.round == 0 or ours.get(base.round, {}).get(shard) == base.digest]
         if found[0].cost > AGAIN_COST * layout.shard_bytes(self.manifest.model, shard):
             return None
@@ -123,10 +116,10 @@ class Recovery:
 
     async def advance(self, target: Outer, shards: Sequence[str], round: int) -> None:
         """Applies the commit of `round` to `shards` of `target`, which are at the state before it."""
-        payloads = await self._exchange.payloads(self._log[round], shards, self._log)
+        payloads = await self.exchange.payloads(self.log[round], shards, self.log)
         for shard in shards:
             await asyncio.to_thread(target.apply, shard, payloads.by_shard[shard])
-        self._storage.blobs.protected.difference_update(payloads.names)  # until `protected` is set again
+        self.storage.blobs.protected.difference_update(payloads.names)  # until `protected` is set again
 
     @contextlib.asynccontextmanager
     async def _reporting(self, round: int, progress: _Progress) -> AsyncIterator[None]:
@@ -135,7 +128,7 @@ class Recovery:
         async def tell() -> None:
             while True:
                 await asyncio.sleep(PROGRESS_SECONDS)
-                self._emit(progress.event(round, self._exchange.coming))
+                self.emit(progress.event(round, self.exchange.coming))
 
         telling = asyncio.create_task(tell()) if progress.bytes else None
         try:
@@ -144,7 +137,7 @@ class Recovery:
             if telling is not None:
                 telling.cancel()
         if telling is not None:
-            self._emit(progress.event(round, 0, done=True))
+            self.emit(progress.event(round, 0, done=True))
 
     def is_long(self, shards: Sequence[str], applied: int, round: int) -> bool:
         """Whether the payloads from `applied` to `round` are more bytes than the shards themselves."""
@@ -154,18 +147,18 @@ class Recovery:
     async def is_shorter(self, shards: Sequence[str], applied: int, round: int) -> bool:
         """Whether a later state of these shards, which are held after `applied`, costs fewer bytes than their
         replay."""
-        holders = await self._exchange.holders()
+        holders = await self.exchange.holders()
         replay = sum(self.replay_bytes(shard, applied, round) for shard in shards)
         return sum(self.bases(shard, round, holders)[0].cost for shard in shards) < replay
 
     def replay_bytes(self, shard: str, after: int, round: int) -> int:
         """Bytes of payloads to fetch from state `after` to `round`; estimated by the shard's part of the model for
         shares without a list of parts here, and for old ones."""
-        store, lists, near = self._storage.blobs, self._exchange.lists, max(after, round - NEAR_ROUNDS)
+        store, lists, near = self.storage.blobs, self.exchange.lists, max(after, round - NEAR_ROUNDS)
         spec = self.manifest.model
         portion = layout.parameters(spec, shard) / layout.total_parameters(spec)
-        found = portion * self._log.bytes_of(after, near)
-        for share in (share for r in range(near + 1, round + 1) for share in self._log[r].shares):
+        found = portion * self.log.bytes_of(after, near)
+        for share in (share for r in range(near + 1, round + 1) for share in self.log[r].shares):
             parts = lists.get(share.root)
             if parts is None:
                 found += portion * share.size
@@ -176,10 +169,10 @@ class Recovery:
     def bases(self, shard: str, round: int, holders: Mapping[tuple[int, str], Sequence[str]]) -> list[Base]:
         """The states to start from for `shard` after `round`, the cheapest first."""
         found = [Base(self.replay_bytes(shard, 0, round), 0, "", None)]
-        own, store = self._storage.states(), self._storage.blobs
+        own, store = self.storage.states(), self.storage.blobs
         offered = {r for r, name in holders if name == shard}
         for r in sorted(r for r in {*own, *offered, *range(round - NEAR_ROUNDS, round + 1)} if 0 < r <= round):
-            digest = self._log[r + 1].digests.get(shard) if r + 1 in self._log else None
+            digest = self.log[r + 1].digests.get(shard) if r + 1 in self.log else None
             others = holders.get((r, shard), ())
             if digest is None:
                 continue
@@ -193,7 +186,7 @@ class Recovery:
     async def _find_bases(self, shards: Sequence[str], round: int) -> dict[str, list[Base]]:
         spec = self.manifest.model
         ask = any(2 * self.bases(shard, round, {})[0].cost > layout.shard_bytes(spec, shard) for shard in shards)
-        holders = await self._exchange.holders() if ask else {}
+        holders = await self.exchange.holders() if ask else {}
         return {shard: self.bases(shard, round, holders) for shard in shards}
 
     async def _take_bases(
@@ -219,16 +212,10 @@ class Recovery:
                         progress.came += max(0, base.cost - layout.shard_bytes(self.manifest.model, shard))
                         return shard, round
                 failed.add(base.digest)
-                bases = self.bases(shard, round, await self._exchange.holders())  # a holder may have a newer one now
+                bases = self.bases(shard, round, await self.exchange.holders())  # a holder may have a newer one now
 
-        tasks = [asyncio.create_task(take(shard)) for shard in found]
-        try:
-            reached = dict(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        self._emit(events.Recovered(round=round, bases={shard: taken[shard] for shard in found}))
+        reached = dict(await all_of(map(take, found)))
+        self.emit(events.Recovered(round=round, bases={shard: taken[shard] for shard in found}))
         return reached
 
     async def _replay(self, target: Outer, shard: str, after: int, round: int) -> bool:
@@ -236,18 +223,18 @@ class Recovery:
         false, in the log and at its holders."""
         for r in range(after + 1, round + 1):
             await self.advance(target, [shard], r)
-            said = self._log[round].digests.get(shard) if r == round - 1 else None
+            said = self.log[round].digests.get(shard) if r == round - 1 else None
             if said is not None and said != await asyncio.to_thread(target.digest, shard):
                 text = f"state of {shard} after round {after}: the log leads from it to other bits than the run had"
-                self._emit(events.Warning(text=f"{text} after round {r}; another one is taken"))
+                self.emit(events.Warning(text=f"{text} after round {r}; another one is taken"))
                 return False
         return True
 
     def _prefetch(self, shard: str, after: int, round: int) -> None:
         """Begins to fetch the payloads of the first rounds after a state that is being fetched."""
         for r in range(after + 1, min(after + PREFETCHED_ROUNDS, round) + 1):
-            for share in self._log[r].shares:
-                self._exchange.prefetch(r, share, [shard])
+            for share in self.log[r].shares:
+                self.exchange.prefetch(r, share, [shard])
 
     async def _load(self, shard: str, base: Base, line: asyncio.Lock) -> list[NDArray[np.float32]] | None:
         """The shard's tensors at `base`; None where they cannot be had. `line` is held while a shard is computed, or
@@ -257,9 +244,9 @@ class Recovery:
                 if base.round == 0:
                     return await asyncio.to_thread(self._initial, shard)
                 if base.holders is None:
-                    return await asyncio.to_thread(self._storage.load_shard, base.round, shard, base.digest)
+                    return await asyncio.to_thread(self.storage.load_shard, base.round, shard, base.digest)
                 asked = asyncio.Event()
-                coming = asyncio.create_task(self._exchange.fetch_shard(shard, base.digest, base.holders, asked))
+                coming = asyncio.create_task(self.exchange.fetch_shard(shard, base.digest, base.holders, asked))
                 coming.add_done_callback(lambda _: asked.set())
                 try:
                     await asked.wait()
@@ -267,9 +254,9 @@ class Recovery:
                     coming.cancel()
                     raise
             await coming
-            return await self._exchange.read_shard(base.round, shard, base.digest)
+            return await self.exchange.read_shard(base.round, shard, base.digest)
         except RemoteError as error:
-            self._emit(events.Warning(text=str(error)))
+            self.emit(events.Warning(text=str(error)))
             return None
 
     def _initial(self, shard: str) -> list[NDArray[np.float32]]:
@@ -318,9 +305,7 @@ class WarmUp:
 
     async def aclose(self) -> None:
         task, self._task, self._built, self.shards = self._task, None, None, ()
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await cancel(task)
 
     async def _work(self, shards: tuple[str, ...]) -> None:
         try:

@@ -49,12 +49,8 @@ def run(manifest: Manifest, device: str, threads: int, memory_bytes: int) -> Non
     spec, train = replace(manifest.model, tie_word_embeddings=False), manifest.train
     trainer = StageTrainer(spec, train, memory.stage_shards(manifest, first, last), device=device)
     draw = np.random.default_rng(0)
-    trainer.begin_round(
-        {
-            shard: [draw.standard_normal(shape, np.float32) * 0.02 for shape in layout.shapes(spec, shard)]
-            for shard in trainer.shards
-        }
-    )
+    shapes = {shard: layout.shapes(spec, shard) for shard in trainer.shards}
+    trainer.begin_round({s: [draw.standard_normal(x, np.float32) * 0.02 for x in of] for s, of in shapes.items()})
     shape = (train.rows, train.sequence)
     wire = torch.randn(*shape, spec.d_model)
     speed, said, done = Speedometer(manifest), 0, 0
@@ -130,9 +126,5 @@ async def together(
 
 
 if __name__ == "__main__":
-    run(
-        manifests.from_toml(Path(sys.argv[1]).read_bytes(), sys.argv[1]),
-        sys.argv[2],
-        int(sys.argv[3]),
-        int(sys.argv[4]),
-    )
+    _, path, device, threads, memory_bytes = sys.argv
+    run(manifests.from_toml(Path(path).read_bytes(), path), device, int(threads), int(memory_bytes))

@@ -21,7 +21,7 @@ from peer.net.address import peers_of
 from peer.net.base import Clock, Transport
 from peer.net.directory import Contacts, announcements
 from peer.net.node_calls import RosterReader
-from protocol.errors import RemoteError, UsageError
+from protocol.errors import RemoteError, UsageError, os_errors
 from protocol.identity import short_peer
 from protocol.ledger import board, history, schedule
 from protocol.ledger.history import BadCommit
@@ -265,10 +265,10 @@ class Replay:
                 for event in round_events(record):
                     yield event
             return
-        try:
-            with open(self._file, encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    if (parsed := events.from_json(line)) is not None:
-                        yield parsed
-        except OSError as error:
-            raise UsageError(f"--replay {self._file}: {error.strerror}; give a file that can be read") from None
+        with (
+            os_errors(f"--replay {self._file}", "give a file that can be read"),
+            open(self._file, encoding="utf-8", errors="replace") as lines,
+        ):
+            for line in lines:
+                if (parsed := events.from_json(line)) is not None:
+                    yield parsed

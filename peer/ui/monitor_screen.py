@@ -15,7 +15,6 @@ import time
 import tty
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -214,13 +213,11 @@ class MonitorScreen(Screen):
             self._keys.enter_context(keys(_STDIN, self.press))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._keys.close()
         with self._lock:
             self.browsing = None
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
 
     def _take(self, event: Event) -> None:
         self.changes += 1

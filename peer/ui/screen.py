@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TextIO, cast
 
 from rich import box
@@ -118,9 +117,7 @@ class Screen:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
@@ -225,9 +222,7 @@ def panel(title: str, body: RenderableType, width: int, height: int, ascii_only:
 def _title(view: RunView, width: int) -> Text:
     manifest = view.manifest
     left = Text.assemble(
-        (" potluck ", f"bold reverse {SKY}"),
-        (f" {manifest.name}", "bold"),
-        (f" · run {manifest.run_id[:8]}", GRAY),
+        (" potluck ", f"bold reverse {SKY}"), (f" {manifest.name}", "bold"), (f" · run {manifest.run_id[:8]}", GRAY)
     )
     if view.finished:
         text = f"finished {number(view.last_round, 'round')}"
@@ -252,13 +247,7 @@ def _bar(view: RunView, width: int) -> Text:
     filled = view.progress * free
     whole = int(filled)
     part = " ▏▎▍▌▋▊▉"[int((filled - whole) * 8)].strip()
-    return Text.assemble(
-        " ",
-        ("█" * whole + part, SKY),
-        ("░" * (free - whole - len(part)), GRAY),
-        label,
-        no_wrap=True,
-    )
+    return Text.assemble(" ", ("█" * whole + part, SKY), ("░" * (free - whole - len(part)), GRAY), label, no_wrap=True)
 
 
 def _curve(view: RunView, width: int, height: int, ascii_only: bool) -> Panel:

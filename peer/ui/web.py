@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from protocol.errors import UsageError
@@ -122,12 +121,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = io.BytesIO(head)  # type: ignore[assignment]
 
     def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def _answer(self, *, body: bool) -> None:
         make = self.server.paths.get(self.path.partition("?")[0])
         if make is None:
             return self.send_error(404)
@@ -140,8 +133,10 @@ class _Handler(BaseHTTPRequestHandler):
         if small:
             self.send_header("Content-Encoding", "gzip")
         self.end_headers()
-        if body:
+        if self.command != "HEAD":
             self.wfile.write(data)
+
+    do_HEAD = do_GET
 
     def _head(self, kind: str, length: int, policy: str) -> None:
         self.send_header("Content-Type", kind)
@@ -203,9 +198,7 @@ class Server(socketserver.ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
         self.server_close()
 

@@ -157,14 +157,12 @@ class Access:
 
     def why_not_join(self, joined: Joined) -> str | None:
         """Why `joined`, which is valid in itself (`why_invalid`), admits nobody; None if it does."""
-        ban = self._ban_of(joined.peer)
-        if ban is not None:
+        if (ban := self._ban_of(joined.peer)) is not None:
             return f"it is banned{ban}"
         if self.why_not(joined.peer) is None:
             return "it may take part already"
         for ended in (joined.invitation.key, joined.operator):
-            ban = self._ban_of(ended)
-            if ban is not None:
+            if (ban := self._ban_of(ended)) is not None:
                 return f"its invitation was ended{ban}"
         count, used = joined.invitation.count, self.uses.get(joined.invitation.key, 0)
         return f"its invitation is used up, by {used} of {count}" if used >= count else None
@@ -213,8 +211,7 @@ def why_unlawful(manifest: Manifest, head: Commit | None, commit: Commit) -> str
     """Why the decree or an invitation of `commit` is invalid, signatures included; None if all are valid."""
     operators = board.operators(manifest, head)
     for joined in commit.joined:
-        invalid = why_invalid(manifest, joined, commit.time, operators)
-        if invalid is not None:
+        if (invalid := why_invalid(manifest, joined, commit.time, operators)) is not None:
             return f"lets in {short_peer(joined.peer)}, and {invalid}"
     enacted, number = commit.decree, decrees_after(head)
     if commit.schedule != schedule.after(head, enacted):
@@ -233,14 +230,11 @@ def why_not_decreed(manifest: Manifest, head: Commit | None, enacted: Enacted) -
         return "has a decree of another time"
     if not enacted.decree.is_sound:
         return "has a decree that says nothing"
-    if enacted.decree.schedule is not None:
-        refused = schedule.why_not(manifest, head, enacted.decree.schedule)
-        if refused is not None:
-            return f"has a decree that comes too late, or is none: {refused}"
-    if board.is_change(enacted):
-        refused = board.why_not(manifest, head, enacted.decree)
-        if refused is not None:
-            return f"has a decree that cannot be: {refused}"
+    wanted = enacted.decree.schedule
+    if wanted is not None and (refused := schedule.why_not(manifest, head, wanted)) is not None:
+        return f"has a decree that comes too late, or is none: {refused}"
+    if board.is_change(enacted) and (refused := board.why_not(manifest, head, enacted.decree)) is not None:
+        return f"has a decree that cannot be: {refused}"
     members = set(members_after(manifest, head))
     if not set(enacted.signatures) <= members or len(enacted.signatures) < votes_needed(len(members)):
         return "has a decree that too few of its members signed"

@@ -52,8 +52,7 @@ def why_not_next(manifest: Manifest, head: Commit | None, record: Record) -> str
         return "was proposed by a node that is not a member"
     if not is_decided(record, members):
         return "has too few votes"
-    unlawful = access.why_unlawful(manifest, head, commit)
-    if unlawful is not None:
+    if (unlawful := access.why_unlawful(manifest, head, commit)) is not None:
         return unlawful
     if commit.plan is not None and not all(_allows(manifest, w) for w in _works(commit.plan)):
         return "plans more work than the manifest allows"
@@ -76,8 +75,7 @@ def follow(manifest: Manifest, before: Commit | None, raw: bytes) -> Record:
         record = encoding.decode_record(raw, "the log")
     except RemoteError as error:
         raise BadCommit(f"cannot be believed: {str(error).removesuffix('; it was dropped')}") from None
-    reason = why_not_next(manifest, before, record)
-    if reason is not None:
+    if (reason := why_not_next(manifest, before, record)) is not None:
         raise BadCommit(reason)
     return record
 
@@ -124,8 +122,7 @@ def read(manifest: Manifest, tip: Tip, raws: Sequence[bytes], sender: str) -> It
             links.append(link)
         last = at + max(0, len(links) - 1)
         record = encoding.decode_record(raws[last], sender)
-        reason = _why_not(manifest, tip, links, record)
-        if reason is not None:
+        if (reason := _why_not(manifest, tip, links, record)) is not None:
             what = f"log of {short_peer(sender)}: the commit of round {record.commit.round} {reason}"
             raise MessageError(sender, f"{what}; ask another bootstrap node")
         stretch = Stretch(tip.members, tuple(link.packed for link in links[:-1]), record)
@@ -167,17 +164,14 @@ def _link(manifest: Manifest, tip: Tip, raw: bytes, before: _Link | None) -> _Li
         if before is not None and carried != before.carried:
             return None
         digest = hashlib.sha256(DOMAIN + framing.repack({"t": "commit", **body})).hexdigest()
-        return _Link(Packed(round + 1, parent, framing.repack(body), _payload_bytes(body)), digest, carried)
+        size = sum(int(share[_SIZE]) for contribution in body["contributions"] for share in contribution[_SHARES])
+        return _Link(Packed(round + 1, parent, framing.repack(body), size), digest, carried)
     except (framing.FrameError, KeyError, IndexError, TypeError, ValueError, OverflowError):
         return None
 
 
 _SHARES, _SIZE = 4, 2
 """Where a packed Contribution has its shares, and a packed Share its size (protocol/wire/commit.py)."""
-
-
-def _payload_bytes(body: dict[str, Any]) -> int:
-    return sum(int(share[_SIZE]) for contribution in body["contributions"] for share in contribution[_SHARES])
 
 
 NEWEST = 256
@@ -343,8 +337,7 @@ class History:
             return False
         if here is not None:
             raise ForkError(f"round {commit.round} has two decided commits")
-        reason = why_not_next(self.manifest, before, record)
-        if reason is not None:
+        if (reason := why_not_next(self.manifest, before, record)) is not None:
             raise ForkError(f"the commit of round {commit.round} {reason}")
         self.commits[commit.round] = commit
         return False

@@ -80,8 +80,7 @@ def says_something(state: RunState, commit: Commit) -> Iterator[str]:
 
 def is_lawful(state: RunState, commit: Commit) -> Iterator[str]:
     """Decrees have enough signatures, invitations are valid, and what follows from decrees is carried on."""
-    unlawful = access.why_unlawful(state.manifest, state.head, commit)
-    if unlawful is not None:
+    if (unlawful := access.why_unlawful(state.manifest, state.head, commit)) is not None:
         yield unlawful
 
 

@@ -145,12 +145,8 @@ def medians(commits: Sequence[Commit]) -> tuple[float, ...]:
     found: list[float] = []
     for commit in reversed(commits):
         if commit.contributions:
-            found.append(statistics.median(norm_of(c) * c.scale for c in commit.contributions))
+            norms = [part_lists.total(share.norm for share in c.shares) * c.scale for c in commit.contributions]
+            found.append(statistics.median(norms))
         if len(found) == MEDIANS_KEPT:
             break
     return tuple(reversed(found))
-
-
-def norm_of(contribution: Contribution) -> float:
-    """The L2 norm of all that a contribution adds, as its lists of parts have it."""
-    return part_lists.total(share.norm for share in contribution.shares)

@@ -175,8 +175,7 @@ class Acceptor:
         if commit.parent != (head.digest if head is not None else self.manifest.run_id):
             return []  # one of the logs is forked, or the sender lies: its log will tell
         own = Record(commit=commit, ballot=accept.ballot, votes=dict.fromkeys(members, b""))
-        reason = why_not_next(self.manifest, head, own)
-        if reason is not None:
+        if (reason := why_not_next(self.manifest, head, own)) is not None:
             return self._refuse(peer, accept, reason)
         if accept.ballot == 0 and commit.leader != peer:
             unfair = Objection("says that another node proposes it", lie=True)

@@ -37,7 +37,7 @@ from protocol.round.leader_events import Phase, Question
 from protocol.run.manifest import Manifest
 from protocol.wire.bounds import LEAST_COMPARED
 from protocol.wire.commit import Commit, Contribution, liars_borne
-from protocol.wire.plan import Plan, ReplicaSpec
+from protocol.wire.plan import Plan
 
 CLOCK_TOLERANCE_SECONDS = 86400.0
 """Seconds that the time of day in a commit may differ from a member's own."""
@@ -198,7 +198,8 @@ def _worth(sight: NodeView, commit: Commit, plan: Plan) -> Iterator[str]:
     limited = share < 1  # then strangers may be spares, of whom another node sees a range
     idle = {peer for peer in plan.spares if limited and not sight.state.standing.is_exempt(peer)}
     there = tuple(sight.ready[peer] for peer in sorted(plan.peers - idle))
-    if not plan.spares and sight.chains is not None and _alike(plan.replicas, sight.chains.replicas):
+    stages = [(r.number, r.stages) for r in plan.replicas]
+    if not plan.spares and sight.chains and stages == [(r.number, r.stages) for r in sight.chains.replicas]:
         return  # nothing changes, and everybody trains
     question = Question(
         manifest=sight.manifest,
@@ -221,10 +222,6 @@ def _worth(sight: NodeView, commit: Commit, plan: Plan) -> Iterator[str]:
 def _range_share(sight: NodeView, commit: Commit) -> float:
     """What strangers of one range of addresses may have of the plan that `commit` brings."""
     return schedule.limits(sight.manifest, commit.schedule).range_share
-
-
-def _alike(some: tuple[ReplicaSpec, ...], others: tuple[ReplicaSpec, ...]) -> bool:
-    return [(r.number, r.stages) for r in some] == [(r.number, r.stages) for r in others]
 
 
 def _rate(manifest: Manifest, there: tuple[Candidate, ...], plan: Plan) -> float:

@@ -215,69 +215,64 @@ def why_unjust(
     return None
 
 
+@dataclass(eq=False)
 class _Round:
     """Contributions of a round that are `left`, and their faults. together: enough of them to compare."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        measured: Measured,
-        updates: Sequence[Update],
-        together: bool,
-        medians: Sequence[float],
-    ) -> None:
-        self._manifest = manifest
-        self._spec = manifest.judging
-        self._measured = measured
-        self._updates = updates
-        self._together = together
-        self._medians = medians
-        self.left = set(range(len(updates)))
+    manifest: Manifest
+    measured: Measured
+    updates: Sequence[Update]
+    together: bool
+    medians: Sequence[float]
+
+    def __post_init__(self) -> None:
+        self._spec = self.manifest.judging
+        self.left = set(range(len(self.updates)))
 
     @property
     def typical(self) -> float:
-        return typical([self._measured.norms[i] for i in sorted(self.left)], self._medians)
+        return typical([self.measured.norms[i] for i in sorted(self.left)], self.medians)
 
     def scale(self, i: int) -> float:
         """What the clip leaves of an update."""
-        norm, longest = self._measured.norms[i], self.typical * self._spec.clip
+        norm, longest = self.measured.norms[i], self.typical * self._spec.clip
         return max(LEAST_SCALE, longest / norm) if 0 < longest < norm else 1.0
 
     def worst(self) -> dict[int, str]:
         """Who is to be left out next, and why."""
-        norms, middle, left = self._measured.norms, self.typical, sorted(self.left)
+        norms, middle, left = self.measured.norms, self.typical, sorted(self.left)
         found = {i: why for i in left for why in [self._untrue(i)] if why is not None}
         if found or not middle:
             return found
         largest = max(left, key=norms.__getitem__, default=None)
         if largest is not None and norms[largest] > self._too_long():
             return {largest: f"its norm {norms[largest]:.3g} is over {NORM_LIMIT:g} times the median"}
-        if not self._together or len(left) < MEDIAN_NEEDS:
+        if not self.together or len(left) < MEDIAN_NEEDS:
             return {}
         idle = {i: "it changes nothing" for i in left if norms[i] == 0}
         if idle:
             return idle
-        for panel, cosines in self._measured.panels:
+        for panel, cosines in self.measured.panels:
             found |= self._copies(panel, cosines)
         if found:
             return found
-        for panel, cosines in self._measured.panels:
+        for panel, cosines in self.measured.panels:
             found |= self._odd([(at, i) for at, i in enumerate(panel) if i in self.left], cosines)
         return found
 
     def why_no_work(self, who: int, others: Set[int]) -> str | None:
         """Whether it is nothing, or a copy of one of the `others` or of the round before: of however few."""
         self.left = {*others, who}
-        if self._measured.norms[who] == 0:
+        if self.measured.norms[who] == 0:
             return self._untrue(who) or "it changes nothing"
-        ((panel, cosines),) = self._measured.panels
+        ((panel, cosines),) = self.measured.panels
         return self._named(who, lambda: self._copies(panel, cosines))
 
     def why_odd(self, who: int, others: Set[int]) -> str | None:
         """Why this one would be left out among `others` that are not, alone with them."""
         self.left = {*others, who}
         reason = self._named(who, self.worst)
-        alone = self._together and len(self.left) < LEAST_COMPARED
+        alone = self.together and len(self.left) < LEAST_COMPARED
         return reason or ("it agrees with too few of the others" if alone else None)
 
     def _named(self, who: int, look: Callable[[], dict[int, str]]) -> str | None:
@@ -292,15 +287,15 @@ class _Round:
         """The limit norm. Where all norms have grown or too few are known, only what a clip cannot bound is over."""
         if len(self.left) < MEDIAN_NEEDS:
             return self.typical * self._spec.clip / LEAST_SCALE
-        middle = statistics.median(self._measured.norms[i] for i in self.left)
-        return NORM_LIMIT * max([middle, self.typical, *self._medians])
+        middle = statistics.median(self.measured.norms[i] for i in self.left)
+        return NORM_LIMIT * max([middle, self.typical, *self.medians])
 
     def _untrue(self, i: int) -> str | None:
         """Payloads can be decoded, and norms are as they are said to be."""
-        if i in self._measured.broken:
-            return f"it cannot be read: {self._measured.broken[i]}"
-        for name, norm in zip(layout.shard_names(self._manifest.model), self._measured.shards[i], strict=True):
-            said = self._updates[i].norms.get(name, norm)
+        if i in self.measured.broken:
+            return f"it cannot be read: {self.measured.broken[i]}"
+        for name, norm in zip(layout.shard_names(self.manifest.model), self.measured.shards[i], strict=True):
+            said = self.updates[i].norms.get(name, norm)
             if not comparing.is_true(said, norm):
                 return f"the norm of {name} is {norm:.6g}, not {said:.6g}"
         return None
@@ -309,20 +304,20 @@ class _Round:
         """Of each shard, [P, P]. `members`: their places in the panel, and who they are."""
         places = [at for at, _ in members]
         for number, of_shard in enumerate(cosines):
-            norms = np.array([self._measured.shards[i][number] for _, i in members])
+            norms = np.array([self.measured.shards[i][number] for _, i in members])
             yield np.outer(norms, norms) * of_shard[np.ix_(places, places)]
 
     def _copies(self, panel: Sequence[int], cosines: Sequence[Floats]) -> dict[int, str]:
         """The first one that is a copy of somebody's before it, or repeats the round before."""
-        members = [(at, i) for at, i in enumerate(panel) if i in self.left or i >= len(self._updates)]
+        members = [(at, i) for at, i in enumerate(panel) if i in self.left or i >= len(self.updates)]
         whole = sum(self._products(members, cosines), start=np.zeros((len(members), len(members))))
         for n, (_, i) in enumerate(members):
             for m in range(n):
                 earlier = members[m][1]
                 square = float(whole[n, n] * whole[m, m])
                 alike = float(whole[n, m]) / math.sqrt(square) if square else 0.0
-                if alike >= self._spec.copies and earlier < len(self._updates):
-                    stale = i >= len(self._updates)
+                if alike >= self._spec.copies and earlier < len(self.updates):
+                    stale = i >= len(self.updates)
                     return {
                         earlier
                         if stale
@@ -339,11 +334,11 @@ class _Round:
         apart: list[tuple[float, int, str]] = []
         for number, products in enumerate(self._products(members, cosines)):
             whole += products * clips
-            name, elements = layout.shard_names(self._manifest.model)[number], self._measured.elements[number]
+            name, elements = layout.shard_names(self.manifest.model)[number], self.measured.elements[number]
             for ratio, n, shown in _shares(products * clips, elements):
                 if ratio < 0 < self._spec.agreement:
                     apart.append((ratio, n, f"in {name} it disagrees with the others {shown}"))
-        shares = _shares(whole, sum(self._measured.elements))
+        shares = _shares(whole, sum(self.measured.elements))
         low = [(r, n, f"it disagrees with the others {shown}") for r, n, shown in shares if r < self._spec.agreement]
         low = low if self._spec.agreement else []
         high = [(-r, n, f"it is made of the others' updates {shown}") for r, n, shown in shares if r > TOO_MUCH]

@@ -314,8 +314,7 @@ class Manifest:
             raise ValueError("name must have 1 to 64 printable characters")
         if min(self.rounds, self.start_peers, self.checkpoint_rounds) < 1 or self.seed < 0:
             raise ValueError("rounds, start_peers and checkpoint_rounds must be at least 1, seed at least 0")
-        refused = why_no_quorum(self.quorum)
-        if refused is not None:
+        if (refused := why_no_quorum(self.quorum)) is not None:
             raise ValueError(refused)
         if not self.quorum <= len(set(self.operators)) == len(self.operators) <= 16:
             raise ValueError("operators must name at least quorum and at most 16 different peer ids")

@@ -160,7 +160,7 @@ class Commit:
 
     @functools.cached_property
     def digest(self) -> str:
-        return hashlib.sha256(commit_body(self)).hexdigest()
+        return hashlib.sha256(DOMAIN + framing.pack_message({"t": "commit", **packed(self)})).hexdigest()
 
     @property
     def shares(self) -> tuple[Share, ...]:
@@ -211,11 +211,6 @@ def body_of(commit: Commit, ballot: int) -> bytes:
 def pledge_body(run: str, round: int, ballot: int, digest: str) -> bytes:
     """What a pledge's signature is over."""
     return DOMAIN + framing.pack_message(["pledge", run, round, ballot, digest])
-
-
-def commit_body(commit: Commit) -> bytes:
-    """The bytes whose sha256 is the commit's digest."""
-    return DOMAIN + framing.pack_message({"t": "commit", **packed(commit)})
 
 
 def liars_borne(members: int) -> int:

@@ -9,8 +9,10 @@ Unknown fields are ignored. A missing or ill-typed field is refused (`MessageErr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import typing
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from protocol import identity
@@ -42,9 +44,18 @@ def encode(message: Message) -> bytes:
     return framing.pack_message({"t": type(message).__name__.lower(), **packed(message)})
 
 
+@contextlib.contextmanager
+def _dropped(peer: str, what: str) -> Iterator[None]:
+    """Raises MessageError about `what`, which `peer` sent, in place of SchemaError and FrameError."""
+    try:
+        yield
+    except (SchemaError, framing.FrameError) as error:
+        raise MessageError(peer, f"{what}: {shown(error)}; it was dropped") from None
+
+
 def decode(raw: bytes | memoryview, peer: str) -> Message:
     """The message in `raw`, which `peer` sent. Raises MessageError."""
-    try:
+    with _dropped(peer, f"message from {short_peer(peer)}"):
         data = framing.unpack_message(bytes(raw))
         kind = data.pop("t", None) if isinstance(data, dict) else None
         if not isinstance(kind, str) or kind not in TYPES:
@@ -52,8 +63,6 @@ def decode(raw: bytes | memoryview, peer: str) -> Message:
         cls = TYPES[kind]
         message: Message = build(cls, data, ignore_unknown=True)
         return message
-    except (SchemaError, framing.FrameError) as error:
-        raise MessageError(peer, f"message from {short_peer(peer)}: {shown(error)}; it was dropped") from None
 
 
 def expect(cls: type[T], message: Any, peer: str) -> T:
@@ -97,10 +106,8 @@ def _record(raw: bytes | memoryview) -> Record:
 
 def decode_record(raw: bytes | memoryview, peer: str) -> Record:
     """A record of `peer` with right signatures; enough voters are not checked. Raises MessageError."""
-    try:
+    with _dropped(peer, f"record from {short_peer(peer)}"):
         record = _record(raw)
-    except (SchemaError, framing.FrameError) as error:
-        raise MessageError(peer, f"record from {short_peer(peer)}: {shown(error)}; it was dropped") from None
     body = body_of(record.commit, record.ballot)
     if not all(identity.verify(voter, body, signed) for voter, signed in record.votes.items()):
         raise MessageError(peer, f"record from {short_peer(peer)}: a signature is wrong; it was dropped")
@@ -109,10 +116,8 @@ def decode_record(raw: bytes | memoryview, peer: str) -> Record:
 
 def decode_any(raw: bytes, peer: str) -> Message | Record:
     """A message or a record that `peer` sent. Raises MessageError."""
-    try:
+    with _dropped(peer, f"message from {short_peer(peer)}"):
         data = framing.unpack_message(raw)
-    except framing.FrameError as error:
-        raise MessageError(peer, f"message from {short_peer(peer)}: {shown(error)}; it was dropped") from None
     return decode(raw, peer) if isinstance(data, dict) and "t" in data else decode_record(raw, peer)
 
 
@@ -128,10 +133,8 @@ def unseal(raw: bytes | memoryview) -> tuple[str, Message]:
 
 def unseal_signed(raw: bytes | memoryview) -> tuple[str, Message, bytes]:
     """The same, and the signature."""
-    try:
+    with _dropped("unknown", "envelope"):
         data = framing.unpack_message(bytes(raw))
-    except framing.FrameError as error:
-        raise MessageError("unknown", f"envelope: {error}; it was dropped") from None
     if not isinstance(data, dict):
         raise MessageError("unknown", "envelope: not a map; it was dropped")
     peer, body, signature = data.get("p"), data.get("b"), data.get("s")
@@ -143,12 +146,12 @@ def unseal_signed(raw: bytes | memoryview) -> tuple[str, Message, bytes]:
 
 
 @functools.lru_cache(maxsize=2048)
-def unseal_announcement(raw: bytes, subkey: str, run: str) -> Announcement | None:
-    """The announcement in a DHT record, or None where it is not one of `run` signed by `subkey`."""
+def unseal_announcement(raw: bytes, subkey: str | None, run: str) -> Announcement | None:
+    """The announcement in an envelope, or None where it is not one of `run` signed by its peer, and by `subkey`."""
     try:
         signer, message = unseal(raw)
     except MessageError:
         return None
-    if not isinstance(message, Announcement) or not signer == message.peer == subkey or message.run != run:
+    if not isinstance(message, Announcement) or message.run != run:
         return None
-    return message
+    return message if signer == message.peer and subkey in (None, signer) else None

@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
 from bootstrap.archive import Archive
-from bootstrap.calls import LogAndRosterHandler
-from bootstrap.roster import AnnouncementTable
+from bootstrap.calls import AnnouncementTable, LogAndRosterHandler
 from peer import events
 from peer.net import directory, p2p
 from peer.net.base import Handler

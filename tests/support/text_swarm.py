@@ -216,7 +216,7 @@ class TextSwarm:
             served = ServedText(self.noise.folder, self.noise.index.to_bytes(), Disk())
             named = {endpoints.CORPUS_NAME: served.index}
             store = BlobStore(self.folder / f"node-{i}")
-            server = BlobServer(store, named=named, uplink=self._uplink)
+            server = BlobServer(store, named=named, uplink=self._uplink or Uplink())
             server.add_text(served)
             await member.serve(server)
             self.nodes.append(member)

@@ -17,10 +17,10 @@ import functools
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
-from peer.net.base import Closed, Stream, Timeout, Transport, Unreachable, answer, now
+from peer.net.base import Closed, Stream, Timeout, Transport, Unreachable, answer, cancel, now, until, wait_for_event
 from peer.net.blobs.holders import Absent, Corrupt, Holders, Speed, rank
 from peer.net.blobs.store import LEAVES, BlobStore, Part, Place
 from protocol.codec import blob_hash
@@ -77,18 +77,13 @@ class Gate:
             now = asyncio.get_running_loop().time()
             turn = _Turn(owner, now, progress, progress(), now)
             self._turns.add(turn)
-            task = asyncio.create_task(work())
-            over = asyncio.create_task(turn.over.wait())
             try:
-                await asyncio.wait({task, over}, return_when=asyncio.FIRST_COMPLETED)
-                if task.done():
-                    return task.result()
+                done = await until(turn.over.wait(), work())
             finally:
-                for one in (task, over):
-                    one.cancel()
-                await asyncio.gather(task, over, return_exceptions=True)
                 self._turns.discard(turn)
                 self._leave(owner)
+            if done is not None:
+                return done.result()
 
     async def _enter(self, owner: str) -> None:
         if self._of.total() < self._places and self._of[owner] < self._of_an_owner and owner not in self._waiting:
@@ -376,6 +371,7 @@ class Source(Protocol):
         """Returns a range of a blob, or its leaves, unchecked. Raises RemoteError."""
 
 
+@dataclass(eq=False)
 class Fetcher:
     """Fetches blobs into `store`.
 
@@ -387,31 +383,22 @@ class Fetcher:
     sources: holders that are no peers, by their names among holders
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        store: BlobStore,
-        *,
-        reach: Callable[[str], Awaitable[None]] | None = None,
-        lost: Callable[[str], None] = lambda peer: None,
-        timeout: float = 20.0,
-        sync: bool = False,
-        holders: Holders | None = None,
-        sources: Mapping[str, Source] | None = None,
-    ) -> None:
-        self._sync = sync
-        self._transport = transport
-        self._store = store
-        self._reach = reach
-        self._lost = lost
-        self._timeout = timeout
+    transport: Transport
+    store: BlobStore
+    _: KW_ONLY
+    reach: Callable[[str], Awaitable[None]] | None = None
+    lost: Callable[[str], None] = lambda peer: None
+    timeout: float = 20.0
+    sync: bool = False
+    holders: Holders = field(default_factory=Holders)
+    sources: Mapping[str, Source] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._gate = Gate()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._begun: dict[str, Job] = {}
         self._closing: set[asyncio.Task[list[str]]] = set()
         self._idle = IdleStreams()
-        self._holders = holders or Holders()
-        self._sources = sources or {}
 
     def coming(self, name: str, peer: str, named_by: str) -> tuple[asyncio.Task[None], bool] | None:
         """Returns the running fetch of a blob, if `peer`, sent here by the holder `named_by`, may wait for it.
@@ -422,7 +409,7 @@ class Fetcher:
         if job is None:
             return None
         sure = job.served or named_by in job.asking
-        ahead = rank(name, peer) < rank(name, self._transport.peer_id)
+        ahead = rank(name, peer) < rank(name, self.transport.peer_id)
         return (self._running[name], sure) if sure or ahead else None
 
     @property
@@ -461,7 +448,7 @@ class Fetcher:
 
         Raises RemoteError naming the last holder to fail, UsageError where the disk refuses.
         """
-        if self._store.has(name):
+        if self.store.has(name):
             return
         if not blob_hash.is_name(name.removesuffix(LEAVES) if place is not None else name):  # it becomes a path
             raise RemoteError("nobody", "blob: its name is not 64 hexadecimal digits; nothing is fetched")
@@ -484,10 +471,7 @@ class Fetcher:
 
     async def aclose(self) -> None:
         """Ends every fetch; what came so far stays on disk."""
-        tasks = [*self._running.values(), *self._closing]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._running.values(), *self._closing)
         self._gate.close()
         await self._idle.aclose()
 
@@ -503,25 +487,25 @@ class Fetcher:
         async def turn() -> None:
             if job.name not in self._begun:
                 if job.size > blob_hash.WHOLE_BYTES:
-                    job.resume(await asyncio.to_thread(self._store.part, job.name, job.size))
+                    job.resume(await asyncio.to_thread(self.store.part, job.name, job.size))
                 self._begun[job.name] = job
             if not job.done.is_set():
                 await self._gather(job, holders)
 
         await self._gate.run(owner, turn, lambda: job.received)
         if job.part is not None:
-            await asyncio.to_thread(job.part.finish, job.round, job.check, sync=self._sync)
+            await asyncio.to_thread(job.part.finish, job.round, job.check, sync=self.sync)
         else:
             assert job.data is not None
             if job.check is not None:
                 await asyncio.to_thread(job.check, job.data)
-            await asyncio.to_thread(self._store.put, job.data, job.round, name=job.name, sync=self._sync)
+            await asyncio.to_thread(self.store.put, job.data, job.round, name=job.name, sync=self.sync)
 
     async def _gather(self, job: Job, holders: Sequence[str]) -> None:
         """Asks holders, and the peers that they name, until nothing is missing."""
-        asked = {self._transport.peer_id}
+        asked = {self.transport.peer_id}
         insisted: set[str] = set()
-        waiting, busy, more = self._holders.order(holders, job.size), deque[str](), deque[str]()
+        waiting, busy, more = self.holders.order(holders, job.size), deque[str](), deque[str]()
         workers: dict[asyncio.Task[list[str]], Asked] = {}
         parallel = min(MAX_HOLDERS, 1 + len(job.todo) * blob_hash.RANGE_BYTES // BYTES_PER_HOLDER)
         last: RemoteError | None = None
@@ -542,7 +526,7 @@ class Fetcher:
                         peer, known_to = busy.popleft(), insisted
                     else:
                         break
-                    if peer in known_to or self._holders.is_avoided(peer):
+                    if peer in known_to or self.holders.is_avoided(peer):
                         continue
                     holder = Asked(peer, time, answered=again)
                     known_to.add(peer)
@@ -557,7 +541,7 @@ class Fetcher:
                 ended, _ = await asyncio.wait(events, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                 for holder in workers.values():
                     if not holder.answered and holder.is_silent(now()):
-                        self._holders.silent(holder.peer)
+                        self.holders.silent(holder.peer)
                 for task in [t for t in workers if t in ended]:
                     peer = workers.pop(task).peer
                     try:
@@ -566,21 +550,21 @@ class Fetcher:
                         if last is None or not isinstance(error, Unreachable):  # which tells less than an answer
                             last = error
                         more = deque(p for p in more if p != peer)
-                        self._holders.failed(peer, error)
+                        self.holders.failed(peer, error)
                         if isinstance(error, Unreachable | Closed | Timeout):
-                            self._lost(peer)
+                            self.lost(peer)
                         continue
                     if others:
                         busy.append(peer)
-                        named = [p for p in others if p not in asked and not self._holders.breaks_promises(p)]
-                        named = list(self._holders.order(named, job.size))
+                        named = [p for p in others if p not in asked and not self.holders.breaks_promises(p)]
+                        named = list(self.holders.order(named, job.size))
                         waiting = deque([*named, *waiting] if job.place is not None else [*waiting, *named])
         finally:
             done.cancel()
             known.cancel()
             for worker, holder in workers.items():
                 if holder.answered and holder.is_late(now()):  # it let us wait, and others were quicker
-                    self._holders.broke_promise(holder.peer)
+                    self.holders.broke_promise(holder.peer)
                 if holder.mine or not job.done.is_set():
                     worker.cancel()
                 self._closing.add(worker)
@@ -590,7 +574,7 @@ class Fetcher:
     def _closed(self, peer: str, task: asyncio.Task[list[str]]) -> None:
         self._closing.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), RemoteError):
-            self._holders.failed(peer, error)
+            self.holders.failed(peer, error)
 
     async def _work(self, job: Job, holder: Asked, insist: bool) -> list[str]:
         """Takes ranges from one holder until none is missing. Returns the peers that it names instead.
@@ -598,15 +582,15 @@ class Fetcher:
         Raises RemoteError, UsageError.
         """
         peer, mine = holder.peer, holder.mine
-        if peer in self._sources:
+        if peer in self.sources:
             return await self._read(job, holder)
         what = f"blob {job.name[:12]}: peer {short_peer(peer)}"
         stream: Stream | None = None
         usable = False
         job.asking.add(peer)
         try:
-            if self._reach is not None:
-                await self._reach(peer)
+            if self.reach is not None:
+                await self.reach(peer)
             leaves = job.part is not None and not job.known.is_set()
             request = {
                 "blob": job.name,
@@ -621,19 +605,19 @@ class Fetcher:
                 request |= {"blob": job.name.removesuffix(LEAVES), "in": place}
             stream, reply = await self._begin(peer, framing.pack_message(request))
             holder.answered = True
-            self._holders.answered(peer)
+            self.holders.answered(peer)
             if job.part is None:
                 job.ask(mine, 0)
             waited = False
             until = now() + WAIT_SECONDS + OVERDUE_SECONDS
             while (said := answer_of(reply, what)).get("state") == "wait":
                 if now() > until:
-                    self._holders.broke_promise(peer)
+                    self.holders.broke_promise(peer)
                     raise RemoteError(peer, f"{what} promised it for {WAIT_SECONDS:g} s; another is asked")
                 waited, reply = True, await self._answer(stream, MAX_ANSWER_BYTES)
             usable = job.part is None and said.get("state") in ("busy", "absent")
             if said.get("state") == "busy":
-                others = [p for p in _names(said.get("ask")) if p != self._transport.peer_id]
+                others = [p for p in _names(said.get("ask")) if p != self.transport.peer_id]
                 if said.get("sure") is True:
                     job.named_by.update(dict.fromkeys(others, peer))
                 return others or [peer]
@@ -641,7 +625,7 @@ class Fetcher:
                 raise Absent(peer, f"{what} does not have it; another is asked")
             job.served = holder.gives = True
             job.reading[stream] = stream.received
-            self._holders.gave(peer)
+            self.holders.gave(peer)
             if leaves:
                 await self._learn(
                     job, peer, await self._answer(stream, blob_hash.LEAF_BYTES * blob_hash.count(job.size)), what
@@ -676,10 +660,10 @@ class Fetcher:
 
     async def _read(self, job: Job, holder: Asked) -> list[str]:
         assert job.place is not None
-        data = await self._sources[holder.peer].read(job.place)
+        data = await self.sources[holder.peer].read(job.place)
         if len(data) != job.size or not await job.keep(0, data):
             raise Corrupt(holder.peer, f"{holder.peer}: sent wrong bytes of blob {job.name[:12]}")
-        self._holders.gave(holder.peer)
+        self.holders.gave(holder.peer)
         job.done.set()
         return []
 
@@ -687,7 +671,7 @@ class Fetcher:
         """Opens a stream to a holder, or takes an idle one. Returns it and the first answer."""
         while True:
             kept = self._idle.take(peer)
-            stream = kept or await self._transport.open(peer, endpoints.BLOB, timeout=self._timeout)
+            stream = kept or await self.transport.open(peer, endpoints.BLOB, timeout=self.timeout)
             try:
                 await stream.send(ask)
                 return stream, await self._answer(stream, MAX_ANSWER_BYTES)
@@ -695,28 +679,26 @@ class Fetcher:
                 await stream.close()
                 if kept is None or not isinstance(error, Closed):
                     raise
-            self._lost(peer)  # it may have moved
-            if self._reach is not None:
-                await self._reach(peer)
+            self.lost(peer)  # it may have moved
+            if self.reach is not None:
+                await self.reach(peer)
 
     async def _answer(self, stream: Stream, limit: int) -> bytes:
-        return await answer(stream, self._transport.doubt, limit, timeout=self._timeout)
+        return await answer(stream, self.transport.doubt, limit, timeout=self.timeout)
 
     async def _take(self, stream: Stream, job: Job, holder: Asked, what: str, waited: bool) -> None:
         """Asks for ranges ahead of time, and takes them as they come.
 
         waited: whether the holder had to fetch the blob first; then its first answer says nothing of its link
         """
-        mine, speed = holder.mine, self._holders.speed(holder.peer)
+        mine, speed = holder.mine, self.holders.speed(holder.peer)
         arrived, measured = now(), waited
         while not job.done.is_set():
             while len(mine) < speed.depth and (index := job.next(mine, speed)) is not None:
                 job.ask(mine, index)
                 await stream.send(framing.pack_message({"range": index}))
             if not mine:  # others may give ranges back, or be late
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(OVERDUE_SECONDS / 2):
-                        await job.changed.wait()
+                await wait_for_event(job.changed, OVERDUE_SECONDS / 2)
                 continue
             index = mine[0]
             begin, end = (0, job.size) if job.part is None else blob_hash.span(job.size, index)

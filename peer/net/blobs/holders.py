@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from peer.net.base import Closed, Timeout, Unreachable, now
+from peer.net.lru import LruDict
 from peer.net.rate_limits import Cooldown
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError
@@ -71,7 +72,7 @@ class Holders:
 
     def __init__(self, warn: Callable[[str], None] = lambda text: None) -> None:
         self._warn = warn
-        self._speeds: OrderedDict[str, Speed] = OrderedDict()
+        self._speeds = LruDict[str, Speed](MAX_MEASURED)
         self._avoided = Cooldown(AVOID_SECONDS)
         self._silent = Cooldown(REST_SECONDS)
         self._broken = Cooldown(REST_SECONDS, MAX_REST_SECONDS, MAX_MEASURED)
@@ -89,9 +90,7 @@ class Holders:
 
     def speed(self, peer: str) -> Speed:
         """Returns the measurements of `peer`, to be continued."""
-        self._speeds[peer] = speed = self._speeds.pop(peer, None) or Speed()
-        if len(self._speeds) > MAX_MEASURED:
-            self._speeds.popitem(last=False)
+        self._speeds[peer] = speed = self._speeds.get(peer) or Speed()
         return speed
 
     def is_last(self, peer: str) -> bool:

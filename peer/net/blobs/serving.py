@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from peer.net.base import REQUEST_SECONDS, Closed, Ended, Stream, Timeout, Transport
 from peer.net.blobs.fetching import IDLE_SECONDS
 from peer.net.blobs.store import Blob, BlobStore, Place
+from peer.net.lru import LruDict
 from peer.net.uplink import Uplink
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError
@@ -65,19 +65,16 @@ class SpreadTracker:
 
     def __init__(self, copies: int, most: int = SPREAD_BLOBS, seconds: float = SPREAD_SECONDS) -> None:
         self._copies = copies
-        self._most = most
         self._seconds = seconds
-        self._blobs: OrderedDict[str, _Spread] = OrderedDict()
+        self._blobs = LruDict[str, _Spread](most)
 
     def admit(self, name: str, size: int, peer: str, insist: bool, now: float) -> list[str] | None:
         """None where `peer` is to be served, else the peers to ask instead."""
-        spread = self._blobs.pop(name, None)
+        spread = self._blobs.get(name)
         if spread is None or (now - spread.asked_at > self._seconds and not spread.promised):
             spread = _Spread(now)
         spread.asked_at = now
         self._blobs[name] = spread
-        if len(self._blobs) > self._most:
-            self._blobs.popitem(last=False)
         others = [p for p in spread.receivers if p != peer]
         if others and not insist and spread.sent + spread.promised + size > self._copies * size:
             spread.turns += 1
@@ -139,33 +136,26 @@ class Text(Protocol):
         """As `Fetcher.coming`, for what is at `place`."""
 
 
+@dataclass(eq=False)
 class BlobServer:
     """Serves a store's blobs, and those that `others` find (which are not spread: their holders are known)."""
 
-    def __init__(
-        self,
-        store: BlobStore,
-        *,
-        others: Callable[[str], Blob | None] = lambda name: None,
-        coming: Callable[[str, str, str], Coming | None] = lambda name, peer, named_by: None,
-        named: Mapping[str, bytes] | None = None,
-        uplink: Uplink | None = None,
-        warn: Callable[[str], None] = lambda text: None,
-        copies: int = COPIES,
-        patience: ServingTimeouts = SERVING_TIMEOUTS,
-    ) -> None:
-        self.uplink = uplink or Uplink()
-        self._store = store
-        self._others = others
-        self._coming = coming
-        self._named = named or {}
-        self._warn = warn
-        self._patience = patience
-        self._spreading = SpreadTracker(copies)
+    store: BlobStore
+    _: KW_ONLY
+    others: Callable[[str], Blob | None] = lambda name: None
+    coming: Callable[[str, str, str], Coming | None] = lambda name, peer, named_by: None
+    named: Mapping[str, bytes] = field(default_factory=dict)
+    uplink: Uplink = field(default_factory=Uplink)
+    warn: Callable[[str], None] = lambda text: None
+    copies: int = COPIES
+    patience: ServingTimeouts = SERVING_TIMEOUTS
+
+    def __post_init__(self) -> None:
+        self._spreading = SpreadTracker(self.copies)
         self._text: Text | None = None
         self._texts = SpreadTracker(COPIES, TEXTS, TEXT_SECONDS)
         self._is_there: Callable[[str], bool] = lambda peer: True
-        self._leaves: OrderedDict[str, bytes] = OrderedDict()
+        self._leaves = LruDict[str, bytes](CACHED_LEAVES)
         self._damaged: set[str] = set()
         self._streams: dict[str, int] = {}
         self._pieces: dict[str, asyncio.Semaphore] = {}
@@ -188,10 +178,10 @@ class BlobServer:
         self._streams[peer] = self._streams.get(peer, 0) + 1
         self._pieces.setdefault(peer, asyncio.Semaphore(PIECES_PER_PEER))
         try:
-            raw, ahead = await stream.recv(1024, timeout=self._patience.request), 0
+            raw, ahead = await stream.recv(1024, timeout=self.patience.request), 0
             while isinstance(request := framing.unpack_message(raw), dict):
                 if isinstance(request.get("named"), str):
-                    return await self._send_named(stream, self._named.get(request["named"]))
+                    return await self._send_named(stream, self.named.get(request["named"]))
                 if not blob_hash.is_name(request.get("blob")):
                     return
                 if "in" in request:
@@ -202,7 +192,7 @@ class BlobServer:
                 if ahead > MOST_AHEAD:
                     raise RemoteError(peer, f"blobs for {short_peer(peer)}: asks without listening; it was closed")
                 try:
-                    raw = await stream.recv(1024, timeout=self._patience.next)
+                    raw = await stream.recv(1024, timeout=self.patience.next)
                 except (Closed, Timeout):
                     return
         except framing.FrameError as error:
@@ -224,8 +214,8 @@ class BlobServer:
         size, peer = request.get("size"), stream.remote
         if not isinstance(size, int) or not 0 <= size <= blob_hash.MAX_BLOB_BYTES:
             raise MessageError(peer, f"blobs for {short_peer(peer)}: asks for an impossible size; it was closed")
-        blob = self._store.find(name)
-        coming = self._coming(name, peer, _named_by(request)) if blob is None else None
+        blob = self.store.find(name)
+        coming = self.coming(name, peer, _named_by(request)) if blob is None else None
         if coming is not None or (blob is not None and blob.size == size):
             now = asyncio.get_running_loop().time()
             ask = self._spreading.admit(name, size, peer, request.get("insist") is True, now)
@@ -234,13 +224,13 @@ class BlobServer:
             sent = [0]
             try:
                 if coming is None or await self._arrives(stream, coming[0]):
-                    await self._send(stream, name, size, self._store.find(name), request, sent)
+                    await self._send(stream, name, size, self.store.find(name), request, sent)
                 else:
                     await _say(stream, "absent")
             finally:
                 self._spreading.done(name, size, peer, sent[0])
         else:
-            await self._send(stream, name, size, self._others(name), request, [0])
+            await self._send(stream, name, size, self.others(name), request, [0])
 
     async def _answer_text(self, stream: Stream, request: Mapping[str, object]) -> None:
         peer, place = stream.remote, _place(request.get("in"))
@@ -274,10 +264,10 @@ class BlobServer:
 
     async def _arrives(self, stream: Stream, coming: asyncio.Future[None]) -> bool:
         """Waits for a blob that is on its way here, and says so at once and now and then; whether it came."""
-        end = asyncio.get_running_loop().time() + self._patience.wait
+        end = asyncio.get_running_loop().time() + self.patience.wait
         while asyncio.get_running_loop().time() < end:
             await _say(stream, "wait")
-            done, _ = await asyncio.wait({coming}, timeout=self._patience.sign)
+            done, _ = await asyncio.wait({coming}, timeout=self.patience.sign)
             if done:
                 return not coming.cancelled() and coming.exception() is None
         return False
@@ -292,9 +282,10 @@ class BlobServer:
         await _say(stream, "here")
         if request.get("whole") is True and size <= blob_hash.WHOLE_BYTES:
             async with self._pieces[stream.remote]:
-                data = await asyncio.to_thread(self._read_whole, name, blob, leaves)
+                every = range(blob_hash.count(size))
+                pieces = await asyncio.to_thread(lambda: [self._read(name, blob, leaves, index) for index in every])
                 await self.uplink.turn(stream.remote, size)
-                await stream.send(data)
+                await stream.send(b"".join(pieces))
             sent[0] = size
             return
         if request.get("leaves") is True and len(leaves) > blob_hash.LEAF_BYTES:
@@ -302,7 +293,7 @@ class BlobServer:
             await stream.send(leaves)
         for _ in range(2 * blob_hash.count(size) + MOST_AHEAD):
             try:
-                wanted = framing.unpack_message(await stream.recv(64, timeout=self._patience.range))
+                wanted = framing.unpack_message(await stream.recv(64, timeout=self.patience.range))
             except Ended:
                 return
             index = wanted.get("range") if isinstance(wanted, dict) else None
@@ -332,13 +323,7 @@ class BlobServer:
                     self._damage(name, blob)
         if leaves is not None:
             self._leaves[name] = leaves
-            self._leaves.move_to_end(name)
-            if len(self._leaves) > CACHED_LEAVES:
-                self._leaves.popitem(last=False)
         return leaves
-
-    def _read_whole(self, name: str, blob: Blob, leaves: bytes) -> bytes:
-        return b"".join(self._read(name, blob, leaves, index) for index in range(blob_hash.count(blob.size)))
 
     def _read(self, name: str, blob: Blob, leaves: bytes, index: int) -> bytes:
         """A range that is right: an honest peer's disk must not get it blamed."""
@@ -354,8 +339,8 @@ class BlobServer:
 
     def _damage(self, name: str, blob: Blob) -> None:
         self._damaged.add(name)
-        self._store.remove(name)
-        self._warn(f"file {blob.path}: its bytes changed on disk; it is not served any more, check the disk")
+        self.store.remove(name)
+        self.warn(f"file {blob.path}: its bytes changed on disk; it is not served any more, check the disk")
 
 
 def _named_by(request: Mapping[str, object]) -> str:

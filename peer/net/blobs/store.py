@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from peer.net.disk import Disk, disk_error
+from peer.net.disk import Disk, disk_error, disk_errors
 from protocol.codec import blob_hash
 
 NO_ROUND = 2**31 - 1
@@ -104,15 +104,13 @@ class BlobStore:
         """The keys of that, ascending. A run has more blobs than a round should take the time to look through."""
         self._loose: set[str] = set()
         self.disk.make_folder(self._parts)
-        try:
+        with disk_errors(folder):
             for name in self.disk.names(folder):
                 if name.startswith("."):
                     self.disk.remove(folder / name)
                 elif self.is_ours(name):
                     size, round = self.disk.stat(folder / name)
                     self.add(name, round, size)
-        except OSError as error:
-            raise disk_error(folder, error) from None
 
     # --- what is there
 
@@ -301,15 +299,13 @@ class Part:
                 raise
         if round != NO_ROUND:
             self._store.make_space(self.size)
-        try:
+        with disk_errors(self._store.folder):
             if sync:
                 self._disk.sync(self._path)
             self._disk.set_seconds(self._path, round)
             self._disk.rename(self._path, self._store.folder / self.name)
             if sync:
                 self._disk.sync(self._store.folder)
-        except OSError as error:
-            raise disk_error(self._store.folder, error) from None
         self._disk.remove(self._leaves)
         self._store.add(self.name, round, self.size)
 

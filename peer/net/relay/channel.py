@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from peer.net.base import Closed, Stream
+from peer.net.base import Closed, Stream, cancel
 from peer.net.stream import LINGER_SECONDS
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -284,7 +284,5 @@ class Channel:
             self._over(self._gone())
             if self._watching is not None:
                 self._watching.cancel()
-            self._hearing.cancel()
-            self._saying.cancel()
-            await asyncio.gather(self._hearing, self._saying, return_exceptions=True)
+            await cancel(self._hearing, self._saying)
             await self._carrier.close()

@@ -2,26 +2,33 @@
 
 A relayed stream behaves as any other; where a direct way is found, also later, new streams take it. Relays are asked at
 once, and the one through which the peer answers first is kept for it. A relay that failed is asked last for a while.
+
+A relay passes sealed records between peers that are connected to it (docs/adr/0022-sealed-relays.md). The bytes a
+second of all circuits are bounded, and shared in turn among the peers that asked for them. A record is read when the
+one before has been sent, so nothing is kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
-from peer.net.base import Handler, NotServed, Stream, Timeout, Traffic, Transport, Unreachable, log, now
+from peer.net.base import Ended, Handler, NotServed, Stream, Timeout, Traffic, Transport, Unreachable, cancel, log, now
 from peer.net.guests import Limits
 from peer.net.rate_limits import Cooldown
 from peer.net.relay.channel import CHANGED, GONE, KEEP_ALIVE, LATE, Channel, KeepAlive, RelayFault
 from peer.net.stream import Endpoint, FrameStream
+from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
-from protocol.wire import endpoints, relaying
+from protocol.wire import endpoints, framing, relaying
+from protocol.wire.encoding import MessageError
 from protocol.wire.framing import FrameError
 from protocol.wire.noise import KEY, Cipher, Handshake, NoiseError
-from protocol.wire.relaying import HERE, MAX_ASK, MAX_HELLO
+from protocol.wire.relaying import ABSENT, FULL, HERE, MAX_ASK, MAX_HELLO, MAX_RECORD
 
 RACED = 3
 """Relays that are asked at once."""
@@ -59,23 +66,18 @@ Offer = tuple[Stream, Handshake]
 """A relayed stream to a peer that has proved its identity and waits for ours, and our side of the handshake."""
 
 
+@dataclass(eq=False)
 class Relays:
     """Opens channels to peers through `relays`, over `transport`. `own`: our identity."""
 
-    def __init__(
-        self,
-        own: Identity,
-        transport: Transport,
-        relays: Callable[[], Sequence[str]],
-        *,
-        patience: RelayTimeouts = RELAY_TIMEOUTS,
-        signs: KeepAlive = KEEP_ALIVE,
-    ) -> None:
-        self._own = own
-        self._transport = transport
-        self._relays = relays
-        self._patience = patience
-        self._signs = signs
+    own: Identity
+    transport: Transport
+    relays: Callable[[], Sequence[str]]
+    _: KW_ONLY
+    patience: RelayTimeouts = RELAY_TIMEOUTS
+    signs: KeepAlive = KEEP_ALIVE
+
+    def __post_init__(self) -> None:
         self._kept: dict[str, tuple[str, float]] = {}  # the quickest relay to a peer, and until when
         self._avoided = Cooldown(0.0)
         self._choosing: dict[str, asyncio.Lock] = {}
@@ -97,11 +99,11 @@ class Relays:
         """Opens a channel to `peer`, for `name`. Raises RemoteError."""
         stream, shake = await self._offer(peer)
         try:
-            await stream.send(shake.write(relaying.pack_hello(self._own, shake.own_static, name)))
+            await stream.send(shake.write(relaying.pack_hello(self.own, shake.own_static, name)))
         except BaseException:
             await stream.close()
             raise
-        return Channel(stream, shake.ciphers, peer, name, fault=self.blame, asks=True, signs=self._signs)
+        return Channel(stream, shake.ciphers, peer, name, fault=self.blame, asks=True, signs=self.signs)
 
     def blame(self, fault: RelayFault) -> None:
         """Avoids a relay at fault for a while."""
@@ -109,7 +111,7 @@ class Relays:
             log.warning("relay %s: %s; others are preferred for a while", short_peer(fault.relay), LATE)
         if self._kept.get(fault.peer, ("", 0.0))[0] == fault.relay:
             del self._kept[fault.peer]
-        seconds = {CHANGED: self._patience.changed, GONE: self._patience.gone}.get(fault.what, self._patience.silent)
+        seconds = {CHANGED: self.patience.changed, GONE: self.patience.gone}.get(fault.what, self.patience.silent)
         self._avoided.begin(fault.relay, now(), seconds)
 
     async def _offer(self, peer: str) -> Offer:
@@ -124,7 +126,7 @@ class Relays:
 
     def _groups(self, first: str | None) -> list[list[str]]:
         """The relays in the order in which they are asked; those of a group at once."""
-        others = [r for r in self._relays() if r != first and r != self._own.peer_id]
+        others = [r for r in self.relays() if r != first and r != self.own.peer_id]
         groups = [[first]] if first is not None else []
         for avoided in (False, True):
             some = [relay for relay in others if self.is_avoided(relay) == avoided]
@@ -143,12 +145,12 @@ class Relays:
                     asked[asyncio.create_task(self._ask(relay, peer))] = relay
                 if not asked:
                     continue
-                seconds = self._patience.next if groups else None
+                seconds = self.patience.next if groups else None
                 done, _ = await asyncio.wait(asked, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     if won is None and task.exception() is None:
                         won, relay = task.result(), asked.pop(task)
-                        self._kept[peer] = relay, now() + self._patience.kept
+                        self._kept[peer] = relay, now() + self.patience.kept
                     elif isinstance(error := task.exception(), RemoteError):
                         failures.append(str(error))
                         del asked[task]
@@ -168,15 +170,15 @@ class Relays:
     async def _ask(self, relay: str, peer: str) -> Offer:
         """An offer through `relay`. Raises RemoteError."""
         try:
-            async with asyncio.timeout(self._patience.offer):
-                stream = await self._transport.open(relay, endpoints.RELAY, timeout=self._patience.offer)
+            async with asyncio.timeout(self.patience.offer):
+                stream = await self.transport.open(relay, endpoints.RELAY, timeout=self.patience.offer)
                 try:
                     return await self._shake(stream, relay, peer)
                 except BaseException:
                     await stream.close()
                     raise
         except TimeoutError:
-            text = f"relay {short_peer(relay)}: no answer within {self._patience.offer:g} s"
+            text = f"relay {short_peer(relay)}: no answer within {self.patience.offer:g} s"
             raise Timeout(peer, text) from None
 
     async def _shake(self, stream: Stream, relay: str, peer: str) -> Offer:
@@ -288,18 +290,14 @@ class RelayedTransport:
                         why = error
                 else:
                     self._dial_again(peer)
-                return self._stream(await self._through(peer, name, why), peer, name)
+                try:
+                    return self._stream(await self.relays.open(peer, name), peer, name)
+                except Unreachable as error:
+                    raise Unreachable(peer, f"{why}; {error}" if why else str(error)) from None
         except TimeoutError:
             raise why or Timeout(
                 peer, f"peer {short_peer(peer)}: no answer through relays within {timeout:g} s; try again"
             ) from None
-
-    async def _through(self, peer: str, name: str, why: RemoteError | None) -> Channel:
-        """A stream through a relay. `why`: why there is none without. Raises RemoteError."""
-        try:
-            return await self.relays.open(peer, name)
-        except Unreachable as error:
-            raise Unreachable(peer, f"{why}; {error}" if why else str(error)) from None
 
     def _stream(self, channel: Channel, peer: str, name: str) -> FrameStream:
         self._channels = {c for c in self._channels if not c.is_closed}
@@ -362,8 +360,7 @@ class RelayedTransport:
         except TimeoutError:
             raise Timeout(peer, f"peer {short_peer(peer)}: not reached within {timeout:g} s; try again") from None
         finally:
-            through.cancel()
-            await asyncio.gather(through, return_exceptions=True)
+            await cancel(through)
 
     async def _either(
         self, peer: str, addresses: tuple[str, ...], direct: asyncio.Task[None], through: asyncio.Task[None]
@@ -414,3 +411,116 @@ class RelayedTransport:
         await self._inside.shut()
         await asyncio.gather(*(channel.wait_closed() for channel in self._channels))
         await self._direct.aclose()
+
+
+# --- the relay
+
+RECORD_COST = 1024
+"""Bytes that a record counts besides its own: many small ones cost the relay more than they carry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayLimits:
+    """Limits of a relay; times in seconds.
+
+    circuits, of_a_peer: circuits at once, in all and that one peer has asked for
+    """
+
+    circuits: int = 256
+    of_a_peer: int = 64
+    ask: float = 10.0  # until a peer says whom it asks for
+    open: float = 4.0  # until that one answers
+    idle: float = 120.0  # a circuit without records ends after so long
+    stalled: float = 30.0  # one whose receiver does not read ends after so long
+
+
+RELAY_LIMITS = RelayLimits()
+
+
+class RelayServer:
+    """Relays `bps` bits a second at most, between peers for which `is_here` is true."""
+
+    def __init__(
+        self, transport: Transport, bps: int, is_here: Callable[[str], bool], *, limits: RelayLimits = RELAY_LIMITS
+    ) -> None:
+        self.passed = 0
+        """Bytes of records, both ways, since the start."""
+        self.refused = 0
+        """Asks that were answered with no, since the start."""
+        self._transport = transport
+        self._uplink = Uplink(bps)
+        self._is_here = is_here
+        self._limits = limits
+        self._of: Counter[str] = Counter()
+
+    @property
+    def circuits(self) -> int:
+        return self._of.total()
+
+    async def serve(self) -> None:
+        await self._transport.serve(endpoints.RELAY, self._serve)
+
+    def close(self) -> None:
+        self._uplink.close()
+
+    async def _serve(self, stream: Stream) -> None:
+        asker = stream.remote
+        try:
+            peer = relaying.ask_of(await stream.recv(MAX_ASK, timeout=self._limits.ask))
+        except framing.FrameError as error:
+            raise MessageError(asker, f"relay for {short_peer(asker)}: {error}; it was closed") from None
+        if asker == peer or not self._is_here(asker) or not self._is_here(peer):
+            return await self._refuse(stream, ABSENT)
+        if self.circuits >= self._limits.circuits or self._of[asker] >= self._limits.of_a_peer:
+            return await self._refuse(stream, FULL)
+        self._of[asker] += 1
+        try:
+            await self._relay(stream, peer)
+        finally:
+            self._of[asker] -= 1
+            if not self._of[asker]:
+                del self._of[asker]
+
+    async def _refuse(self, stream: Stream, state: str) -> None:
+        self.refused += 1
+        await stream.send(relaying.pack_answer(state))
+
+    async def _relay(self, stream: Stream, peer: str) -> None:
+        try:
+            onward = await self._transport.open(peer, endpoints.RELAYED, timeout=self._limits.open)
+        except RemoteError:
+            return await self._refuse(stream, ABSENT)
+        try:
+            await stream.send(relaying.pack_answer(HERE))
+            await self._splice(stream, onward)
+        finally:
+            await onward.close()
+
+    async def _splice(self, stream: Stream, onward: Stream) -> None:
+        idle = self._limits.idle
+        try:
+            async with asyncio.timeout(idle) as end:
+
+                def lives() -> None:
+                    end.reschedule(asyncio.get_running_loop().time() + idle)
+
+                ways = ((stream, onward), (onward, stream))
+                pumps = [asyncio.create_task(self._pump(a, b, stream.remote, lives)) for a, b in ways]
+                try:
+                    await asyncio.gather(*pumps)
+                finally:
+                    await cancel(*pumps)
+        except TimeoutError:
+            text = f"circuit of {short_peer(stream.remote)}: nothing came for {idle:g} s; it was closed"
+            raise Timeout(stream.remote, text) from None
+
+    async def _pump(self, source: Stream, target: Stream, asker: str, lives: Callable[[], None]) -> None:
+        try:
+            while True:
+                record = await source.recv(MAX_RECORD)
+                lives()
+                await self._uplink.turn(asker, len(record) + RECORD_COST)
+                await target.send(record, timeout=self._limits.stalled)
+                self.passed += len(record)
+        except Ended:
+            await target.finish()

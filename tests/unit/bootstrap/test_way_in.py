@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bootstrap.roster import AnnouncementTable
+from bootstrap.calls import AnnouncementTable
 from peer.net.base import Clock, Transport, serve_calls
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.reach import DialBackServer, Reachability

@@ -14,7 +14,7 @@ from peer.chain.frames import BEAT, Head, NeighbourLost
 from peer.chain.link import Liveness
 from peer.net.base import Closed, Stream
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.net.striped_stream import SLICE, STRIPES, StripedStream
+from peer.net.stream import SLICE, STRIPES, StripedStream
 from protocol.wire import endpoints, framing
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests.support import networks

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from peer.chain.worker import AHEAD, AlternatingScheduler, Launched
+from peer.chain.pipeline import AHEAD, AlternatingScheduler, Launched
 
 BACK, FORTH = 2, 1
 DEADLINE_S = 30.0

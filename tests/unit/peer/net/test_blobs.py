@@ -282,7 +282,11 @@ class Peer:
         self.store = BlobStore(folder, disk=self.disk)
         self.fetcher = Fetcher(transport, self.store, holders=Holders(self.warnings.append), timeout=10.0)
         self.server = BlobServer(
-            self.store, coming=self.fetcher.coming, uplink=uplink, named={"hello": b"world"}, warn=self.warnings.append
+            self.store,
+            coming=self.fetcher.coming,
+            uplink=uplink or Uplink(),
+            named={"hello": b"world"},
+            warn=self.warnings.append,
         )
         self.asked = 0
         self.gave: Counter[str] = Counter()

@@ -18,7 +18,7 @@ import pytest
 from peer.chain.connect import PipelineStreams
 from peer.chain.frames import FORWARD, Head, NeighbourLost
 from peer.net.base import Timeout, Transport
-from peer.net.striped_stream import STRIPES
+from peer.net.stream import STRIPES
 from peer.training.trainer import make_worker
 from protocol.wire import endpoints
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec

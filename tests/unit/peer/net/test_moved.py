@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bootstrap.roster import AnnouncementTable
+from bootstrap.calls import AnnouncementTable
 from bootstrap.sessions import Sessions as NodeSessions
 from peer.net import node_calls
 from peer.net.address import OwnAddresses, interface_hosts, on_interfaces

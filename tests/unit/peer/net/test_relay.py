@@ -16,8 +16,7 @@ from peer.net.base import Closed, Ended, NotServed, Stream, Timeout, Unreachable
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.relay import RelayServer, transport
 from peer.net.relay.channel import CHANGED, SILENT, KeepAlive, RelayFault
-from peer.net.relay.server import RELAY_LIMITS, RelayLimits
-from peer.net.relay.transport import RelayedTransport, Relays, RelayTimeouts
+from peer.net.relay.transport import RELAY_LIMITS, RelayedTransport, RelayLimits, Relays, RelayTimeouts
 from peer.net.stream import CHUNK
 from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer

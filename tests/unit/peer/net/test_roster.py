@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootstrap.roster import MAX_GONE, AnnouncementTable
+from bootstrap.calls import MAX_GONE, AnnouncementTable
 from bootstrap.sessions import ANNOUNCEMENTS, Session
-from peer.net import node_calls
 from peer.net.base import MAX_RECORD, CallHandler, Clock, serve_calls
 from peer.net.directory import PUBLISH_SECONDS, SAMPLE, TOGETHER, Directory
 from peer.net.memory import MemoryNetwork, MemoryTransport
@@ -50,7 +49,11 @@ def answer(heard: AnnouncementTable, request: Lookup | RosterRequest) -> Roster:
 
 
 def names(reply: Roster) -> list[str]:
-    return [found.peer for body in reply.announcements if (found := node_calls.believed(body, RUN)) is not None]
+    return [
+        found.peer
+        for body in reply.announcements
+        if (found := encoding.unseal_announcement(body, None, RUN)) is not None
+    ]
 
 
 # --- what a node takes
@@ -334,7 +337,7 @@ def test_serials_grow_although_the_time_of_day_goes_back() -> None:
         found = []
         for step in range(3):
             directory.update(step=step)
-            said = node_calls.believed(await told.get(), RUN)
+            said = encoding.unseal_announcement(await told.get(), None, RUN)
             assert said is not None
             found.append(said.serial)
         task.cancel()

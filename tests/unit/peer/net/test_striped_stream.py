@@ -10,7 +10,7 @@ import pytest
 
 from peer.net.base import Closed, Ended, Stream, Timeout
 from peer.net.memory import MemoryNetwork
-from peer.net.striped_stream import SLICE, SMALL, STRIPES, StripedStream, slices
+from peer.net.stream import SLICE, SMALL, STRIPES, StripedStream, slices
 from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
 from protocol.wire.framing import MAX_FRAME, FrameError

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from protocol.ledger import part_lists
 from protocol.ledger.part_lists import root_of, share_of
-from protocol.ledger.run_state import norm_of
 from protocol.planning.partition import Candidate
 from protocol.round.judging import JudgingJob, Verdict, name_of
 from protocol.round.leader import Leader
@@ -262,7 +262,7 @@ def test_a_case_has_what_the_log_says_of_the_rounds_before() -> None:
     commit = driver.decide(driver.say(first, Verdict(1.0), Verdict(0.5)))
     driver.attest("a", "b")
     second = driver.asked(driver.offered("a", "b"))
-    norms = [norm_of(c) * c.scale for c in commit.contributions]
+    norms = [part_lists.total(share.norm for share in c.shares) * c.scale for c in commit.contributions]
     assert (second.last, second.medians) == (commit.contributions, (sum(norms) / 2,))
     assert second.parent == commit.digest
 
