@@ -1,17 +1,22 @@
 """The operators of a simulated run change by decree, as docs/guides/operator.md says: some are appointed, more or fewer decide, and one is
-dismissed. Each operator types at its own node, when it is there, until the log has it."""
+dismissed. Each operator types at its own node, when it is there, until the log has it.
+
+The promises hold while at most f of 3f + 1 members lie. Any operator may be a member, so at most f operators may lie; a smaller f comes after
+dismissals.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.run.manifest import QUORUMS
 from protocol.wire import encoding
+from protocol.wire.commit import liars_borne
 from protocol.wire.decree import APPOINT, DISMISS, QUORUM, Board, Decree, Motion, Motions, Operator
 from protocol.wire.encoding import seal
 from tests.sim.world import Process, Violation
@@ -31,13 +36,13 @@ def newcomers(seed: int) -> tuple[Identity, ...]:
 
 
 class BoardChanges:
-    """Of one run. `lying`: operators may lie, as many as a quorum of four or seven bears."""
+    """Of one run. `lying`: the dishonest operators, as many as the first quorum bears."""
 
-    def __init__(self, swarm: Swarm, rng: random.Random, fresh: Sequence[Identity], lying: bool) -> None:
+    def __init__(self, swarm: Swarm, rng: random.Random, fresh: Sequence[Identity], lying: Collection[str]) -> None:
         self._swarm = swarm
         self._rng = rng
         self._fresh = tuple(fresh)
-        self._lying = lying
+        self._lying = frozenset(lying)
 
     def left(self, process: Process) -> None:
         """A node has ended by itself: it was dismissed."""
@@ -68,10 +73,17 @@ class BoardChanges:
         left = len(self._board.operators)
         sizes = [n for n in QUORUMS if n <= left and n != self._board.quorum and (n > 1 or not self._lying)]
         if sizes and rng.random() < 0.8:
-            await self._decree(QUORUM, quorum=rng.choice(sizes))
+            await self._resize(rng.choice(sizes))
         await asyncio.sleep(rng.uniform(0.0, 10.0))
         if len(self._board.operators) > self._board.quorum and rng.random() < 0.8:
             await self._decree(DISMISS, subject=rng.choice(self._board.names))
+
+    async def _resize(self, quorum: int) -> None:
+        """Changes how many decide. Before, dismisses dishonest operators until no more are left than the new size bears."""
+        lying = [name for name in self._board.names if name in self._lying]
+        for name in lying[liars_borne(quorum) :]:
+            await self._decree(DISMISS, subject=name)
+        await self._decree(QUORUM, quorum=quorum)
 
     async def _decree(
         self, action: str, subject: str = "", operators: tuple[Operator, ...] = (), quorum: int | None = None

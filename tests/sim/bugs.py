@@ -118,6 +118,18 @@ BUGS: dict[str, Bug] = {
         only="storm",
         first=2,
     ),
+    "a certificate of one commit is taken for that of another": Bug(
+        (
+            (
+                ACCEPTOR,
+                "        return all(self._verify(member, body, pledges[member]) for member in named)\n",
+                "        return True\n",
+            ),
+        ),
+        ("P2",),
+        options=("--lying-nodes",),
+        first=3,
+    ),
     "a spare counts in two chains": Bug(
         (
             (

@@ -31,7 +31,7 @@ from tests.sim.board import BoardChanges, newcomers
 from tests.sim.disk import SimDisk
 from tests.sim.ledger import Ledger
 from tests.sim.trainer import DrawnTrainer, Meetings
-from tests.sim.world import NODE_POINTS, POINTS, Crashed, Process, Violation, Weather, World
+from tests.sim.world import BOUND, NODE_POINTS, POINTS, Crashed, Process, Violation, Weather, World
 from tests.support import machines, tiny
 from tests.support.liars import Liar
 from tests.support.lying_nodes import LyingNode
@@ -56,7 +56,7 @@ LATEST = 40.0
 
 class Swarm:
     """Everything that one seed decides; `run` raises Violation if a promise is broken. `liars`: made-up identities that take part.
-    `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest. `calm`: nothing else goes wrong. `honest`: the same run, with
+    `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest, also after decrees. `calm`: nothing else goes wrong. `honest`: the same run, with
     operators who could lie and do not, and chains that could quarrel and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
     `fixed`: nobody becomes an operator, or ceases to be one. `quarrels`: members of chains say of each other that they lie, for no reason."""
 
@@ -107,7 +107,6 @@ class Swarm:
         self._applied: dict[str, int] = {}
         self._ended: dict[str, asyncio.Future[None]] = {}
         fresh = () if fixed or calm else newcomers(seed)
-        self.changes = BoardChanges(self, random.Random(f"board {seed}"), fresh, lying_nodes)
         addresses = tuple(f"/memory/p2p/{name}" for name in (*names, *(who.peer_id for who in fresh)))
         operators = (*operators, *fresh)
         self.nodes = [Process(world, o, lambda p: self._node(p, addresses), "nodes") for o in operators]
@@ -124,9 +123,9 @@ class Swarm:
             self._ended[identity.peer_id] = world.loop.create_future()
         self.liars = [Process(world, Identity(rng.randbytes(32)), self._lie, "liars") for _ in range(liars)]
         self._lying = {liar.name for liar in self.liars}
-        if lying_nodes:
-            chosen = set(rng.sample(names[:quorum], liars_borne(quorum)))
-            self._lying |= set() if honest else chosen
+        chosen: set[str] = set(rng.sample(names[:quorum], liars_borne(quorum))) if lying_nodes else set()
+        self._lying |= set() if honest else chosen
+        self.changes = BoardChanges(self, random.Random(f"board {seed}"), fresh, chosen)
         self._decided_at: list[float] = []
         world.trace("world", f"{world.weather}")
 
@@ -199,10 +198,18 @@ class Swarm:
                 for _, record in logfile.records(io.BytesIO(data), path):
                     self._guarded(self.ledger.appended, process.name, record)
                 self._decided_at += [self.world.now] * (len(self.ledger.log) - known)
+                self._guarded(self._check_bound, known)
             else:
                 self._guarded(self.ledger.written, process.name, path, data, self._trainers.get(process.name))
 
         return HeardDisk(process, heard)
+
+    def _check_bound(self, known: int) -> None:
+        """That no commit names more dishonest members than its quorum bears. `known`: commits that were checked before."""
+        for commit in self.ledger.log[known:]:
+            members, lying = len(commit.members), len(self._lying & set(commit.members))
+            if lying > liars_borne(members):
+                raise Violation(BOUND, f"{lying} of the {members} members after round {commit.round} are dishonest")
 
     # --- what they tell
 

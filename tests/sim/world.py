@@ -55,8 +55,12 @@ JUMP_SECONDS = 3600.0
 """How far the time of day jumps."""
 
 
+BOUND = "bound"
+"""Not a promise: what every promise assumes, at most f dishonest members of 3f + 1. A fault of the simulation."""
+
+
 class Violation(Exception):
-    """A promise was broken; `promise` names it (design of the protocol: P1 to P4)."""
+    """A promise was broken; `promise` names it (design of the protocol: P1 to P4), or BOUND."""
 
     def __init__(self, promise: str, text: str) -> None:
         super().__init__(f"{promise}: {text}")
