@@ -3,8 +3,8 @@
 Whenever the worker is free the scheduler gives it the prepared job of the kind that it did not do last, else the other.
 The event loop prepares at most one job of each kind while the worker does another. Only the event loop calls.
 
-On a GPU a job only launches its work. The worker launches the next one meanwhile, at most AHEAD of them; a thread of its
-own waits for the device. Jobs end in the order of their launch.
+On a GPU a job only launches its work. The worker launches the next one meanwhile, at most AHEAD of them; a thread of
+its own waits for the device. Jobs end in the order of their launch.
 """
 
 from __future__ import annotations

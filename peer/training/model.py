@@ -4,8 +4,8 @@ Parameter names are those of Hugging Face (protocol/run/layout.py), with global 
 subset of the whole model's. The one exception: the first stage of a compressed chain trains COORDINATES in place of
 `model.embed_tokens.weight`.
 
-*Documents.* Where the model has a `document_end_id`, a token sees those of its own document only. Positions go on across
-documents: RoPE turns a query and a key by their distance.
+*Documents.* Where the model has a `document_end_id`, a token sees those of its own document only. Positions go on
+across documents: RoPE turns a query and a key by their distance.
 
 *The loss* is computed in slices of tokens: of the logits [T, V] only a slice exists at a time. A slice's gradient is
 made right after its logits.

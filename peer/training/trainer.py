@@ -1,9 +1,9 @@
 """The inner loop's arithmetic for one stage. A full replica is a stage that holds everything: one code path.
 
-AdamW with weight decay on all parameters, or Muon for the matrices inside blocks (peer/training/optimizer.py); gradients
-clipped by the whole replica's norm, linear warm-up, cosine to a tenth of the peak. Each micro-batch's gradient counts 1
-/ micro_batches, and they are added in micro-batch order. bf16 autocast on CUDA only; parameters, loss and sums stay
-fp32.
+AdamW with weight decay on all parameters, or Muon for the matrices inside blocks (peer/training/optimizer.py);
+gradients clipped by the whole replica's norm, linear warm-up, cosine to a tenth of the peak. Each micro-batch's
+gradient counts 1 / micro_batches, and they are added in micro-batch order. bf16 autocast on CUDA only; parameters, loss
+and sums stay fp32.
 
 Not thread-safe: every call belongs on one worker thread (`make_worker`).
 

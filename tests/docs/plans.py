@@ -1,4 +1,5 @@
-"""What docs/guides/plan.md shows of `potluck plan`, made by the commands that it shows: `python -m tests.docs.plans` writes it."""
+"""What docs/guides/plan.md shows of `potluck plan`, made by the commands that it shows: `python -m tests.docs.plans`
+writes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The bounds that the guide states of a manifest's fields, and of the options of `potluck init`, are those that the code has."""
+"""The bounds that the guide states of a manifest's fields, and of the options of `potluck init`, are those that the
+code has."""
 
 from __future__ import annotations
 

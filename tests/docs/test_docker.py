@@ -1,5 +1,5 @@
-"""What the Dockerfiles, docker/compose.yaml and docs/guides/docker.md say agrees with each other and with the program. No engine is needed. The health
-checks are run beside a real node and a real peer in tests/e2e/test_service.py."""
+"""What the Dockerfiles, docker/compose.yaml and docs/guides/docker.md say agrees with each other and with the program.
+No engine is needed. The health checks are run beside a real node and a real peer in tests/e2e/test_service.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The commands that the documents show, as somebody types them: which there are, and a shell in which they work on one machine."""
+"""The commands that the documents show, as somebody types them: which there are, and a shell in which they work on one
+machine."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ DEADLINE = 300.0
 
 
 def shown(document: Path) -> Iterator[str]:
-    """The commands of ours that a document shows with what they are to be given, in its order; not those that it only names."""
+    """The commands of ours that a document shows with what they are to be given, in its order; not those that it only
+    names."""
     text = document.read_text(encoding="utf-8")
     found: list[tuple[int, str]] = []
     for block in FENCE.finditer(text):
@@ -57,7 +59,8 @@ class Ended:
 
 
 class Terminal:
-    """A window in which one command runs. `text`: what is typed into it; `keys`: where it is typed that ends it, None where it has no terminal."""
+    """A window in which one command runs. `text`: what is typed into it; `keys`: where it is typed that ends it, None
+    where it has no terminal."""
 
     def __init__(self, process: subprocess.Popen[str], text: str | None, keys: int | None = None) -> None:
         self._process = process
@@ -124,7 +127,8 @@ class Terminal:
 
 @dataclass(frozen=True)
 class Shell:
-    """Of somebody whose `potluck` is this checkout's, with programs of his own before the system's. `home`: where he is at home."""
+    """Of somebody whose `potluck` is this checkout's, with programs of his own before the system's. `home`: where he is
+    at home."""
 
     home: Path
     programs: Path
@@ -173,7 +177,8 @@ class Shell:
         )[:-1]
 
     def type(self, command: str, at: Path, sign: str | None = None, text: str | None = None) -> Ended:
-        """Runs it in the folder `at`. `sign`: what it says, as a regular expression, before Ctrl-C ends it; `text`: what is typed into it."""
+        """Runs it in the folder `at`. `sign`: what it says, as a regular expression, before Ctrl-C ends it; `text`:
+        what is typed into it."""
         terminal = self.open(command, at, text)
         try:
             if sign is not None:

@@ -1,4 +1,5 @@
-"""The operators of a run change while it goes on, until none is there of those with whom it began: real nodes, real commands, SIGKILL."""
+"""The operators of a run change while it goes on, until none is there of those with whom it began: real nodes, real
+commands, SIGKILL."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def examined(
     place: Sequence[str] = (),
     within: float = LONG,
 ) -> tuple[Found, bool | None]:
-    """What a machine is told in a process of its own, and whether joining would work; None: nobody knows. `limit`: of open files; `place`: what
-    the command begins with, where it is to run elsewhere; `within`: the time that it has."""
+    """What a machine is told in a process of its own, and whether joining would work; None: nobody knows. `limit`: of
+    open files; `place`: what the command begins with, where it is to run elsewhere; `within`: the time that it has."""
 
     def limited() -> None:
         assert limit is not None
@@ -207,8 +207,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_slow_disk(tmp_path: Path) -> None:
-    """The system lets these processes write so much a second to the disk on which their folder is, and no more; where it limits nobody, as a
-    user's processes in a container, whoever asks the C library to bring a file to the disk waits as long."""
+    """The system lets these processes write so much a second to the disk on which their folder is, and no more; where
+    it limits nobody, as a user's processes in a container, whoever asks the C library to bring a file to the disk waits
+    as long."""
     with bad_machine.slow_disk(tmp_path) as (place, env):
         found, works = examined("--dir", tmp_path / "b", place=place, env=env)
     assert works
@@ -274,7 +275,8 @@ def short() -> Iterator[Path]:
 
 
 def test_sockets_of_killed_processes(run_file: Path, tmp_path: Path, short: Path) -> None:
-    """Of a bootstrap node and its network daemon; what a process has that lives, which is this one, is left alone, whatever the clock says."""
+    """Of a bootstrap node and its network daemon; what a process has that lives, which is this one, is left alone,
+    whatever the clock says."""
     where = ("bootstrap", run_file, "--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--port", 0, "--json")
     here = {"TMPDIR": str(short)}
     with running(*where, env=here) as node:
@@ -333,8 +335,8 @@ def test_a_node_that_hangs(run_file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("hangs", "within"), [("torch", 3), ("disk", 8)])
 def test_it_ends_in_time_whatever_hangs(swarm: Swarm, tmp_path: Path, hangs: str, within: int) -> None:
-    """Somebody at the address who says nothing, a folder whose lock is a pipe that nobody reads, so that whoever opens it hangs within the
-    system, and PyTorch, which is never imported. None of it ever ends."""
+    """Somebody at the address who says nothing, a folder whose lock is a pipe that nobody reads, so that whoever opens
+    it hangs within the system, and PyTorch, which is never imported. None of it ever ends."""
     assert doctor.WITHIN_SECONDS + 2 * doctor.GRACE_SECONDS < MINUTE
     folder, env = tmp_path / "b", {}
     folder.mkdir()
@@ -387,8 +389,9 @@ def test_a_router_that_lets_nobody_in(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("off", [3600, -3600, 40])
 def test_a_wrong_clock(swarm: Swarm, tmp_path: Path, short: Path, off: int) -> None:
-    """Whatever asks the C library in these processes, Python or not, is told a time of day that is off. Only the network daemon asks the
-    kernel itself, and that one does nothing by the time of day. The folder of sockets is their own: others' would look as old as that."""
+    """Whatever asks the C library in these processes, Python or not, is told a time of day that is off. Only the
+    network daemon asks the kernel itself, and that one does nothing by the time of day. The folder of sockets is their
+    own: others' would look as old as that."""
     env = {**bad_machine.wrong_clock(tmp_path, off), "TMPDIR": str(short)}
     found, works = examined(swarm.addresses[0], "--dir", tmp_path / "b", "--host", "127.0.0.1", env=env)
     assert not works
@@ -401,9 +404,8 @@ def test_another_version(tmp_path: Path, version: int, named: str) -> None:
     """That the run's node says it has."""
 
     def spoil(node: crowd.Node) -> None:
-        said = Announcement(
-            run=node.made.manifest.run_id, peer=tiny.OPERATOR.peer_id, device=NODE_DEVICE, version=version, serial=int(1000 * time.time())
-        )  # fmt: skip
+        run, peer, serial = node.made.manifest.run_id, tiny.OPERATOR.peer_id, int(1000 * time.time())
+        said = Announcement(run=run, peer=peer, device=NODE_DEVICE, version=version, serial=serial)
         node.heard.add(tiny.OPERATOR.peer_id, encoding.seal(tiny.OPERATOR, said))
 
     with crowd.living(tmp_path / "node", spoil) as line:

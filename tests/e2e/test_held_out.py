@@ -1,4 +1,5 @@
-"""Real nodes say how good the model is: what replicas and an operator's auditor measure is in the log, true, and on the screens."""
+"""Real nodes say how good the model is: what replicas and an operator's auditor measure is in the log, true, and on the
+screens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`potluck join --hours`: a peer leaves and comes back by itself, by real processes and a clock that is told what to show."""
+"""`potluck join --hours`: a peer leaves and comes back by itself, by real processes and a clock that is told what to
+show."""
 
 from __future__ import annotations
 

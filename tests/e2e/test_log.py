@@ -390,9 +390,8 @@ def test_a_torn_tail_is_a_note(copy: Done, potluck: Potluck, cut: int) -> None:
     (copy.folder / "log").write_bytes(torn)
     for command in ("show", "verify"):
         _, errors = potluck(command, copy.folder)
-        assert errors == [
-            f"potluck: note: after byte {at} there is a record that is not whole: a crash cut it off, or it is being written"
-        ]
+        said = "there is a record that is not whole: a crash cut it off, or it is being written"
+        assert errors == [f"potluck: note: after byte {at} {said}"]
     assert (copy.folder / "log").read_bytes() == torn
 
 

@@ -1,4 +1,5 @@
-"""A member of a chain of four that lies from some round on: real processes find it, a spare takes its place, and it stays out of chains."""
+"""A member of a chain of four that lies from some round on: real processes find it, a spare takes its place, and it
+stays out of chains."""
 
 from __future__ import annotations
 

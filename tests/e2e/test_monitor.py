@@ -1,4 +1,5 @@
-"""`potluck monitor` of a real run: its page, its JSON, its metrics and one picture; and the death of every node but one."""
+"""`potluck monitor` of a real run: its page, its JSON, its metrics and one picture; and the death of every node but
+one."""
 
 from __future__ import annotations
 

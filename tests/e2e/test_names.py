@@ -1,4 +1,5 @@
-"""What strangers call themselves, on every screen: by the signed announcements of real peers, which a real node tells to real commands."""
+"""What strangers call themselves, on every screen: by the signed announcements of real peers, which a real node tells
+to real commands."""
 
 from __future__ import annotations
 

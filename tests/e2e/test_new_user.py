@@ -1,8 +1,9 @@
-"""A new user in an empty home: the tutorial, each command typed as it is written and in its order, in one run with three peers.
+"""A new user in an empty home: the tutorial, each command typed as it is written and in its order, in one run with
+three peers.
 
-All are stopped in between, and started again by the same commands. What is added to a command keeps it on this machine and at one port. In the
-manifest that `potluck init` has made, rounds are shorter, and there are more of them than anybody waits for: in the end the operator ends the run
-by the README's `potluck run set`.
+All are stopped in between, and started again by the same commands. What is added to a command keeps it on this machine
+and at one port. In the manifest that `potluck init` has made, rounds are shorter, and there are more of them than
+anybody waits for: in the end the operator ends the run by the README's `potluck run set`.
 """
 
 from __future__ import annotations

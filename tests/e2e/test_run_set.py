@@ -12,7 +12,8 @@ from tests.support.bans import command, together
 from tests.support.quorum import KEYS, four_nodes
 
 MORE = 25
-"""Rounds that the run goes on for; while the commands are typed nobody is there, so that it comes no further meanwhile."""
+"""Rounds that the run goes on for; while the commands are typed nobody is there, so that it comes no further
+meanwhile."""
 
 
 def test_a_run_is_not_set_to_nothing() -> None:

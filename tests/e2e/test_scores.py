@@ -1,4 +1,5 @@
-"""A peer that teaches the opposite is found by its scores alone: real peers train, score each other, and the log says what they found."""
+"""A peer that teaches the opposite is found by its scores alone: real peers train, score each other, and the log says
+what they found."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ def is_gone(pid: int) -> bool:
 
 
 def test_two_devices_are_one_peer_whatever_becomes_of_its_processes(tmp_path: Path) -> None:
-    """A helper is killed in the middle of a round: its work is in the commit all the same. Then the peer is killed, and no helper is left; it
-    comes back. All have the same bits, and the log replays to them."""
+    """A helper is killed in the middle of a round: its work is in the commit all the same. Then the peer is killed, and
+    no helper is left; it comes back. All have the same bits, and the log replays to them."""
     chosen = swarms.options(tmp_path / "unused", full=2, chains=0, rounds=ROUNDS, inner_steps=12)
     manifest = swarms.manifest(chosen)
 

@@ -1,4 +1,5 @@
-"""Faults of a machine, made for a command and all that it starts: a clock that is wrong, and a disk that is slow or has less than usual."""
+"""Faults of a machine, made for a command and all that it starts: a clock that is wrong, and a disk that is slow or has
+less than usual."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def wrong_clock(folder: Path, off: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def slow_disk(folder: Path) -> Iterator[tuple[Place, dict[str, str]]]:
-    """What a command begins with, and its environment, so that it writes no more than BYTES_A_SECOND to the disk of `folder`."""
+    """What a command begins with, and its environment, so that it writes no more than BYTES_A_SECOND to the disk of
+    `folder`."""
     with contextlib.ExitStack() as stack:
         place, env = Place(), dict[str, str]()
         try:
@@ -40,8 +42,8 @@ def slow_disk(folder: Path) -> Iterator[tuple[Place, dict[str, str]]]:
 
 
 def poor_disk(folder: Path, disk: Path) -> dict[str, str]:
-    """The environment of programs to which `disk` is a folder without hard or symbolic links, locks, sockets, rights, times of files and synced
-    folders."""
+    """The environment of programs to which `disk` is a folder without hard or symbolic links, locks, sockets, rights,
+    times of files and synced folders."""
     return {**_preloaded(folder), "POOR_DISK": str(disk)}
 
 

@@ -27,7 +27,8 @@ DEADLINE = 300.0
 
 
 class Thief:
-    """Steals a process's time while the block lasts: of every `period` seconds it runs for this `share`, and is stopped for the rest."""
+    """Steals a process's time while the block lasts: of every `period` seconds it runs for this `share`, and is stopped
+    for the rest."""
 
     def __init__(self, process: subprocess.Popen[bytes], share: float, period: float) -> None:
         self._process, self._running, self._stopped = process, share * period, (1 - share) * period
@@ -67,9 +68,10 @@ class Tail:
 
 
 class Swarm:
-    """The bootstrap nodes of `manifest`, whose keys are `keys`, and peers; `memory` of a peer, if not for a full replica;
-    `places`: the address of a process and what its command begins with, if not on this machine's loopback; `module`: what is run
-    (`tests.faults.paced`: peers that leave the machine to others most of the time);
+    """The bootstrap nodes of `manifest`, whose keys are `keys`, and peers; `memory` of a peer, if not for a full
+    replica;
+    `places`: the address of a process and what its command begins with, if not on this machine's loopback; `module`:
+    what is run (`tests.faults.paced`: peers that leave the machine to others most of the time);
     `corpus`: the folder of the text that all have (default: the demo's)."""
 
     def __init__(
@@ -221,8 +223,8 @@ class Swarm:
                 yield name, archive
 
     def check(self) -> int:
-        """All logs tell one history, a majority of the nodes holds each payload, these replay it, and everybody attested and ended with
-        just those bits. The last round."""
+        """All logs tell one history, a majority of the nodes holds each payload, these replay it, and everybody
+        attested and ended with just those bits. The last round."""
         digests: dict[int, dict[str, str]] = {}
         with contextlib.ExitStack() as stack:
             archives = {name: stack.enter_context(self.log_of(name)) for name in self.nodes}

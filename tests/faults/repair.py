@@ -2,12 +2,14 @@
 
 python -m tests.faults.repair [--times 100] [--netlab PATH/netlab.sh] [--no-spare] [--dir FOLDER]
 
-One bootstrap node, one full replica, four weak peers that make a chain, and a spare. Every kind of fault (SIGKILL, SIGSTOP, and with
---netlab a cut link) strikes every position, in the middle of the forward and of the backward pass of a step. The round must
-commit. Then the lost member comes back: a killed one is started again, a stopped one continued, a cut one healed; nothing else
-is started. When it is a spare, the next fault strikes. In the end the log is replayed: everybody must have attested those bits.
+One bootstrap node, one full replica, four weak peers that make a chain, and a spare. Every kind of fault (SIGKILL,
+SIGSTOP, and with --netlab a cut link) strikes every position, in the middle of the forward and of the backward pass of
+a step. The round must commit. Then the lost member comes back: a killed one is started again, a stopped one continued,
+a cut one healed; nothing else is started. When it is a spare, the next fault strikes. In the end the log is replayed:
+everybody must have attested those bits.
 
-Printed: seconds from the fault until all members of the reconfigured chain have completed an inner step. Ctrl-C ends it early.
+Printed: seconds from the fault until all members of the reconfigured chain have completed an inner step. Ctrl-C ends it
+early.
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """`seconds`: until all members of the reconfigured chain had completed an inner step; None where the chain ended its round.
+    """`seconds`: until all members of the reconfigured chain had completed an inner step; None where the chain ended
+    its round.
     `kept`: whether its work is in the commit; `back`: seconds until the lost member was in a plan again."""
 
     seconds: float | None
@@ -274,9 +277,8 @@ def main() -> int:
         times = [o.seconds for o in outcomes if o.seconds is not None]
         middle = f"median {statistics.median(times):.2f} s, worst {max(times):.2f} s" if times else "-"
         kept = sum(o.kept for o in outcomes)
-        print(
-            f"{kind}: {len(outcomes)} faults, every round committed, {kept} with the chain's work; next inner step: {middle}"
-        )
+        print(f"{kind}: {len(outcomes)} faults, every round committed, {kept} with the chain's work", end="; ")
+        print(f"next inner step: {middle}")
     print("all attested bits are those of the replayed log")
     if chosen.dir is None:
         shutil.rmtree(folder.parent)

@@ -2,15 +2,17 @@
 
 python -m tests.faults.roles [--netlab PATH/netlab.sh] [--dir FOLDER]
 
-A full replica and a chain of two train a model with a past (tests/faults/history.py). Then, over slow lines, at the same time:
+A full replica and a chain of two train a model with a past (tests/faults/history.py). Then, over slow lines, at the
+same time:
 
-    a mover       the chain's second member becomes so slow that the first one alone is worth more: it fetches the blocks
+    a mover       the chain's second member becomes so slow that the first one alone is worth more: it fetches the
+    blocks
                   that it lacks while the chain trains on, and becomes a full replica; the other one a spare
     a newcomer    it fetches the whole state, and becomes a full replica
 
-Then the newcomer is killed in the middle of a round, misses some, and *comes back*. A line stays slow until the others have done
-ROUNDS rounds meanwhile: so nothing here depends on how fast the machine is. Without --netlab the processes make their lines slow
-themselves (tests/faults/paced.py).
+Then the newcomer is killed in the middle of a round, misses some, and *comes back*. A line stays slow until the others
+have done ROUNDS rounds meanwhile: so nothing here depends on how fast the machine is. Without --netlab the processes
+make their lines slow themselves (tests/faults/paced.py).
 
 In the end the log is verified, and what it says of everybody's tokens is counted a second time.
 
@@ -53,8 +55,8 @@ SECONDS = 2.5
 PUT_OFF = re.compile(r"^peer (\S+): .*; it is in no plan up to round (\d+)$")
 """What a node says of who missed rounds for which it was planned."""
 PACES = (0.04, 0.12, 0.36)
-"""Seconds of a micro-batch: the next one where the machine is so busy that the chain is worth less than its member alone before that
-one's neighbour has become slow,"""
+"""Seconds of a micro-batch: the next one where the machine is so busy that the chain is worth less than its member
+alone before that one's neighbour has become slow,"""
 SLOWER = 8.0
 """and what they are multiplied with when a machine becomes slow."""
 ROUNDS = 3
@@ -62,7 +64,8 @@ ROUNDS = 3
 LONGER = 1.0
 """Seconds that a round may last longer meanwhile, on a machine that does nothing else."""
 MOVER_BPS, STUCK_BPS, LAB_BPS = 4e5, 8e3, 5e5
-"""Of the mover's line, which also has its share of every round's payloads; of the others'; and of the others' with --netlab."""
+"""Of the mover's line, which also has its share of every round's payloads; of the others'; and of the others' with
+--netlab."""
 
 Trained = set[frozenset[str]]
 """Who trained together and was committed, by name."""
@@ -155,8 +158,8 @@ class Roles:
         return False
 
     def end(self) -> None:
-        """Kills everybody. All that was committed is right, all that who contributed to a round had done in it is in it, and everybody's
-        credits are what the log says."""
+        """Kills everybody. All that was committed is right, all that who contributed to a round had done in it is in
+        it, and everybody's credits are what the log says."""
         for name in list(self.swarm.running):
             self.swarm.kill(name)
         self.log("verify")
@@ -188,8 +191,9 @@ class Roles:
 
 
 def recounted(commits: Sequence[Commit], layers: int) -> dict[str, tuple[int, int, int]]:
-    """What the log says of everybody whose work it took or left out: tokens, rounds, and rounds that were left out. The tokens of a
-    replica are its members' in proportion to their blocks, in whole tokens up to each boundary. Nobody is on probation here."""
+    """What the log says of everybody whose work it took or left out: tokens, rounds, and rounds that were left out. The
+    tokens of a replica are its members' in proportion to their blocks, in whole tokens up to each boundary. Nobody is
+    on probation here."""
     tokens, rounds, left = Counter[str](), Counter[str](), Counter[str]()
     for before, now in itertools.pairwise(commits):
         assert before.plan is not None
@@ -206,8 +210,8 @@ def recounted(commits: Sequence[Commit], layers: int) -> dict[str, tuple[int, in
 
 @dataclass(frozen=True, slots=True)
 class Meanwhile:
-    """What others did while somebody's new role was on its way: the `seconds` of each of these rounds; `whole`: in how many of them
-    all who were planned were committed; `steps` that the full replica did that stayed as it was."""
+    """What others did while somebody's new role was on its way: the `seconds` of each of these rounds; `whole`: in how
+    many of them all who were planned were committed; `steps` that the full replica did that stayed as it was."""
 
     seconds: list[float]
     whole: int
@@ -306,8 +310,8 @@ def live(roles: Roles) -> dict[str, Meanwhile]:
 
 
 def in_time(roles: Roles, name: str, first: int) -> int:
-    """The last round before `name` was a full replica. It became one as soon as it had attested the whole state, and not before; or, where it had
-    missed rounds for which it was planned, as soon as it was let in again."""
+    """The last round before `name` was a full replica. It became one as soon as it had attested the whole state, and
+    not before; or, where it had missed rounds for which it was planned, as soon as it was let in again."""
     shards = set(layout.shard_names(roles.swarm.manifest.model))
     attested, ready, put_off = set[int](), list[int](), 0
     for event in roles.swarm.events(NODE):

@@ -1,4 +1,5 @@
-"""A volunteer types Ctrl-C, or the system stops it: the round that it leaves does not wait for a lease. Real processes."""
+"""A volunteer types Ctrl-C, or the system stops it: the round that it leaves does not wait for a lease. Real
+processes."""
 
 from __future__ import annotations
 

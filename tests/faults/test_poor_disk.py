@@ -1,4 +1,5 @@
-"""Disks without hard links, locks, sockets, and folders that can be synced, such as exFAT, and drives in networks: everything works there."""
+"""Disks without hard links, locks, sockets, and folders that can be synced, such as exFAT, and drives in networks:
+everything works there."""
 
 from __future__ import annotations
 

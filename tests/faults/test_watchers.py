@@ -1,7 +1,8 @@
-"""Who watches a run of real processes while its nodes die, stop, move or lose their line: the terminal, the page and the metrics.
+"""Who watches a run of real processes while its nodes die, stop, move or lose their line: the terminal, the page and
+the metrics.
 
-Before a node is back all three say for how long there is no news; when it is back all three show the newest round. How many seconds that
-takes is printed (`pytest -s`), and no bound is set here: this machine may be busy.
+Before a node is back all three say for how long there is no news; when it is back all three show the newest round. How
+many seconds that takes is printed (`pytest -s`), and no bound is set here: this machine may be busy.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from tests.support.watching import Watching, watching
 
 NODE, PEER, WATCHER = "node-0", "peer-0", "watcher"
 NEWEST_SECONDS = 3.0
-"""A round that was the newest one so lately is shown as the newest: a monitor asks once in a second, and rounds may be as short."""
+"""A round that was the newest one so lately is shown as the newest: a monitor asks once in a second, and rounds may be
+as short."""
 
 
 def make_manifest(nodes: int) -> Manifest:
@@ -59,7 +61,8 @@ class Watched:
         return None if found is None else float(found[1])
 
     def screen(self) -> tuple[int, int, bool]:
-        """The round on the terminal; where in what was drawn it, and where the last word of silence, stands; whether that is later."""
+        """The round on the terminal; where in what was drawn it, and where the last word of silence, stands; whether
+        that is later."""
         drawn = bytes(self.monitor.drawn).decode(errors="replace")
         rounds = list(re.finditer(r"round ([\d,]+) of", drawn))
         newest = rounds[-1] if rounds else None

@@ -1,8 +1,10 @@
-"""Messages of valid form and hostile content through the real handlers of a node and a peer: `python -m tests.fuzz.handlers --messages 10000000`.
+"""Messages of valid form and hostile content through the real handlers of a node and a peer: `python -m
+tests.fuzz.handlers --messages 10000000`.
 
-A bootstrap node and two peers run rounds all the time, in one process, over a network in memory; enemies open streams under every name that
-is served, and say what tests/fuzz/messages.py makes, with what is true of the run mixed in, so that it gets past the first checks. Nobody
-may end, no handler may raise what is not expected of it, rounds go on, and memory stays within its bound.
+A bootstrap node and two peers run rounds all the time, in one process, over a network in memory; enemies open streams
+under every name that is served, and say what tests/fuzz/messages.py makes, with what is true of the run mixed in, so
+that it gets past the first checks. Nobody may end, no handler may raise what is not expected of it, rounds go on, and
+memory stays within its bound.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ OF_AN_ENEMY = 200
 LAST, ALIKE = 64, 0.8
 """Messages of each type that are remembered, and how many of all are made from one of them."""
 OF_A_SWARM = 100_000
-"""Messages, before a long campaign begins another swarm: rounds go on all the time, and with a long log each message takes longer."""
+"""Messages, before a long campaign begins another swarm: rounds go on all the time, and with a long log each message
+takes longer."""
 MEMORY_MIB = 300
 """By which all may grow."""
 QUORUM = Identity(b"quorum enemy".ljust(32))
@@ -116,7 +119,8 @@ class Enemies:
         return rng.choice(held) if held and rng.random() < 0.5 else blob_hash.name_of(rng.randbytes(4))
 
     def map(self, cls: type) -> dict[str, Any]:
-        """A message's fields, as plain data; mostly such that all of it is taken. Most are like one of the last, but for a few fields."""
+        """A message's fields, as plain data; mostly such that all of it is taken. Most are like one of the last, but
+        for a few fields."""
         last = self._last.setdefault(cls, deque(maxlen=LAST))
         for _ in range(8):
             maker = self.honest if self.rng.random() < 0.7 else self.maker

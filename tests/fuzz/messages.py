@@ -1,6 +1,8 @@
-"""Makes messages: everything that the decoder knows, of valid form, with the least, the most and odd values in every field.
+"""Makes messages: everything that the decoder knows, of valid form, with the least, the most and odd values in every
+field.
 
-The types themselves say what a field may hold (protocol/wire/bounds.py), so that a new message or field is known here by itself.
+The types themselves say what a field may hold (protocol/wire/bounds.py), so that a new message or field is known here
+by itself.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ TEXTS = tuple(
 
 @dataclass
 class Maker:
-    """Draws from `rng`; `known` are values of the run that it is for; with probability `odd` a field is at its bound, or strange."""
+    """Draws from `rng`; `known` are values of the run that it is for; with probability `odd` a field is at its bound,
+    or strange."""
 
     rng: random.Random
     known: Known = field(default_factory=dict)

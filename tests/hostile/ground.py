@@ -1,5 +1,5 @@
-"""Where attacks are tried: a bootstrap node, peers that do everything but compute (tests/support/volunteers.py), and enemies. Each has a network
-daemon of its own; all live in this process, so that a test sees into them."""
+"""Where attacks are tried: a bootstrap node, peers that do everything but compute (tests/support/volunteers.py), and
+enemies. Each has a network daemon of its own; all live in this process, so that a test sees into them."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python -m tests.hostile.siege FOLDER    (reads orders, one a line, from its standard input)
 
-The enemy has a process and daemons of its own, at another address of the loopback interface than everybody else, as strangers do. Each attack is made
-under new identities, so that none is refused for what the one before did.
+The enemy has a process and daemons of its own, at another address of the loopback interface than everybody else, as
+strangers do. Each attack is made under new identities, so that none is refused for what the one before did.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class Sizes:
 
 
 class Siege:
-    """A ground with two peers, and an enemy's process. Use as `async with`. `folder`: for all of it. `cores`: ours, and the enemy's."""
+    """A ground with two peers, and an enemy's process. Use as `async with`. `folder`: for all of it. `cores`: ours, and
+    the enemy's."""
 
     def __init__(self, folder: Path, of: Manifest | None = None, cores: tuple[int, int] | None = None) -> None:
         self.ground = Ground(folder, of)
@@ -142,7 +143,8 @@ class Siege:
 
     @contextlib.asynccontextmanager
     async def attacked(self, attack: Attack, identities: int | None = None) -> AsyncIterator[Blows]:
-        """Within it the enemy attacks; afterwards it is known how often it tried. Raises AssertionError if it ends, or does nothing."""
+        """Within it the enemy attacks; afterwards it is known how often it tried. Raises AssertionError if it ends, or
+        does nothing."""
         self._number += 1
         blows = Blows(f"{attack.name} {self._number}", identities or attack.identities)
         order = {

@@ -1,4 +1,5 @@
-"""What a peer opens on its volunteer's machine while a run goes on: its own folder, and nothing that a run could choose."""
+"""What a peer opens on its volunteer's machine while a run goes on: its own folder, and nothing that a run could
+choose."""
 
 from __future__ import annotations
 

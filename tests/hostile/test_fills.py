@@ -38,8 +38,8 @@ pytestmark = pytest.mark.slow
 
 
 class Waster:
-    """An enemy who trains, as far as anybody can see, and changes its mind: it offers payload after payload to every round, all in order but for
-    one that nobody has, so that its replica is never complete."""
+    """An enemy who trains, as far as anybody can see, and changes its mind: it offers payload after payload to every
+    round, all in order but for one that nobody has, so that its replica is never complete."""
 
     def __init__(self, ground: Ground, enemy: Enemy, folder: Path) -> None:
         self.ground = ground
@@ -191,7 +191,8 @@ def test_an_old_announcement_cannot_be_stored_again(tmp_path: Path) -> None:
 
 
 def test_strangers_fill_the_dht_and_whoever_is_planned_is_found_all_the_same(tmp_path: Path) -> None:
-    """740 fresh keys took all of its space. Now those whom the plan names come before them, and later strangers get their chance, too."""
+    """740 fresh keys took all of its space. Now those whom the plan names come before them, and later strangers get
+    their chance, too."""
 
     async def work() -> None:
         async with Ground(tmp_path) as ground:
@@ -224,7 +225,8 @@ def test_strangers_fill_the_dht_and_whoever_is_planned_is_found_all_the_same(tmp
 
 
 def test_among_strangers_it_is_chance_that_decides() -> None:
-    """Of three times as many as there is space for, some of the first and some of the last are kept, other ones by each node."""
+    """Of three times as many as there is space for, some of the first and some of the last are kept, other ones by each
+    node."""
     stores, key, expires = [Storage(set()) for _ in range(2)], DHTID.generate("key"), time.time() + 100
     names = [f"stranger {i}" for i in range(3 * MOST_RECORDS)]
     for one in stores:

@@ -27,7 +27,8 @@ def test_made_up_identities_with_daemons_have_nobody_take_over_their_state(many:
     """Peers join before them, beside them and when they are gone."""
 
     async def work() -> None:
-        # rounds take a third of a second: a state is kept for fifty of them, so that it is there for as long as a newcomer takes on a busy machine
+        # rounds take a third of a second: a state is kept for fifty of them, so that it is there for as long as a
+        # newcomer takes on a busy machine
         async with Ground(tmp_path, manifest(checkpoint_rounds=25, outer=LARGE)) as ground:
             await asyncio.gather(ground.join("a", "b"), listen(ground, MADE_UP[:many]))
             await ground.goes_on(26)

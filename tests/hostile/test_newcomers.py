@@ -1,4 +1,5 @@
-"""Newcomers of an open run, honest ones and enemies: whose work counts when, and how much those have who share a range of addresses."""
+"""Newcomers of an open run, honest ones and enemies: whose work counts when, and how much those have who share a range
+of addresses."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def test_a_newcomers_work_has_no_weight_for_its_rounds_and_then_counts(tmp_path:
 
 
 class Newcomer:
-    """An enemy who is planned as a full replica, attests what the others do, and brings whatever `payloads` makes of the round."""
+    """An enemy who is planned as a full replica, attests what the others do, and brings whatever `payloads` makes of
+    the round."""
 
     def __init__(self, ground: Ground, enemy: Enemy) -> None:
         self.ground, self.enemy = ground, enemy

@@ -29,8 +29,8 @@ Make = Callable[..., BootstrapNode]
 
 
 class Operators(Ground):
-    """Use as `async with`: one node of each operator; the one with the number `liar` is made by `make`. What the first honest one holds
-    and tells is the archive and the events of the ground."""
+    """Use as `async with`: one node of each operator; the one with the number `liar` is made by `make`. What the first
+    honest one holds and tells is the archive and the events of the ground."""
 
     def __init__(self, folder: Path, quorum: int, liar: int, make: Make, **changes: Any) -> None:
         names = tuple(o.peer_id for o in tiny.OPERATORS[:quorum])

@@ -147,8 +147,8 @@ def test_whoever_hoards_streams_is_refused(tmp_path: Path) -> None:
 
 
 class Promiser:
-    """An enemy who trains, as far as anybody can see: planned as a full replica, it attests what the others attest and offers payloads that
-    never come. `said`: how it answers whoever asks for them."""
+    """An enemy who trains, as far as anybody can see: planned as a full replica, it attests what the others attest and
+    offers payloads that never come. `said`: how it answers whoever asks for them."""
 
     def __init__(self, ground: Ground, enemy: Enemy) -> None:
         self.ground = ground

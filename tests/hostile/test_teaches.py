@@ -24,7 +24,8 @@ HUGE = 3e37
 
 
 class Teacher:
-    """An enemy who is planned as a full replica, attests what the others do, and offers updates of HUGE values that everybody can fetch.
+    """An enemy who is planned as a full replica, attests what the others do, and offers updates of HUGE values that
+    everybody can fetch.
     `said`: the norm of each payload, as it says; None: as it is."""
 
     def __init__(self, ground: Ground, enemy: Enemy, said: float | None) -> None:

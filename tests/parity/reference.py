@@ -1,11 +1,12 @@
 """Heterogeneous SparseLoCo in one process and plain PyTorch: the oracle of the parity tests, and a tuning vehicle.
 
 Written from the papers' equations (SparseLoCo, algorithm 1; Heterogeneous Low-Bandwidth Pre-Training, section 3) and on
-purpose independent: it imports nothing of Potluck. What a run of peers does over the network must agree with it: losses to
-fp32 rounding in the first rounds, and statistically later, since rounding can move an entry in or out of a top-k.
+purpose independent: it imports nothing of Potluck. What a run of peers does over the network must agree with it: losses
+to fp32 rounding in the first rounds, and statistically later, since rounding can move an entry in or out of a top-k.
 
-Options of the model have the names that they have in configurations of Hugging Face, and are off where a config leaves them out:
-`num_key_value_heads`, `tie_word_embeddings`, `use_qk_norm`, `rope_scaling`; `document_end_id`: no token sees what is before the last such id before it.
+Options of the model have the names that they have in configurations of Hugging Face, and are off where a config leaves
+them out: `num_key_value_heads`, `tie_word_embeddings`, `use_qk_norm`, `rope_scaling`; `document_end_id`: no token sees
+what is before the last such id before it.
 `optimizer`: "muon" trains the matrices inside blocks by Muon, with `momentum`; else all parameters are AdamW's.
 
 A compressed chain is the whole model with X_hat = (X - T_perp[x]) U U^T + T_perp[x] inserted at every stage boundary.
@@ -85,7 +86,8 @@ def rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
 
 
 def rope_angles(m: dict[str, Any], width: int, L: int) -> tuple[Tensor, Tensor]:
-    """cos, sin [L, H]. Scaling, pair by pair: from a wavelength on, pairs turn `factor` times as slowly, with a passage between."""
+    """cos, sin [L, H]. Scaling, pair by pair: from a wavelength on, pairs turn `factor` times as slowly, with a passage
+    between."""
     scaling, rates, by = m.get("rope_scaling"), [], 1.0
     for pair in range(width // 2):
         rate = m["rope_theta"] ** (-2 * pair / width)
@@ -138,7 +140,8 @@ def loss_of(
 ) -> Tensor:
     """Mean nats per token. Before every block in `boundaries` the activations pass a stage boundary.
 
-    With t_perp [V, D] and u [D, K] the boundary is compressed; where `p` has "A" [V, K], the embedding is A U^T + T_perp.
+    With t_perp [V, D] and u [D, K] the boundary is compressed; where `p` has "A" [V, K], the embedding is A U^T +
+    T_perp.
     """
     m = config["model"]
     heads, width = m["n_heads"], m["d_model"] // m["n_heads"]
@@ -186,8 +189,8 @@ def learning_rate(config: dict[str, Any], step: int) -> float:
 
 
 def orthogonal(g: np.ndarray) -> np.ndarray:
-    """What five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X from g / |g| come to: they change singular values only, each by
-    the same polynomial. Coefficients of Jordan and others, 2024."""
+    """What five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X from g / |g| come to: they change singular
+    values only, each by the same polynomial. Coefficients of Jordan and others, 2024."""
     u, s, vt = np.linalg.svd(g.astype(np.float64), full_matrices=False)
     s = s / max(math.sqrt(float((s**2).sum())), 1e-7)
     for _ in range(5):
@@ -196,8 +199,8 @@ def orthogonal(g: np.ndarray) -> np.ndarray:
 
 
 class Inner:
-    """AdamW, and Muon for the matrices inside blocks where the config says so. Nesterov momentum; an update has the root mean square
-    0.2 lr, as AdamW's about have (Liu and others, 2025)."""
+    """AdamW, and Muon for the matrices inside blocks where the config says so. Nesterov momentum; an update has the
+    root mean square 0.2 lr, as AdamW's about have (Liu and others, 2025)."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -282,7 +285,8 @@ def run(
     the token ids [micro_batches * rows, L + 1] of one inner step, micro-batches one after another.
 
     A replica: {"stages": [(first, last), ...], "k": 0 for whole activations, or the subspace's width}, and perhaps
-    "micro_batches" of its own. Returns, for every round, each replica's mean loss of its first step, and the last theta.
+    "micro_batches" of its own. Returns, for every round, each replica's mean loss of its first step, and the last
+    theta.
     """
     theta = {name: torch.tensor(w, dtype=torch.float32) for name, w in theta0.items()}
     members = config["replicas"]

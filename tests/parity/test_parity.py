@@ -142,8 +142,9 @@ def test_muon_agrees_with_the_reference(wire: str) -> None:
 
 
 def agree(wire: str, spec: ModelSpec, grown: float = 1.0, train: TrainSpec = TRAIN) -> list[list[float]]:
-    """Some rounds of the trainer, the codec and the outer step are those of the reference; their losses. Tied embeddings have no chains. `grown`: how
-    many times as large the first weights are as usual, so that attention is no mean of all."""
+    """Some rounds of the trainer, the codec and the outer step are those of the reference; their losses. Tied
+    embeddings have no chains. `grown`: how many times as large the first weights are as usual, so that attention is no
+    mean of all."""
     members: Replicas = REPLICAS if not spec.tie_word_embeddings else [([(0, spec.n_layers)], 0)] * len(REPLICAS)
     torch.set_num_threads(1)
     theta0 = {

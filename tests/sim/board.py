@@ -1,5 +1,5 @@
-"""The operators of a simulated run change by decree, as docs/guides/operator.md says: some are appointed, more or fewer decide, and one is
-dismissed. Each operator types at its own node, when it is there, until the log has it."""
+"""The operators of a simulated run change by decree, as docs/guides/operator.md says: some are appointed, more or fewer
+decide, and one is dismissed. Each operator types at its own node, when it is there, until the log has it."""
 
 from __future__ import annotations
 
@@ -93,8 +93,13 @@ class BoardChanges:
                 now = await self._ask(process, Motion())
                 if now is not None and not is_done():
                     decree = Decree(
-                        run=self._swarm.manifest.run_id, number=now.number, action=action, subject=subject, operators=operators, quorum=quorum
-                    )  # fmt: skip
+                        run=self._swarm.manifest.run_id,
+                        number=now.number,
+                        action=action,
+                        subject=subject,
+                        operators=operators,
+                        quorum=quorum,
+                    )
                     await self._ask(process, Motion(sealed=seal(process.identity, decree)))
             await asyncio.sleep(1.0)
         world.trace("world", f"{action} is in the log")

@@ -48,17 +48,21 @@ QUORUMS = {
 }
 """Sizes of the quorum, and operators' nodes."""
 QUARREL_ROUNDS, QUARRELING = 4, (3, 3, 4, 5)
-"""Rounds more that a run with quarrels has, since what follows from one is seen in the next plans; and peers: of few, each chain counts."""
+"""Rounds more that a run with quarrels has, since what follows from one is seen in the next plans; and peers: of few,
+each chain counts."""
 SHARE = 0.4
 LATEST = 40.0
 """By then everybody has started."""
 
 
 class Swarm:
-    """Everything that one seed decides; `run` raises Violation if a promise is broken. `liars`: made-up identities that take part.
-    `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest. `calm`: nothing else goes wrong. `honest`: the same run, with
-    operators who could lie and do not, and chains that could quarrel and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
-    `fixed`: nobody becomes an operator, or ceases to be one. `quarrels`: members of chains say of each other that they lie, for no reason."""
+    """Everything that one seed decides; `run` raises Violation if a promise is broken. `liars`: made-up identities that
+    take part.
+    `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest. `calm`: nothing else goes wrong.
+    `honest`: the same run, with operators who could lie and do not, and chains that could quarrel and do not.
+    `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
+    `fixed`: nobody becomes an operator, or ceases to be one. `quarrels`: members of chains say of each other that they
+        lie, for no reason."""
 
     def __init__(
         self,
@@ -356,7 +360,8 @@ class Swarm:
             raise self._said(violation) from None
 
     def _check_store(self, process: Process, storage: Storage) -> None:
-        """Who never died keeps no payload that was not committed, but for those of its own offers since the feedback on disk."""
+        """Who never died keeps no payload that was not committed, but for those of its own offers since the feedback on
+        disk."""
         lists = [self.ledger.lists(commit) for commit in self.ledger.log]
         committed = {x for known in lists for root, parts in known.items() for x in (root, *(p.digest for p in parts))}
         own = {name for o in storage.offers for name in (part_lists.root_of(o.parts), *(p.digest for p in o.parts))}
@@ -373,7 +378,8 @@ class Swarm:
         return Crashed()
 
     def _check_told(self, name: str, shard: str) -> None:
-        """A memory error that is left at the end is reported by every node that could tell: two others had the right bits."""
+        """A memory error that is left at the end is reported by every node that could tell: two others had the right
+        bits."""
         final, right = self._last_round, self.ledger.digests(self._last_round)[shard]
         for node in (n.running for n in self.nodes if n.alive):
             known = {who: digests.get(shard) for who, digests in node.leader.attestations.of(final).items()}
@@ -399,7 +405,8 @@ def kind_of(seed: int) -> str:
 
 
 def weather(rng: random.Random, seed: int) -> Weather:
-    """Of a run. Every operation gets its share of the deaths; a storm's are those of nodes, and it breaks links all the time."""
+    """Of a run. Every operation gets its share of the deaths; a storm's are those of nodes, and it breaks links all the
+    time."""
     kind = kind_of(seed)
     points = NODE_POINTS if kind == "storm" else POINTS
     alike = [i for i, other in enumerate(KINDS) if (other == "storm") == (kind == "storm")]

@@ -1,7 +1,8 @@
-"""Four bootstrap nodes, of which one after the other is cut off without a word while it is fetching payloads, as when its address changes.
+"""Four bootstrap nodes, of which one after the other is cut off without a word while it is fetching payloads, as when
+its address changes.
 
-The three others decide: their rounds go on. What they may lose is the time until they ask somebody else for what they asked the lost
-one for; each of them finds out for itself that it is silent.
+The three others decide: their rounds go on. What they may lose is the time until they ask somebody else for what they
+asked the lost one for; each of them finds out for itself that it is silent.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What no plan can exceed, in committed tokens per second: two bounds for swarms whose best plan nobody can find. Shares no code with the
-planner; what a replica is worth at most follows from tests/support/plans.py's `worth`.
+"""What no plan can exceed, in committed tokens per second: two bounds for swarms whose best plan nobody can find.
+Shares no code with the planner; what a replica is worth at most follows from tests/support/plans.py's `worth`.
 
 `paces`: every machine trains by its own pace, as if it held the whole model and had nobody to wait for.
 
@@ -7,15 +7,17 @@ planner; what a replica is worth at most follows from tests/support/plans.py's `
 
     rate(g) <= sum of price(i) over i in g for all replicas g    =>    rate of any plan <= sum of all prices
 
-A replica of one costs what it is worth. Of a chain only what cannot be avoided is counted: with t the seconds of a stage per micro-batch, w
-those in which its machine sends the frames of the narrowest rank, T the sum of t + w, and tau the largest t,
+A replica of one costs what it is worth. Of a chain only what cannot be avoided is counted: with t the seconds of a
+stage per micro-batch, w those in which its machine sends the frames of the narrowest rank, T the sum of t + w, and tau
+the largest t,
 
     rate <= M n / (T + (M - 1) tau)
 
-Latencies, downlinks, memory for micro-batches under way and the time to offer cost nothing, and a machine may be in a chain twice. The chain
-that is worth most for its price is found by dynamic programming over stages, blocks and T, for each tau of a grid, always rounded to the
-chain's favour. The prices are those of a linear program that is given such chains until they hardly gain (column generation, Gilmore
-and Gomory 1961); at any time all prices times the largest rate over price of a chain are a bound (Farley 1990).
+Latencies, downlinks, memory for micro-batches under way and the time to offer cost nothing, and a machine may be in a
+chain twice. The chain that is worth most for its price is found by dynamic programming over stages, blocks and T, for
+each tau of a grid, always rounded to the chain's favour. The prices are those of a linear program that is given such
+chains until they hardly gain (column generation, Gilmore and Gomory 1961); at any time all prices times the largest
+rate over price of a chain are a bound (Farley 1990).
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ GRID = 1.015
 BINS, LONGEST, SENT = 10, 10, 2
 """T is counted in parts of tau, up to so many tau; what one machine sends, up to so many."""
 ENOUGH, TURNS = 1.003, 60
-"""The bound is good enough when it is at most so many times the linear program's value, which it cannot be less than; or after so many
-programs."""
+"""The bound is good enough when it is at most so many times the linear program's value, which it cannot be less than;
+or after so many programs."""
 STEADY = 0.6
-"""New prices are so much those of the best bound so far, and the rest those of the linear program: else they swing to and fro."""
+"""New prices are so much those of the best bound so far, and the rest those of the linear program: else they swing to
+and fro."""
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 FIRST, MIDDLE, LAST = range(3)
@@ -83,7 +86,8 @@ def priced(manifest: Manifest, candidates: Sequence[Candidate], known: Sequence[
 
 
 def _prices(columns: Sequence[Column], count: int) -> Floats:
-    """[n]: the dual solution of: as many tokens as these replicas bring, each machine in one of them, parts of replicas allowed."""
+    """[n]: the dual solution of: as many tokens as these replicas bring, each machine in one of them, parts of replicas
+    allowed."""
     where = np.array([(i, j) for j, (members, _) in enumerate(columns) for i in members])
     uses = sparse.csr_matrix((np.ones(len(where)), (where[:, 0], where[:, 1])), shape=(count, len(columns)))
     rates = np.array([rate for _, rate in columns])
@@ -93,7 +97,8 @@ def _prices(columns: Sequence[Column], count: int) -> Floats:
 
 
 class _Chains:
-    """Finds the chain that is worth most for its price. Arrays: K taus, n machines, L blocks of the model, T and W bins of time."""
+    """Finds the chain that is worth most for its price. Arrays: K taus, n machines, L blocks of the model, T and W bins
+    of time."""
 
     def __init__(self, manifest: Manifest, candidates: Sequence[Candidate]) -> None:
         train, layers = manifest.train, manifest.model.n_layers
@@ -192,7 +197,8 @@ class _Chains:
 
 
 def _add(state: Floats, before: Floats, stage: Floats) -> None:
-    """[K, T]: another stage [K, W] after `before`, where that is cheaper than `state`; beyond the last bin all times are one."""
+    """[K, T]: another stage [K, W] after `before`, where that is cheaper than `state`; beyond the last bin all times
+    are one."""
     for used in np.flatnonzero(np.isfinite(stage).any(axis=0)):
         price = stage[:, used, None]
         np.minimum(state[:, used:], before[:, : before.shape[1] - used] + price, out=state[:, used:])

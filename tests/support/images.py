@@ -1,4 +1,5 @@
-"""What the Dockerfiles say, and their health checks, run as an engine would run them, but for the folder that is looked at."""
+"""What the Dockerfiles say, and their health checks, run as an engine would run them, but for the folder that is looked
+at."""
 
 from __future__ import annotations
 
@@ -79,8 +80,8 @@ class Image:
 
 
 def make_a_run(folder: Path, programs: Mapping[str, str]) -> None:
-    """What compose does at first, in `folder`, where `run/` and `join/` are what /data/run and /join are in the container. `programs`: the
-    commands that are not the system's, by their names."""
+    """What compose does at first, in `folder`, where `run/` and `join/` are what /data/run and /join are in the
+    container. `programs`: the commands that are not the system's, by their names."""
     compose = yaml.safe_load((FOLDER / "compose.yaml").read_text(encoding="utf-8"))
     service = compose["services"]["run"]
     (script,) = (text.replace("$$", "$").replace("/join/", "join/") for text in service["command"])

@@ -1,4 +1,5 @@
-"""A made-up identity that says whatever a session lets it say: false states before all, and others' messages with wrong contents."""
+"""A made-up identity that says whatever a session lets it say: false states before all, and others' messages with wrong
+contents."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ LIES_SECONDS = 6.0
 
 
 class Liar:
-    """Has a session with each of the run's nodes, as long as `run` runs. `false`: the digests of what it says the state is."""
+    """Has a session with each of the run's nodes, as long as `run` runs. `false`: the digests of what it says the state
+    is."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Logs of many rounds, as a run's one node would have written them: signed, each commit after the one before it, with a plan and the work of as
-many replicas as are wanted. No payload of theirs exists: whoever starts with the last state needs none, and as large as they are said to be nobody
-begins with the first one."""
+"""Logs of many rounds, as a run's one node would have written them: signed, each commit after the one before it, with a
+plan and the work of as many replicas as are wanted. No payload of theirs exists: whoever starts with the last state
+needs none, and as large as they are said to be nobody begins with the first one."""
 
 from __future__ import annotations
 

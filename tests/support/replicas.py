@@ -43,7 +43,8 @@ class Text(NoText):
     def index(self) -> CorpusIndex:
         return CorpusIndex(
             tokenizer="0" * 64, vocab_size=VOCABULARY, seed=0, sequence=LENGTH, sequences=SEQUENCES, chunks=bytes(32),
-            held_out="0" * 64, held_out_sequences=1, documents=1, tokens=1, text_bytes=1, held_out_tokens=1, held_out_bytes=1,
+            held_out="0" * 64, held_out_sequences=1, documents=1, tokens=1, text_bytes=1, held_out_tokens=1,
+            held_out_bytes=1,
         )  # fmt: skip
 
     async def sequences(self, slots: range) -> np.ndarray:

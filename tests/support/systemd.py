@@ -1,4 +1,5 @@
-"""A unit as systemd reads it, after its manual (systemd.unit, systemd.service, systemd.syntax), and what stands in for its programs."""
+"""A unit as systemd reads it, after its manual (systemd.unit, systemd.service, systemd.syntax), and what stands in for
+its programs."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ def manifest(index: CorpusIndex, nodes: Sequence[Identity], mirrors: Sequence[st
 
 
 class Watched:
-    """A stream of a node or a peer that serves. `spoil(index, data)` is sent in place of a range; raised errors end the stream. Counts
-    how often each range is sent."""
+    """A stream of a node or a peer that serves. `spoil(index, data)` is sent in place of a range; raised errors end the
+    stream. Counts how often each range is sent."""
 
     def __init__(self, stream: Stream, member: Member) -> None:
         self._stream, self._member = stream, member
@@ -183,7 +183,8 @@ class Reader(Member):
 
 
 class TextSwarm:
-    """Nodes that serve the corpus of `noise`, and peers that come and go; use as `async with`. `kind`: memory or p2p (real daemons)."""
+    """Nodes that serve the corpus of `noise`, and peers that come and go; use as `async with`. `kind`: memory or p2p
+    (real daemons)."""
 
     def __init__(
         self,

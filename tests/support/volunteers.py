@@ -1,5 +1,5 @@
-"""A bootstrap node and peers in one process that do everything but compute: the update of a shard is noise that follows from
-peer, round and shard. Network in memory, disks real."""
+"""A bootstrap node and peers in one process that do everything but compute: the update of a shard is noise that follows
+from peer, round and shard. Network in memory, disks real."""
 
 from __future__ import annotations
 

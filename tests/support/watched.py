@@ -1,4 +1,5 @@
-"""A made-up run as a monitor sees it: so many full replicas, chains of three and spares, and all that they tell for some rounds."""
+"""A made-up run as a monitor sees it: so many full replicas, chains of three and spares, and all that they tell for
+some rounds."""
 
 from __future__ import annotations
 
@@ -152,8 +153,8 @@ class MadeUp:
     @staticmethod
     def _load(seed: int) -> ChainReport:
         return ChainReport(
-            seconds=2.0, busy_s=0.4 + 0.1 * (seed % 15), wait_forward_s=0.1, wait_backward_s=0.2, forward_link_s=0.9, backward_link_s=0.3,
-            forward_bytes=12_000, backward_bytes=4_500, depth=7, queued=3,
+            seconds=2.0, busy_s=0.4 + 0.1 * (seed % 15), wait_forward_s=0.1, wait_backward_s=0.2, forward_link_s=0.9,
+            backward_link_s=0.3, forward_bytes=12_000, backward_bytes=4_500, depth=7, queued=3,
         )  # fmt: skip
 
     def all(self, rounds: int) -> Iterator[Event]:

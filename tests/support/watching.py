@@ -1,4 +1,5 @@
-"""A monitor as somebody starts it, on a terminal of its own and with a page, and what its processes take of the machine."""
+"""A monitor as somebody starts it, on a terminal of its own and with a page, and what its processes take of the
+machine."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ _PAGE = re.compile(rb"http://127\.0\.0\.1:\d+/")
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """By the monitor's own process, and by its network daemon: resident bytes, processor seconds since their start. `alone_bytes`: of both,
-    without what other processes read from the same files."""
+    """By the monitor's own process, and by its network daemon: resident bytes, processor seconds since their start.
+    `alone_bytes`: of both, without what other processes read from the same files."""
 
     own_bytes: int
     daemon_bytes: int
@@ -90,8 +91,9 @@ class Watching:
 def watching(
     *arguments: object, width: int = 120, height: int = 40, keys: bool = False, prefix: Sequence[object] = ()
 ) -> Iterator[Watching]:
-    """`potluck monitor ARGUMENTS --web 0` on a terminal of this size, as soon as its page is there; ended with the block. `keys`: whether the
-    terminal is its own, so that it takes what is typed; `prefix`: what its command begins with."""
+    """`potluck monitor ARGUMENTS --web 0` on a terminal of this size, as soon as its page is there; ended with the
+    block. `keys`: whether the terminal is its own, so that it takes what is typed; `prefix`: what its command begins
+    with."""
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
     command = [*map(str, prefix), sys.executable, "-m", "peer.cli", "monitor", *map(str, arguments), "--web", "0"]

@@ -1,4 +1,5 @@
-"""The processes that tests fork (tests/support/potluck.py) are those that a person starts, and end with the session that has started them."""
+"""The processes that tests fork (tests/support/potluck.py) are those that a person starts, and end with the session
+that has started them."""
 
 from __future__ import annotations
 

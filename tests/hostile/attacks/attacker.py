@@ -27,7 +27,8 @@ class Done:
 
 @dataclass(frozen=True)
 class Attacker(Enemy):
-    """An enemy who knows a peer, too. `addresses`: the node's; `victim_addresses`: the peer's. `others`: more identities of the same enemy."""
+    """An enemy who knows a peer, too. `addresses`: the node's; `victim_addresses`: the peer's. `others`: more
+    identities of the same enemy."""
 
     victim: str
     addresses: tuple[str, ...]
@@ -50,7 +51,8 @@ class Attacker(Enemy):
                 group.create_task(one())
 
     async def in_sessions(self, message: Callable[[int], bytes], **announced: Any) -> None:
-        """Says it in a session as fast as it goes, and in a new one when that ends. `announced`: what it says of itself first."""
+        """Says it in a session as fast as it goes, and in a new one when that ends. `announced`: what it says of itself
+        first."""
 
         async def one() -> None:
             session, number = await self.session(**announced), 0
@@ -101,9 +103,9 @@ Work = Callable[[Attacker], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """What an enemy does. `told`: the reasons, one of which the node or the peer gives for refusing it; empty: it is slowed, or answered, and
-    breaks no limit. `slowly`: only after ten seconds of it. `identities`: that the enemy has at once. `spell`: seconds after which it is known
-    what it costs, where it costs more at first."""
+    """What an enemy does. `told`: the reasons, one of which the node or the peer gives for refusing it; empty: it is
+    slowed, or answered, and breaks no limit. `slowly`: only after ten seconds of it. `identities`: that the enemy has
+    at once. `spell`: seconds after which it is known what it costs, where it costs more at first."""
 
     work: Work
     told: tuple[str, ...] = ()

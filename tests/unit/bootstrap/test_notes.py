@@ -1,4 +1,5 @@
-"""What a node or an auditor notes of payloads: bounded, nobody takes another's place, and what is not noted is found anew."""
+"""What a node or an auditor notes of payloads: bounded, nobody takes another's place, and what is not noted is found
+anew."""
 
 from __future__ import annotations
 
@@ -125,7 +126,8 @@ class Everybody:
 
 
 def test_a_node_notes_what_comes_and_forgets_what_is_not_committed(tmp_path: Path) -> None:
-    """What was offered is judged without a look at its payload; when its round is decided, what is not committed is noted no more."""
+    """What was offered is judged without a look at its payload; when its round is decided, what is not committed is
+    noted no more."""
     manifest, network = tiny.manifest(), MemoryNetwork()
     codec, shapes = manifest.outer.codec, layout.shapes(manifest.model, "head")
     theirs, parts = BlobStore(tmp_path / "theirs"), []

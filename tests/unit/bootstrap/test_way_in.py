@@ -1,4 +1,5 @@
-"""How a peer's network starts, over a network in memory: when it is started a second time, with which relays, and when it does not ask."""
+"""How a peer's network starts, over a network in memory: when it is started a second time, with which relays, and when
+it does not ask."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ CIRCUIT = f"/ip4/198.51.100.1/tcp/31337/p2p/{OPERATOR}/p2p-circuit/p2p/home"
 
 
 class Street:
-    """A bootstrap node, volunteers who announce that they are reached, and a home whose transport is started as often as it likes."""
+    """A bootstrap node, volunteers who announce that they are reached, and a home whose transport is started as often
+    as it likes."""
 
     def __init__(self, folder: Path) -> None:
         self.network = MemoryNetwork()

@@ -1,5 +1,5 @@
-"""An async test has an event loop of its own, marked `virtual` one in which time costs nothing. What a fixture gives as an async context is
-entered in that loop."""
+"""An async test has an event loop of its own, marked `virtual` one in which time costs nothing. What a fixture gives as
+an async context is entered in that loop."""
 
 from __future__ import annotations
 

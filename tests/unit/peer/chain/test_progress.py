@@ -1,4 +1,5 @@
-"""A chain that is repaired within its round: whoever is hit, and when, the others' steps are kept and the bits are known."""
+"""A chain that is repaired within its round: whoever is hit, and when, the others' steps are kept and the bits are
+known."""
 
 from __future__ import annotations
 

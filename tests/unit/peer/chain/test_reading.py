@@ -1,4 +1,5 @@
-"""Text that comes late, or not at all: all stages end together and keep what was done; without any step the wait fails."""
+"""Text that comes late, or not at all: all stages end together and keep what was done; without any step the wait
+fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a stage's screen says of lies, of honest drift, spikes and jitter, and of a real chain one of whose members lies."""
+"""What a stage's screen says of lies, of honest drift, spikes and jitter, and of a real chain one of whose members
+lies."""
 
 from __future__ import annotations
 
@@ -174,8 +175,9 @@ def test_a_cut_to_which_a_chain_comes_back_is_learned_anew_in_one_round(away: in
 
 
 class Learning:
-    """Frames of a stage that learns as quickly as early in training: within a round of `frames` sizes grow by `growth` (in nats), at its end
-    they fall back to what the outer step took over, a `kept` part. Gradients are the smaller the larger activations are."""
+    """Frames of a stage that learns as quickly as early in training: within a round of `frames` sizes grow by `growth`
+    (in nats), at its end they fall back to what the outer step took over, a `kept` part. Gradients are the smaller the
+    larger activations are."""
 
     def __init__(self, kind: int, growth: float, kept: float, frames: int) -> None:
         self.at, self.growth, self.kept, self.frames, self.base = Boundary(kind), growth, kept, frames, 0.0
@@ -311,7 +313,8 @@ class Liar(StageTrainer):
 async def round_of(
     trainers: list[StageTrainer], screens: list[Screens], round: int, said: dict[int, float] | None = None
 ) -> list[BaseException | None]:
-    """One round of a chain whose frames jitter; how each stage's part ended. `said` gets when a stage said that it lost a neighbour."""
+    """One round of a chain whose frames jitter; how each stage's part ended. `said` gets when a stage said that it lost
+    a neighbour."""
     now, told = asyncio.get_running_loop().time, {} if said is None else said
     async with Wired(len(trainers), random.Random(round)) as wired:
         tasks = [

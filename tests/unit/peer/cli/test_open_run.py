@@ -1,4 +1,5 @@
-"""RUN as it is typed: a run is found by the folders that have been in it, and what was pasted wrongly is told in a line."""
+"""RUN as it is typed: a run is found by the folders that have been in it, and what was pasted wrongly is told in a
+line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A corpus that is built and read: what it holds, that one digest comes out however it is built, kills, full disks, damage."""
+"""A corpus that is built and read: what it holds, that one digest comes out however it is built, kills, full disks,
+damage."""
 
 from __future__ import annotations
 

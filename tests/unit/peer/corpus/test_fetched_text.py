@@ -1,4 +1,5 @@
-"""Text that is fetched ahead of reading: how much, from whom, how often an operator sends it, and what happens to a cache."""
+"""Text that is fetched ahead of reading: how much, from whom, how often an operator sends it, and what happens to a
+cache."""
 
 from __future__ import annotations
 

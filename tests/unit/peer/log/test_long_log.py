@@ -1,4 +1,5 @@
-"""A peer that comes to a run of many rounds: it reads the log once, in pages, whatever is decided meanwhile, and fetches the newest state."""
+"""A peer that comes to a run of many rounds: it reads the log once, in pages, whatever is decided meanwhile, and
+fetches the newest state."""
 
 from __future__ import annotations
 

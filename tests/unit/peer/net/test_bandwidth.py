@@ -1,5 +1,5 @@
-"""What a line carries is measured well on lines of many kinds, costs little on slow ones, and no node can make it nonsense or
-hang; a node bounds what it gives. Over streams in memory, on a virtual clock."""
+"""What a line carries is measured well on lines of many kinds, costs little on slow ones, and no node can make it
+nonsense or hang; a node bounds what it gives. Over streams in memory, on a virtual clock."""
 
 from __future__ import annotations
 

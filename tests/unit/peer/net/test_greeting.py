@@ -1,4 +1,5 @@
-"""What is said of an address before libp2p dials it: whether its name is known, and whether a libp2p host greets there."""
+"""What is said of an address before libp2p dials it: whether its name is known, and whether a libp2p host greets
+there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What real transfers say of a line: what shows that it has more or less, what shows nothing, and how seldom it changes."""
+"""What real transfers say of a line: what shows that it has more or less, what shows nothing, and how seldom it
+changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who changes its address comes back by itself: over a network in memory in which a dead connection says nothing, as on the internet."""
+"""Who changes its address comes back by itself: over a network in memory in which a dead connection says nothing, as on
+the internet."""
 
 from __future__ import annotations
 
@@ -312,7 +313,8 @@ async def test_a_node_that_moves_says_so_at_once(world: World) -> None:
 
 @pytest.mark.parametrize("mover", [tiny.OPERATOR, C], ids=["the node", "the watcher"])
 async def test_who_watches_is_answered_soon_after_a_move(world: World, mover: Identity) -> None:
-    """The old connection is known to be dead after ANSWER_S; the node has been found by then, and no look is missed for it."""
+    """The old connection is known to be dead after ANSWER_S; the node has been found by then, and no look is missed for
+    it."""
     internet, node, _ = world
     contacts = Contacts(M, internet.join(C), node.transport.addresses)
 

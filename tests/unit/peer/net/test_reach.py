@@ -1,4 +1,5 @@
-"""How a peer finds out whether others reach it: what it concludes, and that nobody can be made to dial what is not the asker's."""
+"""How a peer finds out whether others reach it: what it concludes, and that nobody can be made to dial what is not the
+asker's."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ DEADLINE = 60.0
 
 @dataclasses.dataclass
 class Ports:
-    """A host's open doors, as dial-backs find them: at `open` a libp2p host greets, at `silent` nothing comes. `dialled`: who was tried."""
+    """A host's open doors, as dial-backs find them: at `open` a libp2p host greets, at `silent` nothing comes.
+    `dialled`: who was tried."""
 
     open: set[tuple[str, int]] = dataclasses.field(default_factory=set)
     silent: set[tuple[str, int]] = dataclasses.field(default_factory=set)

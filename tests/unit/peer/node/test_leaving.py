@@ -1,4 +1,5 @@
-"""A peer that is asked to end gives what its error feedback holds to one that trains the same shards, between whole peers."""
+"""A peer that is asked to end gives what its error feedback holds to one that trains the same shards, between whole
+peers."""
 
 from __future__ import annotations
 

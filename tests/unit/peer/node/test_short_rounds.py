@@ -1,4 +1,5 @@
-"""Memory that runs out in a round: the round's work is kept, less is claimed or steps are done in pieces, and one line says so."""
+"""Memory that runs out in a round: the round's work is kept, less is claimed or steps are done in pieces, and one line
+says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Error feedback moves from peer to peer: who gets it, what is refused, and that nothing is lost or counted twice wherever one dies."""
+"""Error feedback moves from peer to peer: who gets it, what is refused, and that nothing is lost or counted twice
+wherever one dies."""
 
 from __future__ import annotations
 
@@ -348,7 +349,8 @@ async def test_a_liar_does_not_get_a_part_added_before_it_is_looked_at_or_twice(
 
 @pytest.mark.virtual
 async def test_givers_who_fall_silent_keep_no_places(tmp_path: Path) -> None:
-    """Each giver has some of the places for hand-overs under way, and one who does not speak of its own any more has none."""
+    """Each giver has some of the places for hand-overs under way, and one who does not speak of its own any more has
+    none."""
     made = World(tmp_path)
     heir = made.start("a")
     fetched: list[str] = []

@@ -1,5 +1,5 @@
-"""The optimizer's moments on their way to a peer that begins to train a shard: their size, what they lose, and what an enemy can make of
-them."""
+"""The optimizer's moments on their way to a peer that begins to train a shard: their size, what they lose, and what an
+enemy can make of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The update on the trainer's device, here the CPU by torch: the same bytes as the host's, the same feedback; and what crosses to the
-host, counted at a device that stands in for one (tests/support/stand_in_device.py)."""
+"""The update on the trainer's device, here the CPU by torch: the same bytes as the host's, the same feedback; and what
+crosses to the host, counted at a device that stands in for one (tests/support/stand_in_device.py)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every option of the architecture, on and off: transformers computes the same logits from an export, a chain computes what the whole
-model does, and text that grows is as text that is computed at once."""
+"""Every option of the architecture, on and off: transformers computes the same logits from an export, a chain computes
+what the whole model does, and text that grows is as text that is computed at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "llama3": {"rope_scaling": LLAMA3},
     "llama3, narrow": {
         "rope_scaling": RopeScaling(
-            rope_type="llama3", factor=4.0, original_max_position_embeddings=200, low_freq_factor=0.5, high_freq_factor=9.0
+            rope_type="llama3", factor=4.0, original_max_position_embeddings=200,
+            low_freq_factor=0.5, high_freq_factor=9.0
         )
     },
     "yarn": {"rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=512)},
@@ -55,7 +56,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         )
     },
     "documents": {"document_end_id": 0},
-    "llama today": {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_scaling": LLAMA3, "document_end_id": 0},
+    "llama today": {
+        "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_scaling": LLAMA3, "document_end_id": 0
+    },
     "qwen today": {"num_key_value_heads": 2, "tie_word_embeddings": True, "use_qk_norm": True, "document_end_id": 0},
     "qwen untied": {"num_key_value_heads": 1, "use_qk_norm": True, "rope_scaling": LLAMA3, "document_end_id": 0},
 }  # fmt: skip
@@ -81,8 +84,8 @@ def whole(spec: ModelSpec) -> Stage:
 
 
 def test_every_option_of_the_architecture_is_here() -> None:
-    """Each field of a model that is no size has another value than its default in one of them; each kind of RoPE is there, with each of
-    its numbers."""
+    """Each field of a model that is no size has another value than its default in one of them; each kind of RoPE is
+    there, with each of its numbers."""
     varied = {name for option in OPTIONS for name in differing(spec_of(option))}
     assert varied == {f.name for f in dataclasses.fields(ModelSpec)} - SIZES
     scalings = [spec.rope_scaling for spec in map(spec_of, OPTIONS) if spec.rope_scaling is not None]

@@ -1,4 +1,5 @@
-"""Training on whatever devices this machine has, the CPU always among them: beside the CPU, as far as number formats allow."""
+"""Training on whatever devices this machine has, the CPU always among them: beside the CPU, as far as number formats
+allow."""
 
 from __future__ import annotations
 

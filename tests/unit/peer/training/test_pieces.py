@@ -1,4 +1,5 @@
-"""Memory that runs out in the middle of a step: the micro-batch is computed in pieces, and its gradients are those of an undisturbed step."""
+"""Memory that runs out in the middle of a step: the micro-batch is computed in pieces, and its gradients are those of
+an undisturbed step."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ TIED = dataclasses.replace(QWEN, tie_word_embeddings=True)
 
 
 class Short(Recording):
-    """Has memory for `room` rows of a block's feed-forward layer: torch is refused more, forward or on the way back, as an allocator refuses.
+    """Has memory for `room` rows of a block's feed-forward layer: torch is refused more, forward or on the way back, as
+    an allocator refuses.
     `first`: how many passes go well before; `last`: from which pass on there is room again."""
 
     room, first, last, phase, layer = ROWS, 0, 1 << 30, "forward", 2

@@ -1,4 +1,5 @@
-"""How many cores an operation takes is a number of each thread; torch has another of the process, which a thread takes that did not ask in time."""
+"""How many cores an operation takes is a number of each thread; torch has another of the process, which a thread takes
+that did not ask in time."""
 
 from __future__ import annotations
 

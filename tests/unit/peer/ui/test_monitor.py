@@ -29,8 +29,9 @@ from tests.support import tiny
 from tests.support.monitor import ALICE, BOB, CAROL, MANIFEST, WATCHER, Node, announcement, commits, records, watching
 
 REPORT = ChainReport(
-    seconds=2.0, busy_s=1.86, wait_forward_s=0.02, wait_backward_s=0.04, forward_link_s=0.5, backward_link_s=0.3, forward_bytes=4_000,
-    backward_bytes=0, depth=7, queued=2, activations=Means(rms=1.5, largest=9.0, sampled=1, frames=8, refused=1),
+    seconds=2.0, busy_s=1.86, wait_forward_s=0.02, wait_backward_s=0.04, forward_link_s=0.5, backward_link_s=0.3,
+    forward_bytes=4_000, backward_bytes=0, depth=7, queued=2, activations=Means(rms=1.5, largest=9.0, sampled=1,
+    frames=8, refused=1),
 )  # fmt: skip
 
 

@@ -110,8 +110,9 @@ ZOE, OTHER = PEERS[:2]
 @pytest.mark.parametrize(
     "form",
     [
-        "{id}", "{end8}", "{end4}", "Zoë·{end4}", "Zoë·{end4}:", "Zoe-{end4}", "peer {end8}", '"Zoë·{end4}"', "'{end8}'", "…{end4}",
-        "...{end8}", "~{end4}", "12D3Koo…{end8}", "Zoë (…{end4})", " {end8} ", "Zoë:{end4}", "Zoë·{id}", "/ip4/1.2.3.4/tcp/5/p2p/{id}",
+        "{id}", "{end8}", "{end4}", "Zoë·{end4}", "Zoë·{end4}:", "Zoe-{end4}", "peer {end8}", '"Zoë·{end4}"',
+        "'{end8}'", "…{end4}", "...{end8}", "~{end4}", "12D3Koo…{end8}", "Zoë (…{end4})", " {end8} ", "Zoë:{end4}",
+        "Zoë·{id}", "/ip4/1.2.3.4/tcp/5/p2p/{id}",
     ],
 )  # fmt: skip
 def test_what_screens_show_of_a_peer_names_it(form: str) -> None:

@@ -1,4 +1,5 @@
-"""What a monitor tells as plain data: golden fields, hostile texts and numbers, and a bounded size however many peers there are."""
+"""What a monitor tells as plain data: golden fields, hostile texts and numbers, and a bounded size however many peers
+there are."""
 
 from __future__ import annotations
 

@@ -312,15 +312,20 @@ def test_gaps_are_checked() -> None:
     assert indices([3, 5], b"\x03") == [3, 9]
     assert indices([127, 115], b"\x0a") == [255, 499]
     for low, quotients, reason in [
-        ([127, 116], b"\x0a", "out of range"), ([0, 0], b"\x21", "out of range"), ([3, 5], b"\x01", "one for each"),
-        ([3, 5], b"\x07", "one for each"), ([3, 5], b"", "bytes of quotients"), ([3, 5], b"\x03\x00", "bytes of quotients"),
-    ]:  # fmt: skip
+        ([127, 116], b"\x0a", "out of range"),
+        ([0, 0], b"\x21", "out of range"),
+        ([3, 5], b"\x01", "one for each"),
+        ([3, 5], b"\x07", "one for each"),
+        ([3, 5], b"", "bytes of quotients"),
+        ([3, 5], b"\x03\x00", "bytes of quotients"),
+    ]:
         with pytest.raises(PayloadError, match=reason):
             indices(low, quotients)
 
 
 def test_memory_stays_within_what_is_stated() -> None:
-    """Of decode: 12 bytes per entry for the result, 20 per entry of a segment, and tables; for good payloads and for noise."""
+    """Of decode: 12 bytes per entry for the result, 20 per entry of a segment, and tables; for good payloads and for
+    noise."""
     shapes = [(1024, 2048), (512, 512)]
     codec = Codec(128)
     payload = encode(codec, arrays_of(shapes, 1))

@@ -1,4 +1,5 @@
-"""Who operates a run changes by decree: which decrees can be, who decides then, and what nodes make of it (protocol/ledger/board.py)."""
+"""Who operates a run changes by decree: which decrees can be, who decides then, and what nodes make of it
+(protocol/ledger/board.py)."""
 
 from __future__ import annotations
 
@@ -259,8 +260,8 @@ def test_a_node_refuses_in_one_line_what_cannot_be_and_answers_whose_decree_dism
             return str(error)
         return None
 
-    few = "that decree cannot be: 1 of the 4 who would decide give signs of life, and a round would need 3; start their nodes first"
-    assert hear(decree(QUORUM, ONE, 1, quorum=4)) == few
+    few = "1 of the 4 who would decide give signs of life, and a round would need 3; start their nodes first"
+    assert hear(decree(QUORUM, ONE, 1, quorum=4)) == f"that decree cannot be: {few}"
     assert hear(appoint(E, manifest=ONE, number=1), B) == f"{B[-8:]} is not among the operators who decide rounds now"
     assert heard == []
     assert hear(appoint(E, manifest=ONE, number=1)) is None

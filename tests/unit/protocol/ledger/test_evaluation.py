@@ -1,4 +1,5 @@
-"""Who measures the held-out loss, what of it has a place in a commit, and what readers make of it (protocol/ledger/run_state.py)."""
+"""Who measures the held-out loss, what of it has a place in a commit, and what readers make of it
+(protocol/ledger/run_state.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who scores whose work, what of it has a place in the log, and what follows from it (protocol/ledger/scoring.py, marks.py)."""
+"""Who scores whose work, what of it has a place in the log, and what follows from it (protocol/ledger/scoring.py,
+marks.py)."""
 
 from __future__ import annotations
 

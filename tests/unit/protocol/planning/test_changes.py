@@ -98,8 +98,8 @@ def test_with_a_member_the_change_is_given_up_too() -> None:
 
 
 def test_stages_become_full_replicas_together() -> None:
-    """As soon as both hold everything: before that one alone would leave the other one without a chain. Of two micro-batches a chain
-    of two loses a third of its time to filling and draining."""
+    """As soon as both hold everything: before that one alone would leave the other one without a chain. Of two
+    micro-batches a chain of two loses a third of its time to filling and draining."""
     shallow = dataclasses.replace(DEEP, train=dataclasses.replace(DEEP.train, micro_batches=2))
     old = chain(6, 6)
     strong = peers(FAST, FAST, memory=2 * FULL)

@@ -33,8 +33,8 @@ def test_the_promise_is_that_of_two_peaks_on_a_card() -> None:
 
 
 def kept(spec: ModelSpec, tokens: int, form: torch.dtype) -> int:
-    """Bytes that a block, between which and its neighbours values have this format, keeps for its backward as the compiler divides it, in bf16: by what
-    is saved, counted once."""
+    """Bytes that a block, between which and its neighbours values have this format, keeps for its backward as the
+    compiler divides it, in bf16: by what is saved, counted once."""
     block = Block(spec)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -112,9 +112,8 @@ def test_what_is_joined_fits_and_divides(name: str, offered: int, count: int, de
 
 
 def test_only_the_name_of_a_card_makes_it_one() -> None:
-    assert [name for name in ("cuda", "cuda:1", "2 x cuda", "cpu", "3 x cpu", "mps", "", "x", "cudax") if memory.on_gpu(name)] == [
-        "cuda", "cuda:1", "2 x cuda"
-    ]  # fmt: skip
+    assert all(memory.on_gpu(name) for name in ("cuda", "cuda:1", "2 x cuda"))
+    assert not any(memory.on_gpu(name) for name in ("cpu", "3 x cpu", "mps", "", "x", "cudax"))
 
 
 def test_a_card_of_eight_gigabytes_is_a_full_replica_where_a_processor_with_as_much_is_not() -> None:

@@ -116,8 +116,9 @@ def test_a_stage_that_becomes_slow_is_found(last: list[tuple[float, ...]], slow:
 
 
 def test_activations_are_computed_twice_where_that_is_quicker() -> None:
-    """Beside the best of all choices of who does, and of depths. With those computing twice only who had no room for the others to wait, the
-    worst of these chains took 4.0 times as long as the best, and a chain 6 % longer in the mean."""
+    """Beside the best of all choices of who does, and of depths. With those computing twice only who had no room for
+    the others to wait, the worst of these chains took 4.0 times as long as the best, and a chain 6 % longer in the
+    mean."""
     rng, slower = random.Random(1), []
     for _ in range(100):
         stages = [_random_stage(rng) for _ in range(rng.randint(1, 3))]

@@ -1,4 +1,5 @@
-"""What a round costs the leader's machine grows with the replicas, not with their square: calls are counted, not seconds."""
+"""What a round costs the leader's machine grows with the replicas, not with their square: calls are counted, not
+seconds."""
 
 from __future__ import annotations
 

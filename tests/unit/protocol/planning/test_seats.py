@@ -1,4 +1,5 @@
-"""Seats: who comes within a round trains in it, counts by its tokens, and holds nobody up (protocol/round/stragglers.py)."""
+"""Seats: who comes within a round trains in it, counts by its tokens, and holds nobody up
+(protocol/round/stragglers.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A round without work takes no part of the run: decrees, newcomers and failures cost neither a round nor learning rate (schedule.py)."""
+"""A round without work takes no part of the run: decrees, newcomers and failures cost neither a round nor learning rate
+(schedule.py)."""
 
 from __future__ import annotations
 

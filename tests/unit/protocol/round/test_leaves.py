@@ -18,9 +18,13 @@ from tests.support.leader import CHAIN, FULL, FULLS, GONE, SHARDS, THIRD, Driver
 def leaves(driver: Driver, peer: str) -> list[Effect]:
     """The peer says so, and what has to be planned is planned."""
     effects = driver.do(Gone(peer, leaves=True))
-    return [
-        x for e in effects for x in (driver.do(Planned(e.question, e.question.answer())) if isinstance(e, MakePlan) else [e])
-    ]  # fmt: skip
+    done: list[Effect] = []
+    for effect in effects:
+        if isinstance(effect, MakePlan):
+            done += driver.do(Planned(effect.question, effect.question.answer()))
+        else:
+            done.append(effect)
+    return done
 
 
 def planned(commit: Commit) -> set[str]:

@@ -308,8 +308,8 @@ def ends_of(effects: list[Effect]) -> list[EndIn]:
 
 
 def next_end(*, encoding: float, apply: float = 0.0, size: int = 0, up_bps: int = 0, manifest: Manifest = M) -> EndIn:
-    """When round 2 ends for a member whose offer of round 1, of `size` bytes, took `encoding` seconds to encode, and that applied the
-    commit `apply` seconds after it was known."""
+    """When round 2 ends for a member whose offer of round 1, of `size` bytes, took `encoding` seconds to encode, and
+    that applied the commit `apply` seconds after it was known."""
     driver = Driver(up_bps=up_bps, manifest=manifest)
     driver.settle(driver.learn(*log(0, run=manifest.run_id)))
     driver.now = 30.0

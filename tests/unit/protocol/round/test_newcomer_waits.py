@@ -35,7 +35,8 @@ class Run:
         self.driver.ready(*peers)
 
     def round(self, bring: tuple[str, ...] = (), late: tuple[str, ...] = ()) -> float:
-        """`bring`: newcomers who are as quick as the others; `late`: who take as long as they have. Seconds until it is decided."""
+        """`bring`: newcomers who are as quick as the others; `late`: who take as long as they have. Seconds until it is
+        decided."""
         driver = self.driver
         began, plan = driver.now, driver.leader.plan
         assert plan is not None

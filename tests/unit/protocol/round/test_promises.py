@@ -95,7 +95,8 @@ def test_of_a_chain_those_are_struck_who_were_lost_or_each_half() -> None:
 
 
 def rounds_with(driver: Driver, silent: str, rounds: int) -> tuple[list[tuple[str, ...]], list[Effect]]:
-    """Whom the plans have in so many rounds, in which `silent` attests and never offers, and what the last decision brings."""
+    """Whom the plans have in so many rounds, in which `silent` attests and never offers, and what the last decision
+    brings."""
     found, told = [], list[Effect]()
     for _ in range(rounds):
         assert driver.leader.plan is not None
@@ -127,7 +128,8 @@ def test_a_leader_plans_a_peer_that_never_offers_more_and_more_rarely_and_says_s
 def test_where_nobody_else_makes_a_replica_who_rests_is_planned_all_the_same() -> None:
     candidate = Candidate(peer="a", memory_bytes=FULL, up_bps=10**7)
     question = Question(
-        manifest=M, candidates=(), resting=(candidate,), round=3, previous=None, contributions=(), left_out=(), attested=None
+        manifest=M, candidates=(), resting=(candidate,), round=3, previous=None, contributions=(), left_out=(),
+        attested=None
     )  # fmt: skip
     found = question.answer()
     assert found is not None

@@ -1,4 +1,5 @@
-"""Who is in no chain any more after reports that stages lie, and what false reports cost (protocol/round/accusations.py)."""
+"""Who is in no chain any more after reports that stages lie, and what false reports cost
+(protocol/round/accusations.py)."""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ def test_what_was_forgotten_does_not_count_again_when_it_is_repeated() -> None:
 
 
 def test_a_quarrel_of_the_same_two_lasts_twice_as_long_as_the_one_before() -> None:
-    """One that was a mistake ends soon, and honest neighbours are planned beside each other again; a liar is hardly ever tried again."""
+    """One that was a mistake ends soon, and honest neighbours are planned beside each other again; a liar is hardly
+    ever tried again."""
     known, round, lasted = Accusations(), 1, []
     for _ in range(9):
         began = round

@@ -1,6 +1,7 @@
 """The tables of the state machines: what shows them agrees with them, and random lives take each of their rows.
 
-The machines check every step themselves (protocol/quorum/table.py): a life that needs a row which is missing ends in a TableError.
+The machines check every step themselves (protocol/quorum/table.py): a life that needs a row which is missing ends in a
+TableError.
 """
 
 from __future__ import annotations
@@ -255,7 +256,8 @@ CROWDS = (
     dict.fromkeys("ab", FULL),
     dict.fromkeys("cd", THIRD),
 )
-"""The memory of each peer: enough for a chain and spares, in the third one besides full replicas; for full replicas alone; for none."""
+"""The memory of each peer: enough for a chain and spares, in the third one besides full replicas; for full replicas
+alone; for none."""
 
 
 class Twins:
@@ -396,7 +398,8 @@ def taken_by_quorum(cluster: Cluster) -> set[tuple[str, Row[Any]]]:
 
 
 class Council(Cluster):
-    """Nodes whose messages are lost, late or doubled, some of whom do not hear each other, and that die and come back."""
+    """Nodes whose messages are lost, late or doubled, some of whom do not hear each other, and that die and come
+    back."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -489,7 +492,8 @@ def leader_that_gets_no_promise() -> Cluster:
 
 
 def leader_that_gets_no_votes() -> Cluster:
-    """A asks for votes, hears of higher ballots, asks again, and learns what was decided without it; D promises no lower ballot."""
+    """A asks for votes, hears of higher ballots, asks again, and learns what was decided without it; D promises no
+    lower ballot."""
     cluster = Cluster(4)
     cluster.cut = lambda sender, to, message: isinstance(message, Vote)
     for ballot in (8, 4):
@@ -509,7 +513,8 @@ def leader_that_gets_no_votes() -> Cluster:
 
 
 def more_liars_than_are_borne() -> Cluster:
-    """Three members have certified what cannot be: B finds it before it asks the others, and once its payloads' list is there."""
+    """Three members have certified what cannot be: B finds it before it asks the others, and once its payloads' list is
+    there."""
     cluster = Cluster(4)
     cluster.cut = lambda sender, to, message: not isinstance(message, Heartbeat)
     cluster.kill(A)

@@ -144,7 +144,8 @@ def test_a_manifest_of_an_earlier_version_is_refused_by_the_field_that_is_gone(l
 
 LLAMA3 = RopeScaling(rope_type="llama3", factor=32.0, original_max_position_embeddings=8192)
 OPTIONS: dict[str, Any] = {
-    "num_key_value_heads": 1, "tie_word_embeddings": True, "use_qk_norm": True, "rope_scaling": LLAMA3, "document_end_id": 3,
+    "num_key_value_heads": 1, "tie_word_embeddings": True, "use_qk_norm": True, "rope_scaling": LLAMA3,
+    "document_end_id": 3,
 }  # fmt: skip
 
 
@@ -178,7 +179,10 @@ def test_a_run_of_before_the_options_keeps_its_name() -> None:
         ("rope_scaling = {}", "model.rope_scaling.rope_type: missing field"),
         ('rope_scaling = {rope_type = "dynamic", factor = 2.0}', "rope_type must be one of linear, llama3, yarn"),
         ('rope_scaling = {rope_type = "linear", factor = 0.5}', "model.rope_scaling: factor must be in 1..1e+06"),
-        ('rope_scaling = {rope_type = "yarn", factor = 2.0}', "original_max_position_embeddings must be in 1..16777216"),
+        (
+            'rope_scaling = {rope_type = "yarn", factor = 2.0}',
+            "original_max_position_embeddings must be in 1..16777216",
+        ),
         (
             'rope_scaling = {rope_type = "linear", factor = 2.0, low_freq_factor = 4.0}',
             "0 < low_freq_factor < high_freq_factor <= 1e+06 must hold",
@@ -214,7 +218,10 @@ def test_a_manifest_of_70b_is_taken() -> None:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        ({"vocab_size": 300_000}, "model: head has 9.8 GB, a shard may have 8.6 GB; choose a smaller vocab_size or d_model"),
+        (
+            {"vocab_size": 300_000},
+            "model: head has 9.8 GB, a shard may have 8.6 GB; choose a smaller vocab_size or d_model",
+        ),
         ({"d_ff": 90_112}, "model: block.0 has 9.9 GB, a shard may have 8.6 GB; choose a smaller d_model or d_ff"),
     ],
 )  # fmt: skip
