@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,6 @@ from protocol.wire.session import Announced, Heartbeat, Hello
 from tests.support import tiny, volunteers
 from tests.support.volunteers import Volunteer
 
-DEADLINE = 240.0
-"""Seconds; far above what anything here takes."""
 SOON = 60.0
 HOLD_SECONDS = 0.2
 """That a round's work takes: nothing is computed, and rounds as fast as they can be would take all processor time."""
@@ -42,10 +40,6 @@ def manifest(**changes: Any) -> Manifest:
     """A long run with two replicas at least, and short silences."""
     timing = TimingSpec(round_deadline=30.0, round_seconds=1.0, heartbeat=0.5, gone_after=5.0)
     return volunteers.manifest(**{"rounds": 1_000_000, "timing": timing, **changes})
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, DEADLINE))
 
 
 async def hold(peer: str, round: int) -> None:
@@ -201,8 +195,3 @@ async def until_it_breaks(work: Callable[[int], Coroutine[Any, Any, Any]], times
             await work(i)
             done = i + 1
     return done
-
-
-def with_changes(of: Manifest, **tables: dict[str, Any]) -> Manifest:
-    """A manifest with some fields of its tables replaced."""
-    return replace(of, **{name: replace(getattr(of, name), **fields) for name, fields in tables.items()})

@@ -31,7 +31,7 @@ from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Part
 from protocol.wire.session import Attest, Offer
-from tests.hostile.ground import SOON, Enemy, Ground, identity, run
+from tests.hostile.ground import SOON, Enemy, Ground, identity
 from tests.support.plain_codec import norm_of
 
 pytestmark = pytest.mark.slow
@@ -105,40 +105,37 @@ def named(archive: Archive) -> set[str]:
     return names
 
 
-def test_what_was_offered_and_not_committed_goes_with_its_round(tmp_path: Path) -> None:
+async def test_what_was_offered_and_not_committed_goes_with_its_round(tmp_path: Path) -> None:
     """At the node, and at every peer that fetched it ahead of time."""
 
-    async def work() -> None:
-        async with Ground(tmp_path) as ground:
-            (a, _) = await ground.join("a", "b")
-            await ground.goes_on(2)
-            enemy = await ground.enemy()
-            waster = Waster(ground, enemy, tmp_path / "waste")
-            await waster.serve()
-            wasting = asyncio.create_task(waster.go_on(await enemy.session(memory_bytes=enemy.whole)))
+    async with Ground(tmp_path) as ground:
+        (a, _) = await ground.join("a", "b")
+        await ground.goes_on(2)
+        enemy = await ground.enemy()
+        waster = Waster(ground, enemy, tmp_path / "waste")
+        await waster.serve()
+        wasting = asyncio.create_task(waster.go_on(await enemy.session(memory_bytes=enemy.whole)))
 
-            def came() -> set[str]:
-                return set(waster.store) & set(ground.archive.blobs)
+        def came() -> set[str]:
+            return set(waster.store) & set(ground.archive.blobs)
 
-            await ground.until(lambda: len(came()) >= 6)
-            first = came()
-            await ground.until(lambda: not first & set(ground.archive.blobs))
-            await ground.goes_on(3)
-            wasting.cancel()
-            await asyncio.gather(wasting, return_exceptions=True)
-            head = ground.head
-            await ground.until(lambda: ground.head > head + 1)
-            await ground.until(lambda: not came() and not set(waster.store) & set(a.storage.blobs))
-            assert waster.offered > 10 * sum(map(len, [waster.payload("embed", 0)]))
-            await ground.stop("a")
-            await ground.stop("b")
-        archive = Archive(tmp_path / "bootstrap", ground.manifest)
-        assert {n for n in archive.blobs if archive.blobs.round_of(n) < ground.head} <= named(archive), (
-            "and nothing else went"
-        )
-        archive.close()
-
-    run(work())
+        await ground.until(lambda: len(came()) >= 6)
+        first = came()
+        await ground.until(lambda: not first & set(ground.archive.blobs))
+        await ground.goes_on(3)
+        wasting.cancel()
+        await asyncio.gather(wasting, return_exceptions=True)
+        head = ground.head
+        await ground.until(lambda: ground.head > head + 1)
+        await ground.until(lambda: not came() and not set(waster.store) & set(a.storage.blobs))
+        assert waster.offered > 10 * sum(map(len, [waster.payload("embed", 0)]))
+        await ground.stop("a")
+        await ground.stop("b")
+    archive = Archive(tmp_path / "bootstrap", ground.manifest)
+    assert {n for n in archive.blobs if archive.blobs.round_of(n) < ground.head} <= named(archive), (
+        "and nothing else went"
+    )
+    archive.close()
 
 
 # --- the DHT
@@ -164,64 +161,53 @@ async def store(enemy: Enemy, victim: p2p.P2PTransport, records: list[tuple[str,
     return list(answer.store_ok)
 
 
-def test_an_old_announcement_cannot_be_stored_again(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with Ground(tmp_path) as ground:
-            enemy = await ground.enemy()
-            victim, boot = identity("victim"), ground.daemons.started[ground.boot.peer_id]
-            now, run_id = time.time(), ground.manifest.run_id
-            old, new = (
-                announced(victim, run_id, int(1000 * (now - age)), addresses=(f"/ip4/127.0.0.1/tcp/{4000 + age}",))
-                for age in (60, 0)
-            )
-            latest = now - 60 + TTL_SECONDS
-            assert await store(enemy, boot, [(victim.peer_id, old, latest + 30)]) == [False], (
-                "later than it was made for"
-            )
-            assert await store(enemy, boot, [(victim.peer_id, old, latest)]) == [True]
-            assert await store(enemy, boot, [(victim.peer_id, new, now + TTL_SECONDS)]) == [True], (
-                "its own newer one wins"
-            )
-            assert await store(enemy, boot, [(victim.peer_id, old, latest)]) == [False]
-            assert (await boot.get(endpoints.announcements_key(run_id)))[victim.peer_id] == new
-            ancient = announced(victim, run_id, int(1000 * (now - 3600)))
-            assert await store(enemy, boot, [(victim.peer_id, ancient, now + 100)]) == [False]
-
-    run(work())
+async def test_an_old_announcement_cannot_be_stored_again(tmp_path: Path) -> None:
+    async with Ground(tmp_path) as ground:
+        enemy = await ground.enemy()
+        victim, boot = identity("victim"), ground.daemons.started[ground.boot.peer_id]
+        now, run_id = time.time(), ground.manifest.run_id
+        old, new = (
+            announced(victim, run_id, int(1000 * (now - age)), addresses=(f"/ip4/127.0.0.1/tcp/{4000 + age}",))
+            for age in (60, 0)
+        )
+        latest = now - 60 + TTL_SECONDS
+        assert await store(enemy, boot, [(victim.peer_id, old, latest + 30)]) == [False], "later than it was made for"
+        assert await store(enemy, boot, [(victim.peer_id, old, latest)]) == [True]
+        assert await store(enemy, boot, [(victim.peer_id, new, now + TTL_SECONDS)]) == [True], "its own newer one wins"
+        assert await store(enemy, boot, [(victim.peer_id, old, latest)]) == [False]
+        assert (await boot.get(endpoints.announcements_key(run_id)))[victim.peer_id] == new
+        ancient = announced(victim, run_id, int(1000 * (now - 3600)))
+        assert await store(enemy, boot, [(victim.peer_id, ancient, now + 100)]) == [False]
 
 
-def test_strangers_fill_the_dht_and_whoever_is_planned_is_found_all_the_same(tmp_path: Path) -> None:
+async def test_strangers_fill_the_dht_and_whoever_is_planned_is_found_all_the_same(tmp_path: Path) -> None:
     """740 fresh keys took all of its space. Now those whom the plan names come before them, and later strangers get
     their chance, too."""
 
-    async def work() -> None:
-        async with Ground(tmp_path) as ground:
-            await ground.join("a", "b")
-            await ground.goes_on(2)
-            enemy = await ground.enemy()
-            boot = ground.daemons.started[ground.boot.peer_id]
-            run_id, now = ground.manifest.run_id, time.time()
-            strangers = [Identity(i.to_bytes(32, "big")) for i in range(1, MOST_RECORDS + 200)]
-            records = [
-                (s.peer_id, announced(s, run_id, int(1000 * now), device="d" * 40), now + TTL_SECONDS)
-                for s in strangers
-            ]
-            kept = 0
-            for at in range(0, len(records), MOST_KEYS):
-                kept += sum(await store(enemy, boot, records[at : at + MOST_KEYS]))
-            assert kept > MOST_RECORDS - 10, "there is space for strangers as long as nobody needs it"
-            key = endpoints.announcements_key(run_id)
-            found = await boot.get(key)
-            assert len(found) <= MOST_RECORDS
-            members = [identity(name) for name in ("a", "b")]
-            fresh = [(m.peer_id, announced(m, run_id, int(1000 * now) + 5000), now + 5 + TTL_SECONDS) for m in members]
-            assert await store(enemy, boot, fresh) == [True, True]
-            found = await boot.get(key)
-            assert {m.peer_id for m in members} | set(ground.manifest.operators) <= set(found)
-            assert len(found) <= MOST_RECORDS
-            await ground.goes_on()
-
-    run(work())
+    async with Ground(tmp_path) as ground:
+        await ground.join("a", "b")
+        await ground.goes_on(2)
+        enemy = await ground.enemy()
+        boot = ground.daemons.started[ground.boot.peer_id]
+        run_id, now = ground.manifest.run_id, time.time()
+        strangers = [Identity(i.to_bytes(32, "big")) for i in range(1, MOST_RECORDS + 200)]
+        records = [
+            (s.peer_id, announced(s, run_id, int(1000 * now), device="d" * 40), now + TTL_SECONDS) for s in strangers
+        ]
+        kept = 0
+        for at in range(0, len(records), MOST_KEYS):
+            kept += sum(await store(enemy, boot, records[at : at + MOST_KEYS]))
+        assert kept > MOST_RECORDS - 10, "there is space for strangers as long as nobody needs it"
+        key = endpoints.announcements_key(run_id)
+        found = await boot.get(key)
+        assert len(found) <= MOST_RECORDS
+        members = [identity(name) for name in ("a", "b")]
+        fresh = [(m.peer_id, announced(m, run_id, int(1000 * now) + 5000), now + 5 + TTL_SECONDS) for m in members]
+        assert await store(enemy, boot, fresh) == [True, True]
+        found = await boot.get(key)
+        assert {m.peer_id for m in members} | set(ground.manifest.operators) <= set(found)
+        assert len(found) <= MOST_RECORDS
+        await ground.goes_on()
 
 
 def test_among_strangers_it_is_chance_that_decides() -> None:
@@ -243,50 +229,44 @@ def test_among_strangers_it_is_chance_that_decides() -> None:
     assert "known" in full.get(key).value.data
 
 
-def test_one_request_does_not_keep_a_node_busy(tmp_path: Path) -> None:
+async def test_one_request_does_not_keep_a_node_busy(tmp_path: Path) -> None:
     """Looking for the neighbours of 100,000 keys held a node's loop up for half a minute."""
 
-    async def work() -> None:
-        async with Ground(tmp_path) as ground:
-            await ground.join("a", "b")
-            await ground.goes_on(2)
-            enemy, boot = await ground.enemy(), ground.boot
-            keys = [DHTID.generate(i).to_bytes() for i in range(100)]
-            for many in (MOST_KEYS + 1, 100_000):
-                request = dht_pb2.FindRequest(keys=keys * (many // 100 + 1))
-                with pytest.raises(P2PHandlerError, match="too many keys"):
-                    async with asyncio.timeout(SOON):
-                        await enemy.transport.daemon.p2p.call_protobuf_handler(
-                            PeerID.from_base58(boot.peer_id), "DHTProtocol.rpc_find", request, dht_pb2.FindResponse
-                        )
-                await ground.goes_on()
-
-    run(work())
-
-
-def test_whoever_asks_the_dht_again_and_again_is_refused(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with Ground(tmp_path) as ground:
-            await ground.join("a", "b")
-            await ground.goes_on(2)
-            enemy, boot = await ground.enemy(), ground.boot
-            request = dht_pb2.FindRequest(keys=[DHTID.generate("x").to_bytes()])
-
-            async def ask() -> None:
-                with contextlib.suppress(Exception):
-                    async with asyncio.timeout(SOON):
-                        await enemy.transport.daemon.p2p.call_protobuf_handler(
-                            PeerID.from_base58(boot.peer_id), "DHTProtocol.rpc_find", request, dht_pb2.FindResponse
-                        )
-
-            for _ in range(int(CALLS.burst) // 50):
-                await asyncio.gather(*(ask() for _ in range(50)))
-            assert not ground.refusals(enemy), "each request counts once"
-            for _ in range(40):
-                await asyncio.gather(*(ask() for _ in range(50)))
-                if ground.refusals(enemy):
-                    break
-            assert ground.refusals(enemy) == ["asks the DHT too often"]
+    async with Ground(tmp_path) as ground:
+        await ground.join("a", "b")
+        await ground.goes_on(2)
+        enemy, boot = await ground.enemy(), ground.boot
+        keys = [DHTID.generate(i).to_bytes() for i in range(100)]
+        for many in (MOST_KEYS + 1, 100_000):
+            request = dht_pb2.FindRequest(keys=keys * (many // 100 + 1))
+            with pytest.raises(P2PHandlerError, match="too many keys"):
+                async with asyncio.timeout(SOON):
+                    await enemy.transport.daemon.p2p.call_protobuf_handler(
+                        PeerID.from_base58(boot.peer_id), "DHTProtocol.rpc_find", request, dht_pb2.FindResponse
+                    )
             await ground.goes_on()
 
-    run(work())
+
+async def test_whoever_asks_the_dht_again_and_again_is_refused(tmp_path: Path) -> None:
+    async with Ground(tmp_path) as ground:
+        await ground.join("a", "b")
+        await ground.goes_on(2)
+        enemy, boot = await ground.enemy(), ground.boot
+        request = dht_pb2.FindRequest(keys=[DHTID.generate("x").to_bytes()])
+
+        async def ask() -> None:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(SOON):
+                    await enemy.transport.daemon.p2p.call_protobuf_handler(
+                        PeerID.from_base58(boot.peer_id), "DHTProtocol.rpc_find", request, dht_pb2.FindResponse
+                    )
+
+        for _ in range(int(CALLS.burst) // 50):
+            await asyncio.gather(*(ask() for _ in range(50)))
+        assert not ground.refusals(enemy), "each request counts once"
+        for _ in range(40):
+            await asyncio.gather(*(ask() for _ in range(50)))
+            if ground.refusals(enemy):
+                break
+        assert ground.refusals(enemy) == ["asks the DHT too often"]
+        await ground.goes_on()

@@ -17,7 +17,7 @@ from protocol.planning import memory
 from protocol.run import layout
 from protocol.wire.commit import Part
 from protocol.wire.session import Attest, Offer
-from tests.hostile.ground import Enemy, Ground, run
+from tests.hostile.ground import Enemy, Ground
 from tests.support.plain_codec import norm_of
 
 HUGE = 3e37
@@ -65,33 +65,30 @@ class Teacher:
 
 
 @pytest.mark.parametrize(("said", "why"), [(0.05, ", not 0.05"), (None, "is over 10 times the median")])
-def test_an_update_of_huge_values_never_enters(said: float | None, why: str, tmp_path: Path) -> None:
+async def test_an_update_of_huge_values_never_enters(said: float | None, why: str, tmp_path: Path) -> None:
     """Neither where its norm is said to be small, nor where it is said as it is."""
 
-    async def work() -> None:
-        async with Ground(tmp_path) as ground:
-            await ground.join("a", "b", "c")
-            await ground.goes_on(2)
-            enemy = await ground.enemy()
-            teacher = Teacher(ground, enemy, said)
-            await BlobServer(teacher.store).serve(enemy.transport)
-            session = await enemy.session(memory_bytes=enemy.whole, reachable="direct")
-            teaching = asyncio.create_task(teacher.go_on(session))
+    async with Ground(tmp_path) as ground:
+        await ground.join("a", "b", "c")
+        await ground.goes_on(2)
+        enemy = await ground.enemy()
+        teacher = Teacher(ground, enemy, said)
+        await BlobServer(teacher.store).serve(enemy.transport)
+        session = await enemy.session(memory_bytes=enemy.whole, reachable="direct")
+        teaching = asyncio.create_task(teacher.go_on(session))
 
-            def reasons() -> list[str]:
-                told = [e.body for e in ground.events if isinstance(e.body, events.Commit)]
-                return [x.reason for commit in told for x in commit.left_out if short_peer(enemy.id) in x.reason]
+        def reasons() -> list[str]:
+            told = [e.body for e in ground.events if isinstance(e.body, events.Commit)]
+            return [x.reason for commit in told for x in commit.left_out if short_peer(enemy.id) in x.reason]
 
-            def rests() -> bool:
-                said = [e.body.text for e in ground.events if isinstance(e.body, events.Warning)]
-                return any(short_peer(enemy.id) in text and "it is in no plan up to round" in text for text in said)
+        def rests() -> bool:
+            said = [e.body.text for e in ground.events if isinstance(e.body, events.Warning)]
+            return any(short_peer(enemy.id) in text and "it is in no plan up to round" in text for text in said)
 
-            await ground.until(lambda: any(why in reason for reason in reasons()) and rests())
-            await ground.goes_on(3)
-            assert not teaching.done()
-            teaching.cancel()
-            commits = ground.archive.commits
-            assert all(enemy.id not in {s.peer for s in c.shares} for c in commits)
-            assert max(s.norm for c in commits for s in c.shares) < 1e3
-
-    run(work())
+        await ground.until(lambda: any(why in reason for reason in reasons()) and rests())
+        await ground.goes_on(3)
+        assert not teaching.done()
+        teaching.cancel()
+        commits = ground.archive.commits
+        assert all(enemy.id not in {s.peer for s in c.shares} for c in commits)
+        assert max(s.norm for c in commits for s in c.shares) < 1e3

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from peer import events
 from peer.net import bandwidth
@@ -16,7 +15,6 @@ from peer.net.base import Clock, Handler
 from peer.net.link_monitor import LinkMonitor, RateConfig
 from peer.net.memory import IN_FLIGHT, MemoryNetwork, MemoryTransport, Pipe
 from protocol.wire import endpoints
-from tests.sim.loop import VirtualLoop
 from tests.support import networks
 
 MBPS = 1e6
@@ -82,11 +80,6 @@ class Shaped(MemoryNetwork):
 
     def pipe(self, loop: asyncio.AbstractEventLoop, sender: str, receiver: str, name: str) -> Pipe:
         return ShapedPipe(loop, self.up if sender == "home" else self.down)
-
-
-def virtually(work: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(random.Random(0))) as runner:
-        runner.run(work)
 
 
 def clock() -> Clock:
