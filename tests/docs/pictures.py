@@ -66,7 +66,7 @@ LIGHT = TerminalTheme(
 
 
 def svg(drawn: RenderableType, width: int, height: int, title: str, *, dark: bool = True) -> str:
-    """What a terminal of so many characters shows, as an SVG that needs no font and no file from elsewhere."""
+    """What a terminal of this size shows, as an SVG that needs no font and no file from elsewhere."""
     console = _console(width, height)
     console.print(drawn)
     theme = DIMMED_MONOKAI if dark else LIGHT
@@ -85,7 +85,7 @@ LAST_NEWS = 10.0
 
 
 def view_of(watched: RunView, view: str, width: int, height: int) -> RenderableType:
-    """One view of a monitor as a terminal of so many characters shows it."""
+    """One view of a monitor as a terminal of this size shows it."""
     first = watched.credits.table()
     return draw(watched, Browsing(view=view), width, height, me=first[0].peer if first else None)
 
@@ -154,7 +154,7 @@ async def replayed(path: Path, file: Path) -> MonitorScreen:
 
 
 def made_up(peers: int) -> MonitorScreen:
-    """What a monitor knows of a run of so many peers after its 60th round."""
+    """What a monitor knows of a run of `peers` peers after its 60th round."""
     made = MadeUp(peers)
     screen = MonitorScreen(made.manifest, Console(file=io.StringIO()))
     for event in made.all(LAST):

@@ -36,11 +36,11 @@ from tests.support import crowd, tiny
 from tests.support.watched import BEGAN, ROUND_SECONDS
 
 PEERS, ROUNDS, SEED = 500, 60, 1
-"""Who is there, rounds that are decided, and what the coming and going follows from."""
+"""Peers, decided rounds, and the seed of coming and going."""
 LAST_STEP = 4
 LOOKED, COUNTED = 2, 15
-"""Every so many rounds the monitor looks at announcements: in one of the steps; and when the round is over, which tells
-what was sent."""
+"""The rounds between two looks of the monitor at announcements: in one of the steps; and when the round is over, which
+tells what was sent."""
 AWAY = 0.02
 """The part of all peers that is away at a time."""
 MODEL = ModelSpec(vocab_size=4096, d_model=256, n_layers=tiny.LAYERS, n_heads=4, d_ff=688, context=256)

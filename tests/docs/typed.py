@@ -1,4 +1,4 @@
-"""The commands that the documents show, as somebody types them: which there are, and a shell in which they work on one
+"""The commands that the documents show, as a user types them: which there are, and a shell in which they work on one
 machine."""
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Terminal:
 
 @dataclass(frozen=True)
 class Shell:
-    """Of somebody whose `potluck` is this checkout's, with programs of his own before the system's. `home`: where he is
+    """Of a user whose `potluck` is this checkout's, with programs of his own before the system's. `home`: where he is
     at home."""
 
     home: Path

@@ -1,4 +1,4 @@
-"""The operators of a run change while it goes on, until none is there of those with whom it began: real nodes, real
+"""The operators of a run change while it goes on, until none of the first ones is there: real nodes, real
 commands, SIGKILL."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.quorum import KEYS, four_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 DEADLINE = 400.0
-"""Seconds for anything to happen: whoever asks for payloads tries dead nodes first, for some seconds each."""
+"""Seconds for anything to happen: a peer that asks for payloads tries dead nodes first, for some seconds each."""
 
 
 def alone(rounds: int) -> Manifest:

@@ -1,5 +1,5 @@
-"""`potluck bootstrap --audit`: a process beside the node follows the log, comes back when it dies, and outlives
-nobody."""
+"""`potluck bootstrap --audit`: a second process follows the log, comes back when it dies, and ends with its
+node."""
 
 from __future__ import annotations
 

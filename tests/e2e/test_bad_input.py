@@ -336,7 +336,7 @@ def test_full_disk_at_a_commit(small_disk: Path) -> None:
 
 @pytest.fixture
 def read_only(small_disk: Path) -> Path:
-    """A folder that nobody, root included, can write to; it held a peer and a bootstrap node."""
+    """A folder that no user, root included, can write to; it held a peer and a bootstrap node."""
     Storage(small_disk / "peer").close()
     Archive(small_disk / "boot", RUN).close()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)

@@ -48,7 +48,7 @@ def examined(
     place: Sequence[str] = (),
     within: float = LONG,
 ) -> tuple[Found, bool | None]:
-    """What a machine is told in a process of its own, and whether joining would work; None: nobody knows. `limit`: of
+    """What a machine is told in a process of its own, and whether joining would work; None: unknown. `limit`: of
     open files; `place`: what the command begins with, where it is to run elsewhere; `within`: the time that it has."""
 
     def limited() -> None:
@@ -208,7 +208,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_slow_disk(tmp_path: Path) -> None:
     """The system lets these processes write so much a second to the disk on which their folder is, and no more; where
-    it limits nobody, as a user's processes in a container, whoever asks the C library to bring a file to the disk waits
+    it does not, as for a user's processes in a container, a call of the C library that brings a file to the disk waits
     as long."""
     with bad_machine.slow_disk(tmp_path) as (place, env):
         found, works = examined("--dir", tmp_path / "b", place=place, env=env)
@@ -306,7 +306,7 @@ def test_too_little_memory(swarm: Swarm, tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def silent(swarm: Swarm) -> Iterator[str]:
-    """The line of a node that is not there. Somebody else is, who says nothing."""
+    """The line of a node that is not there. A silent host is."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address, _, rest = swarm.addresses[0].partition("/tcp/")
         yield f"{address}/tcp/{server.getsockname()[1]}/{rest.partition('/')[2]}"
@@ -335,7 +335,7 @@ def test_a_node_that_hangs(run_file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("hangs", "within"), [("torch", 3), ("disk", 8)])
 def test_it_ends_in_time_whatever_hangs(swarm: Swarm, tmp_path: Path, hangs: str, within: int) -> None:
-    """Somebody at the address who says nothing, a folder whose lock is a pipe that nobody reads, so that whoever opens
+    """A silent host at the address, a folder whose lock is a pipe without a reader, so that a process that opens
     it hangs within the system, and PyTorch, which is never imported. None of it ever ends."""
     assert doctor.WITHIN_SECONDS + 2 * doctor.GRACE_SECONDS < MINUTE
     folder, env = tmp_path / "b", {}
@@ -368,7 +368,7 @@ def command_of(process: psutil.Process) -> list[str]:
 
 
 def test_a_router_that_lets_nobody_in(tmp_path: Path) -> None:
-    """Beside a machine to which others can connect, in the same run."""
+    """Compared with a machine to which others can connect, in the same run."""
     manifest = make_manifest(start_peers=1)
     memory = ("--memory", tiny.full_memory(manifest), "--threads", 1, "--device", "cpu")
     with (
@@ -428,7 +428,7 @@ def test_one_operator_of_three_does_not_decide_what_the_time_is() -> None:
 
 
 def test_help_needs_no_torch(tmp_path: Path) -> None:
-    """Who has a broken one can read what to do."""
+    """A user with a broken one can read what to do."""
     (tmp_path / "torch.py").write_text("raise ImportError")
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
     done = subprocess.run([sys.executable, "-m", "peer.cli", "--help"], env=env, capture_output=True, timeout=DEADLINE)

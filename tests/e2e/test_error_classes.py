@@ -218,8 +218,8 @@ SECONDS = 20.0
 
 @contextlib.contextmanager
 def places() -> Iterator[dict[str, int]]:
-    """Ports of this machine: "dead", where nobody listens; "silent", where somebody listens and says nothing; "full",
-    where whoever dials hears nothing at all, as where a firewall drops what comes."""
+    """Ports of this machine: "dead", without a listener; "silent", whose listener says nothing; "full",
+    where a caller hears nothing at all, as where a firewall drops what comes."""
     with contextlib.ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
@@ -305,7 +305,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "run quorum": ("1",),
 }
 """Every command that looks for a run, with what else is typed. Only doctor goes on in spite of it (test_doctor.py), and
-`service install` looks for nobody."""
+`service install` looks for no peer."""
 OWN_FOLDER = ("join", "me", "invite", "run")
 """Those whose --dir has a key."""
 
@@ -362,7 +362,7 @@ ALONE: dict[type[PotluckError], tuple[str, Handler, tuple[str, ...]]] = {
     base.Timeout: (endpoints.LOG, says_nothing, ("log", "show")),
     base.NotServed: (endpoints.QUORUM, says_nothing, ("run", "close", "--dir", "own")),
 }
-"""What another peer is to blame for and ends a command where nobody else can be asked: under which name what answers,
+"""Faults of another peer that end a command where no other can be asked: under which name what answers,
 and what is typed."""
 
 

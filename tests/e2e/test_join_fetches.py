@@ -48,7 +48,7 @@ def test_peers_with_nothing_fetch_what_they_train_on(tmp_path: Path) -> None:
 
 
 def test_a_peer_whose_text_nobody_has_says_so(tmp_path: Path) -> None:
-    """One line, and the exit code of somebody else's fault."""
+    """One line, and the exit code of a remote fault."""
     chosen = swarms.options(tmp_path / "unused", full=1, rounds=1)
     made = swarms.manifest(chosen)
     manifest = swarms.manifest(chosen, data={"corpus": blob_hash.name_of(b"another")})

@@ -4,8 +4,8 @@ network daemon: live, and from a recording.
 What happens is the same each time, and is counted in rounds and announcements that the page has shown, not in seconds.
 A monitor that has looked at the announcements LOOKS times has polled the log a number of times that follows from its
 code, once a second at most. So its processor time for that is a share of a core that another program's work does not
-change. Cores are not equally fast, and who shares one is slowed down: what counts is the share of a core that does
-`reference` in REFERENCE_SECONDS, and this process does it meanwhile.
+change. Cores are not equally fast, and a process that shares one is slowed down: what counts is the share of a core
+that does `reference` in REFERENCE_SECONDS, and this process does it meanwhile.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ the same files included."""
 
 
 def until(watched: Watching, wanted: Callable[[dict[str, Any]], bool], every: float = 0.2) -> dict[str, Any]:
-    """The first state of the page that is `wanted`; it is asked for `every` so many seconds, since a page has no other
+    """The first state of the page that is `wanted`; it is asked for `every` seconds, since a page has no other
     sign of news."""
     end = time.monotonic() + DEADLINE
     while time.monotonic() < end:

@@ -57,7 +57,7 @@ class Hostile(crowd.Signing):
 
 
 def spoil(node: crowd.Node) -> None:
-    """A round leaves out a replica, and somebody announces a name of 10 kB, which no node takes."""
+    """A round leaves out a replica, and a peer announces a name of 10 kB, which no node takes."""
     node.decide(8)
     node.hear(2)
     who = next(iter(node.made.keys.values()))

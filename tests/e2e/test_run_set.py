@@ -12,7 +12,7 @@ from tests.support.bans import command, together
 from tests.support.quorum import KEYS, four_nodes
 
 MORE = 25
-"""Rounds that the run goes on for; while the commands are typed nobody is there, so that it comes no further
+"""Rounds that the run goes on for; while the commands are typed no peer is there, so that it comes no further
 meanwhile."""
 
 

@@ -216,7 +216,7 @@ class Service:
 
     def refuses_a_second(self, who: str, *kinds: str) -> None:
         """Another start on its folder ends with one line, such that systemd does not try it again. The line is in the
-        log that a service keeps, too, beside what the first one tells: events of these `kinds`."""
+        log that a service keeps, too, in addition to what the first one tells: events of these `kinds`."""
         second = self.start(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         (said,) = second.communicate(timeout=DEADLINE)[1].decode().splitlines()
         assert str(second.returncode) in self.settings["RestartPreventExitStatus"].split()

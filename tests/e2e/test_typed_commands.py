@@ -73,7 +73,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 @dataclass
 class Town:
-    """A run whose node and peer live, and a shell beside it."""
+    """A run whose node and peer live, and a shell."""
 
     swarm: Swarm
     shell: typed.Shell

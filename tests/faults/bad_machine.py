@@ -24,7 +24,7 @@ Place = tuple[str, ...]
 
 
 def wrong_clock(folder: Path, off: int) -> dict[str, str]:
-    """The environment of programs whose time of day is off by so many seconds."""
+    """The environment of programs whose time of day is `off` seconds late."""
     return {**_preloaded(folder), "WALL_OFF": str(off)}
 
 

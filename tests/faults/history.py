@@ -1,7 +1,7 @@
 """A run with a past: the log of a chain's rounds, and what its members kept. Nothing was trained: every round has the
 same noise.
 
-After enough rounds the payloads are more bytes than the state, so whoever comes new fetches a checkpoint, as in any run
+After enough rounds the payloads are more bytes than the state, so a newcomer fetches a checkpoint, as in any run
 that is not young.
 """
 
@@ -38,7 +38,7 @@ def identity(name: str) -> Identity:
 def write(
     swarm: Swarm, rounds: int, chain: Mapping[str, tuple[int, int]], whole: Sequence[str], young: Sequence[str]
 ) -> None:
-    """So many rounds of a chain, {name: its blocks first <= i < last}, in the only node's folder, a plan for one more,
+    """Rounds of a chain, {name: its blocks first <= i < last}, in the only node's folder, a plan for one more,
     and a checkpoint of the last state with each member; with those named in `whole` one of all shards. They and the
     `young`, who have nothing else, have the tokenizer."""
     run = swarm.manifest

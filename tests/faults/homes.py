@@ -54,8 +54,8 @@ class Homes:
         return self.address(home)
 
     def shut(self, home: str) -> None:
-        """From now on its router lets nobody in, and has what the home sends come from an address of its own, as most
-        routers of homes do. Skips the test where this machine has no nftables."""
+        """From now on its router lets no connection in, and has what the home sends come from an address of its own, as
+        most routers of homes do. Skips the test where this machine has no nftables."""
         door = self._door(home)
         rules = f"""
             table ip home {{

@@ -5,7 +5,7 @@ python -m tests.faults.jitter --netlab PATH/netlab.sh [--dir FOLDER]
 
 One bootstrap node and four weak peers that make a chain, each behind an emulated home link. Four phases: as it is; with
 3 % loss and 100 ms jitter on the link of LOSSY; with SLOW at half its speed as well, until a plan moves blocks away
-from it; and after that. In each the chain must do all inner steps of every round and be committed, and nobody may be
+from it; and after that. In each the chain must do all inner steps of every round and be committed, and no peer may be
 reconfigured. While SLOW is slow, the bottleneck of most steps must be SLOW or a link of LOSSY, and so must be what
 `potluck monitor` names last before the move; announcements are some seconds old. In the end the log is replayed:
 everybody must have attested those bits.

@@ -2,13 +2,13 @@
 SECONDS.
 
 A stage's forward and backward then last as long as its share of the blocks says, a third and two thirds, and a third
-more where activations are computed anew, however little there is to compute: so many peers can live on one machine
-without measuring that machine. The file may be written anew at any time.
+more where activations are computed anew, however little there is to compute: many peers can live on one machine
+without measuring that machine. The file may be rewritten at any time.
 
 A file `room`, if there is one, says for how many blocks there is memory: with more the system refuses what is asked of
 it.
 
-A file `line`, if there is one, says how many bits a second of states and payloads come in. It may be written anew, or
+A file `line`, if there is one, says how many bits a second of states and payloads come in. It may be rewritten, or
 removed, too.
 """
 
@@ -95,7 +95,7 @@ class Line:
         return Incoming(stream, self) if name == endpoints.BLOB else stream
 
     async def carry(self, size: int) -> None:
-        """Returns when so many bytes have come through."""
+        """Returns when this number of bytes has come through."""
         while size > 0:
             async with self._turn:
                 bps = self._bps()

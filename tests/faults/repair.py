@@ -63,7 +63,7 @@ def make_manifest(rank: int) -> Manifest:
 
 
 def least_memory(manifest: Manifest, stages: int) -> int:
-    """The least memory with which so many peers make a chain."""
+    """The least memory with which this number of peers makes a chain."""
     low, high = 0, tiny.full_memory(manifest)
     while high - low > 1:
         middle = (low + high) // 2
@@ -82,7 +82,7 @@ def weak_memory(manifest: Manifest) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """What strikes whom, when."""
+    """A fault: its kind, its target and its moment."""
 
     kind: str
     phase: str
@@ -115,7 +115,7 @@ class Campaign:
         self.until(lambda: self.plan() is not None and self.round() >= 2, "the second round")
 
     def until(self, wanted: Callable[[], Any], what: str) -> Any:
-        """Waits for something true; nobody may end meanwhile."""
+        """Waits for a condition; no process may end meanwhile."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             if found := wanted():
@@ -153,7 +153,7 @@ class Campaign:
         return [names[stage["peer"]] for stage in chain["stages"]]
 
     def await_fate(self, fault: Fault, step: int = 2, micro: int = 1) -> tuple[str, float]:
-        """Whom the fault strikes, at this place in a round, and when it did."""
+        """Strikes at this place in a round; the target, and when it was struck."""
         victim = self.chain()[fault.position]
         folder = self.swarm.folder / victim
         told = {"phase": fault.phase, "step": step, "micro": micro, "kind": fault.kind}

@@ -1,4 +1,4 @@
-"""Roles change in a running swarm of real processes, and nobody else waits for it:
+"""Roles change in a running swarm of real processes, and no other peer waits for it:
 
 python -m tests.faults.roles [--netlab PATH/netlab.sh] [--dir FOLDER]
 
@@ -53,14 +53,14 @@ PAST = 300
 SECONDS = 2.5
 """Of a round."""
 PUT_OFF = re.compile(r"^peer (\S+): .*; it is in no plan up to round (\d+)$")
-"""What a node says of who missed rounds for which it was planned."""
+"""A node's warning about a peer that missed rounds for which it was planned."""
 PACES = (0.04, 0.12, 0.36)
 """Seconds of a micro-batch: the next one where the machine is so busy that the chain is worth less than its member
 alone before that one's neighbour has become slow,"""
 SLOWER = 8.0
 """and what they are multiplied with when a machine becomes slow."""
 ROUNDS = 3
-"""That are committed while somebody is on its way, at least."""
+"""Rounds that are committed while a peer is on its way, at least."""
 LONGER = 1.0
 """Seconds that a round may last longer meanwhile, on a machine that does nothing else."""
 MOVER_BPS, STUCK_BPS, LAB_BPS = 4e5, 8e3, 5e5
@@ -68,7 +68,7 @@ MOVER_BPS, STUCK_BPS, LAB_BPS = 4e5, 8e3, 5e5
 --netlab."""
 
 Trained = set[frozenset[str]]
-"""Who trained together and was committed, by name."""
+"""The peers that trained together and were committed, by name."""
 
 
 class TooBusy(Exception):
@@ -129,7 +129,7 @@ class Roles:
         return self.wait(lambda commit: wanted(self.trained(commit)), what)
 
     def rounds(self, count: int) -> int:
-        """So many more from now on; the last one."""
+        """This number of rounds more from now on; the last one."""
         self.commits |= {e.fields["round"]: e for e in self.swarm.events(NODE) if e.kind == "commit"}
         last = max(self.commits) + count
         return self.wait(lambda commit: commit.fields["round"] >= last, f"round {last}")
@@ -145,7 +145,7 @@ class Roles:
         return [tuple(self.ids.get(s["peer"], s["peer"]) for s in replica["stages"]) for replica in plan[kind]]
 
     def left_out(self, commit: Event) -> set[str]:
-        """Who was planned for this round, and whose work is not in it."""
+        """The peers planned for this round whose work is not in it."""
         plan = self.commits[commit.fields["round"] - 1].fields["plan"]
         numbers = {left["replica"] for left in commit.fields["left_out"]}
         stages = [stage for replica in plan["replicas"] if replica["number"] in numbers for stage in replica["stages"]]
@@ -158,7 +158,7 @@ class Roles:
         return False
 
     def end(self) -> None:
-        """Kills everybody. All that was committed is right, all that who contributed to a round had done in it is in
+        """Kills all. All that was committed is right, and all that contributors of a round had done in it is in
         it, and everybody's credits are what the log says."""
         for name in list(self.swarm.running):
             self.swarm.kill(name)
@@ -192,8 +192,8 @@ class Roles:
 
 def recounted(commits: Sequence[Commit], layers: int) -> dict[str, tuple[int, int, int]]:
     """What the log says of everybody whose work it took or left out: tokens, rounds, and rounds that were left out. The
-    tokens of a replica are its members' in proportion to their blocks, in whole tokens up to each boundary. Nobody is
-    on probation here."""
+    tokens of a replica are its members' in proportion to their blocks, in whole tokens up to each boundary. No peer
+    is on probation here."""
     tokens, rounds, left = Counter[str](), Counter[str](), Counter[str]()
     for before, now in itertools.pairwise(commits):
         assert before.plan is not None
@@ -210,7 +210,7 @@ def recounted(commits: Sequence[Commit], layers: int) -> dict[str, tuple[int, in
 
 @dataclass(frozen=True, slots=True)
 class Meanwhile:
-    """What others did while somebody's new role was on its way: the `seconds` of each of these rounds; `whole`: in how
+    """What others did while a peer's new role was on its way: the `seconds` of each of these rounds; `whole`: in how
     many of them all who were planned were committed; `steps` that the full replica did that stayed as it was."""
 
     seconds: list[float]
@@ -268,7 +268,7 @@ def running(folder: Path, script: Path | None = None, pace: float = PACES[0]) ->
 
 
 def live(roles: Roles) -> dict[str, Meanwhile]:
-    """Everything that happens, by who was on its way. Raises TooBusy."""
+    """Everything that happens, by the peer that was on its way. Raises TooBusy."""
     swarm, found = roles.swarm, dict[str, tuple[int, int]]()
     usual = roles.newest.fields["round"] + 1, roles.rounds(ROUNDS)
     for commit in roles.commits.values():
@@ -335,7 +335,7 @@ def in_time(roles: Roles, name: str, first: int) -> int:
 
 
 def held_up(found: dict[str, Meanwhile], longer: float) -> list[str]:
-    """Who was waited for; a round may last so many seconds `longer` than before."""
+    """The peers that were waited for; a round may last `longer` seconds more than before."""
     usual = statistics.median(found["nobody"].seconds)
     return [
         f"{name}: {those}, {statistics.median(those.seconds) - usual:.2f} s longer"

@@ -1,4 +1,4 @@
-"""The time of day jumps an hour forth and back under a real swarm: nobody is gone, no lease breaks, rounds go on."""
+"""The time of day jumps an hour forth and back under a real swarm: no peer is gone, no lease breaks, rounds go on."""
 
 from __future__ import annotations
 

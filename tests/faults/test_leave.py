@@ -16,7 +16,7 @@ from tests.e2e import swarms
 from tests.faults.processes import DEADLINE, Swarm
 
 LEASE = 0.9 * DEADLINE
-"""Seconds: whoever waits for it fails the test by its deadline, or by far."""
+"""Seconds: a test that waits for it fails by its deadline, or by far."""
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

@@ -1,8 +1,8 @@
 """Real processes on machines of different speed.
 
-A chain of two, of which the first becomes three times slower, as its machine does when somebody else uses it: the next
-plans move blocks away from it. And full replicas of which one is twelve times slower: nobody waits for it, and what it
-does counts. All bits agree.
+A chain of two, of which the first becomes three times slower, as its machine does when another program uses it: the
+next plans move blocks away from it. And full replicas of which one is twelve times slower: no peer waits for it, and
+what it does counts. All bits agree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who watches a run of real processes while its nodes die, stop, move or lose their line: the terminal, the page and
+"""Watchers of a run of real processes while its nodes die, stop, move or lose their line: the terminal, the page and
 the metrics.
 
 Before a node is back all three say for how long there is no news; when it is back all three show the newest round. How

@@ -3,8 +3,8 @@ tests.fuzz.handlers --messages 10000000`.
 
 A bootstrap node and two peers run rounds all the time, in one process, over a network in memory; enemies open streams
 under every name that is served, and say what tests/fuzz/messages.py makes, with what is true of the run mixed in, so
-that it gets past the first checks. Nobody may end, no handler may raise what is not expected of it, rounds go on, and
-memory stays within its bound.
+that it gets past the first checks. No process may end, no handler may raise what is not expected of it, rounds go on,
+and memory stays within its bound.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ QUORUM = Identity(b"quorum enemy".ljust(32))
 
 
 class Raised(logging.Handler):
-    """Hears of handlers that raised what nobody expected."""
+    """Hears of handlers that raised unexpected errors."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -244,7 +244,7 @@ def _packed(value: Any) -> bytes:
 
 
 async def campaign(folder: Path, seed: int, goes_on: Callable[[State], bool], enemies: int = 4) -> State:
-    """Has so many enemies at once say things while `goes_on(state)`; then sees that all is well."""
+    """Has several enemies at once say things while `goes_on(state)`; then sees that all is well."""
     made = volunteers.manifest(
         rounds=1_000_000, start_peers=2, operators=(tiny.OPERATOR.peer_id, QUORUM.peer_id), quorum=1
     )

@@ -28,7 +28,7 @@ MANY = 3
 """Entries of a list that is not to be at its bound."""
 
 FEW = 6
-"""A list that may have so many mostly has all or none of them."""
+"""A bounded list mostly has the most items or none."""
 
 Known = Mapping[Any, Callable[[random.Random], Any]]
 """Type of a field -> a value that means something in a run."""

@@ -140,7 +140,7 @@ def put(tree: Any, path: tuple[int, ...], value: Any) -> Any:
 
 
 def leaf(rng: random.Random) -> Any:
-    """A value that somebody may not expect."""
+    """A value that may be unexpected."""
     return rng.choice((
         None, True, False, "", "x", "\n", "\x1b[2J", "é" * 40, "\ud800", "0" * 64, b"", b"\0" * 32, rng.randbytes(8),
         rng.choice(NUMBERS), rng.choice(NUMBERS), rng.choice(NUMBERS), rng.choice(FLOATS), rng.random(), [], Map(),

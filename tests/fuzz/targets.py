@@ -328,7 +328,7 @@ def relay_words(raw: bytes) -> object:
 
 
 def shaken(turns: int) -> tuple[Handshake, Handshake]:
-    """Two sides of a handshake after so many messages."""
+    """Two sides of a handshake after `turns` messages."""
     both = [
         Handshake(initiator=i == 0, static=bytes([i + 1] * 32), fresh=bytes([i + 3] * 32), prologue=b"fuzz")
         for i in range(2)
@@ -358,7 +358,7 @@ def _handshake_messages() -> list[bytes]:
 
 
 def relay_hello(raw: bytes) -> object:
-    """A proof of who is there; strangers can seal what they like."""
+    """A proof of presence; strangers can seal what they like."""
     found = relaying.hello_of(raw, STATIC)
     check(found.peer == KEY.peer_id and len(found.name) <= relaying.MAX_NAME, "not what was signed")
     return found

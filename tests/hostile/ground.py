@@ -53,7 +53,7 @@ def identity(name: str) -> Identity:
 
 
 async def daemon(who: Identity, run: str, folder: Path, sockets: Path, host: str = "127.0.0.1") -> P2PTransport:
-    """Starts somebody's daemon. `folder`: for the key; `host`: where it listens, and comes from."""
+    """Starts a daemon. `folder`: for the key; `host`: where it listens, and comes from."""
     key = folder / f"{who.peer_id}.key"
     key.write_bytes(who.libp2p_bytes())
     key.chmod(0o600)
@@ -73,7 +73,7 @@ class Daemons:
 
 @dataclass(frozen=True)
 class Enemy:
-    """Somebody with a key and a daemon, connected to the node, who knows the protocol."""
+    """A key and a daemon, connected to the node, with the protocol's messages."""
 
     identity: Identity
     transport: P2PTransport
@@ -142,7 +142,7 @@ class Ground(volunteers.Swarm):
         shutil.rmtree(self._sockets)
 
     async def listen(self, who: Identity) -> P2PTransport:
-        """Starts somebody's daemon."""
+        """Starts a daemon."""
         made = await daemon(who, self.manifest.run_id, self.folder, self._sockets)
         self.daemons.started[who.peer_id] = made
         return made
@@ -162,7 +162,7 @@ class Ground(volunteers.Swarm):
     # --- what must hold
 
     async def goes_on(self, rounds: int = 3) -> None:
-        """So many more rounds are decided, with the work of every honest peer that runs in one of them at least."""
+        """More rounds are decided, with the work of every honest peer that runs in one of them at least."""
         before = self.head
         await self.until(lambda: self.head >= before + rounds)
         await self.until(
@@ -188,7 +188,7 @@ async def ended(stream: Stream) -> int:
 
 
 async def until_it_breaks(work: Callable[[int], Coroutine[Any, Any, Any]], times: int) -> int:
-    """Does `work(i)` up to so many times, as long as nobody ends what it uses; how often it was done."""
+    """Does `work(i)` up to `times` times, until it is refused; how often it was done."""
     done = 0
     with contextlib.suppress(RemoteError, ConnectionError):
         for i in range(times):

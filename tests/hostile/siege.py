@@ -83,7 +83,7 @@ async def obey(folder: Path) -> None:
 
 
 def gone(transport: P2PTransport) -> None:
-    """Ends a daemon at once: nobody waits until an enemy has taken its leave."""
+    """Ends a daemon at once: without waiting until an enemy has taken its leave."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(transport.daemon.pid, signal.SIGKILL)
 
@@ -197,7 +197,7 @@ class Siege:
 
 @dataclass
 class Blows:
-    """One spell of an attack. `done`: how often the enemy tried, in so many `seconds`."""
+    """One spell of an attack. `done`: how often the enemy tried, in these `seconds`."""
 
     who: str
     identities: int

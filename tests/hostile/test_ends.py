@@ -41,13 +41,13 @@ JUNK: tuple[Any, ...] = (
 
 
 def heavy() -> Manifest:
-    """A run whose payloads are large beside its model: a newcomer asks for states after a few rounds."""
+    """A run whose payloads are large for its model: a newcomer asks for states after a few rounds."""
     made = manifest()
     return dataclasses.replace(made, outer=dataclasses.replace(made.outer, topk=2048))
 
 
 def replay_bytes(ground: Ground) -> int:
-    """What a newcomer would have to fetch if nobody served a state."""
+    """What a newcomer would have to fetch if no state were served."""
     return sum(share.size for commit in ground.archive.commits[1:] for share in commit.shares)
 
 
@@ -118,7 +118,7 @@ def overflowing() -> list[dict[str, Any]]:
 
 
 REFUSED_AFTER = 8
-"""Messages that make no sense; who has sent so many is let in no more."""
+"""Messages that make no sense; a peer that has sent this number is let in no more."""
 
 
 def encoded(message: dict[str, Any]) -> bytes:
@@ -161,7 +161,7 @@ async def test_messages_that_cannot_be_end_their_session_and_nothing_else(tmp_pa
     ],
 )
 def test_announcements_that_cannot_be_are_not_believed(said: dict[str, Any]) -> None:
-    """By nobody: the node, readers of the DHT and monitors read them with one decoder."""
+    """Neither the node nor readers of the DHT and monitors read them with one decoder."""
     me = identity("enemy")
     good = packed(Announcement(run="r" * 64, peer=me.peer_id, serial=1))
     for change, believed in (({}, True), (said, False)):

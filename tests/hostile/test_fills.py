@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 class Waster:
     """An enemy who trains, as far as anybody can see, and changes its mind: it offers payload after payload to every
-    round, all in order but for one that nobody has, so that its replica is never complete."""
+    round, all in order but for one that no peer has, so that its replica is never complete."""
 
     def __init__(self, ground: Ground, enemy: Enemy, folder: Path) -> None:
         self.ground = ground
@@ -181,7 +181,7 @@ async def test_an_old_announcement_cannot_be_stored_again(tmp_path: Path) -> Non
 
 
 async def test_strangers_fill_the_dht_and_whoever_is_planned_is_found_all_the_same(tmp_path: Path) -> None:
-    """740 fresh keys took all of its space. Now those whom the plan names come before them, and later strangers get
+    """740 fresh keys took all of its space. Now planned peers come before them, and later strangers get
     their chance, too."""
 
     async with Ground(tmp_path) as ground:

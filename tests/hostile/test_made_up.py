@@ -14,7 +14,7 @@ from tests.support.made_up import is_right, said
 
 pytestmark = pytest.mark.slow
 AT_ONCE = 6
-"""Daemons that are started beside each other."""
+"""Daemons that are started at once."""
 
 
 async def listen(ground: Ground, everybody: list[Identity]) -> None:
@@ -24,7 +24,7 @@ async def listen(ground: Ground, everybody: list[Identity]) -> None:
 
 @pytest.mark.parametrize("many", [6, pytest.param(len(MADE_UP), marks=pytest.mark.campaign)])
 async def test_made_up_identities_with_daemons_have_nobody_take_over_their_state(many: int, tmp_path: Path) -> None:
-    """Peers join before them, beside them and when they are gone."""
+    """Peers join before them, with them and when they are gone."""
 
     # rounds take a third of a second: a state is kept for fifty of them, so that it is there for as long as a
     # newcomer takes on a busy machine

@@ -186,7 +186,7 @@ def placed(swarm: Swarm, where: dict[str, str]) -> None:
 
 
 async def has_session(swarm: Swarm, name: str) -> bool:
-    """Whether somebody who asks for a session is given one, and keeps it."""
+    """Whether a peer that asks for a session is given one, and keeps it."""
     transport = swarm.network.transport(peer_id(name), directory.valid_record(swarm.manifest.run_id))
     await transport.connect(swarm.boot.addresses, timeout=SOON)
     stream = await transport.open(swarm.boot.peer_id, endpoints.SESSION, timeout=SOON)
@@ -226,7 +226,7 @@ async def test_strangers_of_one_range_have_together_no_more_than_its_share(tmp_p
 
 
 async def test_so_many_strangers_of_one_range_have_a_session(tmp_path: Path) -> None:
-    """Thirty identities of a /24 want one; two get it, and somebody from elsewhere, too."""
+    """Thirty identities of a /24 want one; two get it, and a peer from elsewhere, too."""
     of = volunteers.manifest(start_peers=2, rounds=1_000_000, admission=AdmissionSpec(range_sessions=2))
 
     async with Swarm(tmp_path, of) as swarm:

@@ -72,7 +72,7 @@ async def test_a_flood_of_large_attestations_is_no_use_either(tmp_path: Path) ->
 
 
 def test_requests_for_the_log_are_answered_within_bounds() -> None:
-    """Each asks for hundreds of records; what waits for who does not read is bounded, too."""
+    """Each asks for hundreds of records; what waits for a peer that does not read is bounded, too."""
     session, records = Session(), [b"record"] * (OUTBOX // 2)
     for _ in range(10):
         session.post_records(records, 0.0)
@@ -89,7 +89,7 @@ def test_requests_for_the_log_are_answered_within_bounds() -> None:
 
 
 async def test_a_second_session_ends_the_first(tmp_path: Path) -> None:
-    """Nobody speaks in several sessions at once, or what each may say would be worth nothing."""
+    """No peer speaks in several sessions at once, or what each may say would be worth nothing."""
 
     async with Ground(tmp_path) as ground:
         await ground.join("a")
@@ -136,7 +136,7 @@ async def test_whoever_hoards_streams_is_refused(tmp_path: Path) -> None:
 
 class Promiser:
     """An enemy who trains, as far as anybody can see: planned as a full replica, it attests what the others attest and
-    offers payloads that never come. `said`: how it answers whoever asks for them."""
+    offers payloads that never come. `said`: how it answers requests for them."""
 
     def __init__(self, ground: Ground, enemy: Enemy) -> None:
         self.ground = ground

@@ -1,4 +1,4 @@
-"""Whoever writes into the model what it likes: a node decodes what is offered, and judges it by what it is."""
+"""Arbitrary updates: a node decodes what is offered, and judges it by what it is."""
 
 from __future__ import annotations
 

@@ -382,7 +382,7 @@ def sotu_tokens(tokenizer: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def text_windows(config: dict[str, Any], tokens: np.ndarray, seed: int) -> Windows:
-    """Windows that no two steps or replicas share, in a random order, as far as the text lasts; then anew."""
+    """Windows that no two steps or replicas share, in a random order, as far as the text lasts; then again."""
     L, rows = config["sequence"], config["micro_batches"] * config["rows"]
     order = np.random.default_rng(seed).permutation((len(tokens) - 1) // L)
 

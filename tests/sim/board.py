@@ -24,7 +24,7 @@ PATIENCE = 5.0
 
 
 def newcomers(seed: int) -> tuple[Identity, ...]:
-    """Who becomes an operator in the run of a seed: in most of them somebody does."""
+    """The peers that become operators in the run of a seed: in most seeds there are some."""
     rng = random.Random(f"newcomers {seed}")
     count = rng.choice((0, 1, 3))
     return tuple(Identity(rng.randbytes(32)) for _ in range(count))

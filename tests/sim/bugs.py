@@ -23,7 +23,7 @@ STORAGE, TAKING = "peer/state/storage.py", "peer/state/handover.py"
 
 
 SEEDS, RARE_SEEDS = 120, 900
-"""In so many a bug is looked for, and one that only runs of one kind show."""
+"""Seeds in which a bug is looked for, and a bug that only runs of one kind show."""
 
 
 @dataclass(frozen=True)

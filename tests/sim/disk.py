@@ -37,7 +37,8 @@ class File:
 
 @dataclass(slots=True)
 class Files:
-    """What is on one machine's disk, whoever runs there. `durable`: the names that survive a loss of power."""
+    """What is on one machine's disk, whichever process runs there. `durable`: the names that survive a loss of
+    power."""
 
     there: dict[Path, File] = field(default_factory=dict)
     durable: dict[Path, File] = field(default_factory=dict)

@@ -3,8 +3,8 @@ peer's work.
 
 P1  What a peer attests of a shard after round r is what the log gives: θ(r) = θ(r-1) - η Σ w_m sent_m over the decided
 commits. P2  The first commit of a round that any node's log holds is the only one, and it follows from the one before.
-    And nobody tells what a crash could make untrue: a vote, a promise or a record is sent once it is on the sender's
-    disk.
+    And no process tells what a crash could make untrue: a vote, a promise or a record is sent once it is on the
+    sender's disk.
 P3  For every peer and shard, with the pseudo-gradients δ_1 ... δ_n whose feedback was durable, and sent_i the payload
 of round i where
     a decided commit names it, else 0:
@@ -164,7 +164,7 @@ class Ledger:
                     self.stats["rounds that were in memory only"] += 1
 
     def _moved(self, who: str, round: int, notes: dict[str, str]) -> None:
-        """What the notes beside a durable feedback say of hand-overs that the ones before did not."""
+        """What the notes of a durable feedback say of hand-overs that the ones before did not."""
         before, self._notes[who] = self._notes.get(who, {}), notes
         for serial in range(int(before.get(moves.OUT, 0)) + 1, int(notes.get(moves.OUT, 0)) + 1):
             self._move(who, Move(round, -1, self._handovers[who, serial]))
@@ -221,7 +221,7 @@ class Ledger:
                 raise Violation("P2", f"{who[-8:]} tells a vote that is not on its disk")
 
     def _check_accept(self, who: str, accept: object) -> None:
-        """Once enough have accepted a commit, it is the round's: nobody asks for votes for another one in a higher
+        """Once enough have accepted a commit, it is the round's: no node asks for votes for another one in a higher
         ballot."""
         assert isinstance(accept, Accept)
         for (round, ballot, digest), nodes in self._accepted.items():

@@ -1,4 +1,4 @@
-"""Lives of paced swarms in which somebody's role changes, each decided by its seed: the others' rounds must not be a
+"""Lives of paced swarms in which a peer's role changes, each decided by its seed: the others' rounds must not be a
 second longer.
 
 python -m tests.sim.roles --seeds 0:1000
@@ -38,7 +38,7 @@ LONGER = 1.0
 WARM = 3
 """Rounds until everybody's pace is known, and one more."""
 BUSY = 0.8
-"""Of what a replica trains in a round, at least, whoever moves."""
+"""Of what a replica trains in a round, at least, whichever peer moves."""
 PATIENCE = 24
 """Rounds in which the new role must begin."""
 KINDS = ("newcomer", "mover", "returning")
@@ -126,8 +126,8 @@ class Event:
         return lambda: self.trains(peer.identity.peer_id)
 
     def trains(self, peer: str) -> bool:
-        """Whether the newest commit counts this peer's work, in a replica of the plan or in a seat, which nobody else
-        takes."""
+        """Whether the newest commit counts this peer's work, in a replica of the plan or in a seat, which no other
+        peer takes."""
         before = self.swarm.plans[-2]
         seated = any(seat.number in self.newest.tokens for seat in before.seats)
         return seated or any(peer in r.peers for r in before.replicas if r.number in self.newest.tokens)

@@ -30,7 +30,7 @@ from tests.sim.swarm import KINDS, Swarm, kind_of
 from tests.sim.world import POINTS, Violation
 
 SEEDS = 150
-"""So many runs, from seed 0 on, see everything at least once."""
+"""The number of runs, from seed 0 on, that see everything at least once."""
 FEW = (0, 2, 7, 8, 12, 13, 14, 18, 19, 24, 27, 28, 29, 30, 35, 39, 48, 67, 99, 100, 105, 106)
 """These do so, too, today."""
 HAPPENS = (
@@ -55,7 +55,7 @@ def live(
     fixed: bool = False,
     quarrels: bool = False,
 ) -> Life:
-    """Lives through one of many seeds, with so many liars, with dishonest operators, with newcomers on probation, and
+    """Lives through one of many seeds, with liars, with dishonest operators, with newcomers on probation, and
     with chains that quarrel."""
     gc.disable()  # the collector would cost a tenth, and a run is short
     swarm = Swarm(

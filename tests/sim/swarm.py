@@ -60,8 +60,8 @@ class Swarm:
     take part.
     `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest. `calm`: nothing else goes wrong.
     `honest`: the same run, with operators who could lie and do not, and chains that could quarrel and do not.
-    `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
-    `fixed`: nobody becomes an operator, or ceases to be one. `quarrels`: members of chains say of each other that they
+    `probation`: newcomers' rounds of it; no peer has more than SHARE of a round's weight then.
+    `fixed`: the operators do not change. `quarrels`: members of chains say of each other that they
         lie, for no reason."""
 
     def __init__(
@@ -282,7 +282,7 @@ class Swarm:
             self.world.broken(violation)
 
     def _check_disk(self, process: Process) -> None:
-        """A checkpoint that has its name is whole: whoever asks may get any shard of it."""
+        """A checkpoint that has its name is whole: any peer may get any shard of it."""
         there = process.files.there
         for folder in {p.parent for p in there if p.parent.name.startswith("checkpoint-")}:
             meta = there.get(folder / "meta.json")
@@ -360,8 +360,8 @@ class Swarm:
             raise self._said(violation) from None
 
     def _check_store(self, process: Process, storage: Storage) -> None:
-        """Who never died keeps no payload that was not committed, but for those of its own offers since the feedback on
-        disk."""
+        """A process that never died keeps no payload that was not committed, but for those of its own offers since the
+        feedback on disk."""
         lists = [self.ledger.lists(commit) for commit in self.ledger.log]
         committed = {x for known in lists for root, parts in known.items() for x in (root, *(p.digest for p in parts))}
         own = {name for o in storage.offers for name in (part_lists.root_of(o.parts), *(p.digest for p in o.parts))}
@@ -429,7 +429,7 @@ def weather(rng: random.Random, seed: int) -> Weather:
 
 
 def describe(process: Process) -> str:
-    """Where a process stands, for whoever reads why a run did not end."""
+    """Where a process stands, for a reader of why a run did not end."""
     running = process.running
     if not process.alive:
         return "finished" if process.finished else "dead"

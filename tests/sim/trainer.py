@@ -62,7 +62,7 @@ class Meetings:
         self._torn: set[Key] = set()
 
     def join(self, key: Key, peer: str, seconds: float, most: int) -> asyncio.Future[Outcome]:
-        """`peer` is ready to train; once all are, they do, for so many seconds or as long as the slowest takes, and do
+        """`peer` is ready to train; once all are, they do, for these seconds or as long as the slowest takes, and do
         `most` inner steps or fewer."""
         loop, members = self._world.loop, key[3]
         future: asyncio.Future[Outcome] = loop.create_future()
@@ -77,7 +77,7 @@ class Meetings:
         return future
 
     def left(self, peer: str) -> None:
-        """A process died: whoever trains with it notices, and its chain does not come together again."""
+        """A process died: the others of its replica notice, and its chain does not come together again."""
         for key, together in self._present.items():
             if peer in together and key not in self._torn:
                 self._lose(key, peer, 0.0)

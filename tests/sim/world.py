@@ -201,7 +201,7 @@ class World:
 
     async def weathers(self, names: list[str], nodes: list[str]) -> None:
         """Once a second: perhaps the network falls into two parts, or is whole again; perhaps one bootstrap node hears
-        another no more, or hears it again; perhaps the time of day jumps, or somebody is killed."""
+        another no more, or hears it again; perhaps the time of day jumps, or a process is killed."""
         rng, weather = self.rng, self.weather
         while not self.calm:
             if rng.random() < weather.heal:
@@ -254,7 +254,7 @@ class World:
 
 
 class Process:
-    """Something that lives, dies and comes back. `run(self)` is its life: it is called anew each time."""
+    """Something that lives, dies and comes back. `run(self)` is its life: it is called again each time."""
 
     def __init__(
         self, world: World, identity: Identity, run: Callable[[Process], Coroutine[Any, Any, None]], kind: str

@@ -32,7 +32,7 @@ class Way:
         self._free = 0.0
 
     def sent(self, size: int) -> float:
-        """When so many bytes that are sent now are at the other side."""
+        """When bytes that are sent now are at the other side."""
         now = self._loop.time()
         self._began = now if self._began is None else self._began
         self.bytes += size
@@ -71,7 +71,7 @@ class ShapedPipe(Pipe):
 
 
 class Shaped(MemoryNetwork):
-    """Home's line is `up` and `down` bits a second, `trip` seconds there and back; nobody else's has a limit."""
+    """Home's line is `up` and `down` bits a second, `trip` seconds there and back; no other line has a limit."""
 
     def __init__(self, up: float, down: float, trip: float = 0.04) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What no plan can exceed, in committed tokens per second: two bounds for swarms whose best plan nobody can find.
+"""What no plan can exceed, in committed tokens per second: two bounds for swarms whose best plan cannot be found.
 Shares no code with the planner; what a replica is worth at most follows from tests/support/plans.py's `worth`.
 
-`paces`: every machine trains by its own pace, as if it held the whole model and had nobody to wait for.
+`paces`: every machine trains by its own pace, as if it held the whole model and did not wait.
 
 `priced`: as many tokens as a price for every machine, where no replica brings more than its members cost:
 
@@ -36,9 +36,9 @@ from protocol.run.manifest import Manifest
 from tests.support import plans
 
 GRID = 1.015
-"""Each tau is so many times the one before."""
+"""The ratio of each tau to the one before."""
 BINS, LONGEST, SENT = 10, 10, 2
-"""T is counted in parts of tau, up to so many tau; what one machine sends, up to so many."""
+"""Parts of tau in which T is counted, the most tau of T, and the most of what one machine sends."""
 ENOUGH, TURNS = 1.003, 60
 """The bound is good enough when it is at most so many times the linear program's value, which it cannot be less than;
 or after so many programs."""

@@ -1,5 +1,5 @@
-"""A bootstrap node of a made-up run with many peers, for who watches runs: over a real network daemon it serves a log
-that holds before every check, and announcements that their peers have signed. Nobody trains."""
+"""A bootstrap node of a made-up run with many peers, for monitors: over a real network daemon it serves a log
+that holds before every check, and announcements that their peers have signed. No peer trains."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Node:
         return len(self.archive.commits) - 1
 
     def decide(self, rounds: int = 1) -> None:
-        """So many more rounds are decided."""
+        """This number of rounds more is decided."""
         for _ in range(rounds):
             self.archive.append(self.made.record(self.archive.commits[-1] if self.archive.commits else None))
 

@@ -72,7 +72,7 @@ class Liar:
                 group.create_task(self._session(node))
 
     async def _garbage(self, stream: Stream) -> None:
-        """Answers every question for a blob with bytes that nobody asked for."""
+        """Answers every question for a blob with other bytes."""
         with contextlib.suppress(RemoteError):
             while True:
                 await stream.recv()

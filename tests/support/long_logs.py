@@ -1,6 +1,6 @@
 """Logs of many rounds, as a run's one node would have written them: signed, each commit after the one before it, with a
-plan and the work of as many replicas as are wanted. No payload of theirs exists: whoever starts with the last state
-needs none, and as large as they are said to be nobody begins with the first one."""
+plan and the work of as many replicas as are wanted. No payload of theirs exists: a peer that starts with the
+last state needs none, and they are too large for a start with the first one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _digest(text: str) -> str:
 
 
 def trainers(count: int) -> tuple[str, ...]:
-    """The ids of so many peers, who never lived."""
+    """The ids of made-up peers."""
     return tuple(Identity(hashlib.sha256(f"trainer {i}".encode()).digest()).peer_id for i in range(count))
 
 

@@ -76,7 +76,7 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank
 
 
 def has_room(manifest: Manifest, c: Candidate, a: int, b: int) -> bool:
-    """For a stage: on a card and on the host beside it, or for both where they are one."""
+    """For a stage: on a card and on its host, or for both where they are one."""
     own, host = memory.stage_memory(manifest, a, b, c.device), memory.host_memory(manifest, a, b, c.device)
     if c.device == "cpu" or c.host_bytes == 0:
         return own + host <= c.memory_bytes
@@ -103,9 +103,9 @@ def _manners(
     wires: list[float],
     ways: list[float],
 ) -> list[tuple[list[float], list[int]]]:
-    """Seconds of the stages and how many micro-batches each lets past, with as many under way as nobody has to compute
-    twice for, and as there is memory for. Who computes activations twice, a third more work, lets all past: who has to,
-    and who holds those behind it up much less then."""
+    """Seconds of the stages and how many micro-batches each lets past, with as many under way as memory holds and no
+    stage has to compute twice for. A stage that computes activations twice, a third more work, lets all past: one that
+    has to, and one that holds those behind it up much less then."""
     room = [budget.depths(manifest, a, b, c.budget) for c, (a, b) in zip(members, ranges, strict=True)]
     count, last = manifest.train.micro_batches, len(members) - 1
     found = []
@@ -224,7 +224,7 @@ def small_swarm(rng: random.Random, manifest: Manifest) -> list[Candidate]:
 
 
 def parted(rng: random.Random, peers: Sequence[Candidate]) -> list[Candidate]:
-    """The same peers, of whom up to two cannot reach another."""
+    """The same peers, of which up to two cannot reach another."""
     told = {c.peer: (rng.choice(peers).peer, "nobody") for c in rng.sample(peers, rng.choice((0, 0, 1, 2)))}
     return [dataclasses.replace(c, apart=told.get(c.peer, ())) for c in peers]
 
@@ -286,8 +286,8 @@ def volunteers(rng: random.Random, count: int) -> list[Candidate]:
 
 
 def grouped(manifest: Manifest, order: Sequence[Candidate]) -> list[Arranged]:
-    """Who can hold the whole model does; the others form chains in this order, each as short as its members' memory
-    allows, cut so that the slowest stage is as quick as can be, with the best of the ranks."""
+    """Peers that can hold the whole model do; the others form chains in this order, each as short as its members'
+    memory allows, cut so that the slowest stage is as quick as can be, with the best of the ranks."""
     layers, whole = manifest.model.n_layers, memory.stage_memory(manifest, 0, manifest.model.n_layers)
     replicas, run = [], []
     for c in order:
@@ -309,8 +309,8 @@ def grouped(manifest: Manifest, order: Sequence[Candidate]) -> list[Arranged]:
 
 
 def blind(manifest: Manifest, order: Sequence[Candidate], rng: random.Random) -> list[Arranged]:
-    """Whoever comes joins the replica that is being formed, which is complete as soon as its members' memory holds the
-    model in the order in which they came; blocks go by memory alone, the rank by chance."""
+    """A peer that comes joins the replica that is being formed, which is complete as soon as its members' memory holds
+    the model in the order in which they came; blocks go by memory alone, the rank by chance."""
     layers, whole = manifest.model.n_layers, memory.stage_memory(manifest, 0, manifest.model.n_layers)
     replicas: list[Arranged] = []
     run: list[Candidate] = []
@@ -342,7 +342,7 @@ def _best_rank(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges)
 def climbed(
     manifest: Manifest, candidates: Sequence[Candidate], start: Sequence[Arranged], seconds: float, rng: random.Random
 ) -> float:
-    """Tokens per second after so many seconds of CPU of a local search: random moves, exchanges, additions and removals
+    """Tokens per second after `seconds` of CPU of a local search: random moves, exchanges, additions and removals
     of members, new orders and cuts, and what is not worse stays."""
     by_name = {c.peer: c for c in candidates}
     groups = [

@@ -142,7 +142,7 @@ async def honest(index: int, data: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Member:
-    """Somebody who serves. `gave`: how often each range of each chunk."""
+    """A peer that serves. `gave`: how often each range of each chunk."""
 
     transport: Transport
     gave: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -261,7 +261,7 @@ class TextSwarm:
         return reader
 
     def stranger(self, number: int = 0) -> Transport:
-        """Somebody else on the in-memory network."""
+        """Another peer on the in-memory network."""
         if number not in self._strangers:
             self._strangers[number] = made = self._network.transport(Identity(bytes([100 + number]) * 32).peer_id)
             self._stack.push_async_callback(made.aclose)
@@ -307,5 +307,5 @@ class TextSwarm:
 
 
 def given(expected: int) -> int:
-    """Slots that a plan gives a replica that is expected to do so many steps (protocol/planning/allotment.py)."""
+    """Slots that a plan gives a replica that is expected to do `expected` steps (protocol/planning/allotment.py)."""
     return STEP * (math.ceil(expected * HEADROOM) + 1)

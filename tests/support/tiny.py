@@ -98,7 +98,7 @@ def third_memory(m: Manifest) -> int:
 
 
 def rooms(memory: Iterable[int]) -> list[Budget]:
-    """Processors with so many bytes each."""
+    """Processors with these bytes of memory."""
     return [Budget(size) for size in memory]
 
 

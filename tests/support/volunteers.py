@@ -227,7 +227,7 @@ class Swarm:
         peer.storage.close()
 
     async def until(self, wanted: Callable[[], bool]) -> None:
-        """Waits for something to be so; whoever fails before is heard."""
+        """Waits for a condition; a failure of a peer meanwhile is raised."""
         while not wanted():
             self._happened.clear()
             for task in (self.node, *(p.task for p in self.peers.values())):

@@ -1,4 +1,4 @@
-"""A made-up run as a monitor sees it: so many full replicas, chains of three and spares, and all that they tell for
+"""A made-up run as a monitor sees it: full replicas, chains of three and spares, and all that they tell for
 some rounds."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def peer_id(number: int) -> str:
 
 
 def made(replica: int, loss: float | None, *peers: str, tokens: int = 64, size: int = 100) -> Contribution:
-    """One replica's contribution of `size` bytes by `peers`, by nobody in particular where none are given."""
+    """One replica's contribution of `size` bytes by `peers`, by unnamed ones where none are given."""
     each = size // max(1, len(peers))
     shares = tuple(Share(peer=peer, root="0" * 64, size=each, norm=1.0, listed=8) for peer in peers or ("",))
     return Contribution(replica=replica, tokens=tokens, steps=4, loss=loss, shares=shares)

@@ -1,4 +1,4 @@
-"""A monitor as somebody starts it, on a terminal of its own and with a page, and what its processes take of the
+"""A monitor as a user starts it, on a terminal of its own and with a page, and what its processes take of the
 machine."""
 
 from __future__ import annotations

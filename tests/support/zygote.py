@@ -125,7 +125,7 @@ def reap(children: dict[int, socket.socket]) -> None:
 
 
 def tell(own: socket.socket, what: str, number: int) -> None:
-    with contextlib.suppress(OSError):  # nobody waits for it
+    with contextlib.suppress(OSError):  # without a waiter
         own.sendall(f"{what} {number}\n".encode())
 
 

@@ -1,4 +1,4 @@
-"""Nobody takes over a state that the log does not give, however many say that it is the right one."""
+"""No peer takes over a state that the log does not give, however many call it the right one."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from protocol.wire.encoding import Message
 from tests.hostile.ground import SOON, Enemy
 
 AT_ONCE = 20
-"""Streams that an enemy opens, and calls that it makes, beside each other."""
+"""Streams that an enemy opens, and calls that it makes, at once."""
 
 
 class Done:
@@ -37,7 +37,7 @@ class Attacker(Enemy):
     others: tuple[Attacker, ...] = ()
 
     async def over_and_over(self, work: Callable[[], Awaitable[object]], beside: int = 1) -> None:
-        """Does it for ever, so many beside each other, whatever the others answer."""
+        """Does it for ever, `beside` at once, whatever the others answer."""
 
         async def one() -> None:
             while True:

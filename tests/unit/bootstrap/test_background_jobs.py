@@ -1,4 +1,4 @@
-"""The newest job is done beside the loop, and what cannot be done yet is tried again."""
+"""The newest job is done outside the loop, and what cannot be done yet is tried again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others may use of us: who is greedy waits, then is refused, and keeps nobody out."""
+"""Limits of incoming streams: a greedy peer waits, then is refused, and keeps no other out."""
 
 from __future__ import annotations
 

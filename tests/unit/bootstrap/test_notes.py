@@ -1,5 +1,5 @@
-"""What a node or an auditor notes of payloads: bounded, nobody takes another's place, and what is not noted is found
-anew."""
+"""What a node or an auditor notes of payloads: bounded, no offer takes another's place, and what is not noted is
+found again."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_of_a_decided_round_what_was_committed_stays_for_one_round_beside_one_ne
 
 
 class Everybody:
-    """In place of a directory: whoever is asked is there, and nobody operates the run."""
+    """In place of a directory: every peer is there, and the run has no operator."""
 
     operators: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Plans are made beside a bootstrap node's loop, and one that comes too late does no harm."""
+"""Plans are made outside a bootstrap node's loop, and one that comes too late does no harm."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def question(*peers: str) -> Question:
     )
 
 
-# --- beside the loop
+# --- outside the loop
 
 
 class Planners:
@@ -138,7 +138,7 @@ async def test_a_node_answers_its_peers_while_a_plan_is_made(tmp_path: Path, pla
 
 
 async def opened(network: MemoryNetwork, manifest: Manifest, me: Identity) -> Stream:
-    """A session of somebody who is ready."""
+    """A session of a peer that is ready."""
     transport = network.transport(me.peer_id)
     while True:
         try:

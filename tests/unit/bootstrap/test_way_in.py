@@ -183,7 +183,7 @@ async def test_what_is_announced_is_no_reason_to_start_again(tmp_path: Path) -> 
     announced = {"announce": (f"/ip4/{ROUTER}/tcp/9999",), "port": PORT}
     found = await street.find_reach(**announced)
     assert found is not None
-    assert found.how == "private"  # nobody answers there
+    assert found.how == "private"  # no answer
     street.open = {9999}
     found = await street.find_reach(**announced)
     assert found is not None

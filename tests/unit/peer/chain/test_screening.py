@@ -51,7 +51,7 @@ class Honest:
 
 
 class Boundary:
-    """A screen and who sends to it."""
+    """A screen and its sender."""
 
     def __init__(self, kind: int, wire: str = "int4", seed: int = 0) -> None:
         self.honest, self.wire = Honest(kind, seed), wire
@@ -74,7 +74,7 @@ class Boundary:
         return None
 
     def see(self, factor: float = 1.0, own: float = 0.0) -> str | None:
-        """What is said of one more frame, which is so many times an honest one."""
+        """What is said of one more frame, which is `factor` times an honest one."""
         ids = self.honest.ids()
         return self.screen.judge(self.screen.sample(factor * self.honest.frame(ids)), ids, own)
 

@@ -83,7 +83,7 @@ def made(asked: Request, disk: Disk | None = None, say: Callable[[str], None] = 
     return build.build(asked, disk or Disk(), say, threading.Event())
 
 
-# --- what a corpus holds, computed anew from the words of docs/adr/0021
+# --- what a corpus holds, computed from the words of docs/adr/0021
 
 
 def mix(x: int) -> int:

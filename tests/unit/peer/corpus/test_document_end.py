@@ -82,7 +82,7 @@ def test_a_node_does_not_start(from_its_folder: bool, tmp_path: Path, capsys: py
 
 
 async def checked(manifest: Manifest, machine: Machine, served: bytes | None) -> None:
-    """What a peer finds, where its node gives these bytes, or nobody is there."""
+    """What a peer finds, where its node gives these bytes, or does not answer."""
     network = MemoryNetwork()
     node, peer = network.transport(manifest.operators[0]), network.transport("Peer")
     if served is not None:

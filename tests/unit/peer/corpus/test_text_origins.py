@@ -22,7 +22,7 @@ from tests.support.web_server import Request, Server, certificate, head, serving
 
 DEADLINE = 120.0
 BRIEF = 0.5
-"""Seconds after which a silent one counts as gone, where the test has one. Elsewhere nobody does: a machine may be
+"""Seconds after which a silent one counts as gone, where the test has one. Elsewhere none does: a machine may be
 slow."""
 CHUNK = 8192
 """Sequences of a chunk."""
@@ -336,7 +336,7 @@ async def test_requests_that_make_no_sense_end_the_stream(noise: Noise, tmp_path
         reader = await swarm.start()
         await read(swarm, reader, 2)
         for number, (peer, change) in enumerate(itertools.product((swarm.nodes[0], reader), bad)):
-            who = swarm.stranger(1 + number // 5)  # whoever goes on with it is refused
+            who = swarm.stranger(1 + number // 5)  # a peer that goes on with it is refused
             stream = await who.open(peer.transport.peer_id, endpoints.BLOB, timeout=5.0)
             await stream.send(framing.pack_message({**good, "in": change}))
             with pytest.raises((Closed, Ended)):

@@ -372,7 +372,7 @@ async def test_a_node_closes_on_who_asks_too_much_or_nothing(request_: bytes) ->
 
 
 async def pings(stream: Stream, asks: int, every: float = 0.0) -> int:
-    """How often so many bytes are asked for until the node has enough of it."""
+    """How often these bytes are asked for until the node refuses."""
     answers = 0
     while True:
         try:

@@ -42,7 +42,7 @@ IN_DAEMON = 48 << 20
 
 
 async def _pipes(transport: Transport) -> PipelineStreams:
-    """A peer's pipes; whom it dials it knows from the DHT's connections."""
+    """A peer's pipes; it knows its neighbours from the DHT's connections."""
     pipes = PipelineStreams(networks.network(transport))
     await transport.serve(endpoints.PIPE, lambda stream: pipes.serve(stream, 0))
     return pipes

@@ -157,7 +157,7 @@ async def sends(home: MemoryTransport, peer: str, bps: float) -> None:
     ],
 )
 async def test_what_passes_to_peers_elsewhere_counts(where: str, ours: str, counts: bool) -> None:
-    """Not what a peer behind the same router or at our own address gets, or one of whom nothing is known."""
+    """Not what a peer behind the same router or at our own address gets, or an unknown peer."""
     network, heard = MemoryNetwork(), Heard()
     home, peer = network.transport("home"), network.transport("peer")
     home.addresses = (f"/ip4/{ours}/tcp/4001/p2p/home",)

@@ -1,5 +1,5 @@
-"""Who changes its address comes back by itself: over a network in memory in which a dead connection says nothing, as on
-the internet."""
+"""A peer whose address changes comes back by itself: over a network in memory in which a dead connection says nothing,
+as on the internet."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Internet(MemoryNetwork):
 
 
 class Host(MemoryTransport):
-    """A peer whose daemon takes a connection for alive until somebody asks the other side, as libp2p's does."""
+    """A peer whose daemon takes a connection for alive until the other side is asked, as libp2p's does."""
 
     _internet: Internet
 
@@ -220,7 +220,7 @@ async def world() -> AsyncIterator[World]:
 
 
 async def until(wanted: Callable[[], bool], seconds: float) -> None:
-    """Waits for something true, so many virtual seconds at most."""
+    """Waits for a condition, for a limited number of virtual seconds."""
     clock = asyncio.get_running_loop().time
     end = clock() + seconds
     while not wanted():

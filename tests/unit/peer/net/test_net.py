@@ -429,7 +429,7 @@ def test_without_a_place_for_sockets_one_line_says_so(tmp_path: Path) -> None:
 
 
 def test_what_others_put_among_the_sockets_is_neither_opened_nor_followed(tmp_path: Path) -> None:
-    """Where everybody may write: a pipe that nobody fills, a link to a file of ours, a link to a folder of ours, a
+    """Where everybody may write: a pipe that is not filled, a link to a file of ours, a link to a folder of ours, a
     folder without a lock."""
     ours = tmp_path / "ours"
     ours.mkdir()
@@ -540,7 +540,7 @@ async def test_our_daemon_dies(tmp_path: Path) -> None:
 
 
 async def test_our_daemon_dies_while_an_address_that_nobody_needs_any_more_is_dialled(tmp_path: Path) -> None:
-    """Everything else tells that; an exception that nobody asks for would be a traceback on the user's screen."""
+    """Everything else tells that; an exception without an awaiter would be a traceback on the user's screen."""
 
     def is_dialling(task: asyncio.Task[Any]) -> bool:
         return "P2PTransport._connect" in repr(task.get_coro())
@@ -737,7 +737,7 @@ def test_wrong_addresses(text: str) -> None:
 
 
 async def test_a_connection_that_was_closed_with_something_left_to_write_can_be_ended() -> None:
-    """Whoever reads slowly does not decide what that raises here."""
+    """A slow reader does not decide what is raised here."""
     read, over = asyncio.Event(), asyncio.Event()
 
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""How a peer finds out whether others reach it: what it concludes, and that nobody can be made to dial what is not the
+"""How a peer finds out whether others reach it: what it concludes, and that no peer can be made to dial what is not the
 asker's."""
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ async def test_an_answer_that_is_all_yes_does_not_wait(town: Town) -> None:
 
 
 async def tries(ask: Callable[[], Coroutine[Any, Any, Dialled]], times: int) -> int:
-    """How many of so many requests at once were answered."""
+    """How many of these requests at once were answered."""
     done = await asyncio.gather(*(ask() for _ in range(times)), return_exceptions=True)
     refused = [error for error in done if isinstance(error, RemoteError) and "too often" in str(error)]
     assert len(refused) == sum(not isinstance(answer, Dialled) for answer in done)
@@ -304,8 +304,8 @@ async def test_one_liar_does_not_decide(lie: bytes, open_ports: set[tuple[str, i
     ("announced", "open_ports", "how", "dialled"),
     [
         (f"/ip4/{ROUTER}/tcp/9999", {(ROUTER, 9999)}, "mapped", 9999),
-        (f"/ip4/{ROUTER}/tcp/9999", set(), "private", 9999),  # nobody answers where he says
-        ("/ip4/198.51.100.50/tcp/9999", set(), "mapped", 9999),  # nobody can tell
+        (f"/ip4/{ROUTER}/tcp/9999", set(), "private", 9999),  # no answer at the given address
+        ("/ip4/198.51.100.50/tcp/9999", set(), "mapped", 9999),  # cannot be told
         ("/dns4/home.example/tcp/9999", set(), "mapped", 9999),
     ],
 )

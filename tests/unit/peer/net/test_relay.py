@@ -254,7 +254,7 @@ Twist = Callable[[int, bytes], Sequence[bytes]]
 
 
 class Liar:
-    """Passes on what `twist` makes of records; `to`: leads to that peer, whoever is asked for."""
+    """Passes on what `twist` makes of records; `to`: leads to that peer, not to the one that is asked for."""
 
     def __init__(self, transport: MemoryTransport, twist: Twist, to: str | None = None) -> None:
         self.transport, self.twist, self.to = transport, twist, to
@@ -349,7 +349,7 @@ async def test_a_relay_that_lies_is_named_and_avoided_and_nothing_wrong_comes_th
 
 @pytest.mark.parametrize("number", [0, 1])
 async def test_a_handshake_that_is_changed_is_named_and_another_relay_is_taken(lab: Lab, number: int) -> None:
-    """The first message from the peer that asks, or the second: the proof of who it is."""
+    """The first message from the peer that asks, or the second: the proof of its identity."""
 
     def change(n: int, record: bytes) -> list[bytes]:
         return [bytes([record[0] ^ 1]) + record[1:]] if n == number else [record]

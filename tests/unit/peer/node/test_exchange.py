@@ -34,7 +34,7 @@ def names(offer: Offer) -> set[str]:
 
 
 async def with_one_that_trains_on(swarm: Swarm) -> tuple[Volunteer, list[Volunteer], asyncio.Event]:
-    """Three peers, of whom two have offered, and one trains until the event is set."""
+    """Three peers, of which two have offered, and one trains until the event is set."""
     release = asyncio.Event()
     slow = swarm.start("slow")
 

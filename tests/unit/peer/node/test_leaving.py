@@ -102,7 +102,7 @@ async def test_to_ask_again_ends_the_waiting_for_heirs_that_do_not_answer(tmp_pa
 
 
 class Stuck(InnerLoop):
-    """Does three inner steps, and waits in the fourth for somebody of its chain who never answers."""
+    """Does three inner steps, and waits in the fourth for a member of its chain that never answers."""
 
     def __init__(self) -> None:
         self.waits = asyncio.Event()

@@ -119,7 +119,7 @@ def test_where_not_even_a_row_fits_the_steps_before_count_and_less_is_offered(tm
 
 
 def test_a_bug_ends_the_round_and_is_told(tmp_path: Path) -> None:
-    """Whoever kept silent about it would be waited for until the round's deadline."""
+    """A peer that kept silent about it would be waited for until the round's deadline."""
 
     def end_round(self: StageTrainer) -> None:
         raise TypeError("missing an argument\nand more")

@@ -28,7 +28,7 @@ class Interrupted(QuickDisk):
 
 
 async def test_shards_that_go_and_come_while_a_checkpoint_is_written_end_nobody(tmp_path: Path) -> None:
-    """A peer whose role changes does so beside the writing."""
+    """A peer whose role changes does so during the writing."""
     async with Swarm(tmp_path, manifest(rounds=100, checkpoint_rounds=1, start_peers=1)) as swarm:
         swarm.disk = disk = Interrupted()
         peer = swarm.start("a")

@@ -349,7 +349,7 @@ async def test_a_liar_does_not_get_a_part_added_before_it_is_looked_at_or_twice(
 
 @pytest.mark.virtual
 async def test_givers_who_fall_silent_keep_no_places(tmp_path: Path) -> None:
-    """Each giver has some of the places for hand-overs under way, and one who does not speak of its own any more has
+    """Each giver has some of the places for hand-overs under way, and one that is silent about its own has
     none."""
     made = World(tmp_path)
     heir = made.start("a")

@@ -194,7 +194,7 @@ class Desk:
 
 
 async def test_strangers_take_little_of_the_time_of_who_trains() -> None:
-    """Those whom the plan names get all that they ask for; anybody gets what is ready anyhow."""
+    """Planned peers get all that they ask for; any peer gets what is ready anyhow."""
     model = dataclasses.replace(tiny.manifest().model, n_layers=3 * STRANGERS_SHARDS)
     made, desk = tiny.manifest(model=model), Desk()
     asked: list[str] = []

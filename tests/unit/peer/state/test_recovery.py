@@ -247,7 +247,7 @@ async def test_holders_that_vanish_on_the_way_are_replaced_by_a_replay(tmp_path:
 
 
 async def test_holders_that_have_a_newer_state_meanwhile_are_asked_for_that(tmp_path: Path) -> None:
-    """They keep two, and whoever fetches is slow: what they offered is gone when it is asked for."""
+    """They keep two, and the fetching peer is slow: what they offered is gone when it is asked for."""
     gone = set[str]()
     async with begun(tmp_path, 21, checkpoint_rounds=5) as (swarm, rounds, holders):
         for holder in holders:
@@ -260,7 +260,7 @@ async def test_holders_that_have_a_newer_state_meanwhile_are_asked_for_that(tmp_
 
 
 def forgets(storage: Storage, round: int, gone: set[str]) -> None:
-    """Says that it has the state of this round alone, and has it no more as soon as somebody asks for it: `gone` are
+    """Says that it has the state of this round alone, and has it no more as soon as it is asked for: `gone` are
     the digests that were asked for."""
     states, find = storage.states, storage.find
     names = set(states()[round].values())
@@ -313,7 +313,7 @@ async def test_a_damaged_shard_of_a_checkpoint_is_told_and_built_again(tmp_path:
 
 async def test_error_feedback_goes_to_who_trains_its_shard(tmp_path: Path) -> None:
     """A member of a chain is restarted twice, each time with another uplink, and so comes to the chain's other end: the
-    feedback of the shards that it does not train any more goes to one who does."""
+    feedback of the shards that it does not train any more goes to one that does."""
     run = manifest(start_peers=3, rounds=100, checkpoint_rounds=2)
     half = max(memory.stage_memory(run, 0, 2), memory.stage_memory(run, 2, 4))
     async with Swarm(tmp_path, run) as swarm:

@@ -85,7 +85,7 @@ def test_the_device_makes_the_hosts_bytes(
     share: float,
     alone: bool,
 ) -> None:
-    """And beside the feedback no more comes to the host than twice the payload."""
+    """And in addition to the feedback no more comes to the host than twice the payload."""
     feedback = [values_of(s, seed + i, special, share) for i, s in enumerate(shape)]
     theta = [values_of(s, seed + 10 + i, SPECIAL, share) for i, s in enumerate(shape)]
     local = [torch.from_numpy(values_of(s, seed + 20 + i, SPECIAL, share)) for i, s in enumerate(shape)]

@@ -142,7 +142,7 @@ def logits(stage: Stage, ids_BL: torch.Tensor) -> torch.Tensor:
 
 
 def places(spec: ModelSpec, ids_BL: torch.Tensor) -> torch.Tensor | None:
-    """As transformers packs documents: positions begin anew behind each end."""
+    """As transformers packs documents: positions begin again behind each end."""
     if spec.document_end_id < 0:
         return None
     found = torch.zeros_like(ids_BL)
@@ -168,7 +168,7 @@ def test_what_was_exported_is_read_again(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "llama today", "qwen untied"])
 def test_the_log_a_full_replica_and_a_chains_members_give_the_same_files(name: str, tmp_path: Path) -> None:
-    """Of a run that nobody trained (tests/faults/history.py); runs that were are in tests/e2e/test_export.py."""
+    """Of a run that was not trained (tests/faults/history.py); runs that were are in tests/e2e/test_export.py."""
     spec = spec_of(name)
     manifest = tiny.manifest(model=spec, tokenizer=TokenizerSpec(digest=hashlib.sha256(words(spec)).hexdigest()))
     swarm = Swarm(tmp_path / "run", manifest, tiny.OPERATORS[:1], corpus=tmp_path)

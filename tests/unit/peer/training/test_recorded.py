@@ -97,7 +97,7 @@ class Unrecorded(Recording):
 def _fresh() -> None:
     MADE.clear()
     if torch.cuda.is_available():
-        torch.compiler.reset()  # it compiles a function for so many shapes only
+        torch.compiler.reset()  # it compiles a function for a limited number of shapes
 
 
 def steps(kind: type[Any], cuts: tuple[int, ...], k: int, spec: Any, device: str, **options: Any) -> tuple[Any, Any]:
@@ -218,7 +218,7 @@ def test_after_a_recording_that_failed_random_numbers_and_recordings_go_on() -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_that_is_broken_off_leaves_nothing(device: str) -> None:
-    """Nor does one whose gradients somebody else has put in the place of ours, as where several devices add theirs
+    """Nor does one whose gradients were replaced, as where several devices add theirs
     up."""
     found = []
     for kind in (Unrecorded, Records):

@@ -1,5 +1,5 @@
-"""One replica on several devices of a machine: two or three real processes over gloo, one for each, beside one device
-alone."""
+"""One replica on several devices of a machine: two or three real processes over gloo, one for each, compared with one
+device alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Make = Callable[..., SeveralDevicesTrainer]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Trainers on so many CPUs, which end with the test; `said` has what they tell."""
+    """Trainers on several CPUs, which end with the test; `said` has what they tell."""
     made: list[SeveralDevicesTrainer] = []
 
     def one(devices: int = 2, spec: ModelSpec = SPEC, train: TrainSpec = TRAIN, patience: Patience = PATIENT) -> Any:
@@ -268,7 +268,7 @@ def test_a_helper_that_is_killed_costs_nothing_and_comes_back(make: Make) -> Non
 
 @pytest.mark.slow
 def test_of_three_the_two_that_are_left_go_on_together(make: Make) -> None:
-    """Also when it is lost while nobody looks, between two steps: all of them had the same state, so they go on as two
+    """Also when it is lost unnoticed, between two steps: all of them had the same state, so they go on as two
     would."""
     several, two = make(3), make(2)
     for trainer in (several, two):

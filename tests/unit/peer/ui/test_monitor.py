@@ -195,7 +195,7 @@ async def test_a_forged_log_is_refused(forge: Callable[[list[Commit]], list[byte
 
 
 class Astray:
-    """A transport that finds nobody at first: it asks in turn for one of two that are not there."""
+    """A transport that finds no peer at first: it asks in turn for one of two that are not there."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport, self.tries = transport, 0

@@ -26,7 +26,7 @@ from tests.support.watched import BEGAN, ROUND_SECONDS, MadeUp, peer_id, says
 
 NOW = BEGAN + 1e6
 LOG_ONLY = {f"Contributor.{name}" for name in ("scored", "gain", "edge", "rests", "probation")}
-"""What only `potluck log credits` tells of a contributor, and of the made-up run nobody."""
+"""What only `potluck log credits` tells of a contributor; the made-up run has none."""
 
 
 def test_the_state_of_a_small_run() -> None:

@@ -130,7 +130,7 @@ def test_the_end() -> None:
         story.chain(peer, 1.9)
     assert "95 %" in text(story.view)
     story.finish()
-    story.tell(PEERS[0], announced(9_000, 5, "training"))  # one who has not heard of it yet
+    story.tell(PEERS[0], announced(9_000, 5, "training"))  # one that has not heard of it yet
     story.chain(PEERS[2], 1.9)
     shown = text(story.view)
     assert "finished 5 rounds in" in shown

@@ -419,7 +419,7 @@ def test_two_means_are_those_of_the_formula(shapes: list[tuple[int, ...]], seed:
 
 
 def test_the_golden_payload() -> None:
-    """Whoever changes these bytes changes the wire format: raise the version."""
+    """A change of these bytes changes the wire format: raise the version."""
     x = ((np.arange(96 * 128) * 2_654_435_761 % 1_000_003) - 500_000).reshape(96, 128).astype(np.float32)
     assert hashlib.sha256(encode(Codec(32), [x, x[0]])).hexdigest()[:16] == "f5be5c27d4a7a133"
     assert sparse.entries(Codec(32), [(96, 128), (128,)]) == 4 * 24 + 1

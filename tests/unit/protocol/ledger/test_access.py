@@ -1,4 +1,4 @@
-"""Who may take part: decrees, what makes them lawful, and what the leader, voters and auditors make of them
+"""Admission: decrees, what makes them lawful, and what the leader, voters and auditors make of them
 (protocol/ledger/access.py)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who operates a run changes by decree: which decrees can be, who decides then, and what nodes make of it
+"""The operators of a run change by decree: possible decrees, the members afterwards, and what nodes make of it
 (protocol/ledger/board.py)."""
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def test_who_gives_signs_of_life_is_chosen_first() -> None:
 
 
 def test_no_typing_error_can_stop_a_run() -> None:
-    """Who is appointed decides nothing; more decide, or others, where enough of them give signs of life."""
+    """An appointed operator decides nothing; more decide, or others, where enough of them give signs of life."""
     assert board.why_too_few(FOUR, None, appoint(E), {A, B}) is None
     head = first(ONE, signed(appoint(B, C, D, manifest=ONE), A))
     four = decree(QUORUM, ONE, 1, quorum=4)

@@ -40,7 +40,7 @@ def peer(index: int) -> str:
 
 
 def plan_of(m: Manifest, chains: list[int], replicas: int, ahead: bool = True, rank: int = 512) -> Plan:
-    """So many replicas; `chains`: how many members each has, in turn."""
+    """A plan; `chains`: how many members each chain has, in turn."""
     layers, found, used = m.model.n_layers, [], 0
     for index in range(replicas):
         size = min(chains[index % len(chains)], layers)

@@ -1,4 +1,4 @@
-"""Who measures the held-out loss, what of it has a place in a commit, and what readers make of it
+"""The held-out loss: which peers measure it, what has a place in a commit, and what readers make of it
 (protocol/ledger/run_state.py)."""
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def test_the_next_commit_says_what_was_measured_and_voters_look() -> None:
     due = driver.leader.state.due
     assert set(due.by) == set(NAMES[:2])
     said = says(KEYS[0], due)
-    driver.do(Received(NAMES[1], said))  # in somebody else's session
+    driver.do(Received(NAMES[1], said))  # in another peer's session
     driver.do(Received(NAMES[3], says(KEYS[3], due)))  # a stranger's
     driver.do(Received(NAMES[1], says(KEYS[1], due, round=1)))
     driver.do(Received(NAMES[0], said))

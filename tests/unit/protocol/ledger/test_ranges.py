@@ -217,7 +217,7 @@ def test_limits_that_are_decreed_hold_from_the_commit_that_brings_them() -> None
     assert driver.leader.standing.left(names[0]) > 0, "who had served what was asked has more to serve"
 
     async def hand_in(event: object) -> None:
-        """Nobody is invited."""
+        """No peer is invited."""
 
     refused = AdmissionControl(driver.leader, hand_in, Clock()).crowded("x", ["y", "z"])
     assert refused is not None
@@ -254,7 +254,7 @@ def test_so_many_strangers_of_a_range_have_a_session_and_an_operator_may_admit_m
     leader = Leader(manifest(range_sessions=2, keys=(key,)), (), (), 0.0)
 
     async def hand_in(event: object) -> None:
-        """Nobody is invited."""
+        """No peer is invited."""
 
     admission = AdmissionControl(leader, hand_in, Clock())
     assert admission.crowded("x", ["y"]) is None

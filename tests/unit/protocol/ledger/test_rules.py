@@ -408,7 +408,7 @@ def test_a_state_is_the_same_however_the_log_is_folded() -> None:
 
 
 def test_what_a_record_stands_on_is_checked_before_any_rule() -> None:
-    """The run, the round, the parent, the leader, the members and the votes: nobody reads on after such a record."""
+    """The run, the round, the parent, the leader, the members and the votes: no reader goes on after such a record."""
     log = swarm()
     honest = third(run_state.fold(RUN, log))
     follow(RUN, log[-1], encoding.encode_record(tiny.record(honest)))

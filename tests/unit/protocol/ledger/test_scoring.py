@@ -1,5 +1,5 @@
-"""Who scores whose work, what of it has a place in the log, and what follows from it (protocol/ledger/scoring.py,
-marks.py)."""
+"""Scores: scorers and their contributions, what has a place in the log, and what follows from it
+(protocol/ledger/scoring.py, marks.py)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def full(count: int = 8) -> list[Contribution]:
     return [contribution(i, NAMES[i]) for i in range(count)]
 
 
-# --- who scores whom
+# --- scorers
 
 
 def test_three_score_each_contribution_and_nobody_its_own() -> None:
@@ -214,7 +214,7 @@ def test_the_next_commit_has_the_scores_and_voters_look() -> None:
     turn = now.turns[-1]
     key = next(key for key in KEYS if key.peer_id in turn.by)
     said = says(now, key, turn.round)
-    made.do(Received(NAMES[5], said))  # in somebody else's session
+    made.do(Received(NAMES[5], said))  # in another peer's session
     made.do(Received(key.peer_id, said))
     sight = fairness.view_of(made.leader, 0.0, 0.0, True)
     found = made.decide(made.offered(*NAMES[:2], steps=STEPS))

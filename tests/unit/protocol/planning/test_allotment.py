@@ -35,7 +35,7 @@ def did(steps: int, micro_batches: int = TRAIN.micro_batches) -> ReplicaSpec:
 
 
 def announced(peer: str, seconds: float | None = None) -> Candidate:
-    """A full peer that takes so many seconds for a whole inner step; None: it does not know."""
+    """A full peer that takes `seconds` for a whole inner step; None: it does not know."""
     work = TRAIN.micro_batches * partition.stage_operations(M)[0, tiny.LAYERS]
     reached = 0 if seconds is None else round(work / seconds)
     return Candidate(peer=peer, memory_bytes=FULL, up_bps=10**7, speed_flops=reached)

@@ -1,4 +1,4 @@
-"""A GPU's own memory and the host's beside it are two budgets: in what a machine holds, in plans, and in what is
+"""A GPU's own memory and its host's are two budgets: in what a machine holds, in plans, and in what is
 announced of a shortage."""
 
 from __future__ import annotations

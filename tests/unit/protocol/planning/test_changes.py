@@ -35,7 +35,7 @@ def peers(*speeds: int, memory: int = FULL - 1) -> list[Candidate]:
 
 
 def chain(*blocks: int, number: int = 7) -> ReplicaSpec:
-    """A chain of p0, p1, ... with so many blocks each."""
+    """A chain of p0, p1, ... with these numbers of blocks."""
     edges = itertools.pairwise(itertools.accumulate(blocks, initial=0))
     stages = tuple(StageSpec(peer=f"p{i}", first=a, last=b) for i, (a, b) in enumerate(edges))
     return ReplicaSpec(number=number, rank=0, stages=stages)
@@ -140,7 +140,7 @@ def test_a_mover_that_cannot_get_its_blocks_goes_on_as_it_is() -> None:
 
 
 def test_whose_memory_shrinks_has_a_smaller_role() -> None:
-    """The others do not wait for it, and it waits for nobody where it holds what it needs."""
+    """The others do not wait for it, and it does not wait where it holds what it needs."""
     full = ReplicaSpec(number=7, rank=0, stages=(StageSpec(peer="p0", first=0, last=12),))
     first, second = peers(FAST, FAST)
     plan = following(trains(full), [first, second], lambda stage: stage.peer == "p0")

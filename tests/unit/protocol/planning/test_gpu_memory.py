@@ -1,4 +1,5 @@
-"""What a stage needs of a GPU's own memory: counted where that is possible without one, and beside peaks of a card."""
+"""What a stage needs of a GPU's own memory: counted where that is possible without one, and compared with peaks of a
+card."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def test_a_new_replica_begins_when_all_its_members_hold_their_shards() -> None:
 
 
 def test_who_keeps_a_replica_from_beginning_is_left_out_after_some_rounds() -> None:
-    """The others are spares then, and may be planned with somebody else."""
+    """The others are spares then, and may be planned with others."""
     full, *weak = _candidates(FULL, *[tiny.third_memory(M)] * 3)
     stuck, *others = (c.peer for c in weak)
 
@@ -361,7 +361,7 @@ def _swift(*speeds: int, memory: int = ROOM, up: int = UP) -> list[Candidate]:
 
 
 def _kept(manifest: Manifest, blocks: tuple[int, ...]) -> Plan:
-    """A plan with one chain, of p00, p01, ... with so many blocks each."""
+    """A plan with one chain, of p00, p01, ... with these numbers of blocks."""
     edges = itertools.pairwise(itertools.accumulate(blocks, initial=0))
     stages = tuple(StageSpec(peer=f"p{i:02}", first=a, last=b) for i, (a, b) in enumerate(edges))
     return Plan(round=1, replicas=(ReplicaSpec(rank=0, stages=stages),))

@@ -12,7 +12,7 @@ from tests.support.leader import FULL, opened
 
 
 def calls_of_a_round(count: int) -> int:
-    """Calls of functions and generators of ours while so many replicas offer, are decided and attest."""
+    """Calls of functions and generators of ours while the replicas offer, are decided and attest."""
     driver = opened({f"p{i:03}": FULL for i in range(count)})
     calls = 0
 

@@ -1,4 +1,4 @@
-"""Seats: who comes within a round trains in it, counts by its tokens, and holds nobody up
+"""Seats: a peer that comes within a round trains in it, counts by its tokens, and holds no peer up
 (protocol/round/stragglers.py)."""
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def test_a_seat_counts_by_its_steps_once_and_for_nobody_who_works_elsewhere() ->
 
 
 def log_with_seats() -> tuple[Any, list[Commit]]:
-    """A run and its first commit, whose plan has somebody else and a seat."""
+    """A run and its first commit, whose plan has another peer and a seat."""
     run = tiny.manifest(rounds=5, timing=TIMING)
     other = ReplicaSpec(number=NEW, stages=(StageSpec(peer="other", first=0, last=run.model.n_layers),))
     plan = allot(run, 1, [other], (), {})

@@ -1,4 +1,4 @@
-"""Who is left out of a round for what it sent, and what the others' updates are multiplied by."""
+"""Contributions that are left out of a round, and the scales of the others."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_norm_that_is_not_what_is_said_is_found_among_any_number() -> None:
 
 
 def test_a_payload_of_another_shard_is_found_among_any_number() -> None:
-    """Its name is known and held, so nobody fetches and checks it again."""
+    """Its name is known and held, so no peer fetches and checks it again."""
     payloads = {
         s: sparse.encode(M.outer.codec, [np.ones(x, np.float32) for x in layout.shapes(MODEL, s)]) for s in SHARDS
     }
@@ -293,7 +293,7 @@ def test_the_log_says_the_medians_of_the_last_rounds() -> None:
     assert run_state.medians(log[:1]) == (9.0,)
 
 
-# --- whoever votes
+# --- voters
 
 
 def test_a_member_checks_the_verdict_from_the_payloads_that_it_holds() -> None:

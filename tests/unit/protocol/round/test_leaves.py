@@ -1,4 +1,4 @@
-"""A peer that leaves says so, and holds up nobody: neither its round nor the next plan nor the end of the run."""
+"""A peer that leaves says so, and holds nothing up: neither its round nor the next plan nor the end of the run."""
 
 from __future__ import annotations
 

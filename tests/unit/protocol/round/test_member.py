@@ -571,7 +571,7 @@ def test_restarted_at_the_end_it_attests_again_and_finishes() -> None:
 )
 @pytest.mark.parametrize("field", ["work", "following"])
 def test_a_plan_that_gives_more_than_the_manifest_says_is_not_followed(field: str, work: Work) -> None:
-    """Whoever decides the rounds decides no sizes: micro-batches are memory."""
+    """The members decide rounds, not sizes: micro-batches are memory."""
     (first,) = log(0)
     (replica,) = plan(1, ME).replicas
     greedy = dataclasses.replace(first, plan=plan(1, ME).replaced(dataclasses.replace(replica, **{field: work})))

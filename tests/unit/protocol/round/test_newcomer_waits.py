@@ -1,4 +1,4 @@
-"""Who has a new identity for each broken promise is not waited for again and again (protocol/round/presence.py)."""
+"""A peer with a new identity for each broken promise is not waited for again and again (protocol/round/presence.py)."""
 
 from __future__ import annotations
 

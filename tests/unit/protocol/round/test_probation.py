@@ -78,7 +78,7 @@ def test_who_works_against_those_who_count_serves_nothing(enemy: str) -> None:
 
 
 def test_thirty_newcomers_have_no_say_about_anybody() -> None:
-    """Without probation the noise of thirty hides everything: nobody agrees with anybody. With it the four are judged
+    """Without probation the noise of thirty hides everything: no two agree. With it the four are judged
     as if alone, and each of the thirty against the four."""
     noise = [sent.encoded(sent.drawn(200 + i, 1.8)) for i in range(30)]
     undefended = sent.out(
@@ -267,7 +267,7 @@ def test_a_run_of_newcomers_alone_goes_on() -> None:
 
 
 def another(commit: Commit) -> Commit:
-    """Somebody else is said to have served."""
+    """Another peer is said to have served."""
     return dataclasses.replace(
         commit, left_out=tuple(dataclasses.replace(x, peers=("other",)) for x in commit.left_out)
     )
@@ -306,7 +306,7 @@ def test_whoever_is_judged_out_again_and_again_loses_its_reputation_and_rests() 
 
 def test_what_a_stranger_gains_who_throws_names_away() -> None:
     """With thirty fresh names: of each it has to bring 8 rounds of real work, for which it gets nothing at once, and
-    which nobody can serve for two names; then findings after the fact, as of audits, halve its weight each time. So 8
+    which no peer can serve for two names; then findings after the fact, as of audits, halve its weight each time. So 8
     rounds of work buy less than two of harm."""
     of, names, harm, work = tiny.manifest(admission=AdmissionSpec(probation=8)), [f"x{i}" for i in range(30)], 0.0, 0
     for name in names:

@@ -1,4 +1,5 @@
-"""Who is planned and brings nothing is planned less and less, and wins it back slowly (protocol/round/presence.py)."""
+"""A planned peer that brings nothing is planned less and less, and wins trust back slowly
+(protocol/round/presence.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def decided(round: int, *done: str) -> Commit:
 
 
 def planned_in(rounds: int, delivers: Any) -> list[int]:
-    """The rounds of so many in which a peer is planned that delivers in those of which `delivers(round)` is true."""
+    """The rounds of the first `rounds` in which a peer is planned that delivers where `delivers(round)` is true."""
     known, found, rests = Promises(), list[int](), False
     for round in range(1, rounds + 1):
         missed = 0.0 if rests or delivers(round) else 1.0
@@ -95,7 +96,7 @@ def test_of_a_chain_those_are_struck_who_were_lost_or_each_half() -> None:
 
 
 def rounds_with(driver: Driver, silent: str, rounds: int) -> tuple[list[tuple[str, ...]], list[Effect]]:
-    """Whom the plans have in so many rounds, in which `silent` attests and never offers, and what the last decision
+    """The planned peers of each round, in which `silent` attests and never offers, and what the last decision
     brings."""
     found, told = [], list[Effect]()
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""Who is in no chain any more after reports that stages lie, and what false reports cost
+"""Peers that reports of lies exclude from chains, and what false reports cost
 (protocol/round/accusations.py)."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def chain(*peers: str) -> ReplicaSpec:
 def hear(
     known: Accusations, accuser: str, accused: str, *, round: int = 1, reason: str = SAW, **of: Any
 ) -> list[Accusation]:
-    """The report of `accuser`, who is beside `accused` unless `chains` says who is beside whom."""
+    """The report of `accuser`, a neighbour of `accused` unless `chains` says otherwise."""
     failure = ChainFailure(round=round, replica=0, generation=0, peer=accused, reason=reason)
     known.begin(round, lambda _: of.get("chains", [chain(accuser, accused)]))
     return known.report(accuser, failure)
@@ -127,7 +127,7 @@ def test_what_was_forgotten_does_not_count_again_when_it_is_repeated() -> None:
 
 
 def test_a_quarrel_of_the_same_two_lasts_twice_as_long_as_the_one_before() -> None:
-    """One that was a mistake ends soon, and honest neighbours are planned beside each other again; a liar is hardly
+    """One that was a mistake ends soon, and honest neighbours are planned as neighbours again; a liar is hardly
     ever tried again."""
     known, round, lasted = Accusations(), 1, []
     for _ in range(9):
@@ -236,7 +236,7 @@ def asked_for(effects: list[Any]) -> list[Any]:
 
 
 def quarrelling() -> Driver:
-    """A chain whose three members, none of whom can be spared, cannot go on: d is out."""
+    """A chain of three members, all of them needed, cannot go on: d is out."""
     driver = Driver()
     ended = reconfig(accused(driver, "e", "d")[1:])
     driver.do(*(Received(peer, ended) for peer in driver.memory))

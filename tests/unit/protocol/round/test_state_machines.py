@@ -398,7 +398,7 @@ def taken_by_quorum(cluster: Cluster) -> set[tuple[str, Row[Any]]]:
 
 
 class Council(Cluster):
-    """Nodes whose messages are lost, late or doubled, some of whom do not hear each other, and that die and come
+    """Nodes whose messages are lost, late or doubled, some of which do not hear each other, and that die and come
     back."""
 
     def __init__(self, seed: int) -> None:

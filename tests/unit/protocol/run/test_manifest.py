@@ -277,7 +277,7 @@ FROZEN = "8f2186e3c655c4bf87a27ecb54643c59e268dd19ba934b50939009d2f79259d1"
 
 
 def test_the_optimizer_is_a_choice_that_old_manifests_did_not_have() -> None:
-    """Who leaves it out has the run id of before; another choice, and another momentum, are other runs."""
+    """A manifest without it has the run id of before; another choice, and another momentum, are other runs."""
     base = tiny.manifest()
     plain, *others = (
         tiny.manifest(train=dataclasses.replace(base.train, **changes))
