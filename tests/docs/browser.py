@@ -1,5 +1,4 @@
-"""A headless Chromium that takes pictures, spoken to over its debugging pipe: only the pictures of the documents need
-it."""
+"""A headless Chromium that takes the pictures of the documents, driven over its debugging pipe."""
 
 from __future__ import annotations
 

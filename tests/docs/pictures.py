@@ -42,8 +42,7 @@ from tests.support import tiny
 from tests.support.watched import MadeUp
 
 MOMENT = 0.715
-"""The share of the run after which pictures are taken: there is something to see then, and one of the demo's thirty
-rounds is half over."""
+"""The share of the run after which pictures are taken: half of one of the demo's thirty rounds is over."""
 LAST = 60
 """Round of what is made up."""
 SIZES = ((80, 24), (120, 40), (200, 60))

@@ -39,8 +39,7 @@ PEERS, ROUNDS, SEED = 500, 60, 1
 """Peers, decided rounds, and the seed of coming and going."""
 LAST_STEP = 4
 LOOKED, COUNTED = 2, 15
-"""The rounds between two looks of the monitor at announcements: in one of the steps; and when the round is over, which
-tells what was sent."""
+"""The rounds between two looks of the monitor at announcements: one within a step, one after the round."""
 AWAY = 0.02
 """The part of all peers that is away at a time."""
 MODEL = ModelSpec(vocab_size=4096, d_model=256, n_layers=tiny.LAYERS, n_heads=4, d_ff=688, context=256)
@@ -50,8 +49,7 @@ NAMES = ("Ada", "", "lab-gpu-03", "", "old laptop", "Grace", "", "attic_2")
 
 @dataclasses.dataclass(frozen=True)
 class Measured(crowd.Signing):
-    """A run of a model of a usual size, whose full replicas measure the loss on held-out text, and some of whose peers
-    have names."""
+    """A run of a usual model; full replicas measure the loss on held-out text, and some peers have names."""
 
     @functools.cached_property
     def manifest(self) -> Manifest:
@@ -90,8 +88,7 @@ class Measured(crowd.Signing):
 
 
 async def record(folder: Path, peers: int = PEERS, rounds: int = ROUNDS) -> tuple[Path, Path]:
-    """Writes the manifest and the recording into `folder`, and gives their paths. In the open round three steps are
-    done."""
+    """Writes the manifest and the recording, three steps into the open round, and returns their paths."""
     made, dice = Measured(peers), random.Random(SEED)
     manifest, recording = folder / "many.toml", folder / "many.jsonl"
     manifest.write_text(manifests.to_toml(made.manifest), encoding="utf-8")

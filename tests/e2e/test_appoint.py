@@ -1,5 +1,4 @@
-"""The operators of a run change while it goes on, until none of the first ones is there: real nodes, real
-commands, SIGKILL."""
+"""A run changes its operators until none of the first ones is left: real nodes, real commands, SIGKILL."""
 
 from __future__ import annotations
 

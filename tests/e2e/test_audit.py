@@ -1,5 +1,4 @@
-"""`potluck bootstrap --audit`: a second process follows the log, comes back when it dies, and ends with its
-node."""
+"""`potluck bootstrap --audit`: a second process follows the log, is restarted when it dies, ends with its node."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Bad input of every kind: one line that names the thing, the reason and the remedy; exit code 2; nothing
-half-written."""
+"""Bad input: one line with the thing, the reason and the remedy; exit code 2; nothing half-written."""
 
 from __future__ import annotations
 
@@ -358,8 +357,7 @@ def test_a_read_only_folder(read_only: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_truncated_log_keeps_what_is_whole(tmp_path: Path) -> None:
-    """Cut at any byte, it is the commits before; a damaged one in the middle is refused by name, with nothing
-    changed."""
+    """Cut at any byte, it is the commits before; a damaged one in the middle is refused by name, unchanged."""
     archive = Archive(tmp_path / "boot", RUN)
     commits = log_of(3)
     ends = [0]

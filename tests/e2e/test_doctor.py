@@ -275,8 +275,7 @@ def short() -> Iterator[Path]:
 
 
 def test_sockets_of_killed_processes(run_file: Path, tmp_path: Path, short: Path) -> None:
-    """Of a bootstrap node and its network daemon; what a process has that lives, which is this one, is left alone,
-    whatever the clock says."""
+    """Sockets of a node and its daemon; those of a process that lives, here this one, stay, whatever the clock says."""
     where = ("bootstrap", run_file, "--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--port", 0, "--json")
     here = {"TMPDIR": str(short)}
     with running(*where, env=here) as node:

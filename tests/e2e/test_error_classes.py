@@ -149,8 +149,7 @@ def test_local_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 
 @pytest.mark.slow
 def test_transport_lost(run_file: Path) -> None:
-    """The daemon of a bootstrap node is killed. Before that it has told its operator that his schedule does not fit the
-    run."""
+    """The daemon of a node is killed after the node has warned that the schedule does not fit the run."""
     run_file.write_text(re.sub(r"(?m)^total_steps = ", "total_steps = 1", run_file.read_text()))
     with running("bootstrap", run_file, "--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--json") as node:
         assert str(until(node, "warning")["text"]).startswith("train.total_steps: is 1")
@@ -304,8 +303,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "run dismiss": (tiny.OPERATORS[2].peer_id,),
     "run quorum": ("1",),
 }
-"""Every command that looks for a run, with what else is typed. Only doctor goes on in spite of it (test_doctor.py), and
-`service install` looks for no peer."""
+"""Every command that looks for a run, with its arguments, but doctor, which goes on, and `service install`."""
 OWN_FOLDER = ("join", "me", "invite", "run")
 """Those whose --dir has a key."""
 
@@ -362,8 +360,7 @@ ALONE: dict[type[PotluckError], tuple[str, Handler, tuple[str, ...]]] = {
     base.Timeout: (endpoints.LOG, says_nothing, ("log", "show")),
     base.NotServed: (endpoints.QUORUM, says_nothing, ("run", "close", "--dir", "own")),
 }
-"""Faults of another peer that end a command where no other can be asked: under which name what answers,
-and what is typed."""
+"""Faults of another peer that end a command where no other can be asked: the call, its answer and the command."""
 
 
 @pytest.mark.parametrize("error", ALONE, ids=lambda error: error.__name__)
@@ -379,8 +376,7 @@ def test_the_only_node_is_to_blame(
 
 
 def provoked() -> set[str]:
-    """The classes with which commands end here and in ELSEWHERE, by these files' own text: those of `typed`, and those
-    whose exit code is compared."""
+    """The classes of errors that end commands here and in ELSEWHERE, by the text of these files."""
     found = {error.__name__ for error in ALONE}
     texts = [path.read_text(encoding="utf-8") for path in (Path(__file__), ELSEWHERE)]
     for node in (node for text in texts for node in ast.walk(ast.parse(text))):

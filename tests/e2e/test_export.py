@@ -1,5 +1,4 @@
-"""`potluck export`, `sample` and `eval`: what comes out is what the log gives, wherever it begins, and transformers
-computes the same with it."""
+"""`potluck export`, `sample` and `eval` give what the log gives, and transformers computes the same with it."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ NEWER: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Done:
-    """A run that is over. `full`, `chain`: the first checkpoints of its full replica and of its chain's members, if it
-    has one."""
+    """A run that is over. `full`, `chain`: the first checkpoints of its full replica and of its chain's members."""
 
     folder: Path
     manifest: Manifest

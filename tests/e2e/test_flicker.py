@@ -1,5 +1,4 @@
-"""Nothing flickers: what a monitor writes to its terminal, and what its page changes in a browser, from one refresh to
-the next."""
+"""Nothing flickers: what a refresh of the monitor writes to its terminal and changes in its page."""
 
 from __future__ import annotations
 

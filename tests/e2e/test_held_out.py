@@ -1,5 +1,4 @@
-"""Real nodes say how good the model is: what replicas and an operator's auditor measure is in the log, true, and on the
-screens."""
+"""The held-out loss that replicas and an operator's auditor measure is in the log, true, and on the screens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`potluck join --hours`: a peer leaves and comes back by itself, by real processes and a clock that is told what to
-show."""
+"""`potluck join --hours`: a peer leaves and comes back by itself; a real process with a clock that a file sets."""
 
 from __future__ import annotations
 

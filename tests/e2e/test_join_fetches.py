@@ -1,5 +1,4 @@
-"""`potluck bootstrap --corpus FOLDER`, and `potluck join LINE` on machines that have nothing: they fetch the text that
-they train on."""
+"""`potluck bootstrap --corpus FOLDER`; `potluck join LINE` on machines without text fetches what it trains on."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ ROUNDS = 4
 
 
 def test_peers_with_nothing_fetch_what_they_train_on(tmp_path: Path) -> None:
-    """A full replica and a chain of two, in empty homes; the state is the same bits for all, and the log replays to
-    it."""
+    """A full replica and a chain of two, in empty homes, have the same bits, and the log replays to them."""
     chosen = swarms.options(tmp_path / "unused", full=1, chains=1, rank="8", rounds=ROUNDS, inner_steps=20)
     manifest = swarms.manifest(chosen, timing={"round_deadline": 60.0, "round_seconds": 3.0})
     memories = {peer.name: peer.memory_bytes for peer in recipe.make_peers(manifest, chosen)}

@@ -1,5 +1,4 @@
-"""A member of a chain of four that lies from some round on: real processes find it, a spare takes its place, and it
-stays out of chains."""
+"""Real processes find a lying member of a chain; a spare takes its place, and it stays out of chains."""
 
 from __future__ import annotations
 

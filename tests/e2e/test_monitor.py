@@ -1,5 +1,4 @@
-"""`potluck monitor` of a real run: its page, its JSON, its metrics and one picture; and the death of every node but
-one."""
+"""`potluck monitor` of a real run: page, JSON, metrics and one picture, also when all nodes but one die."""
 
 from __future__ import annotations
 

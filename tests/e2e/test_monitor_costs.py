@@ -37,13 +37,11 @@ BROWSER_SECONDS = 2.0
 """How often a page asks."""
 POLLS_A_LOOK = PEERS // PEERS_A_POLL
 MOST = 150_000_000
-"""Bytes that the monitor's process and its network daemon may have in memory together, what other programs read from
-the same files included."""
+"""Bytes of memory of the monitor's process and its daemon together, shared files included, at most."""
 
 
 def until(watched: Watching, wanted: Callable[[dict[str, Any]], bool], every: float = 0.2) -> dict[str, Any]:
-    """The first state of the page that is `wanted`; it is asked for `every` seconds, since a page has no other
-    sign of news."""
+    """The first state of the page that is `wanted`; it is asked for `every` seconds, for a page has no other sign."""
     end = time.monotonic() + DEADLINE
     while time.monotonic() < end:
         found = dict(json.loads(watched.get("state.json")))
@@ -97,8 +95,7 @@ async def live(tmp_path: Path) -> None:
                 assert watched.process.poll() is None
 
         def share_taken(watched: Watching) -> float:
-            """Of a core, from when the page shows one look at the announcements to when it shows the last of LOOKS
-            more."""
+            """Of a core, from one look at the announcements to the last of LOOKS more, as the page shows them."""
             references: list[float] = []
 
             def shows(step: int) -> None:

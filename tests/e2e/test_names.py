@@ -1,5 +1,4 @@
-"""What strangers call themselves, on every screen: by the signed announcements of real peers, which a real node tells
-to real commands."""
+"""Names of strangers on every screen: from signed announcements of real peers, through a real node."""
 
 from __future__ import annotations
 

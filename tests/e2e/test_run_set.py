@@ -12,8 +12,7 @@ from tests.support.bans import command, together
 from tests.support.quorum import KEYS, four_nodes
 
 MORE = 25
-"""Rounds that the run goes on for; while the commands are typed no peer is there, so that it comes no further
-meanwhile."""
+"""Rounds that the run goes on for; without a peer it goes no further while the commands are typed."""
 
 
 def test_a_run_is_not_set_to_nothing() -> None:

@@ -1,5 +1,4 @@
-"""A peer that teaches the opposite is found by its scores alone: real peers train, score each other, and the log says
-what they found."""
+"""Scores alone find a peer that teaches the opposite: real peers train, score each other, and the log says so."""
 
 from __future__ import annotations
 

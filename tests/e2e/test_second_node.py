@@ -1,5 +1,4 @@
-"""A second operator's node, as the README types it: with the manifest and an address, and nothing else. And commands
-that find it by its folder."""
+"""A second operator's node, from the manifest and an address alone, and commands that find it by its folder."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ def potluck(at: Path, *words: object, code: int = 0) -> str:
 
 
 def test_a_second_node_takes_the_tokenizer_from_the_first(tmp_path: Path) -> None:
-    """It waits for it: the node that starts first after a power cut waits for the other. And its folder then says where
-    the run is."""
+    """It waits for the first one, as after a power cut. Its folder then says where the run is."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     keys = [potluck(tmp_path, "key", "--dir", name).strip() for name in ("second/mine", "third", "fourth")]

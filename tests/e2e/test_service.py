@@ -1,5 +1,4 @@
-"""`potluck service`: what it writes is started as systemd would start it, and survives what happens in weeks, by real
-processes."""
+"""`potluck service`: real processes, started as systemd would start them, survive what happens in weeks."""
 
 from __future__ import annotations
 
@@ -337,8 +336,7 @@ NIGHT = 30
 
 @pytest.mark.slow
 def test_it_survives_nights_without_any_network_and_changes_of_address_without_a_hand(tmp_path: Path) -> None:
-    """Its line is dead, and lives again with another address; once it was left running, once the machine was started
-    without a network."""
+    """Its line dies and lives again with another address: once while it runs, once before the machine's start."""
     made = make_manifest(start_peers=1)
     timing = TimingSpec(round_deadline=120.0, round_seconds=1.0, heartbeat=0.5, gone_after=3.0)
     manifest = dataclasses.replace(made, timing=timing)

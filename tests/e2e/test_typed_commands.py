@@ -128,8 +128,7 @@ class Town:
 
 @pytest.fixture(scope="module")
 def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    """A node and a full replica, which have decided rounds; a run of one's own, made by the README's own command; a
-    list of machines."""
+    """A node and a full replica with decided rounds; a run by the README's own command; a list of machines."""
     folder = tmp_path_factory.mktemp("typed")
     calls = folder / "calls"
     shell = typed.Shell.of(folder / "user", {"systemctl": systemd.PROGRAM.format(calls=calls)})

@@ -13,8 +13,7 @@ from tests.support.lab import Place
 
 
 class Homes:
-    """Those that are up. `places`: every home's address, as tests/faults/processes.py wants it; a process listens on
-    all of them."""
+    """Homes that are up. `places`: the address of each, for tests/faults/processes.py; processes listen on all."""
 
     def __init__(self, name: str, homes: Sequence[str]) -> None:
         self._name = name

@@ -45,8 +45,7 @@ ROUNDS = 2
 
 
 def make_manifest() -> Manifest:
-    """The campaign's of repair.py with more blocks, so that some can move, and more micro-batches, so that links can be
-    hidden."""
+    """The manifest of repair.py with more blocks, so that some can move, and micro-batches that hide links."""
     made = repair.make_manifest(8)
     return dataclasses.replace(
         made,
@@ -94,8 +93,7 @@ class Uneven:
         self.campaign.until(lambda: self.campaign.round() >= until, f"the commit of round {until}")
 
     def report(self, phase: str, first: int, last: int, since: float = 0.0) -> list[run_view.Bottleneck]:
-        """Checks the rounds `first` to `last`, and tells of those of their steps that began after `since`: their
-        bottlenecks."""
+        """Checks the rounds `first` to `last`, and prints the bottlenecks of their steps that began after `since`."""
         commits = {e.fields["round"]: e for e in self.campaign.commits()}
         steps = self.swarm.manifest.train.inner_steps
         for round in range(first, last + 1):

@@ -27,8 +27,7 @@ DEADLINE = 300.0
 
 
 class Thief:
-    """Steals a process's time while the block lasts: of every `period` seconds it runs for this `share`, and is stopped
-    for the rest."""
+    """Steals a process's time while the block lasts: of every `period` seconds it runs for this `share`."""
 
     def __init__(self, process: subprocess.Popen[bytes], share: float, period: float) -> None:
         self._process, self._running, self._stopped = process, share * period, (1 - share) * period

@@ -64,8 +64,7 @@ ROUNDS = 3
 LONGER = 1.0
 """Seconds that a round may last longer meanwhile, on a machine that does nothing else."""
 MOVER_BPS, STUCK_BPS, LAB_BPS = 4e5, 8e3, 5e5
-"""Of the mover's line, which also has its share of every round's payloads; of the others'; and of the others' with
---netlab."""
+"""Bits a second of the mover's line, which also has its share of the payloads; of the others'; with --netlab."""
 
 Trained = set[frozenset[str]]
 """The peers that trained together and were committed, by name."""

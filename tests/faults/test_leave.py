@@ -1,5 +1,4 @@
-"""A volunteer types Ctrl-C, or the system stops it: the round that it leaves does not wait for a lease. Real
-processes."""
+"""A volunteer types Ctrl-C, or the system stops it: its round does not wait for a lease. Real processes."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ from tests.support.roles import SECONDS, make_manifest
 
 FULL, CHAIN = "a", frozenset("bc")
 ROUNDS = 8
-"""In which a peer is back at the latest: half as many as fit in the 40 s that libp2p takes to notice a dead
-connection."""
+"""Rounds in which a peer is back: half as many as fit in the 40 s until libp2p notices a dead connection."""
 GONE_AFTER = 25.0
 
 

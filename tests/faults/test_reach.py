@@ -37,8 +37,7 @@ def street(nodes: int, *pair: str) -> Iterator[reach.Street]:
 
 
 def ways(there: reach.Street) -> tuple[str, float]:
-    """The way of the first stream, and of one that is opened later where the first went through a relay; seconds until
-    then."""
+    """The way of the first stream, and of a later one where that went through a relay; seconds until then."""
     peer = there.peers[1]["peer"]
     first = there.ask(0, do="first", peer=peer)
     assert "error" not in first, first

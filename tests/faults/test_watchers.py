@@ -31,8 +31,7 @@ from tests.support.watching import Watching, watching
 
 NODE, PEER, WATCHER = "node-0", "peer-0", "watcher"
 NEWEST_SECONDS = 3.0
-"""A round that was the newest one so lately is shown as the newest: a monitor asks once in a second, and rounds may be
-as short."""
+"""Seconds for which a round counts as the newest: a monitor asks once a second, and rounds may be as short."""
 
 
 def make_manifest(nodes: int) -> Manifest:
@@ -61,8 +60,7 @@ class Watched:
         return None if found is None else float(found[1])
 
     def screen(self) -> tuple[int, int, bool]:
-        """The round on the terminal; where in what was drawn it, and where the last word of silence, stands; whether
-        that is later."""
+        """The round on the terminal; the positions in the output of it and of the last warning; whether it is later."""
         drawn = bytes(self.monitor.drawn).decode(errors="replace")
         rounds = list(re.finditer(r"round ([\d,]+) of", drawn))
         newest = rounds[-1] if rounds else None

@@ -38,8 +38,7 @@ CORPUS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What an input may take, and which inputs are measured or bombs. `seconds`: of CPU time; the slowest is reported.
-    `found`: where failures are written."""
+    """Limits of an input. `seconds`: CPU time; the slowest is reported. `found`: the folder of failures."""
 
     seconds: float = 5.0
     hang_seconds: float = 120.0

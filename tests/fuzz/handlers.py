@@ -50,8 +50,7 @@ OF_AN_ENEMY = 200
 LAST, ALIKE = 64, 0.8
 """Messages of each type that are remembered, and how many of all are made from one of them."""
 OF_A_SWARM = 100_000
-"""Messages, before a long campaign begins another swarm: rounds go on all the time, and with a long log each message
-takes longer."""
+"""Messages until a long campaign begins another swarm: with a long log each message takes longer."""
 MEMORY_MIB = 300
 """By which all may grow."""
 QUORUM = Identity(b"quorum enemy".ljust(32))
@@ -119,8 +118,7 @@ class Enemies:
         return rng.choice(held) if held and rng.random() < 0.5 else blob_hash.name_of(rng.randbytes(4))
 
     def map(self, cls: type) -> dict[str, Any]:
-        """A message's fields, as plain data; mostly such that all of it is taken. Most are like one of the last, but
-        for a few fields."""
+        """A message's fields, as plain data; most are valid, and like those of one of the last messages."""
         last = self._last.setdefault(cls, deque(maxlen=LAST))
         for _ in range(8):
             maker = self.honest if self.rng.random() < 0.7 else self.maker

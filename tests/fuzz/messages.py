@@ -83,8 +83,7 @@ TEXTS = tuple(
 
 @dataclass
 class Maker:
-    """Draws from `rng`; `known` are values of the run that it is for; with probability `odd` a field is at its bound,
-    or strange."""
+    """Draws from `rng`. `known`: values of the run; `odd`: the probability of a field at its bound, or strange."""
 
     rng: random.Random
     known: Known = field(default_factory=dict)

@@ -154,8 +154,7 @@ def announcement(raw: bytes) -> object:
 
 
 def from_node(raw: bytes) -> object:
-    """What a bootstrap node sends; or, behind a first byte of zero, a commit for which a member votes, whatever it
-    says."""
+    """A message of a node; or, behind a first byte of zero, a commit for which a member votes."""
     if raw[:1] == b"\0":
         raw = _voted(raw[1:])
     found = encoding.decode_any(raw, KEY.peer_id)
@@ -297,8 +296,7 @@ class FakeStream:
 
 
 def pipe(raw: bytes) -> object:
-    """What a stage does with a frame of its neighbour: header, then activations. The first byte chooses their
-    format."""
+    """A stage reads a frame of its neighbour: header, then activations. The first byte chooses their format."""
     chosen = (raw or b"\0")[0] % len(formats.FORMATS)
     form = formats.FORMATS[chosen]
     head, body = chain_frames.parse("fuzz", memoryview(raw)[1:])
@@ -510,8 +508,7 @@ def change_call(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
 
 
 def hand_over(raw: bytes) -> object:
-    """What a giver says to an heir, as peer/state/handover.py reads it, and what is decided before anything is
-    fetched."""
+    """A giver's message as peer/state/handover.py reads it, and the decision before anything is fetched."""
     said = build(Handover, framing.unpack_message(raw), ignore_unknown=True)
     reason = handover.why_refused(MANIFEST, {}, example(Plan), said.heir, KEY.peer_id, said)
     check(reason is not None and reason.isprintable(), "somebody who trained nothing gives something")

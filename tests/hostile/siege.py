@@ -100,8 +100,7 @@ class Sizes:
 
 
 class Siege:
-    """A ground with two peers, and an enemy's process. Use as `async with`. `folder`: for all of it. `cores`: ours, and
-    the enemy's."""
+    """A ground with two peers, and an enemy's process; an async context. `cores`: ours, and the enemy's."""
 
     def __init__(self, folder: Path, of: Manifest | None = None, cores: tuple[int, int] | None = None) -> None:
         self.ground = Ground(folder, of)
@@ -143,8 +142,7 @@ class Siege:
 
     @contextlib.asynccontextmanager
     async def attacked(self, attack: Attack, identities: int | None = None) -> AsyncIterator[Blows]:
-        """Within it the enemy attacks; afterwards it is known how often it tried. Raises AssertionError if it ends, or
-        does nothing."""
+        """The enemy attacks within it; then its tries are known. Raises AssertionError if it ends or does nothing."""
         self._number += 1
         blows = Blows(f"{attack.name} {self._number}", identities or attack.identities)
         order = {

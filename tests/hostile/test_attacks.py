@@ -24,8 +24,7 @@ from tests.support.made_up import is_right
 pytestmark = pytest.mark.slow
 ROUNDS = 2
 HOMES = (f"{HOME}/32", "127.0.0.1/32", "")
-"""Where an enemy is seen: libp2p dials from the port on which it listens; while that is taken, from the interface's
-first address; through a relay, from nowhere."""
+"""Where an enemy is seen: its port, the interface's first address while that is taken, or none by relay."""
 REASONS = {reason for attack in ATTACKS.values() for reason in attack.told}
 """Of refusals; a peer that does one thing too often often does another one, too."""
 PROCESS_MIB, DAEMON_MIB, DISK_MIB = 96.0, 96.0, 24.0

@@ -181,8 +181,7 @@ async def test_an_old_announcement_cannot_be_stored_again(tmp_path: Path) -> Non
 
 
 async def test_strangers_fill_the_dht_and_whoever_is_planned_is_found_all_the_same(tmp_path: Path) -> None:
-    """740 fresh keys took all of its space. Now planned peers come before them, and later strangers get
-    their chance, too."""
+    """740 fresh keys took all of its space. Now planned peers come first, and later strangers have a chance, too."""
 
     async with Ground(tmp_path) as ground:
         await ground.join("a", "b")
@@ -211,8 +210,7 @@ async def test_strangers_fill_the_dht_and_whoever_is_planned_is_found_all_the_sa
 
 
 def test_among_strangers_it_is_chance_that_decides() -> None:
-    """Of three times as many as there is space for, some of the first and some of the last are kept, other ones by each
-    node."""
+    """Of three times as many as fit, each node keeps other ones: some of the first and some of the last."""
     stores, key, expires = [Storage(set()) for _ in range(2)], DHTID.generate("key"), time.time() + 100
     names = [f"stranger {i}" for i in range(3 * MOST_RECORDS)]
     for one in stores:

@@ -1,5 +1,4 @@
-"""Newcomers of an open run, honest ones and enemies: whose work counts when, and how much those have who share a range
-of addresses."""
+"""Newcomers of an open run, honest or not: when their work counts, and the share of a range of addresses."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ async def test_a_newcomers_work_has_no_weight_for_its_rounds_and_then_counts(tmp
 
 
 class Newcomer:
-    """An enemy who is planned as a full replica, attests what the others do, and brings whatever `payloads` makes of
-    the round."""
+    """An enemy that is planned as a full replica, attests as others do, and brings what `payloads` makes."""
 
     def __init__(self, ground: Ground, enemy: Enemy) -> None:
         self.ground, self.enemy = ground, enemy

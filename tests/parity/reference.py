@@ -86,8 +86,7 @@ def rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
 
 
 def rope_angles(m: dict[str, Any], width: int, L: int) -> tuple[Tensor, Tensor]:
-    """cos, sin [L, H]. Scaling, pair by pair: from a wavelength on, pairs turn `factor` times as slowly, with a passage
-    between."""
+    """cos, sin [L, H]. Scaling: from a wavelength on, pairs turn `factor` times as slowly, with a passage between."""
     scaling, rates, by = m.get("rope_scaling"), [], 1.0
     for pair in range(width // 2):
         rate = m["rope_theta"] ** (-2 * pair / width)

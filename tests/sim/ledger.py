@@ -62,8 +62,7 @@ Exact = list[NDArray[np.float64]]
 
 @dataclass(slots=True)
 class Entry:
-    """One round's durable work of a peer on one shard: what it learned (None: nothing that counts), and what it
-    offered."""
+    """One round's durable work of a peer on one shard: what it learned (None: nothing), and what it offered."""
 
     delta: Arrays | None = None
     part: Part | None = None
@@ -144,8 +143,7 @@ class Ledger:
                 self._accepted.setdefault((vote.round, vote.accepted, vote.commit.digest), set()).add(who)
 
     def _saved(self, who: str, round: int, data: bytes, trainer: DrawnTrainer) -> None:
-        """The feedback after `round` is on the disk of `who`, or in its memory: with all that this life has learned up
-        to then."""
+        """The feedback after `round` is durable, or in the memory of `who`, with all that this life has learned."""
         for learned in [r for r in trainer.deltas if r <= round]:
             for shard, delta in trainer.deltas[learned].items():
                 self._entry(who, shard, learned).delta = delta
@@ -221,8 +219,7 @@ class Ledger:
                 raise Violation("P2", f"{who[-8:]} tells a vote that is not on its disk")
 
     def _check_accept(self, who: str, accept: object) -> None:
-        """Once enough have accepted a commit, it is the round's: no node asks for votes for another one in a higher
-        ballot."""
+        """A commit that enough members accepted is the round's: no node asks for votes for another one later."""
         assert isinstance(accept, Accept)
         for (round, ballot, digest), nodes in self._accepted.items():
             chosen = round == accept.round and ballot < accept.ballot and len(nodes) >= self._needed(round)

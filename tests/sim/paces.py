@@ -86,8 +86,7 @@ class Floor:
         end: StopSign,
         progress: Callable[[int, float | None], None],
     ) -> int:
-        """The inner steps that the replica `key` of `size` members did, at most `most`; `seconds`: of a step on this
-        one."""
+        """The inner steps of member `key` of `size`, at most `most`; `seconds`: of a step of this one."""
         loop = asyncio.get_running_loop()
         here = self._replicas.setdefault(key, Together(size))
         if who in here.members:  # it died since then
@@ -152,8 +151,7 @@ class PacedTrainer(InnerLoop):
         return Result(steps, train.tokens(steps, work.micro_batches), 1.0, None)
 
     def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32] | None]]:
-        """θ(r-1) - θ local: the same for everybody, but for large values in one shard, or they would be judged to be
-        copies."""
+        """θ(r-1) - θ local: the same for all but large values in one shard, or they would be judged to be copies."""
         own = shard == OWN
         draw = np.random.default_rng([*self._peer.encode(), self._round] if own else len(shard))
         shapes = layout.shapes(self._manifest.model, shard)

@@ -48,8 +48,7 @@ PACES = (0.5, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What came of a seed: `took`: rounds from the event until the new role was committed; `broken`: what was not kept,
-    or nothing."""
+    """A seed's result: `took`: rounds until the new role was committed; `broken`: the promises not kept."""
 
     seed: int
     kind: str
@@ -126,8 +125,7 @@ class Event:
         return lambda: self.trains(peer.identity.peer_id)
 
     def trains(self, peer: str) -> bool:
-        """Whether the newest commit counts this peer's work, in a replica of the plan or in a seat, which no other
-        peer takes."""
+        """Whether the newest commit counts this peer's work, in a replica of the plan or in a seat."""
         before = self.swarm.plans[-2]
         seated = any(seat.number in self.newest.tokens for seat in before.seats)
         return seated or any(peer in r.peers for r in before.replicas if r.number in self.newest.tokens)

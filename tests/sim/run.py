@@ -55,8 +55,7 @@ def live(
     fixed: bool = False,
     quarrels: bool = False,
 ) -> Life:
-    """Lives through one of many seeds, with liars, with dishonest operators, with newcomers on probation, and
-    with chains that quarrel."""
+    """Lives through one of many seeds, with liars, dishonest operators, newcomers on probation, or quarrels."""
     gc.disable()  # the collector would cost a tenth, and a run is short
     swarm = Swarm(
         seed,

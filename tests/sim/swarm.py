@@ -48,8 +48,7 @@ QUORUMS = {
 }
 """Sizes of the quorum, and operators' nodes."""
 QUARREL_ROUNDS, QUARRELING = 4, (3, 3, 4, 5)
-"""Rounds more that a run with quarrels has, since what follows from one is seen in the next plans; and peers: of few,
-each chain counts."""
+"""More rounds of a run with quarrels, which show in the next plans; and its peers: each chain counts."""
 SHARE = 0.4
 LATEST = 40.0
 """By then everybody has started."""
@@ -360,8 +359,7 @@ class Swarm:
             raise self._said(violation) from None
 
     def _check_store(self, process: Process, storage: Storage) -> None:
-        """A process that never died keeps no payload that was not committed, but for those of its own offers since the
-        feedback on disk."""
+        """A process that never died keeps no uncommitted payload but its own offers since the durable feedback."""
         lists = [self.ledger.lists(commit) for commit in self.ledger.log]
         committed = {x for known in lists for root, parts in known.items() for x in (root, *(p.digest for p in parts))}
         own = {name for o in storage.offers for name in (part_lists.root_of(o.parts), *(p.digest for p in o.parts))}
@@ -405,8 +403,7 @@ def kind_of(seed: int) -> str:
 
 
 def weather(rng: random.Random, seed: int) -> Weather:
-    """Of a run. Every operation gets its share of the deaths; a storm's are those of nodes, and it breaks links all the
-    time."""
+    """Weather of a run. Every operation gets its share of deaths; a storm kills nodes and breaks links."""
     kind = kind_of(seed)
     points = NODE_POINTS if kind == "storm" else POINTS
     alike = [i for i, other in enumerate(KINDS) if (other == "storm") == (kind == "storm")]

@@ -1,5 +1,4 @@
-"""Machines of different paces and lines train in one run, none waits for another: the simulation in calm weather, in
-virtual time."""
+"""Machines of different paces and lines train in one run and wait for none: calm weather, virtual time."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def test_peers_that_change_their_pace_threefold_cost_little() -> None:
 
 
 def test_a_newcomer_with_a_slow_line_costs_the_others_no_second() -> None:
-    """It needs some rounds to fetch what the state is made of, the payloads since the beginning; then it trains, and
-    that is committed."""
+    """It fetches the payloads since the beginning for some rounds; then it trains, and that is committed."""
     model = ModelSpec(vocab_size=512, d_model=64, n_layers=4, n_heads=2, d_ff=128, context=8)
     manifest = paces.manifest(SECONDS, len(ALONE), checkpoint_rounds=1, model=model)
     slow = Machine(1.0, down=8 * paces.state_bytes(manifest) / (29 * SECONDS))

@@ -40,11 +40,9 @@ GRID = 1.015
 BINS, LONGEST, SENT = 10, 10, 2
 """Parts of tau in which T is counted, the most tau of T, and the most of what one machine sends."""
 ENOUGH, TURNS = 1.003, 60
-"""The bound is good enough when it is at most so many times the linear program's value, which it cannot be less than;
-or after so many programs."""
+"""The ratio of bound and linear program that is good enough, and the most programs."""
 STEADY = 0.6
-"""New prices are so much those of the best bound so far, and the rest those of the linear program: else they swing to
-and fro."""
+"""The weight of the best bound's prices in new ones; the linear program's alone swing to and fro."""
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 FIRST, MIDDLE, LAST = range(3)
@@ -86,8 +84,7 @@ def priced(manifest: Manifest, candidates: Sequence[Candidate], known: Sequence[
 
 
 def _prices(columns: Sequence[Column], count: int) -> Floats:
-    """[n]: the dual solution of: as many tokens as these replicas bring, each machine in one of them, parts of replicas
-    allowed."""
+    """[n]: the dual solution of the most tokens of these replicas, each machine in one, parts of replicas allowed."""
     where = np.array([(i, j) for j, (members, _) in enumerate(columns) for i in members])
     uses = sparse.csr_matrix((np.ones(len(where)), (where[:, 0], where[:, 1])), shape=(count, len(columns)))
     rates = np.array([rate for _, rate in columns])
@@ -97,8 +94,7 @@ def _prices(columns: Sequence[Column], count: int) -> Floats:
 
 
 class _Chains:
-    """Finds the chain that is worth most for its price. Arrays: K taus, n machines, L blocks of the model, T and W bins
-    of time."""
+    """Finds the most valuable chain for its price. K taus, n machines, L blocks, T and W bins of time."""
 
     def __init__(self, manifest: Manifest, candidates: Sequence[Candidate]) -> None:
         train, layers = manifest.train, manifest.model.n_layers
@@ -197,8 +193,7 @@ class _Chains:
 
 
 def _add(state: Floats, before: Floats, stage: Floats) -> None:
-    """[K, T]: another stage [K, W] after `before`, where that is cheaper than `state`; beyond the last bin all times
-    are one."""
+    """[K, T]: another stage [K, W] after `before` where that is cheaper than `state`; the last bin is open."""
     for used in np.flatnonzero(np.isfinite(stage).any(axis=0)):
         price = stage[:, used, None]
         np.minimum(state[:, used:], before[:, : before.shape[1] - used] + price, out=state[:, used:])

@@ -80,8 +80,7 @@ class Signing(MadeUp):
         )
 
     def announcements(self, round: int, step: int, serial: int, phase: str = "training") -> dict[str, bytes]:
-        """What everybody says in step `step` of a round, sealed, by peer id; more addresses and places than most
-        have."""
+        """The sealed announcements of step `step` of a round, by peer id; more addresses and places than most have."""
         out = {}
         chained = {p for r in self.plan(round).replicas if r.is_chain for p in r.peers}
         for index, (peer, key) in enumerate(self.keys.items()):

@@ -1,5 +1,4 @@
-"""What the Dockerfiles say, and their health checks, run as an engine would run them, but for the folder that is looked
-at."""
+"""The Dockerfiles and their health checks, run as an engine would run them, but for the folder."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CONGESTION_CONTROL = "cubic"
-"""What home machines use. Some hosts' kernels default to bbr, which hides loss and paces short frames, and do not allow
-namespaces another."""
+"""Congestion control of home machines; some hosts' kernels default to bbr and allow namespaces no other."""
 
 
 SCRIPT = "POTLUCK_NETLAB"
@@ -76,8 +75,7 @@ def lab(script: Path, links: Mapping[str, str], *, idle_restart: bool = True) ->
 
 @contextlib.contextmanager
 def beside(there: Lab, home: str) -> Iterator[list[str]]:
-    """A second machine behind the router of `home`, in the same local network: what a command begins with that is to
-    run there."""
+    """The beginning of a command on a second machine behind the router of `home`, in the same local network."""
     first = f"nl-{there.name}-{_home(home)}"
     second, router = f"{first}-2", f"{first}-r"
     commands = [

@@ -41,8 +41,7 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank
     back = 8 * tokens * formats.bytes_per_token(manifest.chains.backward, width)
 
     def busy(i: int, own: int, other: int) -> int:
-        """Bits a micro-batch over a link of member i that carries `own`, if it is an end, and `other` too, if it is
-        not."""
+        """Bits a micro-batch over a link of member i: `own` of an end, and `other` too of a member that is none."""
         return own if i in (0, last) else own + other
 
     wires, ways, longest = [], list[float](), 0.0
@@ -123,8 +122,7 @@ def _manners(
 
 
 def _rest(count: int, stages: list[float], wires: list[float], ways: list[float], window: int) -> float:
-    """Of an inner step, all but the first micro-batch's way through these stages, where so many are between the first
-    one's forward and backward."""
+    """Of an inner step, all but the first micro-batch's way; `depth`: micro-batches between its two passes."""
     pace = max([*stages, *wires])
     away = sum(stages) + sum(ways)
     return max((count - 1) * pace, (window - 1) * pace + (count - window) * away / window)
@@ -149,8 +147,7 @@ def total(manifest: Manifest, candidates: Sequence[Candidate], replicas: Sequenc
 
 
 def optimum(manifest: Manifest, candidates: Sequence[Candidate]) -> float:
-    """The most tokens per second that any arrangement of at most a few peers brings: every set, order, cut and rank is
-    tried."""
+    """The most tokens per second of any arrangement of a few peers: every set, order, cut and rank is tried."""
     layers, count = manifest.model.n_layers, len(candidates)
     best_of = [0.0] * (1 << count)
     for bits in range(1, 1 << count):
@@ -234,8 +231,7 @@ SHAPES = {
     "1B": ModelSpec(vocab_size=32_768, d_model=2048, n_layers=16, n_heads=16, d_ff=8192, context=2048),
     "7B": ModelSpec(vocab_size=32_768, d_model=4096, n_layers=32, n_heads=32, d_ff=11_008, context=2048),
 }
-"""Models of the swarms below. The first two are the main paper's (Table 6, as docs read it), the last is LLaMA's
-(Touvron et al. 2023)."""
+"""Models: two of the main paper (Table 6, as docs read it), and LLaMA's (Touvron et al. 2023)."""
 
 CARDS = ((4, 8, 4), (6, 10, 6), (8, 32, 12), (12, 19, 22), (16, 8, 30), (24, 4, 60))
 """GB of a graphics card, the share of machines that have so much (percent, rounded, of those with 4 GB or more: Steam

@@ -96,8 +96,7 @@ def manifest(index: CorpusIndex, nodes: Sequence[Identity], mirrors: Sequence[st
 
 
 class Watched:
-    """A stream of a node or a peer that serves. `spoil(index, data)` is sent in place of a range; raised errors end the
-    stream. Counts how often each range is sent."""
+    """A served stream. `spoil(index, data)` replaces a range; its errors end the stream. Counts sent ranges."""
 
     def __init__(self, stream: Stream, member: Member) -> None:
         self._stream, self._member = stream, member
@@ -183,8 +182,7 @@ class Reader(Member):
 
 
 class TextSwarm:
-    """Nodes that serve the corpus of `noise`, and peers that come and go; use as `async with`. `kind`: memory or p2p
-    (real daemons)."""
+    """Nodes that serve the corpus of `noise`, and peers; an async context. `kind`: memory or p2p (real daemons)."""
 
     def __init__(
         self,

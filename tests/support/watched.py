@@ -1,5 +1,4 @@
-"""A made-up run as a monitor sees it: full replicas, chains of three and spares, and all that they tell for
-some rounds."""
+"""A made-up run as a monitor sees it: full replicas, chains of three, spares, and their events of some rounds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A monitor as a user starts it, on a terminal of its own and with a page, and what its processes take of the
-machine."""
+"""A monitor as a user starts it, on its own terminal and with a page, and what its processes cost."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ import protocol
 
 
 class End:
-    """The end of a process, when all else that the interpreter does then is done. Objects are not freed one by one,
-    which would touch all memory that is shared."""
+    """The end of a process. Objects are not freed one by one, which would touch all memory that is shared."""
 
     def __init__(self) -> None:
         self.code: object = None

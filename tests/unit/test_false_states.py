@@ -66,8 +66,7 @@ async def test_a_node_with_an_auditor_believes_the_log_whatever_most_of_the_weig
 
 
 async def test_a_newcomer_takes_no_state_from_which_the_log_leads_elsewhere(tmp_path: Path) -> None:
-    """Most of the weight has a false state since before the newest checkpoint; the newcomer follows the log from the
-    seed."""
+    """Most weight has a false state since before the newest checkpoint; the newcomer follows the log from the seed."""
 
     async with Swarm(tmp_path, manifest(start_peers=3, rounds=100, checkpoint_rounds=10, outer=LARGE)) as swarm:
         rounds = Rounds(swarm)

@@ -27,8 +27,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Attacker(Enemy):
-    """An enemy who knows a peer, too. `addresses`: the node's; `victim_addresses`: the peer's. `others`: more
-    identities of the same enemy."""
+    """An enemy. `addresses`: the node's; `victim_addresses`: a peer's; `others`: the enemy's other identities."""
 
     victim: str
     addresses: tuple[str, ...]
@@ -51,8 +50,7 @@ class Attacker(Enemy):
                 group.create_task(one())
 
     async def in_sessions(self, message: Callable[[int], bytes], **announced: Any) -> None:
-        """Says it in a session as fast as it goes, and in a new one when that ends. `announced`: what it says of itself
-        first."""
+        """Says it in sessions as fast as they take it, one after the other. `announced`: the first announcement."""
 
         async def one() -> None:
             session, number = await self.session(**announced), 0

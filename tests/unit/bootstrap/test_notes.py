@@ -1,5 +1,4 @@
-"""What a node or an auditor notes of payloads: bounded, no offer takes another's place, and what is not noted is
-found again."""
+"""Notes about payloads: bounded, no offer takes another's place, and what is missing is found again."""
 
 from __future__ import annotations
 
@@ -126,8 +125,7 @@ class Everybody:
 
 
 async def test_a_node_notes_what_comes_and_forgets_what_is_not_committed(tmp_path: Path) -> None:
-    """What was offered is judged without a look at its payload; when its round is decided, what is not committed is
-    noted no more."""
+    """Offers are judged without a look at their payloads; after the round only committed ones are noted."""
     manifest, network = tiny.manifest(), MemoryNetwork()
     codec, shapes = manifest.outer.codec, layout.shapes(manifest.model, "head")
     theirs, parts = BlobStore(tmp_path / "theirs"), []

@@ -1,5 +1,4 @@
-"""How a peer's network starts, over a network in memory: when it is started a second time, with which relays, and when
-it does not ask."""
+"""Start of a peer's network, in memory: when there is a second one, with which relays, and with no question."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ CIRCUIT = f"/ip4/198.51.100.1/tcp/31337/p2p/{OPERATOR}/p2p-circuit/p2p/home"
 
 
 class Street:
-    """A bootstrap node, volunteers who announce that they are reached, and a home whose transport is started as often
-    as it likes."""
+    """A bootstrap node, volunteers that announce how they are reached, and a home that starts again and again."""
 
     def __init__(self, folder: Path) -> None:
         self.network = MemoryNetwork()

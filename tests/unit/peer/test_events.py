@@ -104,8 +104,7 @@ def test_an_emitter_adds_its_name_and_the_time() -> None:
 
 
 def made() -> Iterator[type[Body]]:
-    """What is made at each place in the product that makes an event: `events.Kind(…)`, or `extend(events.Kind,
-    message)`."""
+    """The arguments of each event that the product makes: `events.Kind(…)`, or `extend(events.Kind, message)`."""
     by_name = {kind.__name__: kind for kind in KINDS}
     for package in (peer, bootstrap):
         for path in sorted(Path(package.__path__[0]).rglob("*.py")):

@@ -1,5 +1,4 @@
-"""A chain that is repaired within its round: for each fault the others' steps are kept and the bits are
-known."""
+"""A chain is repaired within its round: for each fault the others' steps are kept and the bits are known."""
 
 from __future__ import annotations
 

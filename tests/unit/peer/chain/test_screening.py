@@ -1,5 +1,4 @@
-"""What a stage's screen says of lies, of honest drift, spikes and jitter, and of a real chain one of whose members
-lies."""
+"""A stage's screen: lies, honest drift, spikes, jitter, and a real chain with a lying member."""
 
 from __future__ import annotations
 
@@ -313,8 +312,7 @@ class Liar(StageTrainer):
 async def round_of(
     trainers: list[StageTrainer], screens: list[Screens], round: int, said: dict[int, float] | None = None
 ) -> list[BaseException | None]:
-    """One round of a chain whose frames jitter; how each stage's part ended. `said` gets when a stage said that it lost
-    a neighbour."""
+    """One round of a chain with jitter; how each stage's part ended. `said`: reports of lost neighbours."""
     now, told = asyncio.get_running_loop().time, {} if said is None else said
     async with Wired(len(trainers), random.Random(round)) as wired:
         tasks = [

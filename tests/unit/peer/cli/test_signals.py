@@ -59,8 +59,7 @@ def said(process: subprocess.Popen[str]) -> list[str]:
     ],
 )
 def test_each_of_these_ends_it_cleanly_and_several_are_one(numbers: tuple[int, ...]) -> None:
-    """`timeout` signals the process and its group, and a terminal that is closed does so, too, as does the shell in
-    it."""
+    """`timeout` signals the process and its group, as do a closed terminal and its shell."""
     process = begun()
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"

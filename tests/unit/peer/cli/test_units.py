@@ -98,8 +98,7 @@ def test_launchd_does_not_start_what_ended_well_or_was_typed_wrong(tmp_path: Pat
 
 
 SLOW_AT = ("", " child=$!", " tell\n")
-"""What the shell is slow to do after it has started a peer: nothing, to know its number, to look whether it was told to
-end meanwhile."""
+"""What the shell is slow to do after the start of a peer: nothing, to know its number, or to see the stop."""
 
 
 @pytest.mark.timeout(120)

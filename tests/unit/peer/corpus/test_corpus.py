@@ -1,5 +1,4 @@
-"""A corpus that is built and read: what it holds, that one digest comes out however it is built, kills, full disks,
-damage."""
+"""Corpora: their contents, one digest however they are built, kills, full disks, damage."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Text that is fetched ahead of reading: how much, from which peers, how often an operator sends it, and what happens
-to a cache."""
+"""Text fetched ahead of reading: amounts, sources, repeated sends of an operator, and the cache."""
 
 from __future__ import annotations
 

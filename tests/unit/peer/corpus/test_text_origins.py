@@ -1,5 +1,4 @@
-"""Those who give text, and do not: holders and mirrors that lie, fail or are silent. The next one is asked, and nothing
-wrong is read."""
+"""Sources of text that lie, fail or are silent: the next one is asked, and nothing wrong is read."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ from tests.support.web_server import Request, Server, certificate, head, serving
 
 DEADLINE = 120.0
 BRIEF = 0.5
-"""Seconds after which a silent one counts as gone, where the test has one. Elsewhere none does: a machine may be
-slow."""
+"""Seconds after which a silent source counts as gone, in tests of that; elsewhere machines may be slow."""
 CHUNK = 8192
 """Sequences of a chunk."""
 

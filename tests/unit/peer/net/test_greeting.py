@@ -1,5 +1,4 @@
-"""What is said of an address before libp2p dials it: whether its name is known, and whether a libp2p host greets
-there."""
+"""Checks of an address before libp2p dials it: whether its name is known, and whether a host greets there."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What real transfers say of a line: what shows that it has more or less, what shows nothing, and how seldom it
-changes."""
+"""What real transfers show about a line: more, less or nothing, and how seldom the rate changes."""
 
 from __future__ import annotations
 

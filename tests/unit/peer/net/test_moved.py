@@ -1,5 +1,4 @@
-"""A peer whose address changes comes back by itself: over a network in memory in which a dead connection says nothing,
-as on the internet."""
+"""A peer comes back after a change of address: a network in memory whose dead connections are silent."""
 
 from __future__ import annotations
 
@@ -313,8 +312,7 @@ async def test_a_node_that_moves_says_so_at_once(world: World) -> None:
 
 @pytest.mark.parametrize("mover", [tiny.OPERATOR, C], ids=["the node", "the watcher"])
 async def test_who_watches_is_answered_soon_after_a_move(world: World, mover: Identity) -> None:
-    """The old connection is known to be dead after ANSWER_S; the node has been found by then, and no look is missed for
-    it."""
+    """The old connection is dead after ANSWER_S; the node is found by then, and no look is missed."""
     internet, node, _ = world
     contacts = Contacts(M, internet.join(C), node.transport.addresses)
 

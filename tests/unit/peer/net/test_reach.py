@@ -1,5 +1,4 @@
-"""How a peer finds out whether others reach it: what it concludes, and that no peer can be made to dial what is not the
-asker's."""
+"""How a peer finds out whether others reach it, and that no peer can be made to dial another host."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ DEADLINE = 60.0
 
 @dataclasses.dataclass
 class Ports:
-    """A host's open doors, as dial-backs find them: at `open` a libp2p host greets, at `silent` nothing comes.
-    `dialled`: who was tried."""
+    """A host's ports: at `open` a libp2p host greets, at `silent` nothing comes. `dialled`: the ports tried."""
 
     open: set[tuple[str, int]] = dataclasses.field(default_factory=set)
     silent: set[tuple[str, int]] = dataclasses.field(default_factory=set)

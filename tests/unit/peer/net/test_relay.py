@@ -1,5 +1,4 @@
-"""Streams through relays: they are streams like others, no relay can change them unseen, and none carries more than it
-wants to."""
+"""Streams through relays are like others; no relay changes them unseen or carries more than it wants to."""
 
 from __future__ import annotations
 
@@ -514,8 +513,7 @@ async def test_a_relay_serves_those_who_are_connected_and_no_more_than_it_says(l
 
 
 async def test_a_relay_passes_on_no_more_than_its_limit_in_fair_shares(lab: Lab) -> None:
-    """A home with eight streams gets about as much as one with a single stream, and both together no more than there
-    is."""
+    """A home with eight streams gets about as much as one with one, and both no more than there is."""
     bps = 8_000_000
     server = await lab.relay(R1, bps=bps)
     a, b, c, d = [await lab.home(who, [R1]) for who in (A, B, C, D)]

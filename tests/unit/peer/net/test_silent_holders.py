@@ -1,5 +1,4 @@
-"""A holder that does not answer, as one whose address has just changed: in virtual time, so that every second counts
-and none is waited."""
+"""A holder that does not answer, as after a change of address: in virtual time, which costs nothing."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ def now() -> float:
 
 
 class Network:
-    """Holders by name, and the fetcher of "us", which gives no holder up by itself. `asked`: the holders that were
-    asked, in order."""
+    """Holders by name, and the fetcher of "us", which gives no holder up by itself. `asked`: in this order."""
 
     def __init__(self, folder: Path) -> None:
         self.net = MemoryNetwork()
@@ -135,8 +133,7 @@ async def test_when_all_whom_a_busy_holder_names_are_silent_it_has_to_give(tmp_p
 
 @pytest.mark.parametrize(("seconds", "gives_up"), [(4 * SERVING_TIMEOUTS.sign, False), (1e5, True)])
 async def test_who_lets_us_wait_is_not_silent_but_not_for_ever(tmp_path: Path, seconds: float, gives_up: bool) -> None:
-    """A home's uplink sends its payload twice, however long that takes; and no holder keeps a blob from us by promising
-    it."""
+    """A home's uplink sends its payload twice, however slow; no holder keeps a blob from us by promising it."""
     network, data = Network(tmp_path), b"small"
     name = BlobStore(tmp_path / "sender").put(data)
     busy = says(state="busy", ask=["waits"], sure=True)

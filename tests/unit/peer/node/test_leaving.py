@@ -1,5 +1,4 @@
-"""A peer that is asked to end gives what its error feedback holds to one that trains the same shards, between whole
-peers."""
+"""A peer that is asked to end gives its error feedback to one that trains the same shards; whole peers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Memory that runs out in a round: the round's work is kept, less is claimed or steps are done in pieces, and one line
-says so."""
+"""Memory that runs out in a round: work is kept, less is claimed or pieces are used, and one line says so."""
 
 from __future__ import annotations
 

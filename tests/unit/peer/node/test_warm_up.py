@@ -41,8 +41,7 @@ class FullDisk(QuickDisk):
 
 
 class Mover:
-    """A peer that stands at round `applied` and trains nothing that matters here. `let`: whether others can be
-    reached."""
+    """A peer that stands at round `applied` and does not train. `let`: whether others can be reached."""
 
     def __init__(self, swarm: Swarm, applied: int) -> None:
         run, who = swarm.manifest, Identity(bytes([9] * 32))

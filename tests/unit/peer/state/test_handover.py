@@ -1,5 +1,4 @@
-"""Error feedback moves from peer to peer: who gets it, what is refused, and that nothing is lost or counted twice
-wherever one dies."""
+"""Error feedback moves to its heirs: refusals, and nothing is lost or counted twice wherever one dies."""
 
 from __future__ import annotations
 
@@ -349,8 +348,7 @@ async def test_a_liar_does_not_get_a_part_added_before_it_is_looked_at_or_twice(
 
 @pytest.mark.virtual
 async def test_givers_who_fall_silent_keep_no_places(tmp_path: Path) -> None:
-    """Each giver has some of the places for hand-overs under way, and one that is silent about its own has
-    none."""
+    """Each giver has some of the places for hand-overs; one that is silent about its own has none."""
     made = World(tmp_path)
     heir = made.start("a")
     fetched: list[str] = []

@@ -1,5 +1,4 @@
-"""The optimizer's moments on their way to a peer that begins to train a shard: their size, what they lose, and what an
-enemy can make of them."""
+"""Optimizer moments for a peer that begins to train a shard: size, loss, and what an enemy can do."""
 
 from __future__ import annotations
 

@@ -99,8 +99,7 @@ class HeldStream(BentStream):
 async def begun(
     folder: Path, upto: int, *more: str, **changes: Any
 ) -> AsyncIterator[tuple[Swarm, Rounds, list[Volunteer]]]:
-    """A run of a, b and `more` peers, which has come so far; its full checkpoints are far larger than what a round
-    offers."""
+    """A run of a, b and `more` peers at this round; full checkpoints are far larger than a round's offers."""
     run = manifest(**{"rounds": 100, "checkpoint_rounds": 10, "outer": OuterSpec(topk=2048), **changes})
     async with Swarm(folder, run) as swarm:
         rounds = Rounds(swarm)
@@ -260,8 +259,7 @@ async def test_holders_that_have_a_newer_state_meanwhile_are_asked_for_that(tmp_
 
 
 def forgets(storage: Storage, round: int, gone: set[str]) -> None:
-    """Says that it has the state of this round alone, and has it no more as soon as it is asked for: `gone` are
-    the digests that were asked for."""
+    """Says that it has the state of this round alone, and forgets it when asked: `gone`: the digests asked for."""
     states, find = storage.states, storage.find
     names = set(states()[round].values())
 

@@ -84,8 +84,7 @@ def whole(spec: ModelSpec) -> Stage:
 
 
 def test_every_option_of_the_architecture_is_here() -> None:
-    """Each field of a model that is no size has another value than its default in one of them; each kind of RoPE is
-    there, with each of its numbers."""
+    """Each option of a model has another value than its default in one of them; each RoPE kind and number is there."""
     varied = {name for option in OPTIONS for name in differing(spec_of(option))}
     assert varied == {f.name for f in dataclasses.fields(ModelSpec)} - SIZES
     scalings = [spec.rope_scaling for spec in map(spec_of, OPTIONS) if spec.rope_scaling is not None]

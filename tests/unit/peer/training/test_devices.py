@@ -1,5 +1,4 @@
-"""Training on whatever devices this machine has, the CPU always among them: beside the CPU, as far as number formats
-allow."""
+"""Training on the devices of this machine, compared with the CPU, as far as number formats allow."""
 
 from __future__ import annotations
 

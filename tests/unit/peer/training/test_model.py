@@ -150,8 +150,7 @@ def test_step_is_adamw_with_clip() -> None:
 
 @pytest.mark.parametrize("k", [8, 2])
 def test_a_scaled_embedding_moves_as_far_as_a_whole_one_and_decays_as_before(k: int) -> None:
-    """A token's coordinates move by sqrt(d / k) times as much; the decay is that of the rate itself, and nothing else
-    changes."""
+    """A token's coordinates move by sqrt(d / k) times as much; the decay is that of the rate; all else is the same."""
     trainers = []
     for scaled in (False, True):
         train = dataclasses.replace(TRAIN, scale_embedding_lr=scaled)

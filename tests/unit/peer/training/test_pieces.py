@@ -1,5 +1,4 @@
-"""Memory that runs out in the middle of a step: the micro-batch is computed in pieces, and its gradients are those of
-an undisturbed step."""
+"""Memory that runs out within a step: pieces of the micro-batch give the gradients of an undisturbed step."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ MADE: list[Any] = []
 
 
 class Again:
-    """What is recorded is called again. Counts recordings and replays; has memory for `most` recordings.
-    `called_first`: is called before each."""
+    """Counts recordings and replays; has memory for `most` of them. `called_first`: comes before each."""
 
     most = 1 << 30
 
@@ -218,8 +217,7 @@ def test_after_a_recording_that_failed_random_numbers_and_recordings_go_on() -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_that_is_broken_off_leaves_nothing(device: str) -> None:
-    """Nor does one whose gradients were replaced, as where several devices add theirs
-    up."""
+    """Nor does one whose gradients were replaced, as where several devices add theirs up."""
     found = []
     for kind in (Unrecorded, Records):
         trainer = steps(kind, (2, 4), 8, SPEC, device)[0][1]

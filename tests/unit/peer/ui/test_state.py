@@ -1,5 +1,4 @@
-"""What a monitor tells as plain data: golden fields, hostile texts and numbers, and a bounded size however many peers
-there are."""
+"""A monitor's state as plain data: golden fields, hostile texts and numbers, and a bounded size."""
 
 from __future__ import annotations
 

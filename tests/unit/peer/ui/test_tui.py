@@ -500,8 +500,7 @@ def run_of(rounds: int, **ready: Any) -> RunView:
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (104, 30), (110, 30), (120, 40), (122, 36), (200, 60)])
 def test_nothing_of_a_small_run_is_cut(width: int, height: int) -> None:
-    """With a line's rate, a share that is computed and a sum that has been sent as wide as they come; long names cut
-    nothing, either."""
+    """With a line's rate, a computed share and a sent sum as wide as they come; long names cut nothing, either."""
     shown = text(run_of(20, up_bps=20_200_000), width, height)
     assert "blocks 2-3" in shown
     assert "…" not in shown, shown

@@ -324,8 +324,7 @@ def test_gaps_are_checked() -> None:
 
 
 def test_memory_stays_within_what_is_stated() -> None:
-    """Of decode: 12 bytes per entry for the result, 20 per entry of a segment, and tables; for good payloads and for
-    noise."""
+    """Of decode: 12 bytes per entry of the result, 20 per entry of a segment, and tables; for any payload."""
     shapes = [(1024, 2048), (512, 512)]
     codec = Codec(128)
     payload = encode(codec, arrays_of(shapes, 1))

@@ -1,5 +1,4 @@
-"""Admission: decrees, what makes them lawful, and what the leader, voters and auditors make of them
-(protocol/ledger/access.py)."""
+"""Admission: decrees, their lawfulness, and leader, voters and auditors (protocol/ledger/access.py)."""
 
 from __future__ import annotations
 
@@ -164,8 +163,7 @@ def test_the_members_have_to_wish_the_same_and_the_newest_wish_counts() -> None:
 
 
 def test_a_node_takes_only_what_a_commit_can_have() -> None:
-    """A signature of other bytes that read as the same decree would make an honest leader propose what all others
-    refuse."""
+    """A signature of other bytes of the same decree would make an honest leader propose what all others refuse."""
     heard: list[DecreeSigned] = []
 
     async def hand_in(event: DecreeSigned) -> None:

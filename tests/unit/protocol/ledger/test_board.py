@@ -1,5 +1,4 @@
-"""The operators of a run change by decree: possible decrees, the members afterwards, and what nodes make of it
-(protocol/ledger/board.py)."""
+"""Changes of the operators: possible decrees, the members afterwards, and nodes (protocol/ledger/board.py)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Every commit that can be proposed can be read: the longest ones that peers can bring about, and what is refused
-beyond."""
+"""Every commit that can be proposed can be read: the longest ones, and what is refused beyond."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The held-out loss: which peers measure it, what has a place in a commit, and what readers make of it
-(protocol/ledger/run_state.py)."""
+"""The held-out loss: measuring peers, places in a commit, and readers (protocol/ledger/run_state.py)."""
 
 from __future__ import annotations
 

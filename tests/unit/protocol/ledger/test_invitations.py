@@ -1,5 +1,4 @@
-"""Invitations: what lets a stranger into a closed run, and what does not (protocol/ledger/access.py,
-protocol/ledger/access.py)."""
+"""Invitations: what lets a stranger into a closed run, and what does not (protocol/ledger/access.py)."""
 
 from __future__ import annotations
 

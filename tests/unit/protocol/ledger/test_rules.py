@@ -1,5 +1,4 @@
-"""The list of rules: every lie breaks its rule for voters and in `log verify`, honest logs break none, and no rule is
-superfluous."""
+"""The list of rules: every lie breaks its rule for all callers, honest logs break none, and each rule is needed."""
 
 from __future__ import annotations
 
@@ -115,8 +114,7 @@ def third(state: RunState) -> Commit:
 
 
 def fallen() -> list[Commit]:
-    """The work of "f3" was judged and left out until it lost its reputation; then it is not planned, and there is a
-    seat."""
+    """The work of "f3" was left out until it lost its reputation; then it is not planned, and there is a seat."""
     log, state = swarm()[:1], run_state.fold(RUN, swarm()[:1])
     while not state.standing.rests("f3"):
         log.append(next_commit(state, planned(state, *EVERYBODY), [judged(3, "f3")]))

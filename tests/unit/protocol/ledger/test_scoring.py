@@ -1,5 +1,4 @@
-"""Scores: scorers and their contributions, what has a place in the log, and what follows from it
-(protocol/ledger/scoring.py, marks.py)."""
+"""Scores: scorers, places in the log, and consequences (protocol/ledger/scoring.py, marks.py)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a stage needs of a GPU's own memory: counted where that is possible without one, and compared with peaks of a
-card."""
+"""A stage's need of a GPU's own memory: counted where that works without one, and compared with a card's peaks."""
 
 from __future__ import annotations
 

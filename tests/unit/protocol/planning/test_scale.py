@@ -1,5 +1,4 @@
-"""What a round costs the leader's machine grows with the replicas, not with their square: calls are counted, not
-seconds."""
+"""A round's cost for the leader grows with the replicas, not with their square: calls are counted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Seats: a peer that comes within a round trains in it, counts by its tokens, and holds no peer up
-(protocol/round/stragglers.py)."""
+"""Seats: a peer that comes within a round trains in it and holds no peer up (protocol/round/stragglers.py)."""
 
 from __future__ import annotations
 

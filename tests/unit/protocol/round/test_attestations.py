@@ -14,8 +14,7 @@ from protocol.wire.session import Attest
 
 
 def majority(attested: Mapping[str, Mapping[str, str]], weights: Weights) -> dict[str, str]:
-    """The digest of each shard that has most of the weight, none where there is a tie or no witness. `attested`: {peer:
-    {shard: digest}}."""
+    """The digest of each shard with most of the weight; none in a tie. `attested`: {peer: {shard: digest}}."""
     counts: dict[str, Counter[str]] = {}
     for peer, digests in attested.items():
         if peer in weights:

@@ -1,5 +1,4 @@
-"""Chains that lose a member, in the machines: what the leader answers, what a member does then, what a log may say of
-it."""
+"""Chains that lose a member: the leader's answer, the member's, and what a log may say of it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What is measured of contributions is to the bit what the plain way measures: decode all, and multiply whole columns
-of entries."""
+"""Measurements of contributions equal the plain ones to the bit: decode all, multiply whole columns."""
 
 from __future__ import annotations
 
@@ -101,8 +100,7 @@ def _plain_cosines(
 
 
 def drawn(manifest: Manifest, seed: int, alike: float) -> dict[str, bytes]:
-    """An update of which a share is the same as everybody's. Some of its tensors are zero, and some of its values are
-    equal."""
+    """An update that shares entries with all others, some of whose tensors are zero, and values equal."""
     own, common = np.random.default_rng([seed, 1]), np.random.default_rng(2)
     made = {}
     for shard in SHARDS:

@@ -86,8 +86,7 @@ def test_the_first_plan_is_fair() -> None:
 
 
 def test_a_commit_that_fits_in_a_message_and_not_in_a_record_gets_no_vote() -> None:
-    """A lying leader fills a commit with made-up spares, so that only its record, with the votes, is too long.
-    Appending it would end nodes."""
+    """Made-up spares in a lying leader's commit make only its record, with the votes, too long. It would end nodes."""
     round = Round()
     honest = dataclasses.replace(round.commit(), digests={})
     assert honest.plan is not None

@@ -1,5 +1,4 @@
-"""A round without work takes no part of the run: decrees, newcomers and failures cost neither a round nor learning rate
-(schedule.py)."""
+"""Rounds without work: decrees, newcomers and failures cost neither a round nor learning rate (schedule.py)."""
 
 from __future__ import annotations
 

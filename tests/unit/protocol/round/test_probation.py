@@ -1,5 +1,4 @@
-"""Newcomers of an open run: how their work is judged, what the leader's machine makes of it, and which commits get no
-vote."""
+"""Newcomers of an open run: judging of their work, the leader's machine, and commits that get no vote."""
 
 from __future__ import annotations
 
@@ -99,8 +98,7 @@ def test_the_work_of_the_round_before_serves_nothing() -> None:
 
 
 def case(works: Sequence[Sent], trial: Sequence[int]) -> tuple[Commit, dict[int, judging.Update]]:
-    """The commit of a round with these works, of which those of `trial` are newcomers', as an honest leader makes
-    it."""
+    """The commit of a round with these works, those of `trial` by newcomers, as an honest leader makes it."""
     updates = {i: update(x) for i, x in enumerate(works)}
     all_count = sent.commit(works, [Verdict(1.0)] * len(works))
     name = {c.replica: judging.name_of(c) for c in all_count.contributions}

@@ -1,5 +1,4 @@
-"""A planned peer that brings nothing is planned less and less, and wins trust back slowly
-(protocol/round/presence.py)."""
+"""A planned peer that brings nothing is planned less, and wins trust back slowly (protocol/round/presence.py)."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ def test_of_a_chain_those_are_struck_who_were_lost_or_each_half() -> None:
 
 
 def rounds_with(driver: Driver, silent: str, rounds: int) -> tuple[list[tuple[str, ...]], list[Effect]]:
-    """The planned peers of each round, in which `silent` attests and never offers, and what the last decision
-    brings."""
+    """The planned peers of each round, in which `silent` attests and never offers, and the last effects."""
     found, told = [], list[Effect]()
     for _ in range(rounds):
         assert driver.leader.plan is not None

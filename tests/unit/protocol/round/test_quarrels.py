@@ -1,5 +1,4 @@
-"""Peers that reports of lies exclude from chains, and what false reports cost
-(protocol/round/accusations.py)."""
+"""Peers that reports of lies exclude from chains, and what false reports cost (protocol/round/accusations.py)."""
 
 from __future__ import annotations
 
@@ -127,8 +126,7 @@ def test_what_was_forgotten_does_not_count_again_when_it_is_repeated() -> None:
 
 
 def test_a_quarrel_of_the_same_two_lasts_twice_as_long_as_the_one_before() -> None:
-    """One that was a mistake ends soon, and honest neighbours are planned as neighbours again; a liar is hardly
-    ever tried again."""
+    """A mistaken one ends soon, and honest neighbours are neighbours again; a liar is hardly ever tried again."""
     known, round, lasted = Accusations(), 1, []
     for _ in range(9):
         began = round
