@@ -197,7 +197,6 @@ def everything(screen: MonitorScreen, name: str, folder: Path, browser: Browser,
                 picture = shade.with_suffix(".svg")
                 picture.write_text(svg(drawn, width, height, "potluck monitor", dark=dark), encoding="utf-8")
                 size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', picture.read_text(encoding="utf-8"))
-                assert size is not None
                 pixels = (int(float(size[1])) + 1, int(float(size[2])) + 1)
                 browser.picture(picture.resolve().as_uri(), shade.with_suffix(".png"), *pixels, dark=dark)
                 picture.unlink()

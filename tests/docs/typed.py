@@ -70,7 +70,6 @@ class Terminal:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
         if text is not None:
-            assert process.stdin is not None
             process.stdin.write(text)
             process.stdin.close()
 

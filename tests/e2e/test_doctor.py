@@ -215,7 +215,6 @@ def test_a_slow_disk(tmp_path: Path) -> None:
     assert works
     assert found["disk"].state == WARNING
     speed = re.search(r"(\d+(?:\.\d)?) MB/s are written", found["disk"].text)
-    assert speed is not None
     assert float(speed[1]) * 1e6 <= bad_machine.MOST * bad_machine.BYTES_A_SECOND
 
 

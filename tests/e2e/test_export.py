@@ -261,8 +261,6 @@ def test_a_conversation(exported: Path) -> None:
     alarm = threading.Timer(swarms.DEADLINE, process.kill)
     alarm.start()
     try:
-        assert process.stdin is not None
-        assert process.stdout is not None
         for _ in range(2):
             assert process.stdout.read(2) == b"> "
             process.stdin.write(b"Our allies\n")

@@ -431,7 +431,6 @@ def test_over_hivemind_from_a_node_that_runs_again(done: Done, tmp_path: Path) -
         return ended.stdout.splitlines()
 
     try:
-        assert node.stdout is not None
         event = json.loads(node.stdout.readline())
         assert event["event"] == "listening"
         address = event["address"]

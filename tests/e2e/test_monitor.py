@@ -92,7 +92,6 @@ def once(address: str, run: str) -> None:
     state = potluck.run("monitor", address, "--once", "--json", text=True, timeout=DEADLINE, check=True).stdout
     assert json.loads(state)["run"] == run
     with potluck.Popen("monitor", address, "--json", stdout=subprocess.PIPE, text=True) as stream:
-        assert stream.stdout is not None
         first, second = (json.loads(stream.stdout.readline()) for _ in range(2))
         stream.terminate()
     assert first["run"] == run

@@ -152,7 +152,6 @@ def test_the_tutorial_is_typed_from_its_first_line_to_its_last(user: User) -> No
     checked = re.search(
         r"(\d+) of (\d+) attested digests of shards are what the replay gives", user.type(step("log verify")).said
     )
-    assert checked is not None
     assert checked[1] == checked[2] != "0"
     assert "We the people" in user.type(step("sample")).said
     user.type(step("export"))

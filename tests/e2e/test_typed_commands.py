@@ -151,7 +151,6 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
         machines = re.search(
             r"^```\n(manifest = .*?)^```", (typed.ROOT / "docs/guides/plan.md").read_text(), re.M | re.S
         )
-        assert machines is not None
         (prepared / "my-peers.toml").write_text(machines[1])
         swarm.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 3, "three rounds")
         shutil.copytree(swarm.folder / NODE, prepared / "demo-run" / "bootstrap", ignore=shutil.ignore_patterns("lock"))

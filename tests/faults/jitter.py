@@ -151,7 +151,6 @@ class Uneven:
             assert time.time() - begin < repair.PATIENCE, "no blocks moved away from the slow stage"
             said.append((self.monitor(), time.time()))
         moved = away()
-        assert moved is not None
         begun = next(e.time for e in self.campaign.commits() if e.fields["round"] == moved["round"] - 1)
         looks = [look for look, ended in said if ended < begun]
         found = self.report("lossy and slow", first, moved["round"] - 1, begin)
@@ -163,7 +162,6 @@ class Uneven:
     def run(self) -> None:
         print(f"the chain: {', '.join(self.chain)}; lossy: {self.chain[LOSSY]}, slow: {self.chain[SLOW]}", flush=True)
         self.steady("as it is")
-        assert self.campaign.lab is not None
         self.campaign.lab.control("set", self.chain[LOSSY], LINK)
         self.steady("lossy")
         with Thief(self.swarm.running[self.chain[SLOW]], share=1 / 2, period=0.1):

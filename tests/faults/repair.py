@@ -148,7 +148,6 @@ class Campaign:
         """Names of the chain's members in the newest plan."""
         names = {peer: name for name, peer in self.ids().items()}
         plan = self.plan()
-        assert plan is not None
         (chain,) = (r for r in plan["replicas"] if len(r["stages"]) == STAGES)
         return [names[stage["peer"]] for stage in chain["stages"]]
 
@@ -172,7 +171,6 @@ class Campaign:
         process = self.dying if fault.kind == "kill" else None
         folder = self.swarm.folder / victim
         if fault.kind == "cut":
-            assert self.lab is not None
             self.lab.control("cut", victim)
             (folder / "cut").touch()
         round = self.round() + 1
@@ -197,7 +195,6 @@ class Campaign:
         elif fault.kind == "stop":
             self.swarm.running[victim].send_signal(signal.SIGCONT)
         else:
-            assert self.lab is not None
             self.lab.control("heal", victim)
         self.until(lambda: self._is_back(victim), f"the return of {victim}")
         return Outcome(seconds, kept, time.time() - begin)

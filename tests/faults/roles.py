@@ -195,7 +195,6 @@ def recounted(commits: Sequence[Commit], layers: int) -> dict[str, tuple[int, in
     is on probation here."""
     tokens, rounds, left = Counter[str](), Counter[str](), Counter[str]()
     for before, now in itertools.pairwise(commits):
-        assert before.plan is not None
         planned = {replica.number: replica.stages for replica in before.plan.replicas}
         for made in now.contributions:
             ends = [stage.last for stage in planned.get(made.replica, ())] or [layers]  # or who took a seat

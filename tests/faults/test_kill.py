@@ -97,7 +97,6 @@ class Swarm:
 
     def ends_well(self) -> dict[str, Any]:
         """The demo's result, once everybody is done, the restarted peer too."""
-        assert self.again is not None
         result = self.demo.result()
         _, errors = self.again.communicate(timeout=swarms.DEADLINE)
         assert self.again.returncode == 0, errors

@@ -166,7 +166,6 @@ class Siege:
         assert blows.done > 0, f"{attack.name}: the enemy did nothing"
 
     async def _say(self, line: str) -> None:
-        assert self._enemy.stdin is not None
         self._enemy.stdin.write(line.encode() + b"\n")
         await self._enemy.stdin.drain()
 

@@ -164,7 +164,6 @@ class Promiser:
             for s in shards
         )
         plan = self.ground.archive.commits[-1].plan
-        assert plan is not None
         work = plan.replica(replica).work
         tokens = made.train.tokens(work.steps, work.micro_batches)
         return Offer(round=round, replica=replica, parts=parts, tokens=tokens, steps=work.steps, loss=1.0)

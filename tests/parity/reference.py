@@ -307,7 +307,6 @@ def run(
             p = {name: w.clone() for name, w in base.items()}
             u = t_perp = a0 = None
             if member["k"] and boundaries:
-                assert basis is not None
                 u = torch.tensor(np.ascontiguousarray(basis[:, : member["k"]]))
                 a0 = base[EMBED] @ u
                 t_perp = base[EMBED] - a0 @ u.T

@@ -335,7 +335,6 @@ class Swarm:
         return schedule.last_round(self.manifest, log[-1] if log else None)
 
     def _check_end(self, process: Process, peer: Peer) -> None:
-        assert peer.rounds is not None
         member, outer, excused = peer.rounds.member, peer.rounds.outer, self._excused.get(process.name, set())
         if member.is_late:
             return

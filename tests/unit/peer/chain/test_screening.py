@@ -99,7 +99,6 @@ def test_lies_are_found_in_a_few_frames(lie: str, kind: int, wire: str) -> None:
     at.learn()
     made, reason = LIARS[lie]
     said = at.play(frames=12, lie=lambda x: made(at, x))
-    assert said is not None
     assert said.startswith("activations" if kind == FORWARD else "gradients")
     assert reason in said
 
@@ -255,7 +254,6 @@ def test_too_few_values_are_not_screened() -> None:
     assert Screen(FORWARD, LEAST_WIDTH - 1, draw).sample(torch.ones(1, 200, LEAST_WIDTH - 1)) is None
     assert Screen(FORWARD, LEAST_WIDTH, draw).sample(torch.ones(1, LEAST_TOKENS - 1, LEAST_WIDTH)) is None
     found = Screen(FORWARD, LEAST_WIDTH, draw).sample(torch.ones(1, LEAST_TOKENS, LEAST_WIDTH))
-    assert found is not None
     assert found.shape == (LEAST_TOKENS, LEAST_WIDTH)
 
 

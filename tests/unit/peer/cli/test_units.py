@@ -115,7 +115,6 @@ def test_launchd_stops_the_peer_politely_and_waits_for_it(tmp_path: Path, slow_a
     assert (program != agent["ProgramArguments"]) == bool(slow_at)
     with subprocess.Popen(program, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "here\n"
             process.terminate()
             with open(tmp_path / "go", "w") as go:  # waits until the peer, which was asked to end, reads

@@ -57,7 +57,6 @@ async def test_a_downlink_that_was_measured_before_is_not_measured_again() -> No
     network, heard = Shaped(20 * MBPS, 100 * MBPS), Heard()
     home = await at_home(network, node=None)
     known = await measured_downlink(home, ("node",), clock())
-    assert known is not None
     came = network.down.bytes
     ours = networks.network(home, clock=clock(), nodes=["node"])
     line = LinkMonitor(RateConfig(None, None, None, known), ours, random.Random(1), heard.told.append)

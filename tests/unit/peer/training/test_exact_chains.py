@@ -172,7 +172,6 @@ def test_a_reader_has_no_copy_of_the_embedding() -> None:
     theta, k = random_theta(), D // 8
     reader = make_chain((2,), k, theta=theta)[1]
     boundary = reader.stage.boundary
-    assert boundary is not None
     assert np.shares_memory(boundary.te_VD.numpy(), theta["embed"][0])
     assert not any(SPEC.vocab_size in p.shape for n, p in reader.stage.named_parameters() if "embed" in n)
     u_DK, te_VD = BASIS[:, :k].astype(np.float64), theta["embed"][0].astype(np.float64)

@@ -345,7 +345,6 @@ def test_no_helper_outlives_a_peer_that_is_killed(tmp_path: Path, when: str) -> 
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     with peer:
-        assert peer.stdout is not None
         pids = [int(word) for word in peer.stdout.readline().split()]
         assert len(pids) == 2
         peer.kill()

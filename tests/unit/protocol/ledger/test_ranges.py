@@ -162,7 +162,6 @@ def test_thirty_identities_of_one_range_have_together_no_more_than_its_share() -
         assert shares(commit.plan, dict.fromkeys(names, HOME)) <= 0.25
         total = sum(c.tokens for c in commit.contributions)
         assert sum(c.tokens for c in commit.contributions if c.peers[0] in names) <= 0.25 * total
-    assert driver.commits[-1].plan is not None
     assert sum(r.peers[0] in names for r in driver.commits[-1].plan.replicas) == 1
     without, names = thirty(range_share=1.0)
     assert without.commits[-1].plan is not None
@@ -179,7 +178,6 @@ def test_a_plan_for_one_range_is_doubted_by_whoever_sees_it() -> None:
         other.do(Ready(Candidate(peer=name, memory_bytes=FULL, up_bps=10**7, range=HOME)))
     sight = fairness.view_of(other.leader, commit.time, 1.0, True)
     found = fairness.doubt_in(sight, commit)
-    assert found is not None
     assert found.reason == "plans 88% for one range of addresses"
     assert not found.lie
     assert fairness.doubt_in(sight, dataclasses.replace(commit, plan=honest.commits[-1].plan)) is None, (
@@ -209,7 +207,6 @@ def test_limits_that_are_decreed_hold_from_the_commit_that_brings_them() -> None
     ]
     commit = driver.decide(driver.offered(*there))
     assert before[-1].plan is not None
-    assert commit.plan is not None
     where = dict.fromkeys(names, HOME)
     assert shares(before[-1].plan, where) > 0.8
     assert shares(commit.plan, where) <= 0.25
@@ -228,7 +225,6 @@ def test_limits_that_are_decreed_hold_from_the_commit_that_brings_them() -> None
     sight = fairness.view_of(other.leader, commit.time, 1.0, True)
     large = dataclasses.replace(before[-1].plan, round=commit.plan.round)
     found = fairness.doubt_in(sight, dataclasses.replace(commit, plan=large))
-    assert found is not None
     assert "for one range of addresses" in found.reason
     assert fairness.doubt_in(sight, commit) is None
     assert access.why_unlawful(driver.manifest, before[-1], commit) is None
@@ -259,7 +255,6 @@ def test_so_many_strangers_of_a_range_have_a_session_and_an_operator_may_admit_m
     admission = AdmissionControl(leader, hand_in, Clock())
     assert admission.crowded("x", ["y"]) is None
     refused = admission.crowded("x", ["y", "z"])
-    assert refused is not None
     assert refused.waits
     assert admission.crowded("x", ["y", key]) is None, "who is admitted takes nobody's place"
     assert admission.crowded(key, ["y", "z"]) is None

@@ -160,7 +160,6 @@ def replica(index: int, **changes: Any) -> Change:
     """One replica of the plan, with these changes."""
 
     def change(commit: Commit) -> Commit:
-        assert commit.plan is not None
         there = list(commit.plan.replicas)
         there[index] = dataclasses.replace(there[index], **changes)
         return plan_says(replicas=tuple(there))(commit)
@@ -363,7 +362,6 @@ def test_a_lie_breaks_its_rule_for_voters_auditors_and_peers(lie: Lie) -> None:
     found = [(v.rule, v.reason) for v in rules.check(state, commit)]
     assert any(rule == lie.rule and lie.reason in reason for rule, reason in found), found
     unfair = fairness.lie_in(fairness.NodeView(state=state, chains=None, wall=1.0), commit)
-    assert unfair is not None
     assert unfair.lie
     assert any((lie.before or lie.reason) in reason for reason in audited(RUN, [*log, commit]))
     assert any(reason in {reason for _, reason in found} for reason in reported([*log, commit]))

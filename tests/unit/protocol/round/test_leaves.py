@@ -67,7 +67,6 @@ def test_a_member_of_a_chain_that_leaves_is_replaced_at_once_or_its_chain_ends(s
     memory = {**CHAIN, "a": FULL, **({"f": THIRD} if spare else {})}
     driver = opened(memory)
     plan = driver.leader.plan
-    assert plan is not None
     (chain,) = [r for r in plan.replicas if r.is_chain]
     driver.attest(*memory, shards=SHARDS)
     (told,) = [e for e in leaves(driver, chain.peers[1]) if isinstance(e, Send)]
@@ -81,7 +80,6 @@ def test_a_spare_that_leaves_takes_nobodys_place() -> None:
     memory = {**CHAIN, "a": FULL, "f": THIRD}
     driver = opened(memory)
     plan = driver.leader.plan
-    assert plan is not None
     driver.attest(*memory, shards=SHARDS)
     assert leaves(driver, plan.spares[0]) == []
     (chain,) = [r for r in plan.replicas if r.is_chain]

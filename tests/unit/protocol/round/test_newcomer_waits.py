@@ -39,7 +39,6 @@ class Run:
         decided."""
         driver = self.driver
         began, plan = driver.now, driver.leader.plan
-        assert plan is not None
         planned = {peer for replica in plan.replicas for peer in replica.peers}
         assert {*KNOWN, *bring, *late} <= planned, "newcomers are planned as everybody is"
         driver.attest(*driver.memory, shards=SHARDS)

@@ -98,7 +98,6 @@ def rounds_with(driver: Driver, silent: str, rounds: int) -> tuple[list[tuple[st
     """The planned peers of each round, in which `silent` attests and never offers, and the last effects."""
     found, told = [], list[Effect]()
     for _ in range(rounds):
-        assert driver.leader.plan is not None
         peers = tuple(p for r in driver.leader.plan.replicas for p in r.peers)
         found.append(peers)
         driver.attest(*driver.memory, shards=SHARDS)
@@ -131,8 +130,6 @@ def test_where_nobody_else_makes_a_replica_who_rests_is_planned_all_the_same() -
         attested=None
     )  # fmt: skip
     found = question.answer()
-    assert found is not None
     assert [r.peers for r in found.replicas] == [("a",)]
     other = dataclasses.replace(question, candidates=(dataclasses.replace(candidate, peer="b"),)).answer()
-    assert other is not None
     assert [r.peers for r in other.replicas] == [("b",)]

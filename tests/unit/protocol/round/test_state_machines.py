@@ -196,7 +196,6 @@ class Life:
         return events.Tick()
 
     def end(self) -> events.Event:
-        assert self.job is not None
         round, self.job = self.job.plan.round, None
         return self.rng.choice((events.Trained(round, 1, 8, None), events.Failed(round, 0, "?")))
 
