@@ -85,7 +85,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
     ) as made:
         made.start_node(NODE)
         made.start("a")
-        made.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 2, "two rounds")
+        made.committed(NODE, 2)
         yield made
 
 
@@ -94,9 +94,8 @@ def test_a_machine_that_can_join_is_told_what_it_would_do(swarm: Swarm, tmp_path
     options = ("--dir", tmp_path / "b", "--host", "127.0.0.1", "--memory", memory, "--threads", 1, "--device", "cpu")
     found, works = examined(swarm.addresses[0], *options)
     assert works, found
-    assert {"python", "torch", "open files", "disk", "port", "run", "version", "clock", "line", "speed", "role"} <= set(
-        found
-    )
+    expected = {"python", "torch", "open files", "disk", "port", "run", "version", "clock", "line", "speed", "role"}
+    assert expected <= set(found)
     assert "million a day" in found["role"].text
     assert "of text a round" in found["role"].text
     assert not list((tmp_path / "b").rglob("*probe*"))
@@ -123,15 +122,12 @@ def test_a_machine_with_two_devices_is_told_what_they_would_do_together(swarm: S
 
 def test_nothing_is_promised_of_a_speed_that_cannot_be_measured(swarm: Swarm, tmp_path: Path) -> None:
     """Every process that would measure it is killed as it starts, as one to which the system gives no memory."""
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        "import os, signal, sys\nif 'peer.training.speed_test' in sys.orig_argv: os.kill(os.getpid(), signal.SIGKILL)\n"
+    dies = (
+        "import os, signal, sys\nif 'peer.training.speed_test' in sys.orig_argv: os.kill(os.getpid(), signal.SIGKILL)"
     )
+    env = with_module(tmp_path / "site", "sitecustomize", dies)
     options = ("--dir", tmp_path / "b", "--host", "127.0.0.1", "--memory", tiny.full_memory(swarm.manifest))
-    found, works = examined(
-        swarm.addresses[0], *options, "--device", "cpu", env={"PYTHONPATH": f"{site}{os.pathsep}{os.getcwd()}"}
-    )
+    found, works = examined(swarm.addresses[0], *options, "--device", "cpu", env=env)
     assert works, found
     assert found["speed"].text.startswith("not known after")
     assert found["role"].text.startswith("it would be a full replica; how much it would train a day is not known")
@@ -151,22 +147,22 @@ def test_a_machine_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists(), "nothing is left"
 
 
-def test_a_broken_torch(tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(
-        'raise ImportError("libtorch_cpu.so: cannot open shared object file")'
-    )
-    found, works = examined("--dir", tmp_path / "b", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"})
-    assert not works
-    assert "libtorch_cpu.so" in found["torch"].text
+def with_module(folder: Path, name: str, text: str) -> dict[str, str]:
+    """The environment in which Python imports this module."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(text)
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{os.getcwd()}"}
 
 
-def test_a_torch_that_takes_its_process_with_it(tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("import os\nos.abort()")
-    found, works = examined("--dir", tmp_path / "b", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"})
+@pytest.mark.parametrize(
+    ("torch", "said"),
+    [('raise ImportError("libtorch_cpu.so: cannot open it")', "libtorch_cpu.so"), ("import os\nos.abort()", "")],
+)
+def test_a_broken_torch(tmp_path: Path, torch: str, said: str) -> None:
+    found, works = examined("--dir", tmp_path / "b", env=with_module(tmp_path, "torch", torch))
     assert not works
     assert found["torch"].state == BAD
+    assert said in found["torch"].text
 
 
 def test_few_open_files(tmp_path: Path) -> None:
@@ -224,14 +220,8 @@ def test_no_memory(tmp_path: Path) -> None:
         pytest.skip("changing what the system says needs root")
     told = re.sub(r"(MemAvailable: +)\d+", r"\g<1>300000", Path("/proc/meminfo").read_text())
     (tmp_path / "meminfo").write_text(told)
-    place = (
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        'mount --bind "$0" /proc/meminfo && exec "$@"',
-        str(tmp_path / "meminfo"),
-    )
+    bind = 'mount --bind "$0" /proc/meminfo && exec "$@"'
+    place = ("unshare", "--mount", "sh", "-c", bind, str(tmp_path / "meminfo"))
     found, works = examined("--dir", tmp_path / "b", place=place)
     assert works
     assert found["memory"].state == WARNING
@@ -340,9 +330,7 @@ def test_it_ends_in_time_whatever_hangs(swarm: Swarm, tmp_path: Path, hangs: str
     folder.mkdir()
     os.mkfifo(folder / "lock")
     if hangs == "torch":
-        (tmp_path / "torch").mkdir()
-        (tmp_path / "torch" / "__init__.py").write_text("import threading\nthreading.Event().wait()")
-        env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
+        env = with_module(tmp_path, "torch", "import threading\nthreading.Event().wait()")
     with silent(swarm) as line:
         found, works = examined(line, "--dir", folder, "--host", "127.0.0.1", env=env, within=within)
     assert works is None
@@ -427,8 +415,7 @@ def test_one_operator_of_three_does_not_decide_what_the_time_is() -> None:
 
 def test_help_needs_no_torch(tmp_path: Path) -> None:
     """A user with a broken one can read what to do."""
-    (tmp_path / "torch.py").write_text("raise ImportError")
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
+    env = {**os.environ, **with_module(tmp_path, "torch", "raise ImportError")}
     done = subprocess.run([sys.executable, "-m", "peer.cli", "--help"], env=env, capture_output=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
 

@@ -112,7 +112,9 @@ def test_port_in_use(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None
         taken.listen()
         port = taken.getsockname()[1]
         where = ("--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--port", port)
-        assert str(port) in typed(capsys, base.PortInUse, "bootstrap", run_file, *where)
+        said = typed(capsys, base.PortInUse, "bootstrap", run_file, *where)
+        assert str(port) in said
+        assert "--port" in said
 
 
 def test_start_failed(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

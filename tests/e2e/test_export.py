@@ -235,10 +235,8 @@ def test_the_likeliest_text_is_that_of_transformers(exported: Path, capsys: pyte
     words = transformers.AutoTokenizer.from_pretrained(exported)
     ids = words("<|endoftext|>Our allies", return_tensors="pt")
     expected = words.decode(model.generate(**ids, max_new_tokens=40, do_sample=False)[0], skip_special_tokens=True)
-    assert (
-        said(capsys, "sample", exported, "--prompt", "Our allies", "--tokens", 40, "--temperature", 0)
-        == expected + "\n"
-    )
+    asked = ("--prompt", "Our allies", "--tokens", 40, "--temperature", 0)
+    assert said(capsys, "sample", exported, *asked) == expected + "\n"
 
 
 def test_a_conversation(exported: Path) -> None:
@@ -249,15 +247,10 @@ def test_a_conversation(exported: Path) -> None:
         "peer.cli",
         "sample",
         exported,
-        "--interactive",
-        "--tokens",
-        "1000000000",
-        "--seed",
-        "1",
+        *["--interactive", "--tokens", "1000000000", "--seed", "1"],
     ]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-    )
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
     alarm = threading.Timer(swarms.DEADLINE, process.kill)
     alarm.start()
     try:

@@ -40,11 +40,8 @@ def wait(url: str, wanted: Callable[[dict[str, Any]], bool], what: str) -> dict[
 def test_the_page_of_a_run_goes_on_though_nodes_die(tmp_path: Path) -> None:
     manifest = four_nodes(rounds=10**4, start_peers=2)
     with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.paced") as swarm:
-        for name in swarm.nodes:
-            swarm.start_node(name)
-        swarm.start("peer-0")
-        swarm.start("peer-1")
-        swarm.wait(swarm.nodes[0], lambda e: e.kind == "commit" and e.fields["round"] == 2, "round 2")
+        swarm.start_all("peer-0", "peer-1")
+        swarm.committed(swarm.nodes[0], 2)
         errors = tmp_path / "stderr.txt"
         with open(errors, "wb") as told, open(os.devnull) as nothing:
             words = ("monitor", swarm.addresses[0], "--web", 0, "--metrics", 0)

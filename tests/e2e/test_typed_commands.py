@@ -152,7 +152,7 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
             r"^```\n(manifest = .*?)^```", (typed.ROOT / "docs/guides/plan.md").read_text(), re.M | re.S
         )
         (prepared / "my-peers.toml").write_text(machines[1])
-        swarm.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 3, "three rounds")
+        swarm.committed(NODE, 3)
         shutil.copytree(swarm.folder / NODE, prepared / "demo-run" / "bootstrap", ignore=shutil.ignore_patterns("lock"))
         shutil.copy(swarm.folder / NODE / "events.jsonl", prepared / "events.jsonl")
         yield Town(swarm, shell, prepared)

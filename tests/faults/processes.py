@@ -156,6 +156,21 @@ class Swarm:
         self.addresses.append(self.wait(name, lambda e: e.kind == "listening", "its address").fields["address"])
         self.ports[name] = int(self.addresses[-1].split("/")[4])
 
+    def start_all(self, *peers: str) -> None:
+        """Starts all nodes for the first time, then these peers."""
+        for name in self.nodes:
+            self.start_node(name)
+        for name in peers:
+            self.start(name)
+
+    def started(self, name: str) -> str:
+        """The id of a peer, once it has started."""
+        return str(self.wait(name, lambda e: e.kind == "started", "its start").fields["peer"])
+
+    def committed(self, name: str, round: int) -> Event:
+        """The first commit of `round` or a later one that `name` tells of."""
+        return self.wait(name, lambda e: e.kind == "commit" and e.fields["round"] >= round, f"round {round}")
+
     def kill(self, name: str) -> None:
         """SIGKILL."""
         process = self.running.pop(name)

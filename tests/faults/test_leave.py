@@ -27,7 +27,7 @@ def test_the_round_of_a_peer_that_leaves_goes_on_without_it(sent: signal.Signals
         swarm.start_node("node-0")
         for name in ("a", "b", "leaver"):
             swarm.start(name)
-        leaver = swarm.wait("leaver", lambda e: e.kind == "started", "its start").fields["peer"]
+        leaver = swarm.started("leaver")
 
         def planned(event: Event) -> bool:
             """Whether it is a commit whose plan has the leaver."""

@@ -131,10 +131,8 @@ def watched(
 ) -> Iterator[Watched]:
     manifest = make_manifest(nodes)
     with Swarm(folder, manifest, tiny.OPERATORS[:nodes], places=places, module="tests.faults.paced") as swarm:
-        for name in swarm.nodes:
-            swarm.start_node(name)
-        swarm.start(PEER)
-        swarm.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 1, "round 1")
+        swarm.start_all(PEER)
+        swarm.committed(NODE, 1)
         with watching(swarm.addresses[0], "--metrics", "0", prefix=prefix) as monitor:
             found = Watched(swarm, monitor)
             found.until(lambda: found.state()["round"] > 1, "the first round on the page")

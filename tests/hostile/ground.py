@@ -8,27 +8,33 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hivemind.proto import p2pd_pb2
 
 from peer import events
 from peer.net import directory, p2p
 from peer.net.base import Stream, Transport, Validate
+from peer.net.blobs import BlobServer, BlobStore
 from peer.net.daemon import raw_id
 from peer.net.p2p import P2PTransport
+from protocol.codec import sparse
 from protocol.errors import RemoteError
 from protocol.identity import Identity
-from protocol.planning.memory import stage_memory
+from protocol.planning.memory import stage_memory, stage_shards
+from protocol.run import layout
 from protocol.run.manifest import Manifest, TimingSpec
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION, Announcement
+from protocol.wire.commit import Part
 from protocol.wire.encoding import Message
-from protocol.wire.session import Announced, Heartbeat, Hello
+from protocol.wire.session import Announced, Attest, Heartbeat, Hello, Offer
 from tests.support import tiny, volunteers
+from tests.support.plain_codec import norm_of
 from tests.support.volunteers import Volunteer
 
 SOON = 60.0
@@ -176,6 +182,65 @@ class Ground(volunteers.Swarm):
         """Why the node (or the peer whose events these are) refused the enemy."""
         found = [e.body for e in (self.events if told is None else told)]
         return [b.reason for b in found if isinstance(b, events.Refused) and b.peer == enemy.id]
+
+
+class Trainee:
+    """An enemy that is planned as a full replica, attests as others do, and makes up the updates that it offers."""
+
+    is_modest = True
+    """Whether it offers once a round."""
+
+    def __init__(self, ground: Ground, enemy: Enemy) -> None:
+        self.ground, self.enemy = ground, enemy
+        self.store = BlobStore(ground.folder / enemy.id / "blobs")
+        self.offered: set[int] = set()
+        """Rounds."""
+
+    def updates(self, round: int) -> Iterator[tuple[Part, ...]]:
+        """What it offers now, one after the other."""
+        raise NotImplementedError
+
+    async def serve(self) -> None:
+        await BlobServer(self.store).serve(self.enemy.transport)
+
+    def part(self, shard: str, arrays: Sequence[np.ndarray], said: float | None = None) -> Part:
+        """A payload that others can fetch. `said`: its norm, as it says; None: as it is."""
+        made = self.ground.manifest
+        payload = sparse.encode(made.outer.codec, arrays)
+        shapes = layout.shapes(made.model, shard)
+        norm = norm_of(sparse.decode(made.outer.codec, shapes, payload)) if said is None else said
+        return Part(shard=shard, digest=self.store.put(payload, 0), size=len(payload), norm=norm)
+
+    @property
+    def shards(self) -> Sequence[str]:
+        return stage_shards(self.ground.manifest, 0, self.ground.manifest.model.n_layers)
+
+    @contextlib.asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """It goes on within the block, whatever the others answer."""
+        await self.serve()
+        session = await self.enemy.session(memory_bytes=self.enemy.whole, reachable="direct")
+        going_on = asyncio.create_task(self._go_on(session))
+        yield
+        assert not going_on.done()
+        going_on.cancel()
+        await asyncio.gather(going_on, return_exceptions=True)
+
+    async def _go_on(self, session: Stream) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            head, plan = self.ground.head, self.ground.archive.commits[-1].plan
+            known = self.ground.leader.attestations.majority(head)
+            await self.enemy.say(session, Attest(round=head, digests=known))
+            number = plan.replica_of(self.enemy.id) if plan is not None else None
+            if plan is None or number is None or not known or (self.is_modest and plan.round in self.offered):
+                continue
+            self.offered.add(plan.round)
+            steps = plan.replica(number).work.steps
+            tokens = self.ground.manifest.train.tokens(steps, plan.replica(number).work.micro_batches)
+            for parts in self.updates(plan.round):
+                offer = Offer(round=plan.round, replica=number, parts=parts, tokens=tokens, steps=steps, loss=1.0)
+                await self.enemy.say(session, offer)
 
 
 async def ended(stream: Stream) -> int:

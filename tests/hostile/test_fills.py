@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,81 +19,38 @@ from hivemind.proto import dht_pb2
 
 from bootstrap.archive import Archive
 from peer.net import p2p
-from peer.net.base import Stream
-from peer.net.blobs import BlobServer, BlobStore
 from peer.net.dht import MOST_KEYS, MOST_RECORDS, Storage
 from peer.net.directory import TTL_SECONDS
 from peer.net.guests import CALLS
-from protocol.codec import blob_hash, sparse
+from protocol.codec import blob_hash
 from protocol.identity import Identity
 from protocol.ledger import part_lists
-from protocol.planning import memory
 from protocol.run import layout
 from protocol.wire import encoding, endpoints, framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Part
-from protocol.wire.session import Attest, Offer
-from tests.hostile.ground import SOON, Enemy, Ground, identity
-from tests.support.plain_codec import norm_of
+from tests.hostile.ground import SOON, Enemy, Ground, Trainee, identity
 
 pytestmark = pytest.mark.slow
 
 
-class Waster:
-    """An enemy who trains, as far as anybody can see, and changes its mind: it offers payload after payload to every
-    round, all in order but for one that no peer has, so that its replica is never complete."""
+class Waster(Trainee):
+    """It offers payload after payload to every round, all in order but for one that no peer has, so that its replica is
+    never complete."""
 
-    def __init__(self, ground: Ground, enemy: Enemy, folder: Path) -> None:
-        self.ground = ground
-        self.enemy = enemy
-        self.store = BlobStore(folder)
-        self.offered = 0
+    offered_bytes = 0
 
-    async def serve(self) -> None:
-        await BlobServer(self.store).serve(self.enemy.transport)
-
-    def payload(self, shard: str, number: int) -> bytes:
+    def updates(self, round: int) -> Iterator[tuple[Part, ...]]:
         made = self.ground.manifest
-        draw = np.random.default_rng([number, *shard.encode()])
-        arrays = [draw.standard_normal(shape).astype(np.float32) for shape in layout.shapes(made.model, shard)]
-        return sparse.encode(made.outer.codec, arrays)
-
-    def norm(self, shard: str, payload: bytes) -> float:
-        """As it is: what is said otherwise is refused."""
-        made = self.ground.manifest
-        return norm_of(sparse.decode(made.outer.codec, layout.shapes(made.model, shard), payload))
-
-    async def go_on(self, session: Stream) -> None:
-        made = self.ground.manifest
-        shards, offered_at = memory.stage_shards(made, 0, made.model.n_layers), -1
-        while True:
-            await asyncio.sleep(0.1)
-            plan, head = self.ground.archive.commits[-1].plan, self.ground.head
-            known = self.ground.leader.attestations.majority(head)
-            await self.enemy.say(session, Attest(round=head, digests=known))
-            replica = plan.replica_of(self.enemy.id) if plan is not None else None
-            if plan is None or replica is None or head == offered_at:
-                continue
-            offered_at = head
-            work = plan.replica(replica).work
-            for number in range(2):
-                made_now = {s: self.payload(s, 1000 * head + number) for s in shards}
-                digests = {s: self.store.put(raw) for s, raw in made_now.items()}
-                digests["head"] = blob_hash.name_of(f"nobody has this {head} {number}".encode())
-                parts = tuple(
-                    Part(shard=s, digest=digests[s], size=len(raw), norm=self.norm(s, raw))
-                    for s, raw in made_now.items()
-                )
-                offer = Offer(
-                    round=head + 1,
-                    replica=replica,
-                    parts=parts,
-                    tokens=made.train.tokens(work.steps, work.micro_batches),
-                    steps=work.steps,
-                    loss=1.0,
-                )
-                self.offered += sum(part.size for part in parts)
-                await self.enemy.say(session, offer)
+        for number in range(2):
+            parts = []
+            for shard in self.shards:
+                draw = np.random.default_rng([1000 * round + number, *shard.encode()])
+                arrays = [draw.standard_normal(shape).astype(np.float32) for shape in layout.shapes(made.model, shard)]
+                parts.append(self.part(shard, arrays))
+                self.offered_bytes += parts[-1].size
+            missing = blob_hash.name_of(f"no peer has this {round} {number}".encode())
+            yield tuple(replace(p, digest=missing) if p.shard == "head" else p for p in parts)
 
 
 def named(archive: Archive) -> set[str]:
@@ -112,23 +71,20 @@ async def test_what_was_offered_and_not_committed_goes_with_its_round(tmp_path: 
         (a, _) = await ground.join("a", "b")
         await ground.goes_on(2)
         enemy = await ground.enemy()
-        waster = Waster(ground, enemy, tmp_path / "waste")
-        await waster.serve()
-        wasting = asyncio.create_task(waster.go_on(await enemy.session(memory_bytes=enemy.whole)))
+        waster = Waster(ground, enemy)
 
         def came() -> set[str]:
             return set(waster.store) & set(ground.archive.blobs)
 
-        await ground.until(lambda: len(came()) >= 6)
-        first = came()
-        await ground.until(lambda: not first & set(ground.archive.blobs))
-        await ground.goes_on(3)
-        wasting.cancel()
-        await asyncio.gather(wasting, return_exceptions=True)
+        async with waster.training():
+            await ground.until(lambda: len(came()) >= 6)
+            first = came()
+            await ground.until(lambda: not first & set(ground.archive.blobs))
+            await ground.goes_on(3)
         head = ground.head
         await ground.until(lambda: ground.head > head + 1)
         await ground.until(lambda: not came() and not set(waster.store) & set(a.storage.blobs))
-        assert waster.offered > 10 * sum(map(len, [waster.payload("embed", 0)]))
+        assert waster.offered_bytes > 10 * min(blob.size for name in waster.store if (blob := waster.store.find(name)))
         await ground.stop("a")
         await ground.stop("b")
     archive = Archive(tmp_path / "bootstrap", ground.manifest)

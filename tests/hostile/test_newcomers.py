@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,19 +11,15 @@ import pytest
 
 from peer import events
 from peer.net import directory
-from peer.net.base import Stream
-from peer.net.blobs import BlobServer, BlobStore
 from peer.net.memory import MemoryNetwork
-from protocol.codec import blob_hash, sparse
 from protocol.ledger import part_lists, rules, run_state
-from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Commit, LeftOut, Part, Record
-from protocol.wire.session import Attest, Hello, LogRequest, NotAdmitted, Offer
-from tests.hostile.ground import SOON, Enemy, Ground, hold, identity, manifest
+from protocol.wire.session import Hello, LogRequest, NotAdmitted
+from tests.hostile.ground import SOON, Ground, Trainee, hold, identity, manifest
 from tests.support import volunteers
 from tests.support.false_states import believes_the_log, digests_of, never_doubted
 from tests.support.volunteers import Swarm
@@ -85,84 +82,39 @@ async def test_a_newcomers_work_has_no_weight_for_its_rounds_and_then_counts(tmp
         is_the_logs(ground)
 
 
-class Newcomer:
-    """An enemy that is planned as a full replica, attests as others do, and brings what `payloads` makes."""
-
-    def __init__(self, ground: Ground, enemy: Enemy) -> None:
-        self.ground, self.enemy = ground, enemy
-        self.store = BlobStore(ground.folder / enemy.id / "blobs")
-        self.offered: set[int] = set()
-
-    def parts(self) -> tuple[Part, ...]:
-        """What it offers now."""
-        raise NotImplementedError
-
-    async def go_on(self, session: Stream) -> None:
-        """Attests and offers whenever it is planned."""
-        train = self.ground.manifest.train
-        while True:
-            await asyncio.sleep(0.05)
-            head = self.ground.head
-            known = self.ground.leader.attestations.majority(head)
-            await self.enemy.say(session, Attest(round=head, digests=known))
-            plan = self.ground.archive.commits[-1].plan
-            replica = plan.replica_of(self.enemy.id) if plan is not None else None
-            if plan is not None and replica is not None and known and plan.round not in self.offered:
-                self.offered.add(plan.round)
-                work = plan.replica(replica).work
-                tokens = train.tokens(work.steps, work.micro_batches)
-                said = Offer(
-                    round=plan.round, replica=replica, parts=self.parts(), tokens=tokens, steps=work.steps, loss=1.0
-                )
-                await self.enemy.say(session, said)
-
-
-class Idle(Newcomer):
+class Idle(Trainee):
     """It sends zeros."""
 
-    def parts(self) -> tuple[Part, ...]:
-        found = []
-        model, codec = self.ground.manifest.model, self.ground.manifest.outer.codec
-        for shard in memory.stage_shards(self.ground.manifest, 0, model.n_layers):
-            payload = sparse.encode(codec, [np.zeros(shape, np.float32) for shape in layout.shapes(model, shard)])
-            self.store.put(payload, 0)
-            found.append(Part(shard=shard, digest=blob_hash.name_of(payload), size=len(payload), norm=0.0))
-        return tuple(found)
+    def updates(self, round: int) -> Iterator[tuple[Part, ...]]:
+        model = self.ground.manifest.model
+        zeros = {s: [np.zeros(shape, np.float32) for shape in layout.shapes(model, s)] for s in self.shards}
+        yield tuple(self.part(shard, arrays) for shard, arrays in zeros.items())
 
 
-class Copyist(Newcomer):
+class Copyist(Trainee):
     """It sends what a founder has sent in the round before, under its own name."""
 
-    def parts(self) -> tuple[Part, ...]:
-        share = self.ground.archive.commits[-1].shares[0]
-        listed = self.ground.archive.blobs.get(share.root)
-        assert listed is not None
-        found = part_lists.unpack(listed)
+    def updates(self, round: int) -> Iterator[tuple[Part, ...]]:
+        blobs = self.ground.archive.blobs
+        found = part_lists.unpack(blobs.get(self.ground.archive.commits[-1].shares[0].root))
         for part in found:
-            payload = self.ground.archive.blobs.get(part.digest)
-            assert payload is not None
-            self.store.put(payload, 0)
-        return found
+            self.store.put(blobs.get(part.digest), 0)
+        yield found
 
 
 @pytest.mark.parametrize(("kind", "why"), [(Idle, "it changes nothing"), (Copyist, "it repeats the round before")])
-async def test_nobody_leaves_its_probation_by_zeros_or_copies(kind: type[Newcomer], why: str, tmp_path: Path) -> None:
+async def test_nobody_leaves_its_probation_by_zeros_or_copies(kind: type[Trainee], why: str, tmp_path: Path) -> None:
     async with Ground(tmp_path, OPEN) as ground:
         await ground.join(*FOUNDERS)
         await ground.goes_on(2)
         enemy = await ground.enemy()
-        liar = kind(ground, enemy)
-        await BlobServer(liar.store).serve(enemy.transport)
-        session = await enemy.session(memory_bytes=enemy.whole, reachable="direct")
-        lying = asyncio.create_task(liar.go_on(session))
 
         def found() -> list[str]:
             return [x.reason for x in of_peer(ground, enemy.id) if isinstance(x, LeftOut)]
 
-        await ground.until(lambda: sum(why in reason for reason in found()) >= 2)
-        await ground.goes_on(2)
-        assert not lying.done()
-        lying.cancel()
+        async with kind(ground, enemy).training():
+            await ground.until(lambda: sum(why in reason for reason in found()) >= 2)
+            await ground.goes_on(2)
         known = ground.leader.standing.of(enemy.id)
         assert (known.served, known.reputation < 1) == (0, True)
         assert not [x for x in of_peer(ground, enemy.id) if isinstance(x, Commit)]

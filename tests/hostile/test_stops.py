@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,11 @@ from peer.net.guests import LIMITS
 from peer.ui.monitor import Monitor
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError
-from protocol.planning import memory
 from protocol.run import layout
 from protocol.wire import encoding, endpoints, framing
 from protocol.wire.commit import Part
-from protocol.wire.session import Attest, Heartbeat, Offer
-from tests.hostile.ground import SOON, Enemy, Ground, ended, until_it_breaks
+from protocol.wire.session import Attest, Heartbeat
+from tests.hostile.ground import SOON, Ground, Trainee, ended, until_it_breaks
 from tests.support.volunteers import Volunteer
 
 pytestmark = pytest.mark.slow
@@ -134,15 +134,11 @@ async def test_whoever_hoards_streams_is_refused(tmp_path: Path) -> None:
         await ground.goes_on()
 
 
-class Promiser:
-    """An enemy who trains, as far as anybody can see: planned as a full replica, it attests what the others attest and
-    offers payloads that never come. `said`: how it answers requests for them."""
+class Promiser(Trainee):
+    """It offers other payloads again and again that never come, and promises each that is asked for."""
 
-    def __init__(self, ground: Ground, enemy: Enemy) -> None:
-        self.ground = ground
-        self.enemy = enemy
-        self.asked = 0
-        self.rounds: set[int] = set()
+    is_modest = False
+    asked = 0
 
     async def serve(self) -> None:
         await self.enemy.transport.serve(endpoints.BLOB, self._promise)
@@ -154,32 +150,9 @@ class Promiser:
             await stream.send(framing.pack_message({"state": "wait", "ask": [], "sure": True}))
             await asyncio.sleep(0.5)
 
-    def offer(self, replica: int) -> Offer:
-        """Of the open round, with other payloads each time."""
-        made, model = self.ground.manifest, self.ground.manifest.model
-        shards = memory.stage_shards(made, 0, model.n_layers)
-        round = self.ground.head + 1
-        parts = tuple(
-            Part(shard=s, digest=blob_hash.name_of(f"{s} {round} {self.asked}".encode()), size=200, norm=1.0)
-            for s in shards
-        )
-        plan = self.ground.archive.commits[-1].plan
-        work = plan.replica(replica).work
-        tokens = made.train.tokens(work.steps, work.micro_batches)
-        return Offer(round=round, replica=replica, parts=parts, tokens=tokens, steps=work.steps, loss=1.0)
-
-    async def go_on(self, session: Stream) -> None:
-        """Attests and offers whenever it is planned."""
-        while True:
-            await asyncio.sleep(0.05)
-            head = self.ground.head
-            known = self.ground.leader.attestations.majority(head)
-            await self.enemy.say(session, Attest(round=head, digests=known))
-            plan = self.ground.archive.commits[-1].plan
-            replica = plan.replica_of(self.enemy.id) if plan is not None else None
-            if replica is not None and known:
-                self.rounds.add(head + 1)
-                await self.enemy.say(session, self.offer(replica))
+    def updates(self, round: int) -> Iterator[tuple[Part, ...]]:
+        names = {s: blob_hash.name_of(f"{s} {round} {self.asked}".encode()) for s in self.shards}
+        yield tuple(Part(shard=s, digest=name, size=200, norm=1.0) for s, name in names.items())
 
 
 async def test_payloads_that_are_promised_and_never_come_hold_up_nobody(tmp_path: Path) -> None:
@@ -190,13 +163,9 @@ async def test_payloads_that_are_promised_and_never_come_hold_up_nobody(tmp_path
         await ground.goes_on(2)
         enemy = await ground.enemy()
         liar = Promiser(ground, enemy)
-        await liar.serve()
-        session = await enemy.session(memory_bytes=enemy.whole, reachable="direct")
-        lying = asyncio.create_task(liar.go_on(session))
-        await ground.until(lambda: len(liar.rounds) >= 2 and liar.asked > 0)
-        await ground.goes_on(4)
-        assert not lying.done() or lying.exception() is None
-        lying.cancel()
+        async with liar.training():
+            await ground.until(lambda: len(liar.offered) >= 2 and liar.asked > 0)
+            await ground.goes_on(4)
         parts = list((ground.folder / "bootstrap" / "blobs" / "parts").iterdir())
         assert len(parts) < 200, "what was begun is dropped with its round"
         assert all(enemy.id not in {s.peer for s in c.shares} for c in ground.archive.commits)
