@@ -328,6 +328,7 @@ def test_every_command_says_of_a_dead_line_that_nobody_is_there(
             own = ("--dir", "own") if name.startswith(OWN_FOLDER) else ()
             said = in_time(capsys, *name.split(), dead, *more, *own)
             assert "connection refused" in said, (name, said)
+            assert name != "join" or str(ports["dead"]) in said
     assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "own"}, "nothing half-written"
 
 

@@ -349,6 +349,7 @@ def _scale(folder: Path, commit: Commit) -> Commit:
         (_fewer, r"round 2: list of parts \w{12} of \w{8}: it does not cover the planned shards"),
         (_sum, r"round 2: list of parts \w{12} of \w{8}: its size or norm is not that of its parts"),
         (_elsewhere, r"round 2: list of parts 000000000000 of \w{8}: not in "),
+        (lambda folder, c: dataclasses.replace(c, run="0" * 64), "round 2: the commit is of another run"),
         (lambda folder, c: dataclasses.replace(c, parent="0" * 64), "round 2: the commit does not follow"),
         (
             lambda folder, c: dataclasses.replace(c, digests={**c.digests, "block.0": "0" * 64}),

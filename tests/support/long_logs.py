@@ -20,11 +20,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def trainers(count: int) -> tuple[str, ...]:
-    """The ids of made-up peers."""
-    return tuple(Identity(hashlib.sha256(f"trainer {i}".encode()).digest()).peer_id for i in range(count))
-
-
 def _plan(manifest: Manifest, round: int, peers: tuple[str, ...], numbers: int) -> Plan:
     work = Work(slot=round * len(peers), steps=manifest.train.inner_steps, micro_batches=manifest.train.micro_batches)
     stages = [(StageSpec(peer=peer, first=0, last=manifest.model.n_layers),) for peer in peers]

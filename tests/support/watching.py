@@ -30,12 +30,10 @@ _PAGE = re.compile(rb"http://127\.0\.0\.1:\d+/")
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """By the monitor's own process, and by its network daemon: resident bytes, processor seconds since their start.
-    `alone_bytes`: of both, without what other processes read from the same files."""
+    """By the monitor's own process, and by its network daemon: resident bytes, processor seconds since their start."""
 
     own_bytes: int
     daemon_bytes: int
-    alone_bytes: int
     own_seconds: float
     daemon_seconds: float
 
@@ -71,7 +69,6 @@ class Watching:
         return Taken(
             own.memory_info().rss,
             sum(d.memory_info().rss for d in daemons),
-            sum(process.memory_full_info().uss for process in (own, *daemons)),
             sum(own.cpu_times()[:2]),
             sum(sum(d.cpu_times()[:2]) for d in daemons),
         )

@@ -19,7 +19,6 @@ from protocol.wire.logfile import Damaged
 from tests.support import tiny
 
 MANIFEST = tiny.manifest()
-RUN = MANIFEST.run_id
 
 
 def commits(count: int) -> list[Commit]:
