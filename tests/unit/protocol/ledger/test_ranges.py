@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from protocol.round.leader import Leader
 from protocol.round.leader_events import DecreeSigned, Ready
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding
-from protocol.wire.commit import DOMAIN
+from protocol.wire.commit import DOMAIN, Commit
 from protocol.wire.decree import SET, Decree, Limits, Schedule
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 from tests.support import tiny
@@ -136,6 +137,20 @@ def test_a_seat_goes_to_nobody_whose_range_has_its_share() -> None:
 # --- the leader
 
 
+def crowd(driver: Driver, names: Iterable[str]) -> None:
+    """They are ready, all of one range."""
+    for name in names:
+        driver.do(Ready(Candidate(peer=name, memory_bytes=FULL, up_bps=10**7, range=HOME)))
+
+
+def all_offer(driver: Driver) -> Commit:
+    """All that are planned offer; the commit."""
+    plan = driver.leader.plan
+    return driver.decide(
+        driver.offered(*(p for p in driver.memory if plan is not None and plan.replica_of(p) is not None))
+    )
+
+
 def thirty(**admission: Any) -> tuple[Driver, list[str]]:
     """Four founders and thirty identities of one range, after the plan that has seen all."""
     names = [f"x{i:02}" for i in range(30)]
@@ -143,15 +158,10 @@ def thirty(**admission: Any) -> tuple[Driver, list[str]]:
     driver.decide(driver.ready(*"abcd"))
     driver.attest(*"abcd")
     shards = memory.held_shards(driver.manifest, 0, tiny.LAYERS)
-    for name in names:
-        driver.do(Ready(Candidate(peer=name, memory_bytes=FULL, up_bps=10**7, range=HOME)))
+    crowd(driver, names)
     for _ in range(3):
-        driver.attest(*names, shards=shards)
-        there = [
-            p for p in driver.memory if driver.leader.plan is not None and driver.leader.plan.replica_of(p) is not None
-        ]
-        driver.attest(*"abcd", shards=shards)
-        driver.decide(driver.offered(*there))
+        driver.attest(*names, *"abcd", shards=shards)
+        all_offer(driver)
     return driver, names
 
 
@@ -174,8 +184,7 @@ def test_a_plan_for_one_range_is_doubted_by_whoever_sees_it() -> None:
     honest, _ = thirty()
     other = Driver(driver.memory, M, tuple(before))
     other.ready(*"abcd")
-    for name in names:
-        other.do(Ready(Candidate(peer=name, memory_bytes=FULL, up_bps=10**7, range=HOME)))
+    crowd(other, names)
     sight = fairness.view_of(other.leader, commit.time, 1.0, True)
     found = fairness.doubt_in(sight, commit)
     assert found.reason == "plans 88% for one range of addresses"
@@ -202,10 +211,7 @@ def test_limits_that_are_decreed_hold_from_the_commit_that_brings_them() -> None
     before = tuple(driver.commits)
     limits = decreed(driver, range_share=0.25, range_sessions=2, probation=9)
     driver.attest(*driver.memory, shards=memory.held_shards(driver.manifest, 0, tiny.LAYERS))
-    there = [
-        p for p in driver.memory if driver.leader.plan is not None and driver.leader.plan.replica_of(p) is not None
-    ]
-    commit = driver.decide(driver.offered(*there))
+    commit = all_offer(driver)
     assert before[-1].plan is not None
     where = dict.fromkeys(names, HOME)
     assert shares(before[-1].plan, where) > 0.8
@@ -220,8 +226,7 @@ def test_limits_that_are_decreed_hold_from_the_commit_that_brings_them() -> None
     assert refused is not None
     other = Driver(driver.memory, driver.manifest, before)
     other.ready(*"abcd")
-    for name in names:
-        other.do(Ready(Candidate(peer=name, memory_bytes=FULL, up_bps=10**7, range=HOME)))
+    crowd(other, names)
     sight = fairness.view_of(other.leader, commit.time, 1.0, True)
     large = dataclasses.replace(before[-1].plan, round=commit.plan.round)
     found = fairness.doubt_in(sight, dataclasses.replace(commit, plan=large))
@@ -238,7 +243,7 @@ def test_limits_that_are_decreed_hold_from_the_commit_that_brings_them() -> None
 def test_those_for_whom_an_operator_vouches_are_limited_by_no_range() -> None:
     key = tiny.OPERATORS[3].peer_id
     driver = Driver({key: FULL}, manifest(keys=(key,)))
-    driver.do(Ready(Candidate(peer=key, memory_bytes=FULL, up_bps=10**7, range=HOME)))
+    crowd(driver, [key])
     assert [c.range for c in driver.leader.standing.marked(driver.leader.ready.values())] == [""]
 
 
@@ -258,8 +263,6 @@ def test_so_many_strangers_of_a_range_have_a_session_and_an_operator_may_admit_m
     assert refused.waits
     assert admission.crowded("x", ["y", key]) is None, "who is admitted takes nobody's place"
     assert admission.crowded(key, ["y", "z"]) is None
-    assert (
-        AdmissionControl(Leader(manifest(), (), (), 0.0), hand_in, Clock()).crowded("x", [str(i) for i in range(99)])
-        is None
-    )
+    unlimited = AdmissionControl(Leader(manifest(), (), (), 0.0), hand_in, Clock())
+    assert unlimited.crowded("x", [str(i) for i in range(99)]) is None
     assert asyncio.run(admission.welcome("x", None)) is None

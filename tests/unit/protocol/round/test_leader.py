@@ -428,11 +428,17 @@ def test_only_peers_that_attested_the_newest_state_are_planned() -> None:
     assert [r.peers for r in commit.plan.replicas] == [("a",), ("b",)]
 
 
-def test_a_newcomer_joins_the_plan_when_it_has_attested_all_that_it_will_train() -> None:
+def with_newcomer() -> Driver:
+    """Round 1 of two full replicas is open, and c comes, which holds nothing yet."""
     driver = opened({**FULLS})
     driver.memory["c"] = FULL
     driver.ready("c")
     driver.attest("c", shards=())
+    return driver
+
+
+def test_a_newcomer_joins_the_plan_when_it_has_attested_all_that_it_will_train() -> None:
+    driver = with_newcomer()
     plan = driver.decide(driver.offered("a", "b")).plan
     assert ([r.peers for r in plan.replicas], [r.peers for r in plan.forming]) == ([("a",), ("b",)], [("c",)])
     driver.attest("a", "b")
@@ -442,10 +448,7 @@ def test_a_newcomer_joins_the_plan_when_it_has_attested_all_that_it_will_train()
 
 
 def test_nobody_waits_for_a_newcomer_that_fetches_its_shards() -> None:
-    driver = opened({**FULLS})
-    driver.memory["c"] = FULL
-    driver.ready("c")
-    driver.attest("c", shards=())
+    driver = with_newcomer()
     driver.decide(driver.offered("a", "b"))
     driver.attest("a", "b")
     driver.attest("c", shards=SHARDS)
@@ -455,10 +458,7 @@ def test_nobody_waits_for_a_newcomer_that_fetches_its_shards() -> None:
 
 
 def test_a_newcomer_that_is_gone_forms_nothing() -> None:
-    driver = opened({**FULLS})
-    driver.memory["c"] = FULL
-    driver.ready("c")
-    driver.attest("c", shards=())
+    driver = with_newcomer()
     driver.decide(driver.offered("a", "b"))
     driver.do(Gone("c"))
     driver.attest("a", "b")
@@ -467,10 +467,7 @@ def test_a_newcomer_that_is_gone_forms_nothing() -> None:
 
 
 def test_where_nobody_holds_what_a_plan_needs_it_is_begun_nevertheless() -> None:
-    driver = opened({**FULLS})
-    driver.memory["c"] = FULL
-    driver.ready("c")
-    driver.attest("c", shards=())
+    driver = with_newcomer()
     driver.do(Gone("a"), Gone("b"))
     plan = driver.decide(driver.at(GONE)).plan
     assert ([r.peers for r in plan.replicas], plan.forming) == ([("c",)], ())
