@@ -221,10 +221,12 @@ class Trainee:
         await self.serve()
         session = await self.enemy.session(memory_bytes=self.enemy.whole, reachable="direct")
         going_on = asyncio.create_task(self._go_on(session))
-        yield
-        assert not going_on.done()
-        going_on.cancel()
-        await asyncio.gather(going_on, return_exceptions=True)
+        try:
+            yield
+            assert not going_on.done()
+        finally:
+            going_on.cancel()
+            await asyncio.gather(going_on, return_exceptions=True)
 
     async def _go_on(self, session: Stream) -> None:
         while True:

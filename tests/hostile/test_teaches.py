@@ -22,15 +22,14 @@ class Teacher(Trainee):
 
     def __init__(self, ground: Ground, enemy: Enemy, said: float | None) -> None:
         super().__init__(ground, enemy)
-        self.said = said
-
-    def updates(self, round: int) -> Iterator[tuple[Part, ...]]:
-        model, parts = self.ground.manifest.model, []
+        self.parts: list[Part] = []
         for number, shard in enumerate(self.shards):
             signs = np.random.default_rng(number)
-            arrays = [HUGE * signs.choice((-1.0, 1.0), shape) for shape in layout.shapes(model, shard)]
-            parts.append(self.part(shard, arrays, self.said))
-        yield tuple(parts)
+            arrays = [HUGE * signs.choice((-1.0, 1.0), s) for s in layout.shapes(ground.manifest.model, shard)]
+            self.parts.append(self.part(shard, arrays, said))
+
+    def updates(self, round: int) -> Iterator[tuple[Part, ...]]:
+        yield tuple(self.parts)
 
 
 @pytest.mark.parametrize(("said", "why"), [(0.05, ", not 0.05"), (None, "is over 10 times the median")])
