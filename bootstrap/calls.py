@@ -1,7 +1,8 @@
 """The calls that a bootstrap node answers: for the log, for the roster, and for the operators' decrees.
 
-The roster has the announcements of the peers that have a session with this node. Its cost is bounded: announcements are small and limited in rate, for each peer and for all together, and only those
-of peers with sessions are kept. An older announcement never replaces a newer one.
+The roster has the announcements of the peers that have a session with this node. Its cost is bounded: announcements are
+small and limited in rate, for each peer and for all together, and only those of peers with sessions are kept. An older
+announcement never replaces a newer one.
 """
 
 from __future__ import annotations

@@ -1,15 +1,52 @@
-"""Settings for all tests, read when they are begun. There is no time limit per hypothesis example, so that a busy machine does not make a test
-fail. Nobody asks the hub of data sets. Whatever computes on no number of threads that was chosen has one, in this process and in those that it
-starts: more than there are free cores spin against each other. A closed terminal ends what tests start, though they were started by nohup."""
+"""Settings for all tests. There is no time limit per hypothesis example, so that a busy machine does not make a test
+fail. The hub of data sets is not asked. Libraries without a chosen number of threads have one, in this process and in
+its children: more threads than free cores wait for each other. A closed terminal ends what tests start, also under
+nohup.
 
+An async test has an event loop of its own; marked `virtual`, one in which time costs nothing. An async context that a
+fixture gives is entered in that loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
 import os
+import random
 import signal
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import pytest
 from hypothesis import settings
+
+from tests.sim.loop import VirtualLoop
+
+SECONDS = 300.0
+"""Limit of an async test; far above what any takes, for busy machines."""
 
 settings.register_profile("potluck", deadline=None)
 settings.load_profile("potluck")
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup sets it aside, and what is started inherits that
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and children would inherit that
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    given: dict[str, Any] = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    is_virtual = pyfuncitem.get_closest_marker("virtual") is not None
+
+    async def work() -> None:
+        async with asyncio.timeout(None if is_virtual else SECONDS), contextlib.AsyncExitStack() as stack:
+            for name, value in given.items():
+                if isinstance(value, contextlib.AbstractAsyncContextManager):
+                    given[name] = await stack.enter_async_context(value)
+            await test(**given)
+
+    with asyncio.Runner(loop_factory=(lambda: VirtualLoop(random.Random(0))) if is_virtual else None) as runner:
+        runner.run(work())
+    return True

@@ -1,9 +1,9 @@
 """The streams between a chain's neighbours: the earlier stage dials, the later one accepts.
 
 A pipe is several streams (peer/net/stream.py); each begins with a hello that names its stripe. A pipe belongs
-to one *generation* of a replica's chain in a round (protocol/round/chain_repair.py). A stage that is not ready yet sends
-signs of life. After the second failed dial in a row the peer is *apart* from us, in our announcement, and the planner
-takes others as our neighbours; it is tried again later.
+to one *generation* of a replica's chain in a round (protocol/round/chain_repair.py). A stage that is not ready yet
+sends signs of life. After the second failed dial in a row the peer is *apart* from us, in our announcement, and the
+planner takes others as our neighbours; it is tried again later.
 """
 
 from __future__ import annotations

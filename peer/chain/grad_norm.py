@@ -3,13 +3,13 @@
     norm² = Σ over shards of |∇shard|²         clip: the trainer scales the gradient by min(1, clip / norm)
 
 The squares travel from the last stage to the first in NORM frames, with the loss and the measurements. The norm and the
-loss come back in TOTAL frames. Squares are added shard by shard in canonical order, so the norm does not depend on where
-the cuts are. Both frames carry the wish to stop: all stages end after the same inner step.
+loss come back in TOTAL frames. Squares are added shard by shard in canonical order, so the norm does not depend on
+where the cuts are. Both frames carry the wish to stop: all stages end after the same inner step.
 
-After the last step DONE travels from the last stage to the first. In a repaired chain RESUME travels from the last stage
-to the first with the most steps of any stage behind, and back with the most of all, where the chain goes on. The first
-stage steps when all squares are in, so the stages of a broken chain differ by one step at most, and a stage that is one
-step behind can take it once it has the norm.
+After the last step DONE travels from the last stage to the first. In a repaired chain RESUME travels from the last
+stage to the first with the most steps of any stage behind, and back with the most of all, where the chain goes on. The
+first stage steps when all squares are in, so the stages of a broken chain differ by one step at most, and a stage that
+is one step behind can take it once it has the norm.
 """
 
 from __future__ import annotations

@@ -286,7 +286,10 @@ async def _decree(
 
 
 async def _resolve(manifest: Manifest, now: Motions, log: reader.Remote, action: str, text: str) -> str:
-    """Resolves an operator to dismiss; else a peer or invitation in the log or present. Raises UsageError, RemoteError."""
+    """Resolves an operator to dismiss, else a peer or invitation in the log or present.
+
+    Raises UsageError, RemoteError.
+    """
     if action == wire.DISMISS:
         found = meant("OPERATOR", text, now.board.names)
         if found not in now.board.names:

@@ -1,8 +1,8 @@
 """`potluck doctor`: checks whether this machine can join a run. Each finding has one remedy.
 
 Without a run it checks the machine alone. With one it does what `potluck join` does before it trains, and predicts the
-machine's role in the next plan. `python -m peer.cli.doctor OPTIONS UNTIL` does the checks and is killed when the time is
-over. It prints a line of JSON for each step that it begins ({"step": ...}) and for each Finding.
+machine's role in the next plan. `python -m peer.cli.doctor OPTIONS UNTIL` does the checks and is killed when the time
+is over. It prints a line of JSON for each step that it begins ({"step": ...}) and for each Finding.
 """
 
 from __future__ import annotations

@@ -327,7 +327,8 @@ def part_lines(known: Known, announced: Announcement) -> Iterator[str]:
     without, whole_run = (sum(r.rate for r in found) for found in (_without(known, others), replicas))
     more = f"; with it the run trains {whole_run / without - 1:.0%} more" if without else ""
     yield (
-        f"it would be {part}: {replica.rate:,.0f} tokens per second by its measured speed, {a_day:,.0f} million a day{more}"
+        f"it would be {part}: {replica.rate:,.0f} tokens per second by its measured speed,"
+        f" {a_day:,.0f} million a day{more}"
     )
     text = replica.rate * manifest.timing.training_seconds * corpus.id_bytes(manifest.model.vocab_size)
     yield f"{fetches}, and then about {size(text)} of text a round"

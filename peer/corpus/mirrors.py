@@ -1,7 +1,7 @@
 """Mirrors of a corpus: folders on web servers, and data set repositories of the Hugging Face hub.
 
-A mirror has the files of a corpus's folder (docs/guides/data.md) under its address, and is asked for parts of files (RFC
-9110, section 14). Bytes, seconds and redirects of its answers are bounded; only https is spoken.
+A mirror has the files of a corpus's folder (docs/guides/data.md) under its address, and is asked for parts of files
+(RFC 9110, section 14). Bytes, seconds and redirects of its answers are bounded; only https is spoken.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def best_first(addresses: Iterable[str]) -> list[str]:
 
 
 def on_interfaces(listed: Iterable[str], hosts: Iterable[str]) -> list[str]:
-    """Our addresses at an interface's `hosts`, if we listen on all of them: the daemon lists new ones only 5 s later."""
+    """Our addresses at an interface's `hosts`, if we listen on all of them: the daemon lists new ones 5 s later."""
     inner = [a for a in listed if not is_circuit(a) and is_loopback(host_of(a))]
     ports = {":" in host_of(a): (port_of(a), parse(a).peer) for a in inner}
     return [

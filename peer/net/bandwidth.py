@@ -4,8 +4,8 @@
     <- so many bytes
 
 Each way is measured on its own, over as many streams as a chain's pipe has, and at the receiver. TCP doubles its window
-once in a round trip until the link is full, so only the later half of the bytes counts. It is cut into SLICES of equally
-many bytes, and the rate is the median of theirs, at most the mean of the later half, or of one of its halves.
+once in a round trip until the link is full, so only the later half of the bytes counts. It is cut into SLICES of
+equally many bytes, and the rate is the median of theirs, at most the mean of the later half, or of one of its halves.
 
 The node serves one probe of a peer at a time, and MAX_PROBES in all. A node without room ends the stream without an
 answer.

@@ -257,7 +257,8 @@ async def cancel(*tasks: asyncio.Future[Any] | None) -> None:
 
 
 async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:
-    """The results of all of `works`, in their order; where one fails, the others are cancelled. Raises what it raised."""
+    """The results of all of `works`, in their order; where one fails, the others are cancelled. Raises what it
+    raised."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
@@ -266,7 +267,8 @@ async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def until(over: Awaitable[object], work: Awaitable[T], timeout: float | None = None) -> asyncio.Future[T] | None:
-    """Does `work`, and cancels it when `over` or the time ends first. Returns it, ended, or None if it was cancelled."""
+    """Does `work`, and cancels it when `over` or the time ends first. Returns it, ended, or None if it was
+    cancelled."""
     task, other = asyncio.ensure_future(work), asyncio.ensure_future(over)
     try:
         await asyncio.wait({task, other}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -191,7 +191,7 @@ class Disk:
         ]
 
     def memory(self, size: int) -> Path | None:
-        """Returns this user's folder in a file system in memory with room for `size` bytes, None where there is none."""
+        """Returns this user's folder in a file system in memory with room for `size` bytes, or None."""
         folder = self._memory / f"potluck-{os.getuid()}"
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, exist_ok=True)

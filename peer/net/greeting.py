@@ -28,7 +28,10 @@ _REASONS = {
 
 
 async def why_silent(addresses: Iterable[str], seconds: float) -> str:
-    """Returns why no libp2p host greets us at these direct addresses; empty if one does, or only the daemon can tell."""
+    """Returns why no libp2p host greets us at these direct addresses.
+
+    Empty if one does, or where only the daemon can tell.
+    """
     tasks = [asyncio.create_task(_why(address, seconds)) for address in addresses]
     reason = SILENT
     try:

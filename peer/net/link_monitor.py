@@ -3,10 +3,10 @@
 The upload limit is nine tenths of the measured uplink, unless the user set either. Traffic behind the same router does
 not count. Stored rates count for STORED_DAYS, and only while the machine's interfaces have the same addresses.
 
-Transfers revise a rate. A link that carried more than we thought for FAST_SECONDS can carry more. Where sends to several
-peers wait for SLOW_SECONDS, the uplink is slower. Where our own limit held everything back for HELD_SECONDS and no peer
-was slow to read, a higher limit is tried. After a revision down the uplink is left alone for an hour. The downlink never
-goes down: a receiver cannot tell whose link is slow.
+Transfers revise a rate. A link that carried more than we thought for FAST_SECONDS can carry more. Where sends to
+several peers wait for SLOW_SECONDS, the uplink is slower. Where our own limit held everything back for HELD_SECONDS and
+no peer was slow to read, a higher limit is tried. After a revision down the uplink is left alone for an hour. The
+downlink never goes down: a receiver cannot tell whose link is slow.
 """
 
 from __future__ import annotations

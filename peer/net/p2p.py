@@ -1,7 +1,7 @@
 """The transport over libp2p: hivemind's daemon (peer/net/daemon.py) and DHT (peer/net/dht.py) in our own event loop.
 
-Only these three modules import hivemind. We join without `initial_peers` and connect afterwards, as its start fails when
-they are all down.
+Only these three modules import hivemind. We join without `initial_peers` and connect afterwards, as its start fails
+when they are all down.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Two others try, a third one if they disagree. The result:
     private    nobody reaches us
     (empty)    nobody could tell
 
-A peer that sees us at a local address cannot tell how the internet sees us, unless all of the run is in that network.
-A request names ports only, which are tried at the address that its connection comes from. Only a libp2p greeting counts,
+A peer that sees us at a local address cannot tell how the internet sees us, unless all of the run is in that network. A
+request names ports only, which are tried at the address that its connection comes from. Only a libp2p greeting counts,
 and every failure takes the same time. Requests are limited in rate.
 """
 

@@ -1,8 +1,9 @@
 """Streams of frames over a pair of byte streams (a socket or memory), and what every transport does with them.
 
-*Striped streams.* Several streams to one peer carry frames as one. A stream's window bounds the bytes under way; sixteen streams have sixteen windows (docs/adr/0011). A frame is cut into
-slices of SLICE bytes or more, one for each stripe in turn, and the next frame begins where it ended. The first slice
-begins with the frame's length, 4 bytes, big-endian.
+*Striped streams.* Several streams to one peer carry frames as one. A stream's window bounds the bytes under way;
+sixteen streams have sixteen windows (docs/adr/0011). A frame is cut into slices of SLICE bytes or more, one for each
+stripe in turn, and the next frame begins where it ended. The first slice begins with the frame's length, 4 bytes,
+big-endian.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 
 They run beside the rounds on a thread of low priority, on a copy of θ in fp32; a late result goes into a later commit.
 The held-out loss is the mean over the same first sequences of the held-out part, in nats per token and in bits per byte
-by the mean bytes per token of the held-out part. With it goes a sample, the model's likeliest continuation of that text.
+by the mean bytes per token of the held-out part. With it goes a sample, the model's likeliest continuation of that
+text.
 
 θ after a round holds all of the round's updates u. A score takes a little more of one out again, on assigned and on
 other text:

@@ -1,4 +1,4 @@
-"""Pauses of a peer: outside of its hours (wall clock), and while other programs use the processors or the busiest GPU."""
+"""Pauses of a peer: outside its hours (wall clock), and while other programs use the processors or the busiest GPU."""
 
 from __future__ import annotations
 

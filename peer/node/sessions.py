@@ -2,8 +2,8 @@
 
 A session is one stream to a node: Hello, then messages both ways, with a Heartbeat at least every `heartbeat` seconds.
 When it breaks or falls silent it is opened again with growing pauses, and the member machine repeats what matters.
-There is one with every operator's node of the newest commit (protocol/ledger/board.py); until the log is here, also with
-those that the first nodes name.
+There is one with every operator's node of the newest commit (protocol/ledger/board.py); until the log is here, also
+with those that the first nodes name.
 
 A node refuses a peer that is banned, or not admitted to a closed run (NotAdmitted). One node may lie, so the peer ends
 only when as many of the deciding nodes as a commit needs votes refuse it, and the log, which the peer checks itself

@@ -1,7 +1,7 @@
 """Moves error feedback to the peers that train its shards now, from both sides (docs/adr/0019-feedback-moves.md).
 
-Each side changes its feedback's file once for a hand-over: the giver notes up to which serial number payloads are out of
-the feedback, the heir the newest serial number that was added, for every giver and shard. All else may be repeated.
+Each side changes its feedback's file once for a hand-over: the giver notes up to which serial number payloads are out
+of the feedback, the heir the newest serial number that was added, for every giver and shard. All else may be repeated.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ For every shard (algorithm 1 of SparseLoCo; Eq. 2 of Heterogeneous Low-Bandwidth
     θ   -= η Σ_m w_m sent_m              in the order of the commit             apply
 
 All arithmetic is fp32 in numpy, one operation at a time and in a stated order, so θ is bit for bit the same everywhere.
-Nothing is lost: for every replica, Σ_r β^(R-r) committed_r + e_R = Σ_r β^(R-r) δ_r, up to fp32 rounding. `without_delta`
-keeps this after a crash between an offer and the saving of e.
+Nothing is lost: for every replica, Σ_r β^(R-r) committed_r + e_R = Σ_r β^(R-r) δ_r, up to fp32 rounding.
+`without_delta` keeps this after a crash between an offer and the saving of e.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     θ(round) of a shard  =  θ(r) for some r < round  +  the committed payloads of the rounds r+1 … round
 
 θ(r) is taken from where it costs the fewest bytes of network: our own checkpoints, those of others, or the seed (r =
-0). A checkpoint's state counts only with the digest of the majority in commit r+1. `WarmUp` builds the missing shards of
-a later role beside training, and applies each commit to them too, until they are taken over.
+0). A checkpoint's state counts only with the digest of the majority in commit r+1. `WarmUp` builds the missing shards
+of a later role beside training, and applies each commit to them too, until they are taken over.
 """
 
 from __future__ import annotations

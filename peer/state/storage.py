@@ -12,9 +12,9 @@
     DIR/checkpoint-<round>/           <shard>.safetensors, optimizer.safetensors, meta.json: digest of each shard
 
 Everything appears by rename after fsync, and the next start removes unfinished files. Tensors are named by position (a
-shard's parameters), `shard/position` (feedback) or as the trainer names them. A checkpoint's shards are served as blobs.
-Most rounds copy the feedback to memory; every `retention.SAVED_ROUNDS` rounds, and at the end, it is written to disk
-(docs/adr/0064-feedback-is-seldom-written.md).
+shard's parameters), `shard/position` (feedback) or as the trainer names them. A checkpoint's shards are served as
+blobs. Most rounds copy the feedback to memory; every `retention.SAVED_ROUNDS` rounds, and at the end, it is written to
+disk (docs/adr/0064-feedback-is-seldom-written.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A helper process: trains on a further device of a peer's machine, as the peer's process orders, and ends with it.
 
-`python -m peer.training.helper FD` is started by peer/training/several_devices.py, with its end of a pair of sockets. It holds
-the parameters and the optimizer's state of a full replica and takes the same steps.
+`python -m peer.training.helper FD` is started by peer/training/several_devices.py, with its end of a pair of sockets.
+It holds the parameters and the optimizer's state of a full replica and takes the same steps.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ class Measured:
 
     @contextlib.contextmanager
     def moved(self, update: Iterable[tuple[str, Sequence[Sparse]]], step: float) -> Iterator[None]:
-        """Adds `step` times the update to the parameters, and restores exactly what they were. `update`: shards and their
-        tensors in canonical order; a shard may be there several times."""
+        """Adds `step` times the update to the parameters, and restores exactly what they were. `update`: shards and
+        their tensors in canonical order; a shard may be there several times."""
         held, kept = dict(self._stage.named_parameters()), list[tuple[Tensor, Tensor, Tensor]]()
         try:
             with torch.no_grad():

@@ -4,8 +4,8 @@ In pieces, the forward keeps nothing. The backward takes some rows at a time and
 the last to the first: the head with the loss, a block, the embedding. Gradients differ by the order of sums only. From
 the first shortage on, the round's micro-batches go in pieces.
 
-*No gradient is added twice.* A whole backward that breaks off has added the gradients of some parameters; their versions
-tell which. In pieces, a part's gradients are computed first and added together afterwards.
+*No gradient is added twice.* A whole backward that breaks off has added the gradients of some parameters; their
+versions tell which. In pieces, a part's gradients are computed first and added together afterwards.
 
 Shapes: B rows, L positions, D model width, W residual width: values of a token between stages.
 """

@@ -6,8 +6,8 @@ subset of the whole model's.
 *The residual stream* x [B, L, D] is a token's W values, from the embedding or the stage before, and behind them the
 D - W values of its row of `anchor`, which every stage has and trains. Blocks add to the first W only.
 
-*Documents.* Where the model has a `document_end_id`, a token sees those of its own document only. Positions go on across
-documents: RoPE turns a query and a key by their distance.
+*Documents.* Where the model has a `document_end_id`, a token sees those of its own document only. Positions go on
+across documents: RoPE turns a query and a key by their distance.
 
 *The loss* is computed in slices of tokens: of the logits [T, V] only a slice exists at a time. A slice's gradient is
 made right after its logits.
@@ -187,8 +187,8 @@ class Attention(nn.Module):
     def forward(
         self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: Tensor | None = None, join: Join | None = None
     ) -> Tensor:
-        """The residual [B, L, W] for x [B, L, D]. `mask` [B, 1, L, L] is added to the scores; None: a query sees all before
-        it."""
+        """The residual [B, L, W] for x [B, L, D]. `mask` [B, 1, L, L] is added to the scores; None: a query sees all
+        before it."""
         q_BLNH, k_BLKH, v_BLKH = (
             projection(x_BLD).unflatten(-1, (-1, self.width)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -402,7 +402,8 @@ class Stage(nn.Module):
         return [p.grad for p in self.parameters() if p.grad is not None]
 
     def moved(self, shard: str, theta: Theta) -> list[Moved]:
-        """For each tensor in canonical order `theta`, as loaded, and this stage's values, which the next step changes."""
+        """For each tensor in canonical order `theta`, as loaded, and this stage's values, which the next step
+        changes."""
         held = {name: parameter.detach() for name, parameter in self.named_parameters()}
         return [
             (array, held[name]) for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=True)

@@ -1,9 +1,9 @@
 """The inner loop's arithmetic for one stage. A full replica is a stage that holds everything: one code path.
 
-AdamW with weight decay on all parameters, or Muon for the matrices inside blocks (peer/training/optimizer.py); gradients
-clipped by the whole replica's norm, linear warm-up, cosine to a tenth of the peak. Each micro-batch's gradient counts 1
-/ micro_batches, and they are added in micro-batch order. bf16 autocast on CUDA only; parameters, loss and sums stay
-fp32.
+AdamW with weight decay on all parameters, or Muon for the matrices inside blocks (peer/training/optimizer.py);
+gradients clipped by the whole replica's norm, linear warm-up, cosine to a tenth of the peak. Each micro-batch's
+gradient counts 1 / micro_batches, and they are added in micro-batch order. bf16 autocast on CUDA only; parameters, loss
+and sums stay fp32.
 
 Not thread-safe: every call belongs on one worker thread (`make_worker`).
 
@@ -211,8 +211,8 @@ class StageTrainer:
             self._norms = launch_norms(self._gradients())
 
     def grad_sumsq(self) -> list[tuple[str, float]]:
-        """Sum of the squared gradients of each held shard, canonical order; that of `anchor` is part of the first one's,
-        for each stage has its own. Raises LocalError if not finite."""
+        """Sum of the squared gradients of each held shard, canonical order; that of `anchor` is part of the first
+        one's, for each stage has its own. Raises LocalError if not finite."""
         norms = self._norms or launch_norms(self._gradients())
         return sum_squares([(self.own[0] if s == "anchor" else s, norm) for s, norm in norms], self.own)
 

@@ -2,8 +2,8 @@
 
 Bits are the raw output of Philox4x64-10 (Salmon et al., SC'11) under a key of 128 bits: the first 16 bytes, read as a
 little-endian number, of sha256(length of seed as u32 little-endian, seed, name). Near-normal numbers are Irwin-Hall:
-the sum of the four 16-bit lanes of a 64-bit word, less its mean, times one fp32 factor. Any part of a stream can be made
-by itself.
+the sum of the four 16-bit lanes of a 64-bit word, less its mean, times one fp32 factor. Any part of a stream can be
+made by itself.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ after:
 
 The members are trusted to stay for those 10 rounds. Waiting for links is left out.
 
-*Speed.* Floating-point operations a token, a multiplication and an addition counted as two; d width, c width of the keys, F
-feed-forward width, V vocabulary, L tokens of a sequence:
+*Speed.* Floating-point operations a token, a multiplication and an addition counted as two; d width, c width of the
+keys, F feed-forward width, V vocabulary, L tokens of a sequence:
 
     block   6 (2 d^2 + 2 d c + 3 d F) + 12 L d     72 d^2 + 12 L d where c = d and F = 8 d / 3
     head    6 V d

@@ -5,8 +5,9 @@ Replicas of the previous plan that can go on are kept, and blocks move between t
 
 *Changes.* A new replica whose members lack shards is *forming*: they fetch them while the old replicas train. A
 *change* is the set of old and new replicas that common members link. When all members of its new replicas have attested
-their shards, one plan replaces the old by the new. A change is given up when a new member has left or lacks memory, when
-it would bring fewer tokens per second, or after FORMING_ROUNDS; members that kept it from beginning rest for one plan.
+their shards, one plan replaces the old by the new. A change is given up when a new member has left or lacks memory,
+when it would bring fewer tokens per second, or after FORMING_ROUNDS; members that kept it from beginning rest for one
+plan.
 """
 
 from __future__ import annotations

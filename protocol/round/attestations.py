@@ -1,9 +1,9 @@
 """State attestations: every peer that holds shards sends their digests after each round, and they are compared. Pure.
 
 All holders of a shard must have the same bits. The majority is by the weight of *witnesses*: peers that contributed to
-the last WITNESS_ROUNDS commits, by the tokens of their replicas, none with more than one part in WITNESS_MOST of all; at
-first the members of the plan. A node's own *auditor* (peer/node/audit.py) outweighs all others. A peer with other bits
-than the majority has *diverged*, and its work of the next round does not count.
+the last WITNESS_ROUNDS commits, by the tokens of their replicas, none with more than one part in WITNESS_MOST of all;
+at first the members of the plan. A node's own *auditor* (peer/node/audit.py) outweighs all others. A peer with other
+bits than the majority has *diverged*, and its work of the next round does not count.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """An update. decode: shard -> the payloads of its trainers, as tensors or what was found in them; norms: the claimed
-    L2 norms by shard."""
+    """An update. decode: shard -> the payloads of its trainers, as tensors or what was found in them; norms: the
+    claimed L2 norms by shard."""
 
     decode: Callable[[str], Sequence[Sequence[Sparse] | Examined]]
     norms: Mapping[str, float] = field(default_factory=dict)

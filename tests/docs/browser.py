@@ -1,4 +1,4 @@
-"""A headless Chromium that takes pictures, spoken to over its debugging pipe: only the pictures of the documents need it."""
+"""A headless Chromium that takes the pictures of the documents, driven over its debugging pipe."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Browser:
         self._folder = tempfile.TemporaryDirectory(prefix="potluck-pictures-", ignore_cleanup_errors=True)
         to_browser, self._out = os.pipe()
         self._in, from_browser = os.pipe()
-        command = [self._path, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe",
-                   f"--user-data-dir={self._folder.name}"]  # fmt: skip
+        command = [self._path, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+                   "--remote-debugging-pipe", f"--user-data-dir={self._folder.name}"]  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-c", PIPES, str(to_browser), str(from_browser), *command],
             pass_fds=(to_browser, from_browser),
@@ -76,8 +76,8 @@ class Browser:
     def picture(
         self, url: str, to: Path, width: int, height: int, *, dark: bool, ready: str = "true", whole: bool = False
     ) -> None:
-        """Takes `url` in a window of `width` x `height` pixels, once the JavaScript `ready` is true; `whole`: with what is below the window.
-        What is wider than the window is a fault, as is what the page logs as an error."""
+        """Takes `url` in a window of `width` x `height` pixels, once the JavaScript `ready` is true; `whole`: with what
+        is below the window. What is wider than the window is a fault, as is what the page logs as an error."""
         page = self.open(url, width, height, dark=dark, ready=ready)
         if page.wide is None or page.wide > width:
             self.faults.append(f"{to.name}: {page.wide or 'not ready'} pixels wide, the window has {width}")

@@ -26,13 +26,13 @@ PARTS: tuple[tuple[str, str, type[PotluckError]], ...] = (
     ("This machine's fault", "A full disk, a program that ended, a bug. Commands end with exit code 1.", LocalError),
     (
         "Another peer is to blame",
-        "Most of these end what the peer was asked for, and another one is asked. Where nobody else is there, a command\n"
-        "ends with exit code 1.",
+        "Most of these end the request, and another peer is asked. Where there is no other peer, a command ends with\n"
+        "exit code 1.",
         RemoteError,
     ),
     (
-        "What somebody sent cannot be read",
-        "These end the stream that it came on, or refuse the update, the commit or the record, and nothing else.",
+        "Received data cannot be read",
+        "These end the stream that the data came on, or refuse the update, the commit or the record, and nothing else.",
         PotluckError,
     ),
 )

@@ -1,12 +1,14 @@
-"""The pictures of the documents, and of every screen: from a real run that a real monitor watches, and from a recorded one of 500 peers.
+"""The pictures of the documents, and of every screen: from a real run that a real monitor watches, and from a recorded
+one of 500 peers.
 
-    python -m tests.docs.pictures docs/images --all pictures         (`make pictures`; about four minutes; needs Chromium)
+    python -m tests.docs.pictures docs/images --all pictures    # `make pictures`; four minutes; needs Chromium
 
-It runs the demo, watches it as `potluck monitor` does, and draws what that knew when most of the rounds were over. Into the first folder go the pictures that
-documents show; with `--all` each view at each size, light and dark, as a picture and as text, and the web page on a phone and on a desk;
-also of a monitor that has heard nothing yet, and of a run that is over. The recording (tests/docs/recording.py) stays there: potluck monitor
-pictures/many.toml --replay pictures/many.jsonl.
-What a page logs as an error, and what is wider than its window, is printed, and the exit code is 1 then.
+It runs the demo, watches it as `potluck monitor` does, and draws what that knew when most of the rounds were over. Into
+the first folder go the pictures that documents show; with `--all` each view at each size, light and dark, as a picture
+and as text, and the web page on a phone and on a desk; also of a monitor that has heard nothing yet, and of a run that
+is over. The recording (tests/docs/recording.py) stays there: potluck monitor pictures/many.toml --replay
+pictures/many.jsonl. What a page logs as an error, and what is wider than its window, is printed, and the exit code is 1
+then.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from tests.support import tiny
 from tests.support.watched import MadeUp
 
 MOMENT = 0.715
-"""The share of the run after which pictures are taken: there is something to see then, and one of the demo's thirty rounds is half over."""
+"""The share of the run after which pictures are taken: half of one of the demo's thirty rounds is over."""
 LAST = 60
 """Round of what is made up."""
 SIZES = ((80, 24), (120, 40), (200, 60))
@@ -54,14 +56,16 @@ FONT = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace'
 LIGHT = TerminalTheme(
     (255, 255, 255),
     (36, 36, 36),
-    [(36, 36, 36), (190, 30, 30), (20, 110, 40), (140, 95, 0), (20, 70, 180), (130, 40, 140), (0, 110, 120), (90, 90, 90)],
-    [(110, 110, 110), (210, 40, 40), (30, 130, 50), (160, 110, 0), (40, 90, 200), (150, 60, 160), (0, 125, 135), (20, 20, 20)],
+    [(36, 36, 36), (190, 30, 30), (20, 110, 40), (140, 95, 0),
+     (20, 70, 180), (130, 40, 140), (0, 110, 120), (90, 90, 90)],
+    [(110, 110, 110), (210, 40, 40), (30, 130, 50), (160, 110, 0),
+     (40, 90, 200), (150, 60, 160), (0, 125, 135), (20, 20, 20)],
 )  # fmt: skip
 """A terminal with dark letters on white."""
 
 
 def svg(drawn: RenderableType, width: int, height: int, title: str, *, dark: bool = True) -> str:
-    """What a terminal of so many characters shows, as an SVG that needs no font and no file from elsewhere."""
+    """What a terminal of this size shows, as an SVG that needs no font and no file from elsewhere."""
     console = _console(width, height)
     console.print(drawn)
     theme = DIMMED_MONOKAI if dark else LIGHT
@@ -71,7 +75,8 @@ def svg(drawn: RenderableType, width: int, height: int, title: str, *, dark: boo
 
 
 def _console(width: int, height: int) -> Console:
-    return Console(record=True, file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="truecolor")  # fmt: skip
+    file = io.StringIO()
+    return Console(record=True, file=file, width=width, height=height, force_terminal=True, color_system="truecolor")
 
 
 LAST_NEWS = 10.0
@@ -79,7 +84,7 @@ LAST_NEWS = 10.0
 
 
 def view_of(watched: RunView, view: str, width: int, height: int) -> RenderableType:
-    """One view of a monitor as a terminal of so many characters shows it."""
+    """One view of a monitor as a terminal of this size shows it."""
     first = watched.credits.table()
     return draw(watched, Browsing(view=view), width, height, me=first[0].peer if first else None)
 
@@ -148,7 +153,7 @@ async def replayed(path: Path, file: Path) -> MonitorScreen:
 
 
 def made_up(peers: int) -> MonitorScreen:
-    """What a monitor knows of a run of so many peers after its 60th round."""
+    """What a monitor knows of a run of `peers` peers after its 60th round."""
     made = MadeUp(peers)
     screen = MonitorScreen(made.manifest, Console(file=io.StringIO()))
     for event in made.all(LAST):
@@ -192,7 +197,6 @@ def everything(screen: MonitorScreen, name: str, folder: Path, browser: Browser,
                 picture = shade.with_suffix(".svg")
                 picture.write_text(svg(drawn, width, height, "potluck monitor", dark=dark), encoding="utf-8")
                 size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', picture.read_text(encoding="utf-8"))
-                assert size is not None
                 pixels = (int(float(size[1])) + 1, int(float(size[2])) + 1)
                 browser.picture(picture.resolve().as_uri(), shade.with_suffix(".png"), *pixels, dark=dark)
                 picture.unlink()

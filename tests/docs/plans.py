@@ -1,4 +1,4 @@
-"""What docs/guides/plan.md shows of `potluck plan`, made by the commands that it shows: `python -m tests.docs.plans` writes it."""
+"""The plans that docs/guides/plan.md shows, made by its commands: `python -m tests.docs.plans` writes them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""A recording of a run of 500 peers, as a monitor hears it of a real node: for pictures, since no machine here runs so many.
+"""A recording of a run of 500 peers, as a monitor hears it of a real node: for pictures, since no machine here runs so
+many.
 
     python -m tests.docs.recording pictures                                       # about a minute
     potluck monitor pictures/many.toml --replay pictures/many.jsonl
 
-Over its network daemon a node serves a log that holds before every check, and announcements that 500 peers have signed (tests/support/crowd.py). A
-monitor asks for both, checks them, and what it tells is written down. Nobody trains: plans, losses and bytes follow formulas
-(tests/support/watched.py), who comes and goes follows a seed, and rounds are decided as fast as the monitor reads them. Each is told with its minute.
+Over its network daemon a node serves a log that holds before every check, and announcements that 500 peers have signed
+(tests/support/crowd.py). A monitor asks for both, checks them, and what it tells is written down. Nobody trains: plans,
+losses and bytes follow formulas (tests/support/watched.py), who comes and goes follows a seed, and rounds are decided
+as fast as the monitor reads them. Each is told with its minute.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ from tests.support import crowd, tiny
 from tests.support.watched import BEGAN, ROUND_SECONDS
 
 PEERS, ROUNDS, SEED = 500, 60, 1
-"""Who is there, rounds that are decided, and what the coming and going follows from."""
+"""Peers, decided rounds, and the seed of coming and going."""
 LAST_STEP = 4
 LOOKED, COUNTED = 2, 15
-"""Every so many rounds the monitor looks at announcements: in one of the steps; and when the round is over, which tells what was sent."""
+"""The rounds between two looks of the monitor at announcements: one within a step, one after the round."""
 AWAY = 0.02
 """The part of all peers that is away at a time."""
 MODEL = ModelSpec(vocab_size=4096, d_model=256, n_layers=tiny.LAYERS, n_heads=4, d_ff=688, context=256)
@@ -47,7 +49,7 @@ NAMES = ("Ada", "", "lab-gpu-03", "", "old laptop", "Grace", "", "attic_2")
 
 @dataclasses.dataclass(frozen=True)
 class Measured(crowd.Signing):
-    """A run of a model of a usual size, whose full replicas measure the loss on held-out text, and some of whose peers have names."""
+    """A run of a usual model; full replicas measure the loss on held-out text, and some peers have names."""
 
     @functools.cached_property
     def manifest(self) -> Manifest:
@@ -86,7 +88,7 @@ class Measured(crowd.Signing):
 
 
 async def record(folder: Path, peers: int = PEERS, rounds: int = ROUNDS) -> tuple[Path, Path]:
-    """Writes the manifest and the recording into `folder`, and gives their paths. In the open round three steps are done."""
+    """Writes the manifest and the recording, three steps into the open round, and returns their paths."""
     made, dice = Measured(peers), random.Random(SEED)
     manifest, recording = folder / "many.toml", folder / "many.jsonl"
     manifest.write_text(manifests.to_toml(made.manifest), encoding="utf-8")

@@ -26,18 +26,17 @@ HEAD = """# State machines
 
 <!-- made by `python -m tests.docs.state_machines` from the tables of the code; do not edit -->
 
-What Potluck decides in a run, it decides in small machines without input and output, clock or chance
-(`protocol/round`, `protocol/quorum`).
-An event and the time go in, a list of effects comes out, and a loop beside the machine carries them out:
-`peer/node/rounds.py` for a volunteer, `bootstrap/node.py` for a bootstrap node. Each machine has a phase and a table. A row
-says which event leads from which phase to which, and with which effects. The tables are data, and the machines check every
-step against them (`protocol/quorum/table.py`): code that would take another step raises an error. The tests show that each
-row is taken (`tests/unit/protocol/round/test_state_machines.py`).
+Small state machines without input and output, clock or randomness make the decisions of a run (`protocol/round`,
+`protocol/quorum`). An event and the time go in, and a list of effects comes out. An event loop carries the effects out:
+`peer/node/rounds.py` for a volunteer, `bootstrap/node.py` for a bootstrap node. Each machine has a phase and a table. A
+row says which event leads from which phase to which, and with which effects. The tables are data, and the machines
+check every step against them (`protocol/quorum/table.py`): a step that is not in the table raises an error. The tests
+show that each row is taken (`tests/unit/protocol/round/test_state_machines.py`).
 
-How to read a table: *Send(X)* is the effect that sends message X. Where the event is empty, the row is taken as soon as the
-condition holds. A row with *any* phase holds in every phase and leaves it as it is; the pictures leave such rows out. An
-event that no row speaks of changes at most what the machine knows. What may be lost on its way to others is sent again
-every few seconds; the tables do not repeat it.
+How to read a table: *Send(X)* is the effect that sends message X. Where the event is empty, the row is taken as soon as
+the condition holds. A row with *any* phase holds in every phase and leaves it as it is; the pictures leave such rows
+out. An event without a row changes at most what the machine knows. Messages that may be lost are sent again every few
+seconds; the tables do not repeat it.
 """
 
 

@@ -1,4 +1,4 @@
-"""The bounds that the guide states of a manifest's fields, and of the options of `potluck init`, are those that the code has."""
+"""The guide states the bounds of the manifest's fields and of the options of `potluck init` as the code has them."""
 
 from __future__ import annotations
 

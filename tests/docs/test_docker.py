@@ -1,5 +1,5 @@
-"""What the Dockerfiles, docker/compose.yaml and docs/guides/docker.md say agrees with each other and with the program. No engine is needed. The health
-checks are run beside a real node and a real peer in tests/e2e/test_service.py."""
+"""What the Dockerfiles, docker/compose.yaml and docs/guides/docker.md say agrees with each other and with the program.
+No engine is needed. The health checks are run against a real node and a real peer in tests/e2e/test_service.py."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_both_images_have_the_same_layers() -> None:
 
 
 def test_engines_are_sent_what_is_copied_and_no_more() -> None:
-    """A run's folder beside the checkout has keys."""
+    """A run's folder next to the checkout has keys."""
     lines = [line for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
     assert lines[0] == "*"
     kept = {line[1:] for line in lines if line.startswith("!")}

@@ -1,4 +1,4 @@
-"""The commands that the documents show, as somebody types them: which there are, and a shell in which they work on one machine."""
+"""The commands that the documents show, as a user types them, and a shell in which they work on one machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEADLINE = 300.0
 
 
 def shown(document: Path) -> Iterator[str]:
-    """The commands of ours that a document shows with what they are to be given, in its order; not those that it only names."""
+    """The commands of ours that a document shows with arguments, in its order; not those that it only names."""
     text = document.read_text(encoding="utf-8")
     found: list[tuple[int, str]] = []
     for block in FENCE.finditer(text):
@@ -57,7 +57,7 @@ class Ended:
 
 
 class Terminal:
-    """A window in which one command runs. `text`: what is typed into it; `keys`: where it is typed that ends it, None where it has no terminal."""
+    """A window in which one command runs. `text`: its input; `keys`: its terminal, None where it has none."""
 
     def __init__(self, process: subprocess.Popen[str], text: str | None, keys: int | None = None) -> None:
         self._process = process
@@ -70,7 +70,6 @@ class Terminal:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
         if text is not None:
-            assert process.stdin is not None
             process.stdin.write(text)
             process.stdin.close()
 
@@ -124,7 +123,7 @@ class Terminal:
 
 @dataclass(frozen=True)
 class Shell:
-    """Of somebody whose `potluck` is this checkout's, with programs of his own before the system's. `home`: where he is at home."""
+    """Of a user whose `potluck` is this checkout's, before the system's programs. `home`: the user's home folder."""
 
     home: Path
     programs: Path
@@ -173,7 +172,7 @@ class Shell:
         )[:-1]
 
     def type(self, command: str, at: Path, sign: str | None = None, text: str | None = None) -> Ended:
-        """Runs it in the folder `at`. `sign`: what it says, as a regular expression, before Ctrl-C ends it; `text`: what is typed into it."""
+        """Runs it in the folder `at`. `sign`: a regular expression of what it says before Ctrl-C; `text`: its input."""
         terminal = self.open(command, at, text)
         try:
             if sign is not None:

@@ -71,7 +71,7 @@ def read_result(out: Path) -> dict[str, Any]:
 
 
 class Background:
-    """A demo that runs while the test does things to its processes; they end with the `with` block. It has `deadline` seconds."""
+    """A demo that runs while the test disturbs its processes, for `deadline` seconds at most; a context manager."""
 
     def __init__(self, chosen: DemoOptions, of: Manifest | None = None, deadline: float = DEADLINE) -> None:
         self.out = chosen.out

@@ -1,4 +1,4 @@
-"""`potluck bootstrap --audit`: a process beside the node follows the log, comes back when it dies, and outlives nobody."""
+"""`potluck bootstrap --audit`: a second process follows the log, is restarted when it dies, ends with its node."""
 
 from __future__ import annotations
 

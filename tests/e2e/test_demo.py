@@ -47,7 +47,8 @@ REQUIRED = [
 
 
 def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(tmp_path: Path) -> None:
-    """P1 with a full replica and two chains, each of whose stages contributes its rows of tokens; and the oracle between transports."""
+    """P1 with a full replica and two chains, each of whose stages contributes its rows of tokens; and the oracle
+    between transports."""
     mixed = {"full": 1, "chains": 2, "residual_width": 8, "inner_steps": 2}
     near = swarms.run(swarms.options(tmp_path / "memory", **mixed))
     far = swarms.run(swarms.options(tmp_path / "hivemind", **mixed, in_memory=False))
@@ -90,7 +91,9 @@ def test_accelerators_give_the_bits_of_peers_without(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(swarm.run(chosen, main, manifest, factories), swarms.DEADLINE))
     found = swarms.read_result(chosen.out)
     shards = len(layout.shard_names(manifest.model))
-    assert len(worked) == 2 * shards + 1, "all of the replica's, all of the chain's, and the rows of tokens of both stages"
+    assert len(worked) == 2 * shards + 1, (
+        "all of the replica's, all of the chain's, and the rows of tokens of both stages"
+    )
     assert found["left_out"] == []
     assert found["same_bits"] is True
     for same in ("state_digest", "val_loss", "rounds"):
@@ -104,7 +107,8 @@ def last_step(out: Path, name: str) -> events.Chain:
 
 
 def measured(manifest: Manifest, first: events.Chain, last: events.Chain) -> None:
-    """The two members of a chain measured times that fit into the step, the bytes of the residual width, and what came to them."""
+    """The two members of a chain measured times that fit into the step, the bytes of the residual width, and what came
+    to them."""
     tokens, chain, width = manifest.train.step_tokens, manifest.chains, manifest.model.residual_width
     assert width == 8
     for step in (first, last):
@@ -113,7 +117,6 @@ def measured(manifest: Manifest, first: events.Chain, last: events.Chain) -> Non
     assert last.backward_bytes > tokens * formats.bytes_per_token(chain.backward, width)
     assert first.activations is last.gradients is None
     for means in (first.gradients, last.activations):
-        assert means is not None
         assert 0 < means.rms < means.largest
         assert means.refused == 0
 

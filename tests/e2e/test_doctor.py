@@ -48,8 +48,8 @@ def examined(
     place: Sequence[str] = (),
     within: float = LONG,
 ) -> tuple[Found, bool | None]:
-    """What a machine is told in a process of its own, and whether joining would work; None: nobody knows. `limit`: of open files; `place`: what
-    the command begins with, where it is to run elsewhere; `within`: the time that it has."""
+    """What a machine is told in a process of its own, and whether joining would work; None: unknown. `limit`: of
+    open files; `place`: what the command begins with, where it is to run elsewhere; `within`: the time that it has."""
 
     def limited() -> None:
         assert limit is not None
@@ -85,7 +85,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
     ) as made:
         made.start_node(NODE)
         made.start("a")
-        made.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 2, "two rounds")
+        made.committed(NODE, 2)
         yield made
 
 
@@ -94,9 +94,8 @@ def test_a_machine_that_can_join_is_told_what_it_would_do(swarm: Swarm, tmp_path
     options = ("--dir", tmp_path / "b", "--host", "127.0.0.1", "--memory", memory, "--threads", 1, "--device", "cpu")
     found, works = examined(swarm.addresses[0], *options)
     assert works, found
-    assert {"python", "torch", "open files", "disk", "port", "run", "version", "clock", "line", "speed", "role"} <= set(
-        found
-    )
+    expected = {"python", "torch", "open files", "disk", "port", "run", "version", "clock", "line", "speed", "role"}
+    assert expected <= set(found)
     assert "million a day" in found["role"].text
     assert "of text a round" in found["role"].text
     assert not list((tmp_path / "b").rglob("*probe*"))
@@ -123,15 +122,12 @@ def test_a_machine_with_two_devices_is_told_what_they_would_do_together(swarm: S
 
 def test_nothing_is_promised_of_a_speed_that_cannot_be_measured(swarm: Swarm, tmp_path: Path) -> None:
     """Every process that would measure it is killed as it starts, as one to which the system gives no memory."""
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        "import os, signal, sys\nif 'peer.training.speed_test' in sys.orig_argv: os.kill(os.getpid(), signal.SIGKILL)\n"
+    dies = (
+        "import os, signal, sys\nif 'peer.training.speed_test' in sys.orig_argv: os.kill(os.getpid(), signal.SIGKILL)"
     )
+    env = with_module(tmp_path / "site", "sitecustomize", dies)
     options = ("--dir", tmp_path / "b", "--host", "127.0.0.1", "--memory", tiny.full_memory(swarm.manifest))
-    found, works = examined(
-        swarm.addresses[0], *options, "--device", "cpu", env={"PYTHONPATH": f"{site}{os.pathsep}{os.getcwd()}"}
-    )
+    found, works = examined(swarm.addresses[0], *options, "--device", "cpu", env=env)
     assert works, found
     assert found["speed"].text.startswith("not known after")
     assert found["role"].text.startswith("it would be a full replica; how much it would train a day is not known")
@@ -151,22 +147,22 @@ def test_a_machine_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists(), "nothing is left"
 
 
-def test_a_broken_torch(tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(
-        'raise ImportError("libtorch_cpu.so: cannot open shared object file")'
-    )
-    found, works = examined("--dir", tmp_path / "b", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"})
-    assert not works
-    assert "libtorch_cpu.so" in found["torch"].text
+def with_module(folder: Path, name: str, text: str) -> dict[str, str]:
+    """The environment in which Python imports this module."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(text)
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{os.getcwd()}"}
 
 
-def test_a_torch_that_takes_its_process_with_it(tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("import os\nos.abort()")
-    found, works = examined("--dir", tmp_path / "b", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"})
+@pytest.mark.parametrize(
+    ("torch", "said"),
+    [('raise ImportError("libtorch_cpu.so: cannot open it")', "libtorch_cpu.so"), ("import os\nos.abort()", "")],
+)
+def test_a_broken_torch(tmp_path: Path, torch: str, said: str) -> None:
+    found, works = examined("--dir", tmp_path / "b", env=with_module(tmp_path, "torch", torch))
     assert not works
     assert found["torch"].state == BAD
+    assert said in found["torch"].text
 
 
 def test_few_open_files(tmp_path: Path) -> None:
@@ -207,14 +203,14 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_slow_disk(tmp_path: Path) -> None:
-    """The system lets these processes write so much a second to the disk on which their folder is, and no more; where it limits nobody, as a
-    user's processes in a container, whoever asks the C library to bring a file to the disk waits as long."""
+    """The system lets these processes write so much a second to the disk on which their folder is, and no more; where
+    it does not, as for a user's processes in a container, a call of the C library that brings a file to the disk waits
+    as long."""
     with bad_machine.slow_disk(tmp_path) as (place, env):
         found, works = examined("--dir", tmp_path / "b", place=place, env=env)
     assert works
     assert found["disk"].state == WARNING
     speed = re.search(r"(\d+(?:\.\d)?) MB/s are written", found["disk"].text)
-    assert speed is not None
     assert float(speed[1]) * 1e6 <= bad_machine.MOST * bad_machine.BYTES_A_SECOND
 
 
@@ -224,14 +220,8 @@ def test_no_memory(tmp_path: Path) -> None:
         pytest.skip("changing what the system says needs root")
     told = re.sub(r"(MemAvailable: +)\d+", r"\g<1>300000", Path("/proc/meminfo").read_text())
     (tmp_path / "meminfo").write_text(told)
-    place = (
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        'mount --bind "$0" /proc/meminfo && exec "$@"',
-        str(tmp_path / "meminfo"),
-    )
+    bind = 'mount --bind "$0" /proc/meminfo && exec "$@"'
+    place = ("unshare", "--mount", "sh", "-c", bind, str(tmp_path / "meminfo"))
     found, works = examined("--dir", tmp_path / "b", place=place)
     assert works
     assert found["memory"].state == WARNING
@@ -274,7 +264,7 @@ def short() -> Iterator[Path]:
 
 
 def test_sockets_of_killed_processes(run_file: Path, tmp_path: Path, short: Path) -> None:
-    """Of a bootstrap node and its network daemon; what a process has that lives, which is this one, is left alone, whatever the clock says."""
+    """Sockets of a node and its daemon; those of a process that lives, here this one, stay, whatever the clock says."""
     where = ("bootstrap", run_file, "--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--port", 0, "--json")
     here = {"TMPDIR": str(short)}
     with running(*where, env=here) as node:
@@ -304,7 +294,7 @@ def test_too_little_memory(swarm: Swarm, tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def silent(swarm: Swarm) -> Iterator[str]:
-    """The line of a node that is not there. Somebody else is, who says nothing."""
+    """The line of a node that is not there. A silent host is."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address, _, rest = swarm.addresses[0].partition("/tcp/")
         yield f"{address}/tcp/{server.getsockname()[1]}/{rest.partition('/')[2]}"
@@ -333,16 +323,14 @@ def test_a_node_that_hangs(run_file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("hangs", "within"), [("torch", 3), ("disk", 8)])
 def test_it_ends_in_time_whatever_hangs(swarm: Swarm, tmp_path: Path, hangs: str, within: int) -> None:
-    """Somebody at the address who says nothing, a folder whose lock is a pipe that nobody reads, so that whoever opens it hangs within the
-    system, and PyTorch, which is never imported. None of it ever ends."""
+    """A silent host at the address, a folder whose lock is a pipe without a reader, so that a process that opens
+    it hangs within the system, and PyTorch, which is never imported. None of it ever ends."""
     assert doctor.WITHIN_SECONDS + 2 * doctor.GRACE_SECONDS < MINUTE
     folder, env = tmp_path / "b", {}
     folder.mkdir()
     os.mkfifo(folder / "lock")
     if hangs == "torch":
-        (tmp_path / "torch").mkdir()
-        (tmp_path / "torch" / "__init__.py").write_text("import threading\nthreading.Event().wait()")
-        env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
+        env = with_module(tmp_path, "torch", "import threading\nthreading.Event().wait()")
     with silent(swarm) as line:
         found, works = examined(line, "--dir", folder, "--host", "127.0.0.1", env=env, within=within)
     assert works is None
@@ -366,7 +354,7 @@ def command_of(process: psutil.Process) -> list[str]:
 
 
 def test_a_router_that_lets_nobody_in(tmp_path: Path) -> None:
-    """Beside a machine to which others can connect, in the same run."""
+    """Compared with a machine to which others can connect, in the same run."""
     manifest = make_manifest(start_peers=1)
     memory = ("--memory", tiny.full_memory(manifest), "--threads", 1, "--device", "cpu")
     with (
@@ -387,8 +375,9 @@ def test_a_router_that_lets_nobody_in(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("off", [3600, -3600, 40])
 def test_a_wrong_clock(swarm: Swarm, tmp_path: Path, short: Path, off: int) -> None:
-    """Whatever asks the C library in these processes, Python or not, is told a time of day that is off. Only the network daemon asks the
-    kernel itself, and that one does nothing by the time of day. The folder of sockets is their own: others' would look as old as that."""
+    """Whatever asks the C library in these processes, Python or not, is told a time of day that is off. Only the
+    network daemon asks the kernel itself, and that one does nothing by the time of day. The folder of sockets is their
+    own: others' would look as old as that."""
     env = {**bad_machine.wrong_clock(tmp_path, off), "TMPDIR": str(short)}
     found, works = examined(swarm.addresses[0], "--dir", tmp_path / "b", "--host", "127.0.0.1", env=env)
     assert not works
@@ -401,9 +390,8 @@ def test_another_version(tmp_path: Path, version: int, named: str) -> None:
     """That the run's node says it has."""
 
     def spoil(node: crowd.Node) -> None:
-        said = Announcement(
-            run=node.made.manifest.run_id, peer=tiny.OPERATOR.peer_id, device=NODE_DEVICE, version=version, serial=int(1000 * time.time())
-        )  # fmt: skip
+        run, peer, serial = node.made.manifest.run_id, tiny.OPERATOR.peer_id, int(1000 * time.time())
+        said = Announcement(run=run, peer=peer, device=NODE_DEVICE, version=version, serial=serial)
         node.heard.add(tiny.OPERATOR.peer_id, encoding.seal(tiny.OPERATOR, said))
 
     with crowd.living(tmp_path / "node", spoil) as line:
@@ -426,9 +414,8 @@ def test_one_operator_of_three_does_not_decide_what_the_time_is() -> None:
 
 
 def test_help_needs_no_torch(tmp_path: Path) -> None:
-    """Who has a broken one can read what to do."""
-    (tmp_path / "torch.py").write_text("raise ImportError")
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
+    """A user with a broken one can read what to do."""
+    env = {**os.environ, **with_module(tmp_path, "torch", "raise ImportError")}
     done = subprocess.run([sys.executable, "-m", "peer.cli", "--help"], env=env, capture_output=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
 

@@ -29,7 +29,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Swarm:
     ) as made:
         made.start_node(NODE)
         made.start("a")
-        made.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 2, "two rounds")
+        made.committed(NODE, 2)
         yield made  # type: ignore[misc]
 
 

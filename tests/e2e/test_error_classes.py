@@ -1,6 +1,7 @@
 """The classes of errors that end commands end one here, as typed: by its exit code, with one line that has a remedy.
 
-Which classes there are is not written down: a new one that is neither provoked here nor named as one that stays inside fails a test.
+Which classes there are is not written down: a new one that is neither provoked here nor named as one that stays inside
+fails a test.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ NOWHERE = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
 INSIDE = {
     "Absent", "Busy", "Corrupt", "MirrorBusy", "NotTaken",  # another peer is asked, or it is tried again
     "Unreachable", "MessageError", "NeighbourLost", "Refused", "RelayFault",  # likewise
-    "BadCommit", "BadList", "BadTensor", "FrameError", "NoiseError", "PayloadError", "SchemaError",  # the stream ends, or the update is refused
+    "BadCommit", "BadList", "BadTensor", "FrameError", "NoiseError", "PayloadError", "SchemaError",  # the stream ends
 }  # fmt: skip
 """Those that end no command; other tests provoke them."""
 
@@ -111,7 +112,9 @@ def test_port_in_use(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None
         taken.listen()
         port = taken.getsockname()[1]
         where = ("--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--port", port)
-        assert str(port) in typed(capsys, base.PortInUse, "bootstrap", run_file, *where)
+        said = typed(capsys, base.PortInUse, "bootstrap", run_file, *where)
+        assert str(port) in said
+        assert "--port" in said
 
 
 def test_start_failed(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +151,7 @@ def test_local_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 
 @pytest.mark.slow
 def test_transport_lost(run_file: Path) -> None:
-    """The daemon of a bootstrap node is killed. Before that it has told its operator that his schedule does not fit the run."""
+    """The daemon of a node is killed after the node has warned that the schedule does not fit the run."""
     run_file.write_text(re.sub(r"(?m)^total_steps = ", "total_steps = 1", run_file.read_text()))
     with running("bootstrap", run_file, "--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--json") as node:
         assert str(until(node, "warning")["text"]).startswith("train.total_steps: is 1")
@@ -216,8 +219,8 @@ SECONDS = 20.0
 
 @contextlib.contextmanager
 def places() -> Iterator[dict[str, int]]:
-    """Ports of this machine: "dead", where nobody listens; "silent", where somebody listens and says nothing; "full", where whoever dials
-    hears nothing at all, as where a firewall drops what comes."""
+    """Ports of this machine: "dead", without a listener; "silent", whose listener says nothing; "full",
+    where a caller hears nothing at all, as where a firewall drops what comes."""
     with contextlib.ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
@@ -302,8 +305,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "run dismiss": (tiny.OPERATORS[2].peer_id,),
     "run quorum": ("1",),
 }
-"""Every command that looks for a run, with what else is typed. Only doctor goes on in spite of it (test_doctor.py), and `service install`
-looks for nobody."""
+"""Every command that looks for a run, with its arguments, but doctor, which goes on, and `service install`."""
 OWN_FOLDER = ("join", "me", "invite", "run")
 """Those whose --dir has a key."""
 
@@ -326,6 +328,7 @@ def test_every_command_says_of_a_dead_line_that_nobody_is_there(
             own = ("--dir", "own") if name.startswith(OWN_FOLDER) else ()
             said = in_time(capsys, *name.split(), dead, *more, *own)
             assert "connection refused" in said, (name, said)
+            assert name != "join" or str(ports["dead"]) in said
     assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "own"}, "nothing half-written"
 
 
@@ -360,7 +363,7 @@ ALONE: dict[type[PotluckError], tuple[str, Handler, tuple[str, ...]]] = {
     base.Timeout: (endpoints.LOG, says_nothing, ("log", "show")),
     base.NotServed: (endpoints.QUORUM, says_nothing, ("run", "close", "--dir", "own")),
 }
-"""What another peer is to blame for and ends a command where nobody else can be asked: under which name what answers, and what is typed."""
+"""Faults of another peer that end a command where no other can be asked: the call, its answer and the command."""
 
 
 @pytest.mark.parametrize("error", ALONE, ids=lambda error: error.__name__)
@@ -376,7 +379,7 @@ def test_the_only_node_is_to_blame(
 
 
 def provoked() -> set[str]:
-    """The classes with which commands end here and in ELSEWHERE, by these files' own text: those of `typed`, and those whose exit code is compared."""
+    """The classes of errors that end commands here and in ELSEWHERE, by the text of these files."""
     found = {error.__name__ for error in ALONE}
     texts = [path.read_text(encoding="utf-8") for path in (Path(__file__), ELSEWHERE)]
     for node in (node for text in texts for node in ast.walk(ast.parse(text))):

@@ -1,5 +1,4 @@
-"""`potluck export`, `sample` and `eval`: what comes out is what the log gives, wherever it begins, and transformers computes the same with
-it."""
+"""`potluck export`, `sample` and `eval` give what the log gives, and transformers computes the same with it."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ NEWER: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Done:
-    """A run that is over. `full`, `chain`: the first checkpoints of its full replica and of its chain's members, if it has one."""
+    """A run that is over. `full`, `chain`: the first checkpoints of its full replica and of its chain's members."""
 
     folder: Path
     manifest: Manifest
@@ -236,10 +235,8 @@ def test_the_likeliest_text_is_that_of_transformers(exported: Path, capsys: pyte
     words = transformers.AutoTokenizer.from_pretrained(exported)
     ids = words("<|endoftext|>Our allies", return_tensors="pt")
     expected = words.decode(model.generate(**ids, max_new_tokens=40, do_sample=False)[0], skip_special_tokens=True)
-    assert (
-        said(capsys, "sample", exported, "--prompt", "Our allies", "--tokens", 40, "--temperature", 0)
-        == expected + "\n"
-    )
+    asked = ("--prompt", "Our allies", "--tokens", 40, "--temperature", 0)
+    assert said(capsys, "sample", exported, *asked) == expected + "\n"
 
 
 def test_a_conversation(exported: Path) -> None:
@@ -250,20 +247,13 @@ def test_a_conversation(exported: Path) -> None:
         "peer.cli",
         "sample",
         exported,
-        "--interactive",
-        "--tokens",
-        "1000000000",
-        "--seed",
-        "1",
+        *["--interactive", "--tokens", "1000000000", "--seed", "1"],
     ]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-    )
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
     alarm = threading.Timer(swarms.DEADLINE, process.kill)
     alarm.start()
     try:
-        assert process.stdin is not None
-        assert process.stdout is not None
         for _ in range(2):
             assert process.stdout.read(2) == b"> "
             process.stdin.write(b"Our allies\n")

@@ -1,4 +1,4 @@
-"""Nothing flickers: what a monitor writes to its terminal, and what its page changes in a browser, from one refresh to the next."""
+"""Nothing flickers: what a refresh of the monitor writes to its terminal and changes in its page."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ WATCH = """
     new MutationObserver((all) => {
         for (const one of all) {
             for (const kind of ["added", "removed"])
-                changes[kind].push(...[...one[kind + "Nodes"]].filter((x) => x instanceof Element).map((x) => x.nodeName));
+                for (const node of one[kind + "Nodes"])
+                    if (node instanceof Element) changes[kind].push(node.nodeName);
             if (one.type !== "childList" && one.target.parentElement?.id !== "when") changes.other += 1;
         }
     }).observe(document.body, { childList: true, subtree: true, attributes: true, characterData: true });
@@ -96,7 +97,11 @@ WATCH = """
     }).observe({ type: "layout-shift" });
     window.answers = 0;
     const ask = fetch;
-    window.fetch = async (...how) => { const reply = await ask(...how); setTimeout(() => { answers += 1; }, 300); return reply; };
+    window.fetch = async (...how) => {
+        const reply = await ask(...how);
+        setTimeout(() => { answers += 1; }, 300);
+        return reply;
+    };
 """
 
 

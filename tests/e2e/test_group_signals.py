@@ -1,4 +1,4 @@
-"""A signal to all processes of a group, as `timeout` and Ctrl-C send it: the network daemon lives until what there is to say has been said."""
+"""A signal to all processes of a group (`timeout`, Ctrl-C): the network daemon lives until all is said."""
 
 from __future__ import annotations
 

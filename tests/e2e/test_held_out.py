@@ -1,4 +1,4 @@
-"""Real nodes say how good the model is: what replicas and an operator's auditor measure is in the log, true, and on the screens."""
+"""The held-out loss that replicas and an operator's auditor measure is in the log, true, and on the screens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_log_has_the_held_out_loss_of_its_states(tmp_path: Path) -> None:
         swarm.start_node(NODE)
         for name in names:
             swarm.start(name)
-        peers = {swarm.wait(name, lambda e: e.kind == "started", "its start").fields["peer"] for name in names}
+        peers = {swarm.started(name) for name in names}
         operator = manifest.operators[0]
 
         def by(who: str) -> int:

@@ -1,4 +1,4 @@
-"""`potluck join --hours`: a peer leaves and comes back by itself, by real processes and a clock that is told what to show."""
+"""`potluck join --hours`: a peer leaves and comes back by itself; a real process with a clock that a file sets."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_it_trains_in_its_hours_and_leaves_and_comes_back_without_a_hand(tmp_pat
         paused = tells("paused", 0)
         assert paused.fields["reason"] == f"outside of its hours, {shown(hours[0])}-{shown(hours[1])}"
         assert [e.kind for e in swarm.events("b")] == ["paused"], "it has not even looked for the run"
-        peer = {name: swarm.wait(name, lambda e: e.kind == "started", "start").fields["peer"] for name in "a"}
+        peer = {name: swarm.started(name) for name in "a"}
         rounds_with({peer["a"]})
 
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""`potluck bootstrap --corpus FOLDER`, and `potluck join LINE` on machines that have nothing: they fetch the text that they train on."""
+"""`potluck bootstrap --corpus FOLDER`; `potluck join LINE` on machines without text fetches what it trains on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ROUNDS = 4
 
 
 def test_peers_with_nothing_fetch_what_they_train_on(tmp_path: Path) -> None:
-    """A full replica and a chain of two, in empty homes; the state is the same bits for all, and the log replays to it."""
+    """A full replica and a chain of two, in empty homes; the state is the same bits for all, and the log replays to
+    it."""
     chosen = swarms.options(tmp_path / "unused", full=1, chains=1, residual_width=8, rounds=ROUNDS, inner_steps=20)
     manifest = swarms.manifest(chosen, timing={"round_deadline": 60.0, "round_seconds": 3.0})
     memories = {peer.name: peer.memory_bytes for peer in recipe.make_peers(manifest, chosen)}
@@ -46,7 +47,7 @@ def test_peers_with_nothing_fetch_what_they_train_on(tmp_path: Path) -> None:
 
 
 def test_a_peer_whose_text_nobody_has_says_so(tmp_path: Path) -> None:
-    """One line, and the exit code of somebody else's fault."""
+    """One line, and the exit code of a remote fault."""
     chosen = swarms.options(tmp_path / "unused", full=1, rounds=1)
     made = swarms.manifest(chosen)
     manifest = swarms.manifest(chosen, data={"corpus": blob_hash.name_of(b"another")})

@@ -335,17 +335,9 @@ def _elsewhere(folder: Path, commit: Commit) -> Commit:
     return _first_share(commit, dataclasses.replace(commit.shares[0], root="0" * 64))
 
 
-def _long(folder: Path, commit: Commit) -> Commit:
-    return _first_share(commit, dataclasses.replace(commit.shares[0], listed=1 << 40))
-
-
 def _scale(folder: Path, commit: Commit) -> Commit:
     first, *rest = commit.contributions
     return dataclasses.replace(commit, contributions=(dataclasses.replace(first, scale=0.5), *rest))
-
-
-def _other_peer(folder: Path, commit: Commit) -> Commit:
-    return _first_share(commit, dataclasses.replace(commit.shares[0], peer=Identity(b"x" * 32).peer_id))
 
 
 @pytest.mark.parametrize(
@@ -357,14 +349,7 @@ def _other_peer(folder: Path, commit: Commit) -> Commit:
         (_fewer, r"round 2: list of parts \w{12} of \w{8}: it does not cover the planned shards"),
         (_sum, r"round 2: list of parts \w{12} of \w{8}: its size or norm is not that of its parts"),
         (_elsewhere, r"round 2: list of parts 000000000000 of \w{8}: not in "),
-        (_long, r"round 2: replica 0: \w{8} has a list of parts that no share of the run can have"),
-        (_other_peer, "round 2: replica 0 has other peers than its plan"),
-        (
-            lambda folder, c: dataclasses.replace(c, contributions=c.contributions[:2]),
-            r"round 2: decides about replicas \[0, 1\]",
-        ),
         (lambda folder, c: dataclasses.replace(c, run="0" * 64), "round 2: the commit is of another run"),
-        (lambda folder, c: dataclasses.replace(c, round=5), "round 2: the commit is not the one of round 2"),
         (lambda folder, c: dataclasses.replace(c, parent="0" * 64), "round 2: the commit does not follow"),
         (
             lambda folder, c: dataclasses.replace(c, digests={**c.digests, "block.0": "0" * 64}),
@@ -390,9 +375,8 @@ def test_a_torn_tail_is_a_note(copy: Done, potluck: Potluck, cut: int) -> None:
     (copy.folder / "log").write_bytes(torn)
     for command in ("show", "verify"):
         _, errors = potluck(command, copy.folder)
-        assert errors == [
-            f"potluck: note: after byte {at} there is a record that is not whole: a crash cut it off, or it is being written"
-        ]
+        said = "there is a record that is not whole: a crash cut it off, or it is being written"
+        assert errors == [f"potluck: note: after byte {at} {said}"]
     assert (copy.folder / "log").read_bytes() == torn
 
 
@@ -432,7 +416,6 @@ def test_over_hivemind_from_a_node_that_runs_again(done: Done, tmp_path: Path) -
         return ended.stdout.splitlines()
 
     try:
-        assert node.stdout is not None
         event = json.loads(node.stdout.readline())
         assert event["event"] == "listening"
         address = event["address"]

@@ -1,4 +1,4 @@
-"""A member of a chain of four that lies from some round on: real processes find it, a spare takes its place, and it stays out of chains."""
+"""Real processes find a lying member of a chain; a spare takes its place, and it stays out of chains."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_stage_that_lies_is_replaced_within_the_round_and_in_no_chain_afterwar
 
         def is_known() -> bool:
             nonlocal chain, first
-            if swarm.chain() != chain:  # a stage that has become slow may be exchanged, and then they begin anew
+            if swarm.chain() != chain:  # a stage that has become slow may be exchanged, and then they begin again
                 chain, first = swarm.chain(), swarm.round()
             return swarm.round() > first + NEW_ROUNDS
 

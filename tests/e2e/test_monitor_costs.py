@@ -1,10 +1,11 @@
-"""What a monitor of 500 peers keeps in memory, and how much processor time it takes, with its screen, its page and its network daemon: live,
-and from a recording.
+"""What a monitor of 500 peers keeps in memory, and how much processor time it takes, with its screen, its page and its
+network daemon: live, and from a recording.
 
-What happens is the same each time, and is counted in rounds and announcements that the page has shown, not in seconds. A monitor that has
-looked at the announcements LOOKS times has polled the log a number of times that follows from its code, once a second at most. So its
-processor time for that is a share of a core that another program's work does not change. Cores are not equally fast, and who shares one
-is slowed down: what counts is the share of a core that does `reference` in REFERENCE_SECONDS, and this process does it meanwhile.
+What happens is the same each time, and is counted in rounds and announcements that the page has shown, not in seconds.
+A monitor that has looked at the announcements LOOKS times has polled the log a number of times that follows from its
+code, once a second at most. So its processor time for that is a share of a core that another program's work does not
+change. Cores are not equally fast, and a process that shares one is slowed down: what counts is the share of a core
+that does `reference` in REFERENCE_SECONDS, and this process does it meanwhile.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ BROWSER_SECONDS = 2.0
 """How often a page asks."""
 POLLS_A_LOOK = PEERS // PEERS_A_POLL
 MOST = 150_000_000
-"""Bytes that the monitor's process and its network daemon may have in memory together, what other programs read from the same files included."""
+"""Bytes of memory of the monitor's process and its daemon together, shared files included, at most."""
 
 
 def until(watched: Watching, wanted: Callable[[dict[str, Any]], bool], every: float = 0.2) -> dict[str, Any]:
-    """The first state of the page that is `wanted`; it is asked for `every` so many seconds, since a page has no other sign of news."""
+    """The first state of the page that is `wanted`; it is asked for `every` seconds, for a page has no other sign."""
     end = time.monotonic() + DEADLINE
     while time.monotonic() < end:
         found = dict(json.loads(watched.get("state.json")))
@@ -94,7 +95,7 @@ async def live(tmp_path: Path) -> None:
                 assert watched.process.poll() is None
 
         def share_taken(watched: Watching) -> float:
-            """Of a core, from when the page shows one look at the announcements to when it shows the last of LOOKS more."""
+            """Of a core, from one look at the announcements to the last of LOOKS more, as the page shows them."""
             references: list[float] = []
 
             def shows(step: int) -> None:

@@ -1,4 +1,4 @@
-"""What strangers call themselves, on every screen: by the signed announcements of real peers, which a real node tells to real commands."""
+"""Names of strangers on every screen: from signed announcements of real peers, through a real node."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Hostile(crowd.Signing):
 
 
 def spoil(node: crowd.Node) -> None:
-    """A round leaves out a replica, and somebody announces a name of 10 kB, which no node takes."""
+    """A round leaves out a replica, and a peer announces a name of 10 kB, which no node takes."""
     node.decide(8)
     node.hear(2)
     who = next(iter(node.made.keys.values()))

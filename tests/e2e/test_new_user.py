@@ -1,8 +1,9 @@
-"""A new user in an empty home: the tutorial, each command typed as it is written and in its order, in one run with three peers.
+"""A new user in an empty home: the tutorial, each command typed as it is written and in its order, in one run with
+three peers.
 
-All are stopped in between, and started again by the same commands. What is added to a command keeps it on this machine and at one port. In the
-manifest that `potluck init` has made, rounds are shorter, and there are more of them than anybody waits for: in the end the operator ends the run
-by the README's `potluck run set`.
+All are stopped in between, and started again by the same commands. What is added to a command keeps it on this machine
+and at one port. In the manifest that `potluck init` has made, rounds are shorter, and there are more of them than
+anybody waits for: in the end the operator ends the run by the README's `potluck run set`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ STAYS_HERE = {
 
 
 class User:
-    """Somebody with a working folder, who has terminals open. `address`: what to put in for ADDRESS."""
+    """A user with a working folder, who has terminals open. `address`: what to put in for ADDRESS."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self._shell = typed.Shell.of(folder / "user", {"systemctl": systemd.PROGRAM.format(calls=folder / "calls")})
@@ -125,7 +126,7 @@ def test_the_tutorial_is_typed_from_its_first_line_to_its_last(user: User) -> No
     peers = [user.open(command) for command in joins]
     peers[0].until(r"round 1 is applied")
     assert time.monotonic() - began < FIVE_MINUTES
-    peers[0].until(r"is applied, with [\d,]+ tokens")  # of its own; whoever comes later is in a later plan
+    peers[0].until(r"is applied, with [\d,]+ tokens")  # of its own; a peer that comes later is in a later plan
     (twice,) = user.type(joins[0], code=2).said.splitlines()
     assert "another potluck process uses it" in twice, "one folder is one peer's"
     user.type(step("monitor"), sign=r"round \d+")
@@ -151,7 +152,6 @@ def test_the_tutorial_is_typed_from_its_first_line_to_its_last(user: User) -> No
     checked = re.search(
         r"(\d+) of (\d+) attested digests of shards are what the replay gives", user.type(step("log verify")).said
     )
-    assert checked is not None
     assert checked[1] == checked[2] != "0"
     assert "We the people" in user.type(step("sample")).said
     user.type(step("export"))

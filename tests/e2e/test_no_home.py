@@ -1,4 +1,4 @@
-"""A user whom no file lists, and without HOME, as a container runs programs for: nothing ends in a traceback."""
+"""A user that no file lists, and without HOME, as a container runs programs for: nothing ends in a traceback."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_home_that_is_not_there_is_none(kind: str, tmp_path: Path, monkeypatch
 
 
 def test_a_folder_that_others_may_write_to_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else may have put it there."""
+    """Another user may have put it there."""
     monkeypatch.setenv("HOME", str(tmp_path / "missing"))
     taken = tmp_path / f"potluck-home-{os.getuid()}"
     taken.mkdir()

@@ -12,7 +12,7 @@ from tests.support.bans import command, together
 from tests.support.quorum import KEYS, four_nodes
 
 MORE = 25
-"""Rounds that the run goes on for; while the commands are typed nobody is there, so that it comes no further meanwhile."""
+"""Rounds that the run goes on for; without a peer it goes no further while the commands are typed."""
 
 
 def test_a_run_is_not_set_to_nothing() -> None:
@@ -23,11 +23,8 @@ def test_a_run_is_not_set_to_nothing() -> None:
 
 def test_whoever_waits_for_others_outlives_a_restart_of_his_node(tmp_path: Path) -> None:
     with Swarm(tmp_path / "run", four_nodes(rounds=10**6, start_peers=2), KEYS, module="tests.faults.paced") as swarm:
-        for name in swarm.nodes:
-            swarm.start_node(name)
-        for name in ("one", "two"):
-            swarm.start(name)
-        swarm.wait("node-0", lambda e: e.kind == "commit" and e.fields["round"] == 2, "round 2")
+        swarm.start_all("one", "two")
+        swarm.committed("node-0", 2)
         typed = command(swarm, "node-0", "set", "--rounds", "900000")
         waiting = potluck.Popen(*typed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert waiting.stdout is not None
@@ -53,14 +50,13 @@ def test_whoever_waits_for_others_outlives_a_restart_of_his_node(tmp_path: Path)
 def test_a_run_ends_when_its_operators_say_so(tmp_path: Path) -> None:
     manifest = four_nodes(rounds=10**6, start_peers=2)
     with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.paced") as swarm:
-        for name in swarm.nodes:
-            swarm.start_node(name)
+        swarm.start_all()
         peers = {}
         for name in ("one", "two"):
             swarm.start(name)
         for name in ("one", "two"):
-            peers[name] = swarm.wait(name, lambda e: e.kind == "started", "its start").fields["peer"]
-        swarm.wait("node-0", lambda e: e.kind == "commit" and e.fields["round"] == 3, "round 3")
+            peers[name] = swarm.started(name)
+        swarm.committed("node-0", 3)
         for name, peer in peers.items():
             swarm.kill(name)
             swarm.wait("node-0", lambda e, peer=peer: e.kind == "gone" and e.fields["peer"] == peer, "its going")

@@ -1,4 +1,4 @@
-"""A second operator's node, as the README types it: with the manifest and an address, and nothing else. And commands that find it by its folder."""
+"""A second operator's node, from the manifest and an address alone, and commands that find it by its folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def potluck(at: Path, *words: object, code: int = 0) -> str:
 
 
 def test_a_second_node_takes_the_tokenizer_from_the_first(tmp_path: Path) -> None:
-    """It waits for it: whoever starts first after a power cut waits for the other. And its folder then says where the run is."""
+    """It waits for the first one, as after a power cut. Its folder then says where the run is."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     keys = [potluck(tmp_path, "key", "--dir", name).strip() for name in ("second/mine", "third", "fourth")]
@@ -54,7 +54,7 @@ def test_a_second_node_takes_the_tokenizer_from_the_first(tmp_path: Path) -> Non
             ):
                 said = json.loads(potluck(at, "monitor", *words, "--once", "--json"))
                 assert said["run"] == address.partition("#")[2], "found by the folders"
-            (ours / NODE).rename(first / "potluck-bootstrap")  # as it is called where nobody says otherwise; it runs on
+            (ours / NODE).rename(first / "potluck-bootstrap")  # as it is called by default; it runs on
             assert json.loads(potluck(first, "monitor", "--once", "--json"))["run"] == address.partition("#")[2]
             assert "signed by 1 of 3" in first_line(first, "run", "set", "ours/run.toml", "--rounds", "9000")
 

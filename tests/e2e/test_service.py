@@ -1,4 +1,4 @@
-"""`potluck service`: what it writes is started as systemd would start it, and survives what happens in weeks, by real processes."""
+"""`potluck service`: real processes, started as systemd would start them, survive what happens in weeks."""
 
 from __future__ import annotations
 
@@ -136,8 +136,9 @@ def test_what_keeps_it_from_being_installed_is_one_line(
 
 
 def test_a_bootstrap_node_is_run_as_a_peer_is(tmp_path: Path) -> None:
-    """The unit's command brings the same node back after a kill: its line stays, and the log that a service keeps has both starts. The run is made
-    as docker/compose.yaml makes it, with a manifest that tells the peers where the node is."""
+    """The unit's command brings the same node back after a kill: its line stays, and the log that a service keeps has
+    both starts. The run is made as docker/compose.yaml makes it, with a manifest that tells the peers where the node
+    is."""
     user = home(tmp_path, "systemctl")
     make_a_run(user.path, {"potluck": f"{shlex.quote(sys.executable)} -P -m peer.cli"})
     where = ("--host", "127.0.0.1", "--port", free_port())
@@ -183,8 +184,8 @@ def test_a_bootstrap_node_is_run_as_a_peer_is(tmp_path: Path) -> None:
 
 
 class Service:
-    """The unit that was installed for `name`, which is PEER or NODE of a swarm, run as systemd would run it. `place`: where it listens, and
-    what a command begins with that is to run there."""
+    """The unit that was installed for `name`, which is PEER or NODE of a swarm, run as systemd would run it. `place`:
+    where it listens, and what a command begins with that is to run there."""
 
     def __init__(self, swarm: Swarm, user: Home, name: str = PEER, place: Place = ("127.0.0.1", [])) -> None:
         self.swarm, self.name = swarm, name
@@ -213,8 +214,8 @@ class Service:
             self.swarm.running[self.name] = self.start(stdout=out, stderr=errors)
 
     def refuses_a_second(self, who: str, *kinds: str) -> None:
-        """Another start on its folder ends with one line, such that systemd does not try it again. The line is in the log that a service keeps,
-        too, beside what the first one tells: events of these `kinds`."""
+        """Another start on its folder ends with one line, such that systemd does not try it again. The line is in the
+        log that a service keeps, too, in addition to what the first one tells: events of these `kinds`."""
         second = self.start(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         (said,) = second.communicate(timeout=DEADLINE)[1].decode().splitlines()
         assert str(second.returncode) in self.settings["RestartPreventExitStatus"].split()
@@ -335,7 +336,7 @@ NIGHT = 30
 
 @pytest.mark.slow
 def test_it_survives_nights_without_any_network_and_changes_of_address_without_a_hand(tmp_path: Path) -> None:
-    """Its line is dead, and lives again with another address; once it was left running, once the machine was started without a network."""
+    """Its line dies and lives again with another address: once while it runs, once before the machine's start."""
     made = make_manifest(start_peers=1)
     timing = TimingSpec(round_deadline=120.0, round_seconds=1.0, heartbeat=0.5, gone_after=3.0)
     manifest = dataclasses.replace(made, timing=timing)

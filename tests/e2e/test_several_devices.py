@@ -43,8 +43,8 @@ def is_gone(pid: int) -> bool:
 
 
 def test_two_devices_are_one_peer_whatever_becomes_of_its_processes(tmp_path: Path) -> None:
-    """A helper is killed in the middle of a round: its work is in the commit all the same. Then the peer is killed, and no helper is left; it
-    comes back. All have the same bits, and the log replays to them."""
+    """A helper is killed in the middle of a round: its work is in the commit all the same. Then the peer is killed, and
+    no helper is left; it comes back. All have the same bits, and the log replays to them."""
     chosen = swarms.options(tmp_path / "unused", full=2, chains=0, rounds=ROUNDS, inner_steps=12)
     manifest = swarms.manifest(chosen)
 
@@ -72,9 +72,7 @@ def test_two_devices_are_one_peer_whatever_becomes_of_its_processes(tmp_path: Pa
         text = warning.fields["text"]
         assert text.startswith("devices: cpu, number 2 of 2, was ended by signal 9; 1 of 2 go on"), text
         lost_in = two("step", after=swarm.events(TWO).index(warning)).fields["round"]
-        committed = swarm.wait(
-            "node-0", lambda e: e.kind == "commit" and e.fields["round"] == lost_in, "the round's commit"
-        )
+        committed = swarm.committed("node-0", lost_in)
         assert peer in str(committed.fields["contributions"]), "the round's work is kept"
 
         second = await_helper(pid, other_than=helper)

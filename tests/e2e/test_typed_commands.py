@@ -1,8 +1,8 @@
-"""The commands that the documents show are typed here, and do what they say, on one machine and in one small run. The tutorial's are typed in
-a run of their own (test_new_user.py).
+"""The commands that the documents show are typed here, and do what they say, on one machine and in one small run. The
+tutorial's are typed in a run of their own (test_new_user.py).
 
-What is added to a command keeps it on this machine (its address, its port, the memory that it offers); what stands for something, such as
-ADDRESS, is put in. A command that is in no document any more, or in a document and not here, fails.
+What is added to a command keeps it on this machine (its address, its port, the memory that it offers); what stands for
+something, such as ADDRESS, is put in. A command that is in no document any more, or in a document and not here, fails.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from tests.support.roles import make_manifest
 
 APPOINTED = "tests/e2e/test_appoint.py"
 DOCTOR = "tests/e2e/test_doctor.py"
+PROCESSES = "tests/faults/processes.py"
 ELSEWHERE = {
     "potluck doctor ADDRESS --json": DOCTOR,
     "potluck doctor ADDRESS --devices 0,1,2,3": DOCTOR,
     "potluck join ADDRESS --devices 0,1,2,3": "tests/e2e/test_several_devices.py",
-    "potluck bootstrap run.toml --initial-peer ADDRESS": "tests/faults/processes.py",
+    "potluck bootstrap run.toml --initial-peer ADDRESS": PROCESSES,
     "potluck join LINE": "tests/hostile/test_invitations.py",
     "potluck eval demo-run/bootstrap --tasks hellaswag,arc_easy": "tests/e2e/test_export.py",
-    "potluck bootstrap my-run.toml --corpus corpus --dir my-node --port 4001 --initial-peer ADDRESS": "tests/faults/processes.py",
+    "potluck bootstrap my-run.toml --corpus corpus --dir my-node --port 4001 --initial-peer ADDRESS": PROCESSES,
     'potluck run appoint ADDRESS LINE LINE LINE --reason "three more"': APPOINTED,
     "potluck run quorum ADDRESS 4": APPOINTED,
     "potluck run dismiss ADDRESS 4kx6nXTN": APPOINTED,
@@ -72,7 +73,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 @dataclass
 class Town:
-    """A run whose node and peer live, and a shell beside it."""
+    """A run whose node and peer live, and a shell."""
 
     swarm: Swarm
     shell: typed.Shell
@@ -127,7 +128,7 @@ class Town:
 
 @pytest.fixture(scope="module")
 def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    """A node and a full replica, which have decided rounds; a run of one's own, made by the README's own command; a list of machines."""
+    """A node and a full replica with decided rounds; a run by the README's own command; a list of machines."""
     folder = tmp_path_factory.mktemp("typed")
     calls = folder / "calls"
     shell = typed.Shell.of(folder / "user", {"systemctl": systemd.PROGRAM.format(calls=calls)})
@@ -150,9 +151,8 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
         machines = re.search(
             r"^```\n(manifest = .*?)^```", (typed.ROOT / "docs/guides/plan.md").read_text(), re.M | re.S
         )
-        assert machines is not None
         (prepared / "my-peers.toml").write_text(machines[1])
-        swarm.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 3, "three rounds")
+        swarm.committed(NODE, 3)
         shutil.copytree(swarm.folder / NODE, prepared / "demo-run" / "bootstrap", ignore=shutil.ignore_patterns("lock"))
         shutil.copy(swarm.folder / NODE / "events.jsonl", prepared / "events.jsonl")
         yield Town(swarm, shell, prepared)

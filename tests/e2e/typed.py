@@ -1,4 +1,4 @@
-"""Commands that go on, as somebody types them."""
+"""Commands that go on, as a user types them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def running(
 
 @contextlib.contextmanager
 def hanging(run_file: Path) -> Iterator[str]:
-    """The line of a bootstrap node that hangs: its process is stopped, its network daemon lives. Its key is in the folder `boot` beside
-    the manifest."""
+    """The line of a node whose process is stopped while its daemon lives; its key is in `boot`."""
     with running(
         "bootstrap", run_file, "--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--port", 0, "--json"
     ) as node:

@@ -1,4 +1,4 @@
-"""Prints where a peer of a run announces itself, as a monitor hears it: `python -m tests.faults.addresses ADDRESS PEER`."""
+"""Prints the addresses that a peer announces: `python -m tests.faults.addresses ADDRESS PEER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of a machine, made for a command and all that it starts: a clock that is wrong, and a disk that is slow or has less than usual."""
+"""Faults of a machine for a command and its children: a wrong clock, a slow disk, a disk with less than usual."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Place = tuple[str, ...]
 
 
 def wrong_clock(folder: Path, off: int) -> dict[str, str]:
-    """The environment of programs whose time of day is off by so many seconds."""
+    """The environment of programs whose time of day is `off` seconds late."""
     return {**_preloaded(folder), "WALL_OFF": str(off)}
 
 
 @contextlib.contextmanager
 def slow_disk(folder: Path) -> Iterator[tuple[Place, dict[str, str]]]:
-    """What a command begins with, and its environment, so that it writes no more than BYTES_A_SECOND to the disk of `folder`."""
+    """The beginning of a command, and its environment: at most BYTES_A_SECOND go to the disk of `folder`."""
     with contextlib.ExitStack() as stack:
         place, env = Place(), dict[str, str]()
         try:
@@ -40,8 +40,7 @@ def slow_disk(folder: Path) -> Iterator[tuple[Place, dict[str, str]]]:
 
 
 def poor_disk(folder: Path, disk: Path) -> dict[str, str]:
-    """The environment of programs to which `disk` is a folder without hard or symbolic links, locks, sockets, rights, times of files and synced
-    folders."""
+    """The environment in which `disk` has no links, locks, sockets, rights, times of files or synced folders."""
     return {**_preloaded(folder), "POOR_DISK": str(disk)}
 
 

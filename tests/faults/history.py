@@ -1,6 +1,8 @@
-"""A run with a past: the log of a chain's rounds, and what its members kept. Nothing was trained: every round has the same noise.
+"""A run with a past: the log of a chain's rounds, and what its members kept. Nothing was trained: every round has the
+same noise.
 
-After enough rounds the payloads are more bytes than the state, so whoever comes new fetches a checkpoint, as in any run that is not young.
+After enough rounds the payloads are more bytes than the state, so a newcomer fetches a checkpoint, as in any run
+that is not young.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ def identity(name: str) -> Identity:
 def write(
     swarm: Swarm, rounds: int, chain: Mapping[str, tuple[int, int]], whole: Sequence[str], young: Sequence[str]
 ) -> None:
-    """So many rounds of a chain, {name: its blocks first <= i < last}, in the only node's folder, a plan for one more, and a checkpoint of
-    the last state with each member; with those named in `whole` one of all shards. They and the `young`, who have nothing else, have
-    the tokenizer."""
+    """Rounds of a chain, {name: its blocks first <= i < last}, in the only node's folder, a plan for one more,
+    and a checkpoint of the last state with each member; with those named in `whole` one of all shards. They and the
+    `young`, who have nothing else, have the tokenizer."""
     run = swarm.manifest
     spec, shards = run.model, layout.shard_names(run.model)
     outer = Outer(spec, run.outer.codec, run.outer.beta, run.outer.eta)
@@ -56,8 +58,8 @@ def write(
         replicas = plan.replicas if plan is not None else [ReplicaSpec(number=NEW, stages=stages)]
         plan = allot(run, round + 1, replicas, (), {}, plan)
         commit = Commit(
-            run=run.run_id, round=round, parent=parent, time=0.0, contributions=done, left_out=(), diverged=(), digests={},
-            plan=plan, leader=tiny.OPERATOR.peer_id, members=run.operators,
+            run=run.run_id, round=round, parent=parent, time=0.0, contributions=done, left_out=(), diverged=(),
+            digests={}, plan=plan, leader=tiny.OPERATOR.peer_id, members=run.operators,
         )  # fmt: skip
         archive.append(tiny.record(commit))
         parent = commit.digest

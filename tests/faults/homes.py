@@ -13,7 +13,7 @@ from tests.support.lab import Place
 
 
 class Homes:
-    """Those that are up. `places`: every home's address, as tests/faults/processes.py wants it; a process listens on all of them."""
+    """Homes that are up. `places`: the address of each, for tests/faults/processes.py; processes listen on all."""
 
     def __init__(self, name: str, homes: Sequence[str]) -> None:
         self._name = name
@@ -42,8 +42,8 @@ class Homes:
             self._plug(home, f"to{number}")
 
     def move(self, home: str) -> str:
-        """Replaces its address by one of another network, as when a laptop goes from one Wi-Fi to another: what is sent to the old
-        one is lost without a word. The new one."""
+        """Replaces its address by one of another network, as when a laptop goes from one Wi-Fi to another: what is sent
+        to the old one is lost without a word. The new one."""
         router, before, door = f"{self._name}-router", self._subnets[home], self._door(home)
         _ip("-n", self._space(home), "addr", "del", f"10.89.{before}.2/24", "dev", "eth0")
         _ip("-n", router, "addr", "del", f"10.89.{before}.1/24", "dev", door)
@@ -53,8 +53,8 @@ class Homes:
         return self.address(home)
 
     def shut(self, home: str) -> None:
-        """From now on its router lets nobody in, and has what the home sends come from an address of its own, as most routers of homes do.
-        Skips the test where this machine has no nftables."""
+        """From now on its router lets no connection in, and has what the home sends come from an address of its own, as
+        most routers of homes do. Skips the test where this machine has no nftables."""
         door = self._door(home)
         rules = f"""
             table ip home {{

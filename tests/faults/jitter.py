@@ -1,12 +1,14 @@
-"""A chain whose links and machines are uneven: one home link loses packets and jitters, then one stage falls to half its speed:
+"""A chain whose links and machines are uneven: one home link loses packets and jitters, then one stage falls to half
+its speed:
 
 python -m tests.faults.jitter --netlab PATH/netlab.sh [--dir FOLDER]
 
-One bootstrap node and four weak peers that make a chain, each behind an emulated home link. Four phases: as it is; with 3 % loss and
-100 ms jitter on the link of LOSSY; with SLOW at half its speed as well, until a plan moves blocks away from it; and after that. In each
-the chain must do all inner steps of every round and be committed, and nobody may be reconfigured. While SLOW is slow, the bottleneck of most
-steps must be SLOW or a link of LOSSY, and so must be what `potluck monitor` names last before the move; announcements are some
-seconds old. In the end the log is replayed: everybody must have attested those bits.
+One bootstrap node and four weak peers that make a chain, each behind an emulated home link. Four phases: as it is; with
+3 % loss and 100 ms jitter on the link of LOSSY; with SLOW at half its speed as well, until a plan moves blocks away
+from it; and after that. In each the chain must do all inner steps of every round and be committed, and no peer may be
+reconfigured. While SLOW is slow, the bottleneck of most steps must be SLOW or a link of LOSSY, and so must be what
+`potluck monitor` names last before the move; announcements are some seconds old. In the end the log is replayed:
+everybody must have attested those bits.
 
 Printed, per phase: seconds of an inner step, seconds of a round, and what was the bottleneck of how many steps.
 """
@@ -43,7 +45,7 @@ ROUNDS = 2
 
 
 def make_manifest() -> Manifest:
-    """The campaign's of repair.py with more blocks, so that some can move, and more micro-batches, so that links can be hidden."""
+    """The manifest of repair.py with more blocks, so that some can move, and micro-batches that hide links."""
     made = repair.make_manifest(8)
     return dataclasses.replace(
         made,
@@ -91,7 +93,7 @@ class Uneven:
         self.campaign.until(lambda: self.campaign.round() >= until, f"the commit of round {until}")
 
     def report(self, phase: str, first: int, last: int, since: float = 0.0) -> list[run_view.Bottleneck]:
-        """Checks the rounds `first` to `last`, and tells of those of their steps that began after `since`: their bottlenecks."""
+        """Checks the rounds `first` to `last`, and prints the bottlenecks of their steps that began after `since`."""
         commits = {e.fields["round"]: e for e in self.campaign.commits()}
         steps = self.swarm.manifest.train.inner_steps
         for round in range(first, last + 1):
@@ -122,8 +124,8 @@ class Uneven:
         whole = (commits[last].time - commits[first - 1].time) / (last + 1 - first)
         bottlenecks = ", ".join(f"{what} {n}" for what, n in counts.most_common())
         print(
-            f"{phase}: rounds {first} to {last}, inner step median {statistics.median(times):.2f} s, worst {max(times):.2f} s;"
-            f" a round {whole:.1f} s; bottleneck of {len(found)} steps: {bottlenecks}",
+            f"{phase}: rounds {first} to {last}, inner step median {statistics.median(times):.2f} s, "
+            f"worst {max(times):.2f} s; a round {whole:.1f} s; bottleneck of {len(found)} steps: {bottlenecks}",
             flush=True,
         )
         return found
@@ -149,7 +151,6 @@ class Uneven:
             assert time.time() - begin < repair.PATIENCE, "no blocks moved away from the slow stage"
             said.append((self.monitor(), time.time()))
         moved = away()
-        assert moved is not None
         begun = next(e.time for e in self.campaign.commits() if e.fields["round"] == moved["round"] - 1)
         looks = [look for look, ended in said if ended < begun]
         found = self.report("lossy and slow", first, moved["round"] - 1, begin)
@@ -161,7 +162,6 @@ class Uneven:
     def run(self) -> None:
         print(f"the chain: {', '.join(self.chain)}; lossy: {self.chain[LOSSY]}, slow: {self.chain[SLOW]}", flush=True)
         self.steady("as it is")
-        assert self.campaign.lab is not None
         self.campaign.lab.control("set", self.chain[LOSSY], LINK)
         self.steady("lossy")
         with Thief(self.swarm.running[self.chain[SLOW]], share=1 / 2, period=0.1):

@@ -1,11 +1,15 @@
-"""`potluck`, but a micro-batch takes as many seconds through the whole model as a file `pace` in its --dir says, or SECONDS.
+"""`potluck`, but a micro-batch takes as many seconds through the whole model as a file `pace` in its --dir says, or
+SECONDS.
 
-A stage's forward and backward then last as long as its share of the blocks says, a third and two thirds, and a third more where
-activations are computed anew, however little there is to compute: so many peers can live on one machine without measuring that machine. The file may be written anew at any time.
+A stage's forward and backward then last as long as its share of the blocks says, a third and two thirds, and a third
+more where activations are computed anew, however little there is to compute: many peers can live on one machine
+without measuring that machine. The file may be rewritten at any time.
 
-A file `room`, if there is one, says for how many blocks there is memory: with more the system refuses what is asked of it.
+A file `room`, if there is one, says for how many blocks there is memory: with more the system refuses what is asked of
+it.
 
-A file `line`, if there is one, says how many bits a second of states and payloads come in. It may be written anew, or removed, too.
+A file `line`, if there is one, says how many bits a second of states and payloads come in. It may be rewritten, or
+removed, too.
 """
 
 from __future__ import annotations
@@ -73,8 +77,8 @@ def paced(folder: Path) -> type[StageInnerLoop]:
 
 
 class Line:
-    """A transport over which blobs come no faster than the file `line` in `folder` says, a piece of each stream in turn, as on a line
-    that many connections share."""
+    """A transport over which blobs come no faster than the file `line` in `folder` says, a piece of each stream in
+    turn, as on a line that many connections share."""
 
     LEAST, SECONDS = 256, 0.02
     """Bytes of a piece, and how long it takes, at least."""
@@ -91,7 +95,7 @@ class Line:
         return Incoming(stream, self) if name == endpoints.BLOB else stream
 
     async def carry(self, size: int) -> None:
-        """Returns when so many bytes have come through."""
+        """Returns when this number of bytes has come through."""
         while size > 0:
             async with self._turn:
                 bps = self._bps()

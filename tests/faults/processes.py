@@ -27,7 +27,7 @@ DEADLINE = 300.0
 
 
 class Thief:
-    """Steals a process's time while the block lasts: of every `period` seconds it runs for this `share`, and is stopped for the rest."""
+    """Steals a process's time while the block lasts: of every `period` seconds it runs for this `share`."""
 
     def __init__(self, process: subprocess.Popen[bytes], share: float, period: float) -> None:
         self._process, self._running, self._stopped = process, share * period, (1 - share) * period
@@ -67,9 +67,10 @@ class Tail:
 
 
 class Swarm:
-    """The bootstrap nodes of `manifest`, whose keys are `keys`, and peers; `memory` of a peer, if not for a full replica;
-    `places`: the address of a process and what its command begins with, if not on this machine's loopback; `module`: what is run
-    (`tests.faults.paced`: peers that leave the machine to others most of the time);
+    """The bootstrap nodes of `manifest`, whose keys are `keys`, and peers; `memory` of a peer, if not for a full
+    replica;
+    `places`: the address of a process and what its command begins with, if not on this machine's loopback; `module`:
+    what is run (`tests.faults.paced`: peers that leave the machine to others most of the time);
     `corpus`: the folder of the text that all have (default: the demo's)."""
 
     def __init__(
@@ -155,6 +156,21 @@ class Swarm:
         self.addresses.append(self.wait(name, lambda e: e.kind == "listening", "its address").fields["address"])
         self.ports[name] = int(self.addresses[-1].split("/")[4])
 
+    def start_all(self, *peers: str) -> None:
+        """Starts all nodes for the first time, then these peers."""
+        for name in self.nodes:
+            self.start_node(name)
+        for name in peers:
+            self.start(name)
+
+    def started(self, name: str) -> str:
+        """The id of a peer, once it has started."""
+        return str(self.wait(name, lambda e: e.kind == "started", "its start").fields["peer"])
+
+    def committed(self, name: str, round: int) -> Event:
+        """The first commit of `round` or a later one that `name` tells of."""
+        return self.wait(name, lambda e: e.kind == "commit" and e.fields["round"] >= round, f"round {round}")
+
     def kill(self, name: str) -> None:
         """SIGKILL."""
         process = self.running.pop(name)
@@ -221,8 +237,8 @@ class Swarm:
                 yield name, archive
 
     def check(self) -> int:
-        """All logs tell one history, a majority of the nodes holds each payload, these replay it, and everybody attested and ended with
-        just those bits. The last round."""
+        """All logs tell one history, a majority of the nodes holds each payload, these replay it, and everybody
+        attested and ended with just those bits. The last round."""
         digests: dict[int, dict[str, str]] = {}
         with contextlib.ExitStack() as stack:
             archives = {name: stack.enter_context(self.log_of(name)) for name in self.nodes}

@@ -2,12 +2,14 @@
 
 python -m tests.faults.repair [--times 100] [--netlab PATH/netlab.sh] [--no-spare] [--dir FOLDER]
 
-One bootstrap node, one full replica, four weak peers that make a chain, and a spare. Every kind of fault (SIGKILL, SIGSTOP, and with
---netlab a cut link) strikes every position, in the middle of the forward and of the backward pass of a step. The round must
-commit. Then the lost member comes back: a killed one is started again, a stopped one continued, a cut one healed; nothing else
-is started. When it is a spare, the next fault strikes. In the end the log is replayed: everybody must have attested those bits.
+One bootstrap node, one full replica, four weak peers that make a chain, and a spare. Every kind of fault (SIGKILL,
+SIGSTOP, and with --netlab a cut link) strikes every position, in the middle of the forward and of the backward pass of
+a step. The round must commit. Then the lost member comes back: a killed one is started again, a stopped one continued,
+a cut one healed; nothing else is started. When it is a spare, the next fault strikes. In the end the log is replayed:
+everybody must have attested those bits.
 
-Printed: seconds from the fault until all members of the reconfigured chain have completed an inner step. Ctrl-C ends it early.
+Printed: seconds from the fault until all members of the reconfigured chain have completed an inner step. Ctrl-C ends it
+early.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def make_manifest(residual_width: int) -> Manifest:
 
 
 def least_memory(manifest: Manifest, stages: int) -> int:
-    """The least memory with which so many peers make a chain."""
+    """The least memory with which this number of peers makes a chain."""
     low, high = 0, tiny.full_memory(manifest)
     while high - low > 1:
         middle = (low + high) // 2
@@ -86,7 +88,7 @@ def weak_memory(manifest: Manifest) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """What strikes whom, when."""
+    """A fault: its kind, its target and its moment."""
 
     kind: str
     phase: str
@@ -95,7 +97,8 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """`seconds`: until all members of the reconfigured chain had completed an inner step; None where the chain ended its round.
+    """`seconds`: until all members of the reconfigured chain had completed an inner step; None where the chain ended
+    its round.
     `kept`: whether its work is in the commit; `back`: seconds until the lost member was in a plan again."""
 
     seconds: float | None
@@ -118,7 +121,7 @@ class Campaign:
         self.until(lambda: self.plan() is not None and self.round() >= 2, "the second round")
 
     def until(self, wanted: Callable[[], Any], what: str) -> Any:
-        """Waits for something true; nobody may end meanwhile."""
+        """Waits for a condition; no process may end meanwhile."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             if found := wanted():
@@ -151,12 +154,11 @@ class Campaign:
         """Names of the chain's members in the newest plan."""
         names = {peer: name for name, peer in self.ids().items()}
         plan = self.plan()
-        assert plan is not None
         (chain,) = (r for r in plan["replicas"] if len(r["stages"]) == STAGES)
         return [names[stage["peer"]] for stage in chain["stages"]]
 
     def await_fate(self, fault: Fault, step: int = 2, micro: int = 1) -> tuple[str, float]:
-        """Whom the fault strikes, at this place in a round, and when it did."""
+        """Strikes at this place in a round; the target, and when it was struck."""
         victim = self.chain()[fault.position]
         folder = self.swarm.folder / victim
         told = {"phase": fault.phase, "step": step, "micro": micro, "kind": fault.kind}
@@ -175,7 +177,6 @@ class Campaign:
         process = self.dying if fault.kind == "kill" else None
         folder = self.swarm.folder / victim
         if fault.kind == "cut":
-            assert self.lab is not None
             self.lab.control("cut", victim)
             (folder / "cut").touch()
         round = self.round() + 1
@@ -200,7 +201,6 @@ class Campaign:
         elif fault.kind == "stop":
             self.swarm.running[victim].send_signal(signal.SIGCONT)
         else:
-            assert self.lab is not None
             self.lab.control("heal", victim)
         self.until(lambda: self._is_back(victim), f"the return of {victim}")
         return Outcome(seconds, kept, time.time() - begin)
@@ -236,7 +236,9 @@ def homes(script: Path, names: list[str]) -> contextlib.AbstractContextManager[L
 
 
 @contextlib.contextmanager
-def campaign(folder: Path, script: Path | None = None, spare: bool = True, residual_width: int = 8) -> Iterator[Campaign]:
+def campaign(
+    folder: Path, script: Path | None = None, spare: bool = True, residual_width: int = 8
+) -> Iterator[Campaign]:
     """A swarm in `folder` that trains; when the block ends its processes do, and its bits are checked."""
     manifest = make_manifest(residual_width)
     weak = [*WEAK, SPARE] if spare else WEAK
@@ -280,9 +282,8 @@ def main() -> int:
         times = [o.seconds for o in outcomes if o.seconds is not None]
         middle = f"median {statistics.median(times):.2f} s, worst {max(times):.2f} s" if times else "-"
         kept = sum(o.kept for o in outcomes)
-        print(
-            f"{kind}: {len(outcomes)} faults, every round committed, {kept} with the chain's work; next inner step: {middle}"
-        )
+        print(f"{kind}: {len(outcomes)} faults, every round committed, {kept} with the chain's work", end="; ")
+        print(f"next inner step: {middle}")
     print("all attested bits are those of the replayed log")
     if chosen.dir is None:
         shutil.rmtree(folder.parent)

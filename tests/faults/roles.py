@@ -1,16 +1,18 @@
-"""Roles change in a running swarm of real processes, and nobody else waits for it:
+"""Roles change in a running swarm of real processes, and no other peer waits for it:
 
 python -m tests.faults.roles [--netlab PATH/netlab.sh] [--dir FOLDER]
 
-A full replica and a chain of two train a model with a past (tests/faults/history.py). Then, over slow lines, at the same time:
+A full replica and a chain of two train a model with a past (tests/faults/history.py). Then, over slow lines, at the
+same time:
 
-    a mover       the chain's second member becomes so slow that the first one alone is worth more: it fetches the blocks
+    a mover       the chain's second member becomes so slow that the first one alone is worth more: it fetches the
+    blocks
                   that it lacks while the chain trains on, and becomes a full replica; the other one a spare
     a newcomer    it fetches the whole state, and becomes a full replica
 
-Then the newcomer is killed in the middle of a round, misses some, and *comes back*. A line stays slow until the others have done
-ROUNDS rounds meanwhile: so nothing here depends on how fast the machine is. Without --netlab the processes make their lines slow
-themselves (tests/faults/paced.py).
+Then the newcomer is killed in the middle of a round, misses some, and *comes back*. A line stays slow until the others
+have done ROUNDS rounds meanwhile: so nothing here depends on how fast the machine is. Without --netlab the processes
+make their lines slow themselves (tests/faults/paced.py).
 
 In the end the log is verified, and what it says of everybody's tokens is counted a second time.
 
@@ -51,21 +53,21 @@ PAST = 300
 SECONDS = 2.5
 """Of a round."""
 PUT_OFF = re.compile(r"^peer (\S+): .*; it is in no plan up to round (\d+)$")
-"""What a node says of who missed rounds for which it was planned."""
+"""A node's warning about a peer that missed rounds for which it was planned."""
 PACES = (0.04, 0.12, 0.36)
-"""Seconds of a micro-batch: the next one where the machine is so busy that the chain is worth less than its member alone before that
-one's neighbour has become slow,"""
+"""Seconds of a micro-batch: the next one where the machine is so busy that the chain is worth less than its member
+alone before that one's neighbour has become slow,"""
 SLOWER = 8.0
 """and what they are multiplied with when a machine becomes slow."""
 ROUNDS = 3
-"""That are committed while somebody is on its way, at least."""
+"""Rounds that are committed while a peer is on its way, at least."""
 LONGER = 1.0
 """Seconds that a round may last longer meanwhile, on a machine that does nothing else."""
 MOVER_BPS, STUCK_BPS, LAB_BPS = 4e5, 8e3, 5e5
-"""Of the mover's line, which also has its share of every round's payloads; of the others'; and of the others' with --netlab."""
+"""Bits a second of the mover's line, which also has its share of the payloads; of the others'; with --netlab."""
 
 Trained = set[frozenset[str]]
-"""Who trained together and was committed, by name."""
+"""The peers that trained together and were committed, by name."""
 
 
 class TooBusy(Exception):
@@ -126,7 +128,7 @@ class Roles:
         return self.wait(lambda commit: wanted(self.trained(commit)), what)
 
     def rounds(self, count: int) -> int:
-        """So many more from now on; the last one."""
+        """This number of rounds more from now on; the last one."""
         self.commits |= {e.fields["round"]: e for e in self.swarm.events(NODE) if e.kind == "commit"}
         last = max(self.commits) + count
         return self.wait(lambda commit: commit.fields["round"] >= last, f"round {last}")
@@ -142,7 +144,7 @@ class Roles:
         return [tuple(self.ids.get(s["peer"], s["peer"]) for s in replica["stages"]) for replica in plan[kind]]
 
     def left_out(self, commit: Event) -> set[str]:
-        """Who was planned for this round, and whose work is not in it."""
+        """The peers planned for this round whose work is not in it."""
         plan = self.commits[commit.fields["round"] - 1].fields["plan"]
         numbers = {left["replica"] for left in commit.fields["left_out"]}
         stages = [stage for replica in plan["replicas"] if replica["number"] in numbers for stage in replica["stages"]]
@@ -155,8 +157,8 @@ class Roles:
         return False
 
     def end(self) -> None:
-        """Kills everybody. All that was committed is right, all that who contributed to a round had done in it is in it, and everybody's
-        credits are what the log says."""
+        """Kills all. All that was committed is right, and all that contributors of a round had done in it is in
+        it, and everybody's credits are what the log says."""
         for name in list(self.swarm.running):
             self.swarm.kill(name)
         self.log("verify")
@@ -188,11 +190,11 @@ class Roles:
 
 
 def recounted(commits: Sequence[Commit], layers: int) -> dict[str, tuple[int, int, int]]:
-    """What the log says of everybody whose work it took or left out: tokens, rounds, and rounds that were left out. The tokens of a
-    replica are its members' in proportion to their blocks, in whole tokens up to each boundary. Nobody is on probation here."""
+    """What the log says of everybody whose work it took or left out: tokens, rounds, and rounds that were left out. The
+    tokens of a replica are its members' in proportion to their blocks, in whole tokens up to each boundary. No peer
+    is on probation here."""
     tokens, rounds, left = Counter[str](), Counter[str](), Counter[str]()
     for before, now in itertools.pairwise(commits):
-        assert before.plan is not None
         planned = {replica.number: replica.stages for replica in before.plan.replicas}
         for made in now.contributions:
             ends = [stage.last for stage in planned.get(made.replica, ())] or [layers]  # or who took a seat
@@ -206,8 +208,8 @@ def recounted(commits: Sequence[Commit], layers: int) -> dict[str, tuple[int, in
 
 @dataclass(frozen=True, slots=True)
 class Meanwhile:
-    """What others did while somebody's new role was on its way: the `seconds` of each of these rounds; `whole`: in how many of them
-    all who were planned were committed; `steps` that the full replica did that stayed as it was."""
+    """What others did while a peer's new role was on its way: the `seconds` of each of these rounds; `whole`: in how
+    many of them all who were planned were committed; `steps` that the full replica did that stayed as it was."""
 
     seconds: list[float]
     whole: int
@@ -264,7 +266,7 @@ def running(folder: Path, script: Path | None = None, pace: float = PACES[0]) ->
 
 
 def live(roles: Roles) -> dict[str, Meanwhile]:
-    """Everything that happens, by who was on its way. Raises TooBusy."""
+    """Everything that happens, by the peer that was on its way. Raises TooBusy."""
     swarm, found = roles.swarm, dict[str, tuple[int, int]]()
     usual = roles.newest.fields["round"] + 1, roles.rounds(ROUNDS)
     for commit in roles.commits.values():
@@ -306,8 +308,8 @@ def live(roles: Roles) -> dict[str, Meanwhile]:
 
 
 def in_time(roles: Roles, name: str, first: int) -> int:
-    """The last round before `name` was a full replica. It became one as soon as it had attested the whole state, and not before; or, where it had
-    missed rounds for which it was planned, as soon as it was let in again."""
+    """The last round before `name` was a full replica. It became one as soon as it had attested the whole state, and
+    not before; or, where it had missed rounds for which it was planned, as soon as it was let in again."""
     shards = set(layout.shard_names(roles.swarm.manifest.model))
     attested, ready, put_off = set[int](), list[int](), 0
     for event in roles.swarm.events(NODE):
@@ -331,7 +333,7 @@ def in_time(roles: Roles, name: str, first: int) -> int:
 
 
 def held_up(found: dict[str, Meanwhile], longer: float) -> list[str]:
-    """Who was waited for; a round may last so many seconds `longer` than before."""
+    """The peers that were waited for; a round may last `longer` seconds more than before."""
     usual = statistics.median(found["nobody"].seconds)
     return [
         f"{name}: {those}, {statistics.median(those.seconds) - usual:.2f} s longer"

@@ -1,9 +1,9 @@
 """Random SIGKILLs for as long as you like: `python -m tests.faults.soak [--minutes 30] [--seed 0] [--dir FOLDER]`.
 
-Four bootstrap nodes, three full replicas and a chain of three. First the leading node is killed, then a second one (the run stalls),
-which is started again, and then the first. After that a random peer is killed every few seconds and started again a little
-later. At the end everybody attests one more round; then all logs must tell one history, and replaying it from θ(0) must give
-the bits that every peer attested after every round.
+Four bootstrap nodes, three full replicas and a chain of three. First the leading node is killed, then a second one (the
+run stalls), which is started again, and then the first. After that a random peer is killed every few seconds and
+started again a little later. At the end everybody attests one more round; then all logs must tell one history, and
+replaying it from θ(0) must give the bits that every peer attested after every round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The time of day jumps an hour forth and back under a real swarm: nobody is gone, no lease breaks, rounds go on."""
+"""The time of day jumps an hour forth and back under a real swarm: no peer is gone, no lease breaks, rounds go on."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ ROUNDS_BETWEEN = 4
 def test_the_wall_clock_jumps_and_nobody_is_gone(tmp_path: Path) -> None:
     manifest = four_nodes(rounds=10**6, start_peers=len(PEERS))
     with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.wall_clock") as swarm:
-        for name in swarm.nodes:
-            swarm.start_node(name)
-        for name in PEERS:
-            swarm.start(name)
+        swarm.start_all(*PEERS)
 
         def committed(round: int) -> None:
             def is_later(event: Event) -> bool:

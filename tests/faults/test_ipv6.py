@@ -1,4 +1,4 @@
-"""Two machines that have IPv6 only: one is joined by the line that it prints, by the other; needs root and Linux (iproute2)."""
+"""Two machines with IPv6 only: one joins by the line that the other prints; needs root and Linux (iproute2)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def two_machines() -> Iterator[list[str]]:
-    """Two network namespaces on one cable, without IPv4, also to themselves. Skips the test where they cannot be made."""
+    """Two network namespaces on one cable, without IPv4; skips the test where they cannot be made."""
     names = [f"potluck{os.getpid()}-{end}" for end in ("one", "two")]
     try:
         try:

@@ -1,4 +1,4 @@
-"""A volunteer types Ctrl-C, or the system stops it: the round that it leaves does not wait for a lease. Real processes."""
+"""A volunteer types Ctrl-C, or the system stops it: its round does not wait for a lease. Real processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e import swarms
 from tests.faults.processes import DEADLINE, Swarm
 
 LEASE = 0.9 * DEADLINE
-"""Seconds: whoever waits for it fails the test by its deadline, or by far."""
+"""Seconds: a test that waits for it fails by its deadline, or by far."""
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
@@ -27,7 +27,7 @@ def test_the_round_of_a_peer_that_leaves_goes_on_without_it(sent: signal.Signals
         swarm.start_node("node-0")
         for name in ("a", "b", "leaver"):
             swarm.start(name)
-        leaver = swarm.wait("leaver", lambda e: e.kind == "started", "its start").fields["peer"]
+        leaver = swarm.started("leaver")
 
         def planned(event: Event) -> bool:
             """Whether it is a commit whose plan has the leaver."""

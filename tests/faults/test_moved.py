@@ -1,6 +1,8 @@
-"""An address changes in a running swarm of real processes, as when a laptop goes to another Wi-Fi: connections die without a word.
+"""An address changes in a running swarm of real processes, as when a laptop goes to another Wi-Fi: connections die
+without a word.
 
-A full replica, a member of a chain, and the bootstrap node. Everybody comes back without a restart, at the new address, with the same bits.
+A full replica, a member of a chain, and the bootstrap node. Everybody comes back without a restart, at the new address,
+with the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from tests.support.roles import SECONDS, make_manifest
 
 FULL, CHAIN = "a", frozenset("bc")
 ROUNDS = 8
-"""In which a peer is back at the latest: half as many as fit in the 40 s that libp2p takes to notice a dead connection."""
+"""Rounds in which a peer is back: half as many as fit in the 40 s until libp2p notices a dead connection."""
 GONE_AFTER = 25.0
 
 

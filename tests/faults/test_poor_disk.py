@@ -1,4 +1,4 @@
-"""Disks without hard links, locks, sockets, and folders that can be synced, such as exFAT, and drives in networks: everything works there."""
+"""Everything works on disks without hard links, locks, sockets and synced folders, as exFAT and network drives."""
 
 from __future__ import annotations
 

@@ -12,16 +12,13 @@ def test_the_leading_node_is_killed_then_a_second_and_the_run_goes_on(tmp_path: 
     manifest = four_nodes(rounds=20, start_peers=2)
     peers = ["peer-0", "peer-1"]
     with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.paced") as swarm:
-        for name in swarm.nodes:
-            swarm.start_node(name)
-        for name in peers:
-            swarm.start(name)
+        swarm.start_all(*peers)
         first = swarm.leader()
         others = [n for n in swarm.nodes if n != first]
-        swarm.wait(first, lambda e: e.kind == "commit" and e.fields["round"] == 2, "round 2")
+        swarm.committed(first, 2)
         swarm.kill(first)
         for name in others:
-            swarm.wait(name, lambda e: e.kind == "commit" and e.fields["round"] == 5, "round 5 under a new leader")
+            swarm.committed(name, 5)
         second = swarm.leader()
         assert second in others
         survivors = [n for n in others if n != second]
@@ -37,12 +34,12 @@ def test_the_leading_node_is_killed_then_a_second_and_the_run_goes_on(tmp_path: 
         assert stalled_at < manifest.rounds
         swarm.start(second)
         for name in (second, *survivors):
-            swarm.wait(name, lambda e: e.kind == "commit" and e.fields["round"] == stalled_at + 2, "it goes on")
+            swarm.committed(name, stalled_at + 2)
         swarm.start(first)
         for name in peers:
             assert swarm.ended(name) == 0
         for name in swarm.nodes:
-            swarm.wait(name, lambda e: e.kind == "commit" and e.fields["round"] == manifest.rounds, "the whole log")
+            swarm.committed(name, manifest.rounds)
         for name in swarm.nodes:
             swarm.kill(name)
         assert swarm.check() == manifest.rounds

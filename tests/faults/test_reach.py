@@ -1,6 +1,8 @@
-"""How `potluck join` starts behind routers, with real daemons and NAT: what it finds, and the ways that two such peers find to each other.
+"""How `potluck join` starts behind routers, with real daemons and NAT: what it finds, and the ways that two such peers
+find to each other.
 
-Needs the lab's script (tests/support/lab.py), and one public node for each of six peers, of which four have to see a home.
+Needs the lab's script (tests/support/lab.py), and one public node for each of six peers, of which four have to see a
+home.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def street(nodes: int, *pair: str) -> Iterator[reach.Street]:
 
 
 def ways(there: reach.Street) -> tuple[str, float]:
-    """The way of the first stream, and of one that is opened later where the first went through a relay; seconds until then."""
+    """The way of the first stream, and of a later one where that went through a relay; seconds until then."""
     peer = there.peers[1]["peer"]
     first = there.ask(0, do="first", peer=peer)
     assert "error" not in first, first

@@ -1,4 +1,4 @@
-"""A slice of the campaign in repair.py: one member is killed, one is stopped, and the chain's work of both rounds is kept."""
+"""A slice of repair.py: one member is killed, one is stopped, and the chain's work of both rounds is kept."""
 
 from __future__ import annotations
 

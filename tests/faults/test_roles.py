@@ -16,8 +16,8 @@ from tests.support.roles import make_manifest
 
 
 def test_nobody_waits_for_a_newcomer_a_mover_or_who_comes_back(tmp_path: Path) -> None:
-    """And the one chain becomes a full replica and a spare within one round plus the transfer. Here a round counts as longer if it takes twice
-    its time: the machine may have other work to do."""
+    """And the one chain becomes a full replica and a spare within one round plus the transfer. Here a round counts as
+    longer if it takes twice its time: the machine may have other work to do."""
     found: dict[str, roles.Meanwhile] = {}
     for pace in roles.PACES:
         with contextlib.suppress(roles.TooBusy), roles.running(tmp_path / f"run-{pace}", pace=pace) as swarm:
@@ -28,8 +28,8 @@ def test_nobody_waits_for_a_newcomer_a_mover_or_who_comes_back(tmp_path: Path) -
 
 
 def test_who_runs_out_of_memory_says_so_and_comes_back_with_a_smaller_role(tmp_path: Path) -> None:
-    """What fails is an allocation that the system refuses. The full replica becomes a stage of a chain with the one who was a spare:
-    neither of the two could train alone."""
+    """What fails is an allocation that the system refuses. The full replica becomes a stage of a chain with the one who
+    was a spare: neither of the two could train alone."""
     manifest = make_manifest(start_peers=2)
     memory = {"weak": tiny.full_memory(manifest) - 1}
     with Swarm(tmp_path / "run", manifest, tiny.OPERATORS[:1], memory) as swarm:

@@ -1,8 +1,8 @@
 """Real processes on machines of different speed.
 
-A chain of two, of which the first becomes three times slower, as its machine does when somebody else uses it: the next plans move
-blocks away from it. And full replicas of which one is twelve times slower: nobody waits for it, and what it does counts. All bits
-agree.
+A chain of two, of which the first becomes three times slower, as its machine does when another program uses it: the
+next plans move blocks away from it. And full replicas of which one is twelve times slower: no peer waits for it, and
+what it does counts. All bits agree.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_blocks_move_away_from_a_stage_that_became_slow(tmp_path: Path) -> None:
         swarm.start_node("node-0")
         for name in PEERS:
             swarm.start(name)
-        ids = {swarm.wait(name, lambda e: e.kind == "started", "its start").fields["peer"]: name for name in PEERS}
+        ids = {swarm.started(name): name for name in PEERS}
         plan = swarm.wait("node-0", lambda e: e.kind == "commit", "the first plan").fields["plan"]
         first = plan["replicas"][0]["stages"][0]["peer"]
 
@@ -77,7 +77,7 @@ def test_a_slow_machine_does_fewer_steps_and_all_of_them_count(tmp_path: Path) -
         for name in names:
             paced.set_pace(swarm.folder / name, 0.6 if name == "slow" else 0.05)
             swarm.start(name)
-        ids = {swarm.wait(name, lambda e: e.kind == "started", "its start").fields["peer"]: name for name in names}
+        ids = {swarm.started(name): name for name in names}
 
         def of_all() -> list[dict[str, Any]]:
             commits = [e.fields for e in swarm.events("node-0") if e.kind == "commit"]

@@ -1,7 +1,8 @@
-"""Who watches a run of real processes while its nodes die, stop, move or lose their line: the terminal, the page and the metrics.
+"""Watchers of a run of real processes while its nodes die, stop, move or lose their line: the terminal, the page and
+the metrics.
 
-Before a node is back all three say for how long there is no news; when it is back all three show the newest round. How many seconds that
-takes is printed (`pytest -s`), and no bound is set here: this machine may be busy.
+Before a node is back all three say for how long there is no news; when it is back all three show the newest round. How
+many seconds that takes is printed (`pytest -s`), and no bound is set here: this machine may be busy.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.support.watching import Watching, watching
 
 NODE, PEER, WATCHER = "node-0", "peer-0", "watcher"
 NEWEST_SECONDS = 3.0
-"""A round that was the newest one so lately is shown as the newest: a monitor asks once in a second, and rounds may be as short."""
+"""Seconds for which a round counts as the newest: a monitor asks once a second, and rounds may be as short."""
 
 
 def make_manifest(nodes: int) -> Manifest:
@@ -59,7 +60,7 @@ class Watched:
         return None if found is None else float(found[1])
 
     def screen(self) -> tuple[int, int, bool]:
-        """The round on the terminal; where in what was drawn it, and where the last word of silence, stands; whether that is later."""
+        """The round on the terminal; the positions in the output of it and of the last warning; whether it is later."""
         drawn = bytes(self.monitor.drawn).decode(errors="replace")
         rounds = list(re.finditer(r"round ([\d,]+) of", drawn))
         newest = rounds[-1] if rounds else None
@@ -130,10 +131,8 @@ def watched(
 ) -> Iterator[Watched]:
     manifest = make_manifest(nodes)
     with Swarm(folder, manifest, tiny.OPERATORS[:nodes], places=places, module="tests.faults.paced") as swarm:
-        for name in swarm.nodes:
-            swarm.start_node(name)
-        swarm.start(PEER)
-        swarm.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 1, "round 1")
+        swarm.start_all(PEER)
+        swarm.committed(NODE, 1)
         with watching(swarm.addresses[0], "--metrics", "0", prefix=prefix) as monitor:
             found = Watched(swarm, monitor)
             found.until(lambda: found.state()["round"] > 1, "the first round on the page")

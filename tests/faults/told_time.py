@@ -1,4 +1,4 @@
-"""`potluck join` at the pace of paced.py, with a clock on the wall that shows what the file `wall` in its --dir says, in seconds since 1970."""
+"""`potluck join` at the pace of paced.py, with the time of the file `wall` in its --dir (seconds since 1970)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""`potluck`, but a file `fate` in its --dir says when its own life is to be disturbed: {"phase", "step", "micro", "kind"}.
+"""`potluck`, but a file `fate` in its --dir says when its own life is to be disturbed: {"phase", "step", "micro",
+"kind"}.
 
-As soon as the model has gone "forward" or "backward" with that micro-batch, after so many inner steps of a round, the file becomes
-`struck` (with the time) and the process kills or stops itself; of kind "cut" it waits until its link is cut and goes on. Of kind "noise"
-or "flipped" it lies from then on: that is what it sends to its neighbours instead of the activations or gradients of this phase.
+As soon as the model has gone "forward" or "backward" with that micro-batch, after that number of inner steps of a
+round, the file becomes `struck` (with the time) and the process kills or stops itself; of kind "cut" it waits until its
+link is cut and goes on. Of kind "noise" or "flipped" it lies from then on: that is what it sends to its neighbours
+instead of the activations or gradients of this phase.
 """
 
 from __future__ import annotations

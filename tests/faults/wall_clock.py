@@ -1,6 +1,8 @@
-"""`potluck` on a machine whose time of day is off by as many seconds as the file `wall` in its --dir says, from one moment to the next.
+"""`potluck` on a machine whose time of day is off by as many seconds as the file `wall` in its --dir says, from one
+moment to the next.
 
-The operating system's clock is replaced before anything is imported, so hivemind, too, takes the wrong time for the right one.
+The operating system's clock is replaced before anything is imported, so hivemind, too, takes the wrong time for the
+right one.
 """
 
 from __future__ import annotations

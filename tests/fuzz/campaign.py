@@ -1,9 +1,10 @@
 """A fuzzing campaign: `python -m tests.fuzz.campaign --inputs 10000000`; `make fuzz`.
 
-Every input is a seed, or an earlier input that provoked an answer which was new, changed by tests/fuzz/mutate.py; one in
-`bomb_every` is a bomb. An input fails when its target raises what it may not, says an error of more than one printable line, accepts what is not
-sound, takes over `seconds` of CPU time, or, for one input in `memory_every` and half of the bombs, allocates over `memory_bytes` (Python's and numpy's
-allocations, by tracemalloc). What hangs for `hang_seconds` is interrupted. Failures are written to tests/fuzz/found/ and told once per place.
+Every input is a seed, or an earlier input that provoked an answer which was new, changed by tests/fuzz/mutate.py; one
+in `bomb_every` is a bomb. An input fails when its target raises what it may not, says an error of more than one
+printable line, accepts what is not sound, takes over `seconds` of CPU time, or, for one input in `memory_every` and
+half of the bombs, allocates over `memory_bytes` (Python's and numpy's allocations, by tracemalloc). What hangs for
+`hang_seconds` is interrupted. Failures are written to tests/fuzz/found/ and told once per place.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ CORPUS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What an input may take, and which inputs are measured or bombs. `seconds`: of CPU time; the slowest is reported. `found`: where
-    failures are written."""
+    """Limits of an input. `seconds`: CPU time; the slowest is reported. `found`: the folder of failures."""
 
     seconds: float = 5.0
     hang_seconds: float = 120.0

@@ -1,8 +1,10 @@
-"""Messages of valid form and hostile content through the real handlers of a node and a peer: `python -m tests.fuzz.handlers --messages 10000000`.
+"""Messages of valid form and hostile content through the real handlers of a node and a peer: `python -m
+tests.fuzz.handlers --messages 10000000`.
 
-A bootstrap node and two peers run rounds all the time, in one process, over a network in memory; enemies open streams under every name that
-is served, and say what tests/fuzz/messages.py makes, with what is true of the run mixed in, so that it gets past the first checks. Nobody
-may end, no handler may raise what is not expected of it, rounds go on, and memory stays within its bound.
+A bootstrap node and two peers run rounds all the time, in one process, over a network in memory; enemies open streams
+under every name that is served, and say what tests/fuzz/messages.py makes, with what is true of the run mixed in, so
+that it gets past the first checks. No process may end, no handler may raise what is not expected of it, rounds go on,
+and memory stays within its bound.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ OF_AN_ENEMY = 200
 LAST, ALIKE = 64, 0.8
 """Messages of each type that are remembered, and how many of all are made from one of them."""
 OF_A_SWARM = 100_000
-"""Messages, before a long campaign begins another swarm: rounds go on all the time, and with a long log each message takes longer."""
+"""Messages until a long campaign begins another swarm: with a long log each message takes longer."""
 MEMORY_MIB = 300
 """By which all may grow."""
 QUORUM = Identity(b"quorum enemy".ljust(32))
@@ -56,7 +58,7 @@ QUORUM = Identity(b"quorum enemy".ljust(32))
 
 
 class Raised(logging.Handler):
-    """Hears of handlers that raised what nobody expected."""
+    """Hears of handlers that raised unexpected errors."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -116,7 +118,7 @@ class Enemies:
         return rng.choice(held) if held and rng.random() < 0.5 else blob_hash.name_of(rng.randbytes(4))
 
     def map(self, cls: type) -> dict[str, Any]:
-        """A message's fields, as plain data; mostly such that all of it is taken. Most are like one of the last, but for a few fields."""
+        """A message's fields, as plain data; most are valid, and like those of one of the last messages."""
         last = self._last.setdefault(cls, deque(maxlen=LAST))
         for _ in range(8):
             maker = self.honest if self.rng.random() < 0.7 else self.maker
@@ -240,7 +242,7 @@ def _packed(value: Any) -> bytes:
 
 
 async def campaign(folder: Path, seed: int, goes_on: Callable[[State], bool], enemies: int = 4) -> State:
-    """Has so many enemies at once say things while `goes_on(state)`; then sees that all is well."""
+    """Has several enemies at once say things while `goes_on(state)`; then sees that all is well."""
     made = volunteers.manifest(
         rounds=1_000_000, start_peers=2, operators=(tiny.OPERATOR.peer_id, QUORUM.peer_id), quorum=1
     )

@@ -1,6 +1,8 @@
-"""Makes messages: everything that the decoder knows, of valid form, with the least, the most and odd values in every field.
+"""Makes messages: everything that the decoder knows, of valid form, with the least, the most and odd values in every
+field.
 
-The types themselves say what a field may hold (protocol/wire/bounds.py), so that a new message or field is known here by itself.
+The types themselves say what a field may hold (protocol/wire/bounds.py), so that a new message or field is known here
+by itself.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ MANY = 3
 """Entries of a list that is not to be at its bound."""
 
 FEW = 6
-"""A list that may have so many mostly has all or none of them."""
+"""A bounded list mostly has the most items or none."""
 
 Known = Mapping[Any, Callable[[random.Random], Any]]
 """Type of a field -> a value that means something in a run."""
@@ -81,7 +83,7 @@ TEXTS = tuple(
 
 @dataclass
 class Maker:
-    """Draws from `rng`; `known` are values of the run that it is for; with probability `odd` a field is at its bound, or strange."""
+    """Draws from `rng`. `known`: values of the run; `odd`: the probability of a field at its bound, or strange."""
 
     rng: random.Random
     known: Known = field(default_factory=dict)

@@ -1,7 +1,8 @@
-"""Mutations of what strangers may send: bytes, msgpack trees and text. All randomness comes from the caller's generator.
+"""Mutations of what strangers may send: bytes, msgpack trees and text. All randomness comes from the caller's
+generator.
 
-A msgpack tree is read leniently, changed somewhere, and written by an encoder that also writes what no honest one does: other
-widths, counts and lengths that lie, doubled and non-text keys, extension types, broken text, nesting.
+A msgpack tree is read leniently, changed somewhere, and written by an encoder that also writes what no honest one does:
+other widths, counts and lengths that lie, doubled and non-text keys, extension types, broken text, nesting.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def put(tree: Any, path: tuple[int, ...], value: Any) -> Any:
 
 
 def leaf(rng: random.Random) -> Any:
-    """A value that somebody may not expect."""
+    """A value that may be unexpected."""
     return rng.choice((
         None, True, False, "", "x", "\n", "\x1b[2J", "é" * 40, "\ud800", "0" * 64, b"", b"\0" * 32, rng.randbytes(8),
         rng.choice(NUMBERS), rng.choice(NUMBERS), rng.choice(NUMBERS), rng.choice(FLOATS), rng.random(), [], Map(),
@@ -263,7 +264,8 @@ def bomb(rng: random.Random) -> bytes:
         b"\xdd" + many + b"\xca\0\0\0\0" * (size // 5),
         b"\x91" * size,
         b"\x81\xa1a" * (size // 3) + b"\xc0",
-        b"\xdf" + struct.pack(">I", size // 4) + b"".join(b"\xa2%c%c\xc0" % (i % 251, i // 251 % 251) for i in range(size // 4)),
+        b"\xdf" + struct.pack(">I", size // 4)
+        + b"".join(b"\xa2%c%c\xc0" % (i % 251, i // 251 % 251) for i in range(size // 4)),
         b"\xdb" + many + b"x" * size,
         b"\xc6" + many + b"\0" * size,
         b"\xc9" + many + b"\x50" + b"\xc9" * size,
@@ -279,9 +281,10 @@ def bomb(rng: random.Random) -> bytes:
 # --- text
 
 _WEIRD = (
-    "", "\0", "\n", "\r\n", "\x1b[2J", "\u202e", "\ufeff", "é", "\U0001f372", "\u0130", "²", "٣", "1e999", "-0", "0x10", "9" * 400, "9" * 5000,
-    "nan", "inf", "true", "null", "[", "]", "{", "}", '"', "'", "#", "=", ",", ".", "/", ":", "%", "\\", "\\ud800", '"""', "[[", "a.b.c",
-    "_", "--", "xn--", "%1", "-", "1979-05-27T07:32:00Z", "[" * 60, "a." * 60,
+    "", "\0", "\n", "\r\n", "\x1b[2J", "\u202e", "\ufeff", "é", "\U0001f372", "\u0130", "²", "٣", "1e999", "-0", "0x10",
+    "9" * 400, "9" * 5000, "nan", "inf", "true", "null", "[", "]", "{", "}", '"', "'", "#", "=", ",", ".", "/", ":",
+    "%", "\\", "\\ud800", '"""', "[[", "a.b.c", "_", "--", "xn--", "%1", "-", "1979-05-27T07:32:00Z", "[" * 60,
+    "a." * 60,
 )  # fmt: skip
 
 

@@ -1,7 +1,9 @@
-"""Every decoder of what strangers send, as functions of bytes, with inputs that they accept and the errors that they may raise.
+"""Every decoder of what strangers send, as functions of bytes, with inputs that they accept and the errors that they
+may raise.
 
 A target does what its caller in the package does with the bytes, checks what it accepted, and lets errors through. New
-message types (protocol/wire/encoding.py) and value formats of payloads (protocol/codec/sparse.py) are picked up by themselves.
+message types (protocol/wire/encoding.py) and value formats of payloads (protocol/codec/sparse.py) are picked up by
+themselves.
 """
 
 from __future__ import annotations
@@ -152,7 +154,7 @@ def announcement(raw: bytes) -> object:
 
 
 def from_node(raw: bytes) -> object:
-    """What a bootstrap node sends; or, behind a first byte of zero, a commit for which a member votes, whatever it says."""
+    """A message of a node; or, behind a first byte of zero, a commit for which a member votes."""
     if raw[:1] == b"\0":
         raw = _voted(raw[1:])
     found = encoding.decode_any(raw, KEY.peer_id)
@@ -294,7 +296,7 @@ class FakeStream:
 
 
 def pipe(raw: bytes) -> object:
-    """What a stage does with a frame of its neighbour: header, then activations. The first byte chooses their format."""
+    """A stage reads a frame of its neighbour: header, then activations. The first byte chooses their format."""
     chosen = (raw or b"\0")[0] % len(formats.FORMATS)
     form = formats.FORMATS[chosen]
     head, body = chain_frames.parse("fuzz", memoryview(raw)[1:])
@@ -324,7 +326,7 @@ def relay_words(raw: bytes) -> object:
 
 
 def shaken(turns: int) -> tuple[Handshake, Handshake]:
-    """Two sides of a handshake after so many messages."""
+    """Two sides of a handshake after `turns` messages."""
     both = [
         Handshake(initiator=i == 0, static=bytes([i + 1] * 32), fresh=bytes([i + 3] * 32), prologue=b"fuzz")
         for i in range(2)
@@ -354,7 +356,7 @@ def _handshake_messages() -> list[bytes]:
 
 
 def relay_hello(raw: bytes) -> object:
-    """A proof of who is there; strangers can seal what they like."""
+    """A proof of presence; strangers can seal what they like."""
     found = relaying.hello_of(raw, STATIC)
     check(found.peer == KEY.peer_id and len(found.name) <= relaying.MAX_NAME, "not what was signed")
     return found
@@ -506,7 +508,7 @@ def change_call(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
 
 
 def hand_over(raw: bytes) -> object:
-    """What a giver says to an heir, as peer/state/handover.py reads it, and what is decided before anything is fetched."""
+    """A giver's message as peer/state/handover.py reads it, and the decision before anything is fetched."""
     said = build(Handover, framing.unpack_message(raw), ignore_unknown=True)
     reason = handover.why_refused(MANIFEST, {}, example(Plan), said.heir, KEY.peer_id, said)
     check(reason is not None and reason.isprintable(), "somebody who trained nothing gives something")
@@ -685,7 +687,8 @@ def _record(domain: bytes, body: bytes) -> bytes:
 
 TARGETS = [
     Target("unpack_message", unpack, (FrameError,), [*ENCODED, *SEALED], change_msgpack, 20),
-    Target("frames", frames, (FrameError, framing.Ended), [b"\0\5" + framing.pack(b"a" * 30) + framing.pack(b"") + framing.END], change_bytes, 20),
+    Target("frames", frames, (FrameError, framing.Ended),
+        [b"\0\5" + framing.pack(b"a" * 30) + framing.pack(b"") + framing.END], change_bytes, 20),
     Target("encoding.decode", decode, (MessageError,), ENCODED, change_msgpack, 20),
     Target("sealed.unseal", unseal, (MessageError,), [*SEALED, *(b"\0" + x for x in ENCODED)], change_sealed, 3),
     Target("sealed.unseal_announcement", announcement, (), [b"\0" + ANNOUNCED, SEALED[0]], change_sealed, 3),
@@ -695,15 +698,18 @@ TARGETS = [
     Target("pipeline frames", pipe, (chain_frames.NeighbourLost, quantize.BadTensor), PIPE, change_bytes, 8),
     Target("relay words", relay_words, (FrameError,), RELAY_WORDS, change_msgpack, 4),
     Target("relayed handshakes", handshake_message, (NoiseError, FrameError), _handshake_messages(), change_bytes, 2),
-    Target("relayed hellos", relay_hello, (FrameError,), [relaying.pack_hello(KEY, STATIC, "potluck/pipe/1")], change_msgpack, 3),
+    Target("relayed hellos", relay_hello, (FrameError,),
+        [relaying.pack_hello(KEY, STATIC, "potluck/pipe/1")], change_msgpack, 3),
     Target("relayed records", sealed_record, (FrameError,), SEALED_RECORDS, change_bytes, 4),
     Target("blob requests", blob_request, (RemoteError,), BLOB_REQUESTS, change_msgpack, 2),
     Target("blob replies", blob_reply, (RemoteError,), BLOB_REPLIES, change_blob_reply, 2),
     Target("log requests", call_request, (MessageError,), [encoding.encode(LogRequest(after=3))], change_msgpack, 4),
-    Target("log replies", log_reply, (RemoteError,), [framing.pack_message(RECORDS * 2), framing.pack_message([])], change_msgpack, 2),
+    Target("log replies", log_reply, (RemoteError,),
+        [framing.pack_message(RECORDS * 2), framing.pack_message([])], change_msgpack, 2),
     Target("small calls", small_call, (RemoteError,), CALLS, change_call, 4),
     Target("hand-overs", hand_over, (FrameError, SchemaError), HANDOVERS, change_msgpack, 3),
-    Target("answers to hand-overs", hand_over_answer, (FrameError, SchemaError, ValueError), HANDOVER_ANSWERS, change_msgpack, 2),
+    Target("answers to hand-overs", hand_over_answer, (FrameError, SchemaError, ValueError),
+        HANDOVER_ANSWERS, change_msgpack, 2),
     Target("moments", adam, (PayloadError,), _moments(MANIFEST.train), change_bytes, 4),
     Target("moments of muon", muon, (PayloadError,), _moments(BY_MUON), change_bytes, 4),
     Target("log file", log_file, (logfile.Damaged,), [_records(RECORDS * 3), b""], change_log, 6),
@@ -714,8 +720,10 @@ TARGETS = [
         f"/ip4/203.0.113.5/tcp/4001/p2p/{KEY.peer_id}/p2p-circuit/p2p/{tiny.OPERATOR.peer_id}".encode(),
     ], change_text, 12),
     Target("manifest from_bytes", manifest, (UsageError,), [m.to_bytes() for m in MANIFESTS], change_text, 4),
-    Target("manifest from_toml", manifest_file, (UsageError,), [manifests.to_toml(m).encode() for m in MANIFESTS], change_text, 2),
-    Target("DHT values", dht_value, (FrameError,), [_dictionary(), msgpack.packb(["key", b"value"]), b"\xc0"], change_dht, 10),
+    Target("manifest from_toml", manifest_file, (UsageError,),
+        [manifests.to_toml(m).encode() for m in MANIFESTS], change_text, 2),
+    Target("DHT values", dht_value, (FrameError,),
+        [_dictionary(), msgpack.packb(["key", b"value"]), b"\xc0"], change_dht, 10),
     Target("DHT records", dht_record, (FrameError,), [_record(DOMAIN, ANNOUNCED)], change_record, 3),
 ]  # fmt: skip
 """Errors that are not PotluckErrors, or several lines long, fail everywhere."""

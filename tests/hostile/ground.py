@@ -1,5 +1,5 @@
-"""Where attacks are tried: a bootstrap node, peers that do everything but compute (tests/support/volunteers.py), and enemies. Each has a network
-daemon of its own; all live in this process, so that a test sees into them."""
+"""Where attacks are tried: a bootstrap node, peers that do everything but compute (tests/support/volunteers.py), and
+enemies. Each has a network daemon of its own; all live in this process, so that a test sees into them."""
 
 from __future__ import annotations
 
@@ -8,31 +8,35 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hivemind.proto import p2pd_pb2
 
 from peer import events
 from peer.net import directory, p2p
 from peer.net.base import Stream, Transport, Validate
+from peer.net.blobs import BlobServer, BlobStore
 from peer.net.daemon import raw_id
 from peer.net.p2p import P2PTransport
+from protocol.codec import sparse
 from protocol.errors import RemoteError
 from protocol.identity import Identity
-from protocol.planning.memory import stage_memory
+from protocol.planning.memory import stage_memory, stage_shards
+from protocol.run import layout
 from protocol.run.manifest import Manifest, TimingSpec
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION, Announcement
+from protocol.wire.commit import Part
 from protocol.wire.encoding import Message
-from protocol.wire.session import Announced, Heartbeat, Hello
+from protocol.wire.session import Announced, Attest, Heartbeat, Hello, Offer
 from tests.support import tiny, volunteers
+from tests.support.plain_codec import norm_of
 from tests.support.volunteers import Volunteer
 
-DEADLINE = 240.0
-"""Seconds; far above what anything here takes."""
 SOON = 60.0
 HOLD_SECONDS = 0.2
 """That a round's work takes: nothing is computed, and rounds as fast as they can be would take all processor time."""
@@ -42,10 +46,6 @@ def manifest(**changes: Any) -> Manifest:
     """A long run with two replicas at least, and short silences."""
     timing = TimingSpec(round_deadline=30.0, round_seconds=1.0, heartbeat=0.5, gone_after=5.0)
     return volunteers.manifest(**{"rounds": 1_000_000, "timing": timing, **changes})
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, DEADLINE))
 
 
 async def hold(peer: str, round: int) -> None:
@@ -59,7 +59,7 @@ def identity(name: str) -> Identity:
 
 
 async def daemon(who: Identity, run: str, folder: Path, sockets: Path, host: str = "127.0.0.1") -> P2PTransport:
-    """Starts somebody's daemon. `folder`: for the key; `host`: where it listens, and comes from."""
+    """Starts a daemon. `folder`: for the key; `host`: where it listens, and comes from."""
     key = folder / f"{who.peer_id}.key"
     key.write_bytes(who.libp2p_bytes())
     key.chmod(0o600)
@@ -79,7 +79,7 @@ class Daemons:
 
 @dataclass(frozen=True)
 class Enemy:
-    """Somebody with a key and a daemon, connected to the node, who knows the protocol."""
+    """A key and a daemon, connected to the node, with the protocol's messages."""
 
     identity: Identity
     transport: P2PTransport
@@ -148,7 +148,7 @@ class Ground(volunteers.Swarm):
         shutil.rmtree(self._sockets)
 
     async def listen(self, who: Identity) -> P2PTransport:
-        """Starts somebody's daemon."""
+        """Starts a daemon."""
         made = await daemon(who, self.manifest.run_id, self.folder, self._sockets)
         self.daemons.started[who.peer_id] = made
         return made
@@ -168,7 +168,7 @@ class Ground(volunteers.Swarm):
     # --- what must hold
 
     async def goes_on(self, rounds: int = 3) -> None:
-        """So many more rounds are decided, with the work of every honest peer that runs in one of them at least."""
+        """More rounds are decided, with the work of every honest peer that runs in one of them at least."""
         before = self.head
         await self.until(lambda: self.head >= before + rounds)
         await self.until(
@@ -184,6 +184,67 @@ class Ground(volunteers.Swarm):
         return [b.reason for b in found if isinstance(b, events.Refused) and b.peer == enemy.id]
 
 
+class Trainee:
+    """An enemy that is planned as a full replica, attests as others do, and makes up the updates that it offers."""
+
+    is_modest = True
+    """Whether it offers once a round."""
+
+    def __init__(self, ground: Ground, enemy: Enemy) -> None:
+        self.ground, self.enemy = ground, enemy
+        self.store = BlobStore(ground.folder / enemy.id / "blobs")
+        self.offered: set[int] = set()
+        """Rounds."""
+
+    def updates(self, round: int) -> Iterator[tuple[Part, ...]]:
+        """What it offers now, one after the other."""
+        raise NotImplementedError
+
+    async def serve(self) -> None:
+        await BlobServer(self.store).serve(self.enemy.transport)
+
+    def part(self, shard: str, arrays: Sequence[np.ndarray], said: float | None = None) -> Part:
+        """A payload that others can fetch. `said`: its norm, as it says; None: as it is."""
+        made = self.ground.manifest
+        payload = sparse.encode(made.outer.codec, arrays)
+        shapes = layout.shapes(made.model, shard)
+        norm = norm_of(sparse.decode(made.outer.codec, shapes, payload)) if said is None else said
+        return Part(shard=shard, digest=self.store.put(payload, 0), size=len(payload), norm=norm)
+
+    @property
+    def shards(self) -> Sequence[str]:
+        return stage_shards(self.ground.manifest, 0, self.ground.manifest.model.n_layers)
+
+    @contextlib.asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """It goes on within the block, whatever the others answer."""
+        await self.serve()
+        session = await self.enemy.session(memory_bytes=self.enemy.whole, reachable="direct")
+        going_on = asyncio.create_task(self._go_on(session))
+        try:
+            yield
+            assert not going_on.done()
+        finally:
+            going_on.cancel()
+            await asyncio.gather(going_on, return_exceptions=True)
+
+    async def _go_on(self, session: Stream) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            head, plan = self.ground.head, self.ground.archive.commits[-1].plan
+            known = self.ground.leader.attestations.majority(head)
+            await self.enemy.say(session, Attest(round=head, digests=known))
+            number = plan.replica_of(self.enemy.id) if plan is not None else None
+            if plan is None or number is None or not known or (self.is_modest and plan.round in self.offered):
+                continue
+            self.offered.add(plan.round)
+            steps = plan.replica(number).work.steps
+            tokens = self.ground.manifest.train.tokens(steps, plan.replica(number).work.micro_batches)
+            for parts in self.updates(plan.round):
+                offer = Offer(round=plan.round, replica=number, parts=parts, tokens=tokens, steps=steps, loss=1.0)
+                await self.enemy.say(session, offer)
+
+
 async def ended(stream: Stream) -> int:
     """Reads what still comes until the other side has ended the stream; the bytes of it."""
     came = 0
@@ -194,15 +255,10 @@ async def ended(stream: Stream) -> int:
 
 
 async def until_it_breaks(work: Callable[[int], Coroutine[Any, Any, Any]], times: int) -> int:
-    """Does `work(i)` up to so many times, as long as nobody ends what it uses; how often it was done."""
+    """Does `work(i)` up to `times` times, until it is refused; how often it was done."""
     done = 0
     with contextlib.suppress(RemoteError, ConnectionError):
         for i in range(times):
             await work(i)
             done = i + 1
     return done
-
-
-def with_changes(of: Manifest, **tables: dict[str, Any]) -> Manifest:
-    """A manifest with some fields of its tables replaced."""
-    return replace(of, **{name: replace(getattr(of, name), **fields) for name, fields in tables.items()})

@@ -2,8 +2,8 @@
 
     python -m tests.hostile.siege FOLDER    (reads orders, one a line, from its standard input)
 
-The enemy has a process and daemons of its own, at another address of the loopback interface than everybody else, as strangers do. Each attack is made
-under new identities, so that none is refused for what the one before did.
+The enemy has a process and daemons of its own, at another address of the loopback interface than everybody else, as
+strangers do. Each attack is made under new identities, so that none is refused for what the one before did.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ async def obey(folder: Path) -> None:
 
 
 def gone(transport: P2PTransport) -> None:
-    """Ends a daemon at once: nobody waits until an enemy has taken its leave."""
+    """Ends a daemon at once: without waiting until an enemy has taken its leave."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(transport.daemon.pid, signal.SIGKILL)
 
@@ -100,7 +100,7 @@ class Sizes:
 
 
 class Siege:
-    """A ground with two peers, and an enemy's process. Use as `async with`. `folder`: for all of it. `cores`: ours, and the enemy's."""
+    """A ground with two peers, and an enemy's process; an async context. `cores`: ours, and the enemy's."""
 
     def __init__(self, folder: Path, of: Manifest | None = None, cores: tuple[int, int] | None = None) -> None:
         self.ground = Ground(folder, of)
@@ -142,7 +142,7 @@ class Siege:
 
     @contextlib.asynccontextmanager
     async def attacked(self, attack: Attack, identities: int | None = None) -> AsyncIterator[Blows]:
-        """Within it the enemy attacks; afterwards it is known how often it tried. Raises AssertionError if it ends, or does nothing."""
+        """The enemy attacks within it; then its tries are known. Raises AssertionError if it ends or does nothing."""
         self._number += 1
         blows = Blows(f"{attack.name} {self._number}", identities or attack.identities)
         order = {
@@ -166,7 +166,6 @@ class Siege:
         assert blows.done > 0, f"{attack.name}: the enemy did nothing"
 
     async def _say(self, line: str) -> None:
-        assert self._enemy.stdin is not None
         self._enemy.stdin.write(line.encode() + b"\n")
         await self._enemy.stdin.drain()
 
@@ -195,7 +194,7 @@ class Siege:
 
 @dataclass
 class Blows:
-    """One spell of an attack. `done`: how often the enemy tried, in so many `seconds`."""
+    """One spell of an attack. `done`: how often the enemy tried, in these `seconds`."""
 
     who: str
     identities: int

@@ -1,8 +1,9 @@
-"""Every attack of tests/hostile/attacks against a real node and two real peers: rounds go on, nobody ends, nobody's loop is held up, memory and disk
-stay within bounds, the operator is told who it was, and what honest peers signed is what the log gives.
+"""Every attack of tests/hostile/attacks against a real node and two real peers: rounds go on, no process ends, no
+peer's loop is held up, memory and disk stay within bounds, the operator is told who it was, and what honest peers
+signed is what the log gives.
 
-All attacks come one after the other to the same node and peers. How much of the speed is left is measured by the campaign's tests on an idle machine, and
-by `python -m tests.benchmarks.attacks`.
+All attacks come one after the other to the same node and peers. How much of the speed is left is measured by the
+campaign's tests on an idle machine, and by `python -m tests.benchmarks.attacks`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from tests.support.made_up import is_right
 pytestmark = pytest.mark.slow
 ROUNDS = 2
 HOMES = (f"{HOME}/32", "127.0.0.1/32", "")
-"""Where an enemy is seen: libp2p dials from the port on which it listens; while that is taken, from the interface's first address; through a relay,
-from nowhere."""
+"""Where an enemy is seen: its port, the interface's first address while that is taken, or none by relay."""
 REASONS = {reason for attack in ATTACKS.values() for reason in attack.told}
-"""For which somebody is refused; whoever does one thing too often often does another one, too."""
+"""Of refusals; a peer that does one thing too often often does another one, too."""
 PROCESS_MIB, DAEMON_MIB, DISK_MIB = 96.0, 96.0, 24.0
 """By how much node and peers together, one daemon, and the disk may grow in an attack, at most."""
 GAP_SECONDS = 3.0

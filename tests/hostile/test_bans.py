@@ -18,11 +18,8 @@ from tests.support.quorum import KEYS, four_nodes
 def test_operators_ban_a_peer_and_admit_it_again(tmp_path: Path) -> None:
     manifest = four_nodes(rounds=10**6, start_peers=2)
     with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.paced") as swarm:
-        for name in swarm.nodes:
-            swarm.start_node(name)
-        for name in ("good", "bad"):
-            swarm.start(name)
-        bad = swarm.wait("bad", lambda e: e.kind == "started", "its start").fields["peer"]
+        swarm.start_all("good", "bad")
+        bad = swarm.started("bad")
 
         def plans(event: Event) -> set[str]:
             plan: dict[str, Any] | None = event.fields["plan"]
@@ -39,9 +36,7 @@ def test_operators_ban_a_peer_and_admit_it_again(tmp_path: Path) -> None:
         line = swarm.errors("bad").splitlines()[-1]
         assert f"peer {bad}: it is banned: sends noise; ask an operator" in line
         assert line.endswith(f"potluck run admit {swarm.addresses[0]} {bad}")
-        swarm.wait(
-            "node-2", lambda e: e.kind == "commit" and e.fields["round"] >= said["round"] + 3, "three rounds more"
-        )
+        swarm.committed("node-2", said["round"] + 3)
         for event in swarm.events("node-2"):
             if event.kind == "commit" and event.fields["round"] >= said["round"]:
                 assert bad not in plans(event)
@@ -63,9 +58,7 @@ def test_somebody_is_admitted_to_a_closed_run_in_which_nobody_is(tmp_path: Path)
     manifest = four_nodes(rounds=10**6, start_peers=1)
     manifest = dataclasses.replace(manifest, admission=AdmissionSpec(mode="listed"))
     with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.paced") as swarm:
-        for name in swarm.nodes:
-            swarm.start_node(name)
-        swarm.start("peer")
+        swarm.start_all("peer")
         assert swarm.ended("peer") == ClosedError.exit_code
         (peer,) = [e.fields["peer"] for e in swarm.events("peer") if e.kind == "started"]
         line = swarm.errors("peer").splitlines()[-1]

@@ -21,7 +21,7 @@ from protocol.wire import bounds, encoding, endpoints, framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.schema import packed
 from protocol.wire.session import Announced
-from tests.hostile.ground import Ground, identity, manifest, run
+from tests.hostile.ground import Ground, identity, manifest
 
 pytestmark = pytest.mark.slow
 
@@ -41,43 +41,40 @@ JUNK: tuple[Any, ...] = (
 
 
 def heavy() -> Manifest:
-    """A run whose payloads are large beside its model: a newcomer asks for states after a few rounds."""
+    """A run whose payloads are large for its model: a newcomer asks for states after a few rounds."""
     made = manifest()
     return dataclasses.replace(made, outer=dataclasses.replace(made.outer, topk=2048))
 
 
 def replay_bytes(ground: Ground) -> int:
-    """What a newcomer would have to fetch if nobody served a state."""
+    """What a newcomer would have to fetch if no state were served."""
     return sum(share.size for commit in ground.archive.commits[1:] for share in commit.shares)
 
 
-def test_answers_about_states_that_make_no_sense_end_no_newcomer(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with Ground(tmp_path, heavy()) as ground:
-            asked: set[int] = set()
-            spec = ground.manifest.model
-            state_bytes = sum(layout.shard_bytes(spec, shard) for shard in layout.shard_names(spec))
+async def test_answers_about_states_that_make_no_sense_end_no_newcomer(tmp_path: Path) -> None:
+    async with Ground(tmp_path, heavy()) as ground:
+        asked: set[int] = set()
+        spec = ground.manifest.model
+        state_bytes = sum(layout.shard_bytes(spec, shard) for shard in layout.shard_names(spec))
 
-            async def deceive(number: int) -> asyncio.Task[None]:
-                async def lie(remote: str, request: bytes) -> bytes:
-                    asked.add(number)
-                    return framing.pack_message(JUNK[number])
+        async def deceive(number: int) -> asyncio.Task[None]:
+            async def lie(remote: str, request: bytes) -> bytes:
+                asked.add(number)
+                return framing.pack_message(JUNK[number])
 
-                enemy = await ground.enemy(f"enemy {number}")
-                await serve_calls(enemy.transport, endpoints.STATES, lie)
-                return asyncio.create_task(enemy.lives(await enemy.session()))
+            enemy = await ground.enemy(f"enemy {number}")
+            await serve_calls(enemy.transport, endpoints.STATES, lie)
+            return asyncio.create_task(enemy.lives(await enemy.session()))
 
-            await ground.join("a", "b")
-            enemies = [await deceive(number) for number in range(3)]
-            await ground.until(lambda: replay_bytes(ground) > state_bytes)
-            await ground.join("newcomer")
-            await ground.goes_on(2)
-            assert asked == set(range(len(enemies))), "the newcomer asked all of them"
-            for living in enemies:
-                living.cancel()
-            await asyncio.gather(*enemies, return_exceptions=True)
-
-    run(work())
+        await ground.join("a", "b")
+        enemies = [await deceive(number) for number in range(3)]
+        await ground.until(lambda: replay_bytes(ground) > state_bytes)
+        await ground.join("newcomer")
+        await ground.goes_on(2)
+        assert asked == set(range(len(enemies))), "the newcomer asked all of them"
+        for living in enemies:
+            living.cancel()
+        await asyncio.gather(*enemies, return_exceptions=True)
 
 
 def overflowing() -> list[dict[str, Any]]:
@@ -121,7 +118,7 @@ def overflowing() -> list[dict[str, Any]]:
 
 
 REFUSED_AFTER = 8
-"""Messages that make no sense; who has sent so many is let in no more."""
+"""Messages that make no sense; a peer that has sent this number is let in no more."""
 
 
 def encoded(message: dict[str, Any]) -> bytes:
@@ -129,26 +126,23 @@ def encoded(message: dict[str, Any]) -> bytes:
     return bytes(msgpack.packb(message, use_bin_type=True))
 
 
-def test_messages_that_cannot_be_end_their_session_and_nothing_else(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with Ground(tmp_path) as ground:
-            await ground.join("a", "b")
-            told, enemies = len(ground.events), list[str]()
-            for number, message in enumerate(overflowing()):
-                if number % REFUSED_AFTER == 0:
-                    enemy = await ground.enemy(f"enemy {number}")
-                    enemies.append(enemy.id)
-                session = await enemy.session()
-                with contextlib.suppress(RemoteError):
-                    await session.send(encoded(message))
-                    while True:  # what the node says meanwhile, and the end
-                        await session.recv(timeout=5.0)
-            attested = [e for e in ground.events[told:] if e.kind == "attest" and e.fields["peer"] in enemies]
-            assert attested == [], "what is no shard of the model is not even told"
-            await ground.goes_on()
-            assert max(len(raw) for raw in ground.archive.records) < 20_000, "nothing of it is in the log"
-
-    run(work())
+async def test_messages_that_cannot_be_end_their_session_and_nothing_else(tmp_path: Path) -> None:
+    async with Ground(tmp_path) as ground:
+        await ground.join("a", "b")
+        told, enemies = len(ground.events), list[str]()
+        for number, message in enumerate(overflowing()):
+            if number % REFUSED_AFTER == 0:
+                enemy = await ground.enemy(f"enemy {number}")
+                enemies.append(enemy.id)
+            session = await enemy.session()
+            with contextlib.suppress(RemoteError):
+                await session.send(encoded(message))
+                while True:  # what the node says meanwhile, and the end
+                    await session.recv(timeout=5.0)
+        attested = [e for e in ground.events[told:] if e.kind == "attest" and e.fields["peer"] in enemies]
+        assert attested == [], "what is no shard of the model is not even told"
+        await ground.goes_on()
+        assert max(len(raw) for raw in ground.archive.records) < 20_000, "nothing of it is in the log"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +161,7 @@ def test_messages_that_cannot_be_end_their_session_and_nothing_else(tmp_path: Pa
     ],
 )
 def test_announcements_that_cannot_be_are_not_believed(said: dict[str, Any]) -> None:
-    """By nobody: the node, readers of the DHT and monitors read them with one decoder."""
+    """Neither the node nor readers of the DHT and monitors read them with one decoder."""
     me = identity("enemy")
     good = packed(Announcement(run="r" * 64, peer=me.peer_id, serial=1))
     for change, believed in (({}, True), (said, False)):
@@ -176,22 +170,19 @@ def test_announcements_that_cannot_be_are_not_believed(said: dict[str, Any]) -> 
         assert (encoding.unseal_announcement(raw, me.peer_id, "r" * 64) is not None) == believed
 
 
-def test_whoever_announces_the_most_that_there_is_can_be_planned_with(tmp_path: Path) -> None:
+async def test_whoever_announces_the_most_that_there_is_can_be_planned_with(tmp_path: Path) -> None:
     """At the bounds of every field no plan fails."""
 
-    async def work() -> None:
-        async with Ground(tmp_path) as ground:
-            await ground.join("a")
-            enemy = await ground.enemy()
-            largest = {"memory_bytes": 2**50, "up_bps": 10**13, "down_bps": 10**13, "speed_flops": 10**18}
-            smallest = {"memory_bytes": 0, "up_bps": 0, "down_bps": 0, "speed_flops": 0}
-            session = await enemy.session(**largest)
-            await ground.until(lambda: enemy.id in ground.leader.ready)
-            await enemy.say(session, Announced(sealed=enemy.sealed(**smallest, serial=2**53, coordinates=(1e4,) * 3)))
-            await ground.until(lambda: not ground.leader.ready[enemy.id].memory_bytes)
-            await ground.goes_on()
-
-    run(work())
+    async with Ground(tmp_path) as ground:
+        await ground.join("a")
+        enemy = await ground.enemy()
+        largest = {"memory_bytes": 2**50, "up_bps": 10**13, "down_bps": 10**13, "speed_flops": 10**18}
+        smallest = {"memory_bytes": 0, "up_bps": 0, "down_bps": 0, "speed_flops": 0}
+        session = await enemy.session(**largest)
+        await ground.until(lambda: enemy.id in ground.leader.ready)
+        await enemy.say(session, Announced(sealed=enemy.sealed(**smallest, serial=2**53, coordinates=(1e4,) * 3)))
+        await ground.until(lambda: not ground.leader.ready[enemy.id].memory_bytes)
+        await ground.goes_on()
 
 
 ANYTHING = [
@@ -210,83 +201,74 @@ ANYTHING = [
 
 
 @pytest.mark.parametrize("error", ANYTHING, ids=lambda error: type(error).__name__)
-def test_whatever_a_handler_raises_ends_its_stream_and_nothing_else(error: Exception) -> None:
-    async def work() -> None:
-        network = MemoryNetwork()
-        victim, enemy, other = (network.transport(name) for name in ("victim", "enemy", "other"))
+async def test_whatever_a_handler_raises_ends_its_stream_and_nothing_else(error: Exception) -> None:
+    network = MemoryNetwork()
+    victim, enemy, other = (network.transport(name) for name in ("victim", "enemy", "other"))
 
-        async def raises(stream: Stream) -> None:
-            await stream.recv()
+    async def raises(stream: Stream) -> None:
+        await stream.recv()
+        raise error
+
+    async def answers(remote: str, request: bytes) -> bytes:
+        if request:
             raise error
+        return b"well"
 
-        async def answers(remote: str, request: bytes) -> bytes:
-            if request:
-                raise error
-            return b"well"
-
-        await victim.serve("stream", raises)
-        await serve_calls(victim, "call", answers)
-        open_stream = await other.open("victim", "stream", timeout=5)
-        for _ in range(3):
-            stream = await enemy.open("victim", "stream", timeout=5)
-            await stream.send(b"x")
-            with pytest.raises(Closed):
-                await stream.recv()
-            with pytest.raises(RemoteError):
-                await call(enemy, "victim", "call", b"x", timeout=5)
-        assert await call(other, "victim", "call", b"", timeout=5) == b"well"
-        assert await call(enemy, "victim", "call", b"", timeout=5) == b"well", "seldom is no offence"
-        await open_stream.close()
-        for transport in (victim, enemy, other):
-            await transport.aclose()
-
-    run(work())
-
-
-def test_whoever_goes_on_provoking_a_handler_is_refused() -> None:
-    async def work() -> None:
-        network = MemoryNetwork()
-        victim, enemy, other = (network.transport(name) for name in ("victim", "enemy", "other"))
-        told: list[Any] = []
-        victim.guests.follow(told.append)
-
-        async def answers(remote: str, request: bytes) -> bytes:
-            return bytes(10 // len(request))
-
-        await serve_calls(victim, "call", answers)
-        for _ in range(100):
-            with contextlib.suppress(RemoteError):
-                await call(enemy, "victim", "call", b"", timeout=5)
-        assert [(one.peer, "cannot bear" in one.reason) for one in told] == [("enemy", True)]
+    await victim.serve("stream", raises)
+    await serve_calls(victim, "call", answers)
+    open_stream = await other.open("victim", "stream", timeout=5)
+    for _ in range(3):
+        stream = await enemy.open("victim", "stream", timeout=5)
+        await stream.send(b"x")
+        with pytest.raises(Closed):
+            await stream.recv()
         with pytest.raises(RemoteError):
-            await call(enemy, "victim", "call", b"xx", timeout=5)
-        assert await call(other, "victim", "call", b"xx", timeout=5) == bytes(5)
-        for transport in (victim, enemy, other):
-            await transport.aclose()
+            await call(enemy, "victim", "call", b"x", timeout=5)
+    assert await call(other, "victim", "call", b"", timeout=5) == b"well"
+    assert await call(enemy, "victim", "call", b"", timeout=5) == b"well", "seldom is no offence"
+    await open_stream.close()
+    for transport in (victim, enemy, other):
+        await transport.aclose()
 
-    run(work())
+
+async def test_whoever_goes_on_provoking_a_handler_is_refused() -> None:
+    network = MemoryNetwork()
+    victim, enemy, other = (network.transport(name) for name in ("victim", "enemy", "other"))
+    told: list[Any] = []
+    victim.guests.follow(told.append)
+
+    async def answers(remote: str, request: bytes) -> bytes:
+        return bytes(10 // len(request))
+
+    await serve_calls(victim, "call", answers)
+    for _ in range(100):
+        with contextlib.suppress(RemoteError):
+            await call(enemy, "victim", "call", b"", timeout=5)
+    assert [(one.peer, "cannot bear" in one.reason) for one in told] == [("enemy", True)]
+    with pytest.raises(RemoteError):
+        await call(enemy, "victim", "call", b"xx", timeout=5)
+    assert await call(other, "victim", "call", b"xx", timeout=5) == bytes(5)
+    for transport in (victim, enemy, other):
+        await transport.aclose()
 
 
-def test_a_planner_that_cannot_bear_what_is_announced_ends_no_node() -> None:
-    async def work() -> None:
-        answered: asyncio.Queue[Planned] = asyncio.Queue()
+async def test_a_planner_that_cannot_bear_what_is_announced_ends_no_node() -> None:
+    answered: asyncio.Queue[Planned] = asyncio.Queue()
 
-        def fails(question: Any) -> Planned:
-            raise ZeroDivisionError
+    def fails(question: Any) -> Planned:
+        raise ZeroDivisionError
 
-        planning = LatestJob[Any, Planned](
-            "planner", fails, answered.put_nowait, retry_seconds=0.0, failed=lambda question: Planned(question, None)
-        )
-        running = asyncio.create_task(planning.run())
-        question: Any = object()
-        planning.ask(question)
-        planned = await answered.get()
-        assert (planned.question, planned.plan) == (question, None)
-        assert not running.done()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    run(work())
+    planning = LatestJob[Any, Planned](
+        "planner", fails, answered.put_nowait, retry_seconds=0.0, failed=lambda question: Planned(question, None)
+    )
+    running = asyncio.create_task(planning.run())
+    question: Any = object()
+    planning.ask(question)
+    planned = await answered.get()
+    assert (planned.question, planned.plan) == (question, None)
+    assert not running.done()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 def test_what_may_be_told_of_a_loss_is_always_a_loss() -> None:

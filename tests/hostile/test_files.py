@@ -1,4 +1,4 @@
-"""What a peer opens on its volunteer's machine while a run goes on: its own folder, and nothing that a run could choose."""
+"""Files that a peer opens while a run goes on: those of its own folder, and none that a run could choose."""
 
 from __future__ import annotations
 

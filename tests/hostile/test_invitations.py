@@ -25,8 +25,7 @@ def test_an_invitation_lets_two_strangers_into_a_closed_run_and_nobody_else(tmp_
     manifest = four_nodes(rounds=10**6, start_peers=1)
     manifest = dataclasses.replace(manifest, admission=AdmissionSpec(mode="listed"))
     with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.paced") as swarm:
-        for name in swarm.nodes:
-            swarm.start_node(name)
+        swarm.start_all()
         made = typed("invite", swarm.addresses[0], "--count", "2", "--dir", swarm.folder / "node-1")
         assert made.returncode == 0, made.stderr
         (line,) = made.stdout.splitlines()
@@ -51,7 +50,7 @@ def test_an_invitation_lets_two_strangers_into_a_closed_run_and_nobody_else(tmp_
         for name in ("friend-0", "friend-1"):
             swarm.lines[name] = line
             swarm.start(name)
-            peer = swarm.wait(name, lambda e: e.kind == "started", "its start").fields["peer"]
+            peer = swarm.started(name)
             swarm.wait("node-2", lambda e, p=peer: p in {x["peer"] for x in joined(e)}, "the commit")
             swarm.wait("node-2", lambda e, p=peer: brought(e, p), "its work in a commit")
             inside.append(peer)

@@ -1,8 +1,9 @@
-"""Newcomers of an open run, honest ones and enemies: whose work counts when, and how much those have who share a range of addresses."""
+"""Newcomers of an open run, honest or not: when their work counts, and the share of a range of addresses."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,19 +11,15 @@ import pytest
 
 from peer import events
 from peer.net import directory
-from peer.net.base import Stream
-from peer.net.blobs import BlobServer, BlobStore
 from peer.net.memory import MemoryNetwork
-from protocol.codec import blob_hash, sparse
 from protocol.ledger import part_lists, rules, run_state
-from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Commit, LeftOut, Part, Record
-from protocol.wire.session import Attest, Hello, LogRequest, NotAdmitted, Offer
-from tests.hostile.ground import SOON, Enemy, Ground, hold, identity, manifest, run
+from protocol.wire.session import Hello, LogRequest, NotAdmitted
+from tests.hostile.ground import SOON, Ground, Trainee, hold, identity, manifest
 from tests.support import volunteers
 from tests.support.false_states import believes_the_log, digests_of, never_doubted
 from tests.support.volunteers import Swarm
@@ -64,115 +61,64 @@ def is_the_logs(ground: Swarm) -> None:
     assert now.standing == ground.leader.standing
 
 
-def test_a_newcomers_work_has_no_weight_for_its_rounds_and_then_counts(tmp_path: Path) -> None:
+async def test_a_newcomers_work_has_no_weight_for_its_rounds_and_then_counts(tmp_path: Path) -> None:
     """With the same bits on every peer, and it is told."""
 
-    async def work() -> None:
-        async with Ground(tmp_path, OPEN) as ground:
-            await ground.join(*FOUNDERS)
-            await ground.goes_on(2)
-            (new,) = await ground.join("new")
-            await ground.goes_on(3)
-            await ground.round(ground.head)
-            found = [x for x in of_peer(ground, new.id) if not was_late(x)]
-            served, counted = found[:PROBATION], found[PROBATION:]
-            assert all(isinstance(x, LeftOut) and x.probation for x in served)
-            assert counted
-            assert all(isinstance(x, Commit) for x in counted), "from then on all of it counts"
-            told = [e.body.probation for e in new.events if isinstance(e.body, events.Round) and e.body.probation]
-            assert told == [x.reason for x in served if isinstance(x, LeftOut)]
-            founders = {ground.peers[name].id for name in FOUNDERS}
-            assert founders <= ground.leader.standing.founders
-            is_the_logs(ground)
-
-    run(work())
+    async with Ground(tmp_path, OPEN) as ground:
+        await ground.join(*FOUNDERS)
+        await ground.goes_on(2)
+        (new,) = await ground.join("new")
+        await ground.goes_on(3)
+        await ground.round(ground.head)
+        found = [x for x in of_peer(ground, new.id) if not was_late(x)]
+        served, counted = found[:PROBATION], found[PROBATION:]
+        assert all(isinstance(x, LeftOut) and x.probation for x in served)
+        assert counted
+        assert all(isinstance(x, Commit) for x in counted), "from then on all of it counts"
+        told = [e.body.probation for e in new.events if isinstance(e.body, events.Round) and e.body.probation]
+        assert told == [x.reason for x in served if isinstance(x, LeftOut)]
+        founders = {ground.peers[name].id for name in FOUNDERS}
+        assert founders <= ground.leader.standing.founders
+        is_the_logs(ground)
 
 
-class Newcomer:
-    """An enemy who is planned as a full replica, attests what the others do, and brings whatever `payloads` makes of the round."""
-
-    def __init__(self, ground: Ground, enemy: Enemy) -> None:
-        self.ground, self.enemy = ground, enemy
-        self.store = BlobStore(ground.folder / enemy.id / "blobs")
-        self.offered: set[int] = set()
-
-    def parts(self) -> tuple[Part, ...]:
-        """What it offers now."""
-        raise NotImplementedError
-
-    async def go_on(self, session: Stream) -> None:
-        """Attests and offers whenever it is planned."""
-        train = self.ground.manifest.train
-        while True:
-            await asyncio.sleep(0.05)
-            head = self.ground.head
-            known = self.ground.leader.attestations.majority(head)
-            await self.enemy.say(session, Attest(round=head, digests=known))
-            plan = self.ground.archive.commits[-1].plan
-            replica = plan.replica_of(self.enemy.id) if plan is not None else None
-            if plan is not None and replica is not None and known and plan.round not in self.offered:
-                self.offered.add(plan.round)
-                work = plan.replica(replica).work
-                tokens = train.tokens(work.steps, work.micro_batches)
-                said = Offer(
-                    round=plan.round, replica=replica, parts=self.parts(), tokens=tokens, steps=work.steps, loss=1.0
-                )
-                await self.enemy.say(session, said)
-
-
-class Idle(Newcomer):
+class Idle(Trainee):
     """It sends zeros."""
 
-    def parts(self) -> tuple[Part, ...]:
-        found = []
-        model, codec = self.ground.manifest.model, self.ground.manifest.outer.codec
-        for shard in memory.stage_shards(self.ground.manifest, 0, model.n_layers):
-            payload = sparse.encode(codec, [np.zeros(shape, np.float32) for shape in layout.shapes(model, shard)])
-            self.store.put(payload, 0)
-            found.append(Part(shard=shard, digest=blob_hash.name_of(payload), size=len(payload), norm=0.0))
-        return tuple(found)
+    def updates(self, round: int) -> Iterator[tuple[Part, ...]]:
+        model = self.ground.manifest.model
+        zeros = {s: [np.zeros(shape, np.float32) for shape in layout.shapes(model, s)] for s in self.shards}
+        yield tuple(self.part(shard, arrays) for shard, arrays in zeros.items())
 
 
-class Copyist(Newcomer):
+class Copyist(Trainee):
     """It sends what a founder has sent in the round before, under its own name."""
 
-    def parts(self) -> tuple[Part, ...]:
-        share = self.ground.archive.commits[-1].shares[0]
-        listed = self.ground.archive.blobs.get(share.root)
-        assert listed is not None
-        found = part_lists.unpack(listed)
+    def updates(self, round: int) -> Iterator[tuple[Part, ...]]:
+        blobs = self.ground.archive.blobs
+        found = part_lists.unpack(blobs.get(self.ground.archive.commits[-1].shares[0].root))
         for part in found:
-            payload = self.ground.archive.blobs.get(part.digest)
-            assert payload is not None
-            self.store.put(payload, 0)
-        return found
+            self.store.put(blobs.get(part.digest), 0)
+        yield found
 
 
 @pytest.mark.parametrize(("kind", "why"), [(Idle, "it changes nothing"), (Copyist, "it repeats the round before")])
-def test_nobody_leaves_its_probation_by_zeros_or_copies(kind: type[Newcomer], why: str, tmp_path: Path) -> None:
-    async def work() -> None:
-        async with Ground(tmp_path, OPEN) as ground:
-            await ground.join(*FOUNDERS)
-            await ground.goes_on(2)
-            enemy = await ground.enemy()
-            liar = kind(ground, enemy)
-            await BlobServer(liar.store).serve(enemy.transport)
-            session = await enemy.session(memory_bytes=enemy.whole, reachable="direct")
-            lying = asyncio.create_task(liar.go_on(session))
+async def test_nobody_leaves_its_probation_by_zeros_or_copies(kind: type[Trainee], why: str, tmp_path: Path) -> None:
+    async with Ground(tmp_path, OPEN) as ground:
+        await ground.join(*FOUNDERS)
+        await ground.goes_on(2)
+        enemy = await ground.enemy()
 
-            def found() -> list[str]:
-                return [x.reason for x in of_peer(ground, enemy.id) if isinstance(x, LeftOut)]
+        def found() -> list[str]:
+            return [x.reason for x in of_peer(ground, enemy.id) if isinstance(x, LeftOut)]
 
+        async with kind(ground, enemy).training():
             await ground.until(lambda: sum(why in reason for reason in found()) >= 2)
             await ground.goes_on(2)
-            assert not lying.done()
-            lying.cancel()
-            known = ground.leader.standing.of(enemy.id)
-            assert (known.served, known.reputation < 1) == (0, True)
-            assert not [x for x in of_peer(ground, enemy.id) if isinstance(x, Commit)]
-            is_the_logs(ground)
-
-    run(work())
+        known = ground.leader.standing.of(enemy.id)
+        assert (known.served, known.reputation < 1) == (0, True)
+        assert not [x for x in of_peer(ground, enemy.id) if isinstance(x, Commit)]
+        is_the_logs(ground)
 
 
 # --- ranges of addresses; a network in memory, since all of loopback is one machine
@@ -190,7 +136,7 @@ def placed(swarm: Swarm, where: dict[str, str]) -> None:
 
 
 async def has_session(swarm: Swarm, name: str) -> bool:
-    """Whether somebody who asks for a session is given one, and keeps it."""
+    """Whether a peer that asks for a session is given one, and keeps it."""
     transport = swarm.network.transport(peer_id(name), directory.valid_record(swarm.manifest.run_id))
     await transport.connect(swarm.boot.addresses, timeout=SOON)
     stream = await transport.open(swarm.boot.peer_id, endpoints.SESSION, timeout=SOON)
@@ -203,51 +149,45 @@ async def has_session(swarm: Swarm, name: str) -> bool:
     return isinstance(answer, Record)
 
 
-def test_strangers_of_one_range_have_together_no_more_than_its_share(tmp_path: Path) -> None:
+async def test_strangers_of_one_range_have_together_no_more_than_its_share(tmp_path: Path) -> None:
     of = volunteers.manifest(start_peers=4, rounds=1_000_000, admission=AdmissionSpec(range_share=0.25))
     crowd = [f"x{i}" for i in range(6)]
 
-    async def work() -> None:
-        async with Swarm(tmp_path, of) as swarm:
-            swarm.hold = hold
-            placed(swarm, {name: f"81.2.69.{i + 1}" for i, name in enumerate(crowd)})
-            placed(swarm, {name: f"9.9.{i}.9" for i, name in enumerate(FOUNDERS)})
-            for name in FOUNDERS:
-                swarm.start(name)
-            await swarm.until(lambda: swarm.head >= 2)
-            for name in crowd:
-                swarm.start(name)
-            names = {peer_id(name) for name in crowd}
-            await swarm.until(lambda: names <= swarm.leader.ready.keys())
-            await swarm.until(lambda: any(s.peer in names for c in swarm.archive.commits for s in c.shares))
-            head = swarm.head
-            await swarm.until(lambda: swarm.head >= head + 5)
-            for commit in swarm.archive.commits[1:]:
-                tokens = [c.tokens for c in commit.contributions if c.peers[0] in names]
-                assert len(tokens) <= 1, "beside four founders they have one place, also where founders were late"
-                if len(commit.contributions) > len(FOUNDERS):
-                    assert sum(tokens) <= 0.25 * sum(c.tokens for c in commit.contributions)
-            is_the_logs(swarm)
-
-    run(work())
+    async with Swarm(tmp_path, of) as swarm:
+        swarm.hold = hold
+        placed(swarm, {name: f"81.2.69.{i + 1}" for i, name in enumerate(crowd)})
+        placed(swarm, {name: f"9.9.{i}.9" for i, name in enumerate(FOUNDERS)})
+        for name in FOUNDERS:
+            swarm.start(name)
+        await swarm.until(lambda: swarm.head >= 2)
+        for name in crowd:
+            swarm.start(name)
+        names = {peer_id(name) for name in crowd}
+        await swarm.until(lambda: names <= swarm.leader.ready.keys())
+        await swarm.until(lambda: any(s.peer in names for c in swarm.archive.commits for s in c.shares))
+        head = swarm.head
+        await swarm.until(lambda: swarm.head >= head + 5)
+        for commit in swarm.archive.commits[1:]:
+            tokens = [c.tokens for c in commit.contributions if c.peers[0] in names]
+            assert len(tokens) <= 1, "beside four founders they have one place, also where founders were late"
+            if len(commit.contributions) > len(FOUNDERS):
+                assert sum(tokens) <= 0.25 * sum(c.tokens for c in commit.contributions)
+        is_the_logs(swarm)
 
 
-def test_so_many_strangers_of_one_range_have_a_session(tmp_path: Path) -> None:
-    """Thirty identities of a /24 want one; two get it, and somebody from elsewhere, too."""
+async def test_so_many_strangers_of_one_range_have_a_session(tmp_path: Path) -> None:
+    """Thirty identities of a /24 want one; two get it, and a peer from elsewhere, too."""
     of = volunteers.manifest(start_peers=2, rounds=1_000_000, admission=AdmissionSpec(range_sessions=2))
 
-    async def work() -> None:
-        async with Swarm(tmp_path, of) as swarm:
-            swarm.hold = hold
-            swarm.start("a"), swarm.start("b")
-            await swarm.until(lambda: swarm.head >= 1)
-            crowd = [f"x{i}" for i in range(30)]
-            placed(swarm, {name: f"81.2.69.{i + 1}" for i, name in enumerate(crowd)})
-            placed(swarm, {"elsewhere": "9.9.9.9"})
-            let_in = await asyncio.gather(*(has_session(swarm, name) for name in crowd))
-            assert sum(let_in) == 2
-            elsewhere = swarm.start("elsewhere")
-            await swarm.until(lambda: elsewhere.id in swarm.leader.ready)
-            await swarm.until(lambda: any(s.peer == elsewhere.id for c in swarm.archive.commits for s in c.shares))
-
-    run(work())
+    async with Swarm(tmp_path, of) as swarm:
+        swarm.hold = hold
+        swarm.start("a"), swarm.start("b")
+        await swarm.until(lambda: swarm.head >= 1)
+        crowd = [f"x{i}" for i in range(30)]
+        placed(swarm, {name: f"81.2.69.{i + 1}" for i, name in enumerate(crowd)})
+        placed(swarm, {"elsewhere": "9.9.9.9"})
+        let_in = await asyncio.gather(*(has_session(swarm, name) for name in crowd))
+        assert sum(let_in) == 2
+        elsewhere = swarm.start("elsewhere")
+        await swarm.until(lambda: elsewhere.id in swarm.leader.ready)
+        await swarm.until(lambda: any(s.peer == elsewhere.id for c in swarm.archive.commits for s in c.shares))

@@ -20,7 +20,7 @@ from peer import events
 from peer.events import Emitter, Event
 from protocol.identity import Identity
 from protocol.ledger import rules, run_state
-from tests.hostile.ground import Ground, manifest, run
+from tests.hostile.ground import Ground, manifest
 from tests.support import tiny, volunteers
 from tests.support.lying_nodes import LyingNode
 
@@ -29,8 +29,8 @@ Make = Callable[..., BootstrapNode]
 
 
 class Operators(Ground):
-    """Use as `async with`: one node of each operator; the one with the number `liar` is made by `make`. What the first honest one holds
-    and tells is the archive and the events of the ground."""
+    """Use as `async with`: one node of each operator; the one with the number `liar` is made by `make`. What the first
+    honest one holds and tells is the archive and the events of the ground."""
 
     def __init__(self, folder: Path, quorum: int, liar: int, make: Make, **changes: Any) -> None:
         names = tuple(o.peer_id for o in tiny.OPERATORS[:quorum])
@@ -83,36 +83,33 @@ class Operators(Ground):
 
 
 @pytest.mark.parametrize("liar", [0, 3])
-def test_one_lying_node_of_four_can_neither_fork_nor_have_an_unfair_commit_decided_nor_stop_the_run(
+async def test_one_lying_node_of_four_can_neither_fork_nor_have_an_unfair_commit_decided_nor_stop_the_run(
     liar: int, tmp_path: Path
 ) -> None:
-    async def work() -> None:
-        def make(*parts: Any) -> LyingNode:
-            return LyingNode(*parts, rng=random.Random(liar))
+    def make(*parts: Any) -> LyingNode:
+        return LyingNode(*parts, rng=random.Random(liar))
 
-        async with Operators(tmp_path, 4, liar, make) as ground:
-            await ground.join("a", "b")
-            await ground.goes_on(12)
-            logs = [ground.archives[name].commits for name in ground.honest]
-            longest = max(logs, key=len)
-            for log in logs:
-                assert [c.digest for c in log] == [c.digest for c in longest[: len(log)]]
-            state = run_state.begin(ground.manifest)
-            for commit in longest:
-                assert list(rules.check(state, commit)) == []
-                state = state.apply(commit)
-            machine = ground.machines[ground.liar]
-            assert isinstance(machine, LyingNode)
-            assert machine.told.total() > 0
-            accused = ground.of_kind(events.Unfair)
-            assert {e.peer for e in accused} <= {ground.liar}
-            for name in ground.honest:
-                lease = ground.manifest.timing.gone_after
-                decided = [e.time for e in ground.told[name] if isinstance(e.body, events.Commit)]
-                gaps = [after - before for before, after in itertools.pairwise(decided)]
-                assert max(gaps) < 2 * lease + 10 * statistics.median(gaps), "no round waits for more than two leases"
-                waits = [e.body.text for e in ground.told[name] if isinstance(e.body, events.Warning)]
-                skipped = Counter(re.findall(r"round \d+", text)[0] for text in waits if "does not decide" in text)
-                assert all(count <= 2 for count in skipped.values()), "each costs a lease"
-
-    run(work())
+    async with Operators(tmp_path, 4, liar, make) as ground:
+        await ground.join("a", "b")
+        await ground.goes_on(12)
+        logs = [ground.archives[name].commits for name in ground.honest]
+        longest = max(logs, key=len)
+        for log in logs:
+            assert [c.digest for c in log] == [c.digest for c in longest[: len(log)]]
+        state = run_state.begin(ground.manifest)
+        for commit in longest:
+            assert list(rules.check(state, commit)) == []
+            state = state.apply(commit)
+        machine = ground.machines[ground.liar]
+        assert isinstance(machine, LyingNode)
+        assert machine.told.total() > 0
+        accused = ground.of_kind(events.Unfair)
+        assert {e.peer for e in accused} <= {ground.liar}
+        for name in ground.honest:
+            lease = ground.manifest.timing.gone_after
+            decided = [e.time for e in ground.told[name] if isinstance(e.body, events.Commit)]
+            gaps = [after - before for before, after in itertools.pairwise(decided)]
+            assert max(gaps) < 2 * lease + 10 * statistics.median(gaps), "no round waits for more than two leases"
+            waits = [e.body.text for e in ground.told[name] if isinstance(e.body, events.Warning)]
+            skipped = Counter(re.findall(r"round \d+", text)[0] for text in waits if "does not decide" in text)
+            assert all(count <= 2 for count in skipped.values()), "each costs a lease"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,69 +17,62 @@ from peer.net.guests import LIMITS
 from peer.ui.monitor import Monitor
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError
-from protocol.planning import memory
 from protocol.run import layout
 from protocol.wire import encoding, endpoints, framing
 from protocol.wire.commit import Part
-from protocol.wire.session import Attest, Heartbeat, Offer
-from tests.hostile.ground import SOON, Enemy, Ground, ended, run, until_it_breaks
+from protocol.wire.session import Attest, Heartbeat
+from tests.hostile.ground import SOON, Ground, Trainee, ended, until_it_breaks
 from tests.support.volunteers import Volunteer
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_flood_of_small_messages_is_read_slowly_and_then_refused(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with Ground(tmp_path) as ground:
-            (a, _) = await ground.join("a", "b")
+async def test_a_flood_of_small_messages_is_read_slowly_and_then_refused(tmp_path: Path) -> None:
+    async with Ground(tmp_path) as ground:
+        (a, _) = await ground.join("a", "b")
+        await ground.goes_on(2)
+        enemy = await ground.enemy()
+        session = await enemy.session()
+        beat = encoding.encode(Heartbeat(phase="x", round=1))
+
+        async def flood() -> int:
+            return await until_it_breaks(lambda i: session.send(beat), 10**9)
+
+        flooding = asyncio.create_task(flood())
+        while not flooding.done():
             await ground.goes_on(2)
-            enemy = await ground.enemy()
-            session = await enemy.session()
-            beat = encoding.encode(Heartbeat(phase="x", round=1))
-
-            async def flood() -> int:
-                return await until_it_breaks(lambda i: session.send(beat), 10**9)
-
-            flooding = asyncio.create_task(flood())
-            while not flooding.done():
-                await ground.goes_on(2)
-            assert ground.refusals(enemy) == ["says too much in its session"]
-            with contextlib.suppress(RemoteError):
-                await ended(await enemy.session())
-            await ground.goes_on()
-            assert not ground.machine.has_session(enemy.id)
-            monitor, told = Monitor(ground.manifest, a.transport, bootstrap=ground.boot.addresses), list[Event]()
-            while not any("has refused" in str(e.fields.get("text")) for e in told):
-                await monitor.poll(told.append)
-                await ground.goes_on(1)
-
-    run(work())
+        assert ground.refusals(enemy) == ["says too much in its session"]
+        with contextlib.suppress(RemoteError):
+            await ended(await enemy.session())
+        await ground.goes_on()
+        assert not ground.machine.has_session(enemy.id)
+        monitor, told = Monitor(ground.manifest, a.transport, bootstrap=ground.boot.addresses), list[Event]()
+        while not any("has refused" in str(e.fields.get("text")) for e in told):
+            await monitor.poll(told.append)
+            await ground.goes_on(1)
 
 
-def test_a_flood_of_large_attestations_is_no_use_either(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with Ground(tmp_path) as ground:
-            await ground.join("a", "b")
+async def test_a_flood_of_large_attestations_is_no_use_either(tmp_path: Path) -> None:
+    async with Ground(tmp_path) as ground:
+        await ground.join("a", "b")
+        await ground.goes_on(2)
+        enemy = await ground.enemy()
+        session = await enemy.session()
+        names = layout.shard_names(ground.manifest.model)
+
+        async def attest(i: int) -> None:
+            digest = hashlib.sha256(i.to_bytes(8)).hexdigest()
+            await enemy.say(session, Attest(round=ground.head, digests=dict.fromkeys(names, digest)))
+
+        flooding = asyncio.create_task(until_it_breaks(attest, 10**9))
+        while not flooding.done():
             await ground.goes_on(2)
-            enemy = await ground.enemy()
-            session = await enemy.session()
-            names = layout.shard_names(ground.manifest.model)
-
-            async def attest(i: int) -> None:
-                digest = hashlib.sha256(i.to_bytes(8)).hexdigest()
-                await enemy.say(session, Attest(round=ground.head, digests=dict.fromkeys(names, digest)))
-
-            flooding = asyncio.create_task(until_it_breaks(attest, 10**9))
-            while not flooding.done():
-                await ground.goes_on(2)
-            assert "says too much in its session" in ground.refusals(enemy)
-            assert max(len(raw) for raw in ground.archive.records) < 20_000
-
-    run(work())
+        assert "says too much in its session" in ground.refusals(enemy)
+        assert max(len(raw) for raw in ground.archive.records) < 20_000
 
 
 def test_requests_for_the_log_are_answered_within_bounds() -> None:
-    """Each asks for hundreds of records; what waits for who does not read is bounded, too."""
+    """Each asks for hundreds of records; what waits for a peer that does not read is bounded, too."""
     session, records = Session(), [b"record"] * (OUTBOX // 2)
     for _ in range(10):
         session.post_records(records, 0.0)
@@ -94,34 +88,23 @@ def test_requests_for_the_log_are_answered_within_bounds() -> None:
     assert session.outbox.qsize() == RECORDS.per_second / 10
 
 
-def test_a_second_session_ends_the_first(tmp_path: Path) -> None:
-    """Nobody speaks in several sessions at once, or what each may say would be worth nothing."""
+async def test_a_second_session_ends_the_first(tmp_path: Path) -> None:
+    """No peer speaks in several sessions at once, or what each may say would be worth nothing."""
 
-    async def work() -> None:
-        async with Ground(tmp_path) as ground:
-            await ground.join("a")
-            enemy = await ground.enemy()
-            first = await enemy.session()
-            await ground.until(
-                lambda: ground.machine.has_session(enemy.id)
-            )  # streams may be served in another order than they came
-            await enemy.session()
-            await ended(first)
-            assert ground.machine.has_session(enemy.id)
-
-    run(work())
+    async with Ground(tmp_path) as ground:
+        await ground.join("a")
+        enemy = await ground.enemy()
+        first = await enemy.session()
+        await ground.until(
+            lambda: ground.machine.has_session(enemy.id)
+        )  # streams may be served in another order than they came
+        await enemy.session()
+        await ended(first)
+        assert ground.machine.has_session(enemy.id)
 
 
-def test_whoever_hoards_streams_is_refused(tmp_path: Path) -> None:
+async def test_whoever_hoards_streams_is_refused(tmp_path: Path) -> None:
     """At a peer, a chain's member perhaps: opened again and again, and kept."""
-
-    async def work() -> None:
-        async with Ground(tmp_path) as ground:
-            (victim, _) = await ground.join("a", "b")
-            await ground.goes_on(2)
-            for name in (endpoints.PIPE, endpoints.SESSION, endpoints.STATES):
-                await hoards(ground, victim, name)
-            await ground.goes_on()
 
     async def hoards(ground: Ground, victim: Volunteer, name: str) -> None:
         enemy = await ground.enemy(f"enemy of {name}")
@@ -143,18 +126,19 @@ def test_whoever_hoards_streams_is_refused(tmp_path: Path) -> None:
         assert why == f"has {LIMITS.silent} streams open and says nothing"
         await ground.until(lambda: target.guests.of(enemy.id) == 0)
 
-    run(work())
+    async with Ground(tmp_path) as ground:
+        (victim, _) = await ground.join("a", "b")
+        await ground.goes_on(2)
+        for name in (endpoints.PIPE, endpoints.SESSION, endpoints.STATES):
+            await hoards(ground, victim, name)
+        await ground.goes_on()
 
 
-class Promiser:
-    """An enemy who trains, as far as anybody can see: planned as a full replica, it attests what the others attest and offers payloads that
-    never come. `said`: how it answers whoever asks for them."""
+class Promiser(Trainee):
+    """It offers other payloads again and again that never come, and promises each that is asked for."""
 
-    def __init__(self, ground: Ground, enemy: Enemy) -> None:
-        self.ground = ground
-        self.enemy = enemy
-        self.asked = 0
-        self.rounds: set[int] = set()
+    is_modest = False
+    asked = 0
 
     async def serve(self) -> None:
         await self.enemy.transport.serve(endpoints.BLOB, self._promise)
@@ -166,53 +150,22 @@ class Promiser:
             await stream.send(framing.pack_message({"state": "wait", "ask": [], "sure": True}))
             await asyncio.sleep(0.5)
 
-    def offer(self, replica: int) -> Offer:
-        """Of the open round, with other payloads each time."""
-        made, model = self.ground.manifest, self.ground.manifest.model
-        shards = memory.stage_shards(made, 0, model.n_layers)
-        round = self.ground.head + 1
-        parts = tuple(
-            Part(shard=s, digest=blob_hash.name_of(f"{s} {round} {self.asked}".encode()), size=200, norm=1.0)
-            for s in shards
-        )
-        plan = self.ground.archive.commits[-1].plan
-        assert plan is not None
-        work = plan.replica(replica).work
-        tokens = made.train.tokens(work.steps, work.micro_batches)
-        return Offer(round=round, replica=replica, parts=parts, tokens=tokens, steps=work.steps, loss=1.0)
-
-    async def go_on(self, session: Stream) -> None:
-        """Attests and offers whenever it is planned."""
-        while True:
-            await asyncio.sleep(0.05)
-            head = self.ground.head
-            known = self.ground.leader.attestations.majority(head)
-            await self.enemy.say(session, Attest(round=head, digests=known))
-            plan = self.ground.archive.commits[-1].plan
-            replica = plan.replica_of(self.enemy.id) if plan is not None else None
-            if replica is not None and known:
-                self.rounds.add(head + 1)
-                await self.enemy.say(session, self.offer(replica))
+    def updates(self, round: int) -> Iterator[tuple[Part, ...]]:
+        names = {s: blob_hash.name_of(f"{s} {round} {self.asked}".encode()) for s in self.shards}
+        yield tuple(Part(shard=s, digest=name, size=200, norm=1.0) for s, name in names.items())
 
 
-def test_payloads_that_are_promised_and_never_come_hold_up_nobody(tmp_path: Path) -> None:
+async def test_payloads_that_are_promised_and_never_come_hold_up_nobody(tmp_path: Path) -> None:
     """However many: each round sixteen other offers of six payloads each, for all of which the node is told to wait."""
 
-    async def work() -> None:
-        async with Ground(tmp_path) as ground:
-            await ground.join("a", "b")
-            await ground.goes_on(2)
-            enemy = await ground.enemy()
-            liar = Promiser(ground, enemy)
-            await liar.serve()
-            session = await enemy.session(memory_bytes=enemy.whole, reachable="direct")
-            lying = asyncio.create_task(liar.go_on(session))
-            await ground.until(lambda: len(liar.rounds) >= 2 and liar.asked > 0)
+    async with Ground(tmp_path) as ground:
+        await ground.join("a", "b")
+        await ground.goes_on(2)
+        enemy = await ground.enemy()
+        liar = Promiser(ground, enemy)
+        async with liar.training():
+            await ground.until(lambda: len(liar.offered) >= 2 and liar.asked > 0)
             await ground.goes_on(4)
-            assert not lying.done() or lying.exception() is None
-            lying.cancel()
-            parts = list((ground.folder / "bootstrap" / "blobs" / "parts").iterdir())
-            assert len(parts) < 200, "what was begun is dropped with its round"
-            assert all(enemy.id not in {s.peer for s in c.shares} for c in ground.archive.commits)
-
-    run(work())
+        parts = list((ground.folder / "bootstrap" / "blobs" / "parts").iterdir())
+        assert len(parts) < 200, "what was begun is dropped with its round"
+        assert all(enemy.id not in {s.peer for s in c.shares} for c in ground.archive.commits)

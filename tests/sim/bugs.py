@@ -1,7 +1,7 @@
 """Mistakes on purpose, as changes of the source: each must be found by the simulation, by the promise that it breaks.
 
-A copy of the tree is changed and run; what is found is found in the code that ships. A change that finds nothing to replace is an
-error, so that the list keeps up with the code.
+A copy of the tree is changed and run; what is found is found in the code that ships. A change that finds nothing to
+replace is an error, so that the list keeps up with the code.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ STORAGE, TAKING = "peer/state/storage.py", "peer/state/handover.py"
 
 
 SEEDS, RARE_SEEDS = 120, 900
-"""In so many a bug is looked for, and one that only runs of one kind show."""
+"""Seeds in which a bug is looked for, and a bug that only runs of one kind show."""
 
 
 @dataclass(frozen=True)
 class Bug:
-    """`changes`: (file, text, what stands there instead). `promises`: one of them is what is broken. `only`: the kind of runs that shows it.
+    """`changes`: (file, text, what stands there instead). `promises`: one of them is what is broken. `only`: the kind
+    of runs that shows it.
     `first`: a seed that shows it. `options`: of the simulation, with which it shows."""
 
     changes: tuple[tuple[str, str, str], ...]
@@ -278,8 +279,8 @@ def plant(bug: Bug, folder: Path) -> None:
 
 
 def find(bug: Bug, folder: Path) -> str:
-    """What the simulation of a tree prints up to the first broken promise: about the bug's first seed, then, where the code has changed so that
-    this one does not show it any more, about many."""
+    """What the simulation of a tree prints up to the first broken promise: about the bug's first seed, then, where the
+    code has changed so that this one does not show it any more, about many."""
     text = simulate(folder, f"{bug.first}:{bug.first + 1}", *bug.options)
     if broken(text) is None:
         only = ("--only", bug.only) if bug.only else ()

@@ -1,8 +1,9 @@
-"""A disk in memory that its process dies upon: between any two operations, in the middle of an append, with or without the power.
+"""A disk in memory that its process dies upon: between any two operations, in the middle of an append, with or without
+the power.
 
-Names and bytes are kept twice, as they are and as they would be after a loss of power. A process that is killed finds what was
-there. After a loss of power, what was not synced may be there or not, each file for itself, and the end of what was appended may
-be torn off.
+Names and bytes are kept twice, as they are and as they would be after a loss of power. A process that is killed finds
+what was there. After a loss of power, what was not synced may be there or not, each file for itself, and the end of
+what was appended may be torn off.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class File:
 
 @dataclass(slots=True)
 class Files:
-    """What is on one machine's disk, whoever runs there. `durable`: the names that survive a loss of power."""
+    """What is on one machine's disk, for all of its processes. `durable`: the names that survive a loss of power."""
 
     there: dict[Path, File] = field(default_factory=dict)
     durable: dict[Path, File] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class Files:
     """Whether the machine has room in memory for files that outlive a process, not a loss of power."""
 
     def lose_power(self, rng: random.Random) -> None:
-        """What was not synced is there or not. A folder has its old name or its new one, as a whole. What was in memory is gone."""
+        """What was not synced is there or not; a folder has its old or its new name as a whole; memory is lost."""
         self.there = {path: file for path, file in self.there.items() if path.parent != MEMORY}
         kept, before = dict(self.durable), {id(file): path for path, file in self.durable.items()}
         renamed: dict[Path, bool] = {}
@@ -67,8 +68,7 @@ class Files:
 
 
 class SimDisk:
-    """One life's view of `files`. `point(where)` is called before every operation, and raises where the process dies there or is
-    dead already."""
+    """One life's view of `files`. `point(where)` comes before every operation, and raises where the process dies."""
 
     written_bytes = 0
 

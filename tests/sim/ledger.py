@@ -1,20 +1,25 @@
-"""What must be true, computed a second time from what the disks say: the replay of the log, and the ledger of every peer's work.
+"""What must be true, computed a second time from what the disks say: the replay of the log, and the ledger of every
+peer's work.
 
-P1  What a peer attests of a shard after round r is what the log gives: θ(r) = θ(r-1) - η Σ w_m sent_m over the decided commits.
-P2  The first commit of a round that any node's log holds is the only one, and it follows from the one before.
-    And nobody tells what a crash could make untrue: a vote, a promise or a record is sent once it is on the sender's disk.
-P3  For every peer and shard, with the pseudo-gradients δ_1 ... δ_n whose feedback was durable, and sent_i the payload of round i where
+P1  What a peer attests of a shard after round r is what the log gives: θ(r) = θ(r-1) - η Σ w_m sent_m over the decided
+commits. P2  The first commit of a round that any node's log holds is the only one, and it follows from the one before.
+    And no process tells what a crash could make untrue: a vote, a promise or a record is sent once it is on the
+    sender's disk.
+P3  For every peer and shard, with the pseudo-gradients δ_1 ... δ_n whose feedback was durable, and sent_i the payload
+of round i where
     a decided commit names it, else 0:
 
         Σ_i β^(n-i) sent_i + e = Σ_i β^(n-i) δ_i        once no offer waits for its decision.
 
-    A pseudo-gradient counts from the moment that the feedback with it is saved: in memory, which a killed process leaves and a loss of
-    power takes, or on disk. What a crash takes before that counts as what was sent of it, and as zero elsewhere; nothing else is ever
-    lost, and what was sent is never taken back. An offer is sent once it is on the sender's disk. What moves from one peer's e to another's is subtracted there and added here, each from the moment that the
-    feedback without it, or with it, is durable: every part is added once at most, by its heir or by its giver again.
+    A pseudo-gradient counts from the moment that the feedback with it is saved: in memory, which a killed process
+    leaves and a loss of power takes, or on disk. What a crash takes before that counts as what was sent of it, and as
+    zero elsewhere; nothing else is ever lost, and what was sent is never taken back. An offer is sent once it is on the
+    sender's disk. What moves from one peer's e to another's is subtracted there and added here, each from the moment
+    that the feedback without it, or with it, is durable: every part is added once at most, by its heir or by its giver
+    again.
 
-β is 1 or 1/2, and all that is learned are small whole numbers. So fp32 rounds less than TOLERANCE away in e, and whatever is lost or
-added twice is a thousand times as much, for sixteen rounds after it.
+β is 1 or 1/2, and all that is learned are small whole numbers. So fp32 rounds less than TOLERANCE away in e, and
+whatever is lost or added twice is a thousand times as much, for sixteen rounds after it.
 """
 
 from __future__ import annotations
@@ -57,7 +62,7 @@ Exact = list[NDArray[np.float64]]
 
 @dataclass(slots=True)
 class Entry:
-    """One round's durable work of a peer on one shard: what it learned (None: nothing that counts), and what it offered."""
+    """One round's durable work of a peer on one shard: what it learned (None: nothing), and what it offered."""
 
     delta: Arrays | None = None
     part: Part | None = None
@@ -138,7 +143,7 @@ class Ledger:
                 self._accepted.setdefault((vote.round, vote.accepted, vote.commit.digest), set()).add(who)
 
     def _saved(self, who: str, round: int, data: bytes, trainer: DrawnTrainer) -> None:
-        """The feedback after `round` is on the disk of `who`, or in its memory: with all that this life has learned up to then."""
+        """The feedback after `round` is durable, or in the memory of `who`, with all that this life has learned."""
         for learned in [r for r in trainer.deltas if r <= round]:
             for shard, delta in trainer.deltas[learned].items():
                 self._entry(who, shard, learned).delta = delta
@@ -157,7 +162,7 @@ class Ledger:
                     self.stats["rounds that were in memory only"] += 1
 
     def _moved(self, who: str, round: int, notes: dict[str, str]) -> None:
-        """What the notes beside a durable feedback say of hand-overs that the ones before did not."""
+        """What the notes of a durable feedback say of hand-overs that the ones before did not."""
         before, self._notes[who] = self._notes.get(who, {}), notes
         for serial in range(int(before.get(moves.OUT, 0)) + 1, int(notes.get(moves.OUT, 0)) + 1):
             self._move(who, Move(round, -1, self._handovers[who, serial]))
@@ -214,7 +219,7 @@ class Ledger:
                 raise Violation("P2", f"{who[-8:]} tells a vote that is not on its disk")
 
     def _check_accept(self, who: str, accept: object) -> None:
-        """Once enough have accepted a commit, it is the round's: nobody asks for votes for another one in a higher ballot."""
+        """A commit that enough members accepted is the round's: no node asks for votes for another one later."""
         assert isinstance(accept, Accept)
         for (round, ballot, digest), nodes in self._accepted.items():
             chosen = round == accept.round and ballot < accept.ballot and len(nodes) >= self._needed(round)
@@ -313,8 +318,8 @@ class Ledger:
                     raise Violation("P3", f"{who[-8:]}: what it learned of {shard} in round {round} is lost")
 
     def owed(self, who: str, shard: str, upto: int | None = None, given_back: bool = False) -> Exact:
-        """e, as it must be: what was learned of a shard, less what was sent of it and is, or may yet be, committed. `upto`: a round whose
-        offer is not decided yet; `given_back`: it went back into e."""
+        """e, as it must be: what was learned of a shard, less what was sent of it and is, or may yet be, committed.
+        `upto`: a round whose offer is not decided yet; `given_back`: it went back into e."""
         shapes, beta = layout.shapes(self.manifest.model, shard), float(self.manifest.outer.beta)
         left = [np.zeros(shape) for shape in shapes]
         entries, moves = self.entries.get((who, shard), {}), self.moves.get((who, shard), [])

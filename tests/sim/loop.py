@@ -1,7 +1,8 @@
-"""An event loop in which time costs nothing: when nobody has anything to do, the clock jumps to the next timer.
+"""An event loop in which time costs nothing: when there is nothing to do, the clock jumps to the next timer.
 
-What would run on another thread runs in the loop, later, in the order in which an executor of one thread would run it. Tasks and
-futures are hashed by their number, so that a set of them is walked through in the same order in every process.
+What would run on another thread runs in the loop, later, in the order in which an executor of one thread would run it.
+Tasks and futures are hashed by their number, so that a set of them is walked through in the same order in every
+process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A bad network between the processes of a simulation, under the transport that tests and `potluck demo --in-memory` use.
+"""A bad network between the processes of a simulation, under the transport that tests and `potluck demo --in-memory`
+use.
 
-Bytes take their time. While two nodes are parted nothing passes between them, and their streams may break. On the streams of
-sessions and votes whole messages are lost, doubled and overtaken as well: the machines must bear it.
+Bytes take their time. While two nodes are parted nothing passes between them, and their streams may break. On the
+streams of sessions and votes whole messages are lost, doubled and overtaken as well: the machines must bear it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class SimPipe(Pipe):
     def carry(self, data: bytes) -> None:
         world, copies = self._world, 1
         lossy = self._name in MESSAGES and not self._first
-        self._first = False  # a session that nobody opened tests nothing
+        self._first = False  # a session that is not opened tests nothing
         if lossy:
             copies = 0 if world.chance(world.weather.drop, self._rng) else 1
             copies += copies and world.chance(world.weather.duplicate, self._rng)
@@ -92,8 +93,9 @@ class SimNetwork(MemoryNetwork):
         self._free: dict[tuple[str, bool, bool], float] = {}
 
     def sent(self, sender: str, receiver: str, size: int) -> float:
-        """When so many bytes that are sent now have passed the sender's uplink and then the receiver's downlink. What is in bulk goes
-        one after the other, and so do messages; but a message does not wait for the bulk, for streams share a line."""
+        """When bytes that are sent now have passed the sender's uplink and then the receiver's downlink. What
+        is in bulk goes one after the other, and so do messages; but a message does not wait for the bulk, for streams
+        share a line."""
         at, bulk = self._world.now, size > BULK
         for line in ((sender, True, bulk), (receiver, False, bulk)):
             if line[0] in self.rates:
@@ -119,7 +121,7 @@ class SimNetwork(MemoryNetwork):
             raise Timeout(peer, "DHT: no answer; try again")
 
     def vanish(self, transport: MemoryTransport) -> None:
-        """The process behind a transport is dead: nobody finds it, and its streams end at the other side."""
+        """The process behind a transport is dead: it is not found, and its streams end at the other side."""
         if self.peers.get(transport.peer_id) is transport:
             del self.peers[transport.peer_id]
         transport.abort_all()

@@ -1,8 +1,9 @@
-"""A simulated swarm of machines of different paces and lines, in calm weather: what of all that they can train reaches commits.
+"""A simulated swarm of machines of different paces and lines, in calm weather: what of all that they can train reaches
+commits.
 
-The processes are the real `Peer` and `BootstrapNode` (tests/sim/world.py). Training takes as long as the machine's pace says, inner step
-by inner step; a chain goes as fast as its slowest stage. What is sent takes as long as the sender's uplink and the receiver's downlink
-need for it, one after the other.
+The processes are the real `Peer` and `BootstrapNode` (tests/sim/world.py). Training takes as long as the machine's pace
+says, inner step by inner step; a chain goes as fast as its slowest stage. What is sent takes as long as the sender's
+uplink and the receiver's downlink need for it, one after the other.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from tests.sim.world import Process, Weather, World
 from tests.support import machines, tiny
 
 CALM = Weather(
-    drop=0.0, duplicate=0.0, overtake=0.0, slow=0.02, crash=0.0, focus="", focus_crash=0.0, power=0.0, away=1e9, kill=0.0,
-    partition=0.0, cut=0.0, heal=1.0, jump=0.0, fetch_failure=0.0, chain_failure=0.0, corrupt=0.0, calm_at=0.0,
+    drop=0.0, duplicate=0.0, overtake=0.0, slow=0.02, crash=0.0, focus="", focus_crash=0.0, power=0.0, away=1e9,
+    kill=0.0, partition=0.0, cut=0.0, heal=1.0, jump=0.0, fetch_failure=0.0, chain_failure=0.0, corrupt=0.0,
+    calm_at=0.0,
 )  # fmt: skip
 LEARNING = 0.01
 OWN = "block.0"
@@ -48,8 +50,8 @@ OWN = "block.0"
 
 @dataclass(slots=True)
 class Machine:
-    """`pace`: seconds of an inner step of the whole model. `up`, `down`: bits a second. `whole`: it can train the whole model; else
-    three such, or with `half` two, make a chain."""
+    """`pace`: seconds of an inner step of the whole model. `up`, `down`: bits a second. `whole`: it can train the whole
+    model; else three such, or with `half` two, make a chain."""
 
     pace: float
     up: float = 20e6
@@ -84,7 +86,7 @@ class Floor:
         end: StopSign,
         progress: Callable[[int, float | None], None],
     ) -> int:
-        """The inner steps that the replica `key` of `size` members did, at most `most`; `seconds`: of a step on this one."""
+        """The inner steps of member `key` of `size`, at most `most`; `seconds`: of a step of this one."""
         loop = asyncio.get_running_loop()
         here = self._replicas.setdefault(key, Together(size))
         if who in here.members:  # it died since then
@@ -104,7 +106,6 @@ class Floor:
             over = any(end.is_set() for end, _, _ in list(here.members.values()))
             for _, progress, _ in here.members.values():
                 progress(steps, 1.0)
-        assert here.done is not None
         here.done.set_result(steps)
 
 
@@ -149,7 +150,7 @@ class PacedTrainer(InnerLoop):
         return Result(steps, train.tokens(steps, work.micro_batches), 1.0, None)
 
     def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32] | None]]:
-        """θ(r-1) - θ local: the same for everybody, but for large values in one shard, or they would be judged to be copies."""
+        """θ(r-1) - θ local: the same for all but large values in one shard, or they would be judged to be copies."""
         own = shard == OWN
         draw = np.random.default_rng([*self._peer.encode(), self._round] if own else len(shard))
         shapes = layout.shapes(self._manifest.model, shard)
@@ -168,8 +169,8 @@ class Committed:
 
 
 class PacedSwarm:
-    """The manifest's bootstrap nodes, and a peer for each machine. `script` may change machines, start and kill peers while the run lasts.
-    `node` is the first of the nodes, which leads as long as it lives."""
+    """The manifest's bootstrap nodes, and a peer for each machine. `script` may change machines, start and kill peers
+    while the run lasts. `node` is the first of the nodes, which leads as long as it lives."""
 
     def __init__(self, machines: list[Machine], manifest: Manifest, seed: int = 0) -> None:
         rng = random.Random(seed)
@@ -284,8 +285,8 @@ def state_bytes(manifest: Manifest) -> int:
 
 
 def possible(manifest: Manifest, replicas: list[list[float]]) -> float:
-    """Tokens a second of replicas whose members have these paces, if none of them ever waited for anybody but its own chain: the
-    blocks are shared out as well as they can be."""
+    """Tokens a second of replicas whose members have these paces, if none of them ever waited for anybody but its own
+    chain: the blocks are shared out as well as they can be."""
     layers, total = manifest.model.n_layers, 0.0
     for paces in replicas:
         slowest = min(

@@ -1,11 +1,13 @@
-"""Lives of paced swarms in which somebody's role changes, each decided by its seed: the others' rounds must not be a second longer.
+"""Lives of paced swarms in which a peer's role changes, each decided by its seed: the others' rounds must not be a
+second longer.
 
 python -m tests.sim.roles --seeds 0:1000
 
-Full replicas and a chain train for some rounds. Then, by the seed, a newcomer joins over a slow line; or a member of the chain becomes slower,
-so that blocks move over its slow line; or a peer that was away for some rounds comes back. The run lasts until the new role is trained and committed, and two
-rounds more. Held up is a round that lasts a second longer than the longest one before the event. What a slow line's own offers take,
-once it trains, is for the grace (protocol/round/stragglers.py).
+Full replicas and a chain train for some rounds. Then, by the seed, a newcomer joins over a slow line; or a member of
+the chain becomes slower, so that blocks move over its slow line; or a peer that was away for some rounds comes back.
+The run lasts until the new role is trained and committed, and two rounds more. Held up is a round that lasts a second
+longer than the longest one before the event. What a slow line's own offers take, once it trains, is for the grace
+(protocol/round/stragglers.py).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ LONGER = 1.0
 WARM = 3
 """Rounds until everybody's pace is known, and one more."""
 BUSY = 0.8
-"""Of what a replica trains in a round, at least, whoever moves."""
+"""Of what a replica trains in a round, at least, whichever peer moves."""
 PATIENCE = 24
 """Rounds in which the new role must begin."""
 KINDS = ("newcomer", "mover", "returning")
@@ -46,7 +48,7 @@ PACES = (0.5, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What came of a seed: `took`: rounds from the event until the new role was committed; `broken`: what was not kept, or nothing."""
+    """A seed's result: `took`: rounds until the new role was committed; `broken`: the promises not kept."""
 
     seed: int
     kind: str
@@ -123,7 +125,7 @@ class Event:
         return lambda: self.trains(peer.identity.peer_id)
 
     def trains(self, peer: str) -> bool:
-        """Whether the newest commit counts this peer's work, in a replica of the plan or in a seat, which nobody else takes."""
+        """Whether the newest commit counts this peer's work, in a replica of the plan or in a seat."""
         before = self.swarm.plans[-2]
         seated = any(seat.number in self.newest.tokens for seat in before.seats)
         return seated or any(peer in r.peers for r in before.replicas if r.number in self.newest.tokens)
@@ -151,8 +153,8 @@ class Event:
         return self.done - self.began, ""
 
     def idle(self) -> dict[int, list[int]]:
-        """The tokens of each replica, round by round, that lost work in any: the first of them is as it was, or as slow as its member
-        has become. The round after the event is not among them: it may have begun before."""
+        """The tokens of each replica, round by round, that lost work in any: the first of them is as it was, or as slow
+        as its member has become. The round after the event is not among them: it may have begun before."""
         since = [c.tokens for c in self.swarm.commits if c.round > WARM + 1]
         by_number = {number: [t[number] for t in since if number in t] for t in since for number in t}
         return {n: tokens for n, tokens in by_number.items() if min(tokens) < BUSY * tokens[0]}

@@ -1,14 +1,13 @@
 """Replays one seed with a trace, or lives through many:
 
-python -m tests.sim.run --seed N
-python -m tests.sim.run --seeds 0:10000
-python -m tests.sim.run --seeds 0:1000 --liars 6       # and so many made-up identities that say what they like
-python -m tests.sim.run --seeds 0:1000 --probation 1   # and newcomers on probation
-python -m tests.sim.run --seeds 0:1000 --lying-nodes   # and as many dishonest operators as a quorum of 3f + 1 bears
-python -m tests.sim.run --seeds 0:1000 --fixed         # the same operators from beginning to end
-python -m tests.sim.run --seeds 0:1000 --quarrels      # and members of chains who say of each other that they lie, for no reason
-python -m tests.sim.run --seeds 0:1000 --lying-nodes --calm   # nothing else goes wrong: no round takes LEASES leases longer than without lies
-python -m tests.sim.run --seeds 0:1000 --quarrels --calm      # the same of quarrels
+python -m tests.sim.run --seed N python -m tests.sim.run --seeds 0:10000 python -m tests.sim.run --seeds 0:1000 --liars
+6       # and so many made-up identities that say what they like python -m tests.sim.run --seeds 0:1000 --probation 1
+# and newcomers on probation python -m tests.sim.run --seeds 0:1000 --lying-nodes   # and as many dishonest operators as
+a quorum of 3f + 1 bears python -m tests.sim.run --seeds 0:1000 --fixed         # the same operators from beginning to
+end python -m tests.sim.run --seeds 0:1000 --quarrels      # and members of chains who say of each other that they lie,
+for no reason python -m tests.sim.run --seeds 0:1000 --lying-nodes --calm   # nothing else goes wrong: no round takes
+LEASES leases longer than without lies python -m tests.sim.run --seeds 0:1000 --quarrels --calm      # the same of
+quarrels
 
 A seed gives the same run in every process that has the same PYTHONHASHSEED; this command sets it to 0.
 """
@@ -31,14 +30,14 @@ from tests.sim.swarm import KINDS, Swarm, kind_of
 from tests.sim.world import POINTS, Violation
 
 SEEDS = 150
-"""So many runs, from seed 0 on, see everything at least once."""
+"""The number of runs, from seed 0 on, that see everything at least once."""
 FEW = (0, 2, 7, 8, 12, 13, 14, 18, 19, 24, 27, 28, 29, 30, 35, 39, 48, 67, 99, 100, 105, 106)
 """These do so, too, today."""
 HAPPENS = (
-    "dropped", "doubled", "held up", "partitions", "cuts", "jumps of the wall clock", "losses of power", "deaths of peers",
-    "deaths of nodes", "higher ballots", "stalls", "left out", "leads", "withdrawals", "recovered", "chains reconfigured",
-    "chains finished", "chains ended", "spares' shares", "handed over", "taken back", "decreed: appoint", "decreed: quorum",
-    "decreed: dismiss", "dismissed",
+    "dropped", "doubled", "held up", "partitions", "cuts", "jumps of the wall clock", "losses of power",
+    "deaths of peers", "deaths of nodes", "higher ballots", "stalls", "left out", "leads", "withdrawals", "recovered",
+    "chains reconfigured", "chains finished", "chains ended", "spares' shares", "handed over", "taken back",
+    "decreed: appoint", "decreed: quorum", "decreed: dismiss", "dismissed",
 )  # fmt: skip
 """What many runs must have seen a few times."""
 LEASES = 2
@@ -56,7 +55,7 @@ def live(
     fixed: bool = False,
     quarrels: bool = False,
 ) -> Life:
-    """Lives through one of many seeds, with so many liars, with dishonest operators, with newcomers on probation, and with chains that quarrel."""
+    """Lives through one of many seeds, with liars, dishonest operators, newcomers on probation, or quarrels."""
     gc.disable()  # the collector would cost a tenth, and a run is short
     swarm = Swarm(
         seed,
@@ -97,8 +96,8 @@ def unseen(stats: Counter[str]) -> list[str]:
 
 
 def lives(seeds: Iterable[int], **chosen: int) -> Iterator[Life]:
-    """All of them, as `live` has what is chosen, on all cores, each in a process that has the hash seed 0: a copy of this one, which has
-    imported everything, or else one from the beginning."""
+    """All of them, as `live` has what is chosen, on all cores, each in a process that has the hash seed 0: a copy of
+    this one, which has imported everything, or else one from the beginning."""
     before = os.environ.get("PYTHONHASHSEED")
     os.environ["PYTHONHASHSEED"] = "0"
     way = "spawn" if sys.flags.hash_randomization else "fork"

@@ -48,17 +48,19 @@ QUORUMS = {
 }
 """Sizes of the quorum, and operators' nodes."""
 QUARREL_ROUNDS, QUARRELING = 4, (3, 3, 4, 5)
-"""Rounds more that a run with quarrels has, since what follows from one is seen in the next plans; and peers: of few, each chain counts."""
+"""More rounds of a run with quarrels, which show in the next plans; and its peers: each chain counts."""
 SHARE = 0.4
 LATEST = 40.0
 """By then everybody has started."""
 
 
 class Swarm:
-    """Everything that one seed decides; `run` raises Violation if a promise is broken. `liars`: made-up identities that take part.
-    `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest, also after decrees. `calm`: nothing else goes wrong. `honest`: the same run, with
-    operators who could lie and do not, and chains that could quarrel and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
-    `fixed`: nobody becomes an operator, or ceases to be one. `quarrels`: members of chains say of each other that they lie, for no reason."""
+    """Everything that one seed decides; `run` raises Violation if a promise is broken. `liars`: made-up identities that
+    take part. `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest, also after decrees. `calm`:
+    nothing else goes wrong. `honest`: the same run, with operators who could lie and do not, and chains that could
+    quarrel and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
+    `fixed`: nobody becomes an operator, or ceases to be one. `quarrels`: members of chains say of each other that they
+    lie, for no reason."""
 
     def __init__(
         self,
@@ -205,7 +207,8 @@ class Swarm:
         return HeardDisk(process, heard)
 
     def _check_bound(self, known: int) -> None:
-        """That no commit names more dishonest members than its quorum bears. `known`: commits that were checked before."""
+        """That no commit names more dishonest members than its quorum bears. `known`: commits that were checked
+        before."""
         for commit in self.ledger.log[known:]:
             members, lying = len(commit.members), len(self._lying & set(commit.members))
             if lying > liars_borne(members):
@@ -285,7 +288,7 @@ class Swarm:
             self.world.broken(violation)
 
     def _check_disk(self, process: Process) -> None:
-        """A checkpoint that has its name is whole: whoever asks may get any shard of it."""
+        """A checkpoint that has its name is whole: any peer may get any shard of it."""
         there = process.files.there
         for folder in {p.parent for p in there if p.parent.name.startswith("checkpoint-")}:
             meta = there.get(folder / "meta.json")
@@ -339,7 +342,6 @@ class Swarm:
         return schedule.last_round(self.manifest, log[-1] if log else None)
 
     def _check_end(self, process: Process, peer: Peer) -> None:
-        assert peer.rounds is not None
         member, outer, excused = peer.rounds.member, peer.rounds.outer, self._excused.get(process.name, set())
         if member.is_late:
             return
@@ -363,7 +365,7 @@ class Swarm:
             raise self._said(violation) from None
 
     def _check_store(self, process: Process, storage: Storage) -> None:
-        """Who never died keeps no payload that was not committed, but for those of its own offers since the feedback on disk."""
+        """A process that never died keeps no uncommitted payload but its own offers since the durable feedback."""
         lists = [self.ledger.lists(commit) for commit in self.ledger.log]
         committed = {x for known in lists for root, parts in known.items() for x in (root, *(p.digest for p in parts))}
         own = {name for o in storage.offers for name in (part_lists.root_of(o.parts), *(p.digest for p in o.parts))}
@@ -380,7 +382,8 @@ class Swarm:
         return Crashed()
 
     def _check_told(self, name: str, shard: str) -> None:
-        """A memory error that is left at the end is reported by every node that could tell: two others had the right bits."""
+        """A memory error that is left at the end is reported by every node that could tell: two others had the right
+        bits."""
         final, right = self._last_round, self.ledger.digests(self._last_round)[shard]
         for node in (n.running for n in self.nodes if n.alive):
             known = {who: digests.get(shard) for who, digests in node.leader.attestations.of(final).items()}
@@ -406,7 +409,7 @@ def kind_of(seed: int) -> str:
 
 
 def weather(rng: random.Random, seed: int) -> Weather:
-    """Of a run. Every operation gets its share of the deaths; a storm's are those of nodes, and it breaks links all the time."""
+    """Weather of a run. Every operation gets its share of deaths; a storm kills nodes and breaks links."""
     kind = kind_of(seed)
     points = NODE_POINTS if kind == "storm" else POINTS
     alike = [i for i, other in enumerate(KINDS) if (other == "storm") == (kind == "storm")]
@@ -429,7 +432,7 @@ def weather(rng: random.Random, seed: int) -> Weather:
 
 
 def describe(process: Process) -> str:
-    """Where a process stands, for whoever reads why a run did not end."""
+    """Where a process stands, for a reader of why a run did not end."""
     running = process.running
     if not process.alive:
         return "finished" if process.finished else "dead"

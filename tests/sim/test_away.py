@@ -1,7 +1,8 @@
-"""Four bootstrap nodes, of which one after the other is cut off without a word while it is fetching payloads, as when its address changes.
+"""Four bootstrap nodes, of which one after the other is cut off without a word while it is fetching payloads, as when
+its address changes.
 
-The three others decide: their rounds go on. What they may lose is the time until they ask somebody else for what they asked the lost
-one for; each of them finds out for itself that it is silent.
+The three others decide: their rounds go on. What they may lose is the time until they ask another peer for what they
+asked the lost one for; each of them finds out for itself that it is silent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.support import tiny
 SECONDS = 10.0
 """Of a round."""
 WARM, AWAY = 2, 2
-"""Rounds before anything happens, and those in which somebody is away."""
+"""Rounds before anything happens, and those in which a node is away."""
 SLACK = 1.0
 """Seconds that messages and disks may take besides."""
 
@@ -35,7 +36,7 @@ def test_three_of_four_nodes_do_not_wait_for_the_fourth(seed: int) -> None:
     away: dict[int, Process] = {}
 
     async def asks(node: Process) -> None:
-        """Until it asks somebody for a payload."""
+        """Until it asks for a payload."""
         sent = node.transport.traffic.sent
         before = sent[endpoints.BLOB]
         while sent[endpoints.BLOB] == before:

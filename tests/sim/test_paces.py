@@ -1,4 +1,4 @@
-"""Machines of different paces and lines train in one run, none waits for another: the simulation in calm weather, in virtual time."""
+"""Machines of different paces and lines train in one run and wait for none: calm weather, virtual time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def machines() -> list[Machine]:
 @pytest.mark.parametrize(("overlap", "least"), [(0, 0.92), (1, 0.96)])
 def test_nine_tenths_of_what_machines_of_paces_1_to_8_can_train_reach_commits(overlap: int, least: float) -> None:
     manifest = paces.manifest(SECONDS, len(machines()), overlap=overlap)
-    # With most seeds the first plan mixes fast and slow machines in its chains, and no later one parts them: a weakness of the planner, not of rounds.
+    # With most seeds the first plan mixes fast and slow machines in its chains, and no later one parts them: a weakness
+    # of the planner, not of rounds.
     swarm = PacedSwarm(machines(), manifest, seed=10)
 
     async def script(swarm: PacedSwarm) -> None:
@@ -63,11 +64,12 @@ def test_peers_that_change_their_pace_threefold_cost_little() -> None:
 
 
 def test_a_newcomer_with_a_slow_line_costs_the_others_no_second() -> None:
-    """It needs some rounds to fetch what the state is made of, the payloads since the beginning; then it trains, and that is committed."""
+    """It fetches the payloads since the beginning for some rounds; then it trains, and that is committed."""
     model = ModelSpec(vocab_size=512, d_model=64, n_layers=4, n_heads=2, d_ff=128, context=8)
     manifest = paces.manifest(SECONDS, len(ALONE), checkpoint_rounds=1, model=model)
     slow = Machine(1.0, down=8 * paces.state_bytes(manifest) / (29 * SECONDS))
-    # a message alone takes seconds on that line, so with some seeds its own offer comes too late, and is left out: its own loss
+    # a message alone takes seconds on that line, so with some seeds its own offer comes too late, and is left out: its
+    # own loss
     swarm = PacedSwarm([*map(Machine, ALONE), slow], manifest, seed=6)
     joined: list[int] = []
 

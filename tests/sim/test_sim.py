@@ -1,4 +1,5 @@
-"""Lives of a swarm, each decided by its seed: a slice of what `make campaign` lives through. A seed that fails is replayed with a trace by
+"""Lives of a swarm, each decided by its seed: a slice of what `make campaign` lives through. A seed that fails is
+replayed with a trace by
 
 python -m tests.sim.run --seed N
 """
@@ -16,8 +17,8 @@ from tests.sim.run import FEW, SEEDS, Life, lives, unseen
 
 
 def lived(seen: Callable[[Counter[str]], bool], few: Sequence[int], most: int = SEEDS, **chosen: int) -> list[Life]:
-    """The lives of a `few` seeds, in which all that is to happen was `seen` when they were chosen; where the code has changed so that it is not
-    any more, those of all seeds up to `most`, too. Every promise is kept in each of them."""
+    """The lives of a `few` seeds, in which all that is to happen was `seen` when they were chosen; where the code has
+    changed so that it is not any more, those of all seeds up to `most`, too. Every promise is kept in each of them."""
     found = list(lives(few, **chosen))
     if not seen(stats_of(found)):
         found += lives([seed for seed in range(most) if seed not in few], **chosen)

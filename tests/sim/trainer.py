@@ -1,8 +1,9 @@
-"""An inner loop of a few numbers: what a peer learns in a round is drawn, in numbers that fp32 and the feedback hold exactly.
+"""An inner loop of a few numbers: what a peer learns in a round is drawn, in numbers that fp32 and the feedback hold
+exactly.
 
-All members of a chain train together or not at all. `Meetings` brings them together, and sometimes tears them apart: a member says
-that it cannot go on, falls silent, or two neighbours hear each other no more. Where chains *quarrel*, a member says now and then that
-its neighbour lies, for no reason.
+All members of a chain train together or not at all. `Meetings` brings them together, and sometimes tears them apart: a
+member says that it cannot go on, falls silent, or two neighbours hear each other no more. Where chains *quarrel*, a
+member says now and then that its neighbour lies, for no reason.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ Key = tuple[int, int, int, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a training ends. `error`: why not well; `lost`: the member that this one hears no more, and waits for orders, and `reason`
-    what it says of it."""
+    """The end of a training. `error`: a failure; `lost`: the member that is not heard any more, with the `reason`."""
 
     steps: int
     error: str | None = None
@@ -61,8 +61,7 @@ class Meetings:
         self._torn: set[Key] = set()
 
     def join(self, key: Key, peer: str, seconds: float, most: int) -> asyncio.Future[Outcome]:
-        """`peer` is ready to train; once all are, they do, for so many seconds or as long as the slowest takes, and do `most` inner
-        steps or fewer."""
+        """Once all members are ready they train, for the longest of their seconds, at most `most` inner steps."""
         loop, members = self._world.loop, key[3]
         future: asyncio.Future[Outcome] = loop.create_future()
         together = self._present.setdefault(key, {})
@@ -76,7 +75,7 @@ class Meetings:
         return future
 
     def left(self, peer: str) -> None:
-        """A process died: whoever trains with it notices, and its chain does not come together again."""
+        """A process died: the others of its replica notice, and its chain does not come together again."""
         for key, together in self._present.items():
             if peer in together and key not in self._torn:
                 self._lose(key, peer, 0.0)
@@ -152,8 +151,7 @@ class Meetings:
 
 
 class DrawnTrainer(InnerLoop):
-    """One life's inner loop; see peer.node.training.InnerLoop. `deltas`: what was learned, by round and shard, as far as it was asked
-    for."""
+    """One life's inner loop (peer.node.training.InnerLoop). `deltas`: what was learned, by round and shard."""
 
     def __init__(self, process: Process, meetings: Meetings, manifest: Manifest, announce: Callable[..., None]) -> None:
         self.deltas: dict[int, dict[str, list[Array]]] = {}

@@ -1,8 +1,9 @@
 """A virtual clock, a bad network and bad luck, all driven by one seed. What they happen to is the code that ships.
 
-A process is a `Peer` or a `BootstrapNode` as its command builds it, with another transport, disk, clock and inner loop. It dies at any
-operation of its disk or its network: from that moment on neither does anything for it, and its tasks are ended. It comes back with
-what its disk kept. After `calm_at` nothing goes wrong any more: from there on the run must end by itself.
+A process is a `Peer` or a `BootstrapNode` as its command builds it, with another transport, disk, clock and inner loop.
+It dies at any operation of its disk or its network: from that moment on neither does anything for it, and its tasks are
+ended. It comes back with what its disk kept. After `calm_at` nothing goes wrong any more: from there on the run must
+end by itself.
 """
 
 from __future__ import annotations
@@ -203,8 +204,8 @@ class World:
         self._islands = dict.fromkeys(names, 1)
 
     async def weathers(self, names: list[str], nodes: list[str]) -> None:
-        """Once a second: perhaps the network falls into two parts, or is whole again; perhaps one bootstrap node hears another no
-        more, or hears it again; perhaps the time of day jumps, or somebody is killed."""
+        """Once a second: perhaps the network falls into two parts, or is whole again; perhaps one bootstrap node hears
+        another no more, or hears it again; perhaps the time of day jumps, or a process is killed."""
         rng, weather = self.rng, self.weather
         while not self.calm:
             if rng.random() < weather.heal:
@@ -257,7 +258,7 @@ class World:
 
 
 class Process:
-    """Something that lives, dies and comes back. `run(self)` is its life: it is called anew each time."""
+    """Something that lives, dies and comes back. `run(self)` is its life: it is called again each time."""
 
     def __init__(
         self, world: World, identity: Identity, run: Callable[[Process], Coroutine[Any, Any, None]], kind: str

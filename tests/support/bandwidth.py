@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from peer import events
 from peer.net import bandwidth
@@ -16,7 +15,6 @@ from peer.net.base import Clock, Handler
 from peer.net.link_monitor import LinkMonitor, RateConfig
 from peer.net.memory import IN_FLIGHT, MemoryNetwork, MemoryTransport, Pipe
 from protocol.wire import endpoints
-from tests.sim.loop import VirtualLoop
 from tests.support import networks
 
 MBPS = 1e6
@@ -34,7 +32,7 @@ class Way:
         self._free = 0.0
 
     def sent(self, size: int) -> float:
-        """When so many bytes that are sent now are at the other side."""
+        """When bytes that are sent now are at the other side."""
         now = self._loop.time()
         self._began = now if self._began is None else self._began
         self.bytes += size
@@ -73,7 +71,7 @@ class ShapedPipe(Pipe):
 
 
 class Shaped(MemoryNetwork):
-    """Home's line is `up` and `down` bits a second, `trip` seconds there and back; nobody else's has a limit."""
+    """Home's line is `up` and `down` bits a second, `trip` seconds there and back; no other line has a limit."""
 
     def __init__(self, up: float, down: float, trip: float = 0.04) -> None:
         super().__init__()
@@ -82,11 +80,6 @@ class Shaped(MemoryNetwork):
 
     def pipe(self, loop: asyncio.AbstractEventLoop, sender: str, receiver: str, name: str) -> Pipe:
         return ShapedPipe(loop, self.up if sender == "home" else self.down)
-
-
-def virtually(work: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(random.Random(0))) as runner:
-        runner.run(work)
 
 
 def clock() -> Clock:

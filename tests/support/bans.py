@@ -22,7 +22,6 @@ def together(swarm: Swarm, *arguments: str) -> list[str]:
                 *command(swarm, node, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
             waiting.append(process)
-            assert process.stdout is not None
             told.append(process.stdout.readline())
             assert f"signed by {number} of 3; the other operators have to type the same" in told[-1]
         third = potluck.run(*command(swarm, "node-2", *arguments), text=True, timeout=DEADLINE, check=True)

@@ -1,21 +1,22 @@
-"""What no plan can exceed, in committed tokens per second: two bounds for swarms whose best plan nobody can find. Shares no code with the
-planner; what a replica is worth at most follows from tests/support/plans.py's `worth`.
+"""What no plan can exceed, in committed tokens per second: two bounds for swarms whose best plan cannot be found.
+Shares no code with the planner; what a replica is worth at most follows from tests/support/plans.py's `worth`.
 
-`paces`: every machine trains by its own pace, as if it held the whole model and had nobody to wait for.
+`paces`: every machine trains by its own pace, as if it held the whole model and did not wait.
 
 `priced`: as many tokens as a price for every machine, where no replica brings more than its members cost:
 
     rate(g) <= sum of price(i) over i in g for all replicas g    =>    rate of any plan <= sum of all prices
 
-A replica of one costs what it is worth. Of a chain only what cannot be avoided is counted: with t the seconds of a stage per micro-batch, w
-those in which its machine sends its frames, T the sum of t + w, and tau the largest t,
+A replica of one costs what it is worth. Of a chain only what cannot be avoided is counted: with t the seconds of a
+stage per micro-batch, w those in which its machine sends its frames, T the sum of t + w, and tau the largest t,
 
     rate <= M n / (T + (M - 1) tau)
 
-Latencies, downlinks, memory for micro-batches under way and the time to offer cost nothing, and a machine may be in a chain twice. The chain
-that is worth most for its price is found by dynamic programming over stages, blocks and T, for each tau of a grid, always rounded to the
-chain's favour. The prices are those of a linear program that is given such chains until they hardly gain (column generation, Gilmore
-and Gomory 1961); at any time all prices times the largest rate over price of a chain are a bound (Farley 1990).
+Latencies, downlinks, memory for micro-batches under way and the time to offer cost nothing, and a machine may be in a
+chain twice. The chain that is worth most for its price is found by dynamic programming over stages, blocks and T, for
+each tau of a grid, always rounded to the chain's favour. The prices are those of a linear program that is given such
+chains until they hardly gain (column generation, Gilmore and Gomory 1961); at any time all prices times the largest
+rate over price of a chain are a bound (Farley 1990).
 """
 
 from __future__ import annotations
@@ -34,14 +35,13 @@ from protocol.run.manifest import Manifest
 from tests.support import plans
 
 GRID = 1.015
-"""Each tau is so many times the one before."""
+"""The ratio of each tau to the one before."""
 BINS, LONGEST, SENT = 10, 10, 2
-"""T is counted in parts of tau, up to so many tau; what one machine sends, up to so many."""
+"""Parts of tau in which T is counted, the most tau of T, and the most of what one machine sends."""
 ENOUGH, TURNS = 1.003, 60
-"""The bound is good enough when it is at most so many times the linear program's value, which it cannot be less than; or after so many
-programs."""
+"""The ratio of bound and linear program that is good enough, and the most programs."""
 STEADY = 0.6
-"""New prices are so much those of the best bound so far, and the rest those of the linear program: else they swing to and fro."""
+"""The weight of the best bound's prices in new ones; the linear program's alone swing to and fro."""
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 FIRST, MIDDLE, LAST = range(3)
@@ -83,7 +83,7 @@ def priced(manifest: Manifest, candidates: Sequence[Candidate], known: Sequence[
 
 
 def _prices(columns: Sequence[Column], count: int) -> Floats:
-    """[n]: the dual solution of: as many tokens as these replicas bring, each machine in one of them, parts of replicas allowed."""
+    """[n]: the dual solution of the most tokens of these replicas, each machine in one, parts of replicas allowed."""
     where = np.array([(i, j) for j, (members, _) in enumerate(columns) for i in members])
     uses = sparse.csr_matrix((np.ones(len(where)), (where[:, 0], where[:, 1])), shape=(count, len(columns)))
     rates = np.array([rate for _, rate in columns])
@@ -93,7 +93,7 @@ def _prices(columns: Sequence[Column], count: int) -> Floats:
 
 
 class _Chains:
-    """Finds the chain that is worth most for its price. Arrays: K taus, n machines, L blocks of the model, T and W bins of time."""
+    """Finds the most valuable chain for its price. K taus, n machines, L blocks, T and W bins of time."""
 
     def __init__(self, manifest: Manifest, candidates: Sequence[Candidate]) -> None:
         train, layers = manifest.train, manifest.model.n_layers
@@ -192,7 +192,7 @@ class _Chains:
 
 
 def _add(state: Floats, before: Floats, stage: Floats) -> None:
-    """[K, T]: another stage [K, W] after `before`, where that is cheaper than `state`; beyond the last bin all times are one."""
+    """[K, T]: another stage [K, W] after `before` where that is cheaper than `state`; the last bin is open."""
     for used in np.flatnonzero(np.isfinite(stage).any(axis=0)):
         price = stage[:, used, None]
         np.minimum(state[:, used:], before[:, : before.shape[1] - used] + price, out=state[:, used:])

@@ -198,7 +198,7 @@ async def run_chain(
     trace=None,
     **setup: Any,
 ) -> list[tuple[StepReport, ...]]:
-    """Runs all stages (peers P0, P1, ...) of one chain in this loop; each position has its own worker thread. `trace`: of P0."""
+    """Runs all stages (peers P0, P1, ...) of one chain in this loop, each with a worker thread. `trace`: of P0."""
     train, spec = trainers[0].train, trainers[0].spec
     async with asyncio.timeout(DEADLINE_S), Wired(len(trainers), lag) as wired, asyncio.TaskGroup() as group:
         tasks = [

@@ -1,5 +1,5 @@
-"""A bootstrap node of a made-up run with many peers, for who watches runs: over a real network daemon it serves a log that holds before
-every check, and announcements that their peers have signed. Nobody trains."""
+"""A bootstrap node of a made-up run with many peers, for monitors: over a real network daemon it serves a log
+that holds before every check, and announcements that their peers have signed. No peer trains."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ class Signing(MadeUp):
         )
 
     def announcements(self, round: int, step: int, serial: int, phase: str = "training") -> dict[str, bytes]:
-        """What everybody says in step `step` of a round, sealed, by peer id; more addresses and places than most have."""
+        """The sealed announcements of step `step` of a round, by peer id; more addresses and places than most have."""
         out = {}
         chained = {p for r in self.plan(round).replicas if r.is_chain for p in r.peers}
         for index, (peer, key) in enumerate(self.keys.items()):
             load = ChainReport(
-                seconds=2.0, busy_s=(400 + index) / 1000, wait_forward_s=0.1, wait_backward_s=0.2, forward_link_s=0.9, backward_link_s=0.3,
-                forward_bytes=12_000, backward_bytes=4_500, depth=7, queued=3,
+                seconds=2.0, busy_s=(400 + index) / 1000, wait_forward_s=0.1, wait_backward_s=0.2, forward_link_s=0.9,
+                backward_link_s=0.3, forward_bytes=12_000, backward_bytes=4_500, depth=7, queued=3,
             )  # fmt: skip
             about = Announcement(
                 run=self.manifest.run_id,
@@ -130,7 +130,7 @@ class Node:
         return len(self.archive.commits) - 1
 
     def decide(self, rounds: int = 1) -> None:
-        """So many more rounds are decided."""
+        """This number of rounds more is decided."""
         for _ in range(rounds):
             self.archive.append(self.made.record(self.archive.commits[-1] if self.archive.commits else None))
 
@@ -183,8 +183,8 @@ def living(
     made: Signing = THREE,
     instead: Mapping[str, Handler] | None = None,
 ) -> Iterator[str]:
-    """The line of a node with two rounds, and three peers unless `made` has others, which lives on another thread; `spoil` changes what it says. `instead`: see
-    `node`."""
+    """The line of a node with two rounds, and three peers unless `made` has others, which lives on another thread;
+    `spoil` changes what it says. `instead`: see `node`."""
     loop, found, over = asyncio.new_event_loop(), queue.SimpleQueue[str](), asyncio.Event()
 
     async def live() -> None:

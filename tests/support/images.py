@@ -1,4 +1,4 @@
-"""What the Dockerfiles say, and their health checks, run as an engine would run them, but for the folder that is looked at."""
+"""The Dockerfiles and their health checks, run as an engine would run them, but for the folder."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ class Image:
     def check(self) -> str:
         """The command of the health check, for sh."""
         found = re.search(r"(?:^| )CMD (.*)$", self.one("HEALTHCHECK"))
-        assert found is not None
         return found[1]
 
     def is_healthy(self, folder: Path) -> bool:
@@ -79,8 +78,8 @@ class Image:
 
 
 def make_a_run(folder: Path, programs: Mapping[str, str]) -> None:
-    """What compose does at first, in `folder`, where `run/` and `join/` are what /data/run and /join are in the container. `programs`: the
-    commands that are not the system's, by their names."""
+    """What compose does at first, in `folder`, where `run/` and `join/` are what /data/run and /join are in the
+    container. `programs`: the commands that are not the system's, by their names."""
     compose = yaml.safe_load((FOLDER / "compose.yaml").read_text(encoding="utf-8"))
     service = compose["services"]["run"]
     (script,) = (text.replace("$$", "$").replace("/join/", "join/") for text in service["command"])

@@ -1,5 +1,5 @@
-"""Emulated links for benchmarks and faults: one network namespace per peer, by the lab's script (`--netlab PATH/netlab.sh`, root). Tests
-find the script by the environment's POTLUCK_NETLAB."""
+"""Emulated links for benchmarks and faults: one network namespace per peer, by the lab's script (`--netlab
+PATH/netlab.sh`, root). Tests find the script by the environment's POTLUCK_NETLAB."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CONGESTION_CONTROL = "cubic"
-"""What home machines use. Some hosts' kernels default to bbr, which hides loss and paces short frames, and do not allow namespaces another."""
+"""Congestion control of home machines; some hosts' kernels default to bbr and allow namespaces no other."""
 
 
 SCRIPT = "POTLUCK_NETLAB"
@@ -49,8 +49,8 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def lab(script: Path, links: Mapping[str, str], *, idle_restart: bool = True) -> Iterator[Lab]:
-    """`links`: of each peer UP/DOWN:RTT, in Mb/s and in ms to the core, which is half of the way to another peer. `idle_restart`:
-    whether TCP's window shrinks while a connection rests, as is Linux's default."""
+    """`links`: of each peer UP/DOWN:RTT, in Mb/s and in ms to the core, which is half of the way to another peer.
+    `idle_restart`: whether TCP's window shrinks while a connection rests, as is Linux's default."""
     name = f"lab{os.getpid() % 10**6}"
     specs = [f"{_home(peer)}:{link}" for peer, link in links.items()]
     subprocess.run([script, "up", name, *specs], check=True, stdout=subprocess.DEVNULL)
@@ -75,7 +75,7 @@ def lab(script: Path, links: Mapping[str, str], *, idle_restart: bool = True) ->
 
 @contextlib.contextmanager
 def beside(there: Lab, home: str) -> Iterator[list[str]]:
-    """A second machine behind the router of `home`, in the same local network: what a command begins with that is to run there."""
+    """The beginning of a command on a second machine behind the router of `home`, in the same local network."""
     first = f"nl-{there.name}-{_home(home)}"
     second, router = f"{first}-2", f"{first}-r"
     commands = [

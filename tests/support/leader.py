@@ -69,7 +69,6 @@ class Driver:
 
     def offer(self, peer: str, *, norm: float = 1.0, size: int = 8, steps: int = 4, **changes: Any) -> Offer:
         plan, now = self.leader.plan, self.leader.roster.plan
-        assert plan is not None
         plan = now if now is not None and plan.replica_of(peer) is None else plan  # who has taken a seat
         replica = plan.replica_of(peer)
         assert replica is not None

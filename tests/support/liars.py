@@ -1,4 +1,4 @@
-"""A made-up identity that says whatever a session lets it say: false states before all, and others' messages with wrong contents."""
+"""A made-up identity that says what a session allows: false states, and others' messages with wrong contents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LIES_SECONDS = 6.0
 
 
 class Liar:
-    """Has a session with each of the run's nodes, as long as `run` runs. `false`: the digests of what it says the state is."""
+    """Has a session with each of the run's nodes, as long as `run` runs. `false`: the digests of its false state."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Liar:
                 group.create_task(self._session(node))
 
     async def _garbage(self, stream: Stream) -> None:
-        """Answers every question for a blob with bytes that nobody asked for."""
+        """Answers every question for a blob with other bytes."""
         with contextlib.suppress(RemoteError):
             while True:
                 await stream.recv()

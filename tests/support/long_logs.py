@@ -1,6 +1,6 @@
-"""Logs of many rounds, as a run's one node would have written them: signed, each commit after the one before it, with a plan and the work of as
-many replicas as are wanted. No payload of theirs exists: whoever starts with the last state needs none, and as large as they are said to be nobody
-begins with the first one."""
+"""Logs of many rounds, as a run's one node would have written them: signed, each commit after the one before it, with a
+plan and the work of as many replicas as are wanted. No payload of theirs exists: a peer that starts with the
+last state needs none, and they are too large for a start with the first one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def trainers(count: int) -> tuple[str, ...]:
-    """The ids of so many peers, who never lived."""
-    return tuple(Identity(hashlib.sha256(f"trainer {i}".encode()).digest()).peer_id for i in range(count))
 
 
 def _plan(manifest: Manifest, round: int, peers: tuple[str, ...], numbers: int) -> Plan:

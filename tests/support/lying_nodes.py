@@ -32,7 +32,6 @@ def swapped(commit: Commit) -> Commit:
 
 def no_blocks(commit: Commit) -> Commit:
     """The plan's first replica has a block that the model does not have."""
-    assert commit.plan is not None
     first = commit.plan.replicas[0]
     last = first.stages[-1]
     stages = (*first.stages[:-1], StageSpec(peer=last.peer, first=last.first, last=last.last + 1))

@@ -73,7 +73,7 @@ def log(rounds: int, *, mine: tuple[int, ...] = (), planned: bool = True, run: s
 
 
 class Driver:
-    """A member whose effects are collected; `settle` answers Apply and HoldShards as a good machine does, the digests last."""
+    """A member whose effects are collected; `settle` answers Apply and HoldShards, the digests last."""
 
     def __init__(
         self,

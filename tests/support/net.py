@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,6 @@ DEADLINE = 200.0
 SOON = 60.0
 SOCKETS = Path(f"/tmp/net-{os.getpid()}")
 """Where socket folders are made: pytest's own folders have too long names for sockets."""
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(DEADLINE):
-            await work
-
-    asyncio.run(limited())
 
 
 @pytest.fixture(autouse=True)

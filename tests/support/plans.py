@@ -1,7 +1,9 @@
-"""What a plan is worth, written again in the plainest way, and the best plan by trying all: what the planner is held against.
+"""What a plan is worth, written again in the plainest way, and the best plan by trying all: what the planner is held
+against.
 
-Shares no code with the planner's cost model (protocol/planning/objective.py). Only facts are shared: what a stage needs in memory
-(checked by hand and by measurement elsewhere), how many bytes a token has in a number format, and how many a payload has.
+Shares no code with the planner's cost model (protocol/planning/objective.py). Only facts are shared: what a stage needs
+in memory (checked by hand and by measurement elsewhere), how many bytes a token has in a number format, and how many a
+payload has.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges) -> f
     back = 8 * tokens * formats.bytes_per_token(manifest.chains.backward, width)
 
     def busy(i: int, own: int, other: int) -> int:
-        """Bits a micro-batch over a link of member i that carries `own`, if it is an end, and `other` too, if it is not."""
+        """Bits a micro-batch over a link of member i: `own` of an end, and `other` too of a member that is none."""
         return own if i in (0, last) else own + other
 
     wires, ways, longest = [], list[float](), 0.0
@@ -73,7 +75,7 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges) -> f
 
 
 def has_room(manifest: Manifest, c: Candidate, a: int, b: int) -> bool:
-    """For a stage: on a card and on the host beside it, or for both where they are one."""
+    """For a stage: on a card and on its host, or for both where they are one."""
     own, host = memory.stage_memory(manifest, a, b, c.device), memory.host_memory(manifest, a, b, c.device)
     if c.device == "cpu" or c.host_bytes == 0:
         return own + host <= c.memory_bytes
@@ -100,8 +102,9 @@ def _manners(
     wires: list[float],
     ways: list[float],
 ) -> list[tuple[list[float], list[int]]]:
-    """Seconds of the stages and how many micro-batches each lets past, with as many under way as nobody has to compute twice for, and as there is
-    memory for. Who computes activations twice, a third more work, lets all past: who has to, and who holds those behind it up much less then."""
+    """Seconds of the stages and how many micro-batches each lets past, with as many under way as memory holds and no
+    stage has to compute twice for. A stage that computes activations twice, a third more work, lets all past: one that
+    has to, and one that holds those behind it up much less then."""
     room = [budget.depths(manifest, a, b, c.budget) for c, (a, b) in zip(members, ranges, strict=True)]
     count, last = manifest.train.micro_batches, len(members) - 1
     found = []
@@ -119,15 +122,16 @@ def _manners(
 
 
 def _rest(count: int, stages: list[float], wires: list[float], ways: list[float], window: int) -> float:
-    """Of an inner step, all but the first micro-batch's way through these stages, where so many are between the first one's forward and backward."""
+    """Of an inner step, all but the first micro-batch's way; `depth`: micro-batches between its two passes."""
     pace = max([*stages, *wires])
     away = sum(stages) + sum(ways)
     return max((count - 1) * pace, (window - 1) * pace + (count - window) * away / window)
 
 
 def _step(micro_batches: int, stages: list[float], wires: list[float], ways: list[float], windows: list[int]) -> float:
-    """One micro-batch goes all the way. The others follow at the pace of the slowest part; those that find no place in a stage at first
-    are let past one by one as others come back, which as many as it has room for do in the time that one is away."""
+    """One micro-batch goes all the way. The others follow at the pace of the slowest part; those that find no place in
+    a stage at first are let past one by one as others come back, which as many as it has room for do in the time that
+    one is away."""
     pace = max([*stages, *wires])
     took = (micro_batches - 1) * pace
     for i, window in enumerate(windows):
@@ -143,7 +147,8 @@ def total(manifest: Manifest, candidates: Sequence[Candidate], replicas: Sequenc
 
 
 def optimum(manifest: Manifest, candidates: Sequence[Candidate]) -> float:
-    """The most tokens per second that any arrangement of at most a few peers brings: every set, order and cut is tried."""
+    """The most tokens per second that any arrangement of at most a few peers brings: every set, order and cut is
+    tried."""
     layers, count = manifest.model.n_layers, len(candidates)
     best_of = [0.0] * (1 << count)
     for bits in range(1, 1 << count):
@@ -212,22 +217,29 @@ def small_swarm(rng: random.Random, manifest: Manifest) -> list[Candidate]:
 
 
 def parted(rng: random.Random, peers: Sequence[Candidate]) -> list[Candidate]:
-    """The same peers, of whom up to two cannot reach another."""
+    """The same peers, of which up to two cannot reach another."""
     told = {c.peer: (rng.choice(peers).peer, "nobody") for c in rng.sample(peers, rng.choice((0, 0, 1, 2)))}
     return [dataclasses.replace(c, apart=told.get(c.peer, ())) for c in peers]
 
 
 SHAPES = {
-    "0.5B": ModelSpec(vocab_size=32_768, d_model=1536, n_layers=12, n_heads=12, d_ff=5440, context=2048, residual_width=504),
-    "1B": ModelSpec(vocab_size=32_768, d_model=2048, n_layers=16, n_heads=16, d_ff=8192, context=2048, residual_width=672),
-    "7B": ModelSpec(vocab_size=32_768, d_model=4096, n_layers=32, n_heads=32, d_ff=11_008, context=2048, residual_width=1344),
+    "0.5B": ModelSpec(
+        vocab_size=32_768, d_model=1536, n_layers=12, n_heads=12, d_ff=5440, context=2048, residual_width=504
+    ),
+    "1B": ModelSpec(
+        vocab_size=32_768, d_model=2048, n_layers=16, n_heads=16, d_ff=8192, context=2048, residual_width=672
+    ),
+    "7B": ModelSpec(
+        vocab_size=32_768, d_model=4096, n_layers=32, n_heads=32, d_ff=11_008, context=2048, residual_width=1344
+    ),
 }
-"""Models of the swarms below, with the residual width of protocol/run/presets.py. The first two are the main paper's (Table 6, as docs read it), the last is LLaMA's (Touvron et al. 2023)."""
+"""Models of the swarms below, with the residual width of protocol/run/presets.py. The first two are the main paper's
+(Table 6, as docs read it), the last is LLaMA's (Touvron et al. 2023)."""
 
 CARDS = ((4, 8, 4), (6, 10, 6), (8, 32, 12), (12, 19, 22), (16, 8, 30), (24, 4, 60))
-"""GB of a graphics card, the share of machines that have so much (percent, rounded, of those with 4 GB or more: Steam Hardware Survey of
-August 2025), and, assumed, the TFLOP/s that training reaches on such a card in the middle: about a third of what dense bf16 or fp16
-promises."""
+"""GB of a graphics card, the share of machines that have so much (percent, rounded, of those with 4 GB or more: Steam
+Hardware Survey of August 2025), and, assumed, the TFLOP/s that training reaches on such a card in the middle: about a
+third of what dense bf16 or fp16 promises."""
 
 
 def manifest_of(model: str) -> Manifest:
@@ -244,9 +256,10 @@ def manifest_of(model: str) -> Manifest:
 
 
 def volunteers(rng: random.Random, count: int) -> list[Candidate]:
-    """Home machines. Cards: see CARDS, nine tenths of the memory free, speeds off by a factor of 1.5 either way (assumed). Links: log-normal
-    about 45.7 Mb/s up and 85.7 down (the means of fixed broadband, Speedtest Global Index of September 2020), with a factor of 2.5 either
-    way (assumed). Places: five regions up to 110 ms apart, one way, and 10.5 ms to one's own (half of the index's 21 ms)."""
+    """Home machines. Cards: see CARDS, nine tenths of the memory free, speeds off by a factor of 1.5 either way
+    (assumed). Links: log-normal about 45.7 Mb/s up and 85.7 down (the means of fixed broadband, Speedtest Global Index
+    of September 2020), with a factor of 2.5 either way (assumed). Places: five regions up to 110 ms apart, one way, and
+    10.5 ms to one's own (half of the index's 21 ms)."""
     regions = ((0, 0), (40, 10), (75, 0), (110, 20), (60, 50))
     sizes, shares, _ = zip(*CARDS, strict=True)
     reached = {size: flops for size, _, flops in CARDS}
@@ -271,8 +284,8 @@ def volunteers(rng: random.Random, count: int) -> list[Candidate]:
 
 
 def grouped(manifest: Manifest, order: Sequence[Candidate]) -> list[Arranged]:
-    """Who can hold the whole model does; the others form chains in this order, each as short as its members' memory allows, cut so that
-    the slowest stage is as quick as can be."""
+    """Who can hold the whole model does; the others form chains in this order, each as short as its members' memory
+    allows, cut so that the slowest stage is as quick as can be."""
     layers, whole = manifest.model.n_layers, memory.stage_memory(manifest, 0, manifest.model.n_layers)
     replicas, run = [], []
     for c in order:
@@ -294,8 +307,8 @@ def grouped(manifest: Manifest, order: Sequence[Candidate]) -> list[Arranged]:
 
 
 def blind(manifest: Manifest, order: Sequence[Candidate]) -> list[Arranged]:
-    """Whoever comes joins the replica that is being formed, which is complete as soon as its members' memory holds the model in the order
-    in which they came; blocks go by memory alone."""
+    """Whoever comes joins the replica that is being formed, which is complete as soon as its members' memory holds the
+    model in the order in which they came; blocks go by memory alone."""
     layers, whole = manifest.model.n_layers, memory.stage_memory(manifest, 0, manifest.model.n_layers)
     replicas: list[Arranged] = []
     run: list[Candidate] = []
@@ -323,12 +336,11 @@ def _as_is(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges) -> 
 def climbed(
     manifest: Manifest, candidates: Sequence[Candidate], start: Sequence[Arranged], seconds: float, rng: random.Random
 ) -> float:
-    """Tokens per second after so many seconds of CPU of a local search: random moves, exchanges, additions and removals of members,
-    new orders and cuts, and what is not worse stays."""
+    """Tokens per second after `seconds` of CPU of a local search: random moves, exchanges, additions and removals
+    of members, new orders and cuts, and what is not worse stays."""
     by_name = {c.peer: c for c in candidates}
     groups = [
-        ([by_name[p] for p in r.members], worth(manifest, [by_name[p] for p in r.members], r.ranges))
-        for r in start
+        ([by_name[p] for p in r.members], worth(manifest, [by_name[p] for p in r.members], r.ranges)) for r in start
     ]
     free = [c for c in candidates if not any(c.peer in r.members for r in start)]
     groups.append((free, 0.0))

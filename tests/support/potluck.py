@@ -1,6 +1,7 @@
-"""The command `potluck` as a process, for tests: forked from a server that has imported it (zygote.py), which takes a hundredth of the processor time
-of a start, or started by the real command where what is asked for has to be there when Python starts, and in benchmarks, which are not run by pytest:
-they tell of real starts, and of as many threads as users have."""
+"""The command `potluck` as a process, for tests: forked from a server that has imported it (zygote.py), which takes a
+hundredth of the processor time of a start, or started by the real command where what is asked for has to be there when
+Python starts, and in benchmarks, which are not run by pytest: they tell of real starts, and of as many threads as users
+have."""
 
 from __future__ import annotations
 
@@ -88,8 +89,8 @@ def zygote() -> Zygote:
 
 
 class Popen(subprocess.Popen[Any]):
-    """`potluck ARGUMENTS`, or another of our modules, with the keywords of subprocess.Popen. `before`: what its command begins with; in a network
-    namespace (`ip netns exec NAME`) it is forked, too.
+    """`potluck ARGUMENTS`, or another of our modules, with the keywords of subprocess.Popen. `before`: what its command
+    begins with; in a network namespace (`ip netns exec NAME`) it is forked, too.
 
     With `start_new_session` a terminal that is its standard input becomes its own.
     """
@@ -183,8 +184,8 @@ def _is_terminal(given: object) -> bool:
 
 
 def _starts_alike(keywords: Mapping[str, Any]) -> bool:
-    """Whether a process with these keywords begins as one that the server forks; that one has computed on one thread since it began (tests/conftest.py),
-    since none with several can be forked."""
+    """Whether a process with these keywords begins as one that the server forks; that one has computed on one thread
+    since it began (tests/conftest.py), since none with several can be forked."""
     if BEGINNING.get("OMP_NUM_THREADS") != "1":
         return False
     env = dict(keywords.get("env") or os.environ)

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 from peer.log import replay
 from protocol.run import layout
 from tests.support.volunteers import MODEL, Swarm, Volunteer
 
-DEADLINE = 300.0
 SHARDS = layout.shard_names(MODEL)
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, DEADLINE))
 
 
 class Rounds:

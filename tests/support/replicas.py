@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 
 import numpy as np
 
-from peer.node.inner_loop import StageInnerLoop
-from peer.node.training import ChainOrders
 from peer.state.storage import Shards
 from protocol.identity import Identity
-from protocol.round.member_events import TrainOrder
 from protocol.run import init, layout
 from protocol.run.corpus import CorpusIndex
 from protocol.run.manifest import TrainSpec
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests.support import tiny
 from tests.support.texts import NoText
 
@@ -43,7 +38,8 @@ class Text(NoText):
     def index(self) -> CorpusIndex:
         return CorpusIndex(
             tokenizer="0" * 64, vocab_size=VOCABULARY, seed=0, sequence=LENGTH, sequences=SEQUENCES, chunks=bytes(32),
-            held_out="0" * 64, held_out_sequences=1, documents=1, tokens=1, text_bytes=1, held_out_tokens=1, held_out_bytes=1,
+            held_out="0" * 64, held_out_sequences=1, documents=1, tokens=1, text_bytes=1, held_out_tokens=1,
+            held_out_bytes=1,
         )  # fmt: skip
 
     async def sequences(self, slots: range) -> np.ndarray:
@@ -61,30 +57,6 @@ class NoPipes:
         return None, None
 
     def forget(self, round: int) -> None: ...
-
-
-def plan(round: int) -> Plan:
-    """Five full replicas; each has its text."""
-    replicas = tuple(
-        ReplicaSpec(
-            number=i,
-            stages=(StageSpec(peer=name, first=0, last=MODEL.n_layers),),
-            work=Work(slot=100 * round + 30 * i, steps=6, micro_batches=2),
-        )
-        for i, name in enumerate(NAMES)
-    )
-    return Plan(round=round, replicas=replicas)
-
-
-async def trained(loop: StageInnerLoop, place: int, round: int, theta: Shards) -> int:
-    """The round's inner steps; how many."""
-    order = TrainOrder(plan=plan(round), replica=place, total_steps=TRAIN.total_steps)
-    never = asyncio.Event()
-    result = await loop.train(
-        order, theta, never, never, lambda *_: None, ChainOrders(lambda *_: None, asyncio.Queue())
-    )
-    assert result.error is None
-    return result.steps
 
 
 def theta() -> Shards:

@@ -1,7 +1,9 @@
-"""A device that this machine does not have: tensors that torch takes for those of another one, whose values lie here, and which count what
-crosses from it. What is on it has no `numpy()`, as with a real one; `item`, `bool`, `cpu`, `to` and `copy_` are seen, whoever calls them.
+"""A device that this machine does not have: tensors that torch takes for those of another one, whose values lie here,
+and which count what crosses from it. What is on it has no `numpy()`, as with a real one; `item`, `bool`, `cpu`, `to`
+and `copy_` are seen, whichever code calls them.
 
-torch's "meta" device, which all builds have, lends its name. Seen is what the thread does that has `with StandIn() as device:`.
+torch's "meta" device, which all builds have, lends its name. Seen is what the thread does that has `with StandIn() as
+device:`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A unit as systemd reads it, after its manual (systemd.unit, systemd.service, systemd.syntax), and what stands in for its programs."""
+"""Units as systemd reads them (systemd.unit, systemd.service, systemd.syntax), and stand-ins of its programs."""
 
 from __future__ import annotations
 

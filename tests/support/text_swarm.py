@@ -96,8 +96,7 @@ def manifest(index: CorpusIndex, nodes: Sequence[Identity], mirrors: Sequence[st
 
 
 class Watched:
-    """A stream of a node or a peer that serves. `spoil(index, data)` is sent in place of a range; raised errors end the stream. Counts
-    how often each range is sent."""
+    """A served stream. `spoil(index, data)` replaces a range; its errors end the stream. Counts sent ranges."""
 
     def __init__(self, stream: Stream, member: Member) -> None:
         self._stream, self._member = stream, member
@@ -142,7 +141,7 @@ async def honest(index: int, data: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Member:
-    """Somebody who serves. `gave`: how often each range of each chunk."""
+    """A peer that serves. `gave`: how often each range of each chunk."""
 
     transport: Transport
     gave: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -183,7 +182,7 @@ class Reader(Member):
 
 
 class TextSwarm:
-    """Nodes that serve the corpus of `noise`, and peers that come and go; use as `async with`. `kind`: memory or p2p (real daemons)."""
+    """Nodes that serve the corpus of `noise`, and peers; an async context. `kind`: memory or p2p (real daemons)."""
 
     def __init__(
         self,
@@ -260,7 +259,7 @@ class TextSwarm:
         return reader
 
     def stranger(self, number: int = 0) -> Transport:
-        """Somebody else on the in-memory network."""
+        """Another peer on the in-memory network."""
         if number not in self._strangers:
             self._strangers[number] = made = self._network.transport(Identity(bytes([100 + number]) * 32).peer_id)
             self._stack.push_async_callback(made.aclose)
@@ -306,5 +305,5 @@ class TextSwarm:
 
 
 def given(expected: int) -> int:
-    """Slots that a plan gives a replica that is expected to do so many steps (protocol/planning/allotment.py)."""
+    """Slots that a plan gives a replica that is expected to do `expected` steps (protocol/planning/allotment.py)."""
     return STEP * (math.ceil(expected * HEADROOM) + 1)

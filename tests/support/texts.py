@@ -26,7 +26,8 @@ class NoText(HeldOutText):
 def write_corpus(
     folder: Path, count: int, sequence: int, vocab_size: int = 16, tokenizer: str = "0" * 64, tokens: int = 0
 ) -> tuple[CorpusIndex, NDArray[np.int64]]:
-    """A corpus of `count` sequences of noise, and as many held out as fit into a chunk, at most four; and its sequences [count, L + 1].
+    """A corpus of `count` sequences of noise, and as many held out as fit into a chunk, at most four; and its sequences
+    [count, L + 1].
     `tokens`: how many its source is said to have had, where a preset wants more than there are."""
     draw = np.random.default_rng(count)
     ids = draw.integers(0, vocab_size, (count + 4, sequence + 1))

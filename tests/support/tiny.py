@@ -98,7 +98,7 @@ def third_memory(m: Manifest) -> int:
 
 
 def rooms(memory: Iterable[int]) -> list[Budget]:
-    """Processors with so many bytes each."""
+    """Processors with these bytes of memory."""
     return [Budget(size) for size in memory]
 
 
@@ -115,7 +115,7 @@ def all_count(case: JudgingJob) -> list[Verdict]:
 def handle(
     leader: Leader, event: leader_events.Event, now: float, judge: Callable[[JudgingJob], list[Verdict]] = all_count
 ) -> list[leader_events.Effect]:
-    """What the machine does upon an event, where every plan that it asks for is made at once, and what is offered is judged at once."""
+    """The machine's effects upon an event; plans are made at once, and offers judged at once."""
     effects: list[leader_events.Effect] = []
     for effect in leader.handle(event, now):
         if isinstance(effect, leader_events.MakePlan):

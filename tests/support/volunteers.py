@@ -1,5 +1,5 @@
-"""A bootstrap node and peers in one process that do everything but compute: the update of a shard is noise that follows from
-peer, round and shard. Network in memory, disks real."""
+"""A bootstrap node and peers in one process that do everything but compute: the update of a shard is noise that follows
+from peer, round and shard. Network in memory, disks real."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class Swarm:
         peer.storage.close()
 
     async def until(self, wanted: Callable[[], bool]) -> None:
-        """Waits for something to be so; whoever fails before is heard."""
+        """Waits for a condition; a failure of a peer meanwhile is raised."""
         while not wanted():
             self._happened.clear()
             for task in (self.node, *(p.task for p in self.peers.values())):

@@ -1,4 +1,4 @@
-"""A made-up run as a monitor sees it: so many full replicas, chains of three and spares, and all that they tell for some rounds."""
+"""A made-up run as a monitor sees it: full replicas, chains of three, spares, and their events of some rounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def peer_id(number: int) -> str:
 
 
 def made(replica: int, loss: float | None, *peers: str, tokens: int = 64, size: int = 100) -> Contribution:
-    """One replica's contribution of `size` bytes by `peers`, by nobody in particular where none are given."""
+    """One replica's contribution of `size` bytes by `peers`, by unnamed ones where none are given."""
     each = size // max(1, len(peers))
     shares = tuple(Share(peer=peer, root="0" * 64, size=each, norm=1.0, listed=8) for peer in peers or ("",))
     return Contribution(replica=replica, tokens=tokens, steps=4, loss=loss, shares=shares)
@@ -151,8 +151,8 @@ class MadeUp:
     @staticmethod
     def _load(seed: int) -> ChainReport:
         return ChainReport(
-            seconds=2.0, busy_s=0.4 + 0.1 * (seed % 15), wait_forward_s=0.1, wait_backward_s=0.2, forward_link_s=0.9, backward_link_s=0.3,
-            forward_bytes=12_000, backward_bytes=4_500, depth=7, queued=3,
+            seconds=2.0, busy_s=0.4 + 0.1 * (seed % 15), wait_forward_s=0.1, wait_backward_s=0.2, forward_link_s=0.9,
+            backward_link_s=0.3, forward_bytes=12_000, backward_bytes=4_500, depth=7, queued=3,
         )  # fmt: skip
 
     def all(self, rounds: int) -> Iterator[Event]:

@@ -1,4 +1,4 @@
-"""A monitor as somebody starts it, on a terminal of its own and with a page, and what its processes take of the machine."""
+"""A monitor as a user starts it, on its own terminal and with a page, and what its processes cost."""
 
 from __future__ import annotations
 
@@ -30,12 +30,10 @@ _PAGE = re.compile(rb"http://127\.0\.0\.1:\d+/")
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """By the monitor's own process, and by its network daemon: resident bytes, processor seconds since their start. `alone_bytes`: of both,
-    without what other processes read from the same files."""
+    """By the monitor's own process, and by its network daemon: resident bytes, processor seconds since their start."""
 
     own_bytes: int
     daemon_bytes: int
-    alone_bytes: int
     own_seconds: float
     daemon_seconds: float
 
@@ -71,7 +69,6 @@ class Watching:
         return Taken(
             own.memory_info().rss,
             sum(d.memory_info().rss for d in daemons),
-            sum(process.memory_full_info().uss for process in (own, *daemons)),
             sum(own.cpu_times()[:2]),
             sum(sum(d.cpu_times()[:2]) for d in daemons),
         )
@@ -90,8 +87,9 @@ class Watching:
 def watching(
     *arguments: object, width: int = 120, height: int = 40, keys: bool = False, prefix: Sequence[object] = ()
 ) -> Iterator[Watching]:
-    """`potluck monitor ARGUMENTS --web 0` on a terminal of this size, as soon as its page is there; ended with the block. `keys`: whether the
-    terminal is its own, so that it takes what is typed; `prefix`: what its command begins with."""
+    """`potluck monitor ARGUMENTS --web 0` on a terminal of this size, as soon as its page is there; ended with the
+    block. `keys`: whether the terminal is its own, so that it takes what is typed; `prefix`: what its command begins
+    with."""
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
     command = [*map(str, prefix), sys.executable, "-m", "peer.cli", "monitor", *map(str, arguments), "--web", "0"]

@@ -19,7 +19,7 @@ from cryptography.x509.oid import NameOID
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What somebody asks for: the path, and the bytes [start, end) where only a part of the file is wanted."""
+    """What is asked for: the path, and the bytes [start, end) where only a part of the file is wanted."""
 
     path: str
     span: tuple[int, int] | None

@@ -2,9 +2,10 @@
 
     python -m tests.support.zygote DESCRIPTOR    (a stream socket of the test session)
 
-A request is one byte and four descriptors: a socket of the process that is to be started, and its standard input, output and error. The process reads the
-rest, a line of JSON, from its socket, and answers with its process id as soon as it is what was asked for. The server adds the wait status of its end.
-When the session's socket is closed, the server kills what it has started and ends.
+A request is one byte and four descriptors: a socket of the process that is to be started, and its standard input,
+output and error. The process reads the rest, a line of JSON, from its socket, and answers with its process id as soon
+as it is what was asked for. The server adds the wait status of its end. When the session's socket is closed, the server
+kills what it has started and ends.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ import protocol
 
 
 class End:
-    """The end of a process, when all else that the interpreter does then is done. Objects are not freed one by one, which would touch all memory that is
-    shared."""
+    """The end of a process. Objects are not freed one by one, which would touch all memory that is shared."""
 
     def __init__(self) -> None:
         self.code: object = None
@@ -124,7 +124,7 @@ def reap(children: dict[int, socket.socket]) -> None:
 
 
 def tell(own: socket.socket, what: str, number: int) -> None:
-    with contextlib.suppress(OSError):  # nobody waits for it
+    with contextlib.suppress(OSError):  # without a waiter
         own.sendall(f"{what} {number}\n".encode())
 
 

@@ -1,7 +1,8 @@
 """The order of the floors (.importlinter) and the sizes of what stands on them.
 
-Every contract is tried: a copy of the packages gets one line too many, and the contract must find it. An import by name, such as
-`import_module("peer.cli.main")`, is an import: `lay_open` writes it out in the copy, so that the same contracts judge it.
+Every contract is tried: a copy of the packages gets one line too many, and the contract must find it. An import by
+name, such as `import_module("peer.cli.main")`, is an import: `lay_open` writes it out in the copy, so that the same
+contracts judge it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes that tests fork (tests/support/potluck.py) are those that a person starts, and end with the session that has started them."""
+"""The processes that tests fork (tests/support/potluck.py) are like a user's, and end with their session."""
 
 from __future__ import annotations
 

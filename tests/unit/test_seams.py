@@ -1,4 +1,4 @@
-"""Tests put their parts in where the product takes parts: none replaces what a module or a class holds, none touches a private member."""
+"""Tests put parts in where the product takes them: none replaces a module's or class's, none is private."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Bound = dict[str, bool]
 
 
 class Reader(ast.NodeVisitor):
-    """Walks through a module; `found` are the lines that replace or touch what they should not, `origins` what imported names stand for."""
+    """Walks through a module. `found`: forbidden lines; `origins`: what imported names stand for."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, str]] = []
@@ -122,7 +122,7 @@ class Reader(ast.NodeVisitor):
                     scope[name] = self._is_part(value)
 
     def _is_part(self, node: ast.expr) -> bool:
-        """Whether it stands for a module or a class; what else a module holds, such as a logger, is an object like any other."""
+        """Whether it stands for a module or a class; a module's other members, as a logger, are objects."""
         if isinstance(node, ast.Call):
             return ast.unparse(node.func).endswith(("import_module", "__import__", "type"))
         root, _, path = ast.unparse(node).partition(".")
@@ -143,7 +143,7 @@ def _here(root: ast.AST) -> Iterator[ast.AST]:
 
 
 def _dotted(node: ast.expr) -> str:
-    """What `ast.unparse` says of it, which takes long, where it is a name or a name's member; else the members alone."""
+    """What `ast.unparse` says of a name or a name's member; else, for it is slow, the members alone."""
     match node:
         case ast.Name(id=name):
             return name

@@ -16,7 +16,7 @@ from protocol.wire.encoding import Message
 from tests.hostile.ground import SOON, Enemy
 
 AT_ONCE = 20
-"""Streams that an enemy opens, and calls that it makes, beside each other."""
+"""Streams that an enemy opens, and calls that it makes, at once."""
 
 
 class Done:
@@ -27,7 +27,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Attacker(Enemy):
-    """An enemy who knows a peer, too. `addresses`: the node's; `victim_addresses`: the peer's. `others`: more identities of the same enemy."""
+    """An enemy. `addresses`: the node's; `victim_addresses`: a peer's; `others`: the enemy's other identities."""
 
     victim: str
     addresses: tuple[str, ...]
@@ -36,7 +36,7 @@ class Attacker(Enemy):
     others: tuple[Attacker, ...] = ()
 
     async def over_and_over(self, work: Callable[[], Awaitable[object]], beside: int = 1) -> None:
-        """Does it for ever, so many beside each other, whatever the others answer."""
+        """Does it for ever, `beside` at once, whatever the others answer."""
 
         async def one() -> None:
             while True:
@@ -50,7 +50,7 @@ class Attacker(Enemy):
                 group.create_task(one())
 
     async def in_sessions(self, message: Callable[[int], bytes], **announced: Any) -> None:
-        """Says it in a session as fast as it goes, and in a new one when that ends. `announced`: what it says of itself first."""
+        """Says it in sessions as fast as they take it, one after the other. `announced`: the first announcement."""
 
         async def one() -> None:
             session, number = await self.session(**announced), 0
@@ -101,9 +101,9 @@ Work = Callable[[Attacker], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """What an enemy does. `told`: the reasons, one of which the node or the peer gives for refusing it; empty: it is slowed, or answered, and
-    breaks no limit. `slowly`: only after ten seconds of it. `identities`: that the enemy has at once. `spell`: seconds after which it is known
-    what it costs, where it costs more at first."""
+    """What an enemy does. `told`: the reasons, one of which the node or the peer gives for refusing it; empty: it is
+    slowed, or answered, and breaks no limit. `slowly`: only after ten seconds of it. `identities`: that the enemy has
+    at once. `spell`: seconds after which it is known what it costs, where it costs more at first."""
 
     work: Work
     told: tuple[str, ...] = ()

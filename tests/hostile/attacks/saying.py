@@ -282,7 +282,7 @@ async def planned_in_turn(enemy: Attacker) -> None:
 
 
 def digest(number: int) -> str:
-    """One that nobody has."""
+    """One that no peer has."""
     return hashlib.sha256(number.to_bytes(8)).hexdigest()
 
 

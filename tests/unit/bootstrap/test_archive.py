@@ -1,4 +1,4 @@
-"""The log on disk: what was decided is read again, what a crash cut off is not, and damage is never taken for a crash."""
+"""The log on disk: decided commits are read again, torn ones are not, and damage is no crash."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from protocol.wire.logfile import Damaged
 from tests.support import tiny
 
 MANIFEST = tiny.manifest()
-RUN = MANIFEST.run_id
 
 
 def commits(count: int) -> list[Commit]:
@@ -47,7 +46,7 @@ def open_archive(folder: Path) -> Archive:
 
 
 def test_a_log_of_another_version_is_said_to_be_one(tmp_path: Path) -> None:
-    """Another version's commits may have fields that this one does not know. Then the signatures are of other bytes, and nothing is damaged."""
+    """Unknown fields of another version's commits make the signatures those of other bytes; nothing is damaged."""
     open_archive(tmp_path).close()
     record = framing.unpack_message(raws(1)[0])
     newer = {**record, "v": dict.fromkeys(record["v"], bytes(64))}
@@ -101,7 +100,7 @@ def test_every_torn_tail_ends_the_log_before_it(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_anywhere_before_the_last_record_is_damage(tmp_path: Path) -> None:
-    """Also in a length, which makes the record look longer than the file: cut off there, decided commits would be lost."""
+    """Also in a length that reaches beyond the file: cut off there, decided commits would be lost."""
     records = raws(3)
     whole = written(records)
     inside = len(written(records[:1]))

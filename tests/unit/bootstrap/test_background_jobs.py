@@ -1,4 +1,4 @@
-"""The newest job is done beside the loop, and what cannot be done yet is tried again."""
+"""The newest job is done outside the loop, and what cannot be done yet is tried again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bootstrap.background_jobs import LatestJob, require
 
 
 @pytest.mark.parametrize(("late", "fails"), [(0, 0), (2, 0), (0, 2)])
-def test_a_job_is_done_as_soon_as_it_can_be(late: int, fails: int) -> None:
+async def test_a_job_is_done_as_soon_as_it_can_be(late: int, fails: int) -> None:
     asked: list[str] = []
 
     def read(name: str) -> bytes | None:
@@ -19,14 +19,11 @@ def test_a_job_is_done_as_soon_as_it_can_be(late: int, fails: int) -> None:
             raise ValueError("a bug")
         return b"here" if len(asked) > late else None
 
-    async def work() -> None:
-        answers: asyncio.Queue[bytes] = asyncio.Queue()
-        made = LatestJob("judge", require(read), answers.put_nowait, retry_seconds=0.0)
-        made.ask("x")
-        running = asyncio.create_task(made.run())
-        assert await asyncio.wait_for(answers.get(), 30.0) == b"here"
-        assert asked == ["x"] * (late + fails + 1)
-        assert not running.done()
-        running.cancel()
-
-    asyncio.run(work())
+    answers: asyncio.Queue[bytes] = asyncio.Queue()
+    made = LatestJob("judge", require(read), answers.put_nowait, retry_seconds=0.0)
+    made.ask("x")
+    running = asyncio.create_task(made.run())
+    assert await asyncio.wait_for(answers.get(), 30.0) == b"here"
+    assert asked == ["x"] * (late + fails + 1)
+    assert not running.done()
+    running.cancel()

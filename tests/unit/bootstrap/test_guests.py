@@ -1,4 +1,4 @@
-"""What others may use of us: who is greedy waits, then is refused, and keeps nobody out."""
+"""Limits of incoming streams: a greedy peer waits, then is refused, and keeps no other out."""
 
 from __future__ import annotations
 
@@ -216,30 +216,24 @@ def test_a_home_is_one_address(where: str, network: str) -> None:
 # --- what waits for a node's loop
 
 
-def test_whoever_hands_in_waits_until_it_was_dealt_with_and_hears_what_it_raised() -> None:
-    async def work() -> None:
-        queue = EventQueue[str](patience=60.0)
-        handing = asyncio.create_task(queue.submit("good"))
-        entry = await queue.get()
-        assert (entry.event, handing.done()) == ("good", False)
-        entry.finish()
+async def test_whoever_hands_in_waits_until_it_was_dealt_with_and_hears_what_it_raised() -> None:
+    queue = EventQueue[str](patience=60.0)
+    handing = asyncio.create_task(queue.submit("good"))
+    entry = await queue.get()
+    assert (entry.event, handing.done()) == ("good", False)
+    entry.finish()
+    await handing
+    handing = asyncio.create_task(queue.submit("bad"))
+    (await queue.get()).finish(KeyError("bad"))
+    with pytest.raises(KeyError, match="bad"):
         await handing
-        handing = asyncio.create_task(queue.submit("bad"))
-        (await queue.get()).finish(KeyError("bad"))
-        with pytest.raises(KeyError, match="bad"):
-            await handing
-
-    asyncio.run(asyncio.wait_for(work(), 60))
 
 
-def test_nobody_waits_for_ever_for_a_loop_that_is_busy() -> None:
-    async def work() -> None:
-        queue = EventQueue[str](patience=0.01)
-        await queue.submit("late")
-        queue.put("own")
-        entries = [await queue.get(), await queue.get()]
-        assert [entry.event for entry in entries] == ["late", "own"]
-        for entry in entries:
-            entry.finish(KeyError("nobody hears of it"))
-
-    asyncio.run(asyncio.wait_for(work(), 60))
+async def test_nobody_waits_for_ever_for_a_loop_that_is_busy() -> None:
+    queue = EventQueue[str](patience=0.01)
+    await queue.submit("late")
+    queue.put("own")
+    entries = [await queue.get(), await queue.get()]
+    assert [entry.event for entry in entries] == ["late", "own"]
+    for entry in entries:
+        entry.finish(KeyError("nobody hears of it"))

@@ -1,4 +1,4 @@
-"""What a node or an auditor notes of payloads: bounded, nobody takes another's place, and what is not noted is found anew."""
+"""Notes about payloads: bounded, no offer takes another's place, and what is missing is found again."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_of_a_decided_round_what_was_committed_stays_for_one_round_beside_one_ne
 
 
 class Everybody:
-    """In place of a directory: whoever is asked is there, and nobody operates the run."""
+    """In place of a directory: every peer is there, and the run has no operator."""
 
     operators: tuple[str, ...] = ()
 
@@ -124,8 +124,8 @@ class Everybody:
         """Nothing is to be done."""
 
 
-def test_a_node_notes_what_comes_and_forgets_what_is_not_committed(tmp_path: Path) -> None:
-    """What was offered is judged without a look at its payload; when its round is decided, what is not committed is noted no more."""
+async def test_a_node_notes_what_comes_and_forgets_what_is_not_committed(tmp_path: Path) -> None:
+    """Offers are judged without a look at their payloads; after the round only committed ones are noted."""
     manifest, network = tiny.manifest(), MemoryNetwork()
     codec, shapes = manifest.outer.codec, layout.shapes(manifest.model, "head")
     theirs, parts = BlobStore(tmp_path / "theirs"), []
@@ -137,39 +137,36 @@ def test_a_node_notes_what_comes_and_forgets_what_is_not_committed(tmp_path: Pat
     def unknown() -> Examined:
         raise AssertionError("it has to be decoded again")
 
-    async def work() -> None:
-        holder, transport = network.transport("holder"), network.transport(tiny.OPERATOR.peer_id)
-        await BlobServer(theirs).serve(holder)
-        here: asyncio.Queue[str] = asyncio.Queue()
-        archive = Archive(tmp_path / "node", manifest)
+    holder, transport = network.transport("holder"), network.transport(tiny.OPERATOR.peer_id)
+    await BlobServer(theirs).serve(holder)
+    here: asyncio.Queue[str] = asyncio.Queue()
+    archive = Archive(tmp_path / "node", manifest)
 
-        def put(event: leader_events.Event | paxos_events.Event) -> None:
-            match event:
-                case leader_events.Held(name):
-                    here.put_nowait(name)
-                case leader_events.Received(_, Withdraw(reason=reason)):
-                    here.put_nowait(reason)
+    def put(event: leader_events.Event | paxos_events.Event) -> None:
+        match event:
+            case leader_events.Held(name):
+                here.put_nowait(name)
+            case leader_events.Received(_, Withdraw(reason=reason)):
+                here.put_nowait(reason)
 
-        node = Payloads(
-            transport,
-            archive,
-            Everybody(),  # type: ignore[arg-type]
-            lambda event: None,
-            put,
-        )
-        for sender, part in zip(("honest", "other"), parts, strict=True):
-            node.fetch(("holder",), part, sender, 0)
-            assert await asyncio.wait_for(here.get(), 60.0) == part.digest
-            assert node.notes.known(sender, part, unknown).norm == pytest.approx(part.norm)
-        packed = part_lists.pack((parts[0],))
-        root = archive.blobs.put(packed, 0)
-        share = Share(peer="honest", root=root, size=1, norm=parts[0].norm, listed=len(packed))
-        contribution = Contribution(replica=0, tokens=1, steps=1, loss=None, shares=(share,))
-        said = {"plan": None, "diverged": (), "digests": {}, "time": 0.0, "left_out": (), "parent": "", "run": "r"}
-        await node.settle(Commit(round=0, contributions=(contribution,), **said))  # type: ignore[arg-type]
-        assert node.notes.known("honest", parts[0], unknown).norm == pytest.approx(parts[0].norm)
-        with pytest.raises(AssertionError, match="decoded again"):
-            node.notes.known("other", parts[1], unknown)
-        await node.aclose()
-
-    asyncio.run(asyncio.wait_for(work(), 120.0))
+    node = Payloads(
+        transport,
+        archive,
+        Everybody(),  # type: ignore[arg-type]
+        lambda event: None,
+        put,
+    )
+    for sender, part in zip(("honest", "other"), parts, strict=True):
+        node.fetch(("holder",), part, sender, 0)
+        assert await asyncio.wait_for(here.get(), 60.0) == part.digest
+        assert node.notes.known(sender, part, unknown).norm == pytest.approx(part.norm)
+    packed = part_lists.pack((parts[0],))
+    root = archive.blobs.put(packed, 0)
+    share = Share(peer="honest", root=root, size=1, norm=parts[0].norm, listed=len(packed))
+    contribution = Contribution(replica=0, tokens=1, steps=1, loss=None, shares=(share,))
+    said = {"plan": None, "diverged": (), "digests": {}, "time": 0.0, "left_out": (), "parent": "", "run": "r"}
+    await node.settle(Commit(round=0, contributions=(contribution,), **said))  # type: ignore[arg-type]
+    assert node.notes.known("honest", parts[0], unknown).norm == pytest.approx(parts[0].norm)
+    with pytest.raises(AssertionError, match="decoded again"):
+        node.notes.known("other", parts[1], unknown)
+    await node.aclose()

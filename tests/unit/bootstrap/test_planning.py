@@ -1,12 +1,14 @@
-"""Plans are made beside a bootstrap node's loop, and one that comes too late does no harm."""
+"""Plans are made outside a bootstrap node's loop, and one that comes too late does no harm."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+
+import pytest
 
 from bootstrap.archive import Archive
 from bootstrap.background_jobs import LatestJob
@@ -62,7 +64,7 @@ def question(*peers: str) -> Question:
     )
 
 
-# --- beside the loop
+# --- outside the loop
 
 
 class Planners:
@@ -83,69 +85,59 @@ class Planners:
         return asked.answer()
 
 
-def beside(test: Callable[[Planners], Coroutine[Any, Any, None]]) -> None:
-    """Runs a test of planners that work until it ends."""
-
-    async def run() -> None:
-        planners = Planners()
-        working = asyncio.create_task(planners.planning.run())
-        try:
-            async with asyncio.timeout(DEADLINE):
-                await test(planners)
-        finally:
-            for _ in range(9):
-                planners.go_on.release()
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
-
-    asyncio.run(run())
+@pytest.fixture
+@contextlib.asynccontextmanager
+async def planners() -> AsyncIterator[Planners]:
+    """Planners that work until the test ends."""
+    made = Planners()
+    working = asyncio.create_task(made.planning.run())
+    try:
+        yield made
+    finally:
+        for _ in range(9):
+            made.go_on.release()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
 
 
-def test_of_questions_that_nobody_waits_for_any_more_only_the_one_under_way_is_answered() -> None:
-    async def test(planners: Planners) -> None:
-        planners.planning.ask(question("a"))
-        assert await planners.begun.get() == ["a"]
-        planners.planning.ask(question("b"))
-        planners.planning.ask(question("c"))
+async def test_of_obsolete_questions_only_the_one_under_way_is_answered(planners: Planners) -> None:
+    planners.planning.ask(question("a"))
+    assert await planners.begun.get() == ["a"]
+    planners.planning.ask(question("b"))
+    planners.planning.ask(question("c"))
+    planners.go_on.release()
+    assert (await planners.came.get()).question == question("a")
+    assert await planners.begun.get() == ["c"]
+    planners.go_on.release()
+    assert (await planners.came.get()).question == question("c")
+
+
+async def test_a_node_answers_its_peers_while_a_plan_is_made(tmp_path: Path, planners: Planners) -> None:
+    manifest = tiny.manifest(start_peers=1)
+    network, me = MemoryNetwork(), Identity(b"9" * 32)
+    boot = network.transport(tiny.OPERATOR.peer_id, directory.valid_record(manifest.run_id))
+    archive = Archive(tmp_path, manifest, QuickDisk())
+    node = BootstrapNode(tiny.OPERATOR, boot, archive, Emitter("node", lambda event: None), answer=planners.answer)
+    serving = asyncio.create_task(node.run())
+    try:
+        stream = await opened(network, manifest, me)
+        assert await planners.begun.get() == [me.peer_id]
+        await stream.send(encoding.encode(Heartbeat(phase="waiting", round=0)))
+        heard = encoding.decode(bytes(await stream.recv()), tiny.OPERATOR.peer_id)
+        assert heard == Heartbeat(phase="leading", round=0)
         planners.go_on.release()
-        assert (await planners.came.get()).question == question("a")
-        assert await planners.begun.get() == ["c"]
+        record = encoding.decode_any(bytes(await stream.recv()), tiny.OPERATOR.peer_id)
+        assert isinstance(record, Record)
+        assert [r.peers for r in record.commit.plan.replicas] == [(me.peer_id,)]
+    finally:
         planners.go_on.release()
-        assert (await planners.came.get()).question == question("c")
-
-    beside(test)
-
-
-def test_a_node_answers_its_peers_while_a_plan_is_made(tmp_path: Path) -> None:
-    async def test(planners: Planners) -> None:
-        manifest = tiny.manifest(start_peers=1)
-        network, me = MemoryNetwork(), Identity(b"9" * 32)
-        boot = network.transport(tiny.OPERATOR.peer_id, directory.valid_record(manifest.run_id))
-        archive = Archive(tmp_path, manifest, QuickDisk())
-        node = BootstrapNode(tiny.OPERATOR, boot, archive, Emitter("node", lambda event: None), answer=planners.answer)
-        serving = asyncio.create_task(node.run())
-        try:
-            stream = await opened(network, manifest, me)
-            assert await planners.begun.get() == [me.peer_id]
-            await stream.send(encoding.encode(Heartbeat(phase="waiting", round=0)))
-            heard = encoding.decode(bytes(await stream.recv()), tiny.OPERATOR.peer_id)
-            assert heard == Heartbeat(phase="leading", round=0)
-            planners.go_on.release()
-            record = encoding.decode_any(bytes(await stream.recv()), tiny.OPERATOR.peer_id)
-            assert isinstance(record, Record)
-            assert record.commit.plan is not None
-            assert [r.peers for r in record.commit.plan.replicas] == [(me.peer_id,)]
-        finally:
-            planners.go_on.release()
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-            archive.close()
-
-    beside(test)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        archive.close()
 
 
 async def opened(network: MemoryNetwork, manifest: Manifest, me: Identity) -> Stream:
-    """A session of somebody who is ready."""
+    """A session of a peer that is ready."""
     transport = network.transport(me.peer_id)
     while True:
         try:
@@ -194,7 +186,6 @@ def test_a_commit_waits_for_its_plan_and_everything_else_goes_on() -> None:
     assert slow.do(Ready(candidate("c")), Tick()) == [], "nothing is asked twice"
     (proposed,) = slow.answer(slow.asked)
     assert isinstance(proposed, Propose)
-    assert proposed.commit.plan is not None
     assert [r.peers for r in proposed.commit.plan.replicas] == [("a",), ("b",)]
     assert slow.do(Planned(slow.asked, None)) == [], "a plan is answered once"
     assert slow.leader.phase is Phase.DECIDING
@@ -225,7 +216,6 @@ def test_who_leads_again_asks_anew_and_takes_no_answer_to_what_it_asked_before()
     assert slow.answer(slow.asked) == []
     (proposed,) = slow.answer(again.question)
     assert isinstance(proposed, Propose)
-    assert proposed.commit.plan is not None
     assert len(proposed.commit.plan.replicas) == 3
 
 

@@ -62,39 +62,33 @@ class Host:
         return ""
 
 
-def test_of_sessions_that_are_opened_at_once_each_ends_the_one_before() -> None:
-    async def work() -> None:
-        async def hear(*said: object) -> None: ...
+async def test_of_sessions_that_are_opened_at_once_each_ends_the_one_before() -> None:
+    async def hear(*said: object) -> None: ...
 
-        host = Host()
-        sessions = Sessions(M, virtual_clock(), hear, lambda session: None, host)  # type: ignore[arg-type]
-        streams = [SlowStream(tiny.OPERATOR.peer_id) for _ in range(4)]
-        serving = [asyncio.create_task(sessions.serve(stream)) for stream in streams[:1]]
-        while not sessions.open:
+    host = Host()
+    sessions = Sessions(M, virtual_clock(), hear, lambda session: None, host)  # type: ignore[arg-type]
+    streams = [SlowStream(tiny.OPERATOR.peer_id) for _ in range(4)]
+    serving = [asyncio.create_task(sessions.serve(stream)) for stream in streams[:1]]
+    while not sessions.open:
+        await asyncio.sleep(0)
+    serving += [asyncio.create_task(sessions.serve(stream)) for stream in streams[1:]]
+    async with asyncio.timeout(10):
+        while sum(task.done() for task in serving) < 3:
             await asyncio.sleep(0)
-        serving += [asyncio.create_task(sessions.serve(stream)) for stream in streams[1:]]
-        async with asyncio.timeout(10):
-            while sum(task.done() for task in serving) < 3:
-                await asyncio.sleep(0)
-        assert [stream.closed.is_set() for stream in streams] == [True, True, True, False]
-        assert list(sessions.open) == [tiny.OPERATOR.peer_id]
-        await streams[-1].close()
-        await asyncio.gather(*serving, return_exceptions=True)
-        assert not sessions.open
-
-    asyncio.run(work())
+    assert [stream.closed.is_set() for stream in streams] == [True, True, True, False]
+    assert list(sessions.open) == [tiny.OPERATOR.peer_id]
+    await streams[-1].close()
+    await asyncio.gather(*serving, return_exceptions=True)
+    assert not sessions.open
 
 
-def test_a_peer_of_another_version_is_told_which_one_the_node_speaks() -> None:
-    async def work() -> None:
-        async def hear(*said: object) -> None: ...
+async def test_a_peer_of_another_version_is_told_which_one_the_node_speaks() -> None:
+    async def hear(*said: object) -> None: ...
 
-        sessions = Sessions(M, virtual_clock(), hear, lambda session: None, Host())  # type: ignore[arg-type]
-        stream = SlowStream(tiny.OPERATOR.peer_id, VERSION + 1)
-        with pytest.raises(RemoteError, match="its session was refused"):
-            await sessions.serve(stream)  # type: ignore[arg-type]
-        (raw,) = stream.sent
-        word = encoding.expect(NotAdmitted, encoding.decode(raw, "node"), "node")
-        assert (word.version, word.waits) == (VERSION, False)
-
-    asyncio.run(work())
+    sessions = Sessions(M, virtual_clock(), hear, lambda session: None, Host())  # type: ignore[arg-type]
+    stream = SlowStream(tiny.OPERATOR.peer_id, VERSION + 1)
+    with pytest.raises(RemoteError, match="its session was refused"):
+        await sessions.serve(stream)  # type: ignore[arg-type]
+    (raw,) = stream.sent
+    word = encoding.expect(NotAdmitted, encoding.decode(raw, "node"), "node")
+    assert (word.version, word.waits) == (VERSION, False)

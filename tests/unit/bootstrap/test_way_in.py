@@ -1,12 +1,10 @@
-"""How a peer's network starts, over a network in memory: when it is started a second time, with which relays, and when it does not ask."""
+"""Start of a peer's network, in memory: when there is a second one, with which relays, and with no question."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,9 @@ from protocol.identity import Identity
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import Announcement, Lookup
-from tests.sim.loop import VirtualLoop
 from tests.support import tiny
+
+pytestmark = pytest.mark.virtual
 
 M = tiny.manifest()
 OPERATOR = tiny.OPERATOR.peer_id
@@ -34,7 +33,7 @@ CIRCUIT = f"/ip4/198.51.100.1/tcp/31337/p2p/{OPERATOR}/p2p-circuit/p2p/home"
 
 
 class Street:
-    """A bootstrap node, volunteers who announce that they are reached, and a home whose transport is started as often as it likes."""
+    """A bootstrap node, volunteers that announce how they are reached, and a home that starts again and again."""
 
     def __init__(self, folder: Path) -> None:
         self.network = MemoryNetwork()
@@ -89,140 +88,111 @@ class Street:
         return found
 
 
-def run(story: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(random.Random(0))) as runner:
-        runner.run(story)
-
-
 @pytest.fixture
 def mark(tmp_path: Path) -> Path:
     return tmp_path / "private"
 
 
-def test_a_private_peer_is_started_again_with_relays_and_remembers_it_for_a_day(tmp_path: Path, mark: Path) -> None:
-    async def story() -> None:
-        street = Street(tmp_path)
-        await street.public(tiny.OPERATOR, 1)
-        await street.public(VOLUNTEERS[0], 2)
-        found = await street.find_reach()
-        assert found is not None
-        assert (found.how, set(found.asked)) == ("private", {OPERATOR, VOLUNTEERS[0].peer_id})
-        relays = [f"/ip4/198.51.100.{i}/tcp/31337/p2p/{p}" for i, p in ((1, OPERATOR), (2, VOLUNTEERS[0].peer_id))]
-        assert street.doors == [Door(host="0.0.0.0"), Door(host="0.0.0.0", relays=tuple(relays))]
-        assert len(street.meanwhile) == 1
+async def test_a_private_peer_is_started_again_with_relays_and_remembers_it_for_a_day(
+    tmp_path: Path, mark: Path
+) -> None:
+    street = Street(tmp_path)
+    await street.public(tiny.OPERATOR, 1)
+    await street.public(VOLUNTEERS[0], 2)
+    found = await street.find_reach()
+    assert (found.how, set(found.asked)) == ("private", {OPERATOR, VOLUNTEERS[0].peer_id})
+    relays = [f"/ip4/198.51.100.{i}/tcp/31337/p2p/{p}" for i, p in ((1, OPERATOR), (2, VOLUNTEERS[0].peer_id))]
+    assert street.doors == [Door(host="0.0.0.0"), Door(host="0.0.0.0", relays=tuple(relays))]
+    assert len(street.meanwhile) == 1
 
-        dialled = street.dialled
-        assert await street.find_reach() == Reachability(how="private")
-        assert street.dialled == dialled
-        assert len(street.doors) == 4
+    dialled = street.dialled
+    assert await street.find_reach() == Reachability(how="private")
+    assert street.dialled == dialled
+    assert len(street.doors) == 4
 
-        old = time.time() - REMEMBERED_SECONDS - 60
-        os.utime(mark, (old, old))
-        street.open = {PORT}
-        found = await street.find_reach()
-        assert found is not None
-        assert (found.how, found.addresses) == ("mapped", (f"/ip4/{ROUTER}/tcp/{PORT}",))
-        assert not mark.exists()
-        assert len(street.doors) == 5
-
-    run(story())
+    old = time.time() - REMEMBERED_SECONDS - 60
+    os.utime(mark, (old, old))
+    street.open = {PORT}
+    found = await street.find_reach()
+    assert (found.how, found.addresses) == ("mapped", (f"/ip4/{ROUTER}/tcp/{PORT}",))
+    assert not mark.exists()
+    assert len(street.doors) == 5
 
 
-def test_a_router_that_maps_a_port_late_is_waited_for(tmp_path: Path, mark: Path) -> None:
-    async def story() -> None:
-        street = Street(tmp_path)
-        await street.public(tiny.OPERATOR, 1)
-        street.open = {MAPPED}
+async def test_a_router_that_maps_a_port_late_is_waited_for(tmp_path: Path, mark: Path) -> None:
+    street = Street(tmp_path)
+    await street.public(tiny.OPERATOR, 1)
+    street.open = {MAPPED}
 
-        async def maps() -> None:
-            await asyncio.sleep(5.0)
-            home = street.network.peers["home"]
-            home.addresses = (f"/ip4/{ROUTER}/tcp/{MAPPED}/p2p/home", LISTENS)
+    async def maps() -> None:
+        await asyncio.sleep(5.0)
+        home = street.network.peers["home"]
+        home.addresses = (f"/ip4/{ROUTER}/tcp/{MAPPED}/p2p/home", LISTENS)
 
-        late = asyncio.create_task(maps())
-        found = await street.find_reach()
-        await late
-        assert found is not None
-        assert (found.how, found.addresses) == ("mapped", (f"/ip4/{ROUTER}/tcp/{MAPPED}",))
-        assert len(street.doors) == 1
-        assert not mark.exists()
-
-    run(story())
+    late = asyncio.create_task(maps())
+    found = await street.find_reach()
+    await late
+    assert (found.how, found.addresses) == ("mapped", (f"/ip4/{ROUTER}/tcp/{MAPPED}",))
+    assert len(street.doors) == 1
+    assert not mark.exists()
 
 
-def test_only_who_answers_now_and_is_reached_by_everybody_carries_signals(tmp_path: Path) -> None:
+async def test_only_who_answers_now_and_is_reached_by_everybody_carries_signals(tmp_path: Path) -> None:
     """libp2p would wait for minutes for one that does not."""
 
-    async def story() -> None:
-        street = Street(tmp_path)
-        await street.public(tiny.OPERATOR, 1)
-        await street.public(VOLUNTEERS[0], 2, there=False)
-        await street.public(VOLUNTEERS[1], 3, "private")
-        await street.public(VOLUNTEERS[2], 4, "")
-        for number in range(3, 10):
-            await street.public(VOLUNTEERS[number], number + 2, "mapped")
-        await street.find_reach()
-        chosen = street.doors[-1].relays
-        assert len(chosen) == RELAYS
-        assert chosen[0].endswith(OPERATOR)
-        assert {address.split("/")[2] for address in chosen[1:]} <= {f"198.51.100.{i}" for i in range(5, 12)}
-
-    run(story())
+    street = Street(tmp_path)
+    await street.public(tiny.OPERATOR, 1)
+    await street.public(VOLUNTEERS[0], 2, there=False)
+    await street.public(VOLUNTEERS[1], 3, "private")
+    await street.public(VOLUNTEERS[2], 4, "")
+    for number in range(3, 10):
+        await street.public(VOLUNTEERS[number], number + 2, "mapped")
+    await street.find_reach()
+    chosen = street.doors[-1].relays
+    assert len(chosen) == RELAYS
+    assert chosen[0].endswith(OPERATOR)
+    assert {address.split("/")[2] for address in chosen[1:]} <= {f"198.51.100.{i}" for i in range(5, 12)}
 
 
-def test_nodes_that_one_node_does_not_know_are_found_in_the_dht(tmp_path: Path) -> None:
-    async def story() -> None:
-        street = Street(tmp_path)
-        await street.public(VOLUNTEERS[0], 2, "")  # of which the first node has not heard
-        street.heard.remove(VOLUNTEERS[0].peer_id)
-        await street.public(tiny.OPERATOR, 1)
-        both = tiny.manifest(operators=(OPERATOR, VOLUNTEERS[0].peer_id))
-        assert both.run_id != M.run_id
-        said = Announcement(
-            run=both.run_id,
-            peer=VOLUNTEERS[0].peer_id,
-            addresses=(f"/ip4/198.51.100.2/tcp/31337/p2p/{VOLUNTEERS[0].peer_id}",),
-        )
-        key, node = endpoints.announcements_key(both.run_id), street.network.peers[VOLUNTEERS[0].peer_id]
-        await node.store(key, node.peer_id, encoding.seal(VOLUNTEERS[0], said), ttl=600.0)
-        await street.find_reach(both)
-        assert [address.rpartition("/")[2] for address in street.doors[-1].relays] == list(both.operators)
-
-    run(story())
+async def test_nodes_that_one_node_does_not_know_are_found_in_the_dht(tmp_path: Path) -> None:
+    street = Street(tmp_path)
+    await street.public(VOLUNTEERS[0], 2, "")  # of which the first node has not heard
+    street.heard.remove(VOLUNTEERS[0].peer_id)
+    await street.public(tiny.OPERATOR, 1)
+    both = tiny.manifest(operators=(OPERATOR, VOLUNTEERS[0].peer_id))
+    assert both.run_id != M.run_id
+    said = Announcement(
+        run=both.run_id,
+        peer=VOLUNTEERS[0].peer_id,
+        addresses=(f"/ip4/198.51.100.2/tcp/31337/p2p/{VOLUNTEERS[0].peer_id}",),
+    )
+    key, node = endpoints.announcements_key(both.run_id), street.network.peers[VOLUNTEERS[0].peer_id]
+    await node.store(key, node.peer_id, encoding.seal(VOLUNTEERS[0], said), ttl=600.0)
+    await street.find_reach(both)
+    assert [address.rpartition("/")[2] for address in street.doors[-1].relays] == list(both.operators)
 
 
-def test_what_is_announced_is_no_reason_to_start_again(tmp_path: Path) -> None:
-    async def story() -> None:
-        street = Street(tmp_path)
-        await street.public(tiny.OPERATOR, 1)
-        announced = {"announce": (f"/ip4/{ROUTER}/tcp/9999",), "port": PORT}
-        found = await street.find_reach(**announced)
-        assert found is not None
-        assert found.how == "private"  # nobody answers there
-        street.open = {9999}
-        found = await street.find_reach(**announced)
-        assert found is not None
-        assert found.how == "mapped"
-        assert [door.relays for door in street.doors] == [(), ()]
-
-    run(story())
+async def test_what_is_announced_is_no_reason_to_start_again(tmp_path: Path) -> None:
+    street = Street(tmp_path)
+    await street.public(tiny.OPERATOR, 1)
+    announced = {"announce": (f"/ip4/{ROUTER}/tcp/9999",), "port": PORT}
+    found = await street.find_reach(**announced)
+    assert found.how == "private"  # no answer
+    street.open = {9999}
+    found = await street.find_reach(**announced)
+    assert found.how == "mapped"
+    assert [door.relays for door in street.doors] == [(), ()]
 
 
-def test_who_listens_to_itself_only_asks_nobody(tmp_path: Path) -> None:
-    async def story() -> None:
-        street = Street(tmp_path)
-        await street.public(tiny.OPERATOR, 1)
-        assert await street.find_reach(host="127.0.0.1") is None
-        assert (street.dialled, len(street.doors)) == (0, 1)
-
-    run(story())
+async def test_who_listens_to_itself_only_asks_nobody(tmp_path: Path) -> None:
+    street = Street(tmp_path)
+    await street.public(tiny.OPERATOR, 1)
+    assert await street.find_reach(host="127.0.0.1") is None
+    assert (street.dialled, len(street.doors)) == (0, 1)
 
 
-def test_without_anybody_to_ask_it_goes_on(tmp_path: Path) -> None:
-    async def story() -> None:
-        street = Street(tmp_path)
-        await street.public(tiny.OPERATOR, 1, there=False)
-        assert await street.find_reach() == Reachability()
-        assert len(street.doors) == 1
-
-    run(story())
+async def test_without_anybody_to_ask_it_goes_on(tmp_path: Path) -> None:
+    street = Street(tmp_path)
+    await street.public(tiny.OPERATOR, 1, there=False)
+    assert await street.find_reach() == Reachability()
+    assert len(street.doors) == 1

@@ -85,7 +85,8 @@ def test_an_event_has_the_fields_of_its_type_and_no_others(kind: type[Body]) -> 
 @pytest.mark.parametrize(
     "line",
     ["", "junk", "[]", "{}", "null", '{"event": "gone"}', '{"at": 1, "source": "x", "event": "unknown", "peer": "y"}',
-     '{"at": "soon", "source": "x", "event": "gone", "peer": "y"}', '{"at": 1, "source": "x", "event": [], "peer": "y"}'],
+     '{"at": "soon", "source": "x", "event": "gone", "peer": "y"}',
+     '{"at": 1, "source": "x", "event": [], "peer": "y"}'],
 )  # fmt: skip
 def test_what_is_no_event_is_none(line: str) -> None:
     assert from_json(line) is None
@@ -103,7 +104,7 @@ def test_an_emitter_adds_its_name_and_the_time() -> None:
 
 
 def made() -> Iterator[type[Body]]:
-    """What is made at each place in the product that makes an event: `events.Kind(…)`, or `extend(events.Kind, message)`."""
+    """The arguments of each event that the product makes: `events.Kind(…)`, or `extend(events.Kind, message)`."""
     by_name = {kind.__name__: kind for kind in KINDS}
     for package in (peer, bootstrap):
         for path in sorted(Path(package.__path__[0]).rglob("*.py")):
@@ -157,10 +158,11 @@ def changed(value: Any, fresh: Any) -> set[str]:
 
 def test_every_field_of_the_screen_has_a_source() -> None:
     story, found, of_peers = Story(), set[str](), set[str]()
+    middle = events.Role(round=1, role="stage", replica=2, first=1, last=2, position=1, stages=3)
     acts = [
         story.begin,
         lambda: story.tell("bootstrap", events.Attest(peer=PEERS[0], round=0, digests={})),
-        lambda: story.tell(PEERS[3], events.Role(round=1, role="stage", replica=2, first=1, last=2, position=1, stages=3)),
+        lambda: story.tell(PEERS[3], middle),
         lambda: story.chain(PEERS[3], 1.0),
         lambda: story.round(1, 2.5, left_out=(LeftOut(replica=2, reason="late"),)),
         lambda: story.tell("bootstrap", events.Gone(peer=PEERS[5])),

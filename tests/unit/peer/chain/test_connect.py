@@ -64,7 +64,7 @@ async def test_neighbours_find_each_other_whoever_comes_first() -> None:
 
 
 async def test_both_neighbours_share_the_uplink() -> None:
-    """Whoever dialled: 200 KB to each of them at 1 MB/s."""
+    """In both directions: 200 KB to each of them at 1 MB/s."""
     async with connected(limit=8_000_000) as (made, _):
         first, middle, last = await asyncio.gather(*(made[p].neighbours(PLAN, 0, 0, i) for i, p in enumerate(NAMES)))
         began = asyncio.get_running_loop().time()

@@ -181,7 +181,7 @@ def _hears(
     after: int = 0,
     statistics: Statistics | None = None,
 ) -> NeighbourLost:
-    """What the first or the last of two stages makes of these frames, which the other sends after it heard so many."""
+    """What the first or the last of two stages makes of the frames that the other sends after `after` of its own."""
 
     async def main() -> NeighbourLost:
         async with asyncio.timeout(DEADLINE_S), Wired(2) as wired, asyncio.TaskGroup() as group:

@@ -1,4 +1,4 @@
-"""A chain that is repaired within its round: whoever is hit, and when, the others' steps are kept and the bits are known."""
+"""A chain is repaired within its round: for each fault the others' steps are kept and the bits are known."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Fate:
 
 
 class Hit:
-    """One end of a stream of somebody with a fate."""
+    """One end of a stream of a peer with a fate."""
 
     def __init__(self, stream: Any, fate: Fate) -> None:
         self.stream, self.fate = stream, fate

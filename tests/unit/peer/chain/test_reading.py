@@ -1,4 +1,4 @@
-"""Text that comes late, or not at all: all stages end together and keep what was done; without any step the wait fails."""
+"""Late or missing text: all stages end together and keep what was done; without a step the wait fails."""
 
 from __future__ import annotations
 

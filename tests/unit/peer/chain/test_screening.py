@@ -1,4 +1,4 @@
-"""What a stage's screen says of lies, of honest drift, spikes and jitter, and of a real chain one of whose members lies."""
+"""A stage's screen: lies, honest drift, spikes, jitter, and a real chain with a lying member."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Honest:
 
 
 class Boundary:
-    """A screen and who sends to it."""
+    """A screen and its sender."""
 
     def __init__(self, kind: int, wire: str = "int4", seed: int = 0) -> None:
         self.honest, self.wire = Honest(kind, seed), wire
@@ -73,7 +73,7 @@ class Boundary:
         return None
 
     def see(self, factor: float = 1.0, own: float = 0.0) -> str | None:
-        """What is said of one more frame, which is so many times an honest one."""
+        """What is said of one more frame, which is `factor` times an honest one."""
         ids = self.honest.ids()
         return self.screen.judge(self.screen.sample(factor * self.honest.frame(ids)), ids, own)
 
@@ -99,7 +99,6 @@ def test_lies_are_found_in_a_few_frames(lie: str, kind: int, wire: str) -> None:
     at.learn()
     made, reason = LIARS[lie]
     said = at.play(frames=12, lie=lambda x: made(at, x))
-    assert said is not None
     assert said.startswith("activations" if kind == FORWARD else "gradients")
     assert reason in said
 
@@ -174,8 +173,9 @@ def test_a_cut_to_which_a_chain_comes_back_is_learned_anew_in_one_round(away: in
 
 
 class Learning:
-    """Frames of a stage that learns as quickly as early in training: within a round of `frames` sizes grow by `growth` (in nats), at its end
-    they fall back to what the outer step took over, a `kept` part. Gradients are the smaller the larger activations are."""
+    """Frames of a stage that learns as quickly as early in training: within a round of `frames` sizes grow by `growth`
+    (in nats), at its end they fall back to what the outer step took over, a `kept` part. Gradients are the smaller the
+    larger activations are."""
 
     def __init__(self, kind: int, growth: float, kept: float, frames: int) -> None:
         self.at, self.growth, self.kept, self.frames, self.base = Boundary(kind), growth, kept, frames, 0.0
@@ -254,7 +254,6 @@ def test_too_few_values_are_not_screened() -> None:
     assert Screen(FORWARD, LEAST_WIDTH - 1, draw).sample(torch.ones(1, 200, LEAST_WIDTH - 1)) is None
     assert Screen(FORWARD, LEAST_WIDTH, draw).sample(torch.ones(1, LEAST_TOKENS - 1, LEAST_WIDTH)) is None
     found = Screen(FORWARD, LEAST_WIDTH, draw).sample(torch.ones(1, LEAST_TOKENS, LEAST_WIDTH))
-    assert found is not None
     assert found.shape == (LEAST_TOKENS, LEAST_WIDTH)
 
 
@@ -311,7 +310,7 @@ class Liar(StageTrainer):
 async def round_of(
     trainers: list[StageTrainer], screens: list[Screens], round: int, said: dict[int, float] | None = None
 ) -> list[BaseException | None]:
-    """One round of a chain whose frames jitter; how each stage's part ended. `said` gets when a stage said that it lost a neighbour."""
+    """One round of a chain with jitter; how each stage's part ended. `said`: reports of lost neighbours."""
     now, told = asyncio.get_running_loop().time, {} if said is None else said
     async with Wired(len(trainers), random.Random(round)) as wired:
         tasks = [

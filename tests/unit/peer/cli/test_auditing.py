@@ -14,7 +14,7 @@ from peer.cli import auditing
 
 LONG = f"print('x' * {2 * auditing.LINE_BYTES}, flush=True); import sys; sys.stdin.read()"
 DEAF = f"import sys\nwhile True: sys.stdout.write('x' * {auditing.LINE_BYTES})"
-"""It goes on writing to whoever has stopped reading, and does not notice that it is alone."""
+"""It goes on writing to a reader that has stopped reading, and does not notice that it is alone."""
 
 
 def program(source: str) -> Callable[[Path], list[str]]:

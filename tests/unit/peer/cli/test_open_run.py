@@ -1,4 +1,4 @@
-"""RUN as it is typed: a run is found by the folders that have been in it, and what was pasted wrongly is told in a line."""
+"""RUN as it is typed: found by the folders that have been in it; wrong input is told in one line."""
 
 from __future__ import annotations
 

@@ -98,13 +98,15 @@ def test_launchd_does_not_start_what_ended_well_or_was_typed_wrong(tmp_path: Pat
 
 
 SLOW_AT = ("", " child=$!", " tell\n")
-"""What the shell is slow to do after it has started a peer: nothing, to know its number, to look whether it was told to end meanwhile."""
+"""What the shell is slow to do after the start of a peer: nothing, to know its number, or to see the stop."""
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("slow_at", SLOW_AT, ids=["nowhere", "before it knows", "after it knows"])
 def test_launchd_stops_the_peer_politely_and_waits_for_it(tmp_path: Path, slow_at: str) -> None:
-    polite = "trap 'echo >> asked; read line < go; touch done; exit 0' TERM; echo here; while :; do sleep 1 & wait $!; done"  # a signal ends `wait` at once, and is not lost where it comes just before
+    # a signal ends `wait` at once, and is not lost where it comes just before
+    asked = "trap 'echo >> asked; read line < go; touch done; exit 0' TERM"
+    polite = f"{asked}; echo here; while :; do sleep 1 & wait $!; done"
     subprocess.run(["mkfifo", str(tmp_path / "go")], check=True)
     agent = plistlib.loads(service.launchd("potluck-x", ["/bin/sh", "-c", polite], tmp_path))
     program = [
@@ -113,7 +115,6 @@ def test_launchd_stops_the_peer_politely_and_waits_for_it(tmp_path: Path, slow_a
     assert (program != agent["ProgramArguments"]) == bool(slow_at)
     with subprocess.Popen(program, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "here\n"
             process.terminate()
             with open(tmp_path / "go", "w") as go:  # waits until the peer, which was asked to end, reads

@@ -1,4 +1,4 @@
-"""A corpus that is built and read: what it holds, that one digest comes out however it is built, kills, full disks, damage."""
+"""Corpora: their contents, one digest however they are built, kills, full disks, damage."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def made(asked: Request, disk: Disk | None = None, say: Callable[[str], None] = 
     return build.build(asked, disk or Disk(), say, threading.Event())
 
 
-# --- what a corpus holds, computed anew from the words of docs/adr/0021
+# --- what a corpus holds, computed from the words of docs/adr/0021
 
 
 def mix(x: int) -> int:

@@ -24,7 +24,7 @@ END = TOKENIZER.token_to_id("<|endoftext|>")
 
 
 def with_bytes() -> Tokenizer:
-    """One that has tokens for bytes beside words, as SentencePiece makes them."""
+    """One that has tokens for bytes and for words, as SentencePiece makes them."""
     vocabulary = {"<unk>": 0, "▁a": 1, "b": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     made.decoder = decoders.Sequence(

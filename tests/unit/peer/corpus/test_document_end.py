@@ -1,5 +1,5 @@
-"""The manifest's `document_end_id` is the id with which the run's tokenizer ends documents: told in one line where a node starts and where a
-peer joins, and shown with the text."""
+"""The manifest's `document_end_id` is the id with which the run's tokenizer ends documents: told in one line where a
+node starts and where a peer joins, and shown with the text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from tests.support import machines, tiny
 
 RAW = (ASSETS / "sotu-4k.json").read_bytes()
 """Ends documents with 0."""
-TOLD = "manifest: document_end_id is 5, but the run's tokenizer ends documents with id 0; write 0 under [model], or leave it out"
+TOLD = (
+    "manifest: document_end_id is 5, but the run's tokenizer ends documents with id 0; "
+    "write 0 under [model], or leave it out"
+)
 
 
 def run_of(end: int, raw: bytes = RAW, **changes: object) -> Manifest:
@@ -79,7 +82,7 @@ def test_a_node_does_not_start(from_its_folder: bool, tmp_path: Path, capsys: py
 
 
 async def checked(manifest: Manifest, machine: Machine, served: bytes | None) -> None:
-    """What a peer finds, where its node gives these bytes, or nobody is there."""
+    """What a peer finds, where its node gives these bytes, or does not answer."""
     network = MemoryNetwork()
     node, peer = network.transport(manifest.operators[0]), network.transport("Peer")
     if served is not None:

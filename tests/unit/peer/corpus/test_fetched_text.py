@@ -1,4 +1,4 @@
-"""Text that is fetched ahead of reading: how much, from whom, how often an operator sends it, and what happens to a cache."""
+"""Text fetched ahead of reading: amounts, sources, repeated sends of an operator, and the cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def noise(tmp_path_factory: pytest.TempPathFactory) -> Noise:
 
 
 async def train(swarm: TextSwarm, reader: Reader, first: int, slots: int, steps: int) -> None:
-    """One round: is given so many slots, does so many steps, and between two of them all that is expected comes."""
+    """One round of `slots` slots and `steps` steps; between two of them all that is expected comes."""
     reader.text.expect([range(first, first + slots)])
     await reader.settle()
     for step in range(steps):

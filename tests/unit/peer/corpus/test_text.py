@@ -1,4 +1,4 @@
-"""The text that a peer trains on: which ids an inner step reads, what is expected, and corpora that are not the run's or not whole."""
+"""The text that a peer trains on: the ids of inner steps, what is expected, and wrong or damaged corpora."""
 
 from __future__ import annotations
 

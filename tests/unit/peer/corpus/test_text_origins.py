@@ -1,4 +1,4 @@
-"""Those who give text, and do not: holders and mirrors that lie, fail or are silent. The next one is asked, and nothing wrong is read."""
+"""Sources of text that lie, fail or are silent: the next one is asked, and nothing wrong is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.web_server import Request, Server, certificate, head, serving
 
 DEADLINE = 120.0
 BRIEF = 0.5
-"""Seconds after which a silent one counts as gone, where the test has one. Elsewhere nobody does: a machine may be slow."""
+"""Seconds after which a silent source counts as gone, in tests of that; elsewhere machines may be slow."""
 CHUNK = 8192
 """Sequences of a chunk."""
 
@@ -251,8 +251,8 @@ async def to_a_file(request: Request, data: bytes, writer: asyncio.StreamWriter)
 
 
 MIRRORS = [
-    not_found, busy, busy_for_ever, broken, breaks_off_in_the_middle, half_a_range, other_bytes, other_range, whole_files,
-    endless, says_nothing, no_http, in_circles, to_plain_http, to_a_file,
+    not_found, busy, busy_for_ever, broken, breaks_off_in_the_middle, half_a_range, other_bytes, other_range,
+    whole_files, endless, says_nothing, no_http, in_circles, to_plain_http, to_a_file,
 ]  # fmt: skip
 
 
@@ -326,14 +326,15 @@ async def test_requests_that_make_no_sense_end_the_stream(noise: Noise, tmp_path
     good = {"blob": chunk.name, "in": [chunk.name, chunk.size, 0], "insist": False}
     bad: list[list[Any]] = [
         [], [chunk.name], [7, chunk.size, 0], ["x", chunk.size, 0], [chunk.name, -1, 0], [chunk.name, 1 << 60, 0],
-        [chunk.name, "x", 0], [chunk.name, chunk.size, -2], [chunk.name, chunk.size, "0"], [chunk.name, chunk.size, 1 << 40],
+        [chunk.name, "x", 0], [chunk.name, chunk.size, -2], [chunk.name, chunk.size, "0"],
+        [chunk.name, chunk.size, 1 << 40],
     ]  # fmt: skip
 
     async with TextSwarm(noise, tmp_path) as swarm:
         reader = await swarm.start()
         await read(swarm, reader, 2)
         for number, (peer, change) in enumerate(itertools.product((swarm.nodes[0], reader), bad)):
-            who = swarm.stranger(1 + number // 5)  # whoever goes on with it is refused
+            who = swarm.stranger(1 + number // 5)  # a peer that goes on with it is refused
             stream = await who.open(peer.transport.peer_id, endpoints.BLOB, timeout=5.0)
             await stream.send(framing.pack_message({**good, "in": change}))
             with pytest.raises((Closed, Ended)):

@@ -23,7 +23,7 @@ THERE = "bootstrap/there"
 
 
 def play(arguments: Sequence[str]) -> None:
-    """`bootstrap` says that it listens, then, when its peer's process is gone, that the run is over, and stays for ever."""
+    """`bootstrap` says that it listens, then, without its peer's process, that the run is over, and stays."""
     out = Path(arguments[arguments.index("--dir") + 1]).parent
     if arguments[0] == "join":
         (out / "peer").write_text(f"{os.getpid()}\n")

@@ -1,4 +1,4 @@
-"""A peer that comes to a run of many rounds: it reads the log once, in pages, whatever is decided meanwhile, and fetches the newest state."""
+"""A newcomer to a long run reads the log once, in pages, and fetches the newest state."""
 
 from __future__ import annotations
 

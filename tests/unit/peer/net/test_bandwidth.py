@@ -1,5 +1,5 @@
-"""What a line carries is measured well on lines of many kinds, costs little on slow ones, and no node can make it nonsense or
-hang; a node bounds what it gives. Over streams in memory, on a virtual clock."""
+"""What a line carries is measured well on lines of many kinds, costs little on slow ones, and no node can make it
+nonsense or hang; a node bounds what it gives. Over streams in memory, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ async def test_a_downlink_that_was_measured_before_is_not_measured_again() -> No
     network, heard = Shaped(20 * MBPS, 100 * MBPS), Heard()
     home = await at_home(network, node=None)
     known = await measured_downlink(home, ("node",), clock())
-    assert known is not None
     came = network.down.bytes
     ours = networks.network(home, clock=clock(), nodes=["node"])
     line = LinkMonitor(RateConfig(None, None, None, known), ours, random.Random(1), heard.told.append)
@@ -372,7 +371,7 @@ async def test_a_node_closes_on_who_asks_too_much_or_nothing(request_: bytes) ->
 
 
 async def pings(stream: Stream, asks: int, every: float = 0.0) -> int:
-    """How often so many bytes are asked for until the node has enough of it."""
+    """How often these bytes are asked for until the node refuses."""
     answers = 0
     while True:
         try:

@@ -228,7 +228,7 @@ class FillingDisk(Disk):
 
 
 class Watched:
-    """A stream that a peer serves. Counts the ranges that are read for it, and the bytes of blobs that it sends; spoils some."""
+    """A stream that a peer serves. Counts the ranges that are read and the bytes that it sends; spoils some."""
 
     def __init__(self, stream: Stream, peer: Peer) -> None:
         self.stream, self.peer = stream, peer
@@ -272,8 +272,7 @@ class Watched:
 
 
 class Peer:
-    """A store that is served and fetched into. `corrupt`: ranges that it serves wrong. `asked`: how many it served; `gave`: bytes of each
-    blob."""
+    """A served store. `corrupt`: ranges that it spoils; `asked`: ranges served; `gave`: bytes of each blob."""
 
     def __init__(self, transport: Transport, folder: Path, uplink: Uplink | None = None) -> None:
         self.transport = transport

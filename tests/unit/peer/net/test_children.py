@@ -1,4 +1,4 @@
-"""A child that has just ended keeps its exit code, whoever wants to end it."""
+"""A child that has just ended keeps its exit code, also where it was to be ended."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from protocol.wire import endpoints
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests.support import networks
 from tests.support.chains import SPEC, TRAIN, make_chain, steps_of
-from tests.support.net import SOON, run, sockets, start, swarm
+from tests.support.net import SOON, sockets, start, swarm
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ IN_DAEMON = 48 << 20
 
 
 async def _pipes(transport: Transport) -> PipelineStreams:
-    """A peer's pipes; whom it dials it knows from the DHT's connections."""
+    """A peer's pipes; it knows its neighbours from the DHT's connections."""
     pipes = PipelineStreams(networks.network(transport))
     await transport.serve(endpoints.PIPE, lambda stream: pipes.serve(stream, 0))
     return pipes
@@ -81,50 +81,45 @@ def _stage(folder: Path, bootstrap: str, up: Connection) -> None:
     asyncio.run(live())
 
 
-def test_a_flooded_stage_holds_its_sender_back_and_stays_small(tmp_path: Path) -> None:
+async def test_a_flooded_stage_holds_its_sender_back_and_stays_small(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
 
-    async def work() -> None:
-        async with swarm("p2p", tmp_path, 1) as (a,):
-            args: Any = (tmp_path, a.addresses[0], there)
-            process = context.Process(target=_stage, args=args, daemon=True)
-            process.start()
-            there.close()
-            try:
-                peer, *pids = await asyncio.to_thread(here.recv)
-                stage, daemon = map(psutil.Process, pids)
-                stages = tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate((a.peer_id, peer)))
-                plan = Plan(round=1, replicas=(ReplicaSpec(stages=stages),))
-                here.send(plan)
-                _, stream = await (await _pipes(a)).neighbours(plan, 0, 0, 0)
-                assert stream is not None
-                assert await asyncio.to_thread(here.recv) == "busy"
-                before, sent = [p.memory_info().rss for p in (stage, daemon)], 0
+    async with swarm("p2p", tmp_path, 1) as (a,):
+        args: Any = (tmp_path, a.addresses[0], there)
+        process = context.Process(target=_stage, args=args, daemon=True)
+        process.start()
+        there.close()
+        try:
+            peer, *pids = await asyncio.to_thread(here.recv)
+            stage, daemon = map(psutil.Process, pids)
+            stages = tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate((a.peer_id, peer)))
+            plan = Plan(round=1, replicas=(ReplicaSpec(stages=stages),))
+            here.send(plan)
+            _, stream = await (await _pipes(a)).neighbours(plan, 0, 0, 0)
+            assert stream is not None
+            assert await asyncio.to_thread(here.recv) == "busy"
+            before, sent = [p.memory_info().rss for p in (stage, daemon)], 0
 
-                async def flood() -> None:
-                    nonlocal sent
-                    while sent < FLOOD:
-                        await stream.send(Head(FORWARD).pack(), bytes(FRAME), timeout=3.0)
-                        sent += 1
+            async def flood() -> None:
+                nonlocal sent
+                while sent < FLOOD:
+                    await stream.send(Head(FORWARD).pack(), bytes(FRAME), timeout=3.0)
+                    sent += 1
 
-                with pytest.raises(Timeout, match="read nothing"):
-                    await flood()
-                grown, more = (p.memory_info().rss - b for p, b in zip((stage, daemon), before, strict=True))
-                assert WAITING <= sent <= WAITING + 2 + IN_DAEMON // FRAME
-                assert grown < (WAITING + 5) * 2 * FRAME + STRIPES * IN_LANE, (
-                    f"{grown} bytes: frames as bytes and as tensors"
-                )
-                assert more < IN_DAEMON, f"{more} bytes"
-                here.send("go on")
-                assert await asyncio.to_thread(here.recv) == a.peer_id, "the sender is blamed for what it sent"
-                await asyncio.to_thread(process.join, SOON)
-                assert process.exitcode == 0
-            finally:
-                process.kill()
-                process.join()
-
-    try:
-        run(work())
-    finally:
-        here.close()
+            with pytest.raises(Timeout, match="read nothing"):
+                await flood()
+            grown, more = (p.memory_info().rss - b for p, b in zip((stage, daemon), before, strict=True))
+            assert WAITING <= sent <= WAITING + 2 + IN_DAEMON // FRAME
+            assert grown < (WAITING + 5) * 2 * FRAME + STRIPES * IN_LANE, (
+                f"{grown} bytes: frames as bytes and as tensors"
+            )
+            assert more < IN_DAEMON, f"{more} bytes"
+            here.send("go on")
+            assert await asyncio.to_thread(here.recv) == a.peer_id, "the sender is blamed for what it sent"
+            await asyncio.to_thread(process.join, SOON)
+            assert process.exitcode == 0
+        finally:
+            process.kill()
+            process.join()
+            here.close()

@@ -1,4 +1,4 @@
-"""Whose blobs are fetched at once: nobody keeps a place by promising. In virtual time."""
+"""Places for fetches: no owner keeps one by promising. In virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of an address before libp2p dials it: whether its name is known, and whether a libp2p host greets there."""
+"""Checks of an address before libp2p dials it: whether its name is known, and whether a host greets there."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_dnsaddr_is_told_what_to_write() -> None:
 
 @contextlib.asynccontextmanager
 async def door(says: bytes, *, stays: bool = True) -> AsyncIterator[tuple[int, list[bytes]]]:
-    """A TCP port that says so much to whoever comes, and what was said to it until it was hung up."""
+    """A TCP port that says this to each caller, and what was said to it until it was hung up."""
     heard: list[bytes] = []
     done = asyncio.Event()
 
@@ -118,7 +118,7 @@ async def test_a_port_that_is_closed_or_hangs_up_does_not_greet() -> None:
 
 async def test_only_a_libp2p_that_greets_is_there() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        taken.bind(("127.0.0.1", 0))  # no listener
         closed = taken.getsockname()[1]
         async with (
             door(GREETING) as (good, _),

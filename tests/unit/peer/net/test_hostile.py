@@ -1,6 +1,7 @@
 """Real nodes against a peer that speaks hivemind's own protocols, and speaks them badly.
 
-The attacker is hivemind as it is, with its limits raised; what it sends is neither deep nor many, since a refusal does not depend on that.
+The attacker is hivemind as it is, with its limits raised; what it sends is neither deep nor many, since a refusal does
+not depend on that.
 """
 
 from __future__ import annotations

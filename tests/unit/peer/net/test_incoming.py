@@ -1,4 +1,4 @@
-"""What the daemon brings is looked at before anything is made of it, and who is refused is expelled at little cost."""
+"""What the daemon brings is checked before it is used, and a refused peer is expelled at little cost."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ async def test_streams_are_taken_a_few_at_a_time_and_what_is_refused_is_reset_un
     assert max(b - a for a, b in itertools.pairwise(taken)) <= MAX_ACCEPTED
     assert {who.peer for who, _ in came} == {"hello"}
     came[0][1].close()
-    with pytest.raises(
-        ConnectionResetError
-    ):  # by which the daemon resets the stream, also of somebody who says nothing
+    with pytest.raises(ConnectionResetError):  # by which the daemon resets the stream, also of a silent peer
         conns[0].recv(1)
     assert came[1][1].recv(100) == HEAD, "what was looked at is still there"
     entry.close()

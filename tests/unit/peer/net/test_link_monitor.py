@@ -1,4 +1,4 @@
-"""What real transfers say of a line: what shows that it has more or less, what shows nothing, and how seldom it changes."""
+"""What real transfers show about a line: more, less or nothing, and how seldom the rate changes."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ async def sends(home: MemoryTransport, peer: str, bps: float) -> None:
     ],
 )
 async def test_what_passes_to_peers_elsewhere_counts(where: str, ours: str, counts: bool) -> None:
-    """Not what a peer behind the same router or at our own address gets, or one of whom nothing is known."""
+    """Not what a peer behind the same router or at our own address gets, or an unknown peer."""
     network, heard = MemoryNetwork(), Heard()
     home, peer = network.transport("home"), network.transport("peer")
     home.addresses = (f"/ip4/{ours}/tcp/4001/p2p/home",)

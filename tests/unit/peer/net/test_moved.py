@@ -1,4 +1,4 @@
-"""Who changes its address comes back by itself: over a network in memory in which a dead connection says nothing, as on the internet."""
+"""A peer comes back after a change of address: a network in memory whose dead connections are silent."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Internet(MemoryNetwork):
 
 
 class Host(MemoryTransport):
-    """A peer whose daemon takes a connection for alive until somebody asks the other side, as libp2p's does."""
+    """A peer whose daemon takes a connection for alive until the other side is asked, as libp2p's does."""
 
     _internet: Internet
 
@@ -219,7 +219,7 @@ async def world() -> AsyncIterator[World]:
 
 
 async def until(wanted: Callable[[], bool], seconds: float) -> None:
-    """Waits for something true, so many virtual seconds at most."""
+    """Waits for a condition, for a limited number of virtual seconds."""
     clock = asyncio.get_running_loop().time
     end = clock() + seconds
     while not wanted():
@@ -312,7 +312,7 @@ async def test_a_node_that_moves_says_so_at_once(world: World) -> None:
 
 @pytest.mark.parametrize("mover", [tiny.OPERATOR, C], ids=["the node", "the watcher"])
 async def test_who_watches_is_answered_soon_after_a_move(world: World, mover: Identity) -> None:
-    """The old connection is known to be dead after ANSWER_S; the node has been found by then, and no look is missed for it."""
+    """The old connection is dead after ANSWER_S; the node is found by then, and no look is missed."""
     internet, node, _ = world
     contacts = Contacts(M, internet.join(C), node.transport.addresses)
 

@@ -366,7 +366,7 @@ async def test_who_leaves_while_a_served_stream_ends_reports_no_error(kind: str,
 
 
 def _process(folder: Path, bootstrap: str, up: Any, free: Any) -> None:
-    """Another process: a peer that echoes until it is killed, but whose loop does nothing from a "hold" on until it is free."""
+    """Another process: a peer that echoes until it is killed; its loop is held from "hold" until it is freed."""
 
     async def live() -> None:
         async def hold(stream: Stream) -> None:
@@ -384,7 +384,7 @@ def _process(folder: Path, bootstrap: str, up: Any, free: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def other_process(folder: Path, bootstrap: Transport) -> AsyncIterator[tuple[str, Path, Any]]:
-    """A peer in a process that is killed in the end, and its daemon after it: its id, its folder of sockets, and what frees its loop."""
+    """A peer in a process that is killed with its daemon: its id, its folder of sockets, and the loop's release."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
     free = context.Event()
@@ -427,7 +427,7 @@ def test_without_a_place_for_sockets_one_line_says_so(tmp_path: Path) -> None:
 
 
 def test_what_others_put_among_the_sockets_is_neither_opened_nor_followed(tmp_path: Path) -> None:
-    """Where everybody may write: a pipe that nobody fills, a link to a file of ours, a link to a folder of ours, a folder without a lock."""
+    """In a folder open to all: an unfilled pipe, links to a file and a folder of ours, a folder without a lock."""
     ours = tmp_path / "ours"
     ours.mkdir()
     (ours / LOCK).write_text("kept")
@@ -537,7 +537,7 @@ async def test_our_daemon_dies(tmp_path: Path) -> None:
 
 
 async def test_our_daemon_dies_while_an_address_that_nobody_needs_any_more_is_dialled(tmp_path: Path) -> None:
-    """Everything else tells that; an exception that nobody asks for would be a traceback on the user's screen."""
+    """Everything else tells that; an exception without an awaiter would be a traceback on the user's screen."""
 
     def is_dialling(task: asyncio.Task[Any]) -> bool:
         return "P2PTransport._connect" in repr(task.get_coro())
@@ -734,7 +734,7 @@ def test_wrong_addresses(text: str) -> None:
 
 
 async def test_a_connection_that_was_closed_with_something_left_to_write_can_be_ended() -> None:
-    """Whoever reads slowly does not decide what that raises here."""
+    """A slow reader does not decide what is raised here."""
     read, over = asyncio.Event(), asyncio.Event()
 
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

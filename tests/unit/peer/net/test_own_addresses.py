@@ -1,4 +1,4 @@
-"""Which of a machine's addresses a run is joined by, and what is said of one that leads nobody else to it."""
+"""Which of a machine's addresses a run is joined by, and what is said of one that others cannot use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a peer finds out whether others reach it: what it concludes, and that nobody can be made to dial what is not the asker's."""
+"""How a peer finds out whether others reach it, and that no peer can be made to dial another host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEADLINE = 60.0
 
 @dataclasses.dataclass
 class Ports:
-    """A host's open doors, as dial-backs find them: at `open` a libp2p host greets, at `silent` nothing comes. `dialled`: who was tried."""
+    """A host's ports: at `open` a libp2p host greets, at `silent` nothing comes. `dialled`: the ports tried."""
 
     open: set[tuple[str, int]] = dataclasses.field(default_factory=set)
     silent: set[tuple[str, int]] = dataclasses.field(default_factory=set)
@@ -163,7 +163,7 @@ async def test_an_answer_that_is_all_yes_does_not_wait(town: Town) -> None:
 
 
 async def tries(ask: Callable[[], Coroutine[Any, Any, Dialled]], times: int) -> int:
-    """How many of so many requests at once were answered."""
+    """How many of these requests at once were answered."""
     done = await asyncio.gather(*(ask() for _ in range(times)), return_exceptions=True)
     refused = [error for error in done if isinstance(error, RemoteError) and "too often" in str(error)]
     assert len(refused) == sum(not isinstance(answer, Dialled) for answer in done)
@@ -302,8 +302,8 @@ async def test_one_liar_does_not_decide(lie: bytes, open_ports: set[tuple[str, i
     ("announced", "open_ports", "how", "dialled"),
     [
         (f"/ip4/{ROUTER}/tcp/9999", {(ROUTER, 9999)}, "mapped", 9999),
-        (f"/ip4/{ROUTER}/tcp/9999", set(), "private", 9999),  # nobody answers where he says
-        ("/ip4/198.51.100.50/tcp/9999", set(), "mapped", 9999),  # nobody can tell
+        (f"/ip4/{ROUTER}/tcp/9999", set(), "private", 9999),  # no answer at the given address
+        ("/ip4/198.51.100.50/tcp/9999", set(), "mapped", 9999),  # cannot be told
         ("/dns4/home.example/tcp/9999", set(), "mapped", 9999),
     ],
 )

@@ -1,4 +1,4 @@
-"""A peer that nodes refuse ends by what the log says and enough of them say, never on the word of one (peer/node/sessions.py)."""
+"""A refused peer ends by the log and enough nodes, never on the word of one (peer/node/sessions.py)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def ends(
     joining: Joined | None = None,
     liar: Sequence[bytes] | None = None,
 ) -> LocalError | None:
-    """How the peer ends where these nodes say this, one after the other; None where it goes on. `liar`: the log as the first one has it."""
+    """How the peer ends after these answers of nodes; None where it goes on. `liar`: the first one's log."""
 
     async def work() -> LocalError | None:
         network = MemoryNetwork()

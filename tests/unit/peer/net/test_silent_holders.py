@@ -1,4 +1,4 @@
-"""A holder that does not answer, as one whose address has just changed: in virtual time, so that every second counts and none is waited."""
+"""A holder that does not answer, as after a change of address: in virtual time, which costs nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def now() -> float:
 
 
 class Network:
-    """Holders by name, and the fetcher of "us", which gives nobody up by itself. `asked`: who was asked, in order."""
+    """Holders by name, and the fetcher of "us", which gives no holder up by itself. `asked`: in this order."""
 
     def __init__(self, folder: Path) -> None:
         self.net = MemoryNetwork()
@@ -51,7 +51,7 @@ class Network:
         await self.net.transport(name).serve(endpoints.BLOB, handle)
 
     async def serve(self, name: str) -> BlobStore:
-        """Somebody who serves as everybody does."""
+        """A holder that serves as it should."""
         store = BlobStore(self.folder / name)
         await BlobServer(store).serve(self.net.transport(name))
         return store
@@ -133,7 +133,7 @@ async def test_when_all_whom_a_busy_holder_names_are_silent_it_has_to_give(tmp_p
 
 @pytest.mark.parametrize(("seconds", "gives_up"), [(4 * SERVING_TIMEOUTS.sign, False), (1e5, True)])
 async def test_who_lets_us_wait_is_not_silent_but_not_for_ever(tmp_path: Path, seconds: float, gives_up: bool) -> None:
-    """A home's uplink sends its payload twice, however long that takes; and nobody keeps a blob from us by promising it."""
+    """A home's uplink sends its payload twice, however slow; no holder keeps a blob from us by promising it."""
     network, data = Network(tmp_path), b"small"
     name = BlobStore(tmp_path / "sender").put(data)
     busy = says(state="busy", ask=["waits"], sure=True)

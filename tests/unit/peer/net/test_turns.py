@@ -1,4 +1,4 @@
-"""Who asks a lot waits for itself; who asks once has the next turn."""
+"""A peer that asks a lot waits for itself; one that asks once has the next turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The gain of a chain's contribution: every payload of the rows of tokens counts, and the model is exactly what it was afterwards."""
+"""The gain of a chain's contribution: every payload of the rows of tokens counts, and the model is exactly what it was
+afterwards."""
 
 from __future__ import annotations
 
@@ -26,13 +27,12 @@ WINDOWS = np.arange(27).reshape(3, 9) % MODEL.vocab_size
 
 def theta(seed: int = 0) -> dict[str, list[np.ndarray]]:
     rng = np.random.default_rng(seed)
-    return {
-        s: [rng.normal(0, 0.3, shape).astype(np.float32) for shape in layout.shapes(MODEL, s)] for s in SHARDS
-    }
+    return {s: [rng.normal(0, 0.3, shape).astype(np.float32) for shape in layout.shapes(MODEL, s)] for s in SHARDS}
 
 
 def test_two_payloads_of_a_shard_are_taken_back_exactly_where_they_touch_the_same_entries() -> None:
-    """By the loss of windows that read every row: it would differ by what the first payload leaves where the second one was taken back first."""
+    """By the loss of windows that read every row: it would differ by what the first payload leaves where the second one
+    was taken back first."""
     model, index = Measured(MODEL, theta(), "cpu"), np.arange(60)
     payloads = [Sparse(index + shift, np.full(60, size, np.float32)) for shift, size in ((0, 0.1), (36, -1e6))]
     plain = model(WINDOWS)

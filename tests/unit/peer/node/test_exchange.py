@@ -34,7 +34,7 @@ def names(offer: Offer) -> set[str]:
 
 
 async def with_one_that_trains_on(swarm: Swarm) -> tuple[Volunteer, list[Volunteer], asyncio.Event]:
-    """Three peers, of whom two have offered, and one trains until the event is set."""
+    """Three peers, of which two have offered, and one trains until the event is set."""
     release = asyncio.Event()
     slow = swarm.start("slow")
 
@@ -106,7 +106,7 @@ async def test_what_is_not_committed_is_dropped_and_what_is_needed_stays(
 
 
 async def test_a_list_that_is_lost_or_damaged_after_it_came_is_fetched_again(tmp_path: Path) -> None:
-    """The files of one list and of one other's payloads go, the file of the other list is written over, before the commit comes."""
+    """Before the commit comes, files of one list and of payloads are deleted, and another list is overwritten."""
     async with Swarm(tmp_path, manifest(start_peers=3, rounds=2)) as swarm:
         slow, fast, release = await with_one_that_trains_on(swarm)
         offers = [p.rounds.offer for p in fast]

@@ -1,4 +1,4 @@
-"""A peer that is asked to end gives what its error feedback holds to one that trains the same shards, between whole peers."""
+"""A peer that is asked to end gives its error feedback to one that trains the same shards; whole peers."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_to_ask_again_ends_the_waiting_for_heirs_that_do_not_answer(tmp_pa
 
 
 class Stuck(InnerLoop):
-    """Does three inner steps, and waits in the fourth for somebody of its chain who never answers."""
+    """Does three inner steps, and waits in the fourth for a member of its chain that never answers."""
 
     def __init__(self) -> None:
         self.waits = asyncio.Event()

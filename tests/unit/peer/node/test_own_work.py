@@ -1,4 +1,4 @@
-"""A round's update on the device that trains, here the CPU by torch, beside the same round's on the host: same payloads, same states."""
+"""A round's update on the device (here the CPU by torch) and on the host: same payloads, same states."""
 
 from __future__ import annotations
 

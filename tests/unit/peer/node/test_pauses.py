@@ -192,29 +192,26 @@ async def test_it_works_in_its_hours_pauses_for_others_and_ends_when_its_work_do
     assert [type(body) for body in watched.told] == [events.Paused, events.Resumed] * 2
 
 
-def test_who_is_asked_to_end_ends_in_a_pause_and_in_work() -> None:
-    async def ask(moment: str, begins: bool) -> None:
-        watched = Watched()
-        watched.now = at(moment)
-        doing = asyncio.create_task(watched.pauses.between(watched.work))
-        await (watched.begun.wait() if begins else watched.tell(1))
-        doing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await doing
-
-    asyncio.run(asyncio.wait_for(ask("2026-11-24T12:00:00", begins=False), 300))
-    asyncio.run(asyncio.wait_for(ask("2026-11-24T23:00:00", begins=True), 300))
+@pytest.mark.parametrize(("moment", "works"), [("2026-11-24T12:00:00", False), ("2026-11-24T23:00:00", True)])
+async def test_a_request_to_end_is_heard_in_a_pause_and_in_work(moment: str, works: bool) -> None:
+    watched = Watched()
+    watched.now = at(moment)
+    doing = asyncio.create_task(watched.pauses.between(watched.work))
+    await (watched.begun.wait() if works else watched.tell(1))
+    doing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await doing
 
 
-def test_a_timeout_of_the_work_itself_is_no_pause() -> None:
+async def test_a_timeout_of_the_work_itself_is_no_pause() -> None:
     async def fail() -> None:
         raise TimeoutError("of its own")
 
     with pytest.raises(TimeoutError, match="of its own"):
-        asyncio.run(Pauses([], [].append, lambda: None).between(fail))
+        await Pauses([], [].append, lambda: None).between(fail)
 
 
-def test_a_look_that_fails_is_told_once_and_ends_nothing() -> None:
+async def test_a_look_that_fails_is_told_once_and_ends_nothing() -> None:
     told: list[events.Body] = []
     looks, done = [], 0
 
@@ -228,7 +225,7 @@ def test_a_look_that_fails_is_told_once_and_ends_nothing() -> None:
             await asyncio.sleep(0)
         done += 1
 
-    asyncio.run(Pauses([broken], told.append, lambda: None, seconds=0.0).between(work))
+    await Pauses([broken], told.append, lambda: None, seconds=0.0).between(work)
     assert done == 1
     assert len(looks) == 1
     (said,) = told

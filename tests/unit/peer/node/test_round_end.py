@@ -33,7 +33,7 @@ class Watch:
 
 
 def steps_until(end: RoundEnd, watch: Watch, seconds: float, most: int = 100) -> int:
-    """How many steps of so many seconds are done."""
+    """How many steps of these seconds are done."""
     for step in range(1, most + 1):
         watch.now += seconds
         if end.is_set():

@@ -1,4 +1,4 @@
-"""Memory that runs out in a round: the round's work is kept, less is claimed or steps are done in pieces, and one line says so."""
+"""Memory that runs out in a round: work is kept, less is claimed or pieces are used, and one line says so."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_where_not_even_a_row_fits_the_steps_before_count_and_less_is_offered(tm
 
 
 def test_a_bug_ends_the_round_and_is_told(tmp_path: Path) -> None:
-    """Whoever kept silent about it would be waited for until the round's deadline."""
+    """A peer that kept silent about it would be waited for until the round's deadline."""
 
     def end_round(self: StageTrainer) -> None:
         raise TypeError("missing an argument\nand more")

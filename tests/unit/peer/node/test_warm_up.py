@@ -1,4 +1,4 @@
-"""The shards of a later role: they come beside what the peer has, and are handed over at the state that it has."""
+"""The shards of a later role: they come in addition to those of today, and are handed over at the state that it has."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FullDisk(QuickDisk):
 
 
 class Mover:
-    """A peer that stands at round `applied` and trains nothing that matters here. `let`: whether others can be reached."""
+    """A peer that stands at round `applied` and does not train. `let`: whether others can be reached."""
 
     def __init__(self, swarm: Swarm, applied: int) -> None:
         run, who = swarm.manifest, Identity(bytes([9] * 32))
@@ -96,7 +96,7 @@ class Mover:
 
 @contextlib.asynccontextmanager
 async def mover(folder: Path, applied: int) -> AsyncIterator[Mover]:
-    """Beside two peers that train as far as ROUNDS and no further."""
+    """In a run of two peers that train as far as ROUNDS and no further."""
     async with Swarm(folder, manifest(rounds=100, checkpoint_rounds=2)) as swarm:
 
         async def hold(peer: str, round: int) -> None:
@@ -138,7 +138,7 @@ async def test_commits_that_come_before_all_is_there_are_applied_too(tmp_path: P
 
 
 async def test_what_is_there_follows_until_it_is_taken(tmp_path: Path) -> None:
-    """Nobody gets a state of another round than the one it has."""
+    """No role gets a state of another round than the peer has."""
     async with mover(tmp_path, applied=2) as one:
         await one.warm_up.want(SHARDS)
         for later in (3, 5):

@@ -28,7 +28,7 @@ class Interrupted(QuickDisk):
 
 
 async def test_shards_that_go_and_come_while_a_checkpoint_is_written_end_nobody(tmp_path: Path) -> None:
-    """A peer whose role changes does so beside the writing."""
+    """A peer whose role changes does so during the writing."""
     async with Swarm(tmp_path, manifest(rounds=100, checkpoint_rounds=1, start_peers=1)) as swarm:
         swarm.disk = disk = Interrupted()
         peer = swarm.start("a")
@@ -44,7 +44,6 @@ async def test_shards_that_go_and_come_while_a_checkpoint_is_written_end_nobody(
         stored = Storage(peer.folder, None, QuickDisk())
         warned: list[str] = []
         checkpoint = stored.load_checkpoint(warned.append)
-        assert checkpoint is not None
         assert warned == []
         assert set(checkpoint.theta) == set(layout.shard_names(swarm.manifest.model))
         stored.close()

@@ -1,4 +1,4 @@
-"""Error feedback moves from peer to peer: who gets it, what is refused, and that nothing is lost or counted twice wherever one dies."""
+"""Error feedback moves to its heirs: refusals, and nothing is lost or counted twice wherever one dies."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def test_where_nobody_is_new_one_who_trains_it_gets_it_and_where_nobody_trains_i
 
 
 def test_the_rows_of_tokens_go_from_stage_to_stage_and_to_full_replicas() -> None:
-    """Every stage trains `anchor`: who gets another stage keeps it, and a chain that ends has as many heirs as there are trainers."""
+    """Every stage trains `anchor`: who gets another stage keeps it, and a chain that ends has as many heirs as there
+    are trainers."""
     narrow = tiny.manifest(model=dataclasses.replace(MANIFEST.model, residual_width=2))
     before, after = plan(4, ("a",), ("b", "c")), plan(5, ("a",), ("d", "b"))
     assert rules.trainers(narrow, before.replicas, "anchor") == ("a", "b", "c")
@@ -193,7 +194,6 @@ class Side:
 
     async def fetch(self, blob: str, size: int, holder: str) -> None:
         found = self.storage.blobs.find(blob) or self.world.sides[holder].storage.find(blob)
-        assert found is not None
         self.storage.blobs.put(b"".join(found.read(i) for i in range(-(-size // 32768))))
 
     def refused(self, giver: str, handover: Handover) -> str | None:
@@ -363,7 +363,7 @@ async def test_a_liar_does_not_get_a_part_added_before_it_is_looked_at_or_twice(
 
 @pytest.mark.virtual
 async def test_givers_who_fall_silent_keep_no_places(tmp_path: Path) -> None:
-    """Each giver has some of the places for hand-overs under way, and one who does not speak of its own any more has none."""
+    """Each giver has some of the places for hand-overs; one that is silent about its own has none."""
     made = World(tmp_path)
     heir = made.start("a")
     fetched: list[str] = []

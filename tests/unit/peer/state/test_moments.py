@@ -1,5 +1,4 @@
-"""The optimizer's moments on their way to a peer that begins to train a shard: their size, what they lose, and what an enemy can make of
-them."""
+"""Optimizer moments for a peer that begins to train a shard: size, loss, and what an enemy can do."""
 
 from __future__ import annotations
 
@@ -194,7 +193,7 @@ class Desk:
 
 
 async def test_strangers_take_little_of_the_time_of_who_trains() -> None:
-    """Those whom the plan names get all that they ask for; anybody gets what is ready anyhow."""
+    """Planned peers get all that they ask for; any peer gets what is ready anyhow."""
     model = dataclasses.replace(tiny.manifest().model, n_layers=3 * STRANGERS_SHARDS)
     made, desk = tiny.manifest(model=model), Desk()
     asked: list[str] = []

@@ -1,5 +1,4 @@
-"""The outer step: its arithmetic bit for bit, all-or-nothing application, and the promise that nothing is
-lost."""
+"""The outer step: its arithmetic bit for bit, all-or-nothing application, and the promise that nothing is lost."""
 
 from __future__ import annotations
 
@@ -256,7 +255,7 @@ def test_feedback_needs_no_holding() -> None:
 
 
 def test_a_lost_delta_counts_as_what_was_sent_of_it() -> None:
-    """A crash after the offers and before the feedback: e(1) is on disk, the payloads of the next rounds are out, and are not taken back."""
+    """A crash between offers and feedback: e(1) is on disk, later payloads are out, and are not taken back."""
     o = outer()
     o.accumulate(SHARD, alone(pseudo_gradient(1)))
     o.encode(SHARD)[0]

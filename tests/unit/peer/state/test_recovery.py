@@ -99,7 +99,7 @@ class HeldStream(BentStream):
 async def begun(
     folder: Path, upto: int, *more: str, **changes: Any
 ) -> AsyncIterator[tuple[Swarm, Rounds, list[Volunteer]]]:
-    """A run of a, b and `more` peers, which has come so far; its full checkpoints are far larger than what a round offers."""
+    """A run of a, b and `more` peers at this round; full checkpoints are far larger than a round's offers."""
     run = manifest(**{"rounds": 100, "checkpoint_rounds": 10, "outer": OuterSpec(topk=2048), **changes})
     async with Swarm(folder, run) as swarm:
         rounds = Rounds(swarm)
@@ -246,7 +246,7 @@ async def test_holders_that_vanish_on_the_way_are_replaced_by_a_replay(tmp_path:
 
 
 async def test_holders_that_have_a_newer_state_meanwhile_are_asked_for_that(tmp_path: Path) -> None:
-    """They keep two, and whoever fetches is slow: what they offered is gone when it is asked for."""
+    """They keep two, and the fetching peer is slow: what they offered is gone when it is asked for."""
     gone = set[str]()
     async with begun(tmp_path, 21, checkpoint_rounds=5) as (swarm, rounds, holders):
         for holder in holders:
@@ -259,7 +259,7 @@ async def test_holders_that_have_a_newer_state_meanwhile_are_asked_for_that(tmp_
 
 
 def forgets(storage: Storage, round: int, gone: set[str]) -> None:
-    """Says that it has the state of this round alone, and has it no more as soon as somebody asks for it: `gone` are the digests that were asked for."""
+    """Says that it has the state of this round alone, and forgets it when asked: `gone`: the digests asked for."""
     states, find = storage.states, storage.find
     names = set(states()[round].values())
 
@@ -310,8 +310,8 @@ async def test_a_damaged_shard_of_a_checkpoint_is_told_and_built_again(tmp_path:
 
 
 async def test_error_feedback_goes_to_who_trains_its_shard(tmp_path: Path) -> None:
-    """A member of a chain is restarted twice, each time with another uplink, and so comes to the chain's other end: the feedback of the
-    shards that it does not train any more goes to one who does."""
+    """A member of a chain is restarted twice, each time with another uplink, and so comes to the chain's other end: the
+    feedback of the shards that it does not train any more goes to one who does."""
     run = manifest(start_peers=3, rounds=100, checkpoint_rounds=2, chains=ChainSpec(forward="int4"))  # both ways alike
     half = max(memory.stage_memory(run, 0, 2), memory.stage_memory(run, 2, 4))
     async with Swarm(tmp_path, run) as swarm:

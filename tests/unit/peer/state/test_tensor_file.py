@@ -60,11 +60,8 @@ def test_a_damaged_file_is_refused_before_memory_is_taken(
     length = 8 + int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8:length])
     name = data.draw(st.sampled_from(sorted(header)))
-    field, value = data.draw(
-        st.sampled_from(
-            [("dtype", "F16"), ("shape", [1 << 60]), ("shape", [-1, 4]), ("shape", "x"), ("data_offsets", [0, 1]), ("shape", None)]
-        )
-    )  # fmt: skip
+    shapes = [("shape", value) for value in ([1 << 60], [-1, 4], "x", None)]
+    field, value = data.draw(st.sampled_from([("dtype", "F16"), ("data_offsets", [0, 1]), *shapes]))
     header[name][field] = value
     changed = json.dumps(header).encode()
     path.write_bytes(len(changed).to_bytes(8, "little") + changed + raw[length:])

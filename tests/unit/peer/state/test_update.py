@@ -1,5 +1,5 @@
-"""The update on the trainer's device, here the CPU by torch: the same bytes as the host's, the same feedback; and what crosses to the
-host, counted at a device that stands in for one (tests/support/stand_in_device.py)."""
+"""The update on the trainer's device, here the CPU by torch: the same bytes as the host's, the same feedback; and what
+crosses to the host, counted at a device that stands in for one (tests/support/stand_in_device.py)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_device_makes_the_hosts_bytes(
     special: list[float],
     share: float,
 ) -> None:
-    """And beside the feedback no more comes to the host than twice the payload."""
+    """And in addition to the feedback no more comes to the host than twice the payload."""
     feedback = [values_of(s, seed + i, special, share) for i, s in enumerate(shape)]
     theta = [values_of(s, seed + 10 + i, SPECIAL, share) for i, s in enumerate(shape)]
     local = [torch.from_numpy(values_of(s, seed + 20 + i, SPECIAL, share)) for i, s in enumerate(shape)]

@@ -1,5 +1,5 @@
-"""Every option of the architecture, on and off: transformers computes the same logits from an export, a chain computes what the whole
-model does, and text that grows is as text that is computed at once."""
+"""Every option of the architecture, on and off: transformers computes the same logits from an export, a chain computes
+what the whole model does, and text that grows is as text that is computed at once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "llama3": {"rope_scaling": LLAMA3},
     "llama3, narrow": {
         "rope_scaling": RopeScaling(
-            rope_type="llama3", factor=4.0, original_max_position_embeddings=200, low_freq_factor=0.5, high_freq_factor=9.0
+            rope_type="llama3", factor=4.0, original_max_position_embeddings=200,
+            low_freq_factor=0.5, high_freq_factor=9.0
         )
     },
     "yarn": {"rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=512)},
@@ -67,7 +68,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "documents": {"document_end_id": 0},
     "narrow": {"residual_width": 24},
-    "llama today": {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_scaling": LLAMA3, "document_end_id": 0},
+    "llama today": {
+        "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_scaling": LLAMA3, "document_end_id": 0,
+    },
     "qwen today": {"num_key_value_heads": 2, "tie_word_embeddings": True, "use_qk_norm": True, "document_end_id": 0},
     "qwen untied": {"num_key_value_heads": 1, "use_qk_norm": True, "rope_scaling": LLAMA3, "document_end_id": 0},
 }  # fmt: skip
@@ -93,8 +96,7 @@ def whole(spec: ModelSpec) -> Stage:
 
 
 def test_every_option_of_the_architecture_is_here() -> None:
-    """Each field of a model that is no size has another value than its default in one of them; each kind of RoPE is there, with each of
-    its numbers."""
+    """Each option of a model has another value than its default in one of them; each RoPE kind and number is there."""
     varied = {name for option in OPTIONS for name in differing(spec_of(option))}
     assert varied == {f.name for f in dataclasses.fields(ModelSpec)} - SIZES
     scalings = [spec.rope_scaling for spec in map(spec_of, OPTIONS) if spec.rope_scaling is not None]
@@ -134,9 +136,7 @@ def test_transformers_computes_the_logits_of_an_export(name: str, folder: Path) 
     kind = transformers.Qwen3ForCausalLM if spec.use_qk_norm else transformers.LlamaForCausalLM
     assert type(theirs) is kind
     ours = {n for s in layout.shard_names(spec) for n, _ in layout.tensors(spec, s)}
-    assert ours - {ANCHOR} == set(theirs.state_dict()) - (
-        {"lm_head.weight"} if spec.tie_word_embeddings else set()
-    )
+    assert ours - {ANCHOR} == set(theirs.state_dict()) - ({"lm_head.weight"} if spec.tie_word_embeddings else set())
     found = logits(whole(spec), ids)
     with torch.no_grad():
         expected = theirs(ids, position_ids=places(spec, ids), use_cache=False).logits
@@ -152,7 +152,7 @@ def logits(stage: Stage, ids_BL: torch.Tensor) -> torch.Tensor:
 
 
 def places(spec: ModelSpec, ids_BL: torch.Tensor) -> torch.Tensor | None:
-    """As transformers packs documents: positions begin anew behind each end."""
+    """As transformers packs documents: positions begin again behind each end."""
     if spec.document_end_id < 0:
         return None
     found = torch.zeros_like(ids_BL)
@@ -178,7 +178,7 @@ def test_what_was_exported_is_read_again(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "llama today", "qwen untied"])
 def test_the_log_a_full_replica_and_a_chains_members_give_the_same_files(name: str, tmp_path: Path) -> None:
-    """Of a run that nobody trained (tests/faults/history.py); runs that were are in tests/e2e/test_export.py."""
+    """Of a run that was not trained (tests/faults/history.py); runs that were are in tests/e2e/test_export.py."""
     spec = spec_of(name)
     manifest = tiny.manifest(model=spec, tokenizer=TokenizerSpec(digest=hashlib.sha256(words(spec)).hexdigest()))
     swarm = Swarm(tmp_path / "run", manifest, tiny.OPERATORS[:1], corpus=tmp_path)

@@ -1,4 +1,4 @@
-"""Muon for the matrices inside blocks, AdamW for all else: the step, its state, its memory, in a full replica and in chains."""
+"""Muon for the matrices inside blocks, AdamW for all else: step, state and memory, also in chains."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def orthogonal(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"])
 def test_step_is_muon_with_clip(name: str) -> None:
-    """Of square, tall and wide matrices; singular values in fp64 say what is right, and torch's own optimizer, which computes in bf16, agrees."""
+    """For square, tall and wide matrices; fp64 singular values say what is right, and torch's optimizer agrees."""
     trainer = whole()
     parameter = dict(trainer.stage.named_parameters())[f"model.layers.1.{name}.weight"]
     start = parameter.detach().double().clone()
@@ -138,7 +138,8 @@ def test_a_chain_trains_as_one_process(k: int) -> None:
 
 @pytest.mark.parametrize(("first", "last"), [(0, 4), (0, 1), (1, 3), (3, 4)])
 def test_the_planner_knows_that_there_is_one_moment(first: int, last: int) -> None:
-    """A trainer's parameters, gradients and moments are what the formula counts for them; the rest of it is as with AdamW."""
+    """A trainer's parameters, gradients and moments are what the formula counts for them; the rest of it is as with
+    AdamW."""
     chains, spec = ChainSpec(forward="fp32", backward="fp32"), narrow(8)
     by_muon, by_adamw = (tiny.manifest(model=spec, train=train, chains=chains) for train in (MUON, TRAIN))
     shards = memory.stage_shards(by_muon, first, last)
@@ -152,11 +153,12 @@ def test_the_planner_knows_that_there_is_one_moment(first: int, last: int) -> No
         held = 2 * sum(parameter.nbytes for parameter in trainer.stage.parameters())
         trainer.step(1, 1.0)
         sizes.append(held + sum(array.nbytes for array in trainer.optimizer_state().values() if array.ndim))
-    assert saved == sizes[0] - sizes[1] == 4 * sum(math.prod(s) for x in shards for s in layout.shapes(spec, x) if len(s) == 2 and "block" in x)  # fmt: skip
+    matrices = [s for x in shards for s in layout.shapes(spec, x) if len(s) == 2 and "block" in x]
+    assert saved == sizes[0] - sizes[1] == 4 * sum(math.prod(s) for s in matrices)
 
 
 def test_a_foreign_momentum_makes_no_larger_step_and_is_forgotten() -> None:
-    """However long it is, an update is as long as others are; against gradients a tenth as long as the clip it lasts some dozens of steps."""
+    """However long it is, an update is as long as usual; against tenfold shorter gradients it lasts dozens of steps."""
     name = "model.layers.0.mlp.up_proj.weight"
     gradient = torch.randn(SPEC.d_ff, D, generator=torch.Generator().manual_seed(0))
     gradient *= 0.1 * MUON.clip / gradient.norm()
@@ -179,7 +181,7 @@ def test_a_foreign_momentum_makes_no_larger_step_and_is_forgotten() -> None:
 
 
 class Short(TorchDispatchMode):
-    """Refuses memory for more than a few numbers, the `refused`-th time, as an allocator refuses. `asked`: how often somebody did."""
+    """Refuses memory for more than a few numbers, the `refused`-th time. `asked`: the number of requests."""
 
     def __init__(self, refused: int) -> None:
         super().__init__()
@@ -200,7 +202,8 @@ class Short(TorchDispatchMode):
 @pytest.mark.parametrize("step", [1, 2], ids=["first", "later"])
 @pytest.mark.parametrize("chain", [False, True])
 def test_a_step_for_which_there_is_no_memory_changes_nothing(step: int, chain: bool) -> None:
-    """Wherever memory is refused: a step is taken whole or not at all, so that what is offered, and what an auditor computes, has whole steps only."""
+    """Wherever memory is refused: a step is taken whole or not at all, so that what is offered, and what an auditor
+    computes, has whole steps only."""
 
     def before() -> StageTrainer:
         trainer = make_chain((2,), 8, train=MUON)[0] if chain else make_chain((), 0, train=MUON)[0]

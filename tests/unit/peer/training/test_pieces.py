@@ -1,4 +1,4 @@
-"""Memory that runs out in the middle of a step: the micro-batch is computed in pieces, and its gradients are those of an undisturbed step."""
+"""Memory that runs out within a step: pieces of the micro-batch give the gradients of an undisturbed step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ TIED = dataclasses.replace(QWEN, tie_word_embeddings=True)
 
 
 class Short(Recording):
-    """Has memory for `room` rows of a block's feed-forward layer: torch is refused more, forward or on the way back, as an allocator refuses.
+    """Has memory for `room` rows of a block's feed-forward layer: torch is refused more, forward or on the way back, as
+    an allocator refuses.
     `first`: how many passes go well before; `last`: from which pass on there is room again."""
 
     room, first, last, phase, layer = ROWS, 0, 1 << 30, "forward", 2
@@ -114,7 +115,7 @@ def test_wherever_in_its_backward_it_runs_out(layer: int) -> None:
 
 
 def test_pieces_stay_until_the_round_is_over() -> None:
-    """There is room again later; nobody tries before the next round."""
+    """There is room again later; it is not tried before the next round."""
     found = trained((), 0, short(phase="forward", room=2, last=2))
     assert found[0][0].most <= ROWS
     assert found[0][0].piece_rows in (1, 2)
@@ -149,7 +150,7 @@ def test_other_errors_are_not_tried_again(error: Exception) -> None:
 
 @pytest.mark.parametrize(("split", "spec"), [((12, 1), SPEC), ((4, 3), QWEN), ((2, 6), TIED)])
 def test_a_step_is_the_same_however_its_rows_are_split(split: tuple[int, int], spec: Any) -> None:
-    """Into so many micro-batches of so many rows; only sums of fp32 are in another order."""
+    """Into other numbers of micro-batches and rows; only sums of fp32 are in another order."""
 
     def gradients(micro_batches: int, rows: int) -> dict[str, torch.Tensor]:
         train = dataclasses.replace(TRAIN, micro_batches=micro_batches, rows=rows)

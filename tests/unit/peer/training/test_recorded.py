@@ -1,5 +1,5 @@
-"""A stage whose blocks are recorded computes what it computes without. On a card recordings are CUDA's graphs; a processor records work as that work
-itself, so that everything but the graphs is the same."""
+"""A stage whose blocks are recorded computes what it computes without. On a card recordings are CUDA's graphs; a
+processor records work as that work itself, so that everything but the graphs is the same."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ MADE: list[Any] = []
 
 
 class Again:
-    """What is recorded is called again. Counts recordings and replays; has memory for `most` recordings. `called_first`: is called
-    before each."""
+    """Counts recordings and replays; has memory for `most` of them. `called_first`: comes before each."""
 
     most = 1 << 30
 
@@ -97,7 +96,7 @@ class Unrecorded(Recording):
 def _fresh() -> None:
     MADE.clear()
     if torch.cuda.is_available():
-        torch.compiler.reset()  # it compiles a function for so many shapes only
+        torch.compiler.reset()  # it compiles a function for a limited number of shapes
 
 
 def steps(kind: type[Any], cuts: tuple[int, ...], k: int, spec: Any, device: str, **options: Any) -> tuple[Any, Any]:
@@ -111,8 +110,8 @@ def steps(kind: type[Any], cuts: tuple[int, ...], k: int, spec: Any, device: str
 
 
 def both(cuts: tuple[int, ...], k: int, spec: Any, device: str, **options: Any) -> tuple[Any, Any]:
-    """What a chain finds that records, which is what one finds that does not. That goes first: it compiles everything, and on a card nothing can
-    be compiled while another stage of the same process records."""
+    """What a chain finds that records, which is what one finds that does not. That goes first: it compiles everything,
+    and on a card nothing can be compiled while another stage of the same process records."""
     expected = steps(Unrecorded, cuts, k, spec, device, **options)
     found = steps(Records, cuts, k, spec, device, **options)
     same(found, expected)
@@ -218,7 +217,7 @@ def test_after_a_recording_that_failed_random_numbers_and_recordings_go_on() -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_that_is_broken_off_leaves_nothing(device: str) -> None:
-    """Nor does one whose gradients somebody else has put in the place of ours, as where several devices add theirs up."""
+    """Nor does one whose gradients were replaced, as where several devices add theirs up."""
     found = []
     for kind in (Unrecorded, Records):
         trainer = steps(kind, (2, 4), 8, SPEC, device)[0][1]

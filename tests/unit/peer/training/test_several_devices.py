@@ -1,4 +1,4 @@
-"""One replica on several devices of a machine: two or three real processes over gloo, one for each, beside one device alone."""
+"""One replica on several devices: two or three real processes over gloo, compared with one device alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Make = Callable[..., SeveralDevicesTrainer]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Trainers on so many CPUs, which end with the test; `said` has what they tell."""
+    """Trainers on several CPUs, which end with the test; `said` has what they tell."""
     made: list[SeveralDevicesTrainer] = []
 
     def one(devices: int = 2, spec: ModelSpec = SPEC, train: TrainSpec = TRAIN, patience: Patience = PATIENT) -> Any:
@@ -74,7 +74,7 @@ def begin(*trainers: StageTrainer) -> None:
 def inner_step(
     trainer: StageTrainer, number: int, before: Callable[[int], None] = lambda micro: None, seed: int | None = None
 ) -> tuple[list[float], float]:
-    """As peer/chain/pipeline.py does it: the losses of its micro-batches, and its norm. `before(micro)` comes before a micro-batch."""
+    """As peer/chain/pipeline.py: the losses of its micro-batches, and its norm. `before(micro)`: comes first."""
     train = trainer.train
     ids = torch.tensor(ids_of(number if seed is None else seed, trainer.spec, train))
     losses = []
@@ -139,7 +139,7 @@ def test_shares_are_all_micro_batches_in_order_and_as_equal_as_can_be(micro_batc
     ],
 )
 def test_several_devices_give_the_update_of_one(make: Make, spec: ModelSpec, devices: int) -> None:
-    """Rounds with one to five micro-batches a step, which mostly cannot be divided evenly. The helpers go on from round to round."""
+    """Rounds of one to five micro-batches a step, mostly not divisible. Helpers go on from round to round."""
     one, several = alone(spec), make(devices, spec)
     theta, number = random_theta(spec), 0
     for micro_batches in (3, 1, 2, 5):
@@ -238,7 +238,7 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(make: Make) -> None:
 
 @pytest.mark.slow
 def test_a_helper_that_is_killed_costs_nothing_and_comes_back(make: Make) -> None:
-    """The inner step is repeated alone, to the bits of one device; in the next round there are two again, until it was lost too often."""
+    """The inner step is repeated alone, bit for bit; the next round has two again, until it was lost too often."""
     one, several = alone(), make()
     for lost in range(1, GIVE_UP + 1):
         for trainer in (one, several):
@@ -264,7 +264,7 @@ def test_a_helper_that_is_killed_costs_nothing_and_comes_back(make: Make) -> Non
 
 @pytest.mark.slow
 def test_of_three_the_two_that_are_left_go_on_together(make: Make) -> None:
-    """Also when it is lost while nobody looks, between two steps: all of them had the same state, so they go on as two would."""
+    """Also when it is lost unnoticed, between two steps: all had the same state, so they go on as two would."""
     several, two = make(3), make(2)
     for trainer in (several, two):
         trainer.begin_round(random_theta())
@@ -303,7 +303,7 @@ def test_a_helper_that_does_nothing_is_not_waited_for_for_ever(make: Make) -> No
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits another process's memory")
 def test_a_helper_whose_memory_runs_out_says_so(make: Make) -> None:
-    """It has no room for the gradients of embedding and head, however few rows it takes: the first device does its share."""
+    """It has no room for the gradients of embedding and head with any rows: the first device does its share."""
     spec = dataclasses.replace(SPEC, vocab_size=200_000)
     one, several = alone(spec), make(spec=spec)
     begin(one, several)
@@ -345,7 +345,6 @@ def test_no_helper_outlives_a_peer_that_is_killed(tmp_path: Path, when: str) -> 
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     with peer:
-        assert peer.stdout is not None
         pids = [int(word) for word in peer.stdout.readline().split()]
         assert len(pids) == 2
         peer.kill()

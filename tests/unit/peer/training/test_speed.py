@@ -1,4 +1,4 @@
-"""How fast a machine trains: the operations that are counted are those that torch carries out, and the filter is steady."""
+"""A machine's speed: the operations that are counted are those of torch, and the filter is steady."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_operations_that_are_counted_are_those_that_are_carried_out(first: i
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_what_a_micro_batch_keeps_is_what_the_formula_counts(name: str, blocks: int) -> None:
-    """8 d + 2 c + 4 F values a token of a block, and 2 d + 2 c more where queries and keys are normalized; a mask once (planning/memory.py)."""
+    """8 d + 2 c + 4 F values a token and block, 2 d + 2 c more with normalized queries and keys; one mask."""
     spec = dataclasses.replace(SPEC, d_model=256, n_heads=4, d_ff=640, **OPTIONS[name])
     manifest = tiny.manifest(model=spec, train=TRAIN)
     stage, kept = Stage(spec, 1, 1 + blocks, False, False), {}

@@ -1,4 +1,4 @@
-"""How many cores an operation takes is a number of each thread; torch has another of the process, which a thread takes that did not ask in time."""
+"""The cores of an operation are a number of each thread; a thread that did not ask in time takes the process's."""
 
 from __future__ import annotations
 

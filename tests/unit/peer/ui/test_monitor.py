@@ -29,8 +29,9 @@ from tests.support import tiny
 from tests.support.monitor import ALICE, BOB, CAROL, MANIFEST, WATCHER, Node, announcement, commits, records, watching
 
 REPORT = ChainReport(
-    seconds=2.0, busy_s=1.86, wait_forward_s=0.02, wait_backward_s=0.04, forward_link_s=0.5, backward_link_s=0.3, forward_bytes=4_000,
-    backward_bytes=0, depth=7, queued=2, activations=Means(rms=1.5, largest=9.0, sampled=1, frames=8, refused=1),
+    seconds=2.0, busy_s=1.86, wait_forward_s=0.02, wait_backward_s=0.04, forward_link_s=0.5, backward_link_s=0.3,
+    forward_bytes=4_000, backward_bytes=0, depth=7, queued=2, activations=Means(rms=1.5, largest=9.0, sampled=1,
+    frames=8, refused=1),
 )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ async def test_a_forged_log_is_refused(forge: Callable[[list[Commit]], list[byte
 
 
 class Astray:
-    """A transport that finds nobody at first: it asks in turn for one of two that are not there."""
+    """A transport that finds no peer at first: it asks in turn for one of two that are not there."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport, self.tries = transport, 0

@@ -1,4 +1,4 @@
-"""What peers call themselves reaches screens as harmless text, and nobody can pass for another."""
+"""What peers call themselves reaches screens as harmless text, and no peer can pass for another."""
 
 from __future__ import annotations
 
@@ -110,8 +110,9 @@ ZOE, OTHER = PEERS[:2]
 @pytest.mark.parametrize(
     "form",
     [
-        "{id}", "{end8}", "{end4}", "Zoë·{end4}", "Zoë·{end4}:", "Zoe-{end4}", "peer {end8}", '"Zoë·{end4}"', "'{end8}'", "…{end4}",
-        "...{end8}", "~{end4}", "12D3Koo…{end8}", "Zoë (…{end4})", " {end8} ", "Zoë:{end4}", "Zoë·{id}", "/ip4/1.2.3.4/tcp/5/p2p/{id}",
+        "{id}", "{end8}", "{end4}", "Zoë·{end4}", "Zoë·{end4}:", "Zoe-{end4}", "peer {end8}", '"Zoë·{end4}"',
+        "'{end8}'", "…{end4}", "...{end8}", "~{end4}", "12D3Koo…{end8}", "Zoë (…{end4})", " {end8} ", "Zoë:{end4}",
+        "Zoë·{id}", "/ip4/1.2.3.4/tcp/5/p2p/{id}",
     ],
 )  # fmt: skip
 def test_what_screens_show_of_a_peer_names_it(form: str) -> None:
@@ -136,7 +137,7 @@ def test_a_name_alone_and_what_is_cut_off_name_nobody(typed: str) -> None:
 
 
 def test_whoever_takes_the_end_of_another_id_for_a_name_gets_nobody_banned() -> None:
-    """The operator who types that name without the id behind it is asked whom he means."""
+    """The operator who types that name without the id behind it is asked which peer is meant."""
     with pytest.raises(UsageError) as refused:
         meant("PEER", ZOE[-4:], PEERS, {OTHER: ZOE[-4:]})
     assert ZOE in str(refused.value)

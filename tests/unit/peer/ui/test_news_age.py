@@ -156,7 +156,7 @@ async def test_the_news_are_as_old_as_the_last_answer_also_after_a_sleep_of_the_
     assert monitor.news_age == 0.0
     time.wall += 3600.0  # the steady clock of a machine that sleeps stands still
     assert monitor.news_age == 3600.0
-    time.wall -= 9999.0  # somebody set it
+    time.wall -= 9999.0  # it was set
     time.steady += 2.0
     assert monitor.news_age == 2.0
     node.log = records(commits())
@@ -202,7 +202,7 @@ async def test_a_node_that_came_back_elsewhere_is_found_by_what_it_announces() -
 
 
 class Moved:
-    """A transport that reaches nobody at the address `old`."""
+    """A transport that reaches no peer at the address `old`."""
 
     def __init__(self, transport: Transport, old: str) -> None:
         self._transport, self._old = transport, old

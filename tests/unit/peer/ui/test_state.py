@@ -1,4 +1,4 @@
-"""What a monitor tells as plain data: golden fields, hostile texts and numbers, and a bounded size however many peers there are."""
+"""A monitor's state as plain data: golden fields, hostile texts and numbers, and a bounded size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.watched import BEGAN, ROUND_SECONDS, MadeUp, peer_id, says
 
 NOW = BEGAN + 1e6
 LOG_ONLY = {f"Contributor.{name}" for name in ("scored", "gain", "edge", "rests", "probation")}
-"""What only `potluck log credits` tells of a contributor, and of the made-up run nobody."""
+"""What only `potluck log credits` tells of a contributor; the made-up run has none."""
 
 
 def test_the_state_of_a_small_run() -> None:

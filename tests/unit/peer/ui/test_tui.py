@@ -130,7 +130,7 @@ def test_the_end() -> None:
         story.chain(peer, 1.9)
     assert "95 %" in text(story.view)
     story.finish()
-    story.tell(PEERS[0], announced(9_000, 5, "training"))  # one who has not heard of it yet
+    story.tell(PEERS[0], announced(9_000, 5, "training"))  # one that has not heard of it yet
     story.chain(PEERS[2], 1.9)
     shown = text(story.view)
     assert "finished 5 rounds in" in shown
@@ -370,7 +370,8 @@ def test_who_joins_is_told_what_is_fetched_how_fast_and_when_its_work_begins_and
         "· state of round 30: 50.0 MB of 200 MB (80 Mb/s), about 15 s left",
         "✓ state of round 30: 200 MB in 20.0 s (80 Mb/s)",
         "· ready: round 31, for which the next plan is, begins in about 42 s",
-        "✓ round 31 is applied, with 65,472 tokens of this machine's work; 1 B sent, 2 B received and 0 B written to disk since the start",
+        "✓ round 31 is applied, with 65,472 tokens of this machine's work; "
+        "1 B sent, 2 B received and 0 B written to disk since the start",
     ]
 
 
@@ -470,8 +471,8 @@ def test_a_newcomer_is_told_of_its_probation_when_it_joins_and_after_each_round_
     )  # fmt: skip
     said = [line[9:] for body in (found, own) for line in lines.of(Event(0.0, PEERS[0], body))]
     assert said[1] == (
-        "· the work of newcomers has no weight in the first 3 rounds that they bring; it is judged, and goes into their work"
-        " after it"
+        "· the work of newcomers has no weight in the first 3 rounds that they bring; it is judged, and goes into"
+        " their work after it"
     )
     assert said[-1] == f"· round 31, this machine's work: {why}"
     assert not any(
@@ -499,7 +500,7 @@ def run_of(rounds: int, **ready: Any) -> RunView:
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (104, 30), (110, 30), (120, 40), (122, 36), (200, 60)])
 def test_nothing_of_a_small_run_is_cut(width: int, height: int) -> None:
-    """With a line's rate, a share that is computed and a sum that has been sent as wide as they come; long names cut nothing, either."""
+    """With a line's rate, a computed share and a sent sum as wide as they come; long names cut nothing, either."""
     shown = text(run_of(20, up_bps=20_200_000), width, height)
     assert "blocks 2-3" in shown
     assert "…" not in shown, shown

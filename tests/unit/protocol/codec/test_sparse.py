@@ -312,15 +312,19 @@ def test_gaps_are_checked() -> None:
     assert indices([3, 5], b"\x03") == [3, 9]
     assert indices([127, 115], b"\x0a") == [255, 499]
     for low, quotients, reason in [
-        ([127, 116], b"\x0a", "out of range"), ([0, 0], b"\x21", "out of range"), ([3, 5], b"\x01", "one for each"),
-        ([3, 5], b"\x07", "one for each"), ([3, 5], b"", "bytes of quotients"), ([3, 5], b"\x03\x00", "bytes of quotients"),
-    ]:  # fmt: skip
+        ([127, 116], b"\x0a", "out of range"),
+        ([0, 0], b"\x21", "out of range"),
+        ([3, 5], b"\x01", "one for each"),
+        ([3, 5], b"\x07", "one for each"),
+        ([3, 5], b"", "bytes of quotients"),
+        ([3, 5], b"\x03\x00", "bytes of quotients"),
+    ]:
         with pytest.raises(PayloadError, match=reason):
             indices(low, quotients)
 
 
 def test_memory_stays_within_what_is_stated() -> None:
-    """Of decode: 12 bytes per entry for the result, 20 per entry of a segment, and tables; for good payloads and for noise."""
+    """Of decode: 12 bytes per entry of the result, 20 per entry of a segment, and tables; for any payload."""
     shapes = [(1024, 2048), (512, 512)]
     codec = Codec(128)
     payload = encode(codec, arrays_of(shapes, 1))
@@ -414,7 +418,7 @@ def test_two_means_are_those_of_the_formula(shapes: list[tuple[int, ...]], seed:
 
 
 def test_the_golden_payload() -> None:
-    """Whoever changes these bytes changes the wire format: raise the version."""
+    """A change of these bytes changes the wire format: raise the version."""
     x = ((np.arange(96 * 128) * 2_654_435_761 % 1_000_003) - 500_000).reshape(96, 128).astype(np.float32)
     assert hashlib.sha256(encode(Codec(32), [x, x[0]])).hexdigest()[:16] == "f5be5c27d4a7a133"
     assert sparse.entries(Codec(32), [(96, 128), (128,)]) == 4 * 24 + 1

@@ -1,4 +1,4 @@
-"""Who may take part: decrees, what makes them lawful, and what the leader, voters and auditors make of them (protocol/ledger/access.py)."""
+"""Admission: decrees, their lawfulness, and leader, voters and auditors (protocol/ledger/access.py)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from bootstrap.calls import DecreeHandler
 from peer.ui import monitor
 from peer.ui.lines import Lines
-from protocol.errors import RemoteError
 from protocol.ledger import access, capacity, run_state, schedule
 from protocol.round import fairness
 from protocol.round.leader import Leader
@@ -24,7 +22,7 @@ from protocol.wire.encoding import seal
 from protocol.wire.schema import packed
 from tests.support import leader as leading
 from tests.support import tiny
-from tests.support.access import ONE, decree, signed
+from tests.support.access import ONE, Desk, decree, signed
 
 KEYS = tiny.OPERATORS[:4]
 STRANGER = tiny.OPERATORS[4]
@@ -163,31 +161,18 @@ def test_the_members_have_to_wish_the_same_and_the_newest_wish_counts() -> None:
 
 
 def test_a_node_takes_only_what_a_commit_can_have() -> None:
-    """A signature of other bytes that read as the same decree would make an honest leader propose what all others refuse."""
-    heard: list[DecreeSigned] = []
-
-    async def hand_in(event: DecreeSigned) -> None:
-        heard.append(event)
-
+    """A signature of other bytes of the same decree would make an honest leader propose what all others refuse."""
     key, wish = tiny.OPERATOR, decree(BAN, "a")
-    decrees = DecreeHandler(Leader(ONE, (), (), 0.0), hand_in, lambda motion: None, frozenset)
-
-    def hear(sealed: bytes) -> str | None:
-        try:
-            asyncio.run(decrees.receive(Motion(sealed=sealed)))
-        except RemoteError as error:
-            return str(error)
-        return None
-
+    desk = Desk(Leader(ONE, (), (), 0.0))
     body = framing.pack_message({"t": "decree", **packed(wish), "more": 1})
     longer = framing.pack_message({"p": key.peer_id, "b": body, "s": key.sign(DOMAIN + body)})
-    assert hear(longer) == "that decree is signed in a form that no commit has"
-    assert hear(seal(STRANGER, wish)) == f"{STRANGER.peer_id[-8:]} is not among the operators who decide rounds now"
-    assert hear(seal(key, dataclasses.replace(wish, run="f" * 64))) == "that decree is of another run"
-    assert hear(seal(key, dataclasses.replace(wish, action="crown"))) == "that decree says nothing"
-    assert heard == []
-    assert hear(seal(key, wish)) is None
-    assert heard == [DecreeSigned(key.peer_id, wish, signed(wish, key).signatures[key.peer_id])]
+    assert desk.hear(longer) == "that decree is signed in a form that no commit has"
+    assert desk.refuses(wish, STRANGER) == f"{STRANGER.peer_id[-8:]} is not among the operators who decide rounds now"
+    assert desk.refuses(dataclasses.replace(wish, run="f" * 64)) == "that decree is of another run"
+    assert desk.refuses(dataclasses.replace(wish, action="crown")) == "that decree says nothing"
+    assert desk.taken == []
+    assert desk.refuses(wish) is None
+    assert desk.taken == [DecreeSigned(key.peer_id, wish, signed(wish, key).signatures[key.peer_id])]
 
 
 # --- the leader, voters, auditors
@@ -302,29 +287,21 @@ def test_a_schedule_that_does_not_end_with_the_run_is_said(part: float, said: st
 
 
 def test_a_node_tells_an_operator_who_comes_too_late() -> None:
-    async def hand_in(event: DecreeSigned) -> None:
-        raise AssertionError("it was taken")
-
     head = dataclasses.replace(first(ONE, None, 0), round=ONE.rounds - 1, members=ONE.first_members)
-    decrees = DecreeHandler(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, frozenset)
-    with pytest.raises(RemoteError, match=f"that decree cannot be: the run ends with round {ONE.rounds}"):
-        asyncio.run(decrees.receive(Motion(sealed=seal(tiny.OPERATOR, longer(ONE.rounds + 1)))))
+    desk = Desk(Leader(ONE, (head,), (), 0.0))
+    said = desk.refuses(longer(ONE.rounds + 1))
+    assert said.startswith(f"that decree cannot be: the run ends with round {ONE.rounds}")
+    assert desk.taken == []
 
 
 def test_who_asks_whether_its_decree_was_decided_is_not_told_that_it_comes_too_late() -> None:
     """The run has one round more by it, which is open now: another decree could not set that."""
-
-    async def hand_in(event: DecreeSigned) -> None:
-        """The machine knows it."""
-
     wish = longer(2)
-    head = dataclasses.replace(
-        first(ONE, signed(wish, tiny.OPERATOR)), round=1, schedule=wish.schedule, members=ONE.first_members
-    )
-    decrees = DecreeHandler(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, frozenset)
-    assert asyncio.run(decrees.receive(Motion(sealed=seal(tiny.OPERATOR, wish)))) == wish
-    with pytest.raises(RemoteError, match="that decree cannot be"):
-        asyncio.run(decrees.receive(Motion(sealed=seal(tiny.OPERATOR, longer(2, number=1)))))
+    brought = first(ONE, signed(wish, tiny.OPERATOR))
+    head = dataclasses.replace(brought, round=1, schedule=wish.schedule, members=ONE.first_members)
+    desk = Desk(Leader(ONE, (head,), (), 0.0))
+    assert asyncio.run(desk.handler.receive(Motion(sealed=seal(tiny.OPERATOR, wish)))) == wish
+    assert desk.refuses(longer(2, number=1)).startswith("that decree cannot be")
 
 
 @pytest.mark.parametrize("change", [3, -2])
@@ -373,5 +350,4 @@ def test_nobody_plans_beyond_what_was_decreed() -> None:
         sight = fairness.NodeView(state=state, chains=plan, wall=0.0)
         told = dataclasses.replace(commit, schedule=decreed)
         found = fairness.lie_in(sight, told)
-        assert found is not None
         assert found.reason == lie

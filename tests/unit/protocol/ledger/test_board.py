@@ -1,21 +1,17 @@
-"""Who operates a run changes by decree: which decrees can be, who decides then, and what nodes make of it (protocol/ledger/board.py)."""
+"""Changes of the operators: possible decrees, the members afterwards, and nodes (protocol/ledger/board.py)."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import Any
 
 import pytest
 
-from bootstrap.calls import DecreeHandler
-from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.ledger import access, board, history
 from protocol.ledger.history import History
 from protocol.quorum.paxos_events import Learned
 from protocol.round.leader import Leader
-from protocol.round.leader_events import DecreeSigned
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.bounds import LONGEST_PLACE
@@ -36,6 +32,7 @@ from protocol.wire.decree import (
 from protocol.wire.encoding import seal
 from protocol.wire.schema import SchemaError, build, plain
 from tests.support import tiny
+from tests.support.access import Desk
 from tests.support.paxos import NAMES, A, B, C, Cluster, D, E
 
 F, G = NAMES[5:7]
@@ -226,7 +223,7 @@ def test_who_gives_signs_of_life_is_chosen_first() -> None:
 
 
 def test_no_typing_error_can_stop_a_run() -> None:
-    """Who is appointed decides nothing; more decide, or others, where enough of them give signs of life."""
+    """An appointed operator decides nothing; more decide, or others, where enough of them give signs of life."""
     assert board.why_too_few(FOUR, None, appoint(E), {A, B}) is None
     head = first(ONE, signed(appoint(B, C, D, manifest=ONE), A))
     four = decree(QUORUM, ONE, 1, quorum=4)
@@ -243,45 +240,28 @@ def test_no_typing_error_can_stop_a_run() -> None:
 
 
 def test_a_node_refuses_in_one_line_what_cannot_be_and_answers_whose_decree_dismissed_him() -> None:
-    heard: list[DecreeSigned] = []
-
-    async def hand_in(event: DecreeSigned) -> None:
-        heard.append(event)
-
     head = first(ONE, signed(appoint(B, C, D, manifest=ONE), A))
-    leader = Leader(ONE, (head,), (), 0.0)
-    decrees = DecreeHandler(leader, hand_in, lambda motion: None, lambda: frozenset({A}))
+    desk = Desk(Leader(ONE, (head,), (), 0.0), lambda: frozenset({A}))
 
     def hear(wish: Decree, name: str = A) -> str | None:
-        try:
-            asyncio.run(decrees.receive(Motion(sealed=seal(KEYS[name], wish))))
-        except RemoteError as error:
-            return str(error)
-        return None
+        return desk.refuses(wish, KEYS[name])
 
-    few = "that decree cannot be: 1 of the 4 who would decide give signs of life, and a round would need 3; start their nodes first"
-    assert hear(decree(QUORUM, ONE, 1, quorum=4)) == few
+    few = "1 of the 4 who would decide give signs of life, and a round would need 3; start their nodes first"
+    assert hear(decree(QUORUM, ONE, 1, quorum=4)) == f"that decree cannot be: {few}"
     assert hear(appoint(E, manifest=ONE, number=1), B) == f"{B[-8:]} is not among the operators who decide rounds now"
-    assert heard == []
+    assert desk.taken == []
     assert hear(appoint(E, manifest=ONE, number=1)) is None
-    assert [event.operator for event in heard] == [A]
-    assert hear(appoint(B, C, D, manifest=ONE), E) is None, (
-        "who asks whether it was decided may be no operator any more"
-    )
-    assert len(heard) == 1, "and nothing follows from it"
+    assert [event.operator for event in desk.taken] == [A]
+    assert hear(appoint(B, C, D, manifest=ONE), E) is None, "an operator that asks may have been dismissed"
+    assert len(desk.taken) == 1, "and nothing follows from it"
 
 
 def test_a_node_tells_once_what_waits_for_other_operators() -> None:
-    leader, told = Leader(FOUR, (), (), 0.0), list[str]()
-
-    async def hand_in(event: DecreeSigned) -> None:
-        leader.handle(event, 0.0)
-
-    decrees = DecreeHandler(leader, hand_in, lambda motion: None, frozenset, told.append)
+    desk = Desk(Leader(FOUR, (), (), 0.0))
     for name in (A, A, B, B):
-        asyncio.run(decrees.receive(Motion(sealed=seal(KEYS[name], appoint(E)))))
+        assert desk.refuses(appoint(E), KEYS[name]) is None
     signers = ", ".join(name[-8:] for name in sorted((A, B)))
-    assert told == [
+    assert desk.told == [
         f"decree appoint: 1 of 3 operators have signed it ({A[-8:]}); it waits for others",
         f"decree appoint: 2 of 3 operators have signed it ({signers}); it waits for others",
     ]

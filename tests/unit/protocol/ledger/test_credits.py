@@ -24,7 +24,7 @@ def commit(round: int, plan: Plan | None, contributions: list[Contribution], lef
 
 
 def a_run(seed: int, rounds: int = 40) -> list[Commit]:
-    """Peers come and go, replicas and chains are planned anew each round, some fail, spares step in."""
+    """Peers come and go, replicas and chains are planned again each round, some fail, spares step in."""
     draw, log, number = random.Random(seed), list[Commit](), 0
     plan: Plan | None = None
     for round in range(rounds):

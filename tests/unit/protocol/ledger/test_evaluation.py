@@ -1,4 +1,4 @@
-"""Who measures the held-out loss, what of it has a place in a commit, and what readers make of it (protocol/ledger/run_state.py)."""
+"""The held-out loss: measuring peers, places in a commit, and readers (protocol/ledger/run_state.py)."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_the_next_commit_says_what_was_measured_and_voters_look() -> None:
     due = driver.leader.state.due
     assert set(due.by) == set(NAMES[:2])
     said = says(KEYS[0], due)
-    driver.do(Received(NAMES[1], said))  # in somebody else's session
+    driver.do(Received(NAMES[1], said))  # in another peer's session
     driver.do(Received(NAMES[3], says(KEYS[3], due)))  # a stranger's
     driver.do(Received(NAMES[1], says(KEYS[1], due, round=1)))
     driver.do(Received(NAMES[0], said))
@@ -168,7 +168,6 @@ def test_the_next_commit_says_what_was_measured_and_voters_look() -> None:
     assert fairness.lie_in(sight, found) is None
     false = dataclasses.replace(found, evaluations=(dataclasses.replace(said, loss=0.1),))
     lie = fairness.lie_in(sight, false)
-    assert lie is not None
     assert lie.reason == f"has an evaluation that is not signed by {short_peer(NAMES[0])}"
     driver.attest(*NAMES[:2])
     driver.do(Received(NAMES[0], said))
@@ -322,12 +321,10 @@ def test_readers_see_the_text_that_most_tell() -> None:
         (told(4, "a time", a=3.0), "a time"),
     ):
         held.add(evaluations)
-        assert held.newest is not None
         assert held.newest.sample == seen
     watched = RunView(RUN)
     watched.feed(with_these(told(2, "once \x1b[2Jupon", a=3.0)))
     shown = state(watched, 2.0)
-    assert shown.held_out is not None
     assert shown.held_out.sample == "once  [2Jupon"
 
 
@@ -338,7 +335,6 @@ def test_readers_see_the_median_and_who_measured() -> None:
         held.add(evaluations)
     assert list(held.found) == [0, 2]
     newest = held.newest
-    assert newest is not None
     assert (newest.loss, newest.bits_per_byte) == (3.5, 1.75), "one liar of three is not believed"
     assert [(said.peer, said.loss) for said in newest.by] == [("a", 3.0), ("b", 1e6), ("c", 3.5)]
     watched = RunView(RUN)
@@ -346,7 +342,6 @@ def test_readers_see_the_median_and_who_measured() -> None:
     watched.feed(with_these(told(2, **{"\x1b[2J": 3.0}), 9))
     shown = state(watched, 2.0)
     assert shown.held_out_by_round == ((0, 5.0), (2, 3.0))
-    assert shown.held_out is not None
     assert "\x1b" not in shown.held_out.by[0].peer
     assert 'potluck_held_out_bits_per_byte{run="' in exposition(shown)
     *_, (_, text) = describe(with_these(told(2, a=3.0)), {})
@@ -358,5 +353,4 @@ def test_a_long_run_keeps_a_bounded_number_of_points() -> None:
     for round in range(9000):
         held.add(told(round, a=1.0))
     assert len(held.found) <= 4000
-    assert held.newest is not None
     assert held.newest.round == 8999

@@ -1,4 +1,4 @@
-"""The list of a share's parts: one form, one name, sums that follow from it, and no longer than the model has shards."""
+"""The list of a share's parts: one form, one name, sums that follow from it, and a bounded length."""
 
 from __future__ import annotations
 

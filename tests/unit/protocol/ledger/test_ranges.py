@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from protocol.round.leader import Leader
 from protocol.round.leader_events import DecreeSigned, Ready
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding
-from protocol.wire.commit import DOMAIN
+from protocol.wire.commit import DOMAIN, Commit
 from protocol.wire.decree import SET, Decree, Limits, Schedule
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 from tests.support import tiny
@@ -136,6 +137,20 @@ def test_a_seat_goes_to_nobody_whose_range_has_its_share() -> None:
 # --- the leader
 
 
+def crowd(driver: Driver, names: Iterable[str]) -> None:
+    """They are ready, all of one range."""
+    for name in names:
+        driver.do(Ready(Candidate(peer=name, memory_bytes=FULL, up_bps=10**7, range=HOME)))
+
+
+def all_offer(driver: Driver) -> Commit:
+    """All that are planned offer; the commit."""
+    plan = driver.leader.plan
+    return driver.decide(
+        driver.offered(*(p for p in driver.memory if plan is not None and plan.replica_of(p) is not None))
+    )
+
+
 def thirty(**admission: Any) -> tuple[Driver, list[str]]:
     """Four founders and thirty identities of one range, after the plan that has seen all."""
     names = [f"x{i:02}" for i in range(30)]
@@ -143,15 +158,10 @@ def thirty(**admission: Any) -> tuple[Driver, list[str]]:
     driver.decide(driver.ready(*"abcd"))
     driver.attest(*"abcd")
     shards = memory.stage_shards(driver.manifest, 0, tiny.LAYERS)
-    for name in names:
-        driver.do(Ready(Candidate(peer=name, memory_bytes=FULL, up_bps=10**7, range=HOME)))
+    crowd(driver, names)
     for _ in range(3):
-        driver.attest(*names, shards=shards)
-        there = [
-            p for p in driver.memory if driver.leader.plan is not None and driver.leader.plan.replica_of(p) is not None
-        ]
-        driver.attest(*"abcd", shards=shards)
-        driver.decide(driver.offered(*there))
+        driver.attest(*names, *"abcd", shards=shards)
+        all_offer(driver)
     return driver, names
 
 
@@ -162,7 +172,6 @@ def test_thirty_identities_of_one_range_have_together_no_more_than_its_share() -
         assert shares(commit.plan, dict.fromkeys(names, HOME)) <= 0.25
         total = sum(c.tokens for c in commit.contributions)
         assert sum(c.tokens for c in commit.contributions if c.peers[0] in names) <= 0.25 * total
-    assert driver.commits[-1].plan is not None
     assert sum(r.peers[0] in names for r in driver.commits[-1].plan.replicas) == 1
     without, names = thirty(range_share=1.0)
     assert without.commits[-1].plan is not None
@@ -175,11 +184,9 @@ def test_a_plan_for_one_range_is_doubted_by_whoever_sees_it() -> None:
     honest, _ = thirty()
     other = Driver(driver.memory, M, tuple(before))
     other.ready(*"abcd")
-    for name in names:
-        other.do(Ready(Candidate(peer=name, memory_bytes=FULL, up_bps=10**7, range=HOME)))
+    crowd(other, names)
     sight = fairness.view_of(other.leader, commit.time, 1.0, True)
     found = fairness.doubt_in(sight, commit)
-    assert found is not None
     assert found.reason == "plans 88% for one range of addresses"
     assert not found.lie
     assert fairness.doubt_in(sight, dataclasses.replace(commit, plan=honest.commits[-1].plan)) is None, (
@@ -204,12 +211,8 @@ def test_limits_that_are_decreed_hold_from_the_commit_that_brings_them() -> None
     before = tuple(driver.commits)
     limits = decreed(driver, range_share=0.25, range_sessions=2, probation=9)
     driver.attest(*driver.memory, shards=memory.stage_shards(driver.manifest, 0, tiny.LAYERS))
-    there = [
-        p for p in driver.memory if driver.leader.plan is not None and driver.leader.plan.replica_of(p) is not None
-    ]
-    commit = driver.decide(driver.offered(*there))
+    commit = all_offer(driver)
     assert before[-1].plan is not None
-    assert commit.plan is not None
     where = dict.fromkeys(names, HOME)
     assert shares(before[-1].plan, where) > 0.8
     assert shares(commit.plan, where) <= 0.25
@@ -217,18 +220,16 @@ def test_limits_that_are_decreed_hold_from_the_commit_that_brings_them() -> None
     assert driver.leader.standing.left(names[0]) > 0, "who had served what was asked has more to serve"
 
     async def hand_in(event: object) -> None:
-        """Nobody is invited."""
+        """No peer is invited."""
 
     refused = AdmissionControl(driver.leader, hand_in, Clock()).crowded("x", ["y", "z"])
     assert refused is not None
     other = Driver(driver.memory, driver.manifest, before)
     other.ready(*"abcd")
-    for name in names:
-        other.do(Ready(Candidate(peer=name, memory_bytes=FULL, up_bps=10**7, range=HOME)))
+    crowd(other, names)
     sight = fairness.view_of(other.leader, commit.time, 1.0, True)
     large = dataclasses.replace(before[-1].plan, round=commit.plan.round)
     found = fairness.doubt_in(sight, dataclasses.replace(commit, plan=large))
-    assert found is not None
     assert "for one range of addresses" in found.reason
     assert fairness.doubt_in(sight, commit) is None
     assert access.why_unlawful(driver.manifest, before[-1], commit) is None
@@ -242,7 +243,7 @@ def test_limits_that_are_decreed_hold_from_the_commit_that_brings_them() -> None
 def test_those_for_whom_an_operator_vouches_are_limited_by_no_range() -> None:
     key = tiny.OPERATORS[3].peer_id
     driver = Driver({key: FULL}, manifest(keys=(key,)))
-    driver.do(Ready(Candidate(peer=key, memory_bytes=FULL, up_bps=10**7, range=HOME)))
+    crowd(driver, [key])
     assert [c.range for c in driver.leader.standing.marked(driver.leader.ready.values())] == [""]
 
 
@@ -254,17 +255,14 @@ def test_so_many_strangers_of_a_range_have_a_session_and_an_operator_may_admit_m
     leader = Leader(manifest(range_sessions=2, keys=(key,)), (), (), 0.0)
 
     async def hand_in(event: object) -> None:
-        """Nobody is invited."""
+        """No peer is invited."""
 
     admission = AdmissionControl(leader, hand_in, Clock())
     assert admission.crowded("x", ["y"]) is None
     refused = admission.crowded("x", ["y", "z"])
-    assert refused is not None
     assert refused.waits
     assert admission.crowded("x", ["y", key]) is None, "who is admitted takes nobody's place"
     assert admission.crowded(key, ["y", "z"]) is None
-    assert (
-        AdmissionControl(Leader(manifest(), (), (), 0.0), hand_in, Clock()).crowded("x", [str(i) for i in range(99)])
-        is None
-    )
+    unlimited = AdmissionControl(Leader(manifest(), (), (), 0.0), hand_in, Clock())
+    assert unlimited.crowded("x", [str(i) for i in range(99)]) is None
     assert asyncio.run(admission.welcome("x", None)) is None

@@ -1,4 +1,4 @@
-"""The list of rules: every lie breaks its rule for voters and in `log verify`, honest logs break none, and no rule is superfluous."""
+"""The list of rules: every lie breaks its rule for all callers, honest logs break none, and each rule is needed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def planned(state: RunState, *members: tuple[StageSpec, ...], seats: int = 0) ->
 def contribution(number: int, *peers: str) -> Contribution:
     root = tiny.digest("/".join(peers))
     shares = tuple(Share(peer=p, root=root, size=8, norm=1.0, listed=part_lists.longest(RUN)) for p in peers)
-    return Contribution(replica=number, tokens=RUN.train.tokens(STEPS, MICRO_BATCHES), steps=STEPS, loss=2.0, shares=shares)  # fmt: skip
+    tokens = RUN.train.tokens(STEPS, MICRO_BATCHES)
+    return Contribution(replica=number, tokens=tokens, steps=STEPS, loss=2.0, shares=shares)
 
 
 def judged(number: int, *peers: str, probation: bool = False) -> LeftOut:
@@ -113,7 +114,7 @@ def third(state: RunState) -> Commit:
 
 
 def fallen() -> list[Commit]:
-    """The work of "f3" was judged and left out until it lost its reputation; then it is not planned, and there is a seat."""
+    """The work of "f3" was left out until it lost its reputation; then it is not planned, and there is a seat."""
     log, state = swarm()[:1], run_state.fold(RUN, swarm()[:1])
     while not state.standing.rests("f3"):
         log.append(next_commit(state, planned(state, *EVERYBODY), [judged(3, "f3")]))
@@ -159,7 +160,6 @@ def replica(index: int, **changes: Any) -> Change:
     """One replica of the plan, with these changes."""
 
     def change(commit: Commit) -> Commit:
-        assert commit.plan is not None
         there = list(commit.plan.replicas)
         there[index] = dataclasses.replace(there[index], **changes)
         return plan_says(replicas=tuple(there))(commit)
@@ -257,7 +257,8 @@ LIES = [
         decree=ban("f0"), signatures={OPERATOR.peer_id: SIGNATURE}), decrees=1)),
     Lie("is_lawful", "decree of another time", decreed(ban("f0", number=7), OPERATOR)),
     Lie("is_lawful", "decree of another time", decreed(ban("f0", run="0" * 64), OPERATOR)),
-    Lie("is_lawful", "comes too late", lambda c: says(schedule=SHORT)(decreed(ban("", action=SET, schedule=SHORT), OPERATOR)(c))),
+    Lie("is_lawful", "comes too late", lambda c: says(schedule=SHORT)(
+        decreed(ban("", action=SET, schedule=SHORT), OPERATOR)(c))),
     Lie("is_lawful", "lets in", says(joined=invited(1, operator=tiny.OPERATORS[1]))),
     Lie("admits_invited_peers", "may take part already", says(joined=invited(1))),
     Lie("plans_admitted_peers", "plans f1, and it is banned", decreed(ban("f1"), OPERATOR)),
@@ -311,7 +312,8 @@ LIES = [
     Lie("numbers_are_new", "under the numbers", replica(0, number=1)),
     Lie("numbers_are_new", "under the numbers", plan_says(next_number=3)),
     Lie("numbers_are_new", "which was another one", replica(0, number=6), lambda: [*swarm(), third(
-        run_state.fold(RUN, swarm()))], lambda s: next_commit(s, planned(s, *EVERYBODY), [judged(5, "new", probation=True)])),
+        run_state.fold(RUN, swarm()))],
+        lambda s: next_commit(s, planned(s, *EVERYBODY), [judged(5, "new", probation=True)])),
     Lie("numbers_are_new", "skips numbers", plan_says(next_number=2**40)),
     Lie("text_is_given_once", "given already", replica(0, work=SIXTEENTH)),
     Lie("text_is_given_once", "given already", lambda c: replica(0, work=c.plan.replicas[1].work)(c)),  # type: ignore[union-attr]
@@ -359,7 +361,6 @@ def test_a_lie_breaks_its_rule_for_voters_auditors_and_peers(lie: Lie) -> None:
     found = [(v.rule, v.reason) for v in rules.check(state, commit)]
     assert any(rule == lie.rule and lie.reason in reason for rule, reason in found), found
     unfair = fairness.lie_in(fairness.NodeView(state=state, chains=None, wall=1.0), commit)
-    assert unfair is not None
     assert unfair.lie
     assert any((lie.before or lie.reason) in reason for reason in audited(RUN, [*log, commit]))
     assert any(reason in {reason for _, reason in found} for reason in reported([*log, commit]))
@@ -378,7 +379,9 @@ def test_without_any_one_rule_a_lie_is_missed(rule: rules.Rule) -> None:
     assert any(missed)
 
 
-@pytest.mark.parametrize(("log", "honest"), [(swarm, third), (fallen, without_fallen), (last, lambda s: next_commit(s, None))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("log", "honest"), [(swarm, third), (fallen, without_fallen), (last, lambda s: next_commit(s, None))]
+)
 def test_an_honest_log_breaks_no_rule(log: Callable[[], list[Commit]], honest: Callable[[RunState], Commit]) -> None:
     commits = log()
     commits.append(honest(run_state.fold(RUN, commits)))
@@ -400,7 +403,7 @@ def test_a_state_is_the_same_however_the_log_is_folded() -> None:
 
 
 def test_what_a_record_stands_on_is_checked_before_any_rule() -> None:
-    """The run, the round, the parent, the leader, the members and the votes: nobody reads on after such a record."""
+    """The run, the round, the parent, the leader, the members and the votes: no reader goes on after such a record."""
     log = swarm()
     honest = third(run_state.fold(RUN, log))
     follow(RUN, log[-1], encoding.encode_record(tiny.record(honest)))

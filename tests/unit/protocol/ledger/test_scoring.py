@@ -1,4 +1,4 @@
-"""Who scores whose work, what of it has a place in the log, and what follows from it (protocol/ledger/scoring.py, marks.py)."""
+"""Scores: scorers, places in the log, and consequences (protocol/ledger/scoring.py, marks.py)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def full(count: int = 8) -> list[Contribution]:
     return [contribution(i, NAMES[i]) for i in range(count)]
 
 
-# --- who scores whom
+# --- scorers
 
 
 def test_three_score_each_contribution_and_nobody_its_own() -> None:
@@ -141,7 +141,6 @@ def test_what_is_scored_is_text_that_was_trained_on() -> None:
 
 def says(now: Scoring, key: Identity, round: int, value: float = 1.0, **changes: object) -> Score:
     turn = now.turn(round)
-    assert turn is not None
     given = tuple(Mark(replica=n, assigned=value, other=value / 2) for n in turn.by.get(key.peer_id, (0,)))
     said = dataclasses.replace(Score(peer="", round=round, marks=given, signature=b""), **changes)
     return claims.signed(key, turn.of, said)
@@ -213,7 +212,7 @@ def test_the_next_commit_has_the_scores_and_voters_look() -> None:
     turn = now.turns[-1]
     key = next(key for key in KEYS if key.peer_id in turn.by)
     said = says(now, key, turn.round)
-    made.do(Received(NAMES[5], said))  # in somebody else's session
+    made.do(Received(NAMES[5], said))  # in another peer's session
     made.do(Received(key.peer_id, said))
     sight = fairness.view_of(made.leader, 0.0, 0.0, True)
     found = made.decide(made.offered(*NAMES[:2], steps=STEPS))
@@ -222,7 +221,6 @@ def test_the_next_commit_has_the_scores_and_voters_look() -> None:
         found, scores=(dataclasses.replace(said, marks=says(now, key, turn.round, 9.0).marks),)
     )
     lie = fairness.lie_in(sight, forged)
-    assert lie is not None
     assert lie.reason == f"has a score that is not signed by {short_peer(key.peer_id)}"
 
 
@@ -254,7 +252,6 @@ def played(
         turn, true = now.turn(round), [values(n, round, rng) for n in range(8)]
         scores = []
         for i, key in enumerate(KEYS[:8] if turn is not None else ()):
-            assert turn is not None
             told = [lie(n, round, rng) if i in liars else true[n] for n in turn.by.get(key.peer_id, ())]
             if told:
                 given = tuple(

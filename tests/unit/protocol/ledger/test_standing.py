@@ -138,7 +138,7 @@ def test_what_is_found_wrong_begins_the_probation_anew() -> None:
 
 
 def test_a_round_that_could_not_compare_is_not_served_where_one_could_have_been() -> None:
-    """Four established replicas are planned; where some of them bring nothing, nobody can tell noise from work."""
+    """Four established replicas are planned; where some of them bring nothing, noise cannot be told from work."""
     few = work_of_founders()[: LEAST_COMPARED - 2]
     assert begun(("new",)).after(commit(2, None, few, (tried(4, "new"),))).of("new").served == 0
     assert begun(("new",)).after(commit(2, None, work_of_founders(), (tried(4, "new"),))).of("new").served == 1

@@ -34,7 +34,7 @@ def test_who_contributed_counts_by_its_replicas_tokens_of_the_last_rounds() -> N
     witnesses.add(commit(contribution(8, "old")))
     for _ in range(WITNESS_ROUNDS):
         witnesses.add(commit(contribution(4, "a"), contribution(3, "b", "c"), contribution(2, "d")))
-        witnesses.add(commit())  # of which nobody's work is
+        witnesses.add(commit())  # which has no contribution
     assert witnesses.weights() == {
         "a": 4 * WITNESS_ROUNDS,
         "b": 3 * WITNESS_ROUNDS,

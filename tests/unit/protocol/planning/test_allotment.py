@@ -35,7 +35,7 @@ def did(steps: int, micro_batches: int = TRAIN.micro_batches) -> ReplicaSpec:
 
 
 def announced(peer: str, seconds: float | None = None) -> Candidate:
-    """A full peer that takes so many seconds for a whole inner step; None: it does not know."""
+    """A full peer that takes `seconds` for a whole inner step; None: it does not know."""
     work = TRAIN.micro_batches * partition.stage_operations(M)[0, tiny.LAYERS]
     reached = 0 if seconds is None else round(work / seconds)
     return Candidate(peer=peer, memory_bytes=FULL, up_bps=10**7, speed_flops=reached)
@@ -101,14 +101,11 @@ def test_nobody_reads_what_another_one_reads_whoever_comes_and_goes(
 
 def test_whoever_comes_or_goes_a_replica_keeps_its_number_and_what_it_was_promised() -> None:
     first = make_plan(AHEAD, [announced(p) for p in "abc"], round=1, previous=None)
-    assert first is not None
     assert [(r.number, r.peers) for r in first.replicas] == [(0, ("a",)), (1, ("b",)), (2, ("c",))]
     second = make_plan(AHEAD, [announced(p) for p in "bcd"], round=2, previous=first, done={0: 3, 1: 4, 2: 5})
-    assert second is not None
     assert [(r.number, r.peers) for r in second.replicas] == [(1, ("b",)), (2, ("c",)), (4, ("d",))]
     assert [second.replica(n).work for n in (1, 2)] == [first.replica(n).following for n in (1, 2)]
     third = make_plan(AHEAD, [announced(p) for p in "acd"], round=3, previous=second, done={1: 4, 2: 5})
-    assert third is not None
     assert [(r.number, r.peers) for r in third.replicas] == [(2, ("c",)), (4, ("d",)), (6, ("a",))]
     assert [third.replica(n).work for n in (2, 4)] == [second.replica(n).following for n in (2, 4)]
     assert [seat.number for p in (first, second, third) for seat in p.seats] == [3, 5, 7], "nobody else gets a seat's"

@@ -27,7 +27,7 @@ CHAIN_ROWS = Path(__file__).parents[4] / "docs/results/chain-grid.csv"
 
 @pytest.mark.parametrize("seed", [311, 945, 1596, 1908])
 def test_blocks_go_where_nobody_waits_for_memory(seed: int) -> None:
-    """Swarms in which shares by pace alone, however deep, bring 0.69 to 0.86 of the optimum: a member's window follows from its share."""
+    """Swarms in which shares by pace alone bring 0.69 to 0.86 of the optimum: a window follows from the share."""
     rng = random.Random(seed)
     manifest = plans.small_manifest(rng)
     peers = plans.parted(rng, plans.small_swarm(rng, manifest))
@@ -152,8 +152,8 @@ def _row(cells: list[str]) -> tuple[float, float, int, str, int, float, int]:
 
 
 def test_the_chains_that_were_measured_are_predicted_within_ten_points() -> None:
-    """docs/results/chain.md: four stages of 400 TFLOP/s of a model of 70 billion parameters, d = 8192; the inner ones have twice the link. The
-    planner chooses the depth."""
+    """docs/results/chain.md: four stages of 400 TFLOP/s of a model of 70 billion parameters, d = 8192; the inner ones
+    have twice the link. The planner chooses the depth."""
     with CHAIN_ROWS.open(encoding="utf-8", newline="") as grid:
         _, *rows = csv.reader(grid)
     assert len(rows) == 66
@@ -297,7 +297,7 @@ def test_spares_are_told_why() -> None:
 
 
 def test_chains_are_as_long_as_it_takes() -> None:
-    """32 machines, each of which holds one block of a model of 7 billion parameters; one can be the first, one the last."""
+    """32 machines that hold one block each of a model of 7 billion parameters; one can be first, one last."""
     manifest = plans.manifest_of("7B")
     first, inner, last = (memory.stage_memory(manifest, i, i + 1) for i in (0, 1, 31))
     assert inner < first < last

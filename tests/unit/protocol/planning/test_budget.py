@@ -1,4 +1,4 @@
-"""A GPU's own memory and the host's beside it are two budgets: in what a machine holds, in plans, and in what is announced of a shortage."""
+"""A GPU's memory and its host's are two budgets: in what a machine holds, in plans, and in announcements."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_with_overlap_where_the_next_round_begins_lies_on_the_host() -> None:
 
 
 def test_a_cards_copies_take_no_more_of_the_host_than_is_promised() -> None:
-    """By the buffers that an update of a tensor of many parts leaves behind; the device is a processor, which works on the same arrays."""
+    """By the buffers that the update of a large tensor leaves; the device is a processor with the same arrays."""
     import numpy as np
     import torch
 

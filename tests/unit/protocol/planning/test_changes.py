@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.planning.allotment import NEW
-from protocol.planning.memory import stage_shards, stage_memory
+from protocol.planning.memory import stage_memory, stage_shards
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import FORMING_ROUNDS, linked, make_plan
 from protocol.run.layout import ModelSpec
@@ -35,7 +35,7 @@ def peers(*speeds: int, memory: int = FULL - 1) -> list[Candidate]:
 
 
 def chain(*blocks: int, number: int = 7) -> ReplicaSpec:
-    """A chain of p0, p1, ... with so many blocks each."""
+    """A chain of p0, p1, ... with these numbers of blocks."""
     edges = itertools.pairwise(itertools.accumulate(blocks, initial=0))
     stages = tuple(StageSpec(peer=f"p{i}", first=a, last=b) for i, (a, b) in enumerate(edges))
     return ReplicaSpec(number=number, stages=stages)
@@ -98,8 +98,8 @@ def test_with_a_member_the_change_is_given_up_too() -> None:
 
 
 def test_stages_become_full_replicas_together() -> None:
-    """As soon as both hold everything: before that one alone would leave the other one without a chain. Of two micro-batches a chain
-    of two loses a third of its time to filling and draining."""
+    """As soon as both hold everything: before that one alone would leave the other one without a chain. Of two
+    micro-batches a chain of two loses a third of its time to filling and draining."""
     shallow = dataclasses.replace(DEEP, train=dataclasses.replace(DEEP.train, micro_batches=2))
     old = chain(6, 6)
     strong = peers(FAST, FAST, memory=2 * FULL)

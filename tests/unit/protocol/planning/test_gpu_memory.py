@@ -1,4 +1,4 @@
-"""What a stage needs of a GPU's own memory: counted where that is possible without one, and beside peaks of a card."""
+"""A stage's need of a GPU's own memory: counted where that works without one, and compared with a card's peaks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_the_promise_is_that_of_two_peaks_on_a_card() -> None:
 
 
 def kept(spec: ModelSpec, tokens: int, form: torch.dtype) -> int:
-    """Bytes that a block, between which and its neighbours values have this format, keeps for its backward as the compiler divides it, in bf16: by what
-    is saved, counted once."""
+    """Bytes that a block, between which and its neighbours values have this format, keeps for its backward as the
+    compiler divides it, in bf16: by what is saved, counted once."""
     block = Block(spec)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -80,9 +80,9 @@ def test_a_compiled_block_keeps_what_is_promised() -> None:
 def test_the_promise_is_what_recordings_of_a_stage_took_on_a_card() -> None:
     """Of the second of four stages, by what the allocator took from an H100 for one more (docs/results/gpu.md).
 
-    Not measured since blocks may write a part of the residual stream only: the peaks are of blocks that write all of it. The promise counts the
-    same for both, for a recording has the whole stream before and after its blocks. Nor is the memory of all of a stage measured since every
-    stage trains its rows of tokens."""
+    Not measured since blocks may write a part of the residual stream only: the peaks are of blocks that write all of
+    it. The promise counts the same for both, for a recording has the whole stream before and after its blocks. Nor is
+    the memory of all of a stage measured since every stage trains its rows of tokens."""
     shapes = {(1024, 9, 8, 2688, 16): 2.51, (1536, 12, 12, 5440, 8): 3.28}
     for (d, layers, heads, d_ff, rows), took in shapes.items():
         whole = ModelSpec(vocab_size=32_000, d_model=d, n_layers=layers, n_heads=heads, d_ff=d_ff, context=2048)
@@ -121,9 +121,8 @@ def test_what_is_joined_fits_and_divides(name: str, offered: int, count: int, de
 
 
 def test_only_the_name_of_a_card_makes_it_one() -> None:
-    assert [name for name in ("cuda", "cuda:1", "2 x cuda", "cpu", "3 x cpu", "mps", "", "x", "cudax") if memory.on_gpu(name)] == [
-        "cuda", "cuda:1", "2 x cuda"
-    ]  # fmt: skip
+    assert all(memory.on_gpu(name) for name in ("cuda", "cuda:1", "2 x cuda"))
+    assert not any(memory.on_gpu(name) for name in ("cpu", "3 x cpu", "mps", "", "x", "cudax"))
 
 
 def test_a_card_of_eight_gigabytes_is_a_full_replica_where_a_processor_with_as_much_is_not() -> None:

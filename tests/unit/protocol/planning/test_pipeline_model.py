@@ -116,8 +116,9 @@ def test_a_stage_that_becomes_slow_is_found(last: list[tuple[float, ...]], slow:
 
 
 def test_activations_are_computed_twice_where_that_is_quicker() -> None:
-    """Beside the best of all choices of who does, and of depths. With those computing twice only who had no room for the others to wait, the
-    worst of these chains took 4.0 times as long as the best, and a chain 6 % longer in the mean."""
+    """Beside the best of all choices of stages that do, and of depths. With those computing twice that had no room for
+    the others to wait, the worst of these chains took 4.0 times as long as the best, and a chain 6 % longer in the
+    mean."""
     rng, slower = random.Random(1), []
     for _ in range(100):
         stages = [_random_stage(rng) for _ in range(rng.randint(1, 3))]
@@ -138,7 +139,7 @@ def _random_stage(rng: random.Random) -> StageCost:
 
 
 def _best(chain: list[StageCost], links: list[LinkCost], micro_batches: int) -> float:
-    """Seconds of the quickest step, of several depths and of all choices of who computes twice."""
+    """Seconds of the quickest step, of several depths and of all choices of stages that compute twice."""
     found = []
     for depth, *twice in itertools.product((1, 2, 4, 6, 8, 12, 16, 24, 32), *[(False, True)] * (len(chain) - 1)):
         if any(depth > s.depths.held and not t for s, t in zip(chain, twice, strict=False)):

@@ -40,7 +40,6 @@ def _plan(candidates: list[Candidate], previous: Plan | None = None) -> Plan | N
 
 
 def _ranges(plan: Plan | None) -> list[list[tuple[str, int, int]]]:
-    assert plan is not None
     return [[(s.peer, s.first, s.last) for s in r.stages] for r in plan.replicas]
 
 
@@ -65,7 +64,6 @@ def test_strong_peers_are_full_and_weak_ones_share_a_chain() -> None:
         [("p2", 0, 4)],
         [("p1", 0, 1), ("p3", 1, 2), ("p4", 2, 4)],
     ]
-    assert plan is not None
     assert plan.spares == ("p5",)
     _check(candidates, plan)
 
@@ -79,7 +77,6 @@ def test_neighbours_by_uplink_make_a_chain() -> None:
     links = (1, 9, 2, 8, 3, 7)
     candidates = [Candidate(peer=f"p{i}", memory_bytes=THIRD, up_bps=up) for i, up in enumerate(links)]
     plan = _plan(candidates)
-    assert plan is not None
     assert [set(r.peers) for r in plan.replicas] == [{"p1", "p3", "p5"}, {"p4", "p2", "p0"}]
 
 
@@ -101,7 +98,6 @@ def test_a_member_whose_memory_shrank_is_planned_anew() -> None:
     first = _plan(_candidates(FULL, FULL))
     second = _plan(_candidates(FULL, THIRD), first)
     assert _ranges(second) == [[("p0", 0, 4)]]
-    assert second is not None
     assert second.spares == ("p1",)
 
 
@@ -112,7 +108,6 @@ def test_a_peer_too_small_for_any_stage_does_not_stand_between_others() -> None:
         Candidate(peer=f"p{i}", memory_bytes=m, up_bps=u) for i, (m, u) in enumerate(zip(memory, links, strict=True))
     ]
     plan = _plan(candidates)
-    assert plan is not None
     assert set(plan.replicas[0].peers) == {"p0", "p2", "p4"}
     assert plan.spares == ("p1", "p3")
 
@@ -306,7 +301,7 @@ def test_a_new_replica_begins_when_all_its_members_hold_their_shards() -> None:
 
 
 def test_who_keeps_a_replica_from_beginning_is_left_out_after_some_rounds() -> None:
-    """The others are spares then, and may be planned with somebody else."""
+    """The others are spares then, and may be planned with others."""
     full, *weak = _candidates(FULL, *[tiny.third_memory(M)] * 3)
     stuck, *others = (c.peer for c in weak)
 
@@ -330,14 +325,11 @@ def test_who_keeps_a_replica_from_beginning_is_left_out_after_some_rounds() -> N
 def test_who_is_kept_need_not_hold_anything_anew() -> None:
     plan = _plan(_candidates(FULL, FULL))
     again = make_plan(M, _candidates(FULL, FULL), round=2, previous=plan, holds=lambda stage: False)
-    assert plan is not None
-    assert again is not None
     assert _places(again.replicas) == _places(plan.replicas)
 
 
 def test_where_nobody_could_train_a_new_replica_begins_with_what_it_has_to_fetch() -> None:
     plan = make_plan(M, _candidates(FULL, FULL), round=2, previous=None, holds=lambda stage: False)
-    assert plan is not None
     assert (len(plan.replicas), plan.forming) == (2, ())
 
 
@@ -349,7 +341,6 @@ def test_as_many_chains_as_their_ends_allow() -> None:
     memories = [last, rest, rest] * 3
     candidates = [Candidate(peer=f"p{i}", memory_bytes=x, up_bps=100 - i // 3) for i, x in enumerate(memories)]
     plan = _plan(candidates)
-    assert plan is not None
     assert sorted(len(r.peers) for r in plan.replicas) == [3, 3, 3]
     assert {int(r.peers[-1][1:]) % 3 for r in plan.replicas} == {0}
     assert plan.spares == ()
@@ -376,7 +367,7 @@ def _swift(*speeds: int, memory: int = ROOM, up: int = UP) -> list[Candidate]:
 
 
 def _kept(manifest: Manifest, blocks: tuple[int, ...]) -> Plan:
-    """A plan with one chain, of p00, p01, ... with so many blocks each."""
+    """A plan with one chain, of p00, p01, ... with these numbers of blocks."""
     edges = itertools.pairwise(itertools.accumulate(blocks, initial=0))
     stages = tuple(StageSpec(peer=f"p{i:02}", first=a, last=b) for i, (a, b) in enumerate(edges))
     return Plan(round=1, replicas=(ReplicaSpec(stages=stages),))
@@ -385,7 +376,6 @@ def _kept(manifest: Manifest, blocks: tuple[int, ...]) -> Plan:
 def _next(candidates: list[Candidate], previous: Plan, manifest: Manifest = DEEP) -> tuple[int, ...]:
     """How many blocks the members of the one chain have in the plan after `previous`."""
     plan = make_plan(manifest, candidates, round=2, previous=previous)
-    assert plan is not None
     (replica,) = plan.replicas
     assert replica.peers == previous.replicas[0].peers
     return replica.blocks
@@ -439,7 +429,6 @@ def test_stages_are_contiguous_and_follow_the_speeds_for_every_length(stages: in
     deep = tiny.manifest(model=ModelSpec(vocab_size=16, d_model=8, n_layers=layers, n_heads=2, d_ff=16, context=8))
     speeds = [10**9 * (1 + i % 2) for i in range(stages)]
     ranges = partition.split(deep, tiny.rooms([stage_memory(deep, 0, layers)] * stages), speeds)
-    assert ranges is not None
     assert [a for a, _ in ranges] == [0, *(b for _, b in ranges[:-1])]
     assert ranges[-1][1] == layers
     assert all(a < b for a, b in ranges)
@@ -470,7 +459,6 @@ def test_a_new_chain_is_split_by_speed_and_the_order_of_announcements_does_not_m
     candidates = _swift(3 * 10**6, 10**6)
     plan = make_plan(DEEP, candidates, round=1, previous=None)
     assert make_plan(DEEP, candidates[::-1], round=1, previous=None) == plan
-    assert plan is not None
     assert [dict(zip(r.peers, r.blocks, strict=True)) for r in plan.replicas] == [{"p00": 9, "p01": 3}]
 
 
@@ -526,7 +514,6 @@ def test_a_plan_settles_at_once(speeds: list[int], blocks: list[int]) -> None:
     first = _kept(DEEP, tuple(b - a for a, b in itertools.pairwise((0, *cuts, 12))))
     candidates = _swift(*speeds)
     second = make_plan(DEEP, candidates, round=2, previous=first)
-    assert second is not None
     assert _next(candidates, second) == second.replicas[0].blocks
     assert all(stage_memory(DEEP, s.first, s.last) <= ROOM for s in second.replicas[0].stages)
 
@@ -537,7 +524,6 @@ def test_the_bottleneck_is_named() -> None:
     ((index, old, new),) = partition.moves(before, after)
     assert (index, old.blocks, new.blocks) == (0, (4, 4, 4), (5, 2, 5))
     seconds = partition.stage_seconds(DEEP, old, there)
-    assert seconds is not None
     text = partition.why_moved(DEEP, old, new, there)
     assert text == (
         f"p01 is the slowest stage ({seconds[1]:.2g} s a micro-batch, the others at most {seconds[2]:.2g} s):"

@@ -1,4 +1,4 @@
-"""What a round costs the leader's machine grows with the replicas, not with their square: calls are counted, not seconds."""
+"""A round's cost for the leader grows with the replicas, not with their square: calls are counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.leader import FULL, opened
 
 
 def calls_of_a_round(count: int) -> int:
-    """Calls of functions and generators of ours while so many replicas offer, are decided and attest."""
+    """Calls of functions and generators of ours while the replicas offer, are decided and attest."""
     driver = opened({f"p{i:03}": FULL for i in range(count)})
     calls = 0
 

@@ -1,4 +1,4 @@
-"""Seats: who comes within a round trains in it, counts by its tokens, and holds nobody up (protocol/round/stragglers.py)."""
+"""Seats: a peer that comes within a round trains in it and holds no peer up (protocol/round/stragglers.py)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def opened(memory: dict[str, int] = FULLS, **changes: Any) -> Driver:
 
 def seat_of(driver: Driver, index: int = 0) -> Seat:
     plan = driver.leader.plan
-    assert plan is not None
     return plan.seats[index]
 
 
@@ -89,7 +88,6 @@ def test_rounds_that_end_with_a_number_of_steps_have_no_seats() -> None:
     driver = leading.opened(dict(FULLS))
     driver.memory["new"] = FULL
     driver.ready("new")
-    assert driver.leader.plan is not None
     assert driver.leader.plan.seats == ()
     assert driver.attest("new", shards=SHARDS) == []
 
@@ -107,7 +105,6 @@ def test_who_has_the_state_within_the_round_takes_a_seat_and_its_work_is_in_the_
         seat.number, 2, 2 * driver.manifest.train.step_tokens,
     )  # fmt: skip
     assert commit.contributions[2].shares[0].peer == "new"
-    assert commit.plan is not None
     assert [(r.number, r.peers) for r in commit.plan.replicas][2] == (seat.number, ("new",)), "it is planned now"
     assert commit.plan.replicas[2].work.steps == commit.plan.replicas[0].work.steps, "by its pace, not by what it did"
 
@@ -133,7 +130,6 @@ def test_a_newcomer_that_was_forming_takes_a_seat_and_forms_no_more() -> None:
     assert isinstance(told.message, TakeSeat)
     driver.now = 2 * SECONDS
     commit = driver.decide(driver.offered("new", "a", "b"))
-    assert commit.plan is not None
     assert ([r.peers for r in commit.plan.replicas], commit.plan.forming) == ([("a",), ("b",), ("new",)], ())
 
 
@@ -169,7 +165,6 @@ def test_more_newcomers_than_seats_wait_for_the_next_plan() -> None:
     driver.at(SECONDS)
     driver.offered("new")
     commit = committed(driver, driver.offered("a", "b"))
-    assert commit.plan is not None
     assert [r.peers for r in commit.plan.replicas] == [("a",), ("b",), ("new",), ("late",)]
 
 
@@ -182,7 +177,6 @@ def test_a_round_waits_a_moment_for_a_seat_and_no_longer() -> None:
     commit = committed(driver, driver.at(SECONDS + SEAT_PATIENCE_SECONDS))
     assert [c.replica for c in commit.contributions] == [0, 1]
     assert leading.left_out(commit) == [(2, "no offer after 40 s")]
-    assert commit.plan is not None
     assert ("new",) in [r.peers for r in commit.plan.replicas]
 
 
@@ -249,7 +243,7 @@ def test_a_seat_counts_by_its_steps_once_and_for_nobody_who_works_elsewhere() ->
 
 
 def log_with_seats() -> tuple[Any, list[Commit]]:
-    """A run and its first commit, whose plan has somebody else and a seat."""
+    """A run and its first commit, whose plan has another peer and a seat."""
     run = tiny.manifest(rounds=5, timing=TIMING)
     other = ReplicaSpec(number=NEW, stages=(StageSpec(peer="other", first=0, last=run.model.n_layers),))
     plan = allot(run, 1, [other], (), {})
@@ -312,7 +306,6 @@ def test_with_overlap_who_took_a_seat_trains_ahead_from_the_next_round_on() -> N
     run = tiny.manifest(timing=TIMING, outer=OuterSpec(overlap=1))
     plan = allot(run, 1, [ReplicaSpec(number=NEW, stages=(StageSpec(peer="a", first=0, last=4),))], (), {})
     taken = plan.taken(plan.seats[0].number, ("new",), 4)
-    assert taken is not None
     assert taken.following is None
     following = allot(run, 2, plan.seated(taken).replicas, (), {}, plan.seated(taken))
     assert [r.following is not None for r in following.replicas] == [True, True]

@@ -1,4 +1,4 @@
-"""A model with tied embeddings is trained by full replicas only: no plan has a chain, and who is too small is told why."""
+"""A model with tied embeddings is trained by full replicas only; a peer that is too small is told why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who leads, who is missing, and who takes a silent member's place."""
+"""The leader, missing members, and the replacement of a silent member."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_a_lower_ballot_is_rejected_and_tried_again_higher() -> None:
 
 @pytest.mark.parametrize("size", [4, 7])
 def test_ballots_that_nobody_honest_has_come_to_are_not_heard(size: int) -> None:
-    """Else one member could use up the ballots that there are, and nobody could propose any more."""
+    """Else one member could use up the ballots that there are, and no member could propose any more."""
     cluster = Cluster(size)
     liar = NAMES[size - 1]
     highest = max(b for b in range(MAX_BALLOT - size, MAX_BALLOT) if b % size == size - 1)

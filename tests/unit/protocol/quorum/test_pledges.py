@@ -99,7 +99,7 @@ def test_a_false_claim_to_have_accepted_something_binds_nobody() -> None:
 
 
 def locked() -> Cluster:
-    """C alone has accepted what A proposed, in ballot 0; nobody else knows that it was certified."""
+    """C alone has accepted what A proposed, in ballot 0; no other member knows that it was certified."""
     cluster = Cluster(4)
     cluster.cut = lambda sender, to, message: isinstance(message, Accept) and message.certified == 0 and to != C
     cluster.propose(A, 1.0)

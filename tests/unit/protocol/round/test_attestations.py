@@ -1,4 +1,4 @@
-"""Who attested what: majorities, ties, who has diverged, and what is forgotten."""
+"""Attestations: majorities, ties, divergence, and what is forgotten."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from protocol.wire.session import Attest
 
 
 def majority(attested: Mapping[str, Mapping[str, str]], weights: Weights) -> dict[str, str]:
-    """The digest of each shard that has most of the weight, none where there is a tie or no witness. `attested`: {peer:
-    {shard: digest}}."""
+    """The digest of each shard with most of the weight; none in a tie. `attested`: {peer: {shard: digest}}."""
     counts: dict[str, Counter[str]] = {}
     for peer, digests in attested.items():
         if peer in weights:
@@ -30,9 +29,9 @@ def majority(attested: Mapping[str, Mapping[str, str]], weights: Weights) -> dic
 
 
 def diverged(attested: Mapping[str, Mapping[str, str]], right: Mapping[str, str], ties: bool = False) -> list[Diverged]:
-    """Who of `attested`, {peer: {shard: digest}}, has other bits than the majority, which is `right`.
+    """The peers of `attested`, {peer: {shard: digest}}, with other bits than the majority, which is `right`.
 
-    With `ties`, nobody is right about a shard of which some say one thing and some another, and that has no majority.
+    With `ties`, no peer is right about a shard of which some say one thing and some another, and that has no majority.
     """
     known: dict[str, set[str]] = {}
     for digests in attested.values():

@@ -1,4 +1,4 @@
-"""What is measured of contributions is to the bit what the plain way measures: decode all, and multiply whole columns of entries."""
+"""Measurements of contributions equal the plain ones to the bit: decode all, multiply whole columns."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _plain_cosines(
 
 
 def drawn(manifest: Manifest, seed: int, alike: float) -> dict[str, bytes]:
-    """An update of which a share is the same as everybody's. Some of its tensors are zero, and some of its values are equal."""
+    """An update that shares entries with all others, some of whose tensors are zero, and values equal."""
     own, common = np.random.default_rng([seed, 1]), np.random.default_rng(2)
     made = {}
     for shard in SHARDS:
@@ -236,7 +236,8 @@ def updates_of(manifest: Manifest, payloads: Sequence[tuple[str, bytes]]) -> tup
 
 @pytest.mark.parametrize("keep", [16, 700, TILE])
 def test_the_cosines_of_chains_are_those_of_their_summed_tensors(keep: int) -> None:
-    """Two chains of two stages, one of five, and full replicas; but for the rounding of values to whole numbers, as for any update."""
+    """Two chains of two stages, one of five, and full replicas; but for the rounding of values to whole numbers, as for
+    any update."""
     manifest = tiny.manifest(model=NARROW, outer=OuterSpec(topk=keep))
     sent = [of_chain(manifest, seed, stages) for seed, stages in enumerate((2, 1, 5, 2, 1))]
     found = comparing.measure(NARROW, b"seed", [updates_of(manifest, x)[0] for x in sent], [range(5)])
@@ -274,7 +275,9 @@ def test_what_the_stages_send_of_a_shard_is_added_up_exactly() -> None:
         values[rng.choice(values.size, 4**k, replace=False)] = size * rng.choice((-1, 1), 4**k)
         return [Sparse(order.index, values)]
 
-    sent = [[payload(k, 2.0 ** int(rng.integers(-9, 9))) for k in some] for some in ((5, 4, 6), (6,), (4, 4), (5,), (6, 3))]
+    sent = [
+        [payload(k, 2.0 ** int(rng.integers(-9, 9))) for k in some] for some in ((5, 4, 6), (6,), (4, 4), (5,), (6, 3))
+    ]
     others = {s: sparse.decode(codec, layout.shapes(NARROW, s), x) for s, x in of_chain(manifest, 0, 1)}
     updates = [Update(lambda s, x=x: x if s == "anchor" else [others[s]]) for x in sent]
     found = comparing.measure(NARROW, b"seed", updates, [range(len(sent))])
@@ -316,4 +319,3 @@ def test_the_norm_that_is_said_of_a_shard_is_that_of_all_its_payloads() -> None:
         said = math.sqrt(sum(part.norm**2 for part in parts if part.shard == shard))
         assert made.norms[shard] == pytest.approx(said)
         assert comparing.is_true(made.norms[shard], found.shards[0][number])
-

@@ -21,7 +21,7 @@ TOKENS = M.train.tokens(EXPECTED, 2)
 
 
 def late(steps: int = EXPECTED, micro_batches: int = 2) -> ReplicaSpec:
-    """A replica that is expected to do so many steps."""
+    """A replica that is expected to do this number of steps."""
     work = Work(steps=int(HEADROOM * steps), micro_batches=micro_batches)
     return ReplicaSpec(stages=(StageSpec(peer="late", first=0, last=4),), work=work)
 

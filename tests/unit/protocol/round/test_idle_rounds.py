@@ -1,4 +1,4 @@
-"""A round without work takes no part of the run: decrees, newcomers and failures cost neither a round nor learning rate (schedule.py)."""
+"""Rounds without work: decrees, newcomers and failures cost neither a round nor learning rate (schedule.py)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_decrees_before_the_first_plan_come_at_once_one_after_the_other_and_take
     run = Run(rounds=3)
     first = run.decide(run.do(run.wish(CLOSE)))
     assert (first.round, first.idle) == (0, 0)
-    for number, peer in enumerate(NAMES, 1):  # nobody waits for anybody: no plan was made yet
+    for number, peer in enumerate(NAMES, 1):  # no peer waits: no plan was made yet
         commit = run.decide(run.do(run.wish(ADMIT, peer, number)))
         assert (commit.round, commit.plan, commit.idle) == (number, None, number)
     run.ready(*NAMES)
@@ -121,7 +121,7 @@ def test_an_operator_may_set_the_length_in_rounds_with_work() -> None:
 
 
 def test_a_log_of_before_has_the_digests_that_it_had() -> None:
-    """A commit without idle rounds is written as it was when nobody counted them."""
+    """A commit without idle rounds is written as it was before they were counted."""
     from protocol.wire.schema import build, packed
 
     run = Run()

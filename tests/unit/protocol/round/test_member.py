@@ -308,8 +308,8 @@ def ends_of(effects: list[Effect]) -> list[EndIn]:
 
 
 def next_end(*, encoding: float, apply: float = 0.0, size: int = 0, up_bps: int = 0, manifest: Manifest = M) -> EndIn:
-    """When round 2 ends for a member whose offer of round 1, of `size` bytes, took `encoding` seconds to encode, and that applied the
-    commit `apply` seconds after it was known."""
+    """When round 2 ends for a member whose offer of round 1, of `size` bytes, took `encoding` seconds to encode, and
+    that applied the commit `apply` seconds after it was known."""
     driver = Driver(up_bps=up_bps, manifest=manifest)
     driver.settle(driver.learn(*log(0, run=manifest.run_id)))
     driver.now = 30.0
@@ -571,7 +571,7 @@ def test_restarted_at_the_end_it_attests_again_and_finishes() -> None:
 )
 @pytest.mark.parametrize("field", ["work", "following"])
 def test_a_plan_that_gives_more_than_the_manifest_says_is_not_followed(field: str, work: Work) -> None:
-    """Whoever decides the rounds decides no sizes: micro-batches are memory."""
+    """The members decide rounds, not sizes: micro-batches are memory."""
     (first,) = log(0)
     (replica,) = plan(1, ME).replicas
     greedy = dataclasses.replace(first, plan=plan(1, ME).replaced(dataclasses.replace(replica, **{field: work})))

@@ -1,4 +1,4 @@
-"""Who has a new identity for each broken promise is not waited for again and again (protocol/round/presence.py)."""
+"""A peer with a new identity for each broken promise is not waited for again and again (protocol/round/presence.py)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Run:
         self.driver.ready(*peers)
 
     def round(self, bring: tuple[str, ...] = (), late: tuple[str, ...] = ()) -> float:
-        """`bring`: newcomers who are as quick as the others; `late`: who take as long as they have. Seconds until it is decided."""
+        """`bring`: newcomers who are as quick as the others; `late`: who take as long as they have. Seconds until it is
+        decided."""
         driver = self.driver
         began, plan = driver.now, driver.leader.plan
-        assert plan is not None
         planned = {peer for replica in plan.replicas for peer in replica.peers}
         assert {*KNOWN, *bring, *late} <= planned, "newcomers are planned as everybody is"
         driver.attest(*driver.memory, shards=SHARDS)

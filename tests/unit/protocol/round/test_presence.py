@@ -1,4 +1,4 @@
-"""Who is there, as a bootstrap node sees it."""
+"""Presence of peers, as a bootstrap node sees it."""
 
 from __future__ import annotations
 

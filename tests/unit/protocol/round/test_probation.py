@@ -1,4 +1,4 @@
-"""Newcomers of an open run: how their work is judged, what the leader's machine makes of it, and which commits get no vote."""
+"""Newcomers of an open run: judging of their work, the leader's machine, and commits that get no vote."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_who_works_against_those_who_count_serves_nothing(enemy: str) -> None:
 
 
 def test_thirty_newcomers_have_no_say_about_anybody() -> None:
-    """Without probation the noise of thirty hides everything: nobody agrees with anybody. With it the four are judged as if alone, and each
-    of the thirty against the four."""
+    """Without probation the noise of thirty hides everything: no two agree. With it the four are judged
+    as if alone, and each of the thirty against the four."""
     noise = [sent.encoded(sent.drawn(200 + i, 1.8)) for i in range(30)]
     undefended = sent.out(
         judging.judge(M, PARENT, sent.names(34), [update(x) for x in (*GOOD[:4], *noise)], PreviousRound())
@@ -98,7 +98,7 @@ def test_the_work_of_the_round_before_serves_nothing() -> None:
 
 
 def case(works: Sequence[Sent], trial: Sequence[int]) -> tuple[Commit, dict[int, judging.Update]]:
-    """The commit of a round with these works, of which those of `trial` are newcomers', as an honest leader makes it."""
+    """The commit of a round with these works, those of `trial` by newcomers, as an honest leader makes it."""
     updates = {i: update(x) for i, x in enumerate(works)}
     all_count = sent.commit(works, [Verdict(1.0)] * len(works))
     name = {c.replica: judging.name_of(c) for c in all_count.contributions}
@@ -187,7 +187,6 @@ def swarm(rounds: int = 12, **admission: Any) -> Driver:
     driver.attest("new", shards=layout.shard_names(of.model))
     driver.decide(driver.offered(*FOUNDERS))
     driver.attest(*FOUNDERS, "new")
-    assert driver.leader.plan is not None
     assert driver.leader.plan.replica_of("new") is not None
     return driver
 
@@ -265,7 +264,7 @@ def test_a_run_of_newcomers_alone_goes_on() -> None:
 
 
 def another(commit: Commit) -> Commit:
-    """Somebody else is said to have served."""
+    """Another peer is said to have served."""
     return dataclasses.replace(
         commit, left_out=tuple(dataclasses.replace(x, peers=("other",)) for x in commit.left_out)
     )
@@ -303,8 +302,9 @@ def test_whoever_is_judged_out_again_and_again_loses_its_reputation_and_rests() 
 
 
 def test_what_a_stranger_gains_who_throws_names_away() -> None:
-    """With thirty fresh names: of each it has to bring 8 rounds of real work, for which it gets nothing at once, and which nobody can serve for
-    two names; then findings after the fact, as of audits, halve its weight each time. So 8 rounds of work buy less than two of harm."""
+    """With thirty fresh names: of each it has to bring 8 rounds of real work, for which it gets nothing at once, and
+    which no peer can serve for two names; then findings after the fact, as of audits, halve its weight each time. So 8
+    rounds of work buy less than two of harm."""
     of, names, harm, work = tiny.manifest(admission=AdmissionSpec(probation=8)), [f"x{i}" for i in range(30)], 0.0, 0
     for name in names:
         known = Reputation()

@@ -1,4 +1,4 @@
-"""Who is planned and brings nothing is planned less and less, and wins it back slowly (protocol/round/presence.py)."""
+"""A planned peer that brings nothing is planned less, and wins trust back slowly (protocol/round/presence.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def decided(round: int, *done: str) -> Commit:
 
 
 def planned_in(rounds: int, delivers: Any) -> list[int]:
-    """The rounds of so many in which a peer is planned that delivers in those of which `delivers(round)` is true."""
+    """The rounds of the first `rounds` in which a peer is planned that delivers where `delivers(round)` is true."""
     known, found, rests = Promises(), list[int](), False
     for round in range(1, rounds + 1):
         missed = 0.0 if rests or delivers(round) else 1.0
@@ -95,10 +95,9 @@ def test_of_a_chain_those_are_struck_who_were_lost_or_each_half() -> None:
 
 
 def rounds_with(driver: Driver, silent: str, rounds: int) -> tuple[list[tuple[str, ...]], list[Effect]]:
-    """Whom the plans have in so many rounds, in which `silent` attests and never offers, and what the last decision brings."""
+    """The planned peers of each round, in which `silent` attests and never offers, and the last effects."""
     found, told = [], list[Effect]()
     for _ in range(rounds):
-        assert driver.leader.plan is not None
         peers = tuple(p for r in driver.leader.plan.replicas for p in r.peers)
         found.append(peers)
         driver.attest(*driver.memory, shards=SHARDS)
@@ -127,11 +126,10 @@ def test_a_leader_plans_a_peer_that_never_offers_more_and_more_rarely_and_says_s
 def test_where_nobody_else_makes_a_replica_who_rests_is_planned_all_the_same() -> None:
     candidate = Candidate(peer="a", memory_bytes=FULL, up_bps=10**7)
     question = Question(
-        manifest=M, candidates=(), resting=(candidate,), round=3, previous=None, contributions=(), left_out=(), attested=None
+        manifest=M, candidates=(), resting=(candidate,), round=3, previous=None, contributions=(), left_out=(),
+        attested=None
     )  # fmt: skip
     found = question.answer()
-    assert found is not None
     assert [r.peers for r in found.replicas] == [("a",)]
     other = dataclasses.replace(question, candidates=(dataclasses.replace(candidate, peer="b"),)).answer()
-    assert other is not None
     assert [r.peers for r in other.replicas] == [("b",)]

@@ -1,4 +1,4 @@
-"""Who is in no chain any more after reports that stages lie, and what false reports cost (protocol/round/accusations.py)."""
+"""Peers that reports of lies exclude from chains, and what false reports cost (protocol/round/accusations.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chain(*peers: str) -> ReplicaSpec:
 def hear(
     known: Accusations, accuser: str, accused: str, *, round: int = 1, reason: str = SAW, **of: Any
 ) -> list[Accusation]:
-    """The report of `accuser`, who is beside `accused` unless `chains` says who is beside whom."""
+    """The report of `accuser`, a neighbour of `accused` unless `chains` says otherwise."""
     failure = ChainFailure(round=round, replica=0, generation=0, peer=accused, reason=reason)
     known.begin(round, lambda _: of.get("chains", [chain(accuser, accused)]))
     return known.report(accuser, failure)
@@ -126,7 +126,7 @@ def test_what_was_forgotten_does_not_count_again_when_it_is_repeated() -> None:
 
 
 def test_a_quarrel_of_the_same_two_lasts_twice_as_long_as_the_one_before() -> None:
-    """One that was a mistake ends soon, and honest neighbours are planned beside each other again; a liar is hardly ever tried again."""
+    """A mistaken one ends soon, and honest neighbours are neighbours again; a liar is hardly ever tried again."""
     known, round, lasted = Accusations(), 1, []
     for _ in range(9):
         began = round
@@ -223,7 +223,6 @@ def test_who_is_out_is_in_no_chain_of_the_next_plan() -> None:
     driver.follow(first)
     accused(driver, "c", "d")
     commit = driver.decide(driver.offered_by(first, *first.peers))
-    assert commit.plan is not None
     assert all("d" not in r.peers for r in commit.plan.replicas)
     driver.attest(*driver.memory, shards=("embed",))
 
@@ -234,7 +233,7 @@ def asked_for(effects: list[Any]) -> list[Any]:
 
 
 def quarrelling() -> Driver:
-    """A chain whose three members, none of whom can be spared, cannot go on: d is out."""
+    """A chain of three members, all of them needed, cannot go on: d is out."""
     driver = Driver()
     ended = reconfig(accused(driver, "e", "d")[1:])
     driver.do(*(Received(peer, ended) for peer in driver.memory))
@@ -245,7 +244,6 @@ def quarrelling() -> Driver:
 def test_a_run_that_cannot_go_on_with_its_quarrels_forgets_them() -> None:
     driver = quarrelling()
     commit = driver.decide(asked_for(driver.at(leading.GONE)))
-    assert commit.plan is not None
     assert [len(r.peers) for r in commit.plan.replicas] == [3]
     assert driver.leader.accusations.out == frozenset()
 
@@ -269,15 +267,12 @@ def candidates(*, alone: str = "", memory: int = leading.THIRD) -> list[Candidat
 def test_who_is_alone_is_in_no_chain_new_or_kept_but_may_be_a_full_replica() -> None:
     manifest = leading.M
     before = planner.make_plan(manifest, candidates(), round=1, previous=None)
-    assert before is not None
     (kept,) = before.replicas
     outcast = kept.peers[1]
     for previous in (None, before):
         after = planner.make_plan(manifest, candidates(alone=outcast), round=2, previous=previous)
-        assert after is not None
         assert [r.is_chain for r in after.replicas] == [True]
         assert outcast not in after.replicas[0].peers
         assert after.spares == (outcast,)
     strong = planner.make_plan(manifest, candidates(alone="b", memory=leading.FULL), round=1, previous=None)
-    assert strong is not None
     assert ("b",) in [r.peers for r in strong.replicas]

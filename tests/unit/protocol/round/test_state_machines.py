@@ -1,6 +1,7 @@
 """The tables of the state machines: what shows them agrees with them, and random lives take each of their rows.
 
-The machines check every step themselves (protocol/quorum/table.py): a life that needs a row which is missing ends in a TableError.
+The machines check every step themselves (protocol/quorum/table.py): a life that needs a row which is missing ends in a
+TableError.
 """
 
 from __future__ import annotations
@@ -195,7 +196,6 @@ class Life:
         return events.Tick()
 
     def end(self) -> events.Event:
-        assert self.job is not None
         round, self.job = self.job.plan.round, None
         return self.rng.choice((events.Trained(round, 1, 8, None), events.Failed(round, 0, "?")))
 
@@ -255,7 +255,7 @@ CROWDS = (
     dict.fromkeys("ab", FULL),
     dict.fromkeys("cd", THIRD),
 )
-"""The memory of each peer: enough for a chain and spares, in the third one besides full replicas; for full replicas alone; for none."""
+"""The memory of each peer: for a chain and spares, in the third with full replicas; for full replicas; for none."""
 
 
 class Twins:
@@ -396,7 +396,7 @@ def taken_by_quorum(cluster: Cluster) -> set[tuple[str, Row[Any]]]:
 
 
 class Council(Cluster):
-    """Nodes whose messages are lost, late or doubled, some of whom do not hear each other, and that die and come back."""
+    """Nodes that die and come back, with lost, late or doubled messages; some do not hear each other."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -489,7 +489,7 @@ def leader_that_gets_no_promise() -> Cluster:
 
 
 def leader_that_gets_no_votes() -> Cluster:
-    """A asks for votes, hears of higher ballots, asks again, and learns what was decided without it; D promises no lower ballot."""
+    """A asks for votes, hears of higher ballots, asks again, and learns the decision; D promises no lower ballot."""
     cluster = Cluster(4)
     cluster.cut = lambda sender, to, message: isinstance(message, Vote)
     for ballot in (8, 4):
@@ -509,7 +509,7 @@ def leader_that_gets_no_votes() -> Cluster:
 
 
 def more_liars_than_are_borne() -> Cluster:
-    """Three members have certified what cannot be: B finds it before it asks the others, and once its payloads' list is there."""
+    """Three members have certified what cannot be: B finds it at once, or when its payloads' list is there."""
     cluster = Cluster(4)
     cluster.cut = lambda sender, to, message: not isinstance(message, Heartbeat)
     cluster.kill(A)

@@ -142,7 +142,7 @@ def test_micro_batches_are_the_steps_slots_one_after_the_other() -> None:
 
 @given(st.integers(0, 10**7), st.integers(40, 400))
 def test_little_more_is_fetched_than_is_read(slot: int, steps: int) -> None:
-    """A replica's round: steps of 16 sequences of 1,024 tokens. Ranges are fetched whole, and with them all digests of a chunk's."""
+    """A replica's round: steps of 16 sequences of 1,024 tokens; whole ranges and all digests of a chunk are fetched."""
     made = index(290_000)
     at = corpus.slots(slot, 0, steps * 16)
     extents = [e for part in corpus.sequences(b"run", made.sequences, at) for e in made.extents(part)]

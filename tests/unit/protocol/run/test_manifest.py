@@ -72,7 +72,8 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
         "judging": dataclasses.replace(base.judging, clip=2.0),
         "evaluation": dataclasses.replace(base.evaluation, every=3),
         "admission": dataclasses.replace(base.admission, mode="listed"),
-        "chains": dataclasses.replace(base.chains, forward="bf16"), "data": dataclasses.replace(base.data, corpus="1" * 64),
+        "chains": dataclasses.replace(base.chains, forward="bf16"),
+        "data": dataclasses.replace(base.data, corpus="1" * 64),
         "tokenizer": dataclasses.replace(base.tokenizer, digest="1" * 64),
     }  # fmt: skip
     ids = {tiny.manifest(**{field: value}).run_id for field, value in changed.items()}
@@ -157,8 +158,8 @@ def test_a_manifest_of_an_earlier_version_is_refused_by_the_field_that_is_gone(l
 
 LLAMA3 = RopeScaling(rope_type="llama3", factor=32.0, original_max_position_embeddings=8192)
 OPTIONS: dict[str, Any] = {
-    "num_key_value_heads": 1, "tie_word_embeddings": True, "use_qk_norm": True, "rope_scaling": LLAMA3, "document_end_id": 3,
-    "residual_width": 2,
+    "num_key_value_heads": 1, "tie_word_embeddings": True, "use_qk_norm": True, "rope_scaling": LLAMA3,
+    "document_end_id": 3, "residual_width": 2,
 }  # fmt: skip
 
 
@@ -200,7 +201,10 @@ def test_a_run_of_before_the_options_keeps_its_name() -> None:
         ("rope_scaling = {}", "model.rope_scaling.rope_type: missing field"),
         ('rope_scaling = {rope_type = "dynamic", factor = 2.0}', "rope_type must be one of linear, llama3, yarn"),
         ('rope_scaling = {rope_type = "linear", factor = 0.5}', "model.rope_scaling: factor must be in 1..1e+06"),
-        ('rope_scaling = {rope_type = "yarn", factor = 2.0}', "original_max_position_embeddings must be in 1..16777216"),
+        (
+            'rope_scaling = {rope_type = "yarn", factor = 2.0}',
+            "original_max_position_embeddings must be in 1..16777216",
+        ),
         (
             'rope_scaling = {rope_type = "linear", factor = 2.0, low_freq_factor = 4.0}',
             "0 < low_freq_factor < high_freq_factor <= 1e+06 must hold",
@@ -237,7 +241,10 @@ def test_a_manifest_of_70b_is_taken() -> None:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        ({"vocab_size": 300_000}, "model: head has 9.8 GB, a shard may have 8.6 GB; choose a smaller vocab_size or d_model"),
+        (
+            {"vocab_size": 300_000},
+            "model: head has 9.8 GB, a shard may have 8.6 GB; choose a smaller vocab_size or d_model",
+        ),
         ({"d_ff": 90_112}, "model: block.0 has 9.9 GB, a shard may have 8.6 GB; choose a smaller d_model or d_ff"),
     ],
 )  # fmt: skip
@@ -293,7 +300,7 @@ FROZEN = "73c708a0a39f5e3e144118c3c8029183302ef3dc2637262f5c00e5a72054c932"
 
 
 def test_the_optimizer_is_a_choice_that_old_manifests_did_not_have() -> None:
-    """Who leaves it out has the run id of before; another choice, and another momentum, are other runs."""
+    """A manifest without it has the run id of before; another choice, and another momentum, are other runs."""
     base = tiny.manifest()
     plain, *others = (
         tiny.manifest(train=dataclasses.replace(base.train, **changes))

@@ -63,8 +63,9 @@ SCORE = Score(peer="p", round=1, marks=(Mark(replica=0, assigned=-0.5, other=0.2
 EVALUATION = Evaluation(peer="p", round=1, sequences=8, loss=2.5, bits_per_byte=1.25, signature=b"s", sample="a ⇒ b")
 LISTS = ((PART,), (dataclasses.replace(PART, digest="b" * 64),), (dataclasses.replace(PART, shard="head"),))
 REPORT = ChainReport(
-    seconds=0.9, busy_s=0.5, wait_forward_s=0.1, wait_backward_s=0.1, forward_link_s=0.2, backward_link_s=0.0, forward_bytes=70,
-    backward_bytes=0, depth=8, queued=2, gradients=Means(rms=0.5, largest=2.0, sampled=1, frames=8, refused=0),
+    seconds=0.9, busy_s=0.5, wait_forward_s=0.1, wait_backward_s=0.1, forward_link_s=0.2, backward_link_s=0.0,
+    forward_bytes=70, backward_bytes=0, depth=8, queued=2, gradients=Means(rms=0.5, largest=2.0, sampled=1, frames=8,
+    refused=0),
 )  # fmt: skip
 SAMPLES: list[Message] = [
     Announcement(run="r", peer="p", addresses=("/ip4/1.2.3.4/tcp/1",), loss=1.0, chain=REPORT, name="Ada"),
@@ -237,8 +238,8 @@ def test_only_a_peer_itself_announces_itself_and_for_this_run() -> None:
 def test_reports_of_a_chain_are_small_whatever_they_say() -> None:
     means = Means(rms=1e39, largest=1e-300, sampled=2**53, frames=2**53, refused=2**53)
     largest = ChainReport(
-        seconds=1e9, busy_s=1e9, wait_forward_s=1e9, wait_backward_s=1e9, forward_link_s=1e9, backward_link_s=1e9, forward_bytes=2**63,
-        backward_bytes=2**63, depth=2**53, queued=2**53, activations=means, gradients=means,
+        seconds=1e9, busy_s=1e9, wait_forward_s=1e9, wait_backward_s=1e9, forward_link_s=1e9, backward_link_s=1e9,
+        forward_bytes=2**63, backward_bytes=2**63, depth=2**53, queued=2**53, activations=means, gradients=means,
     )  # fmt: skip
     announced = Announcement(run="r", peer=ME.peer_id, chain=largest)
     assert unseal_announcement(seal(ME, announced), ME.peer_id, "r") == announced
