@@ -90,7 +90,9 @@ def test_accelerators_give_the_bits_of_peers_without(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(swarm.run(chosen, main, manifest, factories), swarms.DEADLINE))
     found = swarms.read_result(chosen.out)
     shards = len(layout.shard_names(manifest.model))
-    assert len(worked) == 2 * shards + 1, "all of the replica's, all of the chain's, and the rows of tokens of both stages"
+    assert len(worked) == 2 * shards + 1, (
+        "all of the replica's, all of the chain's, and the rows of tokens of both stages"
+    )
     assert found["left_out"] == []
     assert found["same_bits"] is True
     for same in ("state_digest", "val_loss", "rounds"):

@@ -236,7 +236,9 @@ def homes(script: Path, names: list[str]) -> contextlib.AbstractContextManager[L
 
 
 @contextlib.contextmanager
-def campaign(folder: Path, script: Path | None = None, spare: bool = True, residual_width: int = 8) -> Iterator[Campaign]:
+def campaign(
+    folder: Path, script: Path | None = None, spare: bool = True, residual_width: int = 8
+) -> Iterator[Campaign]:
     """A swarm in `folder` that trains; when the block ends its processes do, and its bits are checked."""
     manifest = make_manifest(residual_width)
     weak = [*WEAK, SPARE] if spare else WEAK

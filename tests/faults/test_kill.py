@@ -54,7 +54,9 @@ class Swarm:
         self.name = name
         full = name.startswith("full")
         self.rounds, steps = (ROUNDS, 8) if full else (3 * ROUNDS, 4)  # the chain is tried again for a while
-        chosen = swarms.options(out, full=2, chains=1, residual_width=8, rounds=self.rounds, inner_steps=steps, in_memory=False)
+        chosen = swarms.options(
+            out, full=2, chains=1, residual_width=8, rounds=self.rounds, inner_steps=steps, in_memory=False
+        )
         self.folder = chosen.out / name
         self.demo = swarms.Background(
             chosen,

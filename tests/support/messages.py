@@ -10,9 +10,7 @@ from protocol.wire.decree import Board, Invitation, Joined, Operator
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 
 PART = Part(shard="embed", digest="a" * 64, size=10, norm=1.5)
-CHAIN = ReplicaSpec(
-    number=1, stages=(StageSpec(peer="b", first=0, last=1), StageSpec(peer="c", first=1, last=4))
-)
+CHAIN = ReplicaSpec(number=1, stages=(StageSpec(peer="b", first=0, last=1), StageSpec(peer="c", first=1, last=4)))
 
 
 FULL = ReplicaSpec(

@@ -218,9 +218,15 @@ def parted(rng: random.Random, peers: Sequence[Candidate]) -> list[Candidate]:
 
 
 SHAPES = {
-    "0.5B": ModelSpec(vocab_size=32_768, d_model=1536, n_layers=12, n_heads=12, d_ff=5440, context=2048, residual_width=504),
-    "1B": ModelSpec(vocab_size=32_768, d_model=2048, n_layers=16, n_heads=16, d_ff=8192, context=2048, residual_width=672),
-    "7B": ModelSpec(vocab_size=32_768, d_model=4096, n_layers=32, n_heads=32, d_ff=11_008, context=2048, residual_width=1344),
+    "0.5B": ModelSpec(
+        vocab_size=32_768, d_model=1536, n_layers=12, n_heads=12, d_ff=5440, context=2048, residual_width=504
+    ),
+    "1B": ModelSpec(
+        vocab_size=32_768, d_model=2048, n_layers=16, n_heads=16, d_ff=8192, context=2048, residual_width=672
+    ),
+    "7B": ModelSpec(
+        vocab_size=32_768, d_model=4096, n_layers=32, n_heads=32, d_ff=11_008, context=2048, residual_width=1344
+    ),
 }
 """Models of the swarms below, with the residual width of protocol/run/presets.py. The first two are the main paper's (Table 6, as docs read it), the last is LLaMA's (Touvron et al. 2023)."""
 
@@ -327,8 +333,7 @@ def climbed(
     new orders and cuts, and what is not worse stays."""
     by_name = {c.peer: c for c in candidates}
     groups = [
-        ([by_name[p] for p in r.members], worth(manifest, [by_name[p] for p in r.members], r.ranges))
-        for r in start
+        ([by_name[p] for p in r.members], worth(manifest, [by_name[p] for p in r.members], r.ranges)) for r in start
     ]
     free = [c for c in candidates if not any(c.peer in r.members for r in start)]
     groups.append((free, 0.0))

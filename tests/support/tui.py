@@ -29,9 +29,7 @@ PLAN = Plan(
     replicas=(
         ReplicaSpec(number=0, stages=(stage(PEERS[0], 0, 4),), work=WORK),
         ReplicaSpec(number=1, stages=(stage(PEERS[1], 0, 4),), work=WORK),
-        ReplicaSpec(
-            number=2, stages=(stage(PEERS[2], 0, 1), stage(PEERS[3], 1, 2), stage(PEERS[4], 2, 4)), work=WORK
-        ),
+        ReplicaSpec(number=2, stages=(stage(PEERS[2], 0, 1), stage(PEERS[3], 1, 2), stage(PEERS[4], 2, 4)), work=WORK),
     ),
     spares=(PEERS[5],),
 )

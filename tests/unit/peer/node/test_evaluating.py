@@ -26,9 +26,7 @@ WINDOWS = np.arange(27).reshape(3, 9) % MODEL.vocab_size
 
 def theta(seed: int = 0) -> dict[str, list[np.ndarray]]:
     rng = np.random.default_rng(seed)
-    return {
-        s: [rng.normal(0, 0.3, shape).astype(np.float32) for shape in layout.shapes(MODEL, s)] for s in SHARDS
-    }
+    return {s: [rng.normal(0, 0.3, shape).astype(np.float32) for shape in layout.shapes(MODEL, s)] for s in SHARDS}
 
 
 def test_two_payloads_of_a_shard_are_taken_back_exactly_where_they_touch_the_same_entries() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.planning.allotment import NEW
-from protocol.planning.memory import stage_shards, stage_memory
+from protocol.planning.memory import stage_memory, stage_shards
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import FORMING_ROUNDS, linked, make_plan
 from protocol.run.layout import ModelSpec

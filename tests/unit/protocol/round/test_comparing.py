@@ -274,7 +274,9 @@ def test_what_the_stages_send_of_a_shard_is_added_up_exactly() -> None:
         values[rng.choice(values.size, 4**k, replace=False)] = size * rng.choice((-1, 1), 4**k)
         return [Sparse(order.index, values)]
 
-    sent = [[payload(k, 2.0 ** int(rng.integers(-9, 9))) for k in some] for some in ((5, 4, 6), (6,), (4, 4), (5,), (6, 3))]
+    sent = [
+        [payload(k, 2.0 ** int(rng.integers(-9, 9))) for k in some] for some in ((5, 4, 6), (6,), (4, 4), (5,), (6, 3))
+    ]
     others = {s: sparse.decode(codec, layout.shapes(NARROW, s), x) for s, x in of_chain(manifest, 0, 1)}
     updates = [Update(lambda s, x=x: x if s == "anchor" else [others[s]]) for x in sent]
     found = comparing.measure(NARROW, b"seed", updates, [range(len(sent))])
@@ -316,4 +318,3 @@ def test_the_norm_that_is_said_of_a_shard_is_that_of_all_its_payloads() -> None:
         said = math.sqrt(sum(part.norm**2 for part in parts if part.shard == shard))
         assert made.norms[shard] == pytest.approx(said)
         assert comparing.is_true(made.norms[shard], found.shards[0][number])
-

@@ -86,7 +86,9 @@ def test_the_rows_of_tokens_of_a_narrow_residual_stream_are_drawn_as_the_embeddi
     assert (rows.shape, anchor.shape) == ((96, 12), (96, 20))
     assert [a.std() for a in (rows, anchor)] == pytest.approx([0.02] * 2, rel=0.1)
     assert abs(np.corrcoef(rows[:, 0], anchor[:, 0])[0, 1]) < 0.3
-    block = dict(zip([n for n, _ in layout.tensors(narrow, "block.0")], init.initial_shard(narrow, b"s", "block.0"), strict=True))
+    block = dict(
+        zip([n for n, _ in layout.tensors(narrow, "block.0")], init.initial_shard(narrow, b"s", "block.0"), strict=True)
+    )
     ends = [a for name, a in block.items() if name.endswith(("o_proj.weight", "down_proj.weight"))]
     assert [a.shape for a in ends] == [(12, 32), (12, 48)]
     assert [a.std() for a in ends] == pytest.approx([0.01] * 2, rel=0.1)
