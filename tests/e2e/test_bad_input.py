@@ -214,8 +214,6 @@ def test_run_is_neither_file_nor_address(text: str, tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--residual-width", "x"),
-        ("--residual-width", -2),
         ("--residual-width", 41),
         ("--residual-width", 128),
         ("--residual-width", 4000),
