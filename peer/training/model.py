@@ -103,6 +103,8 @@ def plus(x_BLD: Tensor, residual_BLW: Tensor) -> Tensor:
     w = residual_BLW.shape[-1]
     if w == x_BLD.shape[-1]:
         return x_BLD + residual_BLW
+    if torch.compiler.is_compiling():  # it makes one pass of both, and keeps neither
+        return x_BLD + functional.pad(residual_BLW, (0, x_BLD.shape[-1] - w))
     return torch.cat((x_BLD[..., :w] + residual_BLW, x_BLD[..., w:]), dim=-1)
 
 

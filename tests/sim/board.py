@@ -68,7 +68,7 @@ class BoardChanges:
             return
         await asyncio.sleep(rng.uniform(1.0, 30.0))
         named = tuple(Operator(peer=who.peer_id, places=("/memory",)) for who in self._fresh)
-        await self._decree(APPOINT, operators=named)
+        await self.decree(APPOINT, operators=named)
         await asyncio.sleep(rng.uniform(0.0, 10.0))
         left = len(self._board.operators)
         sizes = [n for n in QUORUMS if n <= left and n != self._board.quorum and (n > 1 or not self._lying)]
@@ -76,17 +76,17 @@ class BoardChanges:
             await self._resize(rng.choice(sizes))
         await asyncio.sleep(rng.uniform(0.0, 10.0))
         if len(self._board.operators) > self._board.quorum and rng.random() < 0.8:
-            await self._decree(DISMISS, subject=rng.choice(self._board.names))
+            await self.decree(DISMISS, subject=rng.choice(self._board.names))
 
     async def _resize(self, quorum: int) -> None:
         """Changes how many decide. Before, dismisses dishonest operators until no more are left than the new size
         bears."""
         lying = [name for name in self._board.names if name in self._lying]
         for name in lying[liars_borne(quorum) :]:
-            await self._decree(DISMISS, subject=name)
-        await self._decree(QUORUM, quorum=quorum)
+            await self.decree(DISMISS, subject=name)
+        await self.decree(QUORUM, quorum=quorum)
 
-    async def _decree(
+    async def decree(
         self, action: str, subject: str = "", operators: tuple[Operator, ...] = (), quorum: int | None = None
     ) -> None:
         """Has it signed by the operators, until the log has it."""

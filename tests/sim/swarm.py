@@ -124,9 +124,9 @@ class Swarm:
             self.peers.append(Process(world, identity, self._peer_life(machine), "peers"))
             self._ended[identity.peer_id] = world.loop.create_future()
         self.liars = [Process(world, Identity(rng.randbytes(32)), self._lie, "liars") for _ in range(liars)]
-        self._lying = {liar.name for liar in self.liars}
+        self.lying = {liar.name for liar in self.liars}
         chosen: set[str] = set(rng.sample(names[:quorum], liars_borne(quorum))) if lying_nodes else set()
-        self._lying |= set() if honest else chosen
+        self.lying |= set() if honest else chosen
         self.changes = BoardChanges(self, random.Random(f"board {seed}"), fresh, chosen)
         self._decided_at: list[float] = []
         world.trace("world", f"{world.weather}")
@@ -138,7 +138,7 @@ class Swarm:
         emit = process.emitter(lambda event: self._hear_node(process, event))
         clock = self.world.clock()
         parts = (process.identity, process.transport, archive, emit, addresses, clock)
-        if process.name not in self._lying:
+        if process.name not in self.lying:
             process.running = BootstrapNode(*parts)
             await process.running.run()
             self.changes.left(process)
@@ -188,29 +188,29 @@ class Swarm:
             self.world.stats["lies"] += liar.said
 
     def _told(self, who: str, raw: bytes) -> None:
-        if who not in self._lying:
+        if who not in self.lying:
             self._guarded(self.ledger.told, who, raw)
 
     def _disk(self, process: Process) -> SimDisk:
         def heard(path: Path, data: bytes) -> None:
-            if process.name in self._lying:
+            if process.name in self.lying:
                 return
             if path.name == logfile.LOG:
                 known = len(self.ledger.log)
                 for _, record in logfile.records(io.BytesIO(data), path):
                     self._guarded(self.ledger.appended, process.name, record)
                 self._decided_at += [self.world.now] * (len(self.ledger.log) - known)
-                self._guarded(self._check_bound, known)
+                self._guarded(self.check_bound, known)
             else:
                 self._guarded(self.ledger.written, process.name, path, data, self._trainers.get(process.name))
 
         return HeardDisk(process, heard)
 
-    def _check_bound(self, known: int) -> None:
+    def check_bound(self, known: int) -> None:
         """That no commit names more dishonest members than its quorum bears. `known`: commits that were checked
         before."""
         for commit in self.ledger.log[known:]:
-            members, lying = len(commit.members), len(self._lying & set(commit.members))
+            members, lying = len(commit.members), len(self.lying & set(commit.members))
             if lying > liars_borne(members):
                 raise Violation(BOUND, f"{lying} of the {members} members after round {commit.round} are dishonest")
 
@@ -218,10 +218,10 @@ class Swarm:
 
     def _hear_node(self, process: Process, event: Event) -> None:
         self.world.trace(process.name, f"{event.body}")
-        if process.name in self._lying:
+        if process.name in self.lying:
             return
         match event.body:
-            case events.Attest(peer=peer) if peer in self._lying:
+            case events.Attest(peer=peer) if peer in self.lying:
                 pass
             case events.Attest(peer=peer, round=round, digests=digests):
                 self._guarded(self.ledger.attested, peer, round, dict(digests), self._excused.get(peer, set()))
@@ -267,7 +267,7 @@ class Swarm:
     def _accused(self, who: str, peer: str, reason: str) -> None:
         """A node says that another one lies."""
         self.world.stats["accused"] += 1
-        if peer not in self._lying:
+        if peer not in self.lying:
             raise Violation("P2", f"{who[-8:]} accuses {peer[-8:]}, which is honest: {reason}")
 
     def _spoil(self, process: Process) -> None:

@@ -29,7 +29,7 @@ def boards(swarm: Swarm) -> list[Board]:
         found.append(board.changed(manifest, before, decree))
         swarm.ledger.log.append(tiny.commit(manifest, before, board=found[-1]))
 
-    changes._decree = enacted  # type: ignore[method-assign]
+    changes.decree = enacted  # type: ignore[method-assign]
     swarm.world.loop.run_until_complete(changes.run())
     swarm.world.loop.close()
     return found
@@ -40,7 +40,7 @@ def test_no_decree_leaves_more_dishonest_operators_than_the_quorum_bears() -> No
     for seed in SEEDS:
         swarm = Swarm(seed, lying_nodes=True)
         for number, now in enumerate(boards(swarm)):
-            assert len(swarm._lying & set(now.names)) <= liars_borne(now.quorum), f"seed {seed}, after {number} decrees"
+            assert len(swarm.lying & set(now.names)) <= liars_borne(now.quorum), f"seed {seed}, after {number} decrees"
             sizes.add((swarm.manifest.quorum, now.quorum))
     assert sizes == {(4, 4), (4, 7), (7, 7), (7, 4)}
 
@@ -55,11 +55,11 @@ def test_a_run_in_which_fewer_decide_than_before_keeps_every_promise() -> None:
 def test_more_dishonest_members_than_the_quorum_bears_are_a_fault_of_the_simulation() -> None:
     swarm = Swarm(SMALLER, lying_nodes=True)
     swarm.world.loop.close()
-    honest = [name for name in swarm.manifest.operators if name not in swarm._lying]
-    one, *_ = two = sorted(swarm._lying)
+    honest = [name for name in swarm.manifest.operators if name not in swarm.lying]
+    one, *_ = two = sorted(swarm.lying)
     first = tiny.commit(swarm.manifest, members=(one, *honest[:3]))
     swarm.ledger.log.append(first)
-    swarm._check_bound(0)
+    swarm.check_bound(0)
     swarm.ledger.log.append(tiny.commit(swarm.manifest, first, members=(*two, *honest[:2])))
     with pytest.raises(Violation, match=f"{BOUND}: 2 of the 4 members after round 1 are dishonest"):
-        swarm._check_bound(1)
+        swarm.check_bound(1)
