@@ -108,7 +108,7 @@ def compared(model: str, seed: int, climb: float, bounded: bool) -> Row:
         "plan_seconds": round(took, 2),
         "ours": ours,
         "random": statistics.mean(total(plans.grouped(manifest, order)) for order in by_chance),
-        "blind": statistics.mean(total(plans.blind(manifest, order, rng)) for order in by_chance),
+        "blind": statistics.mean(total(plans.blind(manifest, order)) for order in by_chance),
         "greedy": max(total(plans.grouped(manifest, sorted(peers, key=key))) for key in keys),
         "paces": bounds.paces(manifest, peers),
     }

@@ -170,10 +170,13 @@ class Run:
         if not self.defended:
             return [1.0] * len(sent)
         before = judging.PreviousRound(
-            tuple(self.medians[-run_state.MEDIANS_KEPT :]), tuple(Update(u.__getitem__) for u in self.committed)
+            tuple(self.medians[-run_state.MEDIANS_KEPT :]),
+            tuple(Update(lambda shard, u=u: [u[shard]]) for u in self.committed),
         )
         names = [hashlib.sha256(f"{number} {i}".encode()).hexdigest() for i in range(len(sent))]
-        verdicts = judging.judge(self.made, names[0], names, [Update(u.__getitem__) for u in sent], before)
+        verdicts = judging.judge(
+            self.made, names[0], names, [Update(lambda shard, u=u: [u[shard]]) for u in sent], before
+        )
         for i, verdict in enumerate(verdicts):
             good = self.is_honest(i, number)
             self.rounds += good
