@@ -29,9 +29,9 @@ from typing import Any
 from tests.sim.swarm import KINDS, Swarm, kind_of
 from tests.sim.world import POINTS, Violation
 
-SEEDS = 150
+SEEDS = 313
 """The number of runs, from seed 0 on, that see everything at least once."""
-FEW = (0, 2, 7, 8, 12, 13, 14, 18, 19, 24, 27, 28, 29, 30, 35, 39, 48, 67, 99, 100, 105, 106)
+FEW = (2, 29, 32, 97, 123, 184, 206, 234, 277, 312, 316, 348, 363, 395, 397, 399, 435)
 """These do so, too, today."""
 HAPPENS = (
     "dropped", "doubled", "held up", "partitions", "cuts", "jumps of the wall clock", "losses of power",
