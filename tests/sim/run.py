@@ -31,7 +31,7 @@ from tests.sim.world import POINTS, Violation
 
 SEEDS = 313
 """The number of runs, from seed 0 on, that see everything at least once."""
-FEW = (2, 29, 32, 97, 123, 184, 206, 234, 277, 312, 316, 348, 363, 395, 397, 399, 435)
+FEW = (2, 29, 32, 67, 73, 97, 123, 184, 206, 234, 277, 312, 316, 348, 363, 388, 395, 397, 399, 435)
 """These do so, too, today."""
 HAPPENS = (
     "dropped", "doubled", "held up", "partitions", "cuts", "jumps of the wall clock", "losses of power",
