@@ -402,7 +402,7 @@ class Operators:
             self._incoming[node] -= 1
             self._streams.get(node, set()).discard(stream)
 
-    # --- who they are
+    # --- members
 
     @property
     def head(self) -> Commit | None:

@@ -60,7 +60,7 @@ COMMENTS = {
     "total_steps": "where the cosine ends: rounds x inner_steps",
     "corpus": "the digest of the text: potluck data show prints it",
     "topk": "entries of an update that are sent, of every 4096",
-    "residual_width": "blocks write so many values of a token, and the stages of a chain exchange them; 0: all",
+    "residual_width": "values of a token that blocks write and the stages of a chain exchange; 0: all",
     "every": "after so many rounds the loss on held-out text is measured; 0: never",
     "sequences": "of the held-out text, at most",
     "round_seconds": "every replica trains for so long in a round, and does what it can",

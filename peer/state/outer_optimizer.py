@@ -73,20 +73,19 @@ class Outer:
         self.theta: dict[str, list[Array]] = {}
         self.feedback: dict[str, list[Array]] = {}
 
-    def accumulate(self, shard: str, displacement: Sequence[tuple[Array, Array | None]]) -> None:
-        """e = β e + δ, for each tensor δ = a - b of (a, b), or a where b is None. Raises LocalError, and leaves e
+    def accumulate(self, shard: str, displacement: Sequence[tuple[Array, Array]]) -> None:
+        """e = β e + δ, for each tensor δ = a - b of (a, b). Raises LocalError, and leaves e
         unchanged, if a value is not finite; ValueError for wrong shapes."""
         if tuple(a.shape for a, _ in displacement) != layout.shapes(self.spec, shard):
             raise ValueError(f"{shard}: the pseudo-gradient's shapes are not those of the shard")
-        for pair in displacement:
+        for _, b in displacement:
             # θ is finite: it is b that may not be; their difference could still overflow, which `encode` refuses
-            blocks = _blocks(pair[0] if pair[1] is None else pair[1])
-            if not all(math.isfinite(x) for block in blocks for x in (block.min(), block.max())):
+            if not all(math.isfinite(x) for block in _blocks(b) for x in (block.min(), block.max())):
                 raise LocalError(f"{shard}: the pseudo-gradient is not finite; this round's work is dropped")
         scratch = np.empty(BLOCK, dtype=np.float32)
         for e, (a, b) in zip(self._feedback(shard), displacement, strict=True):
-            for e_block, a_block, b_block in zip(_blocks(e), _blocks(a), _blocks(a if b is None else b), strict=True):
-                delta = a_block if b is None else np.subtract(a_block, b_block, out=scratch[: a_block.size])
+            for e_block, a_block, b_block in zip(_blocks(e), _blocks(a), _blocks(b), strict=True):
+                delta = np.subtract(a_block, b_block, out=scratch[: a_block.size])
                 np.multiply(e_block, self.beta, out=e_block)
                 np.add(e_block, delta, out=e_block)
 
@@ -193,9 +192,9 @@ class Outer:
         return self.feedback[shard]
 
 
-def difference(displacement: Sequence[tuple[Array, Array | None]]) -> list[Array]:
+def difference(displacement: Sequence[tuple[Array, Array]]) -> list[Array]:
     """δ of a displacement (see `Outer.accumulate`)."""
-    return [a if b is None else a - b for a, b in displacement]
+    return [a - b for a, b in displacement]
 
 
 def _taken(scratch: list[Array], shapes: Sequence[tuple[int, ...]], empty: Empty) -> list[Array]:

@@ -146,7 +146,7 @@ class Swarm:
             square, pseudo = 0.0, 0.0
             for shard in self.shards:
                 displacement = replica.trainer.displacement(shard)
-                pseudo += sum(float(np.sum(np.square(a if b is None else a - b))) for a, b in displacement)
+                pseudo += sum(float(np.sum(np.square(a - b))) for a, b in displacement)
                 replica.outer.accumulate(shard, displacement)
                 sent[-1][shard] = self._send(replica.outer, shard, m == leaving)
                 square += sum(float(np.sum(np.square(x, dtype=np.float64))) for x in sent[-1][shard])

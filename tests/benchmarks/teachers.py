@@ -84,7 +84,7 @@ class Replica:
         found: Sent = {}
         for shard in SHARDS:
             delta = changed(shard, self.trainer.delta(shard))
-            self.outer.accumulate(shard, [(array, None) for array in delta])
+            self.outer.accumulate(shard, [(np.zeros_like(array), -array) for array in delta])
             payload, _ = self.outer.encode(shard)
             found[shard] = self.decoded(shard, payload)
         return found

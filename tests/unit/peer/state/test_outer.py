@@ -37,9 +37,9 @@ def pseudo_gradient(seed: int) -> Shard:
     return [(1e-3 * rng.standard_normal(s) * np.exp(rng.standard_normal(s))).astype(np.float32) for s in SHAPES]
 
 
-def alone(arrays: Shard) -> list[tuple[npt.NDArray[np.float32], None]]:
-    """Nothing is subtracted from them."""
-    return [(array, None) for array in arrays]
+def alone(arrays: Shard) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
+    """Displacements that are these arrays, to the bit."""
+    return [(np.zeros_like(array), -array) for array in arrays]
 
 
 def flat(arrays: Shard) -> npt.NDArray[np.float64]:
