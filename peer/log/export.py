@@ -199,6 +199,6 @@ def read(folder: Path, disk: Disk, room_for: Callable[[ModelSpec], Empty]) -> Ex
         reason = f"{Path(error.filename or folder).name}: {error.strerror}"
     except tensor_file.Damaged as error:
         reason = f"{WEIGHTS}: {error}"
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         reason = "is not as potluck export writes it"
     raise UsageError(f"model {folder}: {reason}; give a folder of potluck export, or a log")

@@ -20,6 +20,7 @@ from peer.cli.model import Choice, replayed
 from peer.log import export
 from peer.log.replay import State
 from peer.net.disk import Disk
+from peer.state import tensor_file
 from peer.training import inference
 from peer.training.inference import Dice
 from peer.training.model import Past, Stage
@@ -124,6 +125,24 @@ def written(spec: ModelSpec, folder: Path) -> Path:
     digests = dict.fromkeys(layout.shard_names(spec), "0" * 64)
     export.write(tiny.manifest(model=spec), State(1, random_theta(spec), digests), words(spec), folder, Disk())
     return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.embed_tokens.weight", (5,)),
+        ("model.layers.0.self_attn.o_proj.weight", ()),
+        ("model.layers.1.mlp.down_proj.weight", (SPEC.d_model, SPEC.d_ff)),  # writes all columns
+    ],
+)
+def test_an_export_that_is_no_model_of_its_residual_width_is_refused(
+    name: str, shape: tuple[int, ...], folder: Path
+) -> None:
+    path = written(spec_of("narrow"), folder) / export.WEIGHTS
+    tensors, about = tensor_file.read(Disk(), path)
+    Disk().write(path, *tensor_file.pieces({**tensors, name: np.ones(shape, np.float32)}, about))
+    with pytest.raises(UsageError, match="is not as potluck export writes it"):
+        export.read(folder, Disk(), lambda spec: in_memory)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
