@@ -34,7 +34,7 @@ from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, OuterSpec, TrainSpec
 from tests.parity import reference
-from tests.support import tiny
+from tests.support import displacement, tiny
 
 REPLICAS, ROUNDS, STEPS, ROWS = 8, 40, 5, 4
 SEQUENCE = 64
@@ -84,7 +84,7 @@ class Replica:
         found: Sent = {}
         for shard in SHARDS:
             delta = changed(shard, self.trainer.delta(shard))
-            self.outer.accumulate(shard, [(np.zeros_like(array), -array) for array in delta])
+            self.outer.accumulate(shard, displacement.of(delta))
             payload, _ = self.outer.encode(shard)
             found[shard] = self.decoded(shard, payload)
         return found

@@ -31,9 +31,8 @@ FLIPPED = "flipped"
 class Opposite(StageInnerLoop):
     """Sends the opposite of what it learned."""
 
-    def displacement(self, shard: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        found = super().displacement(shard)
-        return [(b, a) if b is not None else (-a, None) for a, b in found]
+    def displacement(self, shard: str) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(b, a) for a, b in super().displacement(shard)]
 
     def on_device(self, shard: str) -> None:
         """It works on the host."""

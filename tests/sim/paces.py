@@ -36,7 +36,7 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec
 from tests.sim.disk import SimDisk
 from tests.sim.world import Process, Weather, World
-from tests.support import machines, tiny
+from tests.support import displacement, machines, tiny
 
 CALM = Weather(
     drop=0.0, duplicate=0.0, overtake=0.0, slow=0.02, crash=0.0, focus="", focus_crash=0.0, power=0.0, away=1e9,
@@ -149,13 +149,13 @@ class PacedTrainer(InnerLoop):
         steps = training.result()
         return Result(steps, train.tokens(steps, work.micro_batches), 1.0, None)
 
-    def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32] | None]]:
+    def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
         """θ(r-1) - θ local: the same for all but large values in one shard, or they would be judged to be copies."""
         own = shard == OWN
         draw = np.random.default_rng([*self._peer.encode(), self._round] if own else len(shard))
         shapes = layout.shapes(self._manifest.model, shard)
         scale = LEARNING * (100 if own else 1)
-        return [(scale * draw.standard_normal(shape, dtype=np.float32), None) for shape in shapes]
+        return displacement.of(scale * draw.standard_normal(shape, dtype=np.float32) for shape in shapes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from protocol.round.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from tests.sim.world import Process, World
+from tests.support import displacement
 
 QUARREL = 0.3
 """How likely it is, where chains quarrel, that one does so when it trains."""
@@ -213,14 +214,14 @@ class DrawnTrainer(InnerLoop):
         tokens = self._manifest.train.tokens(steps, self._micro_batches)
         return Result(steps, tokens, 1.0 if steps else None, error)
 
-    def displacement(self, shard: str) -> list[tuple[Array, Array | None]]:
+    def displacement(self, shard: str) -> list[tuple[Array, Array]]:
         """θ(r-1) - θ local of the round that was trained last: whole numbers."""
         known = self.deltas.setdefault(self._round, {})
         if shard not in known:
             draw = np.random.default_rng(self._process.rng.getrandbits(64))
             shapes = layout.shapes(self._manifest.model, shard)
             known[shard] = [draw.integers(-8, 9, shape).astype(np.float32) for shape in shapes]
-        return [(array, None) for array in known[shard]]
+        return displacement.of(known[shard])
 
     def close(self) -> None:
         """The process ends, one way or another."""

@@ -34,7 +34,7 @@ from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec
 from protocol.wire import endpoints
-from tests.support import machines, tiny
+from tests.support import displacement, machines, tiny
 
 TOKENIZER = b'{"not": "read"}'
 MODEL = ModelSpec(vocab_size=512, d_model=64, n_layers=4, n_heads=2, d_ff=128, context=8)
@@ -99,8 +99,8 @@ class Noise(InnerLoop):
         work = order.plan.replica(order.replica).work
         return Result(work.steps, self.manifest.train.tokens(work.steps, work.micro_batches), 1.0, None)
 
-    def displacement(self, shard: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        return [(array, None) for array in noise(self.manifest.model, self.peer, self.round, shard)]
+    def displacement(self, shard: str) -> list[tuple[np.ndarray, np.ndarray]]:
+        return displacement.of(noise(self.manifest.model, self.peer, self.round, shard))
 
 
 class QuickDisk(Disk):

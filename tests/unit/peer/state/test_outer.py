@@ -17,6 +17,7 @@ from protocol.codec.sparse import PayloadError
 from protocol.errors import LocalError
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
+from tests.support import displacement
 
 SPEC = ModelSpec(vocab_size=96, d_model=16, n_layers=1, n_heads=2, d_ff=24, context=8)
 SHARD = "head"  # a vector [16] and a matrix [96, 16]
@@ -35,11 +36,6 @@ def pseudo_gradient(seed: int) -> Shard:
     """Uneven scales, as after some inner steps."""
     rng = np.random.default_rng(seed)
     return [(1e-3 * rng.standard_normal(s) * np.exp(rng.standard_normal(s))).astype(np.float32) for s in SHAPES]
-
-
-def alone(arrays: Shard) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
-    """Displacements that are these arrays, to the bit."""
-    return [(np.zeros_like(array), -array) for array in arrays]
 
 
 def flat(arrays: Shard) -> npt.NDArray[np.float64]:
@@ -109,7 +105,7 @@ def test_nothing_is_lost(plays: list[list[tuple[int, str]]], beta: float, eta: f
                 gone[m] -= dense(peers[m], payload)
             pending[m] = []
             delta = pseudo_gradient(seed)
-            peers[m].accumulate(SHARD, alone(delta))
+            peers[m].accumulate(SHARD, displacement.of(delta))
             earned[m] = beta64 * earned[m] + flat(delta)
             gone[m] = beta64 * gone[m]
             largest = max(largest, float(np.abs(flat(peers[m].feedback[SHARD])).max()))
@@ -141,12 +137,12 @@ def test_the_arithmetic_is_the_stated_one() -> None:
     first, second = ([np.float32(scale) * x for x in shape_of] for scale in (3e-3, 7e-3))
     before = [t.copy() for t in o.theta[SHARD]]
     held = o.theta[SHARD]
-    o.accumulate(SHARD, alone(first))
+    o.accumulate(SHARD, displacement.of(first))
     assert all((e == d).all() for e, d in zip(o.feedback[SHARD], first, strict=True))
     a = o.encode(SHARD)[0]
     assert all((e == 0).all() for e in o.feedback[SHARD])
     o.restore_feedback(SHARD, a)
-    o.accumulate(SHARD, alone(second))
+    o.accumulate(SHARD, displacement.of(second))
     expected = [np.float32(0.95) * d1 + d2 for d1, d2 in zip(first, second, strict=True)]
     assert all((e == x).all() for e, x in zip(o.feedback[SHARD], expected, strict=True))
     b = o.encode(SHARD)[0]
@@ -161,7 +157,7 @@ def test_the_arithmetic_is_the_stated_one() -> None:
 
 def test_a_bad_contribution_changes_nothing() -> None:
     o = outer()
-    o.accumulate(SHARD, alone(pseudo_gradient(1)))
+    o.accumulate(SHARD, displacement.of(pseudo_gradient(1)))
     good = o.encode(SHARD)[0]
     before = o.digest(SHARD)
     buffers = flat(o.feedback[SHARD])
@@ -179,14 +175,14 @@ def test_a_bad_contribution_changes_nothing() -> None:
 
 def test_a_bad_pseudo_gradient_leaves_the_buffer() -> None:
     o = outer()
-    o.accumulate(SHARD, alone(pseudo_gradient(1)))
+    o.accumulate(SHARD, displacement.of(pseudo_gradient(1)))
     before = flat(o.feedback[SHARD])
     bad = pseudo_gradient(2)
     bad[1][3, 3] = np.nan
     with pytest.raises(LocalError, match="not finite"):
-        o.accumulate(SHARD, alone(bad))
+        o.accumulate(SHARD, displacement.of(bad))
     with pytest.raises(ValueError, match="shapes"):
-        o.accumulate(SHARD, alone(bad[:1]))
+        o.accumulate(SHARD, displacement.of(bad[:1]))
     assert (flat(o.feedback[SHARD]) == before).all()
 
 
@@ -195,7 +191,7 @@ def test_a_displacement_is_subtracted_bit_by_bit() -> None:
     before, after = pseudo_gradient(1), pseudo_gradient(2)
     for _ in range(2):
         o.accumulate(SHARD, list(zip(before, after, strict=True)))
-        other.accumulate(SHARD, alone([a - b for a, b in zip(before, after, strict=True)]))
+        other.accumulate(SHARD, displacement.of([a - b for a, b in zip(before, after, strict=True)]))
     for a, b in zip(o.feedback[SHARD], other.feedback[SHARD], strict=True):
         np.testing.assert_array_equal(a, b)
     kept = [e.copy() for e in o.feedback[SHARD]]
@@ -233,7 +229,7 @@ def test_several_shards_at_a_time_have_the_bits_of_one_after_the_other() -> None
 def test_memory_that_is_taken_again_changes_no_bits() -> None:
     o, other, scratch = outer(), outer(), []
     for seed in range(3):
-        o.accumulate(SHARD, alone(pseudo_gradient(seed)))
+        o.accumulate(SHARD, displacement.of(pseudo_gradient(seed)))
         payload = o.encode(SHARD)[0]
         former = o.theta[SHARD]
         o.apply(SHARD, [(0.5, payload)], scratch)
@@ -247,7 +243,7 @@ def test_memory_that_is_taken_again_changes_no_bits() -> None:
 def test_feedback_needs_no_holding() -> None:
     """A stage that has moved on still takes back what an earlier round left out."""
     o = outer()
-    o.accumulate(SHARD, alone(pseudo_gradient(1)))
+    o.accumulate(SHARD, displacement.of(pseudo_gradient(1)))
     payload = o.encode(SHARD)[0]
     del o.theta[SHARD], o.feedback[SHARD]
     o.restore_feedback(SHARD, payload)
@@ -257,13 +253,13 @@ def test_feedback_needs_no_holding() -> None:
 def test_a_lost_delta_counts_as_what_was_sent_of_it() -> None:
     """A crash between offers and feedback: e(1) is on disk, later payloads are out, and are not taken back."""
     o = outer()
-    o.accumulate(SHARD, alone(pseudo_gradient(1)))
+    o.accumulate(SHARD, displacement.of(pseudo_gradient(1)))
     o.encode(SHARD)[0]
     owed = flat(o.feedback[SHARD])
     on_disk = [e.copy() for e in o.feedback[SHARD]]
     payloads = []
     for round in (2, 3):
-        o.accumulate(SHARD, alone(pseudo_gradient(round)))
+        o.accumulate(SHARD, displacement.of(pseudo_gradient(round)))
         payloads.append(o.encode(SHARD)[0])
     o.feedback[SHARD] = on_disk
     for payload in payloads:

@@ -21,6 +21,7 @@ from protocol.codec.formats import Codec
 from protocol.errors import UsageError
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
+from tests.support import displacement
 
 DISK = Disk()
 TENSORS = {
@@ -175,7 +176,7 @@ def test_rounds_have_the_same_bits_in_files(tmp_path: Path) -> None:
             moved = [rng.standard_normal(shape).astype(np.float32) for shape in layout.shapes(spec, shard)]
             payloads = []
             for outer, arrays in zip(outers, scratch, strict=True):
-                outer.accumulate(shard, [(np.zeros_like(a), -a) for a in moved])
+                outer.accumulate(shard, displacement.of(moved))
                 payloads.append(outer.encode(shard)[0])
                 outer.apply(shard, [(0.5, payloads[0]), (0.25, payloads[0])], arrays)
             assert payloads[0] == payloads[1]
