@@ -125,7 +125,7 @@ def _train(manifest: Manifest, corpus: CorpusReader, trainer: StageTrainer, work
         trainer.step(before + step + 1, norm)
 
 
-def loss(arm: Arm, manifest: Manifest) -> float:
+def _loss(arm: Arm, manifest: Manifest) -> float:
     """Nats per held-out token after one run."""
     model, train, shards = manifest.model, manifest.train, layout.shard_names(manifest.model)
     corpus = demo_corpus()
@@ -179,7 +179,7 @@ def main() -> int:
     arms = tuple(dict.fromkeys(("equal paces", *chosen.arms)))
     for key in [(name, seed, chosen.rounds) for seed in range(chosen.seeds) for name in arms]:
         if key not in kept:
-            kept[key] = loss(ARMS[key[0]], _manifest(seed=key[1], rounds=key[2]))
+            kept[key] = _loss(ARMS[key[0]], _manifest(seed=key[1], rounds=key[2]))
             if chosen.keep is not None:
                 with chosen.keep.open("a") as file:
                     file.write(json.dumps([*key, kept[key]]) + "\n")
