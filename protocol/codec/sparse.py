@@ -17,7 +17,6 @@ of quotients (u32); then for each tensor its centroids lo, hi as fp32, and its s
 bands of tiles as have at most 2^16 n / k' elements, or one; it has the gaps' low bits, the codes, four to a byte, and
 the quotients. Bits fill a byte from the lowest, each field ends at a whole byte, and padding is 0. An update has one
 payload only, and `decode` refuses every other, so equal updates have equal digests.
-
 """
 
 from __future__ import annotations

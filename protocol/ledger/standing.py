@@ -4,9 +4,8 @@
                   as all work is (protocol/round/judging.py), named in the commit (LeftOut.probation), and goes back
                   into its maker's error feedback.
     reputation    A factor of a peer's weight, 0 to 1. A finding against the peer takes LOSS of it, a round of work that
-                  counts gives GAIN back. Bad scores in round after round
-                  (protocol/ledger/scoring.py) take all of it. Below FLOOR the peer *rests* for REST_ROUNDS, and returns
-                  on probation with the reputation RETURNING.
+                  counts gives GAIN back. Bad scores in round after round (protocol/ledger/scoring.py) take all of it.
+                  Below FLOOR the peer *rests* for REST_ROUNDS, and returns on probation with the reputation RETURNING.
     share         No peer has more than the run's `share` of a round's weight, or an equal share where that is more.
 
 A round of probation is *served* by faultless work in a round in which faults could be seen: enough established replicas

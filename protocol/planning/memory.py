@@ -42,10 +42,8 @@ On the host beside it, together (`host_memory`): state, scratch and later role a
 *In files.* A peer with too little memory for every role keeps state and scratch in mapped files, which are used at the
 round boundary only. Disk: 12 P + 8 V d.
 
-
 *Tied embeddings.* Such a model is trained by full replicas only (NEVER), since both ends of a chain would move one
 matrix. A replica has both its gradients at once, 8 V d; the matrix counts once.
-
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ With F, B of the slowest stage, c a frame's transfer and l the latency, a step o
 takes M (F + B) + (S - 1) (F + B + 2 c + 2 l) if only the fill is waited for. By Little's law that needs
 
     depth >= (sum of F + B over stages + sum of 2 c + 2 l over boundaries) / max(F + B, c)
-
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What is said to open a relayed stream, and the form of what is sealed in it; docs/adr/0022-sealed-relays.md.
 
-A -> relay   ask: the peer that is meant; then the first message of the handshake, which the relay passes on relay -> A
-answer: `here`, or why not; from then on it passes on whatever comes, both ways A -> B       handshake of
-protocol/wire/noise.py: the second and third message carry the proof of who is there, the third also
-             the name of what A wants
+A -> relay   ask: the peer that is meant; then the first message of the handshake, which the relay passes on
+relay -> A   answer: `here`, or why not; from then on it passes on whatever comes, both ways
+A -> B       handshake of protocol/wire/noise.py: the second and third message carry the proof of who is there, the
+             third also the name of what A wants
 A <-> B      sealed records, numbered by their cipher: one byte that says what it is, then
              DATA bytes | CREDIT 4 bytes: so many more may be sent | PING | PONG | CLOSE nothing
 """

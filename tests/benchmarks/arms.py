@@ -1,24 +1,24 @@
-"""What a token teaches: small models by bytes, trained by replicas and chains of every kind, at equal tokens.
+"""Compares what replicas and chains of every kind learn from the same tokens, with small models of bytes.
 
     python -m tests.benchmarks.arms --keep ROWS.jsonl f/muon c/muon/42:int8:int4 fc/muon/42:int8:int4
     python -m tests.benchmarks.arms --keep ROWS.jsonl --seeds 3 --control
     python -m tests.benchmarks.arms --keep ROWS.jsonl --device cuda --width 256 --rows 32 f/muon c/muon/84:int8:int4
 
-An arm is REPLICAS/OPTIMIZER[/w[:FORWARD:BACKWARD]][/OPTION,...]. REPLICAS has a letter for each replica: f for a full
-one, c for a chain with a stage for each block. w: the residual width, which all replicas of an arm have; 0, the default:
-all. A step's rows are divided among the replicas, so that all arms read the same tokens in as many steps. After each
-round the outer step with its sparse update. All arms of a seed have the same text.
+An arm is written REPLICAS/OPTIMIZER[/w[:FORWARD:BACKWARD]][/OPTION,...]. REPLICAS has a letter for each replica: f for
+a full one, c for a chain with a stage for each block. All replicas of an arm have the residual width w; 0, the default,
+stands for the whole width. A step's rows are divided among the replicas, so that every arm reads the same tokens in as
+many steps. Each round ends with the outer step and its sparse update. All arms of a seed have the same text. Options:
 
     blind      attention sees the present token only (a control)
     first      only the first stage trains `anchor`
     lr=X       the learning rate
 
-Seeds and replicas of an arm are computed at once, with E of them in the first dimension of every tensor, on a processor
-or a GPU. `check` compares number formats, gradients and the outer step with the product's. What differs from a run:
-chains clip each stage's gradients by the norm of all, as they do, but attention does not look at documents.
+All seeds and replicas of an arm are computed at once, on a processor or a GPU: the first dimension of every tensor has
+an element for each. `check` compares number formats, gradients and the outer step with the product's. Clipping is the
+product's, too. One thing differs from a run: attention does not look at the ends of documents.
 
-Loss: nats per held-out token after the last round, as a plain model; `half`: after half of the rounds. Gap: to the arm of
-full replicas of width 0 with the same optimizer and seed; mean and standard error over seeds.
+Loss: nats per held-out token after the last round, as a plain model; `half`: after half of the rounds. Gap: to the arm
+of full replicas of width 0 with the same optimizer and seed; mean and standard error over seeds.
 
 Shapes: E elements, B rows, L positions, V vocabulary, D width, W residual width, S stages.
 """

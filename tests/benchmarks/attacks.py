@@ -1,14 +1,16 @@
-"""How many rounds per second are left while somebody attacks?
+"""Measures the rounds per second of a run under attack.
 
     python -m tests.benchmarks.attacks [--seconds S] [--times N] [--only NAME ...] [--identities N]
 
-The attacks are those of tests/hostile/attacks. A bootstrap node and two peers that do everything but compute (a round's work is 0.2 s of waiting) have
-one core, with their network daemons; the enemy, a process of its own with a daemon for each of its identities, has another. Quiet spells
-and attacks take turns, each attack under new identities, so that none is refused for what the one before did. Told are the medians of the
-rounds per second, their ratio, how much the enemy did per second (messages sent, streams opened, calls made, also those that were
-refused), by how much the memory of the attacked processes has grown, and for what the enemy was refused. An enemy that ends, or does nothing,
-ends the benchmark. Bound: 80 % of the quiet rate, and nobody ends. `--identities`: instead of four, where there are many. Spells of attacks that cost more at first last
-longer than `--seconds` (`Attack.spell`).
+The attacks are those of tests/hostile/attacks. One core runs a bootstrap node, two peers and their network daemons; the
+peers wait for 0.2 s a round instead of computing. Another core runs the enemy, a process with a daemon for each of its
+identities. Quiet spells and attacks take turns. Each attack has new identities, so that none is refused for an earlier
+one. Some attacks need spells longer than `--seconds` (`Attack.spell`). `--identities` sets the number of identities of
+the attacks that use several.
+
+The table has the median rounds per second, their ratio, the enemy's attempts per second (messages, streams and calls,
+refused ones included), the growth of the attacked processes' memory, and the reasons for which the enemy was refused.
+An enemy that ends or does nothing ends the benchmark. Exits with 1 below 80 % of the quiet rate.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ BOUND = 0.8
 
 @dataclass(frozen=True)
 class Row:
-    """All spells of an attack. `cpu_ms`: that node and peers took for a round when it was quiet; `load`: of the machine."""
+    """Medians over all spells of an attack.
+
+    cpu_ms: processor time of node and peers for a quiet round.
+    load: the machine's load average.
+    """
 
     attack: str
     quiet: float
@@ -55,7 +61,7 @@ class Row:
 
 
 async def measure(siege: Siege, name: str, seconds: float, times: int, identities: int | None) -> Row:
-    """One attack."""
+    """Alternates quiet spells with spells of one attack."""
     attack = ATTACKS[name]
     seconds = max(seconds, attack.spell)
     quiet, left, tries, refused = list[float](), list[float](), list[float](), set[str]()
@@ -85,7 +91,7 @@ async def measure(siege: Siege, name: str, seconds: float, times: int, identitie
 
 
 async def campaign(folder: Path, seconds: float, times: int, names: list[str], identities: int | None) -> list[Row]:
-    """A row for each attack, printed as soon as it is known."""
+    """Measures each attack and prints its row at once."""
     rows = list[Row]()
     async with Siege(folder, cores=(0, 1)) as siege:
         for name in names:

@@ -1,15 +1,16 @@
-"""The dense baseline: hivemind's own averaging of a whole model among N processes, in bytes and seconds.
+"""Measures the dense baseline: hivemind's own averaging of a whole model among N processes, in bytes and seconds.
 
     python -m tests.benchmarks.averaging --compression fp16 8bit
     python -m tests.benchmarks.averaging --netlab PATH/netlab.sh --up 20 --down 100 --rtt 40
 
-Every process holds fp32 tensors of a model (--parameters millions) and averages them, round after round, with
-`hivemind.averaging.DecentralizedAverager` at its defaults but for the group size, compression and deadlines. A round's seconds are counted from the common
-start to the last process that has the mean: `matchmaking` until the slowest found its group (5 s are hivemind's least), `averaging` after that. Bytes
-are those of the network interfaces, headers included, sent per process.
+Every process holds the fp32 tensors of a model (--parameters millions) and averages them each round with
+`hivemind.averaging.DecentralizedAverager`. Only group size, compression and deadlines differ from its defaults. A
+round's seconds run from the common start until the last process has the mean: `matchmaking` until the slowest process
+has found its group (hivemind takes 5 s at least), `averaging` after that. Bytes are those that the network interfaces
+sent, headers included, for each process.
 
-On loopback the processes share a network namespace of their own (root; without it, what else uses loopback is counted too).
-With --netlab each lives in a namespace behind an emulated link. `measure` is for other benchmarks to call.
+On loopback the processes share a network namespace of their own. That needs root; without it, other traffic of the
+loopback interface is counted, too. With --netlab each process has a namespace behind an emulated link.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ DEADLINE = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Medians over the rounds in which all processes were one group; `error`: of the mean, relative, on one tensor."""
+    """Medians over the rounds in which all processes were one group.
+
+    error: relative error of the mean of one tensor.
+    """
 
     compression: str
     place: str
@@ -59,7 +63,7 @@ class Result:
 
 
 def model(millions: float) -> ModelSpec:
-    """A decoder of about so many million parameters."""
+    """Returns a decoder of about this many million parameters."""
     d = 640 if millions >= 20 else 128
     rest = ModelSpec(vocab_size=d * 26, d_model=d, n_layers=1, n_heads=d // 64, d_ff=d * 11 // 4, context=512)
     block = layout.parameters(rest, "block.0")
@@ -72,7 +76,12 @@ def model(millions: float) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`hosts`: the address of each process; `prefix`: what a command there begins with; `devices`: where its bytes are counted."""
+    """Where the processes run.
+
+    hosts: the address of each process.
+    prefix: the first words of a command that runs beside each process.
+    shared: whether all processes share one network interface.
+    """
 
     name: str
     hosts: list[str]
@@ -80,7 +89,7 @@ class Place:
     shared: bool
 
     def sent(self) -> list[int]:
-        """Bytes sent so far: one figure if the interface is shared, else one per process."""
+        """Returns the bytes sent so far: one figure if the interface is shared, else one for each process."""
         found = []
         for prefix in self.prefix[:1] if self.shared else self.prefix:
             text = subprocess.run([*prefix, "cat", "/proc/net/dev"], capture_output=True, text=True, check=True).stdout
@@ -90,7 +99,7 @@ class Place:
 
 @contextlib.contextmanager
 def loopback(peers: int) -> Iterator[Place]:
-    """All in one new network namespace, or on this machine's loopback without root."""
+    """Puts all processes into one new network namespace, or without root onto the loopback of this machine."""
     if os.geteuid() != 0:
         yield Place("loopback, shared with others", ["127.0.0.1"] * peers, [[]] * peers, True)
         return
@@ -105,7 +114,7 @@ def loopback(peers: int) -> Iterator[Place]:
 
 @contextlib.contextmanager
 def homes(netlab: Path, peers: int, up: float, down: float, rtt: float) -> Iterator[Place]:
-    """Each behind a link of `up`/`down` Mb/s with `rtt` ms between any two; see the lab's README."""
+    """Puts each process behind a link of `up`/`down` Mb/s, with `rtt` ms between any two; see the lab's README."""
     names = [f"p{i}" for i in range(peers)]
     with lab(netlab, dict.fromkeys(names, f"{up:g}/{down:g}:{rtt / 2:g}")) as links:
         hosts, prefixes = zip(*(links.places[n] for n in names), strict=True)
@@ -116,7 +125,7 @@ def homes(netlab: Path, peers: int, up: float, down: float, rtt: float) -> Itera
 
 
 def be_peer(host: str, initial: str, peers: int, millions: float, compression: str, index: int) -> None:
-    """Says where it listens, then averages once for each line on standard input."""
+    """Prints its address, then averages once for each line on standard input."""
     import hivemind
     import numpy as np
     import torch
@@ -139,7 +148,7 @@ def be_peer(host: str, initial: str, peers: int, millions: float, compression: s
     shapes = [shape for shard in layout.shard_names(spec) for shape in layout.shapes(spec, shard)]
 
     def first(of: int) -> torch.Tensor:
-        """What process `of` brings of the smallest matrix: the mean of all is computed here, too."""
+        """Returns the smallest matrix of process `of`. Every process draws all of them, to compute the mean."""
         return torch.randn(
             min((s for s in shapes if len(s) == 2), key=np.prod), generator=torch.Generator().manual_seed(of)
         )
@@ -260,7 +269,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def _memory(pid: int) -> int:
-    """Proportional set size of a process and its children: what they share is counted once."""
+    """Returns the proportional set size of a process and its children, in which shared pages count once."""
     total = 0
     for process in _family(pid):
         with contextlib.suppress(psutil.Error):
@@ -269,7 +278,7 @@ def _memory(pid: int) -> int:
 
 
 def _end(pid: int) -> None:
-    """hivemind's own processes outlive a parent that was killed."""
+    """Ends a process and its children: hivemind's own processes outlive a parent that was killed."""
     for process in reversed(_family(pid)):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

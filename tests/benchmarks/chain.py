@@ -1,25 +1,27 @@
-"""How busy home links keep a chain: four stage processes behind emulated links, computing replaced by a wait.
+"""Measures how busy home links keep a chain: four stages behind emulated links wait instead of computing.
 
-    python -m tests.benchmarks.chain --netlab PATH/netlab.sh              # the grid (about an hour and a half)
+    python -m tests.benchmarks.chain --netlab PATH/netlab.sh              # the grid, about an hour and a half
     python -m tests.benchmarks.chain --netlab PATH/netlab.sh --target     # 100 Mb/s, 25 ms, d/8 at full size
 
-Everything but the model's arithmetic is real: daemons, streams, frames, queues, tensors of the true size, number formats,
-measuring and picking the depth. `--seconds_per_microbatch`: seconds of forward + backward per stage and micro-batch; the tensors' size follows
-from it, so that transfer and computing have the ratio of a 70 B model (d = 8192) in four stages of 400 TFLOP/s each: a token
-takes 262.5 microseconds. Every boundary has the link's rate in each direction (the two inner stages have twice the rate, since
-each has two neighbours).
+Everything but the model's arithmetic is real: daemons, streams, frames, queues, the tensors' size, number formats, the
+measurements and the choice of the depth. `--seconds_per_microbatch` has the seconds of forward and backward for a stage
+and micro-batch. The tensors' size follows from it: transfer and computing have the ratio of a 70 B model (d = 8192) in
+four stages of 400 TFLOP/s each, 262.5 microseconds a token. Every boundary has the link's rate in each direction. The
+two inner stages have twice the rate, since each has two neighbours.
 
-Where the links together carry more than LOAD, this machine would measure itself. There the clock goes slower: rates are divided, and
-latencies, routers' queues, deadlines of dials, signs of life and the seconds_per_microbatch multiplied by the same whole number, which leaves all ratios as they were, TCP's windows
-among them (time dilation; Gupta et al., NSDI 2006).
+Links that carry more than LOAD together would measure this machine. There the clock is slowed by a whole number (time
+dilation; Gupta et al., NSDI 2006): it divides the rates, and multiplies latencies, routers' queues, deadlines of dials,
+intervals of heartbeats and seconds_per_microbatch. All ratios stay as they were, those of TCP's windows included.
 
-Peers know what their uplinks have (`potluck join --up-limit`, nine tenths of it), but for --no-limit; and TCP keeps its windows while a
-connection rests (net.ipv4.tcp_slow_start_after_idle=0, see docs/guides/home-links.md), but for --idle-restart.
+Peers know their uplinks' rates (`potluck join --up-limit`, nine tenths of them), except with --no-limit. TCP keeps its
+windows while a connection rests (net.ipv4.tcp_slow_start_after_idle=0, docs/guides/home-links.md), except with
+--idle-restart.
 
-Ideal: the same chain if bytes took no time, (M + S - 1) x seconds_per_microbatch for M micro-batches. Beside the measured share of it stand the
-cost model's prediction, and both for textbook 1F1B, whose depth is the number of stages. Depth: what the chain picked from its
-own measurements in the steps before. A row is the median of three steps, or one long one. Where transfers take over twice the computing,
-only 32 micro-batches are run: more would give the same share.
+The ideal is the same chain with transfers that take no time, (M + S - 1) x seconds_per_microbatch for M micro-batches.
+The table has the measured share of it and the cost model's prediction, at the depth that the chain picked from its own
+measurements, and both for textbook 1F1B, whose depth is the number of stages. A row is the median of three steps, or
+one long step. Where transfers take over twice as long as computing, M is 32 only, since more micro-batches would give
+the same share.
 """
 
 from __future__ import annotations
@@ -70,26 +72,33 @@ RATES = (10, 50, 100, 1000)
 LATENCIES = (10, 25, 75)
 SPEC = ModelSpec(vocab_size=97, d_model=8, n_layers=STAGES, n_heads=1, d_ff=8, context=4096)
 LIMIT = 0.9
-"""`potluck join --up-limit` of the peers, as a share of their uplinks."""
+"""Share of its uplink that a peer gives as `potluck join --up-limit`."""
 CARRIED = (1448 - 52 / 2) / 1500
-"""Of a link's rate without that: packets of 1500 bytes carry 1448, and every other one that comes is answered by 52 bytes."""
+"""Share of a link's rate without a limit: a packet of 1500 bytes carries 1448, and 52 bytes answer every second one."""
 TIMEOUT = 900.0
 FINDING = 4
-"""Steps in which a chain finds its depth: in the first, windows of TCP and libp2p open, and links seem slow."""
+"""Steps in which a chain finds its depth. In the first, windows of TCP and libp2p open, and links seem slow."""
 SAMPLES = 3
-"""Steps of which the one with the median time counts,"""
+"""Steps of a row, whose median time counts."""
 LONG = 20.0
-"""but if the first takes so many seconds, no others are made: it is a mean over many micro-batches."""
+"""Seconds of a first step after which no others are made: it is a mean over many micro-batches itself."""
 LOAD = 200.0
-"""Mb/s over all boundaries and directions of which two cores take little notice; they can do twice as much."""
+"""Mb/s over all boundaries and directions that two cores carry easily; they can carry twice as much."""
 QUEUE_MS = 100
-"""What a router's queue holds."""
+"""Length of a router's queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One row. `rate`: Mb/s of a boundary and direction; `latency`: one-way ms; `divisor`: d/k; `seconds_per_microbatch`: seconds; `wire`: number
-    format, both ways; `limited`: whether the peers know what their uplinks have."""
+    """One row of the table.
+
+    rate: Mb/s of a boundary, in each direction.
+    latency: ms, one way.
+    divisor: d/k.
+    seconds_per_microbatch: of forward and backward.
+    wire: number format, both ways.
+    limited: whether the peers know their uplinks' rates.
+    """
 
     rate: float
     latency: float
@@ -105,20 +114,19 @@ class Case:
 
     @property
     def transfer(self) -> float:
-        """Seconds that a frame occupies a link."""
+        """Returns the seconds for which a frame occupies a link."""
         carried = LIMIT if self.limited else CARRIED
         bits = self.tokens * formats.bytes_per_token(self.wire, D // self.divisor) * 8
         return bits / (self.rate * 1e6 * carried)
 
     @property
     def slower(self) -> int:
-        """How many times slower the clock of rates, latencies, queues and seconds_per_microbatch goes, so that the links and not this machine are
-        measured."""
+        """Returns the factor by which the clock is slowed, so that the links are measured and not this machine."""
         used = self.transfer / max(self.transfer, self.seconds_per_microbatch)
         return math.ceil(2 * (STAGES - 1) * self.rate * used / LOAD)
 
     def costs(self) -> tuple[list[StageCost], list[LinkCost]]:
-        """For the cost model."""
+        """Returns the stages and links for the cost model."""
         stage = StageCost(forward=self.seconds_per_microbatch / 3, backward=self.seconds_per_microbatch * 2 / 3)
         between = LinkCost(forward=self.transfer, backward=self.transfer, latency=self.latency / 1e3)
         return [stage] * STAGES, [between] * (STAGES - 1)
@@ -128,7 +136,7 @@ class Case:
         return (self.micro_batches + STAGES - 1) * self.seconds_per_microbatch
 
     def predicted(self, depth: int) -> float:
-        """Share of the ideal by the cost model."""
+        """Returns the share of the ideal by the cost model."""
         return self.ideal / pipeline_model.step_seconds(*self.costs(), self.micro_batches, depth)
 
 
@@ -136,7 +144,7 @@ class Case:
 
 
 class StandIn:
-    """Stands where a StageTrainer does: it gives tensors of the true size, and computes nothing."""
+    """Replaces a StageTrainer: returns tensors of the true size and computes nothing."""
 
     def __init__(self, spec: ModelSpec, train: TrainSpec, shards: Sequence[str], width: int) -> None:
         self.spec, self.train, self.shards, self.width = spec, train, tuple(shards), width
@@ -160,7 +168,7 @@ class StandIn:
 
 
 class Paced(StandIn):
-    """Waits for as long as computing would take."""
+    """Waits for the time that computing would take."""
 
     def __init__(self, train: TrainSpec, stage: int, width: int, seconds_per_microbatch: float) -> None:
         ends = {0: ("embed",), STAGES - 1: ("head",)}.get(stage, ())
@@ -169,7 +177,7 @@ class Paced(StandIn):
         self.seconds_per_microbatch, self._late = seconds_per_microbatch, 0.0
 
     def wait(self, seconds: float) -> None:
-        """Exact in the long run: what the last wait was too long, this one is shorter."""
+        """Waits; an error of the last wait is made up for, so that waits are exact in the long run."""
         end = time.perf_counter() + seconds - self._late
         time.sleep(max(0.0, end - time.perf_counter()))
         self._late = min(time.perf_counter() - end, seconds)
@@ -187,8 +195,12 @@ class Paced(StandIn):
 async def joined(
     stage: int, host: str, folder: Path, limit: int | None = None, clock: int = 1
 ) -> AsyncIterator[tuple[Stream | None, Stream | None]]:
-    """This stage's streams to the one before and the one after. Says its address, reads the others' from standard input.
-    `clock`: how many times slower time goes here."""
+    """Opens this stage's streams to the stages before and after it.
+
+    Prints its address, and reads those of the others from standard input.
+
+    clock: how many times slower time runs here.
+    """
     torch.set_num_threads(1)
     transport = await p2p.start(folder / f"key-{stage}", host=host, validate=lambda *_: False)
     addresses: dict[str, str] = {}
@@ -211,12 +223,12 @@ async def joined(
 
 
 def say(**fields: object) -> None:
-    """One line for the parent."""
+    """Prints a line for the parent process."""
     print("@" + json.dumps(fields), flush=True)
 
 
 async def heard() -> Any:
-    """The parent's next line; None at its end."""
+    """Returns the parent's next line, or None at the end."""
     text = await asyncio.to_thread(sys.stdin.readline)
     return json.loads(text) if text else None
 
@@ -228,12 +240,12 @@ def slowed(clock: int) -> Liveness:
 
 
 async def zeros(train: TrainSpec, step: int) -> np.ndarray:
-    """Text of an inner step that nobody looks at."""
+    """Returns the text of an inner step, which nobody reads."""
     return np.zeros((train.step_rows, train.sequence + 1), np.int64)
 
 
 async def be_stage(stage: int, host: str, folder: Path, limit: int | None, clock: int) -> None:
-    """Takes one case after the other from standard input, and reports."""
+    """Reads cases from standard input, and reports on each."""
     worker = make_worker()
     async with joined(stage, host, folder, limit, clock) as (previous, following):
         while (asked := await heard()) is not None:
@@ -259,7 +271,7 @@ async def be_stage(stage: int, host: str, folder: Path, limit: int | None, clock
 
 
 class Processes:
-    """Stage processes; they learn each other's addresses."""
+    """Runs the stages' processes and tells each the addresses of the others."""
 
     def __init__(self, commands: Sequence[Sequence[str]]) -> None:
         self.stages = [
@@ -302,8 +314,10 @@ class Chain:
     def start(
         cls, netlab: Path, idle_restart: bool, limited: bool, rate: float, latency: float, slower: int
     ) -> Iterator[Chain]:
-        """Every boundary has `rate` Mb/s each way and `latency` ms one way, from the first connection on: its round trip is what
-        libp2p sizes its windows by. `limited`: see `Case`."""
+        """Gives every boundary `rate` Mb/s each way and `latency` ms one way, before the first connection.
+
+        libp2p sizes its windows by the round trip of that. `limited`: see `Case`.
+        """
         rates = [(1 if i in (0, STAGES - 1) else 2) * rate / slower for i in range(STAGES)]
         links = {f"s{i}": f"{mine:.3f}/{mine:.3f}:{latency * slower:g}" for i, mine in enumerate(rates)}
         with (
@@ -326,7 +340,10 @@ class Chain:
                 processes.kill()
 
     def steps(self, case: Case, depth: int, most: int | None, count: int) -> list[dict[str, Any]]:
-        """The first stage's reports of so many inner steps, the first at `depth`, the others at what the chain picks up to `most`."""
+        """Returns the first stage's reports of `count` inner steps.
+
+        depth: of the first step; the chain picks that of the others, up to `most`.
+        """
         self.processes.tell(
             {
                 "micro_batches": case.micro_batches,
@@ -344,7 +361,10 @@ class Chain:
         return reports[0]
 
     def middle(self, case: Case, depth: int, most: int | None = None) -> dict[str, Any]:
-        """The one of SAMPLES steps with the median time. `depth` 0: unknown yet, the chain finds it in steps of their own."""
+        """Returns the report with the median time of SAMPLES steps.
+
+        depth: of these steps; 0: the chain finds it in steps before them.
+        """
         guess = depth or pipeline_model.pick_depth(*case.costs(), case.micro_batches)
         found = self.steps(case, guess, most, 1 if depth or most else FINDING + 1)[-1]
         samples = [found]
@@ -353,23 +373,28 @@ class Chain:
         return sorted(samples, key=lambda report: float(report["seconds"]))[len(samples) // 2]
 
 
-HEAD = "| Mb/s | ms | k/d | format | M | clock | transfer / seconds_per_microbatch | depth | share | predicted | 1F1B | predicted |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+HEAD = (
+    "| Mb/s | ms | k/d | format | M | clock | transfer / seconds_per_microbatch | depth | share | predicted | 1F1B |"
+    " predicted |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
 
 
 def measure(chain: Chain, case: Case, depth: int) -> tuple[dict[str, Any], int]:
-    """One row, and the depth that the chain used; `depth`: see `Chain.middle`."""
+    """Measures and prints a row; returns it and the depth that the chain used. `depth`: see `Chain.middle`."""
     ours = chain.middle(case, depth)
     textbook = chain.middle(case, STAGES, STAGES)
     row = {
-        "rate": case.rate, "latency": case.latency, "divisor": case.divisor, "format": case.wire, "micro_batches": case.micro_batches,
-        "slower": case.slower, "ratio": case.transfer / case.seconds_per_microbatch, "depth": ours["depth"],
+        "rate": case.rate, "latency": case.latency, "divisor": case.divisor, "format": case.wire,
+        "micro_batches": case.micro_batches, "slower": case.slower,
+        "ratio": case.transfer / case.seconds_per_microbatch, "depth": ours["depth"],
         "share": case.ideal * case.slower / ours["seconds"], "predicted": case.predicted(ours["depth"]),
         "textbook": case.ideal * case.slower / textbook["seconds"], "textbook_predicted": case.predicted(STAGES),
     }  # fmt: skip
     part = "1" if case.divisor == 1 else f"1/{case.divisor}"
     shares = " | ".join(f"{100 * row[n]:.1f} %" for n in ("share", "predicted", "textbook", "textbook_predicted"))
     print(
-        f"| {case.rate:g} | {case.latency:g} | {part} | {case.wire} | {case.micro_batches} | 1/{case.slower} | {row['ratio']:.2f} | {row['depth']} | {shares} |",
+        f"| {case.rate:g} | {case.latency:g} | {part} | {case.wire} | {case.micro_batches} | 1/{case.slower} |"
+        f" {row['ratio']:.2f} | {row['depth']} | {shares} |",
         flush=True,
     )
     return row, ours["depth"]
@@ -404,8 +429,8 @@ def cases(chosen: argparse.Namespace) -> Iterator[Case]:
                 for micro_batches in chosen.micro_batches:
                     for wire in chosen.formats:
                         case = Case(
-                            rate=rate, latency=latency, divisor=divisor, micro_batches=micro_batches, seconds_per_microbatch=chosen.seconds_per_microbatch,
-                            wire=wire, limited=limited,
+                            rate=rate, latency=latency, divisor=divisor, micro_batches=micro_batches,
+                            seconds_per_microbatch=chosen.seconds_per_microbatch, wire=wire, limited=limited,
                         )  # fmt: skip
                         if micro_batches == 32 or case.transfer <= 2 * case.seconds_per_microbatch:
                             yield case

@@ -1,19 +1,20 @@
-"""Stages that lie, and honest ones: how many lies a chain of four finds within the round, and how often it accuses somebody honest.
+"""Measures whether a chain of four finds stages that lie within the round, and how often it accuses honest ones.
 
     python -m tests.benchmarks.cheating --keep cheating.jsonl                  # everything (an hour of one core)
     python -m tests.benchmarks.cheating --arms 16:int8:int4 --seeds 1 --rounds 20
 
-Four real stages of a small model train the demo's text in one process (tests/benchmarks/screened.py). An arm is w:FORWARD:BACKWARD, w the residual width. An honest round is STEPS inner steps of MICRO micro-batches. Of every SPIKES rounds one
-has a *spike*: in one step the learning rate is ten times what it should be.
+Four real stages of a small model train on the demo's text in one process (tests/benchmarks/screened.py). An arm is
+w:FORWARD:BACKWARD, with the residual width w. An honest round has STEPS inner steps of MICRO micro-batches. One of
+every SPIKES rounds has a *spike*: a step with ten times the learning rate.
 
-Of every LIES rounds, before it is trained honestly, the state of all stages and screens is kept and each lie is tried from there: each KIND, of
-activations and of gradients, by each stage that sends them, from a random micro-batch of the first half of the round on. The lie is *found* when
-somebody accuses the liar before the round's end. It is *laid to others* when somebody accuses anybody else first; what the
-liar itself says of others does not count. What was accepted until
-then has been trained on, and the other stages have passed on what they made of it.
+One of every LIES rounds is tried with lies before it is trained honestly. Each lie begins from the same state of all
+stages and screens: each KIND, of activations and of gradients, by each stage that sends them, from a random micro-batch
+of the first half of the round on. A lie is *found* when somebody accuses the liar before the round's end. It is *laid
+to others* when somebody accuses another stage first; the liar's own accusations do not count. Until then the other
+stages train on the lie and pass on the results.
 
-A lie is cut off at the largest magnitude that can be sent, so that no liar is found merely because its frame is refused as out of
-range. An honest stage that cannot send what it made of lies accuses whoever its screens doubt, as in the product.
+A lie is cut off at the largest magnitude that can be sent, so that no liar is found by a frame that is out of range. An
+honest stage that cannot send the results of a lie accuses the neighbour that its screens doubt, as in the product.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ KINDS = ("noise", "zeros", "x4", "x0.25", "flipped", "replayed")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lie:
-    """What `stage` sends instead of frames of this direction, from this micro-batch of the round on."""
+    """Replaces the frames of `stage` in this direction, from the micro-batch `since` of the round on."""
 
     kind: str
     direction: int
@@ -52,7 +53,7 @@ class Lie:
     since: int
 
     def of(self, x: Tensor, earlier: Sequence[Tensor], draw: random.Random) -> Tensor:
-        """What is sent for `x`; `earlier`: what it has sent before."""
+        """Returns the lie that is sent instead of `x`; `earlier`: frames that were sent before."""
         if self.kind == "noise":
             return torch.randn(x.shape) * x.square().mean(-1, keepdim=True).sqrt()
         if self.kind == "replayed":
@@ -61,7 +62,7 @@ class Lie:
 
 
 class Accused(Exception):
-    """`by` has found that `stage` lies."""
+    """Raised when `by` accuses `stage`."""
 
     def __init__(self, by: int, stage: int, why: str) -> None:
         super().__init__(f"stage {by} accuses stage {stage}: {why}")
@@ -69,13 +70,13 @@ class Accused(Exception):
 
 
 class Liars:
-    """The chain, what its stages have sent, and who of them lies."""
+    """A chain with a liar, and the frames that its stages have sent."""
 
     def __init__(self, arm: str, seed: int, rounds: int) -> None:
         width, forward, backward = arm.split(":")
         setup = Setup(
-            stages=STAGES, layers=STAGES, residual_width=int(width), forward=forward, backward=backward, inner_steps=STEPS,
-            micro_batches=MICRO, rounds=rounds,
+            stages=STAGES, layers=STAGES, residual_width=int(width), forward=forward, backward=backward,
+            inner_steps=STEPS, micro_batches=MICRO, rounds=rounds,
         )  # fmt: skip
         self.chain = Chain(setup, seed, self._said)
         self.false = list[str]()
@@ -85,7 +86,10 @@ class Liars:
         self._lie: Lie | None = None
 
     def train(self, round: int, spike: int, lie: Lie | None, draw: random.Random) -> float:
-        """One round, with the spike in this step, -1 for none; the loss. Raises Accused, unless all are honest: then `false` has who was accused."""
+        """Trains one round, with its spike in step `spike` (-1: none), and returns the loss.
+
+        Raises Accused if there is a lie; accusations of honest stages go to `false`.
+        """
         self.false, self._lie = [], lie
 
         def send(kind: int, sender: int, micro: int, x: Tensor) -> Tensor:
@@ -109,7 +113,7 @@ class Liars:
             raise Accused(by, sender, why)
 
     def _overflow(self, sender: int) -> None:
-        """An honest stage that cannot send what it made of lies says who lied, if it can (peer/chain/neighbours.py)."""
+        """Raises Accused for an honest stage that cannot send a lie's results, as peer/chain/neighbours.py does."""
         for kind, stage in ((FORWARD, sender - 1), (BACKWARD, sender + 1)):
             screen = self.chain.screens.get((sender, kind))
             if screen is not None and screen.doubt is not None:
@@ -125,7 +129,7 @@ def every_lie(draw: random.Random) -> Iterator[Lie]:
 
 
 def run(arm: str, seed: int, rounds: int, note: Callable[..., None]) -> None:
-    """One run; `note(field=value)` hears of each round and of each lie."""
+    """Trains one run; `note(field=value)` is called for each round and each lie."""
     draw = random.Random(f"{arm} {seed}")
     torch.manual_seed(seed)
     liars = Liars(arm, seed, rounds)
@@ -147,7 +151,7 @@ def run(arm: str, seed: int, rounds: int, note: Callable[..., None]) -> None:
 
 
 def table(lines: Sequence[dict[str, object]]) -> Iterator[str]:
-    """What docs/results/cheating.md has."""
+    """Returns the lines of the tables of docs/results/cheating.md."""
     lies = [line for line in lines if "lie" in line]
     honest = [line for line in lines if "lie" not in line]
     yield "| lie | of | tried | found in the round | laid to others first | not found |"

@@ -1,10 +1,10 @@
-"""What it costs the loss when replicas are replaced. Prints the tables of docs/results/churn.md.
+"""Measures the loss of runs in which replicas are replaced. Prints the tables of docs/results/churn.md.
 
     python -m tests.benchmarks.churn [--rounds 12] [--seeds 3] [--topk 256] [--optimizer muon] [--arms NAME ...]
 
-Four full replicas of a small model on the demo's text, in one process, with the project's own trainer and outer step. After every round
-one of them, in turn, is replaced, so each one every four rounds. All arms of a seed see the same text in the same order and the same
-number of tokens; they differ in what the one in the new place begins with.
+Four full replicas of a small model train on the demo's text in one process, with the product's trainer and outer step.
+After every round the next of them is replaced, so each one every four rounds. All arms of a seed see the same text in
+the same order and as many tokens. They differ in the state with which a new replica begins.
 """
 
 from __future__ import annotations
@@ -40,20 +40,25 @@ from tests.e2e.swarms import options
 REPLICAS = 4
 MODEL = ModelSpec(vocab_size=4096, d_model=64, n_layers=3, n_heads=2, d_ff=176, context=128)
 SEQUENCES = 128
-"""Held-out sequences that the loss is taken from."""
+"""Held-out sequences of which the loss is computed."""
 LOOKS = 4
-"""The loss is taken after every so many rounds."""
+"""Rounds between two computations of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
     """What becomes of the state of a replica that is replaced.
 
-    `feedback`: `lost`, `moves` to the one in its place, `merged` into that of a replica that stays, or `sent`: with its last payload it
-    sends `payloads` of them (0: the whole feedback, dense). `topk`: of what moves or is merged only one payload with so many entries of
-    every 4096 arrives, 0: all. `moments`: AdamW's in the new place are `fresh`, `move` with the rest, or are a living replica's:
-    `another`; `second`: with first moments of zero; `factored`: the same, of each matrix of second moments only the means of its rows
-    and columns; `small`: both, as peers send them (peer/training/moments.py). `warm_up`: the rate of its first so many steps rises.
+    feedback: its error feedback is `lost`; `moves` to the new replica; is `merged` into that of a replica that stays;
+        or is `sent` in its last payloads.
+    payloads: number of the last payloads; 0: the whole feedback is sent, dense.
+    topk: only a payload with this many entries of every 4096 moves or is merged; 0: all of the feedback.
+    moments: those of the new replica are `fresh`; `move` from the old one; or are copied from another replica:
+        `another`: all of them.
+        `second`: second moments only, with zeros for the first.
+        `factored`: the same, with the means of rows and columns only of each matrix.
+        `small`: all, in the form in which peers send them (peer/training/moments.py).
+    warm_up: steps in which the learning rate of the new replica rises.
     """
 
     churn: bool = True
@@ -83,7 +88,7 @@ ARMS = {
 
 
 class Replica:
-    """A full replica: its error feedback and its trainer. θ is the same everywhere; the first one's is kept."""
+    """The error feedback and the trainer of a full replica. θ is the same for all; `Swarm` has it."""
 
     def __init__(self, manifest: Manifest, codec: Codec) -> None:
         self.outer = Outer(manifest.model, codec, manifest.outer.beta, manifest.outer.eta)
@@ -92,15 +97,20 @@ class Replica:
         """Inner steps for which the rate still rises."""
 
     def norm(self) -> float:
-        """Of the error feedback, L2."""
+        """Returns the L2 norm of the error feedback."""
         arrays = [e for shard in self.outer.feedback.values() for e in shard]
         return float(np.sqrt(sum(float(np.sum(np.square(e, dtype=np.float64))) for e in arrays)))
 
 
 @dataclass(slots=True)
 class Result:
-    """Of one arm and seed. `losses`: by round, nats per token of held-out text. `norms`: of a leaving replica's last contribution over
-    the median of the others'. `held`: its feedback's norm over that of its last pseudo-gradient; `sent`: over the others' median."""
+    """Measurements of one arm and seed.
+
+    losses: nats per token of held-out text, by round.
+    norms: norm of a leaving replica's last contribution, over the median of the others'.
+    held: norm of the feedback that it leaves, over that of its last pseudo-gradient.
+    sent: the same norm, over the median norm of the others' contributions.
+    """
 
     losses: dict[int, float]
     norms: list[float]
@@ -163,7 +173,7 @@ class Swarm:
                     theta -= self.theta.eta * np.float32(1 / REPLICAS) * one[shard][i]
 
     def _send(self, outer: Outer, shard: str, leaves: bool) -> list[Array]:
-        """What a replica sends of a shard, dense; its feedback loses that."""
+        """Returns the entries of a shard that a replica sends, dense, and takes them from its feedback."""
         payloads = self.arm.payloads if leaves and self.arm.feedback == "sent" else 1
         before = [e.copy() for e in outer.feedback[shard]]
         if not payloads:
@@ -220,7 +230,7 @@ class Swarm:
         self.replicas[m] = new
 
     def _small(self, state: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
-        """As they travel."""
+        """Returns the moments as they are after a transfer."""
         model, train = self.manifest.model, self.manifest.train
         found: dict[str, NDArray[np.generic]] = {}
         for shard in self.shards:
@@ -231,7 +241,7 @@ class Swarm:
 
 
 def _dense(codec: Codec, shapes: Sequence[tuple[int, ...]], payload: bytes) -> list[Array]:
-    """What a payload sends."""
+    """Returns the entries of a payload as dense arrays."""
     made = [np.zeros(shape, np.float32) for shape in shapes]
     for array, x in zip(made, sparse.decode(codec, shapes, payload), strict=True):
         array.reshape(-1)[x.index] = x.values
@@ -239,7 +249,10 @@ def _dense(codec: Codec, shapes: Sequence[tuple[int, ...]], payload: bytes) -> l
 
 
 def _factored(moment: Array) -> Array:
-    """A matrix from the means of its rows and columns (Shazeer and Stern 2018, Adafactor, algorithm 1); a vector as it is."""
+    """Returns a matrix made of the means of its rows and columns (Shazeer and Stern 2018, Adafactor, algorithm 1).
+
+    A vector is returned as it is.
+    """
     if moment.ndim < 2:
         return moment
     rows, columns = moment.mean(axis=1, dtype=np.float64), moment.mean(axis=0, dtype=np.float64)
@@ -247,7 +260,7 @@ def _factored(moment: Array) -> Array:
 
 
 def make_manifest(seed: int, topk: int, optimizer: str) -> Manifest:
-    """The demo's recipe with MODEL and half the text a step."""
+    """Returns the demo's recipe with MODEL and half the text in a step."""
     made = recipe.make_manifest(
         options(Path("unused"), rounds=None, full=4, inner_steps=None, seed=seed), demo_corpus().digest, MODEL
     )
@@ -259,7 +272,7 @@ def make_manifest(seed: int, topk: int, optimizer: str) -> Manifest:
 
 
 def _read(path: Path | None, topk: int, optimizer: str) -> dict[tuple[str, int], Result]:
-    """The results that a file has, by arm and seed."""
+    """Reads the results in a file, by arm and seed."""
     found = {}
     for text in path.read_text().splitlines() if path is not None and path.exists() else ():
         line = json.loads(text)
@@ -299,7 +312,7 @@ def main() -> int:
 
 
 def print_table(table: dict[str, list[Result]], rounds: int) -> None:
-    """Losses, and how far above no churn they are, seed by seed."""
+    """Prints losses, and by seed their distance from those without churn."""
     base = table.get("no churn", [])
     looks = list(range(LOOKS, rounds + 1, LOOKS))
     print(f"\n| arm | {' | '.join(f'round {r}' for r in looks)} | above no churn at {rounds}, by seed | norm |")

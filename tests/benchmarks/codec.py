@@ -1,10 +1,10 @@
-"""What a sparse update weighs and costs. Prints the tables of docs/results/codec.md.
+"""Measures the size and the speed of sparse updates. Prints the tables of docs/results/codec.md.
 
     python -m tests.benchmarks.codec [size | speed] [--rounds 5] [--repeat 7]
 
-`size`: error feedbacks of the demo's model, two full replicas trained by the project's own trainer for some rounds with each k, in
-every layout, beside the entropy of the index sets. `speed`: the 512M model of the paper, tensor by tensor, on two threads, beside a
-plain torch.topk over the same memory in the same repetition. Exits with 1 if a target is missed.
+`size`: two full replicas of the demo's model train with each k, and their error feedbacks are encoded in every layout.
+The table compares them with the entropy of the index sets. `speed`: the 512M model of SparseLoCo, tensor by tensor, on
+two threads; a plain torch.topk over the same memory runs in each repetition. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from tests.support.plain_codec import entropy_size
 THREADS = 2
 MODEL_512M = ModelSpec(vocab_size=32_000, d_model=1536, n_layers=12, n_heads=12, d_ff=5440, context=2048)
 SHARDS = {"embed": 1, "block.0": 12, "head": 1}
-"""Shards of MODEL_512M that are measured, and how many of each kind it has."""
+"""Shards of MODEL_512M that are measured, and the number of each kind in the model."""
 OVER_ENTROPY, UNDER_DENSE, ENCODE, APPLY, MEMORY = 1.05, 375.0, 1.5, 0.5, 0.10
-"""The targets: size over entropy; dense fp32 over size at k = 32; seconds over those of topk; extra bytes over the shard's."""
+"""Targets: size over entropy; dense fp32 over size at k = 32; seconds over topk's; extra bytes over the shard's."""
 KS = (32, 64, 128)
 CONTRIBUTIONS = 8
 DENSE = ("FLOAT16", "MEANSTD_16BIT", "UNIFORM_8BIT", "QUANTILE_8BIT")
-"""What hivemind's averagers send of a dense tensor (BLOCKWISE_8BIT needs another package)."""
+"""Formats of hivemind's averagers for a dense tensor (BLOCKWISE_8BIT needs another package)."""
 
 
 # --- size
 
 
 def feedbacks(k: int, rounds: int) -> Iterator[list[Array]]:
-    """Error feedback of every shard of the first replica as each round encodes it."""
+    """Yields the error feedback of every shard of the first replica before each round encodes it."""
     corpus = demo_corpus()
     manifest = recipe.make_manifest(options(Path("unused"), rounds=None, full=2, inner_steps=None), corpus.digest)
     train, model, shards = manifest.train, manifest.model, layout.shard_names(manifest.model)
@@ -89,8 +89,10 @@ def feedbacks(k: int, rounds: int) -> Iterator[list[Array]]:
 
 
 def index_codes(index_TK: npt.NDArray[np.uint16], n: int) -> dict[str, float]:
-    """Bits of the index sets [tiles, keep] of tiles of n in the codes that docs/adr/0006-rice-coded-indices.md compares; only
-    lengths are computed. Where a parameter is chosen for each tile, four bits say which."""
+    """Returns the bits of index sets [tiles, keep] of tiles of n in the codes of docs/adr/0006-rice-coded-indices.md.
+
+    Only lengths are computed. A parameter that is chosen for each tile takes four bits.
+    """
     T, K = index_TK.shape
     gap_TK = np.diff(index_TK.astype(np.int64), axis=1, prepend=-1) - 1
     rs = range(n.bit_length())
@@ -108,7 +110,7 @@ def index_codes(index_TK: npt.NDArray[np.uint16], n: int) -> dict[str, float]:
 
 
 def layouts(k: int, arrays: Sequence[Array]) -> dict[str, bytes]:
-    """The same entries in every layout. The public SparseLoCo client sends a whole byte for each 2-bit code."""
+    """Encodes the same entries in every layout. The public SparseLoCo client sends a whole byte for a 2-bit code."""
     payload = sparse.encode(Codec(k), arrays)
     sent = sparse.decode(Codec(k), [a.shape for a in arrays], payload)
     tilings = [topk.tiling(a.shape, k) for a in arrays]
@@ -127,7 +129,7 @@ def layouts(k: int, arrays: Sequence[Array]) -> dict[str, bytes]:
 
 
 def size(rounds: int) -> int:
-    """Prints the table of sizes; how many targets are missed."""
+    """Prints the table of sizes and returns the number of missed targets."""
     torch.set_num_threads(1)  # more than there are free cores spin against each other
     zstd = zstandard.ZstdCompressor(level=19)
     missed = 0
@@ -178,7 +180,7 @@ def size(rounds: int) -> int:
 
 
 def uneven(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    """Normal values whose rows and columns have log-normal scales."""
+    """Returns normal values whose rows and columns have log-normal scales."""
     x = rng.standard_normal(shape, dtype=np.float32)
     for axis in range(len(shape)):
         line = [1] * len(shape)
@@ -188,14 +190,14 @@ def uneven(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
 
 
 def seconds(work: Callable[[], object]) -> tuple[float, float]:
-    """Of the clock, and of all cores together."""
+    """Returns the seconds of the clock, and those of all cores together."""
     began, cpu = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - began, time.process_time() - cpu
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that `work` holds at a time, its result included, beyond what there was."""
+    """Returns the most memory that `work` takes at a time, its result included."""
     tracemalloc.start()
     work()
     peak = tracemalloc.get_traced_memory()[1]
@@ -204,7 +206,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def speed(repeat: int, k: int) -> int:
-    """Prints the table of speeds; how many targets are missed."""
+    """Prints the table of speeds and returns the number of missed targets."""
     torch.set_num_threads(THREADS)
     rng = np.random.default_rng(0)
     codec, eta = Codec(k), np.float32(1)
@@ -236,7 +238,8 @@ def speed(repeat: int, k: int) -> int:
                     cpu[step][i] += count * cores
     dense = 4 * layout.total_parameters(MODEL_512M)
     print(
-        f"\nk = {k}, {THREADS} threads, median of {repeat} (least to most); the model's dense fp32 has {dense / 1e9:.2f} GB\n"
+        f"\nk = {k}, {THREADS} threads, median of {repeat} (least to most);"
+        f" the model's dense fp32 has {dense / 1e9:.2f} GB\n"
     )
     print("| step | GB/s of dense fp32 | times torch.topk | target | CPU time over topk's | extra memory |")
     print("|---|---|---|---|---|---|")

@@ -1,11 +1,11 @@
-"""Does a run give what `potluck doctor` promises?
+"""Compares the speed of a run with the promise of `potluck doctor`.
 
     python -m tests.benchmarks.doctor [--rounds N] [--runs K] [--threads T] [--memory SIZE]
 
-As a user types it, with real processes on this machine: `init`, `bootstrap`, `doctor` on the run's line, and then `join` with the same
-options, alone. Told are the role and the tokens per second that doctor promised, the role that the plans gave, and the tokens per second
-that reached commits, from commit to commit, waits between rounds included. The first round is not counted: it begins with what is slow once.
-The machine must be idle otherwise. Bound: the same role, and the speed within 20 %.
+Real processes on this machine run `init`, `bootstrap`, `doctor` on the run's line, and then `join` with the same
+options, alone. The table has doctor's role and tokens per second, the role of the plans, and the tokens per second of
+the commits, waits between rounds included. The first round is not counted, since some of its work is done once. The
+machine must be idle otherwise. Exits with 1 unless the roles agree and the speeds differ by 20 % at most.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ DEADLINE = 300.0
 
 
 def potluck(*words: object, at: Path) -> str:
-    """What a command prints. Raises CalledProcessError."""
+    """Runs a command and returns its output. Raises CalledProcessError."""
     command = [sys.executable, "-m", "peer.cli", *map(str, words)]
     return subprocess.run(command, cwd=at, capture_output=True, text=True, timeout=DEADLINE, check=True).stdout
 
 
 def started(*words: object, at: Path) -> subprocess.Popen[str]:
-    """A process that tells events."""
+    """Starts a process that prints events."""
     command = [sys.executable, "-m", "peer.cli", *map(str, words), "--json"]
     return subprocess.Popen(command, cwd=at, stdout=subprocess.PIPE, text=True)
 
 
 def told(process: subprocess.Popen[str], kind: str) -> dict[str, Any]:
-    """The next event of this kind."""
+    """Returns the process's next event of this kind."""
     assert process.stdout is not None
     return next(event for event in map(json.loads, process.stdout) if event["event"] == kind)
 
 
 def measure(folder: Path, rounds: int, options: Sequence[str]) -> tuple[str, float, str, float]:
-    """(role, tokens per second) as promised, and as they were."""
+    """Returns the promised role and tokens per second, and the actual ones."""
     potluck("init", "ours", "--rounds", rounds, at=folder)
     words = ("ours/run.toml", "--dir", "ours/node", "--corpus", "ours/corpus", "--host", "127.0.0.1", "--port", 0)
     node = started("bootstrap", *words, at=folder)

@@ -1,16 +1,24 @@
-"""What the trainer does on an accelerator: speed, where its time goes, memory, what a chain's stage pays besides, the round's end.
+"""Measures training on an accelerator: speed, where time goes, memory, chains, and the end of a round.
 
     python -m tests.benchmarks.gpu --out FILE                       # all parts on the first CUDA card
     python -m tests.benchmarks.gpu replica profile --model 178M --out FILE
     python -m tests.benchmarks.gpu --device cpu --model small       # the same commands on a machine without a card
 
-Parts: `machine` (matmul and copy rates), `replica` (tokens a second through `run_steps`, as the daemon trains; MFU; peak memory),
-`profile` (where the time of an inner step goes), `stage` (what a chain's stage does besides: projection, quantizing, copies), `chain` (four stages on one card),
-`round` (from a round's last inner step to the next one's first), `short` (memory that runs out). A line of JSON for each part and model is
-appended to --out; what is there already is not measured again, so a run that was cut off goes on. The table is printed at the end.
+Parts:
 
-MFU: 6 N + 12 L d s operations a token (PaLM, arXiv 2204.02311; N: all parameters but the embedding, which is looked up) over the
-largest rate of bf16 matrix products (fp32 without CUDA) that the card showed in `machine`.
+    machine    rates of matrix products and copies
+    replica    tokens a second through `run_steps`, as the daemon trains; MFU; peak memory
+    profile    the parts of an inner step's time
+    stage      the work of a chain's stage besides its blocks: number formats, copies, waits
+    chain      four stages on one card
+    round      from a round's last inner step to the first one of the next
+    short      training after memory ran out
+
+Each part and model appends a line of JSON to --out. A line that is there already is not measured again, so that an
+interrupted run goes on. The table is printed at the end.
+
+MFU: 6 N + 12 L d s operations a token (PaLM, arXiv 2204.02311; N: all parameters but the embedding, which is looked up)
+over the largest rate of bf16 matrix products (fp32 without CUDA) that `machine` measured on the card.
 """
 
 from __future__ import annotations
@@ -57,14 +65,14 @@ MODELS = {
 MODELS |= {f"{name}-preset": MODELS[name] for name in ("178M", "512M")}
 """With the small micro-batches of the presets of `potluck init`."""
 ROWS = {"178M": 16, "512M": 8, "small": 2, "178M-preset": 4, "512M-preset": 2}
-"""Rows of a micro-batch."""
+"""Of a micro-batch."""
 MICRO_BATCHES = {"178M-preset": 16, "512M-preset": 32}
-"""Of a step, if not 4: of as many tokens."""
+"""Of a step, where they are not 4."""
 STAGES = 4
 STAGE_MICRO_BATCHES = 16
-"""Of a step of a stage by itself, at least: as many as a chain of four needs to be busy."""
+"""Micro-batches of a step of `stage`, at least: as many as keep a chain of four busy."""
 ROUNDS, ROUND_TOPK, ROUND_THREADS = 4, 32, 16
-"""Ends of rounds that are timed; entries of every 4096 that are sent (SparseLoCo's); threads of the host."""
+"""Ends of rounds that are timed; entries of every 4096 that are sent (as in SparseLoCo); threads of the host."""
 WIRES = ("int8", "int4")
 KINDS = (
     ("attention", ("flash", "fmha", "attention", "cudnn_generated", "sdpa")),
@@ -81,8 +89,8 @@ class Bench:
     def __init__(self, device: str, model: str) -> None:
         self.device, self.name, self.spec = torch.device(device), model, MODELS[model]
         self.train = TrainSpec(
-            inner_steps=10**6, micro_batches=MICRO_BATCHES.get(model, 4), rows=ROWS[model], sequence=self.spec.context, lr=1e-4,
-            warmup_steps=10, total_steps=10**7,
+            inner_steps=10**6, micro_batches=MICRO_BATCHES.get(model, 4), rows=ROWS[model], sequence=self.spec.context,
+            lr=1e-4, warmup_steps=10, total_steps=10**7,
         )  # fmt: skip
 
     @property
@@ -94,7 +102,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def seconds(self, work: Callable[[], object], times: int = 5) -> float:
-        """Median, after one that warms up."""
+        """Returns the median seconds of `work`, after one call that warms up."""
         taken = []
         for _ in range(times + 1):
             self.synchronize()
@@ -105,7 +113,7 @@ class Bench:
         return statistics.median(taken[1:])
 
     def theta(self) -> dict[str, list[np.ndarray]]:
-        """Random values: the speed does not depend on them, and to draw those of a run takes longer."""
+        """Returns random values, which are drawn faster than the initial values of a run. The speed is the same."""
         rng = np.random.default_rng(0)
         return {
             shard: [
@@ -116,7 +124,7 @@ class Bench:
         }
 
     def ids(self, rows: int) -> np.ndarray:
-        """Tokens as frequent as words are (Zipf's law)."""
+        """Returns tokens with the frequencies of words (Zipf's law)."""
         weights = 1 / (np.arange(self.spec.vocab_size) + 2.7)
         shape = (rows, self.train.sequence + 1)
         return np.random.default_rng(1).choice(self.spec.vocab_size, shape, p=weights / weights.sum())
@@ -220,12 +228,15 @@ class Bench:
         }
 
     def stages(self) -> list[tuple[str, ...]]:
-        """The shards of four stages."""
+        """Returns the shards of four stages."""
         blocks = self.spec.n_layers // STAGES
         return split_shards([1 + blocks * i for i in range(1, STAGES)], self.spec)
 
     def stage(self) -> Report:
-        """The second of four stages, in its chain and without one (tests/benchmarks/gpu_stage.py); and what number formats take by themselves."""
+        """Measures the second of four stages in its chain and without one (tests/benchmarks/gpu_stage.py).
+
+        Number formats are measured by themselves, too.
+        """
         shards, theta = self.stages()[1], self.theta()
         count = max(self.train.micro_batches, STAGE_MICRO_BATCHES)
         train = replace(self.train, micro_batches=count)
@@ -246,14 +257,15 @@ class Bench:
         shares = {"number formats": computing, "copies": copying}
         percent = {name: 100 * count * seconds / found["step, s"] for name, seconds in shares.items()}
         return {
-            **{name: round(seconds, 5) for name, seconds in found.items()}, "w": self.spec.written, "micro-batches": count,
+            **{name: round(seconds, 5) for name, seconds in found.items()},
+            "w": self.spec.written, "micro-batches": count,
             "overhead, %": round(100 * (1 - found["blocks alone, s"] / found["step, s"]), 2),
             **{f"{name}, by themselves, % of a step": round(share, 2) for name, share in percent.items()},
             "these, %": round(sum(percent.values()), 2),
         }  # fmt: skip
 
     def _card_seconds(self, work: Callable[[], object], times: int = 20) -> tuple[float, float]:
-        """What the card itself computes for `work`, and what its copy engines take, with nothing else to do; on a processor all is computing."""
+        """Returns the card's seconds of computing and of copying for `work`. On a processor all counts as computing."""
         if not self.cuda:
             return self.seconds(work, times), 0.0
         from torch.profiler import ProfilerActivity, profile
@@ -269,7 +281,7 @@ class Bench:
         return sum(seconds for _, seconds in events) - copying, copying
 
     def chain(self) -> Report:
-        """Four stages in one process on one card, by the code that runs between peers, beside a full replica with the same steps."""
+        """Compares four stages in one process on one card, run by the code of peers, with a full replica."""
         theta, ids = self.theta(), self.ids(self.train.step_rows)
         stages = [StageTrainer(self.spec, self.train, shards, device=str(self.device)) for shards in self.stages()]
         whole = StageTrainer(self.spec, self.train, layout.shard_names(self.spec), device=str(self.device))
@@ -288,14 +300,18 @@ class Bench:
             steps(trainers, 1, 1)
             took[name] = steps(trainers, 2, 5)
         return {
-            "w": self.spec.written, "a step of the chain, s": round(took["chain"], 4), "of a full replica, s": round(took["whole"], 4),
+            "w": self.spec.written,
+            "a step of the chain, s": round(took["chain"], 4), "of a full replica, s": round(took["whole"], 4),
             "overhead, %": round(100 * (took["chain"] / took["whole"] - 1), 2),
         }  # fmt: skip
 
     def round(self) -> Report:
-        """From the last inner step of a full replica's round to the first of the next, as the daemon does it (peer/node/training.py,
-        rounds.py): the update, the commit of it and of another replica's, the state on the device. Seconds of the first time, which makes
-        buffers, and of the median of the others; what the host alone would need for the update."""
+        """Measures the time from the last inner step of a full replica's round to the first of the next.
+
+        The update, the commit of two replicas' updates and the load of the new state run as in the daemon
+        (peer/node/training.py, rounds.py). Reports the first time, which makes buffers, the median of the others, and
+        the seconds of the update on the host alone.
+        """
         trainer = StageTrainer(self.spec, self.train, layout.shard_names(self.spec), device=str(self.device))
         threads, abreast = min(os.cpu_count() or 1, ROUND_THREADS), memory.ABREAST if self.cuda else 1
         outer = Outer(self.spec, Codec(ROUND_TOPK), 0.95, 1.0, threads, abreast=abreast)
@@ -342,14 +358,14 @@ class Bench:
         }  # fmt: skip
 
     def _learn(self, trainer: StageTrainer) -> None:
-        """In place of inner steps."""
+        """Changes the parameters in place of inner steps."""
         with torch.no_grad():
             for parameter in trainer.stage.parameters():
                 parameter += 1e-3 * torch.randn_like(parameter)
         self.synchronize()
 
     def short(self) -> Report:
-        """More memory than there is: what is raised, and whether training goes on after it."""
+        """Asks for more memory than there is. Reports the error, and the loss of the training after it."""
         trainer = StageTrainer(self.spec, self.train, layout.shard_names(self.spec), device=str(self.device))
         trainer.begin_round(self.theta())
         ids = torch.tensor(self.ids(self.train.rows))

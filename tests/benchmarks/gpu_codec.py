@@ -1,10 +1,10 @@
-"""What the outer step costs where the update is made on an accelerator. Prints a table.
+"""Measures the outer step with updates that are made on an accelerator. Prints a table.
 
     python -m tests.benchmarks.gpu_codec [--device cuda] [--small]
 
-The 512M model of tests/benchmarks/codec.py with all of its shards, k = 32; a tiny one with `--small`. Feedback and θ are on the host,
-the trained parameters on the device. The first round's payloads are made from the same feedback by the host alone, too: they and
-what is left of the feedback must be the same bit for bit, else it stops with an error.
+The model is the 512M one of tests/benchmarks/codec.py with all of its shards, or a tiny one with `--small`; k = 32.
+Feedback and θ are on the host, the trained parameters on the device. The host alone makes the first round's payloads
+from the same feedback, too. If its payloads or its feedback differ in a bit, the benchmark stops with an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ K = 32
 BETA = 0.95
 SMALL = ModelSpec(vocab_size=640, d_model=128, n_layers=2, n_heads=2, d_ff=192, context=32)
 THREADS = 16
-"""At most, for one shard."""
+"""Threads for one shard, at most."""
 SIDE_BY_SIDE = 4
 """Shards that are worked on at a time."""
 HOW = {1: "shard after shard", SIDE_BY_SIDE: f"{SIDE_BY_SIDE} shards at a time"}
@@ -44,7 +44,11 @@ HOW = {1: "shard after shard", SIDE_BY_SIDE: f"{SIDE_BY_SIDE} shards at a time"}
 
 @dataclass(slots=True)
 class Peer:
-    """`local`: the trained parameters, on the device; `offered`: payloads by shard, those of every round."""
+    """The state of one peer.
+
+    local: the trained parameters, on the device.
+    offered: payloads of all rounds, by shard.
+    """
 
     outer: Outer
     local: dict[str, list[Tensor]]
@@ -52,20 +56,20 @@ class Peer:
     offered: dict[str, list[bytes]] = field(default_factory=dict)
 
     def update(self, shard: str) -> None:
-        """With the device."""
+        """Makes a payload with the device."""
         moved: list[Moved] = list(zip(self.outer.theta[shard], self.local[shard], strict=True))
         payload, _ = self.outer.update(functools.partial(self.on_device.accumulate, moved), shard)
         self.offered.setdefault(shard, []).append(payload)
 
     def update_alone(self, shard: str) -> None:
-        """As a peer does without an accelerator."""
+        """Makes a payload as a peer does without an accelerator."""
         local = [x.cpu().numpy() for x in self.local[shard]]
         self.outer.accumulate(shard, list(zip(self.outer.theta[shard], local, strict=True)))
         self.offered.setdefault(shard, []).append(self.outer.encode(shard)[0])
 
 
 def make_peer(device: torch.device, model: ModelSpec, threads: int) -> Peer:
-    """Feedback and θ from a seed for each shard."""
+    """Returns a peer whose feedback and θ are drawn from a seed for each shard."""
     outer = Outer(model, Codec(K), BETA, 1.0, threads=threads)
     local: dict[str, list[Tensor]] = {}
 
@@ -82,7 +86,7 @@ def make_peer(device: torch.device, model: ModelSpec, threads: int) -> Peer:
 
 
 def seconds(work: Callable[[str], object], shards: Sequence[str], at_a_time: int = 1) -> float:
-    """Of the clock, for `work` on every shard."""
+    """Returns the seconds of the clock for `work` on every shard."""
     with ThreadPoolExecutor(at_a_time) as pool:
         began = time.perf_counter()
         list(pool.map(work, shards))
@@ -90,7 +94,7 @@ def seconds(work: Callable[[str], object], shards: Sequence[str], at_a_time: int
 
 
 def measure(device: str, model: ModelSpec, contributions: int = CONTRIBUTIONS) -> list[tuple[str, str]]:
-    """Rows of the table: what, and its figure. Raises ValueError if the device's bytes are not the host's."""
+    """Returns the rows of the table: name and figure. Raises ValueError if the device's bytes are not the host's."""
     threads, shards, dense = (
         min(THREADS, os.cpu_count() or 1),
         layout.shard_names(model),
@@ -126,7 +130,7 @@ def measure(device: str, model: ModelSpec, contributions: int = CONTRIBUTIONS) -
 
 
 def _on_device(tensors: dict[str, list[Tensor]], dense: int) -> list[tuple[str, str]]:
-    """torch.topk and our selection, the second time each."""
+    """Measures torch.topk and the product's selection, each in its second call."""
     rows = []
     for name, work in (("torch.topk of chunks of 4096", _topk), ("selection of the kept", _select)):
         for _ in range(2):
@@ -159,7 +163,7 @@ def _wait() -> None:
 
 
 def _compare(alone: Peer, peer: Peer) -> None:
-    """Raises ValueError if their payloads or their feedback differ in a bit."""
+    """Raises ValueError if the payloads or the feedback of both differ in a bit."""
     for shard, offered in alone.offered.items():
         same = [offered == peer.offered[shard]]
         for a, b in zip(alone.outer.feedback[shard], peer.outer.feedback[shard], strict=True):

@@ -1,10 +1,9 @@
-"""What one stage of a chain costs beside its blocks, as it runs in a daemon: `run_steps` with its links, threads, number formats and frames,
-and the model's work on the device.
+"""Measures one stage of a chain as it runs in a daemon, and compares it with its blocks alone.
 
-Its neighbours are another process on the same machine, behind TCP streams, and compute nothing: they have one encoded tensor each, from the
-beginning, send it for every micro-batch as soon as the stage may take it, and throw away what comes. So what the stage waits for is
-its own. It is compared with `bare`: the same blocks,
-micro-batches and optimizer in a plain loop, without boundaries, in turns with it.
+The stage runs `run_steps` with its links, threads, number formats and frames, and the model's work on the device. Its
+neighbours are another process on the same machine, behind TCP streams. They compute nothing: each has one encoded
+tensor, sends it for every micro-batch as soon as the stage takes it, and discards the answers. So all waits are the
+stage's own. `bare` runs the same blocks, micro-batches and optimizer in a plain loop without boundaries, by turns.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ DEPTH = 6
 """Micro-batches under way: enough that a gradient is there when its turn comes."""
 BEAT_S = 0.5
 LIMIT = 1 << 26
-"""Bytes of a frame."""
+"""Bytes of a frame, at most."""
 _TOTAL = struct.Struct(">Bdd")
 
 
@@ -53,7 +52,14 @@ class Bare(StageTrainer):
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What both neighbours send: text [micro-batches, rows, L+1] with its checksums, and encoded tensors of this shape, forward and backward."""
+    """What both neighbours send.
+
+    ids: text [micro-batches, rows, L+1].
+    checks: the text's checksums, by micro-batch.
+    shape: of the tensors.
+    wires: number formats, forward and backward.
+    bodies: encoded tensors, forward and backward.
+    """
 
     ids: np.ndarray
     checks: list[int]
@@ -62,7 +68,7 @@ class Feed:
     bodies: tuple[bytes, bytes]
 
     def head(self, kind: int, step: int, micro: int) -> Head:
-        """That of a tensor's frame."""
+        """Returns the head of a tensor's frame."""
         code = formats.FORMATS.index(self.wires[kind == BACKWARD])
         check = self.checks[micro] if kind == FORWARD else 0
         return Head(kind, code, DEPTH, step, micro, *self.shape, check, time.perf_counter())
@@ -75,7 +81,7 @@ async def _beats(stream: Stream) -> None:
 
 
 async def _hears(stream: Stream, kind: int) -> memoryview:
-    """The next frame of this kind; pings before it are answered, everything else is thrown away."""
+    """Returns the next frame of this kind. Answers pings, and drops all other frames."""
     while True:
         frame = memoryview(await stream.recv(LIMIT))
         head = Head.unpack(frame)
@@ -128,7 +134,7 @@ async def _both(port: int, feed: Feed, steps: Sequence[int], behind: int) -> Non
 
 
 def _serve(orders: Connection) -> None:
-    """What the neighbours' process does, until it is told None."""
+    """Runs the neighbours' process until it receives None."""
     torch.set_num_threads(1)
     while (order := orders.recv()) is not None:
         with contextlib.suppress(RemoteError, ExceptionGroup):  # where the stage fails, its error is the one to be told
@@ -136,7 +142,7 @@ def _serve(orders: Connection) -> None:
 
 
 class Neighbours:
-    """Their process; use as `with`."""
+    """The process of both neighbours; use as `with`."""
 
     def __enter__(self) -> Neighbours:
         spawning = multiprocessing.get_context("spawn")
@@ -150,7 +156,7 @@ class Neighbours:
         self.process.join()
 
     def chained(self, trainer: StageTrainer, feed: Feed, first: int, count: int) -> list[StepReport]:
-        """Reports of so many inner steps of the stage between them."""
+        """Returns reports of `count` inner steps of the stage between its neighbours."""
         return list(asyncio.run(self._chained(trainer, feed, range(first, first + count))))
 
     async def _chained(self, trainer: StageTrainer, feed: Feed, steps: Sequence[int]) -> tuple[StepReport, ...]:
@@ -180,7 +186,7 @@ class Neighbours:
 
 
 def feed_of(trainer: StageTrainer, ids: np.ndarray, wires: tuple[str, str]) -> Feed:
-    """Random values, encoded. `ids` [micro-batches, rows, L+1]."""
+    """Encodes random values. `ids` [micro-batches, rows, L+1]."""
     shape = ids.shape[1], ids.shape[2] - 1, trainer.width
     values = 0.1 * torch.randn(shape, device=trainer.device)
     first, second = (quantize.encode(values, wire) for wire in wires)
@@ -188,7 +194,7 @@ def feed_of(trainer: StageTrainer, ids: np.ndarray, wires: tuple[str, str]) -> F
 
 
 def bare(trainer: Bare, ids: np.ndarray, first: int, count: int, form: torch.dtype) -> list[float]:
-    """Seconds of so many inner steps of a stage that gets its values in this number format on the device already."""
+    """Returns the seconds of `count` inner steps of a stage whose input is on the device already, in this format."""
     device, took = trainer.device, []
     parts = torch.tensor(ids, device=device)
     x = torch.randn(*ids.shape[1:2], ids.shape[2] - 1, trainer.width, device=device).to(form)
@@ -205,9 +211,11 @@ def bare(trainer: Bare, ids: np.ndarray, first: int, count: int, form: torch.dty
 
 
 def medians(compressed: StageTrainer, whole: Bare, feed: Feed, rounds: int, steps: int) -> dict[str, float]:
-    """Seconds of a step of the stage in its chain, of it those of the device's jobs and those in which a job had to be waited for, and of the
-    bare one: medians over so many rounds of each in turn, after some steps of each that compile and record. The first step of each round
-    fills the pipeline, as it does in a daemon's."""
+    """Returns median seconds of a step of the stage in its chain, of its device jobs and waits, and of the bare stage.
+
+    Both run for some steps first, to compile and record, and then for `rounds` rounds of `steps` steps by turns. The
+    first step of each round fills the pipeline, as in a daemon.
+    """
     reports: list[StepReport] = []
     alone: list[float] = []
     form = compressed.stage.form

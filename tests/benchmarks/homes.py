@@ -1,12 +1,13 @@
-"""A chain of four private homes: nobody but the bootstrap node can be reached, and every boundary goes through its relay.
+"""Measures a chain of four homes that only the bootstrap node can reach, so that its relay carries every boundary.
 
     python -m tests.benchmarks.homes --netlab PATH/netlab.sh
-    python -m tests.benchmarks.homes --netlab PATH/netlab.sh --kill      # four nodes; the relay of most streams is killed in a round
+    python -m tests.benchmarks.homes --netlab PATH/netlab.sh --kill      # four nodes; the busiest relay is killed
 
-Real processes, daemons and routers (port-restricted cones, --link). The machines are tests/faults/paced.py: a micro-batch takes as
-long as its pace says. Told are: the rounds, in how many of them the chain's work was committed, and with how many inner steps; tokens a
-second, beside what `potluck plan` said of the run when the warm rounds were over, and beside the same chain if bytes took no
-time (`ideal`); what the relay passed on, of its limit; and the seconds from the plan to the chain's first step.
+Processes, daemons and routers are real (port-restricted cones, --link). Machines are emulated (tests/faults/paced.py):
+a micro-batch takes as long as its pace says. The result has the rounds, those in which the chain's work was committed,
+and their inner steps; tokens a second, beside the figure of `potluck plan` after the warm rounds and the same chain
+with transfers that take no time (`ideal`); the largest rate of a relay; and the seconds from the plan to the chain's
+first step. With --kill, the relay of most streams is killed in the middle of a round.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def make_run(seconds: float, rounds: int, nodes: int) -> Manifest:
 
 
 def quarter(manifest: Manifest) -> int:
-    """The least memory of which four peers make a chain; three of them do not."""
+    """Returns the least memory with which four peers make a chain; three of them do not."""
     low, high = 0, memory.stage_memory(manifest, 0, manifest.model.n_layers)
     while high - low > 1:
         middle = (low + high) // 2
@@ -108,7 +109,7 @@ def measure(there: Lab, chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def kill_relay(swarm: Swarm, nodes: Sequence[str], seconds: float) -> str:
-    """Kills the node that relays most, in the middle of a round; its name."""
+    """Kills the node that relays most, in the middle of a round, and returns its name."""
 
     def circuits(name: str) -> int:
         told = [e.fields["circuits"] for e in swarm.events(name) if e.kind == "relayed"]
@@ -123,7 +124,7 @@ def kill_relay(swarm: Swarm, nodes: Sequence[str], seconds: float) -> str:
 
 
 def figures(swarm: Swarm, nodes: Sequence[str], told: str, warm: int) -> dict[str, Any]:
-    """What came of it, by the events of node `told`; rounds up to `warm` do not count for the speed."""
+    """Returns the results by the events of node `told`. Rounds up to `warm` do not count for the speed."""
     commits = [e for e in swarm.events(told) if e.kind == "commit"]
     events = [e for name in (*nodes, *HOMES) for e in swarm.events(name)]
     counted = [e for e in commits if e.fields["round"] > warm]

@@ -1,11 +1,12 @@
-"""Honest chains: whether the screen ever accuses anybody in many real rounds of all kinds (peer/chain/screening.py).
+"""Trains honest chains of all kinds and checks that the screen accuses nobody (peer/chain/screening.py).
 
     python -m tests.benchmarks.honest --rounds 10000 --keep honest.jsonl      # an hour of one core
-    python -m tests.benchmarks.honest --rounds 60                             # what the test suite does
+    python -m tests.benchmarks.honest --rounds 60                             # as in the test suite
 
-A seed draws a `Setup`: 2 to 4 stages, 1 to 50 inner steps a round, the same each round or as it comes, warm-up or none, AdamW or Muon, formats,
-residual widths, texts, how much of an update is sent; and what happens on the way: blocks that move, a member that is replaced by a peer that has
-seen nothing yet, rounds in which the cut is elsewhere, and steps with ten times their learning rate. Everything is trained.
+A seed draws a `Setup`: 2 to 4 stages, 1 to 50 inner steps a round, the same in each round or not, warm-up or none,
+AdamW or Muon, number formats, residual widths, lengths of text, and the share of an update that is sent. It also draws
+events: blocks that move, a new peer in the place of a member, rounds without a screen, and steps with ten times their
+learning rate. Everything is trained. Exits with 1 if anybody was accused.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from peer.chain.screening import Screens
 from tests.benchmarks.screened import Chain, Setup
 
 STEPS = (1, 1, 2, 2, 3, 4, 6, 8, 12, 16, 25, 50)
-"""Inner steps of a round, at most; each as often as the others."""
+"""Inner steps of a round, at most; each is drawn as often as the others."""
 STEPS_A_RUN = 240
-"""Inner steps of a run, at least; in rounds: MOST_ROUNDS at most."""
+"""Inner steps of a run, at least, but no more than MOST_ROUNDS rounds."""
 MOST_ROUNDS = 160
 FORWARD = ("bf16", "fp32", "int8", "int4", "int4", "tah4")
 BACKWARD = ("bf16", "fp32", "int8", "int4", "sym2", "sym2")
 
 
 def setup_of(draw: random.Random) -> Setup:
-    """What is trained."""
+    """Draws a chain and its training."""
     inner, stages, muon = draw.choice(STEPS), draw.choice((2, 2, 3, 4)), draw.random() < 0.4
     rounds = min(MOST_ROUNDS, max(8, STEPS_A_RUN // inner))
     warm_up = min(draw.choice((0, 2, 9, 20, 100)), rounds * inner // 2)
@@ -58,7 +59,7 @@ def setup_of(draw: random.Random) -> Setup:
 
 
 def run(seed: int) -> Iterator[dict[str, Any]]:
-    """A run: what is to be noted of each round that was trained and screened."""
+    """Trains a run and yields a line of figures for each round with a screen."""
     draw = random.Random(f"honest {seed}")
     torch.manual_seed(seed)
     setup, said = setup_of(draw), list[str]()
@@ -83,7 +84,7 @@ def run(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def campaign(rounds: int, first: int, keep: Path | None) -> list[dict[str, Any]]:
-    """So many rounds, of whole runs from the seed `first` on."""
+    """Trains whole runs, from the seed `first` on, until they have `rounds` rounds."""
     noted, seed = list[dict[str, Any]](), first
     while len(noted) < rounds:
         lines = list(run(seed))
@@ -92,10 +93,9 @@ def campaign(rounds: int, first: int, keep: Path | None) -> list[dict[str, Any]]
             with keep.open("a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
         if accused:
-            print(
-                f"seed {seed}: {accused} rounds, {next(x for x in lines if x['said'])}, {asdict(setup_of(random.Random(f'honest {seed}')))}",
-                flush=True,
-            )
+            first_accused = next(x for x in lines if x["said"])
+            setup = asdict(setup_of(random.Random(f"honest {seed}")))
+            print(f"seed {seed}: {accused} rounds, {first_accused}, {setup}", flush=True)
         noted += lines
         seed += 1
     return noted
@@ -113,8 +113,8 @@ def main() -> int:
     accused, last = sum(bool(line["said"]) for line in noted), noted[-1]["seed"]
     steps = sum(line["steps"] for line in noted)
     print(
-        f"{len(noted)} honest rounds of {last - chosen.first + 1} runs, seeds {chosen.first} to {last}, {steps} inner steps, "
-        f"{time.monotonic() - began:.0f} s: {accused} rounds with an accusation"
+        f"{len(noted)} honest rounds of {last - chosen.first + 1} runs, seeds {chosen.first} to {last},"
+        f" {steps} inner steps, {time.monotonic() - began:.0f} s: {accused} rounds with an accusation"
     )
     near = sorted(noted, key=lambda line: line["closest"], reverse=True)[:3]
     print(

@@ -1,13 +1,13 @@
-"""Does a round cost as much after thousands of rounds as at the beginning?
+"""Checks that a round costs as much after thousands of rounds as at the beginning.
 
     python -m tests.benchmarks.lasting [--rounds 4000] [--window 400] [--places]
 
-A bootstrap node and two peers that do everything but compute, in one process and in memory, with disks in /tmp. For each window of rounds:
-milliseconds of processor time for a round, and by how much memory has grown with each (RSS, after the garbage is collected). The test's own
-list of what everybody told is emptied with each window. `--places`: where the memory that the last window left was made (tracemalloc; the times
-mean nothing then).
+A bootstrap node and two peers that do not compute run in one process and in memory, with disks in /tmp. For each window
+of rounds the benchmark prints the milliseconds of processor time and the growth of memory of a round (RSS, after the
+garbage is collected). The test's own list of events is emptied with each window. `--places` prints where the memory
+that the last window left was allocated (tracemalloc; the times mean nothing then).
 
-Exits with 1 where a round of the last window takes a quarter more processor time than one of the second.
+Exits with 1 if a round of the last window takes a quarter more processor time than one of the second.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MIB = 1 << 20
 
 
 def resident() -> int:
-    """Bytes of this process."""
+    """Returns the resident bytes of this process."""
     gc.collect()
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")]
     return 1024 * int(line.split()[1])
 
 
 async def measure(folder: Path, rounds: int, window: int, places: bool) -> list[float]:
-    """Processor time for a round, in milliseconds, of each window."""
+    """Returns the milliseconds of processor time of a round, for each window."""
     timing = TimingSpec(round_deadline=30.0, round_seconds=1.0, heartbeat=0.5, gone_after=5.0)
     found = list[float]()
     async with Swarm(folder, volunteers.manifest(rounds=10**6, timing=timing)) as swarm:

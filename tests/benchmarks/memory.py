@@ -1,21 +1,22 @@
-"""Peak memory of a chain's stage beside the planner's formula: first, middle and last stage, several shapes, depth 1 to 16.
+"""Compares the peak memory of a chain's stage with the planner's formula, for several shapes and depths 1 to 16.
 
     python -m tests.benchmarks.memory                  # the grid (about 20 minutes)
     python -m tests.benchmarks.memory --shape wide --stage last --depth 16
-    python -m tests.benchmarks.memory --shape grouped qk-norm documents tied --depth 1 4    # options of the architecture
+    python -m tests.benchmarks.memory --shape grouped qk-norm documents tied --depth 1 4
     python -m tests.benchmarks.memory --shape muon --depth 1 4
-    python -m tests.benchmarks.memory --memory         # of peers that keep everything in memory; else state is in mapped files
-    python -m tests.benchmarks.memory --shape 7b --stage middle --depth 2     # one block of a 7B model: half an hour, 8 GB of disk
+    python -m tests.benchmarks.memory --memory         # with the state in memory instead of mapped files
+    python -m tests.benchmarks.memory --shape 7b --stage middle --depth 2     # half an hour, 8 GB of disk
 
-The measured stage is a process of its own with all that a peer keeps: theta, error feedback, AdamW's moments, the arrays into which
-the next state is written. It does two rounds of one inner step and an outer step, and talks through `peer/chain/pipeline.py` and sockets
-to neighbours in other processes, which give what a neighbour may: activations for as many micro-batches as are let under way, and
-no gradient before so many went forward. With a daemon the sockets would lead there; its own memory is not counted.
+The measured stage is a process of its own with a peer's whole state: theta, error feedback, AdamW's moments, and the
+arrays for the next state. It does two rounds of one inner step and an outer step. It talks through
+`peer/chain/pipeline.py` and sockets to neighbours in other processes. These send activations for as many micro-batches
+as may be under way, and no gradient before that many went forward. There is no network daemon; its memory is not
+counted.
 
-Above an idle process: one that has torch loaded and has done the same with a tiny model. What counts is anonymous memory (RssAnon in
-/proc/PID/status, read every millisecond from outside): it can go nowhere. Pages of files (RssFile) are told beside it; the system
-drops them when it needs room. The formula is protocol/planning/memory.py's.
-Exits with 1 if a peak is off by more than a tenth.
+Memory is counted above an idle process that has loaded torch and done the same with a tiny model. Only anonymous memory
+counts (RssAnon in /proc/PID/status, read every millisecond from outside). The system can drop pages of files (RssFile)
+when it needs room; they are printed, too. The formula is in protocol/planning/memory.py. Exits with 1 if a peak is off
+by more than a tenth.
 """
 
 from __future__ import annotations
@@ -65,8 +66,12 @@ WHOLE = "whole"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A chain of three equal stages of `blocks` blocks. `k`: 0 for whole activations. `options`: further fields of the model;
-    `optimizer`: of the manifest."""
+    """A chain of three equal stages of `blocks` blocks.
+
+    k: residual width; 0 for whole activations.
+    options: further fields of the model.
+    optimizer: of the manifest.
+    """
 
     vocab: int
     d: int
@@ -80,20 +85,20 @@ class Shape:
     optimizer: str = "adamw"
 
     def manifest(self, depth: int = MICRO_BATCHES) -> Manifest:
-        """Of a step that keeps so many micro-batches under way for a while."""
+        """Returns a manifest whose step keeps `depth` micro-batches under way for a while."""
         model = ModelSpec(
             vocab_size=self.vocab, d_model=self.d, n_layers=3 * self.blocks, n_heads=self.d // 64,
             d_ff=self.ff or self.d * 11 // 4, context=self.sequence,
             residual_width=self.k, **dict(self.options),
         )  # fmt: skip
         train = TrainSpec(
-            inner_steps=1, micro_batches=depth if self.ff else min(2 * depth + 2, MICRO_BATCHES), rows=self.rows, sequence=self.sequence, lr=1e-3,
-            warmup_steps=0, total_steps=9, optimizer=self.optimizer,
+            inner_steps=1, micro_batches=depth if self.ff else min(2 * depth + 2, MICRO_BATCHES),
+            rows=self.rows, sequence=self.sequence, lr=1e-3, warmup_steps=0, total_steps=9, optimizer=self.optimizer,
         )  # fmt: skip
         return tiny.manifest(model=model, train=train, chains=ChainSpec(forward=self.wire, backward=self.wire))
 
     def range(self, stage: str) -> tuple[int, int]:
-        """Its blocks."""
+        """Returns the stage's blocks."""
         if stage == WHOLE:
             return 0, 3 * self.blocks
         at = STAGES.index(stage)
@@ -116,19 +121,19 @@ OPTIONS = {
     "muon": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=256, k=168, optimizer="muon"),
     "tied": Shape(vocab=32768, d=512, blocks=1, rows=1, sequence=256, k=0, options=(("tie_word_embeddings", True),)),
 }
-"""Of the architecture, and Muon; measured where they are named."""
+"""Options of the architecture, and Muon; they are measured only if they are named."""
 FEW = (1, 2, 4, 8, 16)
 
 
 Ends = tuple[socket.socket | None, socket.socket | None]
-"""Of the sockets to the previous stage and to the next."""
+"""Sockets to the previous stage and to the next."""
 
 
 # --- the processes
 
 
 class Neighbour(StandIn):
-    """`gate`: to be passed by each micro-batch before its gradient."""
+    """A stage beside the measured one. `gate`: passed by each micro-batch before its gradient."""
 
     def __init__(self, manifest: Manifest, shards: tuple[str, ...], width: int, gate: Semaphore | None) -> None:
         super().__init__(manifest.model, manifest.train, shards, width)
@@ -141,7 +146,10 @@ class Neighbour(StandIn):
 
 
 class Gated(StageTrainer):
-    """Lets the gradients of a micro-batch come once `depth` of them went forward. `most`: how many were under way here."""
+    """The measured stage, which lets gradients come once `depth` micro-batches went forward.
+
+    most: the largest number of micro-batches under way here.
+    """
 
     gate: Semaphore | None = None
     depth = most = 0
@@ -165,7 +173,7 @@ async def run(
     before: Callable[[], object],
     after: Callable[[], object],
 ) -> int:
-    """All rounds' inner steps, `before` and `after` each of them something else. Returns most frames that waited."""
+    """Runs all rounds' inner steps, with `before` and `after` around each. Returns the most frames that waited."""
 
     async def stream(end: socket.socket | None) -> Stream | None:
         if end is None:
@@ -214,7 +222,10 @@ def peer(
     gate: Semaphore | None,
     folder: Path | None,
 ) -> tuple[int, int]:
-    """All that a peer with these shards keeps and does; state is in files of `folder`, if there is one. Returns most micro-batches under way, and frames that waited."""
+    """Runs a peer with these shards, whose state is in files of `folder` if there is one.
+
+    Returns the most micro-batches under way, and the most frames that waited.
+    """
     manifest = shape.manifest(depth)
     spec = manifest.model
     empty = in_memory if folder is None else partial(Disk().arrays, folder)
@@ -251,7 +262,7 @@ def measured(
     shape: Shape, shards: tuple[str, ...], ends: Ends, depth: int, recompute: bool, ready: Semaphore,
     gate: Semaphore | None, files: bool, result: Connection,
 ) -> None:  # fmt: skip
-    """Sends None when the process is idle, and what `peer` returns when it is done."""
+    """Sends None when the process is idle, and the result of `peer` at the end."""
     device.one_heap()
     torch.set_num_threads(1)
     small = dataclasses.replace(shape, vocab=64, d=64, ff=0, blocks=1, rows=1, sequence=8, k=0, options=())
@@ -263,14 +274,14 @@ def measured(
 
 
 def resident(pid: int) -> tuple[int, int]:
-    """Bytes of anonymous memory, and of pages of files that are mapped."""
+    """Returns the bytes of anonymous memory and of mapped pages of files."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
     return found["RssAnon"], found["RssFile"]
 
 
 def watch(pid: int, result: Connection) -> tuple[tuple[int, int], Any]:
-    """The most of both until something comes, and what comes."""
+    """Returns the most of both until a result comes, and the result."""
     anonymous = mapped = 0
     while not result.poll(0.001):
         now = resident(pid)
@@ -280,7 +291,7 @@ def watch(pid: int, result: Connection) -> tuple[tuple[int, int], Any]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Bytes at the peak above the idle process, and what `peer` returns."""
+    """Bytes at the peak above the idle process, and the result of `peer`."""
 
     anonymous: int
     mapped: int
@@ -289,7 +300,7 @@ class Measured:
 
 
 def measure(shape: Shape, stage: str, depth: int, recompute: bool, files: bool) -> Measured:
-    """The stage between its neighbours."""
+    """Runs the stage between its neighbours."""
     context = multiprocessing.get_context("spawn")
     model, (first, last) = shape.manifest().model, shape.range(stage)
     shards, blocks = memory.stage_shards(shape.manifest(), first, last), model.n_layers
@@ -355,7 +366,8 @@ def main() -> int:
         worst = max(worst, abs(off))
         again = "yes" if recompute else "no"
         print(
-            f"| {name} | {stage} | {again} | {depth} | {found.anonymous / 1e6:.1f} MB | {expected / 1e6:.1f} MB | {100 * off:+.1f} % |"
+            f"| {name} | {stage} | {again} | {depth} |"
+            f" {found.anonymous / 1e6:.1f} MB | {expected / 1e6:.1f} MB | {100 * off:+.1f} % |"
             f" {found.mapped / 1e6:.1f} MB | {found.under_way} | {found.waited} |",
             flush=True,
         )

@@ -1,14 +1,14 @@
-"""What it costs to join late, to come back, and to be interrupted: bytes and seconds over real daemons and disks.
+"""Measures the bytes and seconds of joining late, coming back, and being interrupted, over real daemons and disks.
 
     python -m tests.benchmarks.newcomer [FOLDER]
 
-A run of 120 rounds of 8 replicas, a model of 49 million parameters. The newest checkpoint, of round 100, is served by three peers, the
-log and the payloads by a bootstrap node. Nothing is trained: the state and the payloads of rounds 101 to 120 are noise that
-went through the codec; those of the rounds before are only named, since nobody needs them. FOLDER (default: a temporary one) keeps
-what was prepared. Exits with 1 if a bound is not kept.
+The run has 120 rounds of 8 replicas, and a model of 49 million parameters. Three peers serve the newest checkpoint, of
+round 100, and a bootstrap node the log and the payloads. Nothing is trained: the state and the payloads of rounds 101
+to 120 are noise that went through the codec. Payloads of earlier rounds are only named, since nobody needs them. FOLDER
+(default: a temporary one) keeps the prepared files. Exits with 1 if a bound is not kept.
 
-Every case is a process of its own that joins with the daemon that users run (only its inner loop does nothing), until its first
-inner step could begin.
+In each case a process of its own joins with the daemon of users, until its first inner step could begin. Only its inner
+loop does nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ REPLICAS, ROUNDS, CHECKPOINT, STOPPED = 8, 120, 100, 115
 HOLDERS = 3
 KILLS = 10
 KILLED_BPS = 60_000_000
-"""Of each holder while the newcomer is killed: its download takes about nine seconds."""
+"""Rate of each holder for the newcomer that is killed: its download takes about nine seconds."""
 JOINERS = ("newcomer", "returning", "killed", "cheated")
 DEADLINE = 3000.0
 
@@ -71,7 +71,7 @@ def identity(name: str) -> Identity:
 
 
 def manifest() -> Manifest:
-    """Nobody is taken for gone and no deadline passes while this runs."""
+    """Returns a run in which nobody is taken for gone and no deadline passes."""
     return tiny.manifest(
         model=MODEL,
         rounds=1000,
@@ -85,14 +85,14 @@ def manifest() -> Manifest:
 
 
 def payload(codec: Codec, replica: int, round: int, shard: str) -> bytes:
-    """A replica's noise, after the codec."""
+    """Returns a replica's payload, made of noise."""
     seed = hashlib.sha256(f"{replica} {round} {shard}".encode()).digest()
     rng = np.random.default_rng(int.from_bytes(seed[:8], "little"))
     return sparse.encode(codec, [rng.standard_normal(s, dtype=np.float32) * 1e-3 for s in layout.shapes(MODEL, shard)])
 
 
 def prepare(folder: Path) -> None:
-    """The bootstrap node's folder, a holder's, and that of a peer that stopped after round 115."""
+    """Writes the folders of the bootstrap node, of a holder, and of a peer that stopped after round 115."""
     run, shards = manifest(), layout.shard_names(MODEL)
     codec = run.outer.codec
     outer = Outer(MODEL, codec, run.outer.beta, run.outer.eta)
@@ -129,7 +129,8 @@ def prepare(folder: Path) -> None:
         plan = Plan(round=round + 1, replicas=replicas, next_number=len(replicas))
         commit = Commit(
             run=run.run_id, round=round, parent=parent, time=0.0, contributions=tuple(contributions), left_out=(),
-            diverged=(), digests=digests, plan=plan if round == ROUNDS else None, leader=tiny.OPERATOR.peer_id, members=run.operators,
+            diverged=(), digests=digests, plan=plan if round == ROUNDS else None, leader=tiny.OPERATOR.peer_id,
+            members=run.operators,
         )  # fmt: skip
         archive.append(tiny.record(commit))
         parent = commit.digest
@@ -151,7 +152,7 @@ def prepare(folder: Path) -> None:
 
 
 class WrongStream:
-    """Sends every range with a wrong bit."""
+    """A stream that sends every range with a wrong bit."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -167,7 +168,7 @@ class WrongStream:
 
 
 class LyingTransport:
-    """A transport whose streams are wrong."""
+    """A transport with streams that send wrong bits."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -180,7 +181,7 @@ class LyingTransport:
 
 
 class Holder:
-    """A peer that serves the checkpoint of round 100, and says so."""
+    """A peer that announces and serves the checkpoint of round 100."""
 
     def __init__(self, folder: Path, transport: Any, limit: int | None) -> None:
         self.transport = transport
@@ -191,7 +192,7 @@ class Holder:
         )
 
     def announce(self, who: Identity, node: BootstrapNode) -> None:
-        """As in a session with the node, which the holder has not."""
+        """Announces itself as in a session with the node, which a holder has not."""
         said = Announcement(
             run=manifest().run_id, peer=who.peer_id, addresses=self.transport.addresses, serial=int(time.time() * 1000)
         )
@@ -200,7 +201,7 @@ class Holder:
 
 @contextlib.asynccontextmanager
 async def network(folder: Path, limit: int | None = None, cheats: int = 0) -> AsyncIterator[tuple[str, list[Any]]]:
-    """A bootstrap node and the holders; its address and everybody's transport."""
+    """Starts a bootstrap node and the holders; yields its address and all transports."""
     run, key = manifest(), folder / "operator.key"
     key.write_bytes(tiny.OPERATOR.libp2p_bytes())
     archive = Archive(folder / "bootstrap", run)
@@ -240,7 +241,7 @@ async def network(folder: Path, limit: int | None = None, cheats: int = 0) -> As
 
 
 async def join(name: str, folder: Path, address: str) -> None:
-    """In a process of its own: `potluck join` with an inner loop that does nothing; ends when the state is there."""
+    """Runs `potluck join` in a process of its own, with an empty inner loop, until the state is complete."""
     run, ready = manifest(), asyncio.Event()
     warnings: list[str] = []
     began = time.monotonic()
@@ -300,14 +301,14 @@ async def result_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 
 async def case(folder: Path, name: str, cheats: int = 0) -> dict[str, Any]:
-    """One peer that joins undisturbed."""
+    """Measures one peer that joins undisturbed."""
     async with network(folder, None, cheats) as (address, serving):
         process = await asyncio.to_thread(begin, name, folder, address)
         return {**await result_of(process), "sent": sum(t.traffic.sent[endpoints.BLOB] for t in serving)}
 
 
 async def killed(folder: Path, expected: int) -> dict[str, Any]:
-    """A newcomer that is killed ten times, at equal steps of its `expected` bytes."""
+    """Measures a newcomer that is killed ten times, at equal steps of its `expected` bytes."""
     async with network(folder, KILLED_BPS) as (address, serving):
 
         def sent() -> int:
@@ -357,7 +358,7 @@ async def measure(folder: Path) -> int:
 
 
 def round_bytes(folder: Path) -> int:
-    """Payload bytes of the last round."""
+    """Returns the payload bytes of the last round."""
     archive = Archive(folder / "bootstrap", manifest())
     try:
         return sum(share.size for share in archive.commits[-1].shares)

@@ -1,19 +1,20 @@
-"""A full replica beside the best plain training loop of the same model, on this machine's processor.
+"""Compares a full replica with the best plain training loop of the same model, on this machine's processor.
 
     python -m tests.benchmarks.plain [--only trainer|daemon] [--steps 8] [--rounds 4] [--inner-steps 30]
 
-d = 512, 8 layers, sequences of 512 tokens, two micro-batches of two rows an inner step, two threads. The plain loop has nn.Linear,
-scaled_dot_product_attention, cross_entropy of all logits, clip_grad_norm_ and fused AdamW, and nothing else.
+The model has d = 512 and 8 layers. An inner step has two micro-batches of two rows of 512 tokens, on two threads. The
+plain loop has nn.Linear, scaled_dot_product_attention, cross_entropy of all logits, clip_grad_norm_ and fused AdamW,
+and nothing else. All figures are medians. Exits with 1 if a ratio is too small.
 
-`trainer`: steps of `StageTrainer` through `run_steps`, as the daemon trains, and of the plain loop, by turns in one process. Wanted: 0.99 of the
-plain loop's tokens per second.
+`trainer`: steps of `StageTrainer` through `run_steps`, as the daemon trains, and steps of the plain loop by turns in
+one process. The trainer must reach 0.99 of the plain loop's tokens per second.
 
-`daemon`: a bootstrap node and a volunteer, real processes over real network daemons, on the demo's text in sequences of 128, as many tokens a step, one thread, the outer step that runs have by default. Every few
-seconds all of them are stopped, and the plain loop, in a process of its own, does a step: both have the same machine at the same time. Tokens per second over whole rounds, from
-one commit to the next, without these pauses. Wanted: 0.98 of the plain loop's; beside it, what the steps alone, as the volunteer tells them, would give, and the tokens of a second of processors, all
-processes of the swarm together, which other work on the machine changes less.
-
-Medians. Exits with 1 where a ratio is below what is wanted.
+`daemon`: a bootstrap node and a volunteer, real processes over real network daemons, with the demo's text in sequences
+of 128, as many tokens a step, one thread, and the default outer step. Every few seconds all of them are stopped while
+the plain loop does a step in a process of its own, so that both have the same machine at the same time. Tokens per
+second are those of whole rounds, from commit to commit, without these pauses. They must reach 0.98 of the plain loop's.
+Two more ratios are printed: of the volunteer's steps alone, and of tokens per second of processor time, all processes
+of the swarm together. Other work on the machine changes the latter less.
 """
 
 from __future__ import annotations
@@ -53,12 +54,14 @@ MODEL = ModelSpec(vocab_size=4096, d_model=512, n_layers=8, n_heads=8, d_ff=1408
 ROWS, MICRO_BATCHES, THREADS = 2, 2, 2
 TRAINER, DAEMON = 0.99, 0.98
 POLL, TURN, ROUND = 0.1, 9.0, 600.0
-"""Seconds between two steps of the plain loop beside the daemon; the swarm, which stands still for one, must not take itself for lost; and
-the seconds a round may take."""
+"""Seconds between two looks at the swarm, between two steps of the plain loop, and of a round at most.
+
+The swarm stands still for a step of the plain loop, and peers must not take each other for gone.
+"""
 
 
 def train_spec(inner_steps: int) -> TrainSpec:
-    """What is trained in a step."""
+    """Returns the training, with `inner_steps` in a round."""
     return TrainSpec(
         inner_steps=inner_steps, micro_batches=MICRO_BATCHES, rows=ROWS, sequence=MODEL.context, lr=3e-4,
         warmup_steps=10, total_steps=10**6,
@@ -76,7 +79,7 @@ class Layer(nn.Module):
         self.first, self.second = nn.RMSNorm(d, MODEL.norm_eps), nn.RMSNorm(d, MODEL.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, L, D] -> the same."""
+        """Maps [B, L, D] to the same shape."""
         h = self.first(x)
         q, k, v = (f(h).unflatten(-1, (MODEL.n_heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
 
@@ -124,7 +127,7 @@ class Plain:
 
 
 def ids_of(rows: int, sequence: int) -> np.ndarray:
-    """Tokens as frequent as words are (Zipf's law), [rows, sequence + 1]."""
+    """Returns tokens with the frequencies of words (Zipf's law), [rows, sequence + 1]."""
     weights = 1 / (np.arange(MODEL.vocab_size) + 2.7)
     return np.random.default_rng(1).choice(MODEL.vocab_size, (rows, sequence + 1), p=weights / weights.sum())
 
@@ -136,7 +139,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def of_trainer(steps: int) -> bool:
-    """Steps by turns, in one process."""
+    """Measures steps of both by turns, in one process."""
     spec = train_spec(10**6)
     trainer = StageTrainer(MODEL, spec, layout.shard_names(MODEL))
     rng = np.random.default_rng(0)
@@ -195,7 +198,7 @@ class Apart:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         assert self._process.pid is not None
         return self._process.pid
 
@@ -221,13 +224,17 @@ def _steps_when_told(told: Connection, rows: int, sequence: int) -> None:
 
 @dataclass
 class Turns:
-    """What the pauses were, (began, ended) in seconds since the epoch, and what the plain loop's steps took in them."""
+    """The steps of the plain loop, and the pauses of the swarm for them.
+
+    pauses: (began, ended) in seconds since the epoch.
+    steps: seconds, and seconds of the processor.
+    """
 
     pauses: list[tuple[float, float]] = field(default_factory=list)
     steps: list[tuple[float, float]] = field(default_factory=list)
 
     def pause(self, stopped: Sequence[psutil.Process], plain: Apart) -> None:
-        """A step of the plain loop, while all these processes stand still."""
+        """Suspends all these processes for a step of the plain loop."""
         began = time.time()
         for process in stopped:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -241,18 +248,18 @@ class Turns:
         self.pauses.append((began, time.time()))
 
     def without(self, start: float, end: float) -> float:
-        """Seconds from start to end in which nobody was paused."""
+        """Returns the seconds from start to end outside all pauses."""
         return end - start - sum(max(0.0, min(end, b) - max(start, a)) for a, b in self.pauses)
 
     def between(self, start: float, end: float) -> tuple[float, float, int]:
-        """The medians of the plain loop's steps in this time, seconds and seconds of the processor, and how many they are."""
+        """Returns median seconds and processor seconds of the plain loop's steps in this time, and their number."""
         steps = [step for step, (began, _) in zip(self.steps, self.pauses, strict=True) if start <= began < end]
         took, used = (statistics.median(column) for column in zip(*steps, strict=True))
         return took, used, len(steps)
 
 
 def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
-    """That these have used so far."""
+    """Returns the processor seconds that these processes have used so far."""
     used = 0.0
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -261,13 +268,13 @@ def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
 
 
 def _newest_round(events: Path) -> int:
-    """The last that was decided, by what the node told."""
+    """Returns the last decided round by the node's events."""
     lines = [json.loads(line) for line in events.read_text().splitlines() if '"event": "commit"' in line]
     return max((line["round"] for line in lines), default=0)
 
 
 def of_daemon(rounds: int, inner_steps: int) -> bool:
-    """Whole rounds of real processes, by turns with the plain loop."""
+    """Measures whole rounds of real processes, by turns with the plain loop."""
     sequence = recipe.MODEL.context
     rows = ROWS * MODEL.context // sequence
     train = dataclasses.replace(train_spec(inner_steps), sequence=sequence, rows=rows)
@@ -303,13 +310,13 @@ def of_daemon(rounds: int, inner_steps: int) -> bool:
             loop, theirs, turned = turns.between(decided[r - 1], decided[r])
             found.append((count * loop / whole, steps / whole, count * theirs / used))
             print(
-                f"round {r}: {whole:.2f} s, of them {steps:.2f} s in {count} steps; {used:.2f} s of processors; plain loop, {turned} by"
-                f" turns: {loop:.3f} s a step, {theirs:.3f} s of processors"
+                f"round {r}: {whole:.2f} s, of them {steps:.2f} s in {count} steps; {used:.2f} s of processors;"
+                f" plain loop, {turned} by turns: {loop:.3f} s a step, {theirs:.3f} s of processors"
             )
     rate, own, efficiency = (statistics.median(column) for column in zip(*found, strict=True))
     print(
-        f"daemon: {rate:.3f} of the plain loop's tokens per second over whole rounds, {own:.3f} of its own steps'\ntokens of a second of"
-        f" processors, network and node with it: {efficiency:.3f} of the plain loop's"
+        f"daemon: {rate:.3f} of the plain loop's tokens per second over whole rounds, {own:.3f} of its own steps'\n"
+        f"tokens of a second of processors, network and node with it: {efficiency:.3f} of the plain loop's"
     )
     return rate >= DAEMON
 

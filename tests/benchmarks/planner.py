@@ -1,18 +1,20 @@
-"""How good the planner's plans are, and how long they take.
+"""Measures the quality of the planner's plans and the time that they take.
 
-    python -m tests.benchmarks.planner --small 2000          # against every possible plan of up to seven peers (half an hour)
-    python -m tests.benchmarks.planner --swarms 200          # 50 to 500 home machines: against others' plans, ten against bounds (an hour)
-    python -m tests.benchmarks.planner --swarms 20 --climb 100   # and against a local search with a hundred times the time (hours)
-    python -m tests.benchmarks.planner --many 10000          # seconds of CPU for so many peers, and after 1 % of them changed
-    python -m tests.benchmarks.planner --loop 300 10000      # what a loop suffers while a plan is made beside it
+    python -m tests.benchmarks.planner --small 2000              # up to 7 peers, against all plans (half an hour)
+    python -m tests.benchmarks.planner --swarms 200              # 50 to 500 peers, against others' plans (an hour)
+    python -m tests.benchmarks.planner --swarms 20 --climb 100   # and against a local search (hours)
+    python -m tests.benchmarks.planner --many 10000              # seconds of a plan, and after 1 % has changed
+    python -m tests.benchmarks.planner --loop 300 10000          # gaps of an event loop beside the planner
 
-With `--rows FILE` each swarm's figures are added to FILE as they come, and those that it has are not computed again: so a campaign may be
-interrupted, or shared between processes with a FILE each (`--from`).
+With `--rows FILE` each swarm's figures are added to FILE as they come, and those in FILE are not computed again. So a
+campaign may be interrupted, or shared between processes with a FILE each (`--from`). `--climb` gives the local search
+so many times the planner's time.
 
-What a plan is worth is computed by tests/support/plans.py, which shares no code with the planner's cost model. There the distributions of
-machines are described, with their sources, and there are the other plans. Random: as good as ours in who is a full replica, in cuts
-and ranks, but chains of peers in random order (mean of three). Greedy: the same in the order of uplinks or that of speeds, whichever is
-better. Blind: nothing is chosen at all (mean of three). What no plan can exceed: tests/support/bounds.py.
+tests/support/plans.py computes the worth of a plan, and shares no code with the planner's cost model. It also has the
+distributions of machines, with their sources, and the other plans. Random: as good as ours in the choice of full
+replicas and in cuts, but chains of peers in random order (mean of three). Greedy: the same in the order of uplinks or
+of speeds, whichever is better. Blind: nothing is chosen (mean of three). tests/support/bounds.py has upper bounds for
+all plans; the first BOUNDED swarms of each model are compared with them.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ from tests.support import bounds, plans
 
 IDLE_SECONDS = 5.0
 BOUNDED = 10
-"""Swarms of each model that are held against bounds, which take most of the time."""
+"""Swarms of each model that are compared with upper bounds, which take most of the time."""
 Row = dict[str, Any]
 
 
 class Rows:
-    """What is known of each swarm, by what it is; kept in `path`, a line each, if there is one."""
+    """The known figures of each swarm, kept as lines of the file `path` if there is one."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -51,7 +53,7 @@ class Rows:
         self._known = {_key(row): row for row in map(json.loads, lines)}
 
     def get(self, about: Row, compute: Callable[..., Row], *args: Any) -> Row:
-        """The row of what `about` says, computed from `args` if it is not known, with the CPU seconds that it took."""
+        """Returns the row of `about`, with its CPU seconds. Computes it from `args` if it is not known."""
         if _key(about) not in self._known:
             began = time.process_time()
             found = {**about, **compute(*args)}
@@ -69,7 +71,7 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def small(seeds: range, rows: Rows) -> None:
-    """Shares of the optimum."""
+    """Prints the plans' shares of the optimum."""
 
     def one(seed: int) -> Row:
         rng = random.Random(seed)
@@ -89,7 +91,7 @@ def small(seeds: range, rows: Rows) -> None:
 
 
 def compared(model: str, seed: int, climb: float, bounded: bool) -> Row:
-    """One swarm: tokens per second of our plan and of others, and with `bounded` what none can exceed."""
+    """Returns one swarm's tokens per second by our plan and by others, and with `bounded` the upper bounds."""
     rng = random.Random(seed)
     manifest, peers = plans.manifest_of(model), plans.volunteers(rng, rng.randint(50, 500))
     began = time.process_time()
@@ -118,7 +120,7 @@ def compared(model: str, seed: int, climb: float, bounded: bool) -> Row:
 
 
 def swarms(seeds: range, climb: float, models: list[str], rows: Rows) -> None:
-    """Against others' plans, and the first BOUNDED of them against what none can exceed."""
+    """Prints the table of our plans beside others', and beside upper bounds for the first BOUNDED swarms."""
     tables = []
     for model in models:
         about = {"kind": "swarm", "model": model, "climb": climb}
@@ -134,15 +136,15 @@ def swarms(seeds: range, climb: float, models: list[str], rows: Rows) -> None:
         seconds = statistics.mean(row["plan_seconds"] for row in found)
         tables.append(f"| {model} | {len(found)} | {' | '.join(cells)} | {seconds:.2f} |")
     print(
-        "| model | swarms | over random | over greedy | over blind | bound over random | bound over greedy | of the bound |"
-        " all paces over random | of all paces | of a local search | CPU seconds a plan |"
+        "| model | swarms | over random | over greedy | over blind | bound over random | bound over greedy |"
+        " of the bound | all paces over random | of all paces | of a local search | CPU seconds a plan |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     print("\n".join(tables), "\nmean, and in brackets the worst; of bounds, the largest", sep="")
 
 
 def many(count: int, models: list[str]) -> None:
-    """Seconds of CPU."""
+    """Prints the seconds of CPU of a plan, and of one after a change."""
     for model in models:
         manifest, peers = plans.manifest_of(model), plans.volunteers(random.Random(0), count)
         began = time.process_time()
@@ -150,7 +152,8 @@ def many(count: int, models: list[str]) -> None:
         took = time.process_time() - began
         total = sum(r.rate for r in replicas)
         print(
-            f"{model}: {count} peers: {took:.2f} s, {len(replicas)} replicas, {len(spares)} spares, {total:.0f} tokens per second"
+            f"{model}: {count} peers: {took:.2f} s, {len(replicas)} replicas, {len(spares)} spares,"
+            f" {total:.0f} tokens per second"
         )
         gone = {c.peer for c in peers[7::100]}
         new = [dataclasses.replace(c, peer="new-" + c.peer) for c in plans.volunteers(random.Random(1), len(gone))]
@@ -167,7 +170,7 @@ def many(count: int, models: list[str]) -> None:
 
 
 def loop(count: int, model: str) -> None:
-    """A heartbeat of a millisecond in a loop beside which a fresh plan is made, and what the leader's machine itself takes."""
+    """Prints the gaps of a heartbeat of a millisecond beside a fresh plan, and the leader's own times in the loop."""
     manifest = dataclasses.replace(plans.manifest_of(model), start_peers=count)
     leader = Leader(manifest, (), (), 0.0)
     leader.handle(Lead(True), 0.0)
@@ -189,17 +192,19 @@ def loop(count: int, model: str) -> None:
     assert isinstance(proposed, Propose)
     digest = asyncio.run(beside_digest(proposed.commit))
     timed("beginning its round", leader.handle, Decided(proposed.commit), 0.0)
+    in_loop = ", ".join(f"{what} {1e3 * s:.1f}" for what, s in took.items())
     print(
-        f"{model}: {count} peers: a plan in {sum(gaps):.2f} s; {len(gaps)} beats, the longest gap {1e3 * gaps[-1]:.1f} ms (before"
-        f" the plan {1e3 * idle[-1]:.1f}), the"
-        f" 99th percentile {1e3 * gaps[len(gaps) * 99 // 100]:.1f} ms, the median {1e3 * gaps[len(gaps) // 2]:.1f} ms; the commit's"
-        f" digest in {1e3 * sum(digest):.0f} ms, the longest gap {1e3 * max(digest):.1f} ms; in the loop, ms of CPU: {', '.join(f'{what} {1e3 * s:.1f}' for what, s in took.items())}",
+        f"{model}: {count} peers: a plan in {sum(gaps):.2f} s; {len(gaps)} beats,"
+        f" the longest gap {1e3 * gaps[-1]:.1f} ms (before the plan {1e3 * idle[-1]:.1f}),"
+        f" the 99th percentile {1e3 * gaps[len(gaps) * 99 // 100]:.1f} ms,"
+        f" the median {1e3 * gaps[len(gaps) // 2]:.1f} ms; the commit's digest in {1e3 * sum(digest):.0f} ms,"
+        f" the longest gap {1e3 * max(digest):.1f} ms; in the loop, ms of CPU: {in_loop}",
         flush=True,
     )
 
 
 async def beside(question: Question) -> tuple[Planned, list[float], list[float]]:
-    """The plan, the seconds from each beat to the next while it was made, and before that while nothing was done."""
+    """Returns the plan, the seconds between beats while it was made, and those of an idle time before."""
     answered: asyncio.Queue[Planned] = asyncio.Queue()
     planning = LatestJob[Question, Planned](
         "planner", lambda asked: Planned(asked, asked.answer()), answered.put_nowait, retry_seconds=0.0
@@ -214,7 +219,7 @@ async def beside(question: Question) -> tuple[Planned, list[float], list[float]]
 
 
 async def beside_digest(commit: Commit) -> list[float]:
-    """The seconds from each beat to the next while the commit's digest was computed, as bootstrap/node.py has it computed."""
+    """Returns the seconds between beats beside the commit's digest, computed as in bootstrap/node.py."""
     working = asyncio.create_task(asyncio.to_thread(lambda: commit.digest))
     gaps = await beats(lambda: not working.done())
     await working
@@ -222,7 +227,7 @@ async def beside_digest(commit: Commit) -> list[float]:
 
 
 async def beats(goes_on: Callable[[], bool]) -> list[float]:
-    """Seconds from each beat to the next."""
+    """Returns the seconds from each beat to the next, sorted."""
     last, gaps = time.perf_counter(), list[float]()
     while goes_on():
         await asyncio.sleep(0.001)

@@ -1,24 +1,27 @@
-"""How a pair of homes finds a way to each other, and what it carries: a call, a blob and a chain's pipe, on emulated routers.
+"""Measures the way of two homes to each other, and the speed of a call, a blob and a chain's stream on it.
 
-    python -m tests.benchmarks.reach --netlab PATH/netlab.sh                      # all pairs of routers: the way, seconds
-    python -m tests.benchmarks.reach --netlab PATH/netlab.sh --nodes 6            # with six public nodes instead of one
-    python -m tests.benchmarks.reach --netlab PATH/netlab.sh --shares --pairs cone/cone sym/sym    # and what it carries
+    python -m tests.benchmarks.reach --netlab PATH/netlab.sh                      # all pairs of routers
+    python -m tests.benchmarks.reach --netlab PATH/netlab.sh --nodes 6            # six public nodes instead of one
+    python -m tests.benchmarks.reach --netlab PATH/netlab.sh --shares --pairs cone/cone sym/sym    # and its speed
     python -m tests.benchmarks.reach --netlab PATH/netlab.sh --nodes 6 --tries 10 --pairs cone/cone
-    python -m tests.benchmarks.reach --netlab PATH/netlab.sh --memory             # what 50 circuits cost the relay
+    python -m tests.benchmarks.reach --netlab PATH/netlab.sh --memory             # memory of a relay, 50 circuits
 
-Real daemons, one process each, behind real NAT (nftables). Every home has --link (Mb/s up / Mb/s down, ms there and back to the core),
-the nodes are public, at --relay-link, and relay. A home starts as `potluck join` does (peer/node/way_in.py): it finds out how others
-reach it, and is started again if nobody does. Time runs from the moment at which a home knows the other's announced addresses
-only; nothing is connected but each of them with the nodes. `first frame`: until one was echoed, and over which way; `then`:
-the way of a stream that was opened later, up to LATER seconds, where the first one went through a relay. Shares are of
-what the sender's uplink carries. `relay`: bits a second that all relays passed on meanwhile, and the limit of one.
+Real daemons, one process each, run behind real NAT (nftables). Every home has --link (Mb/s up / Mb/s down, ms there and
+back to the core). The nodes are public, have --relay-link, and relay. A home starts as `potluck join` does
+(peer/node/way_in.py): it finds out how others reach it, and starts again if nobody does. Time runs from the moment at
+which a home knows the other's announced addresses; until then both are connected with the nodes only.
 
-Routers: none (a public machine), cone (port-restricted), sym (symmetric), full (everything is forwarded), upnp (needs miniupnpd, and
-NETLAB_NET=11.0.0 in the environment, since it takes no reserved address for a public one); cone/beside: both behind one router.
+`first frame`: seconds until a frame was echoed, and its way. `then`: the way of a stream that was opened up to LATER
+seconds later, if the first one went through a relay. Shares are of the sender's uplink. `relay`: bits a second that all
+relays passed on meanwhile, and their share of the limit of one.
 
-Memory: 50 circuits whose receivers do not read, behind a line fifty times slower than that of their senders, who send until they are
-stopped, is the worst that honest peers do: all that is under way is at the relay. Resident
-bytes of the relay's process and of its daemon, before and after.
+Routers: none (a public machine), cone (port-restricted), sym (symmetric), full (everything is forwarded), upnp (needs
+miniupnpd, and NETLAB_NET=11.0.0 in the environment, since it takes no reserved address for a public one); cone/beside:
+both behind one router.
+
+`--memory` measures the worst case of honest peers, in which all data under way is at the relay: the receivers of 50
+circuits do not read, behind a line fifty times slower than their senders', who send until they are stopped. It prints
+the resident bytes of the relay's process and of its daemon, before and after.
 """
 
 from __future__ import annotations
@@ -56,12 +59,12 @@ from tests.support.lab import beside, lab
 
 KINDS = ("none", "cone", "sym", "full", "upnp")
 BESIDE = "beside"
-"""As the second home's router: that of the first."""
+"""The second home's router is that of the first."""
 PAIRS = (*((a, b) for a in KINDS for b in KINDS), ("cone", BESIDE))
 LATER = 20.0
 LINK, RELAY_LINK = "20/100:40", "200/200:10"
 QUICK, SLOW = "200/200:40", "200/4:40"
-"""For the memory: who sends more than its receiver's line takes."""
+"""Links for `--memory`: the sender's is faster than the receiver's."""
 LIMIT = 100_000_000
 BLOB = 12_000_000
 FRAME, FRAMES = 256 * 1024, 40
@@ -93,7 +96,7 @@ async def be_relay(folder: Path, host: str) -> None:
 
 
 class Home:
-    """A peer behind its router, and what it is told to do. `direct`: the transport below `transport`."""
+    """A peer behind its router that carries out orders. `direct`: the transport below `transport`."""
 
     def __init__(self, transport: RelayedTransport, direct: Transport, folder: Path, limit: int | None) -> None:
         self.transport = transport
@@ -109,7 +112,7 @@ class Home:
         await self.transport.connect(self.addresses[peer], timeout=10.0)
 
     async def serve(self) -> str:
-        """Serves everything; the name of its blob."""
+        """Serves everything, and returns the name of its blob."""
 
         async def echo(stream: Stream) -> None:
             with contextlib.suppress(Ended):
@@ -158,7 +161,7 @@ class Home:
         return {"seconds": time.monotonic() - began}
 
     async def echoed(self, peer: str) -> str:
-        """Sends a frame and gets it back over a new stream: the host at its other end, empty if it went through a relay."""
+        """Has a frame echoed over a new stream. Returns the host at the other end; empty if a relay is between."""
         stream = await self.transport.open(peer, "echo", timeout=10.0)
         await stream.send(b"frame")
         await stream.recv()
@@ -166,7 +169,7 @@ class Home:
         return "" if self.transport.is_behind(peer) else host_of(self.direct.seen_at(peer))
 
     async def pipe(self, stages: Sequence[str], position: int, round: int) -> dict[str, Any]:
-        """As the chain's first stage sends frames to the second, until all have come."""
+        """Sends frames from the first stage to the second, as a chain does, until all have come."""
         chain = ReplicaSpec(stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(stages)))
         began = time.monotonic()
         previous, following = await self.pipes.neighbours(Plan(round=round, replicas=(chain,)), 0, 0, position)
@@ -243,7 +246,7 @@ class Street:
         return dict(self.homes.hear(self.homes.stages[home]))
 
     def carried(self) -> dict[str, Any]:
-        """What the relays say of themselves, in all, and the first one's memory."""
+        """Returns the figures of all relays together, and the first one's memory."""
         self.relay.tell({})
         said = [self.relay.hear(stage) for stage in self.relay.stages]
         return {**said[0], **{name: sum(one[name] for one in said) for name in ("circuits", "passed")}}
@@ -253,14 +256,21 @@ COMMAND = [sys.executable, "-m", "tests.benchmarks.reach"]
 
 
 class Town:
-    """The public nodes, and homes that are empty yet. `nodes`: addresses; `places`: what a command begins with in a home."""
+    """The public nodes, and homes without processes.
+
+    nodes: addresses.
+    places: the first words of a command in each home.
+    """
 
     def __init__(self, folder: Path, relay: Processes, nodes: list[str], places: dict[str, list[str]]) -> None:
         self.folder, self.relay, self.nodes, self.places = folder, relay, nodes, places
 
     @contextlib.contextmanager
     def street(self, chosen: argparse.Namespace, homes: tuple[str, str], limited: bool = True) -> Iterator[Street]:
-        """Two homes, each with a process that begins with nothing. `limited`: they send no more than nine tenths of their uplinks."""
+        """Starts a process in each of two homes, without any state.
+
+        limited: they send no more than nine tenths of their uplinks.
+        """
         limit = ["--limit", str(int(0.9e6 * float(chosen.link.partition("/")[0])))] if limited else []
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             command = [*COMMAND, "--folder", folder, "--relays", *self.nodes, *limit, "--be"]
@@ -277,7 +287,11 @@ class Town:
 
 @contextlib.contextmanager
 def town(chosen: argparse.Namespace, homes: dict[str, str], besides: dict[str, str]) -> Iterator[Town]:
-    """`homes`: their links; `besides`: homes that are behind the router of another."""
+    """Starts the nodes.
+
+    homes: their links.
+    besides: homes that are behind the router of another.
+    """
     nodes = [f"n{i}" for i in range(chosen.nodes)]
     with (
         lab(chosen.netlab, {**dict.fromkeys(nodes, chosen.relay_link), **homes}) as there,
@@ -303,7 +317,7 @@ def town(chosen: argparse.Namespace, homes: dict[str, str], besides: dict[str, s
 
 
 def homes_of(chosen: argparse.Namespace, pairs: Sequence[tuple[str, str]]) -> tuple[dict[str, str], dict[str, str]]:
-    """What `town` takes, for these pairs; their names are those of `names_of`."""
+    """Returns the arguments of `town` for these pairs; the names are those of `names_of`."""
     homes, besides = dict[str, str](), dict[str, str]()
     for pair in pairs:
         a, b = names_of(pair)
@@ -324,7 +338,7 @@ SHARES = " call | blob | pipe open | pipe | relay, of its limit |", "---|---|---
 
 
 def named(where: str, there: Street) -> str:
-    """The way of a stream whose other end was at this host."""
+    """Returns the way of a stream whose other end was at this host."""
     a, b = (peer["how"] for peer in there.peers)
     if not where:
         return "relayed"
@@ -334,7 +348,7 @@ def named(where: str, there: Street) -> str:
 
 
 def row(chosen: argparse.Namespace, place: Town, kinds: tuple[str, str]) -> bool:
-    """Measures and prints a row; whether everything worked."""
+    """Measures and prints a row. Returns whether everything worked."""
     with place.street(chosen, names_of(kinds), not chosen.no_limit) as there:
         b = there.peers[1]["peer"]
         first = there.ask(0, do="first", peer=b)
@@ -357,7 +371,7 @@ def row(chosen: argparse.Namespace, place: Town, kinds: tuple[str, str]) -> bool
 
 
 def carries(chosen: argparse.Namespace, there: Street, results: list[dict[str, Any]]) -> str:
-    """What a call takes, and shares of the uplink; everything is added to `results`."""
+    """Measures a call and shares of the uplink, and adds all figures to `results`."""
     up = 1e6 * float(chosen.link.partition("/")[0])
     a, b = (peer["peer"] for peer in there.peers)
     calls = there.ask(0, do="call", peer=b)
@@ -394,8 +408,9 @@ def memory(chosen: argparse.Namespace) -> bool:
             most = max(most, sum(seen["rss"]))
     each = (most - sum(before["rss"])) / CIRCUITS
     print(
-        f"{CIRCUITS} circuits: {sum(before['rss']) / 1e6:.0f} MB before, {most / 1e6:.0f} MB at most, {each / 1e6:.2f} MB each;"
-        f" process and daemon: {', '.join(f'{r / 1e6:.0f} MB' for r in seen['rss'])}; passed on: {seen['passed'] / 1e6:.1f} MB"
+        f"{CIRCUITS} circuits: {sum(before['rss']) / 1e6:.0f} MB before, {most / 1e6:.0f} MB at most,"
+        f" {each / 1e6:.2f} MB each; process and daemon: {', '.join(f'{r / 1e6:.0f} MB' for r in seen['rss'])};"
+        f" passed on: {seen['passed'] / 1e6:.1f} MB"
     )
     return each <= 2e6
 

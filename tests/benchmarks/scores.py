@@ -1,12 +1,14 @@
-"""Scores: who of eight replicas is found by what others measure of its updates, after how many rounds, and who wrongly. Prints the tables of docs/results/judging.md.
+"""Measures which of eight replicas are found bad by scores, and when. Prints the tables of docs/results/judging.md.
 
-    python -m tests.benchmarks.scores ROWS.jsonl [--cells honest:0 text:2 ...] [--seeds 0] [--alone]     trains what ROWS.jsonl lacks
-    python -m tests.benchmarks.scores ROWS.jsonl --table                                               prints them
+    python -m tests.benchmarks.scores ROWS.jsonl [--cells honest:0 text:2 ...] [--seeds 0] [--alone]
+    python -m tests.benchmarks.scores ROWS.jsonl --table
 
-The runs are those of tests/benchmarks/teachers.py, and so are the attacks. Each contribution that counts in a round is scored as a peer scores it
-(peer/node/evaluating.py), on SEQUENCES of each kind of text, and the book (protocol/ledger/scoring.py) is that which ships. All three scorers
-would find the same, so one measures for them. Whoever is found bad is out for the rest of the run. `--alone`: the rule of
-judging only clips, so that nothing but scores finds anybody.
+The first command trains the runs that ROWS.jsonl lacks, the second prints the tables. Runs and attacks are those of
+tests/benchmarks/teachers.py. Each contribution that counts in a round is scored as a peer scores it
+(peer/node/evaluating.py), on SEQUENCES of each kind of text, and entered into the product's book
+(protocol/ledger/scoring.py). There is one measurement for all three scorers, since all would measure the same. A
+replica that is found bad is out for the rest of the run. With `--alone` judging only clips, so that nothing but scores
+finds anybody.
 """
 
 from __future__ import annotations
@@ -35,8 +37,11 @@ CELLS = ("honest:0", "text:2", "stale:2", "starter:2", "drift:2", "drift:3")
 
 
 class Run(teachers.Run):
-    """With scores. `found`: (round, replica) of each that was found bad; `gains`: (is honest, gain, edge) of what was scored, as parts of the
-    round's median."""
+    """A run with scores.
+
+    found: (round, replica) of each replica that was found bad.
+    gains: (is honest, gain, edge) of each score, over the round's medians.
+    """
 
     def __init__(self, name: str, bad: int, seed: int, alone: bool) -> None:
         super().__init__(name, bad, seed, True)
@@ -95,12 +100,16 @@ def train(name: str, bad: int, seed: int, alone: bool) -> dict[str, Any]:
     for number in range(ROUNDS):
         run.round(number)
     rows = {
-        kind: [np.percentile([x[at] for x in run.gains if x[0] is honest] or [0], [5, 50, 95]).round(3).tolist() for at in (1, 2)]
+        kind: [
+            np.percentile([x[at] for x in run.gains if x[0] is honest] or [0], [5, 50, 95]).round(3).tolist()
+            for at in (1, 2)
+        ]
         for kind, honest in (("honest", True), ("bad", False))
     }  # fmt: skip
     return {
         "attack": name, "bad": bad, "seed": seed, "alone": alone, "loss": run.loss(), "found": run.found, "gains": rows,
-        "bad_in": run.bad_in, "honest_scored": sum(x[0] for x in run.gains), "bad_scored": sum(not x[0] for x in run.gains),
+        "bad_in": run.bad_in,
+        "honest_scored": sum(x[0] for x in run.gains), "bad_scored": sum(not x[0] for x in run.gains),
         "most": max(max(x.idle, x.edgeless) for p, x in run.book.of.items() if p.isdigit() and int(p) < REPLICAS - bad),
         "seconds": time.perf_counter() - began, "scored_seconds": run.scored_seconds,
     }  # fmt: skip
@@ -108,7 +117,8 @@ def train(name: str, bad: int, seed: int, alone: bool) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> None:
     print(
-        "| attack | bad of 8 | judging | seed | gain, honest | gain, bad | edge, honest | edge, bad | found in round | loss | honest found |"
+        "| attack | bad of 8 | judging | seed | gain, honest | gain, bad | edge, honest | edge, bad |"
+        " found in round | loss | honest found |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
@@ -121,8 +131,9 @@ def table(rows: list[dict[str, Any]]) -> None:
         ]
         wrong = [r for r in row["found"] if r[1] < honest]
         print(
-            f"| {row['attack']} | {row['bad']} | {'clips only' if row['alone'] else 'on'} | {row['seed']} | {' | '.join(shown)} |"
-            f" {', '.join(map(str, bad)) or 'never'} | {row['loss']:.3f} | {len(wrong)}, at {row['honest_scored']} marks |"
+            f"| {row['attack']} | {row['bad']} | {'clips only' if row['alone'] else 'on'} | {row['seed']} |"
+            f" {' | '.join(shown)} | {', '.join(map(str, bad)) or 'never'} | {row['loss']:.3f} |"
+            f" {len(wrong)}, at {row['honest_scored']} marks |"
         )
 
 

@@ -1,7 +1,7 @@
-"""A chain of real stages in one process, whose frames are encoded, decoded and screened as in peer/chain/neighbours.py; for measurements.
+"""A chain of real stages in one process, with encoded, decoded and screened frames (peer/chain/neighbours.py).
 
-A `Setup` says what is trained. After each round the update goes through the outer step with its codec, as in a run of one
-replica, and all stages begin the next round from the result.
+A `Setup` has the chain and its training. After each round the update goes through the outer step with its codec, as in
+a run of one replica, and all stages begin the next round from the result.
 """
 
 from __future__ import annotations
@@ -33,8 +33,15 @@ from tests.support.chains import split_shards
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A chain of `stages`; `forward` and `backward` are number formats. `inner_steps`: of a round, at most. `topk`: of every 4096
-    entries of an update, so many are sent. `residual_width`: values per token at a boundary, 0 for all. `sequence`: tokens of a row, at most SEQUENCE. `vocabulary`: token ids are taken modulo that."""
+    """A chain and its training.
+
+    residual_width: values per token at a boundary; 0 for all.
+    forward, backward: number formats.
+    vocabulary: token ids are taken modulo this.
+    inner_steps: of a round, at most.
+    sequence: tokens of a row, at most SEQUENCE.
+    topk: entries of an update that are sent, of every 4096.
+    """
 
     stages: int = 4
     layers: int = 4
@@ -60,19 +67,24 @@ class Setup:
 
 
 Send = Callable[[int, int, int, Tensor], Tensor]
-"""What a stage sends: (kind, sender, micro-batch of the round, what it should send)."""
+"""Changes a frame before it is sent: (kind, sender, micro-batch of the round, tensor) to tensor."""
 Said = Callable[[int, int, str], None]
-"""A stage accuses a neighbour: (accuser, accused, reason)."""
+"""Hears of an accusation: (accuser, accused, reason)."""
 
 
 def honest(kind: int, sender: int, micro: int, x: Tensor) -> Tensor:
-    """What an honest stage sends."""
+    """Sends a frame as it is."""
     return x
 
 
 class Chain:
-    """The stages and their peers' screens. `cuts`: where each stage but the first begins, in blocks. `said` hears of accusations, and may
-    raise; else the frame is used. `closest`: how near any neighbour came to being accused (`Screen.suspicion`), 1 if it was. `seed` is that of the text, the model and the screens' samples."""
+    """The stages and their peers' screens.
+
+    seed: of the text, the model and the screens' samples.
+    said: called with each accusation. It may raise; otherwise the frame is used.
+    cuts: the first block of each stage but the first.
+    closest: the largest `Screen.suspicion` of any neighbour; 1 if one was accused.
+    """
 
     def __init__(self, setup: Setup, seed: int, said: Said) -> None:
         self.setup, self.said, self.seed = setup, said, seed
@@ -100,7 +112,7 @@ class Chain:
         self.cut(tuple(step * i for i in range(1, setup.stages)))
 
     def cut(self, cuts: tuple[int, ...]) -> None:
-        """From the next round on, the stages begin at these blocks."""
+        """Begins the stages at these blocks, from the next round on."""
         for stage in self.stages:
             self._moments.update(stage.optimizer_state())
         self.cuts = cuts
@@ -110,15 +122,19 @@ class Chain:
             stage.load_optimizer(self._moments)
 
     def state(self) -> object:
-        """What a round changes."""
+        """Returns a copy of the state that a round changes."""
         return copy.deepcopy((self.stages, self.peers, self.outer.theta, self.outer.feedback))
 
     def restore(self, state: object) -> None:
-        """Back to what `state` gave; as often as one likes."""
+        """Restores a state that `state` returned."""
         self.stages, self.peers, self.outer.theta, self.outer.feedback = copy.deepcopy(state)  # type: ignore[misc]
 
     def play(self, round: int, steps: int, send: Send = honest, screened: bool = True, spike: int = -1) -> float:
-        """One round, from 1, of so many inner steps; the loss. `spike`: the step whose learning rate is ten times as high."""
+        """Trains a round of `steps` inner steps, and returns the loss.
+
+        round: counted from 1.
+        spike: the step whose learning rate is ten times as high; -1: none.
+        """
         pace = Pace((round - 1) * self.setup.inner_steps, steps, self.setup.micro_batches)
         for stage in self.stages:
             stage.begin_round(self.outer.theta, pace)

@@ -1,10 +1,10 @@
-"""What a swarm costs, per role: memory, bytes and seconds, beside what the formulas say.
+"""Compares the memory, bytes and seconds of a swarm, by role, with the formulas (docs/results/round.md).
 
     python -m tests.benchmarks.swarm [RESULT.json]
 
-Runs the demo with processes over hivemind (or reads the result of one that ran), and prints the tables of docs/results/. Exits
-with 1 if boundary bytes are more than 3 % from their formula, stated framing included, or payloads more than 5 % above the entropy
-of their index sets and their values' bits (with `fixed` indices: not exactly their size).
+Runs the demo with processes over hivemind, or reads the result of an earlier demo, and prints the tables. Exits with 1
+if boundary bytes, framing included, are more than 3 % off their formula, or payloads more than 5 % above the entropy of
+their index sets and the bits of their values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAYLOAD_TOLERANCE = 0.05
 
 
 def run() -> dict[str, Any]:
-    """A demo of five rounds."""
+    """Runs a demo of five rounds and returns its result."""
     with tempfile.TemporaryDirectory(prefix="potluck-benchmark-") as name:
         out = Path(name) / "run"
         arguments = ["demo", "--no-screen", "--rounds", "5", "--out", str(out), "--json", str(out) + ".json"]
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def report(what: str, measured: float, formula: float, framing: float) -> bool:
-    """Prints a line; whether the figure is out of tolerance."""
+    """Prints a line. Returns whether the figure is out of tolerance."""
     off = measured / (formula + framing) - 1
     print(f"{what}: {measured:,.2f}; formula {formula:,.2f} + framing {framing:,.2f}; off by {100 * off:+.2f} %")
     return abs(off) > TOLERANCE

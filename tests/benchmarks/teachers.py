@@ -1,12 +1,13 @@
-"""Bad teachers: what it costs when some of eight replicas train badly on purpose. Prints the table of docs/results/judging.md.
+"""Measures the loss when some of eight replicas train badly on purpose. Prints the table of docs/results/judging.md.
 
-    python -m tests.benchmarks.teachers ROWS.jsonl [--cells honest:0 flip:1 ...] [--seeds 0]     trains what ROWS.jsonl lacks
-    python -m tests.benchmarks.teachers ROWS.jsonl --table                                     prints it
+    python -m tests.benchmarks.teachers ROWS.jsonl [--cells honest:0 flip:1 ...] [--seeds 0]
+    python -m tests.benchmarks.teachers ROWS.jsonl --table
 
-Each row is a run of ROUNDS rounds of eight replicas that train a small model on the text of the demo, with the trainer, outer step, codec and
-rule that ship, in one process and without a network: what a leader would commit is applied. A cell is an attack and how many of the
-eight carry it out. `--undefended`: every contribution counts whole. The enemies know all honest updates of the round. Who is judged
-out is planned again in the next round, so that each has to be found in every round.
+The first command trains the runs that ROWS.jsonl lacks, the second prints the table. In each run eight replicas train a
+small model on the demo's text for ROUNDS rounds, with the product's trainer, outer step, codec and judging, in one
+process and without a network: the updates that a leader would commit are applied. A cell is an attack and the number of
+replicas that carry it out. With `--undefended` every contribution counts whole. The enemies know all honest updates of
+the round. A replica that is judged out is planned again in the next round, and has to be found in every round.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MODEL = ModelSpec(vocab_size=4096, d_model=64, n_layers=3, n_heads=4, d_ff=176, 
 SHARDS = layout.shard_names(MODEL)
 TOKENIZER = "peer/assets/sotu-4k.json"
 COUNTS = (1, 2, 3)
-"""One, a quarter and a third of eight, about."""
+"""About an eighth, a quarter and a third of the replicas."""
 BAD_AFTER = 20
 """Rounds in which a slow starter is honest."""
 Sent = dict[str, list[Sparse]]
@@ -64,7 +65,7 @@ def manifest(seed: int) -> Manifest:
 
 
 class Replica:
-    """One that trains, and what it sends."""
+    """A replica that trains, and its updates."""
 
     def __init__(self, made: Manifest) -> None:
         self.made = made
@@ -80,7 +81,7 @@ class Replica:
             self.trainer.step(round * STEPS + step + 1, norm)
 
     def send(self, changed: Callable[[str, Arrays], Arrays] = lambda shard, delta: delta) -> Sent:
-        """What a round's work comes to; `changed`: what is learned of a shard, as an enemy has it."""
+        """Returns the update of a round's work; `changed` may change a shard's displacement, as an enemy does."""
         found: Sent = {}
         for shard in SHARDS:
             delta = changed(shard, self.trainer.delta(shard))
@@ -93,13 +94,13 @@ class Replica:
         return sparse.decode(self.made.outer.codec, layout.shapes(MODEL, shard), payload)
 
     def encoded(self, of: dict[str, Arrays]) -> Sent:
-        """What the codec makes of arrays."""
+        """Returns arrays after the codec."""
         codec = self.made.outer.codec
         return {shard: self.decoded(shard, sparse.encode(codec, arrays)) for shard, arrays in of.items()}
 
 
 def times(sent: Sent, factor: float, shards: Sequence[str] = SHARDS) -> Sent:
-    """A multiple of an update, in some of its shards."""
+    """Returns a multiple of an update in some of its shards."""
     return {
         shard: [Sparse(x.index, x.values * np.float32(factor if shard in shards else 1.0)) for x in tensors]
         for shard, tensors in sent.items()
@@ -116,7 +117,7 @@ def dense(sent: Sent, shard: str) -> Arrays:
 
 
 class Run:
-    """`bad` of the replicas, the last ones, carry out the attack `name`; "honest": they are not there."""
+    """A run in which the last `bad` replicas carry out the attack `name`; with "honest" they are absent."""
 
     def __init__(self, name: str, bad: int, seed: int, defended: bool) -> None:
         self.name, self.bad, self.defended = name, bad, defended
@@ -142,7 +143,7 @@ class Run:
         return replica < REPLICAS - self.bad or (self.name == "starter" and round < BAD_AFTER)
 
     def round(self, number: int) -> None:
-        """Trains, lets the enemies do what they do, judges and applies."""
+        """Trains, lets the enemies act, judges and applies."""
         honest: list[Sent] = []
         for i, replica in enumerate(self.replicas):
             if self.is_honest(i, number) or self.name in ("flip", "clip", "starter", "drift", "stale"):
@@ -163,7 +164,7 @@ class Run:
                 array -= np.float32(self.made.outer.eta) * total.reshape(array.shape)
 
     def judged(self, number: int, sent: list[Sent]) -> list[float]:
-        """The scale of each, 0 of those that are left out."""
+        """Returns the scale of each update, 0 for those that are left out."""
         norms = [
             math.sqrt(sum(float(np.sum(x.values.astype(np.float64) ** 2)) for s in SHARDS for x in u[s])) for u in sent
         ]
@@ -191,7 +192,7 @@ class Run:
         return [0.0 if verdict.reason is not None else verdict.scale for verdict in verdicts]
 
     def evil(self, i: int, round: int, honest: list[Sent]) -> Sent:
-        """What enemy `i` sends."""
+        """Returns the update of enemy `i`."""
         replica = self.replicas[i]
         match self.name:
             case "flip" | "starter":
@@ -217,7 +218,7 @@ class Run:
         raise ValueError(self.name)
 
     def like(self, other: Sent, replica: Replica, drawn: Callable[[str, tuple[int, ...]], np.ndarray]) -> Sent:
-        """An update of what is drawn, each shard as long as another update's."""
+        """Returns an update of drawn values, each shard as long as that of another update."""
         made = replica.encoded(
             {s: [drawn(s, shape).astype(np.float32) for shape in layout.shapes(MODEL, s)] for s in SHARDS}
         )
@@ -227,7 +228,7 @@ class Run:
         return made
 
     def loss(self) -> float:
-        """Validation, nats per token."""
+        """Returns the held-out loss, nats per token."""
         named = {
             name: torch.tensor(array)
             for shard in SHARDS
@@ -254,8 +255,8 @@ def table(rows: list[dict[str, Any]]) -> None:
     seeds = sorted({row["seed"] for row in rows})
     for seed in seeds:
         found = {(r["attack"], r["bad"], r["defended"]): r for r in rows if r["seed"] == seed}
-        print(f"\nseed {seed}\n\n| attack | bad of {REPLICAS} | undefended | judged | than the honest run | bad rounds let in |"
-              " honest rounds left out |\n|---|---|---|---|---|---|---|")  # fmt: skip
+        print(f"\nseed {seed}\n\n| attack | bad of {REPLICAS} | undefended | judged | than the honest run |"
+              " bad rounds let in | honest rounds left out |\n|---|---|---|---|---|---|---|")  # fmt: skip
         for (name, bad, defended), row in sorted(found.items(), key=lambda x: (x[0][1], x[0][0])):
             if not defended:
                 continue
@@ -263,7 +264,8 @@ def table(rows: list[dict[str, Any]]) -> None:
             worse = f"{100 * (row['loss'] / base['loss'] - 1):+.2f} %" if base else "?"
             bare = f"{plain['loss']:.3f}" if plain else "not run"
             print(
-                f"| {name} | {bad} | {bare} | {row['loss']:.3f} | {worse} | {row['bad_in']} | {row['honest_out']} of {row['honest']} |"
+                f"| {name} | {bad} | {bare} | {row['loss']:.3f} | {worse} | {row['bad_in']} |"
+                f" {row['honest_out']} of {row['honest']} |"
             )
 
 

@@ -1,18 +1,18 @@
-"""What of all that uneven machines can train reaches commits: real processes with paces of 1 : 2 : 4 : 8.
+"""Measures the share of uneven machines' work that reaches commits: real processes with paces of 1 : 2 : 4 : 8.
 
     python -m tests.benchmarks.uneven                                  # loopback
     python -m tests.benchmarks.uneven --netlab PATH/netlab.sh          # behind emulated 20/100 Mb/s links, 40 ms
     python -m tests.benchmarks.uneven --change                         # 30 % of the peers change their pace threefold
     python -m tests.benchmarks.uneven --churn                          # joins, leaves and kills, one a MINUTE
-    python -m tests.benchmarks.uneven --barrier                        # the same with a round that waits for the slowest
+    python -m tests.benchmarks.uneven --barrier                        # rounds that wait for the slowest
 
-Eight replicas: six peers that hold the whole model, and two chains of three. Their machines are tests/faults/paced.py: a micro-batch
-takes as long as its pace says, so that two cores do not measure themselves. All else is real.
+There are eight replicas: six peers that hold the whole model, and two chains of three. Machines are emulated
+(tests/faults/paced.py): a micro-batch takes as long as its pace says, however fast this machine is. All else is real.
 
-Efficiency is the committed tokens a second, from the first commit that counts to the last one, over the sum of what each replica could
-train in that time if it never waited: a full replica by its own pace, a chain by the best prediction for its members
-(protocol/planning/pipeline_model.py, with the best blocks and no transfers). Who is not there could not train. `predicted` is what
-`potluck plan` says of the run when the warm rounds are over: there chains have their links.
+Efficiency is the committed tokens a second, from the first commit that counts to the last, over those that all replicas
+could train without waits: a full replica by its own pace, a chain by the best prediction for its members
+(protocol/planning/pipeline_model.py, with the best blocks and no transfers). A machine that is away could not train.
+`predicted` is the figure of `potluck plan` after the warm rounds, which includes the chains' transfers.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def make_run(seconds: float, overlap: int, most_steps: int) -> Manifest:
 
 
 def step_seconds(manifest: Manifest, paces: list[float]) -> float:
-    """Of one inner step of a replica whose members have these paces, at best."""
+    """Returns the least seconds of an inner step of a replica whose members have these paces."""
     layers = manifest.model.n_layers
     speeds = [round(10**9 / pace) for pace in paces]
     rooms = tiny.rooms([tiny.full_memory(manifest)] * len(paces))
@@ -94,7 +94,7 @@ def step_seconds(manifest: Manifest, paces: list[float]) -> float:
 
 @dataclasses.dataclass
 class Machines:
-    """The peers' paces, and since when they are what they are: (time, seconds of a micro-batch, None: not there)."""
+    """The peers' paces over time: (time, seconds of a micro-batch), with None while a peer is away."""
 
     swarm: Swarm
     history: dict[str, list[tuple[float, float | None]]] = dataclasses.field(default_factory=dict)
@@ -114,8 +114,11 @@ class Machines:
 def possible(
     manifest: Manifest, machines: Machines, names: dict[str, str], begin: float, end: float, plans: list[Any]
 ) -> float:
-    """Tokens that the machines could train from `begin` to `end`, in the chains of the plan of each moment. `names`: by peer id;
-    `plans`: (time, replicas) of each plan."""
+    """Returns the tokens that the machines could train from `begin` to `end`, in the chains of the plan of each moment.
+
+    names: of the peers, by peer id.
+    plans: (time, replicas) of each plan.
+    """
     marks = {begin, end, *(t for h in machines.history.values() for t, _ in h), *(t for t, _ in plans)}
     times = sorted(t for t in marks if begin <= t <= end)
     tokens = 0.0
@@ -176,7 +179,7 @@ def measure(places: dict[str, Place], chosen: argparse.Namespace) -> dict[str, A
 
 
 def predict(swarm: Swarm, places: dict[str, Place]) -> int:
-    """Tokens a second, as a person is told."""
+    """Returns the tokens a second that `potluck plan` prints."""
     command = [*places[NODE][1], sys.executable, "-m", "peer.cli", "plan", swarm.addresses[0]]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r": ([\d,]+) tokens per second", told.splitlines()[0])
@@ -187,7 +190,7 @@ def predict(swarm: Swarm, places: dict[str, Place]) -> int:
 def figures(
     manifest: Manifest, machines: Machines, ids: dict[str, str], commits: list[Any], warm: int
 ) -> dict[str, Any]:
-    """Of the rounds after `warm`."""
+    """Returns the figures of the rounds after `warm`."""
     counted = [e for e in commits if e.fields["round"] > warm]
     (begin,) = (e.time for e in commits if e.fields["round"] == warm)
     end = counted[-1].time
@@ -206,7 +209,7 @@ def figures(
 
 
 def change(machines: Machines, draw: random.Random, seconds: float) -> None:
-    """While the run lasts for so many seconds, CHANGED of the peers become FACTOR times slower or faster, one after the other."""
+    """Makes CHANGED of the peers FACTOR times slower or faster, one after the other, within these seconds."""
     names = draw.sample(sorted(machines.history), round(CHANGED * len(machines.history)))
     for name in names:
         time.sleep(seconds / (len(names) + 1))
@@ -216,7 +219,7 @@ def change(machines: Machines, draw: random.Random, seconds: float) -> None:
 
 
 def churn(swarm: Swarm, machines: Machines, draw: random.Random, seconds: float) -> None:
-    """Every MINUTE somebody leaves, politely or not, and who left before comes back."""
+    """Ends or kills a peer every MINUTE, and starts the one that left before."""
     end, gone = time.monotonic() + seconds, []
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(MINUTE, left))
@@ -238,7 +241,7 @@ def churn(swarm: Swarm, machines: Machines, draw: random.Random, seconds: float)
 
 @contextlib.contextmanager
 def placed(chosen: argparse.Namespace) -> Iterator[dict[str, Place]]:
-    """Peers behind links; the bootstrap node, a server, has no limit."""
+    """Puts the peers behind links; the bootstrap node, a server, has no limit."""
     names = [*FULL, *WEAK]
     if chosen.netlab:
         with lab(chosen.netlab, {NODE: "0/0:20", **dict.fromkeys(names, "20/100:20")}) as there:

@@ -1,13 +1,16 @@
-"""What a peer takes of a home besides computing: bytes written to its disk, wake-ups and bytes while it waits, bytes before its first step.
+"""Measures a peer's disk writes, wake-ups, bytes while it waits, and bytes before its first step.
 
-    unshare -n sh -c 'ip link set lo up; exec python -m tests.benchmarks.wear'       # alone on its loopback, so that bytes can be counted
+    # alone on its loopback, so that bytes can be counted
+    unshare -n sh -c 'ip link set lo up; exec python -m tests.benchmarks.wear'
     python -m tests.benchmarks.wear --part disk --d 128 --layers 6
 
-A bootstrap node and one peer, real processes and daemons. `disk`: bytes that the system counts as written for the peer (/proc/PID/io), and
-those that the peer counts itself, a parameter and round: whole feedbacks and checkpoints are told apart, since they come once in 320 rounds; once
-with so little memory that its state is in files, which the system writes when it likes, and once with enough. `idle`: a peer that waits for
-a second one: voluntary context switches of all its threads, and what passes the loopback. `begin`: what passes it from the start of a peer
-to its first inner step, and again when the peer is started a second time.
+A bootstrap node and one peer run as real processes with daemons.
+
+`disk`: bytes per parameter and round that the system wrote for the peer (/proc/PID/io), and those that the peer counts
+itself. Whole feedbacks and checkpoints are listed apart, since they come once in 320 rounds. The part runs twice: with
+so little memory that the peer's state is in files, which the system writes when it likes, and with enough.
+`idle`: voluntary context switches of all threads of a peer that waits for a second one, and bytes on the loopback.
+`begin`: bytes on the loopback from a peer's start to its first inner step, and again for its second start.
 """
 
 from __future__ import annotations
@@ -32,21 +35,21 @@ from tests.faults.processes import Swarm
 NODE, PEER = "node-0", "peer"
 SETTLED_SECONDS, IDLE_SECONDS = 45.0, 60.0
 WHOLE = 1.0
-"""Bytes a parameter: a round that writes so much more than others writes a whole feedback, or a checkpoint."""
+"""Bytes a parameter. A round that writes this much more than others writes a whole feedback or a checkpoint."""
 PLENTY = 2_000_000_000
 """Bytes of memory."""
 FIRST = 4
-"""The round from whose end on bytes are counted: the first writes are done."""
+"""The round after which bytes are counted, since the first writes are done."""
 
 
 def written(pid: int) -> int:
-    """Bytes that the system wrote to disks for this process."""
+    """Returns the bytes that the system wrote to disks for this process."""
     said = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
     return int(said["write_bytes"])
 
 
 def switches(pid: int) -> int:
-    """How often the process's threads gave up the processor by themselves: each time they were woken before."""
+    """Returns how often threads of the process gave up the processor by themselves, which they do before a wake-up."""
     count = 0
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
         for line in status.read_text().splitlines():
@@ -56,7 +59,7 @@ def switches(pid: int) -> int:
 
 
 def loopback() -> int:
-    """Bytes that passed it so far, both ways of every connection."""
+    """Returns the bytes that passed the loopback so far, both ways of every connection."""
     (line,) = [x for x in Path("/proc/self/net/dev").read_text().splitlines() if x.strip().startswith("lo:")]
     return int(line.split(":")[1].split()[0])
 
@@ -64,7 +67,8 @@ def loopback() -> int:
 def make(options: argparse.Namespace, start_peers: int) -> tuple[Manifest, tuple[Identity, ...]]:
     chosen = swarms.options(Path("unused"), full=1, rounds=options.rounds + FIRST + 8)
     model = ModelSpec(
-        vocab_size=4096, d_model=options.d, n_layers=options.layers, n_heads=options.d // 16, d_ff=3 * options.d, context=128
+        vocab_size=4096, d_model=options.d, n_layers=options.layers, n_heads=options.d // 16, d_ff=3 * options.d,
+        context=128,
     )  # fmt: skip
     made = swarms.manifest(chosen, outer={"topk": 32}, train={"micro_batches": 1, "rows": 1, "sequence": 128})
     made = dataclasses.replace(made, model=model, start_peers=start_peers, checkpoint_rounds=options.checkpoint_rounds)
@@ -81,7 +85,7 @@ def disk(options: argparse.Namespace, folder: Path) -> None:
 
 
 def count_disk(options: argparse.Namespace, folder: Path, memory: int | None) -> str:
-    """Of a peer with so many bytes of memory (None: as few as a full replica needs)."""
+    """Measures a peer with this much memory (None: as little as a full replica needs)."""
     made, keys = make(options, 1)
     parameters = layout.total_parameters(made.model)
     with Swarm(folder, made, keys, None if memory is None else {PEER: memory}) as swarm:
@@ -97,9 +101,10 @@ def count_disk(options: argparse.Namespace, folder: Path, memory: int | None) ->
     steps = [later - sooner for sooner, later in itertools.pairwise(totals)]
     usual = statistics.median(steps) / parameters
     whole = [step / parameters for step in steps if step / parameters > usual + WHOLE]
+    sizes = ", ".join(f"{x:.1f}" for x in whole)
     return (
-        f"{parameters:,} parameters, {last - first} rounds: {system:.4f} bytes a parameter and round by the system; by the peer's own"
-        f" count {usual:.4f} in a usual round, and {len(whole)} with more: {', '.join(f'{x:.1f}' for x in whole)}"
+        f"{parameters:,} parameters, {last - first} rounds: {system:.4f} bytes a parameter and round by the system;"
+        f" by the peer's own count {usual:.4f} in a usual round, and {len(whole)} with more: {sizes}"
     )
 
 
@@ -116,7 +121,8 @@ def idle(options: argparse.Namespace, folder: Path) -> None:
             time.sleep(IDLE_SECONDS)
             woken, passed = switches(pid) - before, loopback() - passed
             print(
-                f"{name}: {woken / IDLE_SECONDS:.1f} wake-ups a second; {60 * passed / IDLE_SECONDS / 1e3:.0f} kB a minute pass",
+                f"{name}: {woken / IDLE_SECONDS:.1f} wake-ups a second;"
+                f" {60 * passed / IDLE_SECONDS / 1e3:.0f} kB a minute pass",
                 flush=True,
             )
 
@@ -135,7 +141,8 @@ def begin(options: argparse.Namespace, folder: Path) -> None:
             probe = [e.fields for e in swarm.events(PEER)[known:] if e.kind == "measured"]
             cost = sum(e["bytes_sent"] + e["bytes_received"] for e in probe)
             print(
-                f"{what} start: {passed / 1e6:.1f} MB before the first inner step, {cost / 1e6:.1f} MB of them to measure the line",
+                f"{what} start: {passed / 1e6:.1f} MB before the first inner step,"
+                f" {cost / 1e6:.1f} MB of them to measure the line",
                 flush=True,
             )
             swarm.kill(PEER)

@@ -1,30 +1,35 @@
-"""Which weights serve replicas of unequal pace, and what is late work worth? Prints the table of docs/results/uneven.md.
+"""Compares weights for replicas of unequal pace, and late work. Prints the tables of docs/results/uneven.md.
 
     python -m tests.benchmarks.weights                              # every arm, three seeds
     python -m tests.benchmarks.weights --arms tokens root --seeds 1 --rounds 2
 
-Four full replicas of a small model in one process, the demo's recipe otherwise, with the project's own trainer, data
-order and outer step. Every arm reads as many tokens in as many rounds: equal paces are 10 inner steps each, uneven ones
-4, 4, 16 and 16. The schedule of the learning rate follows the run, as peer/training/trainer.py `Pace` has it. All arms of
-a seed have the same θ(0) and the same walk through the text. A step's micro-batches are computed at once, which changes
-the rounding of their sum only.
+Four full replicas of a small model train in one process, with the demo's recipe otherwise and the product's trainer,
+data order and outer step. Every arm reads as many tokens in as many rounds: equal paces are 10 inner steps each, uneven
+ones 4, 4, 16 and 16. The learning rate follows the run (`Pace` in peer/training/optimizer.py). All arms of a seed have
+the same θ(0) and read the text in the same order. A step's micro-batches are computed at once, which changes the
+rounding of their sum only.
 
-A weight is what a replica's update counts in the sum of the outer step, n replicas, s_m inner steps and t_m tokens:
+A replica's update has a weight in the sum of the outer step. With n replicas, s_m inner steps and t_m tokens:
 
-    tokens        t_m / Σ t                root        √t_m / Σ √t               same      1 / n
-    normalized    s p_m / s_m,  s = Σ p_m s_m         FedNova (Wang et al. 2020, arXiv:2007.07481, section 4): the means of a
-                                                     step, times the effective number of steps; p_m = 1 / n
-    share         the same with p_m = t_m / Σ t      as there p_m is the replica's share of the text: here 1.36 / n each
+    tokens        t_m / Σ t
+    root          √t_m / Σ √t
+    same          1 / n
+    normalized    s p_m / s_m, s = Σ p_m s_m, p_m = 1 / n: the means of a step, times the effective number of steps
+                  (FedNova, Wang et al. 2020, arXiv:2007.07481, section 4)
+    share         the same with p_m = t_m / Σ t, the replica's share of the text, as in FedNova: here 1.36 / n each
+    longer        1.36 / n with equal paces: the gain of a longer outer step alone
 
-The effective number of steps, Σ w_m s_m, is 13.6 for `tokens` and `share`, 12 for `root`, else 10. `longer` are equal
-paces whose weights add up to 1.36 instead of 1: what a longer outer step alone gives.
+The effective number of steps, Σ w_m s_m, is 13.6 for `tokens`, `share` and `longer`, 12 for `root`, and else 10.
 
-`micro-batches`: the slow ones do as many steps as the fast ones with a quarter of the rows; weights by tokens. Late work:
-every replica, all of equal pace, is late in every third round, in turn. Then its pseudo-gradient stays in its error
-feedback (`late`), or was never computed (`absent`); the weights are those of who is there.
+Further arms:
 
-Loss: nats per token on the whole held-out text after the last round. Gap: to `equal paces` of the same seed, mean and standard
-error over the seeds.
+    micro-batches    weights by tokens; the slow replicas do as many steps as the fast ones, with a quarter of the rows
+    late             equal paces; every replica is late in every third round, in turn, and its pseudo-gradient stays
+                     in its error feedback; the weights are those of the others
+    absent           the same, but late work is not computed
+
+Loss: nats per token on the whole held-out text after the last round. Gap: to `equal paces` of the same seed, mean and
+standard error over the seeds.
 """
 
 from __future__ import annotations
@@ -57,12 +62,12 @@ MOST_STEPS = 16
 MICRO_BATCHES, ROWS = 4, 1
 """Of a whole inner step: half the sequences of the demo's."""
 MODEL = ModelSpec(vocab_size=4096, d_model=64, n_layers=2, n_heads=4, d_ff=176, context=128)
-"""Half the demo's width and blocks: the table has to be had in minutes."""
+"""Half the demo's width and blocks, so that the tables take minutes."""
 EVERY = 3
-"""A replica is late in one of so many rounds."""
+"""A replica is late in one of this many rounds."""
 
 Weights = Callable[[Sequence[int], Sequence[int]], list[float]]
-"""(inner steps, tokens) of each replica that is there -> its weight."""
+"""Maps (inner steps, tokens) of the replicas that are there to their weights."""
 
 
 def _shares(values: Sequence[float]) -> list[float]:
@@ -86,8 +91,13 @@ WEIGHTS: dict[str, Weights] = {
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """`work`: (inner steps, micro-batches of each) by replica. `late`: whether replicas are late in turn, and whether that
-    work is done at all."""
+    """One way to share and to weigh the work.
+
+    work: (inner steps, micro-batches of each), by replica.
+    weights: a name of WEIGHTS.
+    late: whether replicas are late in turn.
+    done: whether late work is computed.
+    """
 
     work: tuple[tuple[int, int], ...]
     weights: str = "tokens"
@@ -114,7 +124,7 @@ def _manifest(seed: int, rounds: int) -> Manifest:
 
 
 def _train(manifest: Manifest, corpus: CorpusReader, trainer: StageTrainer, work: Work) -> None:
-    """One replica's inner steps of a round that was begun."""
+    """Computes one replica's inner steps of a round."""
     rows = work.micro_batches * manifest.train.rows
     before = trainer.pace.before
     for step in range(work.steps):
@@ -125,8 +135,8 @@ def _train(manifest: Manifest, corpus: CorpusReader, trainer: StageTrainer, work
         trainer.step(before + step + 1, norm)
 
 
-def loss(arm: Arm, manifest: Manifest) -> float:
-    """Nats per held-out token after one run."""
+def _loss(arm: Arm, manifest: Manifest) -> float:
+    """Trains one run and returns its nats per held-out token."""
     model, train, shards = manifest.model, manifest.train, layout.shard_names(manifest.model)
     corpus = demo_corpus()
     shared, *others = (Outer(model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta) for _ in arm.work)
@@ -179,7 +189,7 @@ def main() -> int:
     arms = tuple(dict.fromkeys(("equal paces", *chosen.arms)))
     for key in [(name, seed, chosen.rounds) for seed in range(chosen.seeds) for name in arms]:
         if key not in kept:
-            kept[key] = loss(ARMS[key[0]], _manifest(seed=key[1], rounds=key[2]))
+            kept[key] = _loss(ARMS[key[0]], _manifest(seed=key[1], rounds=key[2]))
             if chosen.keep is not None:
                 with chosen.keep.open("a") as file:
                     file.write(json.dumps([*key, kept[key]]) + "\n")

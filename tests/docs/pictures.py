@@ -6,9 +6,11 @@ one of 500 peers.
 It runs the demo, watches it as `potluck monitor` does, and draws what that knew when most of the rounds were over. Into
 the first folder go the pictures that documents show; with `--all` each view at each size, light and dark, as a picture
 and as text, and the web page on a phone and on a desk; also of a monitor that has heard nothing yet, and of a run that
-is over. The recording (tests/docs/recording.py) stays there: potluck monitor pictures/many.toml --replay
-pictures/many.jsonl. What a page logs as an error, and what is wider than its window, is printed, and the exit code is 1
-then.
+is over. The recording (tests/docs/recording.py) stays there:
+
+    potluck monitor pictures/many.toml --replay pictures/many.jsonl
+
+What a page logs as an error, and what is wider than its window, is printed, and the exit code is 1 then.
 """
 
 from __future__ import annotations

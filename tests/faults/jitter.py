@@ -1,7 +1,7 @@
 """A chain whose links and machines are uneven: one home link loses packets and jitters, then one stage falls to half
 its speed:
 
-python -m tests.faults.jitter --netlab PATH/netlab.sh [--dir FOLDER]
+    python -m tests.faults.jitter --netlab PATH/netlab.sh [--dir FOLDER]
 
 One bootstrap node and four weak peers that make a chain, each behind an emulated home link. Four phases: as it is; with
 3 % loss and 100 ms jitter on the link of LOSSY; with SLOW at half its speed as well, until a plan moves blocks away

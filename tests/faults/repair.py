@@ -1,6 +1,6 @@
 """Members of a four-stage chain are lost in the middle of a step, one after the other:
 
-python -m tests.faults.repair [--times 100] [--netlab PATH/netlab.sh] [--no-spare] [--dir FOLDER]
+    python -m tests.faults.repair [--times 100] [--netlab PATH/netlab.sh] [--no-spare] [--dir FOLDER]
 
 One bootstrap node, one full replica, four weak peers that make a chain, and a spare. Every kind of fault (SIGKILL,
 SIGSTOP, and with --netlab a cut link) strikes every position, in the middle of the forward and of the backward pass of

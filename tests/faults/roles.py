@@ -1,13 +1,12 @@
 """Roles change in a running swarm of real processes, and no other peer waits for it:
 
-python -m tests.faults.roles [--netlab PATH/netlab.sh] [--dir FOLDER]
+    python -m tests.faults.roles [--netlab PATH/netlab.sh] [--dir FOLDER]
 
 A full replica and a chain of two train a model with a past (tests/faults/history.py). Then, over slow lines, at the
 same time:
 
     a mover       the chain's second member becomes so slow that the first one alone is worth more: it fetches the
-    blocks
-                  that it lacks while the chain trains on, and becomes a full replica; the other one a spare
+                  blocks that it lacks while the chain trains on, and becomes a full replica; the other one a spare
     a newcomer    it fetches the whole state, and becomes a full replica
 
 Then the newcomer is killed in the middle of a round, misses some, and *comes back*. A line stays slow until the others

@@ -1,13 +1,13 @@
 """What must be true, computed a second time from what the disks say: the replay of the log, and the ledger of every
 peer's work.
 
-P1  What a peer attests of a shard after round r is what the log gives: θ(r) = θ(r-1) - η Σ w_m sent_m over the decided
-commits. P2  The first commit of a round that any node's log holds is the only one, and it follows from the one before.
+P1  What a peer attests of a shard after round r is what the log gives: θ(r) = θ(r-1) - η Σ w_m sent_m over the
+    decided commits.
+P2  The first commit of a round that any node's log holds is the only one, and it follows from the one before.
     And no process tells what a crash could make untrue: a vote, a promise or a record is sent once it is on the
     sender's disk.
 P3  For every peer and shard, with the pseudo-gradients δ_1 ... δ_n whose feedback was durable, and sent_i the payload
-of round i where
-    a decided commit names it, else 0:
+    of round i where a decided commit names it, else 0:
 
         Σ_i β^(n-i) sent_i + e = Σ_i β^(n-i) δ_i        once no offer waits for its decision.
 

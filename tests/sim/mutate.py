@@ -1,6 +1,6 @@
 """Takes lines out of the pumps, one at a time, and sees whether the simulation notices:
 
-python -m tests.sim.mutate --lines 20 --seed 0
+    python -m tests.sim.mutate --lines 20 --seed 0
 
 The lines are drawn among those of peer/node/rounds.py and bootstrap/node.py without which the file still compiles. A
 line counts as noticed when the seeds that `make sim` runs show a broken promise, do not run at all, or never see what

@@ -1,7 +1,7 @@
 """Lives of paced swarms in which a peer's role changes, each decided by its seed: the others' rounds must not be a
 second longer.
 
-python -m tests.sim.roles --seeds 0:1000
+    python -m tests.sim.roles --seeds 0:1000
 
 Full replicas and a chain train for some rounds. Then, by the seed, a newcomer joins over a slow line; or a member of
 the chain becomes slower, so that blocks move over its slow line; or a peer that was away for some rounds comes back.

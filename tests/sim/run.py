@@ -1,13 +1,16 @@
 """Replays one seed with a trace, or lives through many:
 
-python -m tests.sim.run --seed N python -m tests.sim.run --seeds 0:10000 python -m tests.sim.run --seeds 0:1000 --liars
-6       # and so many made-up identities that say what they like python -m tests.sim.run --seeds 0:1000 --probation 1
-# and newcomers on probation python -m tests.sim.run --seeds 0:1000 --lying-nodes   # and as many dishonest operators as
-a quorum of 3f + 1 bears python -m tests.sim.run --seeds 0:1000 --fixed         # the same operators from beginning to
-end python -m tests.sim.run --seeds 0:1000 --quarrels      # and members of chains who say of each other that they lie,
-for no reason python -m tests.sim.run --seeds 0:1000 --lying-nodes --calm   # nothing else goes wrong: no round takes
-LEASES leases longer than without lies python -m tests.sim.run --seeds 0:1000 --quarrels --calm      # the same of
-quarrels
+    python -m tests.sim.run --seed N
+    python -m tests.sim.run --seeds 0:10000
+    python -m tests.sim.run --seeds 0:1000 --liars 6       # and so many made-up identities that say what they like
+    python -m tests.sim.run --seeds 0:1000 --probation 1   # and newcomers on probation
+    python -m tests.sim.run --seeds 0:1000 --lying-nodes   # and as many dishonest operators as a quorum of 3f + 1 bears
+    python -m tests.sim.run --seeds 0:1000 --fixed         # the same operators from beginning to end
+    python -m tests.sim.run --seeds 0:1000 --quarrels      # and members of chains who accuse each other for no reason
+    python -m tests.sim.run --seeds 0:1000 --lying-nodes --calm
+    python -m tests.sim.run --seeds 0:1000 --quarrels --calm
+
+With --calm nothing else goes wrong, and no round may take LEASES leases longer than without lies or quarrels.
 
 A seed gives the same run in every process that has the same PYTHONHASHSEED; this command sets it to 0.
 """

@@ -1,7 +1,7 @@
 """Lives of a swarm, each decided by its seed: a slice of what `make campaign` lives through. A seed that fails is
 replayed with a trace by
 
-python -m tests.sim.run --seed N
+    python -m tests.sim.run --seed N
 """
 
 from __future__ import annotations
