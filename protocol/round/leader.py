@@ -82,11 +82,11 @@ def _on_probation(standing: Standing, contribution: Contribution, counted: int) 
 def _left_out(
     contribution: Contribution, reason: str, *, probation: bool = False, faults: tuple[str, ...] = ()
 ) -> LeftOut:
-    who, name = ", ".join(short_peer(peer) for peer in contribution.peers), judging.name_of(contribution)
+    who = ", ".join(short_peer(peer) for peer in faults or contribution.peers)
     return LeftOut(
         replica=contribution.replica,
         reason=f"peer {who}: {reason}",
-        judged=name,
+        judged=judging.name_of(contribution),
         peers=contribution.peers,
         probation=probation,
         faults=faults,
