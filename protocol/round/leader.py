@@ -63,8 +63,8 @@ class Outcome:
             dataclasses.replace(c, scale=found[c.replica].scale, standing=weight)
             for c, weight in zip(kept, standing.weigh(kept), strict=True)
         )
-        verdicts = ((c, found[c.replica]) for c in self.contributions)
-        bad = (_left_out(c, f"judged: {v.reason}", faults=v.faults) for c, v in verdicts if v.reason is not None)
+        said = ((c, found[c.replica]) for c in self.contributions)
+        bad = (_left_out(c, f"judged: {v.reason}", faults=v.faults) for c, v in said if v.reason is not None)
         out = [*self.left_out, *bad]
         out += [_on_probation(standing, c, len(kept)) for c in sound if c.replica in job.trial]
         return Outcome(counted, sorted(out, key=lambda x: x.replica), self.diverged)
