@@ -185,10 +185,12 @@ def leaves_out_its_makers(state: RunState, commit: Commit) -> Iterator[str]:
 
 
 def blames_known_makers(state: RunState, commit: Commit) -> Iterator[str]:
-    """Work that was judged and left out has makers, who are named."""
+    """Work that was judged and left out has makers, who are named, and those at fault are among them."""
     for left in commit.left_out:
         if left.judged is not None and not left.peers:
             yield f"leaves out replica {left.replica} as judged, and does not say whose work it was"
+        if not set(left.faults) <= set(left.peers) or (left.probation and left.faults):
+            yield f"lays the fault of replica {left.replica} to others than its makers, or finds none"
 
 
 def names_makers_once(state: RunState, commit: Commit) -> Iterator[str]:

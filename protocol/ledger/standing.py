@@ -12,7 +12,8 @@ A round of probation is *served* by faultless work in a round in which faults co
 counted to compare it with (LEAST_COMPARED), or the plan had too few of them. A finding restarts the probation. Exempt
 are members of the first plan, and peers that the manifest lists, an invitation let in, or the operators admitted.
 Without any established replica no replica is on probation. A replica is a newcomer's where peers on probation train
-most of its blocks. A chain's weight and reputation are shared by its members' blocks.
+most of its blocks. A chain's weight and reputation are shared by its members' blocks; what is found against it is a
+finding against those whose fault it is (LeftOut.faults), and the others lose the round only.
 """
 
 from __future__ import annotations
@@ -45,11 +46,10 @@ RETURNING = 1 / 2
 
 
 class Finding(NamedTuple):
-    """A finding for or against `peer`. part: its share of a chain's blocks; grave: it takes the whole reputation."""
+    """A finding for or against `peer`. grave: it takes the whole reputation."""
 
     peer: str
     good: bool
-    part: float = 1.0
     grave: bool = False
 
 
@@ -65,8 +65,8 @@ class Reputation:
     def found(self, finding: Finding, round: int) -> Reputation:
         """After a finding in the commit of `round`."""
         if finding.good:
-            return dataclasses.replace(self, reputation=min(1.0, self.reputation + GAIN * finding.part))
-        left = 0.0 if finding.grave else self.reputation * (1 - LOSS * finding.part)
+            return dataclasses.replace(self, reputation=min(1.0, self.reputation + GAIN))
+        left = 0.0 if finding.grave else self.reputation * (1 - LOSS)
         if left >= FLOOR:
             return dataclasses.replace(self, reputation=left)
         return Reputation(reputation=RETURNING, until=round + REST_ROUNDS, fell=True)
@@ -252,10 +252,7 @@ class Standing:
         """Findings of a commit for and against peers. Further kinds go here."""
         yield from (Finding(share.peer, True) for share in commit.shares)
         for left in commit.left_out:
-            if left.judged is not None and not left.probation:
-                parts = self._parts(left.replica, left.peers)
-                whole = sum(of for _, of in parts)
-                yield from (Finding(peer, False, of / whole) for peer, of in parts)
+            yield from (Finding(peer, False) for peer in left.faults)
 
 
 def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Standing:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,6 @@ from protocol.codec import philox, sparse, topk
 from protocol.codec.formats import TILE
 from protocol.codec.sparse import PayloadError, Sparse
 from protocol.codec.topk import Tiled, Tiling
-from protocol.ledger import part_lists
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Part
@@ -43,16 +43,30 @@ NORM_TOLERANCE = 1e-6
 SUMMED_AT_ONCE = 1 << 18
 
 Floats = npt.NDArray[np.float64]
+Pieces = Mapping[tuple[int, int], Floats]
 Places = npt.NDArray[np.int64]
+
+
+class Unreadable(PayloadError):
+    """A payload of an update cannot be read. place: its number among the payloads of its shard."""
+
+    def __init__(self, text: str, place: int) -> None:
+        super().__init__(text)
+        self.place = place
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """An update. decode: shard -> the payloads of its trainers, as tensors or what was found in them; norms: the
-    claimed L2 norms by shard."""
+    """An update.
+
+    decode: shard -> the payloads of its trainers, as tensors or what was found in them
+    norms: the claimed L2 norm of each payload, by shard
+    makers: who made each payload, by shard
+    """
 
     decode: Callable[[str], Sequence[Sequence[Sparse] | Examined]]
-    norms: Mapping[str, float] = field(default_factory=dict)
+    norms: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    makers: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,12 +111,16 @@ def update_of(
     parts: Sequence[Part],
     read: Callable[[Part], bytes],
     known: Callable[[Part, Callable[[], Examined]], Examined] = lambda part, find: find(),
+    makers: Sequence[str] = (),
 ) -> Update:
-    """The update in these parts: one of each shard, and of `anchor` one of each stage. known: a cache of contents.
-    `decode` raises PayloadError."""
+    """The update in these parts: one of each shard, and of `anchor` one of each stage. known: a cache of contents;
+    makers: of each part. `decode` raises Unreadable."""
     of: dict[str, list[Part]] = {}
+    made: dict[str, list[str]] = {}
     for part in parts:
         of.setdefault(part.shard, []).append(part)
+    for part, peer in zip(parts, makers, strict=False):
+        made.setdefault(part.shard, []).append(peer)
 
     def content(part: Part) -> Examined:
         def find() -> Examined:
@@ -118,8 +136,16 @@ def update_of(
         check(found.size)
         return found
 
-    norms = {shard: part_lists.total(part.norm for part in theirs) for shard, theirs in of.items()}
-    return Update(lambda shard: [content(part) for part in of[shard]], norms)
+    def decode(shard: str) -> list[Examined]:
+        found: list[Examined] = []
+        for part in of[shard]:
+            try:
+                found.append(content(part))
+            except PayloadError as error:
+                raise Unreadable(str(error), len(found)) from None
+        return found
+
+    return Update(decode, {shard: [part.norm for part in theirs] for shard, theirs in of.items()}, made)
 
 
 def squares(values: npt.NDArray[np.float32]) -> float:
@@ -148,14 +174,33 @@ def is_true(said: float, norm: float) -> bool:
     return math.isclose(said, norm, rel_tol=NORM_TOLERANCE)
 
 
+class Broken(NamedTuple):
+    """What cannot be read of an update: a payload of a shard, by numbers, and why."""
+
+    shard: int
+    place: int
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Norms of M updates [M], by shard [M][S], unreadable ones, cosines by panel and shard, compared elements [S]."""
+    """What M updates of S shards are like.
+
+    norms [M], shards [M][S]: L2 norms of the updates, and of their shards
+    payloads [M][S]: of each payload of a shard
+    broken: what cannot be read, by update
+    panels: the members of each panel, and the cosines [P, P] between them by shard
+    pieces: for each panel and shard, (update, place of a payload) -> its products [P] with the updates, relative to
+        the norms of the whole shards; only where an update has several payloads of a shard
+    elements [S]: how many are compared
+    """
 
     norms: list[float]
     shards: list[list[float]]
-    broken: dict[int, str]
+    payloads: list[list[list[float]]]
+    broken: dict[int, Broken]
     panels: list[tuple[tuple[int, ...], list[Floats]]]
+    pieces: list[list[Pieces]]
     elements: list[int]
 
 
@@ -167,26 +212,36 @@ def measure(
     tiles: int = TILES,
 ) -> Measured:
     """Decodes every shard of every update once. panels: a partition of the updates; tiles: how many are compared."""
-    squared: list[list[float]] = [[] for _ in updates]
-    broken: dict[int, str] = {}
+    squared: list[list[list[float]]] = [[] for _ in updates]
+    broken: dict[int, Broken] = {}
     one_of = max(1, layout.total_parameters(model) // (tiles * TILE))
     cut = [_Cut(model, seed, shard, one_of) for shard in layout.shard_names(model)]
     cosines: list[list[Floats]] = [[] for _ in panels]
-    for panel, into in zip(panels, cosines, strict=True):
-        for shard in cut:
+    pieces: list[list[Pieces]] = [[] for _ in panels]
+    for panel, into, of_panel in zip(panels, cosines, pieces, strict=True):
+        for number, shard in enumerate(cut):
             rows: list[list[Examined]] = []
             for i in panel:
                 try:
                     rows.append([shard.examined(found) for found in updates[i].decode(shard.name)])
                 except PayloadError as error:
-                    broken.setdefault(i, f"{shard.name}: {error}")
+                    place = error.place if isinstance(error, Unreadable) else 0
+                    broken.setdefault(i, Broken(number, place, f"{shard.name}: {error}"))
                     rows.append([])
-                squared[i].append(math.fsum(found.square for found in rows[-1]))
-            into.append(shard.cosines(rows))
-    norms = [math.sqrt(math.fsum(row)) for row in squared]
-    shards = [[math.sqrt(square) for square in row] for row in squared]
-    found = [(tuple(panel), c) for panel, c in zip(panels, cosines, strict=True)]
-    return Measured(norms, shards, broken, found, [shard.elements for shard in cut])
+                squared[i].append([found.square for found in rows[-1]])
+            total, parts = shard.cosines(rows)
+            into.append(total)
+            of_panel.append({(panel[at], place): row for (at, place), row in parts.items()})
+    sums = [[math.fsum(row) for row in of_update] for of_update in squared]
+    return Measured(
+        norms=[math.sqrt(math.fsum(row)) for row in sums],
+        shards=[[math.sqrt(square) for square in row] for row in sums],
+        payloads=[[[math.sqrt(square) for square in row] for row in of_update] for of_update in squared],
+        broken=broken,
+        panels=[(tuple(panel), c) for panel, c in zip(panels, cosines, strict=True)],
+        pieces=pieces,
+        elements=[shard.elements for shard in cut],
+    )
 
 
 class _Cut:
@@ -212,14 +267,14 @@ class _Cut:
             tensors.append(Tiled(inner.astype(np.uint16), tensor.values, False))
         return _examined(0, tensors)
 
-    def cosines(self, rows: Sequence[Sequence[Examined]]) -> Floats:
+    def cosines(self, rows: Sequence[Sequence[Examined]]) -> tuple[Floats, Pieces]:
         """[P, P] of updates, each the sum of its payloads; 0 of what is not there. All sums of products are of whole
-        numbers below 2^53: the same in any order.
+        numbers below 2^53: the same in any order. And of each payload of those that have several.
 
             <Σ_s a_s, Σ_t b_t> = Σ_s Σ_t <a_s, b_t>        relative to sqrt(Σ_s |a_s|² Σ_t |b_t|²)
         """
         there = [(i, found) for i, row in enumerate(rows) for found in row]
-        total = np.zeros((len(rows), len(rows)))
+        total, pieces = np.zeros((len(rows), len(rows))), dict[tuple[int, int], Floats]()
         if there:
             of, found = np.array([i for i, _ in there]), [x for _, x in there]
             products = _Chosen(self._tilings, self._chosen, found[0].counts).products(found) / UNIT**2
@@ -227,8 +282,13 @@ class _Cut:
                 squares = [math.fsum(x.square for x in row) for row in rows]
                 shares = np.sqrt([x.square / squares[i] if squares[i] else 0.0 for i, x in there])
                 products = products * np.outer(shares, shares)
+                places = [place for row in rows for place in range(len(row))]
+                for i, place, row in zip(of.tolist(), places, products, strict=True):
+                    if len(rows[i]) > 1:
+                        pieces[i, place] = np.zeros(len(rows))
+                        np.add.at(pieces[i, place], of, row)
             np.add.at(total, (of[:, None], of[None, :]), products)
-        return total
+        return total, pieces
 
 
 class _Chosen:

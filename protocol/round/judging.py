@@ -3,11 +3,17 @@
     clip        an update longer than the round's limit counts as one of that length: its scale is limit / norm
     agreement   the cosine of an update with the sum of the others', each clipped. Far less than most, or negative in a
                 single shard: it works against them, or for nothing. Far more: it is made of their updates.
-    copies      of two updates with almost the same entries and values the later one; and repeats of the round before
+    repeats     of an update of the round before: left out
+    alike       n updates with almost the same entries and values count as one: each with 1/n. They are of one text;
+                whose it was is found by scores (protocol/ledger/scoring.py), not by who came first. Of newcomers'
+                one that is drawn serves
 
 Honest updates from different text have cosines of 0.05 to 0.3 with the sum of the others', noise has none. The update
 that agrees least is left out first, and the others are compared again, until none is far off. Where most agree no more
 than by chance, nothing is left out for it.
+
+*Fault.* What is found is laid to the members of a chain whose own payloads show it, compared with the others' payloads
+of the same shards; if none does by itself, to the one that comes closest.
 
 The limit is a multiple of the median norm, which is taken as at most MEDIAN_SWING times, and at least one part in that,
 of the last rounds'. Among fewer than LEAST_COMPARED contributions only norms count. More than PANEL are compared in
@@ -16,13 +22,16 @@ panels, which follow from all offers. Contributions on probation (protocol/ledge
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from protocol.ledger import part_lists, run_state
 from protocol.round import comparing
@@ -64,10 +73,11 @@ class PreviousRound:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on a contribution: its scale, or why it is left out."""
+    """The verdict on a contribution: its scale, or why it is left out and whose fault that is."""
 
     scale: float
     reason: str | None = None
+    faults: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +114,11 @@ def held(
     parts: list[Part] = [part for _, of_share in lists for part in of_share]
     sender = {part.digest: peer for peer, of_share in lists for part in of_share}
     return comparing.update_of(
-        manifest, parts, lambda part: read(part.digest), lambda part, find: known(sender[part.digest], part, find)
+        manifest,
+        parts,
+        lambda part: read(part.digest),
+        lambda part, find: known(sender[part.digest], part, find),
+        [peer for peer, of_share in lists for _ in of_share],
     )
 
 
@@ -139,11 +153,11 @@ def judge(
     panels = [[i for i, at in enumerate(of) if at == number] for number in range(count)]
     measured = comparing.measure(manifest.model, seed, [*updates, *earlier], panels)
     now = _Round(manifest, measured, updates, total >= LEAST_COMPARED, before.medians)
-    reasons: dict[int, str] = {}
+    reasons: dict[int, Verdict] = {}
     while found := now.worst():
-        reasons.update(found)
+        reasons.update({i: fault.verdict(now, i) for i, fault in found.items()})
         now.left -= set(found)
-    return [Verdict(1.0, reasons[i]) if i in reasons else Verdict(now.scale(i)) for i in range(len(names))]
+    return [reasons[i] if i in reasons else Verdict(now.scale(i)) for i in range(len(names))]
 
 
 def _panel(seed: bytes, name: str, count: int) -> int:
@@ -164,6 +178,7 @@ def judge_newcomers(
     found: dict[int, Verdict] = {}
     for group in range(groups):
         members = [i for i, (name, _) in enumerate(newcomers) if _panel(seed, name, groups) == group]
+        members.sort(key=lambda i: hashlib.sha256(seed + newcomers[i][0].encode()).digest())
         against = [update for name, update in counted if _panel(seed, name, panels) == group % panels]
         shown = [*against, *(newcomers[i][1] for i in members)]
         everybody = [*shown, *before.updates[group % panels :: panels]]
@@ -171,9 +186,9 @@ def judge_newcomers(
         now = _Round(manifest, measured, shown, len(against) + 1 >= LEAST_COMPARED, before.medians)
         sound = set(range(len(against)))
         for at, i in enumerate(members, len(against)):
-            reason = now.why_no_work(at, sound) or now.why_odd(at, set(range(len(against))))
-            found[i] = Verdict(1.0, reason)
-            sound.update([at] if reason is None else [])
+            fault = now.why_no_work(at, sound) or now.why_odd(at, set(range(len(against))))
+            found[i] = fault.verdict(now, at) if fault is not None else Verdict(1.0)
+            sound.update([at] if fault is None else [])
     return [found[i] for i in range(len(newcomers))]
 
 
@@ -200,6 +215,8 @@ def why_unjust(
     for x, verdict in zip(known, verdicts[len(commit.contributions) :], strict=True):
         if verdict.reason is None:
             return f'replica {x.replica} was judged ("{x.reason}"), but there is nothing wrong with it'
+        if set(verdict.faults) != set(x.faults):
+            return f"the fault of replica {x.replica} is laid to others than by the rule"
     tried = [x for x in commit.left_out if x.judged is not None and x.replica in trial]
     if not all(x.replica in updates for x in tried):
         return None
@@ -212,7 +229,39 @@ def why_unjust(
             return f"replica {x.replica} serves its probation, although {verdict.reason}"
         if not x.probation and verdict.reason is None:
             return f'replica {x.replica} was judged ("{x.reason}"), but there is nothing wrong with it'
+        if not x.probation and set(verdict.faults) != set(x.faults):
+            return f"the fault of replica {x.replica} is laid to others than by the rule"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one maker has in an update: shards of its own, and a payload of those that several make, by numbers."""
+
+    peer: str
+    shards: tuple[int, ...]
+    shared: tuple[tuple[int, int], ...]
+
+
+class _Fault(NamedTuple):
+    """What is wrong with an update.
+
+    score: how much a part shows it; above `limit` it is at fault
+    is_known: whether anybody is at fault
+    """
+
+    reason: str
+    score: Callable[[_Part], float] = lambda part: 1.0
+    limit: float = 0.5
+    is_known: bool = True
+
+    def verdict(self, of: _Round, i: int) -> Verdict:
+        """The verdict on update i, for this fault."""
+        parts = of.parts(i) if self.is_known else []
+        scores = [self.score(part) for part in parts] if len(parts) > 1 else [math.inf] * len(parts)
+        guilty = [part.peer for part, score in zip(parts, scores, strict=True) if score > self.limit]
+        worst = [part.peer for part, score in zip(parts, scores, strict=True) if score == max(scores)]
+        return Verdict(1.0, self.reason, tuple(guilty or worst))
 
 
 @dataclass(eq=False)
@@ -234,11 +283,48 @@ class _Round:
         return typical([self.measured.norms[i] for i in sorted(self.left)], self.medians)
 
     def scale(self, i: int) -> float:
-        """What the clip leaves of an update."""
+        """What the clip leaves of an update, shared with those that are like it."""
         norm, longest = self.measured.norms[i], self.typical * self._spec.clip
-        return max(LEAST_SCALE, longest / norm) if 0 < longest < norm else 1.0
+        clip = longest / norm if 0 < longest < norm else 1.0
+        return max(LEAST_SCALE, clip / len(self.alike(i)))
 
-    def worst(self) -> dict[int, str]:
+    def alike(self, i: int) -> list[int]:
+        """This one, and the updates left that are almost the same."""
+        if not self.together:
+            return [i]
+        return [j for j in self._alike[i] if j in self.left or j == i]
+
+    @functools.cached_property
+    def _alike(self) -> list[list[int]]:
+        found = [[i] for i in range(len(self.updates))]
+        for panel, cosines in self.measured.panels:
+            members = [(at, i) for at, i in enumerate(panel) if i < len(self.updates)]
+            near = self._near(members, cosines)
+            for n, (_, i) in enumerate(members):
+                found[i] = [j for m, (_, j) in enumerate(members) if near[n, m] or m == n]
+        return found
+
+    def _near(self, members: Sequence[tuple[int, int]], cosines: Sequence[Floats]) -> npt.NDArray[np.bool_]:
+        """[P, P]: which of them are almost the same."""
+        whole = sum(self._products(members, cosines), start=np.zeros((len(members), len(members))))
+        squares = np.outer(whole.diagonal(), whole.diagonal())
+        return np.divide(whole, np.sqrt(squares), out=np.zeros_like(whole), where=squares > 0) >= self._spec.copies
+
+    def parts(self, i: int) -> list[_Part]:
+        """By maker; none where nobody knows who made it."""
+        shards: dict[str, list[int]] = {}
+        shared: dict[str, list[tuple[int, int]]] = {}
+        for number, name in enumerate(layout.shard_names(self.manifest.model)):
+            makers = self.updates[i].makers.get(name, ())
+            for place, peer in enumerate(makers):
+                shards.setdefault(peer, []), shared.setdefault(peer, [])
+                if len(makers) == 1:
+                    shards[peer].append(number)
+                else:
+                    shared[peer].append((number, place))
+        return [_Part(peer, tuple(shards[peer]), tuple(shared[peer])) for peer in shards]
+
+    def worst(self) -> dict[int, _Fault]:
         """Who is to be left out next, and why."""
         norms, middle, left = self.measured.norms, self.typical, sorted(self.left)
         found = {i: why for i in left for why in [self._untrue(i)] if why is not None}
@@ -246,36 +332,39 @@ class _Round:
             return found
         largest = max(left, key=norms.__getitem__, default=None)
         if largest is not None and norms[largest] > self._too_long():
-            return {largest: f"its norm {norms[largest]:.3g} is over {NORM_LIMIT:g} times the median"}
+            reason = f"its norm {norms[largest]:.3g} is over {NORM_LIMIT:g} times the median"
+            return {largest: _Fault(reason, lambda part: self._length(largest, part), NORM_LIMIT)}
         if not self.together or len(left) < MEDIAN_NEEDS:
             return {}
-        idle = {i: "it changes nothing" for i in left if norms[i] == 0}
+        idle = {i: _Fault("it changes nothing") for i in left if norms[i] == 0}
         if idle:
             return idle
         for panel, cosines in self.measured.panels:
-            found |= self._copies(panel, cosines)
+            found |= self._repeats(panel, cosines)
         if found:
             return found
         for panel, cosines in self.measured.panels:
-            found |= self._odd([(at, i) for at, i in enumerate(panel) if i in self.left], cosines)
+            found |= self._odd(panel, cosines)
         return found
 
-    def why_no_work(self, who: int, others: Set[int]) -> str | None:
-        """Whether it is nothing, or a copy of one of the `others` or of the round before: of however few."""
+    def why_no_work(self, who: int, others: Set[int]) -> _Fault | None:
+        """Whether it is nothing, repeats the round before, or is like one of the `others`: of however few."""
         self.left = {*others, who}
         if self.measured.norms[who] == 0:
-            return self._untrue(who) or "it changes nothing"
+            return self._untrue(who) or _Fault("it changes nothing")
         ((panel, cosines),) = self.measured.panels
-        return self._named(who, lambda: self._copies(panel, cosines))
+        if any(j in others for j in self._alike[who] if j != who):
+            return _Fault("it is almost the same as another's, which counts", is_known=False)
+        return self._named(who, lambda: self._repeats(panel, cosines))
 
-    def why_odd(self, who: int, others: Set[int]) -> str | None:
+    def why_odd(self, who: int, others: Set[int]) -> _Fault | None:
         """Why this one would be left out among `others` that are not, alone with them."""
         self.left = {*others, who}
         reason = self._named(who, self.worst)
         alone = self.together and len(self.left) < LEAST_COMPARED
-        return reason or ("it agrees with too few of the others" if alone else None)
+        return reason or (_Fault("it agrees with too few of the others") if alone else None)
 
-    def _named(self, who: int, look: Callable[[], dict[int, str]]) -> str | None:
+    def _named(self, who: int, look: Callable[[], dict[int, _Fault]]) -> _Fault | None:
         """What is found of this one, when those of whom something is found before are set aside."""
         while found := look():
             if who in found:
@@ -290,14 +379,20 @@ class _Round:
         middle = statistics.median(self.measured.norms[i] for i in self.left)
         return NORM_LIMIT * max([middle, self.typical, *self.medians])
 
-    def _untrue(self, i: int) -> str | None:
+    def _untrue(self, i: int) -> _Fault | None:
         """Payloads can be decoded, and norms are as they are said to be."""
+
+        def at(shard: int, place: int) -> Callable[[_Part], float]:
+            return lambda part: float(shard in part.shards or (shard, place) in part.shared)
+
         if i in self.measured.broken:
-            return f"it cannot be read: {self.measured.broken[i]}"
-        for name, norm in zip(layout.shard_names(self.manifest.model), self.measured.shards[i], strict=True):
-            said = self.updates[i].norms.get(name, norm)
-            if not comparing.is_true(said, norm):
-                return f"the norm of {name} is {norm:.6g}, not {said:.6g}"
+            broken = self.measured.broken[i]
+            return _Fault(f"it cannot be read: {broken.reason}", at(broken.shard, broken.place))
+        for number, name in enumerate(layout.shard_names(self.manifest.model)):
+            found = self.measured.payloads[i][number]
+            for place, (norm, said) in enumerate(zip(found, self.updates[i].norms.get(name, found), strict=True)):
+                if not comparing.is_true(said, norm):
+                    return _Fault(f"the norm of {name} is {norm:.6g}, not {said:.6g}", at(number, place))
         return None
 
     def _products(self, members: Sequence[tuple[int, int]], cosines: Sequence[Floats]) -> Iterator[Floats]:
@@ -307,48 +402,128 @@ class _Round:
             norms = np.array([self.measured.shards[i][number] for _, i in members])
             yield np.outer(norms, norms) * of_shard[np.ix_(places, places)]
 
-    def _copies(self, panel: Sequence[int], cosines: Sequence[Floats]) -> dict[int, str]:
-        """The first one that is a copy of somebody's before it, or repeats the round before."""
+    def _repeats(self, panel: Sequence[int], cosines: Sequence[Floats]) -> dict[int, _Fault]:
+        """Those that are almost the same as an update of the round before."""
         members = [(at, i) for at, i in enumerate(panel) if i in self.left or i >= len(self.updates)]
-        whole = sum(self._products(members, cosines), start=np.zeros((len(members), len(members))))
+        near, found = self._near(members, cosines), dict[int, _Fault]()
         for n, (_, i) in enumerate(members):
-            for m in range(n):
-                earlier = members[m][1]
-                square = float(whole[n, n] * whole[m, m])
-                alike = float(whole[n, m]) / math.sqrt(square) if square else 0.0
-                if alike >= self._spec.copies and earlier < len(self.updates):
-                    stale = i >= len(self.updates)
-                    return {
-                        earlier
-                        if stale
-                        else i: f"it {'repeats the round before' if stale else 'is a copy'} ({alike:.2f})"
-                    }
-        return {}
+            before = [other for m, other in enumerate(members) if near[n, m] and other[1] >= len(self.updates)]
+            if i < len(self.updates) and before:
+                found[i] = _Fault("it repeats the round before", self._like(panel, cosines, i, before[0]), 0.0)
+        return found
 
-    def _odd(self, members: Sequence[tuple[int, int]], cosines: Sequence[Floats]) -> dict[int, str]:
+    def _odd(self, panel: Sequence[int], cosines: Sequence[Floats]) -> dict[int, _Fault]:
         """Who of a panel agrees least with the others, if that is far less than most do; else who agrees far more."""
+        members = [(at, i) for at, i in enumerate(panel) if i in self.left]
         if len(members) < MEDIAN_NEEDS:
             return {}
-        weights = np.array([self.scale(i) for _, i in members])
-        clips, whole = np.outer(weights, weights), np.zeros((len(members), len(members)))
-        apart: list[tuple[float, int, str]] = []
+        near, clips = self._others(members)
+        whole = np.zeros((len(members), len(members)))
+        apart: list[tuple[float, int, str, int]] = []
         for number, products in enumerate(self._products(members, cosines)):
             whole += products * clips
             name, elements = layout.shard_names(self.manifest.model)[number], self.measured.elements[number]
-            for ratio, n, shown in _shares(products * clips, elements):
+            for ratio, n, shown in _shares(products * clips, elements, near):
                 if ratio < 0 < self._spec.agreement:
-                    apart.append((ratio, n, f"in {name} it disagrees with the others {shown}"))
-        shares = _shares(whole, sum(self.measured.elements))
+                    apart.append((ratio, n, f"in {name} it disagrees with the others {shown}", number))
+        if not self._spec.agreement:
+            return {}
+        shares = _shares(whole, sum(self.measured.elements), near)
         low = [(r, n, f"it disagrees with the others {shown}") for r, n, shown in shares if r < self._spec.agreement]
-        low = low if self._spec.agreement else []
         high = [(-r, n, f"it is made of the others' updates {shown}") for r, n, shown in shares if r > TOO_MUCH]
-        odd = low or apart or (high if self._spec.agreement else [])
-        return {members[n][1]: why for _, n, why in [min(odd)]} if odd else {}
+        if low:
+            _, n, reason = min(low)
+            agreement = self._agreement(panel, cosines, members[n][1])
+            return {members[n][1]: _Fault(reason, lambda part: -agreement(part), -self._spec.agreement)}
+        if apart:
+            _, n, reason, number = min(apart)
+            agreement = self._agreement(panel, cosines, members[n][1], number)
+            return {members[n][1]: _Fault(reason, lambda part: -agreement(part), 0.0)}
+        if high:
+            _, n, reason = min(high)
+            return {members[n][1]: _Fault(reason, self._agreement(panel, cosines, members[n][1]), TOO_MUCH)}
+        return {}
+
+    def _others(self, members: Sequence[tuple[int, int]]) -> tuple[npt.NDArray[np.bool_], Floats]:
+        """[P, P] both: which of them are alike, and the products of their scales."""
+        weights = np.array([self.scale(i) for _, i in members])
+        near = np.array([[j in self.alike(i) for _, j in members] for _, i in members])
+        return near, np.outer(weights, weights)
+
+    # --- whose fault it is
+
+    def _length(self, i: int, part: _Part) -> float:
+        """A part's norm over the median of the others' in the same shards."""
+        numbers = [*part.shards, *(number for number, _ in part.shared)]
+        others = [part_lists.total([self.measured.shards[j][n] for n in numbers]) for j in self.left if j != i]
+        own = [self.measured.shards[i][n] for n in part.shards]
+        own += [self.measured.payloads[i][n][place] for n, place in part.shared]
+        middle = statistics.median(others) if others else 0.0
+        return part_lists.total(own) / middle if middle else math.inf
+
+    def _products_of(
+        self, panel: Sequence[int], cosines: Sequence[Floats], i: int, part: _Part, only: int | None
+    ) -> tuple[Floats, float]:
+        """The products [P] of a part of update i with all of the panel, in its shards, and the square of its norm."""
+        at, norms = panel.index(i), np.array([self.measured.shards[j] for j in panel])
+        pieces = self.measured.pieces[[p for p, _ in self.measured.panels].index(tuple(panel))]
+        found, square = np.zeros(len(panel)), 0.0
+        for n in part.shards:
+            if only in (None, n):
+                found += norms[at, n] * norms[:, n] * cosines[n][at]
+                square += float(norms[at, n] ** 2)
+        for n, place in part.shared:
+            if only in (None, n):
+                found += norms[at, n] * norms[:, n] * pieces[n].get((i, place), np.zeros(len(panel)))
+                square += self.measured.payloads[i][n][place] ** 2
+        return found, square
+
+    def _like(
+        self, panel: Sequence[int], cosines: Sequence[Floats], i: int, other: tuple[int, int]
+    ) -> Callable[[_Part], float]:
+        """How far a part of update i is above the limit for being almost the same as another update."""
+
+        def score(part: _Part) -> float:
+            found, square = self._products_of(panel, cosines, i, part, None)
+            numbers = [*part.shards, *(n for n, _ in part.shared)]
+            theirs = math.fsum(self.measured.shards[other[1]][n] ** 2 for n in numbers)
+            both = math.sqrt(square * theirs)
+            return float(found[other[0]]) / both - self._spec.copies if both else -1.0
+
+        return score
+
+    def _agreement(
+        self, panel: Sequence[int], cosines: Sequence[Floats], i: int, only: int | None = None
+    ) -> Callable[[_Part], float]:
+        """A part's agreement over the median of the others' in the same shards, or in one of them. Where most agree no
+        more than by chance: 1, and less where it disagrees."""
+        others = [(at, j) for at, j in enumerate(panel) if j in self.left and j != i]
+        near, clips = self._others(others)
+        places = [at for at, _ in others]
+        weights = np.array([self.scale(j) for _, j in others])
+
+        def score(part: _Part) -> float:
+            numbers = {n for n in (*part.shards, *(n for n, _ in part.shared)) if only in (None, n)}
+            if not numbers:
+                return math.inf  # it has nothing of that shard
+            products = sum(
+                (x for n, x in enumerate(self._products(others, cosines)) if n in numbers),
+                start=np.zeros((len(others), len(others))),
+            )
+            found, square = self._products_of(panel, cosines, i, part, only)
+            whole = math.fsum((products * clips).ravel().tolist())
+            both = math.sqrt(square * whole) if whole > 0 else 0.0
+            own = math.fsum((weights * found[places]).tolist()) / both if both else 0.0
+            elements = sum(self.measured.elements[n] for n in numbers)
+            middle = statistics.median(agreements(products * clips, near)) if others else 0.0
+            return own / middle if middle >= SURE_DEVIATIONS / math.sqrt(elements) else 1.0 + min(0.0, own)
+
+        return score
 
 
-def _shares(products: Floats, elements: int) -> list[tuple[float, int, str]]:
+def _shares(products: Floats, elements: int, near: npt.NDArray[np.bool_]) -> list[tuple[float, int, str]]:
     """(agreement / the median, index, text) of updates that differ by more than chance, where most agree."""
-    found, deviation = agreements(products), 1 / math.sqrt(elements)
+    found, deviation = agreements(products, near), 1 / math.sqrt(elements)
     middle = statistics.median(found)
     if middle < SURE_DEVIATIONS * deviation:
         return []
@@ -356,12 +531,17 @@ def _shares(products: Floats, elements: int) -> list[tuple[float, int, str]]:
     return [(a / middle, n, f"(cosine {a:.2f}, most have {middle:.2f})") for n, a in far]
 
 
-def agreements(products: Floats) -> list[float]:
-    """The cosine of each update with the sum of the others, from their products [P, P]; 0 where either is 0."""
+def agreements(products: Floats, near: npt.NDArray[np.bool_] | None = None) -> list[float]:
+    """The cosine of each update with the sum of the others, from their products [P, P]; 0 where either is 0. near
+    [P, P]: which are so alike that they are no others to each other; None: none is."""
     rows = [math.fsum(row) for row in products.tolist()]
     whole, own = math.fsum(rows), products.diagonal().tolist()
     found = []
-    for row, square in zip(rows, own, strict=True):
-        others = square * (whole - 2 * row + square)
-        found.append((row - square) / math.sqrt(others) if others > 0 else 0.0)
+    for n, (row, square) in enumerate(zip(rows, own, strict=True)):
+        with_others, others = row - square, whole - 2 * row + square
+        if near is not None and near[n].sum() > 1:
+            apart = ~near[n]
+            with_others = math.fsum(products[n, apart].tolist())
+            others = math.fsum(products[np.ix_(apart, apart)].ravel().tolist())
+        found.append(with_others / math.sqrt(square * others) if square * others > 0 else 0.0)
     return found

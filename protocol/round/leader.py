@@ -43,7 +43,7 @@ from protocol.wire.claims import Evaluation, Score
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut
 from protocol.wire.decree import Enacted, Joined
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Offered, TimeUp, Withdraw
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,9 @@ class Outcome:
             dataclasses.replace(c, scale=found[c.replica].scale, standing=weight)
             for c, weight in zip(kept, standing.weigh(kept), strict=True)
         )
-        reasons = ((c, found[c.replica].reason) for c in self.contributions)
-        out = [*self.left_out, *(_left_out(c, f"judged: {why}") for c, why in reasons if why is not None)]
+        said = ((c, found[c.replica]) for c in self.contributions)
+        bad = (_left_out(c, f"judged: {v.reason}", faults=v.faults) for c, v in said if v.reason is not None)
+        out = [*self.left_out, *bad]
         out += [_on_probation(standing, c, len(kept)) for c in sound if c.replica in job.trial]
         return Outcome(counted, sorted(out, key=lambda x: x.replica), self.diverged)
 
@@ -78,14 +79,17 @@ def _on_probation(standing: Standing, contribution: Contribution, counted: int) 
     )
 
 
-def _left_out(contribution: Contribution, reason: str, *, probation: bool = False) -> LeftOut:
-    who, name = ", ".join(short_peer(peer) for peer in contribution.peers), judging.name_of(contribution)
+def _left_out(
+    contribution: Contribution, reason: str, *, probation: bool = False, faults: tuple[str, ...] = ()
+) -> LeftOut:
+    who = ", ".join(short_peer(peer) for peer in faults or contribution.peers)
     return LeftOut(
         replica=contribution.replica,
         reason=f"peer {who}: {reason}",
-        judged=name,
+        judged=judging.name_of(contribution),
         peers=contribution.peers,
         probation=probation,
+        faults=faults,
     )
 
 
@@ -131,6 +135,7 @@ class Leader:
         self._outcome = Outcome()
         self._job: JudgingJob | None = None
         self._answered: tuple[JudgingJob, Sequence[Verdict]] | None = None
+        self._revealed: set[str] = set()
         self._leads, self._began = False, now
 
     @property
@@ -185,11 +190,8 @@ class Leader:
             case ev.Held(digest):
                 peers, whole = self.offers.hold(digest)
                 self._verdicts.touch(peers)
-                return (
-                    self.position.stay(ev.Held, [ev.AnnounceShare(self.round, share) for share in whole])
-                    if whole
-                    else []
-                )
+                kept = [ev.Send((share.peer,), Offered(round=self.round, shares=(share,)), False) for share in whole]
+                return self.position.stay(ev.Held, kept) if kept else []
             case ev.Received():
                 return self._received(event, now)
             case ev.Lead(leads):
@@ -339,6 +341,8 @@ class Leader:
             spec = stragglers.claim_seat(self.manifest, self.roster, self.attestations, known, offer.replica)
         if spec is None or offer.round != self.round:
             return []
+        if self._revealed and self.offers.of(spec.number, peer) != offer:
+            return []  # it could be made of what the others offered
         reason = offers.why_refused(self.manifest, spec, peer, offer)
         if reason:
             self.offers.fail(peer, f"offer refused: {reason}")
@@ -362,7 +366,7 @@ class Leader:
         before = self.roster.plan or self.state.latest
         rest = self.promises.settle(commit, self._broken(commit))
         self.newcomers.settle(self._brought(commit))
-        self._outcome, self._job, self._answered = Outcome(), None, None
+        self._outcome, self._job, self._answered, self._revealed = Outcome(), None, None, set()
         self.state = self.state.apply(commit)
         self.offers.begin()
         self._verdicts = ReplicaStates()
@@ -443,7 +447,13 @@ class Leader:
         known = self._answered is not None and self._answered[0] == self._job
         if known or not self._job.contributions:
             return self._settle(now, None)
-        return self.position.step(None, Phase.JUDGING, [ev.Judge(self._job)])
+        return self.position.step(None, Phase.JUDGING, [*self._reveal(), ev.Judge(self._job)])
+
+    def _reveal(self) -> list[Effect]:
+        """Names the payloads of the contributions to everybody: from now on this node admits no other offer."""
+        shares = [share for c in self._outcome.contributions for share in c.shares if share.root not in self._revealed]
+        self._revealed.update(share.root for share in shares)
+        return [ev.AnnounceShare(self.round, share) for share in shares]
 
     def _judging_job(self) -> JudgingJob:
         assert self.head is not None

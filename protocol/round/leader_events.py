@@ -23,7 +23,7 @@ from protocol.wire.claims import Evaluation, Score
 from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
 from protocol.wire.decree import Decree, Joined
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TakeSeat, TimeUp, Withdraw
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Offered, TakeSeat, TimeUp, Withdraw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ class StoreList:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceShare:
-    """Effect: tell all sessions that this share, offered to `round`, may be fetched; all of it is durable here."""
+    """Effect: tell all sessions that this share, offered to `round`, may be fetched: no offer is admitted any more."""
 
     round: int
     share: Share
@@ -228,7 +228,7 @@ class Send:
     """Effect: send this to those of `peers` that have a session. `first`: it is no repetition."""
 
     peers: tuple[str, ...]
-    message: ChainReconfig | TimeUp | TakeSeat
+    message: ChainReconfig | TimeUp | TakeSeat | Offered
     first: bool
 
 
@@ -283,7 +283,8 @@ Effect = (
 
 _ROWS: tuple[Row[Phase], ...] = (
     Row(Phase.GATHERING, None, Phase.PLANNING, (MakePlan,), "we lead, and enough peers are ready or access changes"),
-    Row(Phase.OPEN, None, Phase.JUDGING, (Judge,), "we lead and no pending replica is worth waiting for"),
+    Row(Phase.OPEN, None, Phase.JUDGING, (AnnounceShare, Judge), "we lead and no pending replica is worth waiting for"),
+    Row(Phase.OPEN, None, Phase.JUDGING, (Judge,), "the same, and all payloads have been named before"),
     Row(Phase.OPEN, None, Phase.PLANNING, (MakePlan,), "the same, and what counts is known"),
     Row(Phase.OPEN, None, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),
     Row(Phase.JUDGING, JudgingDone, Phase.PLANNING, (MakePlan,), "what counts is known"),
@@ -312,7 +313,7 @@ _ROWS: tuple[Row[Phase], ...] = (
     anywhere(Offer, (StoreList, Fetch), "it is admitted: its list is kept, and what is not held is fetched"),
     anywhere(Offer, (Fetch,), "the same, its list is held already"),
     anywhere(Offer, (StoreList,), "the same, all its payloads are held already"),
-    anywhere(Held, (AnnounceShare,), "nothing of a share is lacking any more"),
+    anywhere(Held, (Offered,), "nothing of a share is lacking any more: its maker is told"),
     anywhere(Offer, (ChainReconfig,), "its reconfigured chain does not know yet that the steps are done"),
     anywhere(ChainFailure, (ChainReconfig,), "a chain lost a member, or a report is out of date"),
     anywhere(ChainFailure, (Accusation,), "a member says for the first time that this neighbour lies"),

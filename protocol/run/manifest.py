@@ -165,7 +165,8 @@ class JudgingSpec:
     """Contribution screening (protocol/round/judging.py).
 
     clip: most norm, in medians, 0: no limit; agreement: least, as a share of the median's, 0: none
-    copies: least cosine of copies; score_share: of a replica's time for scoring (protocol/ledger/scoring.py)
+    copies: least cosine of updates that count as one
+    score_share: of a replica's time for scoring (protocol/ledger/scoring.py)
     """
 
     clip: float = 1.0

@@ -103,6 +103,8 @@ class LeftOut:
     probation: bool = False
     """Whether nothing is wrong with it, and it has no weight since its makers are on probation
     (protocol/ledger/standing.py)."""
+    faults: Annotated[tuple[bounds.PeerId, ...], AtMost(4096)] = ()
+    """Those of `peers` whose fault it is; nobody's, where it was judged and is only like another's."""
 
 
 @row

@@ -27,7 +27,11 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """A node has all payloads and lists of these offers to `round`, and they are valid: fetch them at once."""
+    """A node has all payloads and lists of these offers to `round`.
+
+    It tells the maker of each; and everybody as soon as it admits no other offer to `round`, so that nobody makes an
+    update of others': then they may be fetched.
+    """
 
     round: bounds.Round
     shares: Annotated[tuple[Share, ...], AtMost(MAX_TOLD)]

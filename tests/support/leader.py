@@ -20,12 +20,13 @@ from protocol.round.leader_events import (
     Ready,
     Received,
     Resting,
+    Send,
     Tick,
 )
 from protocol.run import layout
 from protocol.run.manifest import Manifest, TimingSpec
 from protocol.wire.commit import Commit, Part
-from protocol.wire.session import Attest, Offer
+from protocol.wire.session import Attest, Offer, Offered
 from tests.support import tiny
 
 M = tiny.manifest(rounds=3)
@@ -40,6 +41,11 @@ def part(peer: str, shard: str, norm: float, size: int = 8) -> Part:
     return Part(shard=shard, digest=tiny.digest(f"{peer}/{shard}"), size=size, norm=norm)
 
 
+def is_news(effect: Effect) -> bool:
+    """Whether it tells somebody that offers are durable here."""
+    return isinstance(effect, AnnounceShare) or (isinstance(effect, Send) and isinstance(effect.message, Offered))
+
+
 class Driver:
     """A leader, and peers that do what a test tells them to; time is `now`."""
 
@@ -48,11 +54,15 @@ class Driver:
         self.memory = memory
         self.now = 0.0
         self.commits = list(commits)
+        self.news: list[Effect] = []
         self.leader = Leader(manifest, self.commits, (), self.now)
         self.leader.handle(Lead(True), self.now)
 
     def do(self, *events: Event) -> list[Effect]:
-        return [effect for event in events for effect in tiny.handle(self.leader, event, self.now)]
+        """The effects but for news of offers, which are in `news`."""
+        found = [effect for event in events for effect in tiny.handle(self.leader, event, self.now)]
+        self.news += [effect for effect in found if is_news(effect)]
+        return [effect for effect in found if not is_news(effect)]
 
     def at(self, now: float) -> list[Effect]:
         self.now = now
@@ -93,9 +103,9 @@ class Driver:
         return effects
 
     def come(self, effect: Effect) -> list[Effect]:
-        """What the effect asks for is here, and what follows but for news for the others; any other effect as it is."""
+        """What the effect asks for is here, and what follows; any other effect as it is."""
         names = tiny.names(effect)
-        return [e for n in names for e in self.do(Held(n)) if not isinstance(e, AnnounceShare)] if names else [effect]
+        return [e for n in names for e in self.do(Held(n))] if names else [effect]
 
     def decide(self, effects: list[Effect]) -> Commit:
         """The one proposal among the effects becomes the decision; the quorum adds who decides what comes next."""

@@ -41,9 +41,10 @@ def made(number: int, *peers: str, tokens: int = 10, weight: float = 1.0) -> Con
     return tiny.contribution(number, *peers, tokens=tokens, steps=1, standing=weight)
 
 
-def tried(number: int, *peers: str, bad: bool = False) -> LeftOut:
-    """Work on probation, or such as was judged and is left out."""
-    return LeftOut(replica=number, reason="?", judged=NAME, peers=peers, probation=not bad)
+def tried(number: int, *peers: str, bad: bool = False, faults: tuple[str, ...] | None = None) -> LeftOut:
+    """Work on probation, or such as was judged and is left out; by the fault of all who made it, unless said."""
+    guilty = (peers if bad else ()) if faults is None else faults
+    return LeftOut(replica=number, reason="?", judged=NAME, peers=peers, probation=not bad, faults=guilty)
 
 
 def commit(
@@ -165,11 +166,17 @@ def test_a_finding_takes_half_and_work_gives_back_slowly() -> None:
     assert now.weigh(work_of_founders()) == (1.0,) * 4
 
 
-def test_of_a_chain_each_has_its_part_of_what_is_found() -> None:
+def test_of_a_chain_those_are_found_bad_whose_fault_it_is() -> None:
     now = standing.of(M, [commit(0, plan(1, ("f0",), ("a", "b")))])
-    now = now.after(commit(1, plan(2, ("f0",), ("a", "b")), (made(0, "f0"),), (tried(1, "a", "b", bad=True),)))
-    assert (now.of("a").reputation, now.of("b").reputation) == (0.75, 0.75)
+    left = tried(1, "a", "b", bad=True, faults=("a",))
+    now = now.after(commit(1, plan(2, ("f0",), ("a", "b")), (made(0, "f0"),), (left,)))
+    assert (now.of("a").reputation, now.of("b").reputation) == (0.5, 1.0)
     assert now.weigh((made(0, "f0"), made(1, "a", "b"))) == (1.0, 0.75)
+
+
+def test_who_is_nobodys_fault_loses_the_round_only() -> None:
+    now = begun().after(commit(2, None, work_of_founders()[1:], (tried(0, "f0", bad=True, faults=()),)))
+    assert now.of("f0").reputation == 1.0
 
 
 def test_whoever_falls_rests_and_begins_anew() -> None:

@@ -15,7 +15,7 @@ from protocol.codec import blob_hash, sparse, topk
 from protocol.codec.formats import TILE
 from protocol.codec.sparse import PayloadError, Sparse
 from protocol.round import comparing
-from protocol.round.comparing import UNIT, Examined, Floats, Measured, Update
+from protocol.round.comparing import UNIT, Broken, Examined, Floats, Measured, Update
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, OuterSpec
@@ -47,7 +47,8 @@ def plain(
     model, codec = manifest.model, manifest.outer.codec
     one_of = max(1, layout.total_parameters(model) // (tiles * TILE))
     squared: list[list[float]] = [[] for _ in payloads]
-    broken: dict[int, str] = {}
+    alone: list[list[list[float]]] = [[] for _ in payloads]
+    broken: dict[int, Broken] = {}
     cosines, elements = [], []
     for shard in SHARDS:
         shapes = layout.shapes(model, shard)
@@ -58,9 +59,10 @@ def plain(
             try:
                 tensors: list[Sparse] | None = sparse.decode(codec, shapes, payloads[i][shard])
             except PayloadError as error:
-                broken.setdefault(i, f"{shard}: {error}")
+                broken.setdefault(i, Broken(len(cosines), 0, f"{shard}: {error}"))
                 tensors = None
             squared[i].append(0.0 if tensors is None else math.fsum(plain_square(x.values) for x in tensors))
+            alone[i].append([] if tensors is None else [math.sqrt(squared[i][-1])])
             rows.append(
                 None if tensors is None else [_tiles(x, t, at) for x, t, at in zip(tensors, cut, chosen, strict=True)]
             )
@@ -68,7 +70,7 @@ def plain(
         elements.append(sum(at.size * t.n for at, t in zip(chosen, cut, strict=True)))
     norms = [math.sqrt(math.fsum(row)) for row in squared]
     shards = [[math.sqrt(square) for square in row] for row in squared]
-    return Measured(norms, shards, broken, [(tuple(panel), cosines)], elements)
+    return Measured(norms, shards, alone, broken, [(tuple(panel), cosines)], [[{}] * len(SHARDS)], elements)
 
 
 def _tiles(tensor: Sparse, tiling: topk.Tiling, tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -122,6 +124,7 @@ def update(manifest: Manifest, payloads: dict[str, bytes], seen: dict[str, Exami
 def same(found: Measured, expected: Measured) -> None:
     assert found.norms == expected.norms
     assert found.shards == expected.shards
+    assert found.payloads == expected.payloads
     assert found.broken == expected.broken
     assert found.elements == expected.elements
     for (panel, cosines), (other, others) in zip(found.panels, expected.panels, strict=True):
@@ -305,7 +308,8 @@ def test_a_chain_whose_rows_of_tokens_cannot_all_be_read_is_broken_and_compared_
     )
     found = comparing.measure(NARROW, b"seed", [whole, bad], [range(2)])
     assert list(found.broken) == [1]
-    assert found.broken[1].startswith("anchor: ")
+    assert found.broken[1].reason.startswith("anchor: ")
+    assert (found.broken[1].shard, found.broken[1].place) == (len(NARROW_SHARDS) - 1, 1)
     ((_, cosines),) = found.panels
     assert cosines[-1][1].tolist() == [0.0, 0.0]
     assert found.shards[1][-1] == 0.0
@@ -317,5 +321,5 @@ def test_the_norm_that_is_said_of_a_shard_is_that_of_all_its_payloads() -> None:
     found = comparing.measure(NARROW, b"seed", [made], [range(1)])
     for number, shard in enumerate(NARROW_SHARDS):
         said = math.sqrt(sum(part.norm**2 for part in parts if part.shard == shard))
-        assert made.norms[shard] == pytest.approx(said)
-        assert comparing.is_true(made.norms[shard], found.shards[0][number])
+        assert comparing.is_true(said, found.shards[0][number])
+        assert all(map(comparing.is_true, made.norms[shard], found.payloads[0][number]))

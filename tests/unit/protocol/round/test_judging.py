@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,15 +105,33 @@ def test_what_no_clip_makes_harmless_is_left_out_however_few_there_are(count: in
     assert list(out(judge([*GOOD[: count - 1], times(GOOD[7], 1e30)], PreviousRound(medians)))) == [count - 1]
 
 
-def test_of_copies_the_one_that_came_later_is_left_out() -> None:
-    changed = times(GOOD[2], 1.3)
-    assert out(judge([*GOOD[:6], changed])) == {6: "it is a copy (1.00)"}
-    assert set(out(judge([changed, *GOOD[:6], GOOD[2]]))) == {3, 7}
+def test_what_is_alike_counts_as_one_whoever_came_first() -> None:
+    changed = times(GOOD[2], 1.1)
+    for sent, both in (([*GOOD[:6], changed], (2, 6)), ([changed, *GOOD[:6]], (0, 3))):
+        found = judge(sent)
+        assert out(found) == {}
+        assert [i for i, v in enumerate(found) if v.scale < 0.9] == list(both)
+        assert all(found[i].scale == pytest.approx(0.5, rel=0.11) for i in both), "and the longer one is clipped"
+    assert sum(v.scale < 0.4 for v in judge([changed, *GOOD[:6], GOOD[2]])) == 3
+
+
+def test_who_works_against_the_others_with_somebodys_update_in_it_is_left_out_alone() -> None:
+    """Half of it is another's update, so they are alike; the rest is the opposite of what most learned."""
+    against = {
+        s: [
+            _dense(GOOD[2], s, i) - 0.28 * sum(_dense(u, s, i) for u in GOOD[:2] + GOOD[3:7])
+            for i in range(len(COMMON[s]))
+        ]
+        for s in SHARDS
+    }
+    found = judge([*GOOD[:7], encoded(against)], of=dataclasses.replace(M, judging=JudgingSpec(copies=0.2)))
+    assert list(out(found)) == [7]
+    assert found[2].scale == 1.0
 
 
 def test_what_repeats_the_round_before_is_left_out() -> None:
     before = PreviousRound(updates=(update(honest(40)), update(honest(41))))
-    assert out(judge([*GOOD[:6], honest(41)], before)) == {6: "it repeats the round before (1.00)"}
+    assert out(judge([*GOOD[:6], honest(41)], before)) == {6: "it repeats the round before"}
 
 
 def test_what_is_made_of_the_others_updates_is_left_out() -> None:
@@ -140,7 +159,7 @@ def test_whoever_sends_nothing_is_left_out() -> None:
 
 
 def test_a_norm_that_is_not_what_is_said_is_found_among_any_number() -> None:
-    false = Update(lambda shard: [GOOD[1][shard]], {"head": 0.05})
+    false = Update(lambda shard: [GOOD[1][shard]], {"head": [0.05]})
     verdicts = judging.judge(M, PARENT, names(2), [update(GOOD[0]), false], PreviousRound())
     assert list(out(verdicts)) == [1]
     assert verdicts[1].reason.startswith("the norm of head is ")
@@ -323,7 +342,11 @@ def test_a_member_checks_the_verdict_from_the_payloads_that_it_holds() -> None:
 
     def proposed(scales: Sequence[float | None]) -> Commit:
         kept = [dataclasses.replace(c, scale=s) for c, s in zip(here, scales, strict=True) if s is not None]
-        gone = [LeftOut(replica=i, reason="?", judged=names[i]) for i, s in enumerate(scales) if s is None]
+        gone = [
+            LeftOut(replica=i, reason="?", judged=names[i], faults=verdicts[i].faults)
+            for i, s in enumerate(scales)
+            if s is None
+        ]
         said = commit([], [])
         return dataclasses.replace(said, contributions=tuple(kept), left_out=tuple(gone))
 
@@ -383,9 +406,16 @@ def test_a_chain_one_of_whose_stages_works_against_the_others_in_the_rows_of_tok
     assert f"in {ROWS} it disagrees with the others (cosine -" in found[6]
 
 
-def test_of_two_chains_with_the_same_payloads_in_another_order_the_later_one_is_a_copy() -> None:
+def test_two_chains_with_the_same_payloads_in_another_order_count_as_one() -> None:
     first = payloads(10, 3)
-    assert judged([*REPLICAS, first, {**first, ROWS: first[ROWS][::-1]}]) == {6: "it is a copy (1.00)"}
+    assert halved([*REPLICAS, first, {**first, ROWS: first[ROWS][::-1]}]) == [5, 6]
+
+
+def halved(sent: Sequence[Payloads]) -> list[int]:
+    """Which count with half of their update."""
+    updates = [Update(x.__getitem__) for x in sent]
+    found = judging.judge(NARROW, PARENT, names(len(sent)), updates, PreviousRound())
+    return [i for i, v in enumerate(found) if v.scale < 0.6]
 
 
 def test_an_update_in_one_payload_and_in_several_is_the_same() -> None:
@@ -397,9 +427,74 @@ def test_an_update_in_one_payload_and_in_several_is_the_same() -> None:
         [Sparse(x.index, np.where(np.arange(x.index.size) % 2 == odd, x.values, np.float32(0))) for x in tensors]
         for odd in (0, 1)
     ]
-    assert judged([*REPLICAS, whole, {**whole, ROWS: halves}]) == {6: "it is a copy (1.00)"}
+    assert halved([*REPLICAS, whole, {**whole, ROWS: halves}]) == [5, 6]
     updates = [Update({**whole, ROWS: rows}.__getitem__) for rows in ([tensors], halves)]
     found = comparing.measure(NARROW.model, b"seed", updates, [range(2)])
     assert found.norms[0] == pytest.approx(found.norms[1], rel=1e-12)
     ((_, cosines),) = found.panels
     np.testing.assert_allclose(cosines[-1], 1.0, atol=1e-7)
+
+
+# --- whose fault it is
+
+BLOCKS = [s for s in NARROW_SHARDS if s != ROWS]
+MAKERS = {**{s: ["a"] for s in BLOCKS[:2]}, **{s: ["b"] for s in BLOCKS[2:]}, ROWS: ["a", "b"]}
+"""The first stage has the embedding and a block, the second the rest."""
+
+
+def negative(sent: list[list[Sparse]], factor: float = -1.0) -> list[list[Sparse]]:
+    return [[Sparse(x.index, x.values * np.float32(factor)) for x in tensors] for tensors in sent]
+
+
+def noise(seed: int, shard: str) -> list[list[Sparse]]:
+    """As long as an honest payload."""
+    rng, shapes = np.random.default_rng(seed), layout.shapes(NARROW.model, shard)
+    raw = sparse.encode(NARROW.outer.codec, [(1.8 * rng.standard_normal(s)).astype(np.float32) for s in shapes])
+    return [sparse.decode(NARROW.outer.codec, shapes, raw)]
+
+
+def blamed(chain: Payloads, before: PreviousRound | None = None, **changes: Any) -> tuple[str, ...]:
+    """Those at fault for what a chain of two sends among five full replicas."""
+    update = Update(chain.__getitem__, makers=MAKERS, **changes)
+    others = [Update(x.__getitem__, makers=dict.fromkeys(NARROW_SHARDS, (f"f{i}",))) for i, x in enumerate(REPLICAS)]
+    found = judging.judge(NARROW, PARENT, names(6), [*others, update], before or PreviousRound())
+    assert list(out(found)) == [5]
+    return found[5].faults
+
+
+@pytest.mark.parametrize("liar", ["a", "b"])
+@pytest.mark.parametrize("how", ["flipped", "long", "noise"])
+def test_a_finding_in_the_shards_of_one_member_is_a_finding_against_it_alone(liar: str, how: str) -> None:
+    chain = payloads(10, 2)
+    for shard in BLOCKS:
+        if MAKERS[shard] == [liar]:
+            made = {"flipped": negative(chain[shard], -3.0), "long": negative(chain[shard], 1e3)}
+            chain[shard] = made[how] if how in made else negative(noise(len(shard), shard), 3.0)
+    assert blamed(chain) == (liar,)
+
+
+@pytest.mark.parametrize("liar", [0, 1])
+def test_a_finding_in_the_rows_of_tokens_is_one_against_whose_payload_shows_it(liar: int) -> None:
+    factors = [1.0, 1.0]
+    factors[liar] = -3.0
+    assert blamed(payloads(11, 2, tuple(factors))) == ("ab"[liar],)
+
+
+def test_a_norm_that_is_wrong_or_a_payload_that_cannot_be_read_is_its_makers() -> None:
+    chain = payloads(10, 2)
+    true = {s: [comparing.squares(np.concatenate([x.values for x in t])) ** 0.5 for t in chain[s]] for s in chain}
+    wrong = {**true, ROWS: [true[ROWS][0], 2 * true[ROWS][1]]}
+    assert blamed(chain, norms=wrong) == ("b",)
+    assert blamed(chain, norms={**true, BLOCKS[0]: [9.0]}) == ("a",)
+
+
+def test_who_repeats_its_part_of_the_round_before_is_at_fault_for_it() -> None:
+    old, chain = payloads(12, 2), payloads(10, 2)
+    chain |= {s: old[s] for s in BLOCKS[2:]}
+    chain[ROWS] = [chain[ROWS][0], old[ROWS][1]]
+    assert blamed(chain, PreviousRound(updates=(Update(old.__getitem__),))) == ("b",)
+
+
+def test_whoever_sends_nothing_is_at_fault_with_its_whole_chain() -> None:
+    chain = payloads(10, 2)
+    assert blamed({s: negative(chain[s], 0.0) for s in chain}) == ("a", "b")

@@ -36,7 +36,7 @@ from protocol.round.leader_events import (
     Tick,
 )
 from protocol.wire.commit import Commit
-from protocol.wire.session import Attest, Offer, TimeUp, Withdraw
+from protocol.wire.session import Attest, Offer, Offered, TimeUp, Withdraw
 from tests.support import tiny
 from tests.support.leader import CHAIN, DEADLINE, FULL, FULLS, GONE, QUICK, SHARDS, Driver, M, left_out, opened
 
@@ -95,16 +95,36 @@ def test_an_offer_makes_the_leader_fetch_what_it_does_not_hold() -> None:
     assert driver.do(Received("a", offer)) == [Fetch("a", part) for part in offer.parts[1:]]
 
 
-def test_who_has_offered_counts_once_its_list_is_durable_and_all_are_told_then() -> None:
+def test_who_has_offered_counts_once_its_list_is_durable_and_is_told_then() -> None:
     driver = opened(FULLS)
     driver.offered("b")
     offer = driver.offer("a")
+    driver.news.clear()
     driver.do(Received("a", offer), *(Held(p.digest) for p in offer.parts))
-    assert driver.at(driver.now + 1.0) == []
-    told, proposal = driver.do(Held(root_of(offer.parts)))
-    assert told == AnnounceShare(1, share_of("a", offer.parts))
+    assert driver.at(driver.now + 1.0) == driver.news == []
+    (proposal,) = driver.do(Held(root_of(offer.parts)))
+    shares = {peer: share_of(peer, driver.offer(peer).parts) for peer in "ab"}
+    assert driver.news[0] == Send(("a",), Offered(round=1, shares=(shares["a"],)), False)
+    assert driver.news[1:] == [AnnounceShare(1, shares["a"]), AnnounceShare(1, shares["b"])]
     assert isinstance(proposal, Propose)
     assert [s for s in proposal.commit.shares if s.peer == "a"] == [share_of("a", offer.parts)]
+
+
+def test_what_others_offered_is_named_to_nobody_as_long_as_an_offer_is_admitted() -> None:
+    """Two that are late, or change their minds, after the payloads of the others were named."""
+    memory = dict.fromkeys("abc", FULL)
+    driver = opened(memory)
+    driver.offered("a", "b")
+    assert [e for e in driver.news if isinstance(e, AnnounceShare)] == []
+    changed = driver.offer("b", norm=2.0)
+    assert driver.do(Received("b", changed)), "nothing was named yet"
+    driver.offered("b")
+    driver.at(DEADLINE)
+    named = {e.share.peer for e in driver.news if isinstance(e, AnnounceShare)}
+    assert named == {"a", "b"}
+    assert driver.do(Received("c", driver.offer("c"))) == []
+    assert driver.do(Received("a", driver.offer("a", norm=2.0))) == []
+    assert driver.leader.offers.of(2, "c") is None
 
 
 def test_the_commit_comes_when_all_are_complete_in_the_order_of_the_plan() -> None:
@@ -208,10 +228,11 @@ def test_what_was_offered_is_judged_in_the_order_in_which_it_came_and_the_commit
     driver.now = 2.0
     case = driver.asked(driver.offered("a"))
     assert [c.shares[0].peer for c in case.contributions] == ["c", "b", "a"]
-    commit = driver.decide(driver.say(case, Verdict(0.25), Verdict(1.0, "it is a copy (1.00)"), Verdict(1.0)))
+    commit = driver.decide(driver.say(case, Verdict(0.25), Verdict(1.0, "it changes nothing", ("b",)), Verdict(1.0)))
     assert [(c.shares[0].peer, c.scale) for c in commit.contributions] == [("a", 1.0), ("c", 0.25)]
     (out,) = commit.left_out
-    assert out.reason == "peer b: judged: it is a copy (1.00)"
+    assert out.reason == "peer b: judged: it changes nothing"
+    assert out.faults == ("b",)
     assert out.judged == name_of(case.contributions[1])
 
 
@@ -219,7 +240,7 @@ def test_whoever_is_judged_out_again_and_again_is_planned_no_more() -> None:
     driver = judged_swarm("a", "b", "c")
     for _ in range(2):
         case = driver.asked([*driver.offered("a", "b"), *driver.offered("c")])
-        out = Verdict(1.0, "it changes nothing")
+        out = Verdict(1.0, "it changes nothing", ("b",))
         verdicts = [out if c.shares[0].peer == "b" else Verdict(1.0) for c in case.contributions]
         commit = driver.decide(driver.say(case, *verdicts))
         driver.attest("a", "b", "c")
