@@ -97,9 +97,10 @@ class ModelSpec:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "d_ff", "context"):
             if not 1 <= getattr(self, name) <= MAX_SIZE:
                 raise ValueError(f"{name} must be in 1..{MAX_SIZE}")
-        for name, most in (("n_layers", MAX_LAYERS), ("context", MAX_CONTEXT)):
-            if getattr(self, name) > most:
-                raise ValueError(f"{name} must be at most {most}")
+        if self.n_layers > MAX_LAYERS:
+            raise ValueError(f"n_layers must be at most {MAX_LAYERS}")
+        if self.context > MAX_CONTEXT:
+            raise ValueError(f"context must be at most {MAX_CONTEXT}")
         if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
             raise ValueError("d_model / n_heads must be an even whole number (RoPE rotates pairs)")
         if self.num_key_value_heads < 0 or self.n_heads % (self.num_key_value_heads or self.n_heads):

@@ -17,7 +17,6 @@ from cryptography.x509.oid import NameOID
 
 from peer.corpus.mirrors import public_addresses
 
-
 NAME = "mirror.example"
 """Of every server: manifests name only hosts of the internet."""
 
