@@ -117,6 +117,25 @@ class TextEncoder:
         return found
 
 
+class Encoder(Protocol):
+    """A TextEncoder, here or in a process of its own (peer/corpus/tokenizer_process.py)."""
+
+    @property
+    def end(self) -> int | None: ...
+
+    def pieces(self, texts: Sequence[str], begins: Sequence[bool]) -> list[list[int]]: ...
+
+
+def encode(encoder: Encoder, pieces: Sequence[bytes], ends: Sequence[bool], begins: bool) -> list[list[int]]:
+    """Returns the ids of each piece of a unit, with the end-of-text token, if there is one, behind each document.
+
+    An empty document has no ids. `begins`: whether the first piece begins a document.
+    """
+    tail = [] if encoder.end is None else [encoder.end]
+    found = encoder.pieces([piece.decode() for piece in pieces], [begins, *ends][: len(pieces)])
+    return [ids + tail if piece and last else ids for ids, piece, last in zip(found, pieces, ends, strict=True)]
+
+
 def _special_names(plain: dict[str, Any], end: str | None) -> set[str]:
     names = {token["content"] for token in plain["added_tokens"] if token["special"]}
     names |= {name for name in (end, plain["model"].get("unk_token")) if name}

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import resource
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import time
 import weakref
+from array import array
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
 
@@ -50,6 +52,8 @@ MAX_TEXT = 1 << 20
 """Characters of decoded text."""
 MAX_ANSWER = 256 << 20
 _LENGTH = 8
+Facts = tuple[int, int | None, str | None]
+"""vocabulary, end, end_name."""
 
 
 class Ended(Exception):
@@ -70,7 +74,7 @@ class TokenizerProcess:
         if len(raw) > MAX_TOKENIZER:
             raise UsageError(f"{name}: has {len(raw)} bytes, at most {MAX_TOKENIZER}; use a smaller one")
         self._name = name
-        self._facts: tuple[int, int | None, str | None] | None = None
+        self._facts: Facts | None = None
         self._process = subprocess.Popen(
             [sys.executable, "-m", "peer.corpus.tokenizer_process", name],
             stdin=subprocess.PIPE,
@@ -91,16 +95,16 @@ class TokenizerProcess:
     @property
     def vocabulary(self) -> int:
         """All ids are smaller than this. Raises UsageError."""
-        return self._read()[0]
+        return self._known()[0]
 
     @property
     def end(self) -> int | None:
         """The id that ends a document. Raises UsageError."""
-        return self._read()[1]
+        return self._known()[1]
 
     @property
     def end_name(self) -> str | None:
-        return self._read()[2]
+        return self._known()[2]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Raises UsageError."""
@@ -121,24 +125,36 @@ class TokenizerProcess:
         ids, lengths = self._ask("unit", pieces, ends, begins, id_bytes)
         return ids, lengths
 
+    def _known(self) -> Facts:
+        try:
+            return self._read()
+        except Ended:
+            raise self._too_dear("to read it") from None
+
     def _request(self, *request: Any) -> Any:
+        self._known()
         try:
             return self._ask(*request)
         except Ended:
-            raise self._too_dear("it takes more time or memory than text takes") from None
+            raise self._too_dear("to use it") from None
 
-    def _read(self) -> tuple[int, int | None, str | None]:
-        """Waits until the file was read. Raises UsageError."""
+    def _too_dear(self, what: str) -> UsageError:
+        return UsageError(
+            f"{self._name}: {what} takes more time or memory than other tokenizers take; use another run, and tell the"
+            " operators of this one"
+        )
+
+    def _read(self) -> Facts:
+        """Waits until the file was read. Raises Ended, UsageError."""
         if self._facts is None:
-            try:
-                self._facts = tuple(self._answer())
-            except Ended:
-                raise self._too_dear("takes more time or memory to read than others do") from None
+            vocabulary, end, end_name = self._answer()
+            self._facts = vocabulary, end, end_name
         return self._facts
 
     def _ask(self, *request: Any) -> Any:
+        """Raises Ended, UsageError."""
         self._read()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it shows in the answer
             _send(self._in, msgpack.packb(request))
         return self._answer()
 
@@ -156,9 +172,6 @@ class TokenizerProcess:
         if not is_good:
             raise UsageError(answer)
         return answer
-
-    def _too_dear(self, why: str) -> UsageError:
-        return UsageError(f"{self._name}: {why}; use another run, and tell the operators of this one")
 
     @property
     def _in(self) -> IO[bytes]:
@@ -260,14 +273,15 @@ class _Child:
         return self._encoder_for(sum(map(len, texts))).pieces(texts, begins)
 
     def unit(self, pieces: list[bytes], ends: list[bool], begins: bool, id_bytes: int) -> list[bytes]:
-        import numpy as np
+        from peer.corpus.tokenizer import encode
 
-        from peer.corpus.tokenizing import encode
-
-        encoder = self._encoder_for(sum(map(len, pieces)))
-        arrays = [np.array(ids, f"<u{id_bytes}") for ids in encode(encoder, pieces, ends, begins)]
-        lengths = np.array([len(array) for array in arrays], "<i8")
-        return [b"".join(array.tobytes() for array in arrays), lengths.tobytes()]
+        found = encode(self._encoder_for(sum(map(len, pieces))), pieces, ends, begins)
+        ids = array("H" if id_bytes == 2 else "I", itertools.chain.from_iterable(found))
+        lengths = array("q", map(len, found))
+        if sys.byteorder == "big":
+            ids.byteswap()
+            lengths.byteswap()
+        return [ids.tobytes(), lengths.tobytes()]
 
     def answer(self, request: list[Any]) -> Any:
         match request:

@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from peer.corpus import sources
 from peer.corpus.rows import Reading
 from peer.corpus.sources import Source, Unit
-from peer.corpus.tokenizer import END_OF_TEXT
+from peer.corpus.tokenizer import END_OF_TEXT, Encoder, encode
 from peer.corpus.tokenizer_process import Ended, TokenizerProcess
 from protocol.errors import LocalError
 
@@ -86,25 +85,6 @@ class Pool:
         finally:
             self._free.put(process)
         return Tokenized(unit, np.frombuffer(ids, self._dtype), np.frombuffer(lengths, "<i8"))
-
-
-class Encoder(Protocol):
-    """A TextEncoder (peer/corpus/tokenizer.py), here or in a process of its own."""
-
-    @property
-    def end(self) -> int | None: ...
-
-    def pieces(self, texts: Sequence[str], begins: Sequence[bool]) -> list[list[int]]: ...
-
-
-def encode(encoder: Encoder, pieces: Sequence[bytes], ends: Sequence[bool], begins: bool) -> list[list[int]]:
-    """Returns the ids of each piece of a unit, with the end-of-text token, if there is one, behind each document.
-
-    An empty document has no ids. `begins`: whether the first piece begins a document.
-    """
-    tail = [] if encoder.end is None else [encoder.end]
-    found = encoder.pieces([piece.decode() for piece in pieces], [begins, *ends][: len(pieces)])
-    return [ids + tail if piece and last else ids for ids, piece, last in zip(found, pieces, ends, strict=True)]
 
 
 ROWS = 8

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from peer import events
 from peer.corpus.text import Text
+from peer.corpus.tokenizer import read_tokenizer
 from peer.corpus.tokenizer_process import TokenizerProcess
 from peer.net.base import cancel
 from peer.node.background import BackgroundExecutor
@@ -294,7 +295,7 @@ class Evaluator:
             return ""
         try:
             if self._tokenizer is None:
-                self._tokenizer = await self.tools.tokenizer()
+                self._tokenizer = read_tokenizer(await self.tools.tokenizer(), self.manifest.tokenizer.digest)
             written = await run(model.goes_on, prompt, SAMPLE_IDS)
         except PotluckError:
             return ""

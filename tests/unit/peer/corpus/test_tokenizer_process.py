@@ -106,7 +106,10 @@ async def test_a_decoder_that_doubles_costs_little(raw: bytes) -> None:
 @pytest.mark.parametrize("raw", [catastrophic(), growing_input()], ids=["pattern", "normalizer"])
 def test_encoding_ends(raw: bytes) -> None:
     before = used()
-    with TokenizerProcess(raw) as there, pytest.raises(UsageError, match=r"takes more|use another"):
+    with (
+        TokenizerProcess(raw) as there,
+        pytest.raises(UsageError, match=r"to use it takes more time or memory|use another"),
+    ):
         there.ids("e" * 4_000 + " !")
     assert used() - before < tokenizer_process.ENCODING_SECONDS + 5
 
