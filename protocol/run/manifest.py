@@ -38,6 +38,8 @@ MAX_KEYS = 500
 MAX_EVALUATED = 1 << 20
 EVALUATED_SHARE = 0.06
 """Most sequences measured, as a share of those trained between two evaluations; a third of the cost each."""
+EVALUATED_TIME = EVALUATED_SHARE / 3
+"""Of a replica's time."""
 MAX_MIRRORS = 8
 MAX_MIRROR = 512
 """Characters."""

@@ -24,7 +24,7 @@ from protocol.run import layout
 from protocol.wire.announcement import Announcement
 from protocol.wire.plan import ReplicaSpec, StageSpec
 from protocol.wire.schema import build, plain
-from tests.support import plans
+from tests.support import plans, tiny
 from tests.support.gpu_memory import GB, RUNS
 
 FREE = 0.9
@@ -229,3 +229,28 @@ def test_a_file_of_machines_may_say_what_is_beside_a_card(tmp_path: Path) -> Non
     path.write_text('[[peers]]\nmemory = "12GB"\nhost = "16GB"\n')
     with pytest.raises(UsageError, match="host is the memory beside a GPU"):
         plan_command.read_peers(path)
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_needs_of_all_ranges_are_those_of_each(name: str, device: str) -> None:
+    layers = RUNS[name].model.n_layers
+    expected = {
+        (a, b): budget.needs_of(RUNS[name], a, b, device) for a in range(layers) for b in range(a + 1, layers + 1)
+    }
+    assert budget.needs_by_range(RUNS[name], device) == expected
+
+
+def test_the_deepest_model_costs_few_looks_at_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has 131,328 ranges of blocks."""
+    model = dataclasses.replace(tiny.manifest().model, n_layers=layout.MAX_LAYERS)
+    counted, needs_of = 0, budget.needs_of
+
+    def counting(*arguments: Any) -> budget.Bytes:
+        nonlocal counted
+        counted += 1
+        return needs_of(*arguments)
+
+    monkeypatch.setattr(budget, "needs_of", counting)
+    assert len(budget.needs_by_range(tiny.manifest(model=model))) == 131_328
+    assert counted <= 3 * layout.MAX_LAYERS
