@@ -71,8 +71,8 @@ class TokenizerProcess:
     """
 
     def __init__(self, raw: bytes, name: str = "tokenizer") -> None:
-        if len(raw) > MAX_TOKENIZER:
-            raise UsageError(f"{name}: has {len(raw)} bytes, at most {MAX_TOKENIZER}; use a smaller one")
+        if not 0 < len(raw) <= MAX_TOKENIZER:
+            raise UsageError(f"{name}: has {len(raw)} bytes, not 1 to {MAX_TOKENIZER}; use another tokenizer.json")
         self._name = name
         self._facts: Facts | None = None
         self._process = subprocess.Popen(
@@ -251,7 +251,7 @@ class _Child:
     def _encoder(self) -> TextEncoder:
         from peer.corpus.tokenizer import TextEncoder
 
-        _allow(READING_SECONDS, self._most)
+        _allow(3 * READING_SECONDS, self._most)  # it makes two copies
         return TextEncoder(self._tokenizer)
 
     def _encoder_for(self, size: int) -> TextEncoder:

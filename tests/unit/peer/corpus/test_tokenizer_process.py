@@ -124,7 +124,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_tokenizer_is_refused_in_one_line(name: str) -> None:
-    with TokenizerProcess(BAD[name]) as there, pytest.raises(UsageError, match=r"^tokenizer: [^\n]*$"):
+    with pytest.raises(UsageError, match=r"^tokenizer: [^\n]*$"), TokenizerProcess(BAD[name]) as there:
         _ = there.end
 
 
