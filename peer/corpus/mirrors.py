@@ -61,8 +61,12 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 async def public_addresses(host: str, port: int) -> Sequence[str]:
     """The host's addresses on the internet. Raises OSError where it has none."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = dict.fromkeys(str(address[0]) for *_, address in found)
-    public = [address for address in addresses if hosts.is_global(address)]
+    return only_public(host, [str(address[0]) for *_, address in found])
+
+
+def only_public(host: str, addresses: Iterable[str]) -> list[str]:
+    """Those of a host's addresses that are on the internet. Raises OSError where none is."""
+    public = [address for address in dict.fromkeys(addresses) if hosts.is_global(address)]
     if not public:
         raise OSError(f"{host[:80]} is no host of the internet but of a local network; it is not asked")
     return public

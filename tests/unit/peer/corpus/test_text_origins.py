@@ -9,12 +9,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpcore2
 import numpy as np
 import pytest
 
 from peer.corpus.fetched import FetchTimeouts
-from peer.corpus.mirrors import Mirrors
+from peer.corpus.mirrors import Mirrors, only_public
 from protocol.errors import RemoteError, UsageError
 from tests.support import web_server
 from tests.support.text_swarm import STEP, Noise, Reader, TextSwarm, given, write_noise
@@ -352,27 +351,36 @@ async def test_no_mirror_leads_into_the_network_of_a_guest(contexts: tuple[ssl.S
 
 
 async def test_a_connection_goes_to_an_address_that_was_checked(
-    contexts: tuple[ssl.SSLContext, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
+    noise: Noise, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
 ) -> None:
-    """Of public and local addresses only the public ones are taken. A name that leads elsewhere the second time is
-    resolved once for a connection."""
-    asked, connected, loop = list[str](), list[str](), asyncio.get_running_loop()
+    """A name that leads elsewhere the second time is looked up once for a connection; nobody else looks it up."""
+    server, asked = Server(noise.folder, web_server.honest), list[str]()
 
-    async def getaddrinfo(host: str, port: int, **kwargs: Any) -> list[Any]:
+    async def resolve(host: str, port: int) -> list[str]:
         asked.append(host)
-        addresses = ["10.0.0.1", "1.1.1.1", "::1"] if len(asked) == 1 else ["10.0.0.1", "::1"]
-        return [(2, 1, 6, "", (address, port)) for address in addresses]
+        return ["127.0.0.1"] if len(asked) == 1 else only_public(host, ["10.0.0.1"])
 
-    async def connect_tcp(self: Any, host: str, *_: Any) -> Any:
-        connected.append(host)
-        raise httpcore2.ConnectError("refused")
+    async with serving(server, contexts[0]):
+        for expected in (noise.index.to_bytes(), None):
+            mirrors = Mirrors(contexts[1], resolve=resolve)
+            try:
+                (mirror,) = mirrors.all([server.address])
+                if expected is not None:
+                    assert await mirror.whole("index", 1 << 20) == expected
+                else:
+                    with pytest.raises(RemoteError, match="no host of the internet"):
+                        await mirror.whole("index", 1 << 20)
+            finally:
+                await mirrors.aclose()
+    assert (asked, len(server.requests)) == ([web_server.NAME] * 2, 1)
 
-    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(httpcore2.AnyIOBackend, "connect_tcp", connect_tcp)
-    told = await connections_to(["https://mirror.example", "https://mirror.example"], contexts)
-    assert (asked, connected) == (["mirror.example"] * 2, ["1.1.1.1"])
-    assert "refused" in told[0]
-    assert "no host of the internet" in told[1]
+
+def test_of_all_addresses_of_a_host_only_those_of_the_internet_are_asked() -> None:
+    mixed = ["10.0.0.1", "1.1.1.1", "::1", "2606:4700::1111", "1.1.1.1", "169.254.169.254"]
+    assert only_public("a.example", mixed) == ["1.1.1.1", "2606:4700::1111"]
+    for none in ([], ["10.0.0.1"], ["fe80::1%eth0"], ["no address"]):
+        with pytest.raises(OSError, match="no host of the internet"):
+            only_public("a.example", none)
 
 
 @pytest.mark.parametrize("address", ["hf://models/us/text", "hf://datasets/text"])
