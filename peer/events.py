@@ -21,8 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from protocol.run import layout
 from protocol.run import manifest as manifests
-from protocol.run.manifest import Manifest
+from protocol.run.manifest import EVALUATED_TIME, Manifest
 from protocol.wire import commit as wire
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.claims import Evaluation, Score
@@ -212,6 +213,16 @@ class Found:
     """Seconds of training in a round."""
     probation: int = 0
     """Rounds in which a newcomer's work has no weight."""
+    state_bytes: int = 0
+    """Disk of a state of the whole model; a full replica keeps two."""
+    state_seconds: float = 0.0
+    """Seconds of training between two that are written."""
+    sent_a_day: int = 0
+    """Most bytes of updates that a full replica sends; it fetches as many of each other replica."""
+    measuring: float = 0.0
+    """Most of a full replica's time for measuring the model and others' updates, as a part."""
+    mirrors: tuple[str, ...] = ()
+    """Web addresses that may be asked for the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -538,13 +549,25 @@ def listening(run: str, addresses: Sequence[str]) -> Listening:
 
 
 def found(manifest: Manifest) -> Found:
-    """Makes the event of a run that was found."""
+    """Makes the event of a run that was found, with what it may cost this machine."""
+    from protocol.codec import sparse
+
+    spec, seconds = manifest.model, manifest.timing.training_seconds
+    update = sum(
+        sparse.max_payload_size(manifest.outer.codec, layout.shapes(spec, shard)) for shard in layout.shard_names(spec)
+    )
+    evaluating = EVALUATED_TIME if manifest.evaluation.every else 0.0
     return Found(
         run=manifest.run_id,
         name=manifest.name,
         parameters=manifests.parameters(manifest),
-        round_seconds=manifest.timing.training_seconds,
+        round_seconds=seconds,
         probation=manifest.admission.probation if manifest.admission.is_open else 0,
+        state_bytes=12 * manifests.parameters(manifest),
+        state_seconds=manifest.checkpoint_rounds * seconds,
+        sent_a_day=int(update * 86400 / seconds),
+        measuring=evaluating + manifest.judging.score_share,
+        mirrors=manifest.data.mirrors,
     )
 
 

@@ -134,7 +134,7 @@ async def serve(config: NodeConfig) -> None:
     """Runs the node until the run is over or its operator is dismissed."""
     from bootstrap.archive import Archive
     from bootstrap.node import BootstrapNode
-    from peer.corpus.tokenizer import check_document_end
+    from peer.corpus.tokenizer_process import check_document_end
     from protocol.round.leader_events import Question
 
     options, manifest, folder, identity = config.options, config.manifest, config.options.dir, config.key
@@ -182,7 +182,7 @@ async def serve(config: NodeConfig) -> None:
 
 async def _fetch_tokenizer(node: NodeConfig, transport: Transport, archive: Archive, emit: events.Emit) -> None:
     """Fetches the run's tokenizer from another node; retries until one has it. Raises UsageError, TransportLost."""
-    from peer.corpus.tokenizer import check_document_end
+    from peer.corpus.tokenizer_process import check_document_end
 
     manifest, pause = node.manifest, open_run.FIRST_PAUSE_SECONDS
     nodes = [peer for peer in dict.fromkeys((*peers_of(node.others), *manifest.operators)) if peer != node.key.peer_id]
@@ -201,7 +201,7 @@ async def _fetch_tokenizer(node: NodeConfig, transport: Transport, archive: Arch
             pause = min(2 * pause, open_run.LONGEST_PAUSE_SECONDS)
     finally:
         await log.aclose()
-    check_document_end(manifest.model, raw)
+    await asyncio.to_thread(check_document_end, manifest.model, raw)
     archive.save_tokenizer(raw)
     if node.text is None and not manifest.data.mirrors:
         remedy = "to serve it here, too, copy the corpus of one, and add --corpus FOLDER"

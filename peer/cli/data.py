@@ -20,6 +20,7 @@ from protocol.run.corpus import TOKENIZER, CorpusIndex
 
 if TYPE_CHECKING:
     from peer.corpus.build import Request
+    from peer.corpus.tokenizer_process import TokenizerProcess
 
 SAMPLE_CHARACTERS = 160
 
@@ -124,7 +125,6 @@ def tokenizer_file(name: str) -> bytes:
 async def show(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a corpus.")]) -> None:
     """Show a corpus: its digest, what it was made of, and how its text looks."""
     from peer.corpus.text import CorpusReader
-    from peer.corpus.tokenizer import load_tokenizer
     from peer.net.disk import Disk
 
     reader = CorpusReader(folder, Disk())
@@ -132,15 +132,22 @@ async def show(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Fo
         print(line)
     reader.require_whole(f"corpus {folder}")
     ids = reader.held_out(1)[0].tolist()
-    tokenizer = load_tokenizer(folder / TOKENIZER, reader.index.tokenizer)
-    print(f"a held-out sequence begins: {clean(tokenizer.decode(ids), SAMPLE_CHARACTERS)}")
+    with _tokenizer(folder, reader.index) as tokenizer:
+        print(f"a held-out sequence begins: {clean(tokenizer.decode(ids), SAMPLE_CHARACTERS)}")
+
+
+def _tokenizer(folder: Path, index: CorpusIndex) -> TokenizerProcess:
+    """A corpus's tokenizer. Raises UsageError."""
+    from peer.corpus.tokenizer import read_tokenizer
+    from peer.corpus.tokenizer_process import TokenizerProcess
+
+    return TokenizerProcess(read_tokenizer(folder / TOKENIZER, index.tokenizer), f"tokenizer {folder / TOKENIZER}")
 
 
 def described(index: CorpusIndex, folder: Path) -> list[str]:
     """A corpus as text. Raises UsageError if its tokenizer is missing."""
-    from peer.corpus.tokenizer import end_of_text, load_tokenizer
-
-    end = end_of_text(load_tokenizer(folder / TOKENIZER, index.tokenizer))
+    with _tokenizer(folder, index) as tokenizer:
+        end = tokenizer.end
     ends = "none of which ends" if end is None else f"of which {end} ends"
     chunks, bytes = number(index.n_chunks, "chunk"), size(index.sequences * index.stride)
     return [

@@ -36,6 +36,7 @@ from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door, Run, here, manifest_of, parse_run
 from peer.node.way_in import NetworkStart
 from peer.training.device import Hardware, free_disk, name_of, parse_devices, parse_size, smallest_budget, try_torch
+from peer.ui.lines import price
 from peer.ui.monitor import Monitor
 from peer.ui.text import clean, rate, size
 from protocol.errors import PotluckError, UsageError
@@ -417,6 +418,8 @@ async def _swarm(look: Look, run: Run, hardware: Hardware) -> None:
         manifest = await manifest_of(run, transport)
         text = f"{clean(manifest.name)} {manifest.run_id[:12]}, {manifest.rounds} rounds by its manifest"
         find(Finding("run", GOOD, text))
+        for line in price(events.found(manifest)):
+            find(Finding("cost", GOOD, line))
         hardware = hardware.useful(manifest, lambda why: find(_failed("devices", why, WARNING)))
         look.at("reach")
         transport, reached = await way_in.find_reach(transport, manifest)

@@ -304,7 +304,7 @@ async def check_document_end(manifest: Manifest, tokenizer: Callable[[], Awaitab
     Skipped for runs without document ends, and if no node has the tokenizer now.
     """
     if manifest.model.document_end_id >= 0:
-        from peer.corpus.tokenizer import check_document_end as check
+        from peer.corpus.tokenizer_process import check_document_end as check
 
         with contextlib.suppress(RemoteError):
             raw = await tokenizer()

@@ -40,8 +40,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire import logfile
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
+    from peer.corpus.tokenizer_process import TokenizerProcess
     from peer.log import replay
     from peer.training.inference import Dice
     from peer.training.model import Stage
@@ -113,7 +112,7 @@ class Trained:
     window: int
     """Tokens of a sequence in training."""
     stage: Stage
-    tokenizer: Tokenizer
+    tokenizer: TokenizerProcess
 
     def __str__(self) -> str:
         millions = layout.total_parameters(self.stage.spec) / 1e6
@@ -126,7 +125,7 @@ class Trained:
 
 async def trained(choice: Choice) -> Trained:
     """Loads the model. Raises UsageError, LocalError, RemoteError."""
-    from peer.corpus.tokenizer import parse_tokenizer, vocabulary
+    from peer.corpus.tokenizer_process import TokenizerProcess
     from peer.log import export
     from peer.training import inference
 
@@ -140,10 +139,10 @@ async def trained(choice: Choice) -> Trained:
         found = await (_own_model(choice) if checkpoints_in(Path(choice.where)) else replayed(choice))
         name, round, window = found.manifest.name, found.state.round, found.manifest.train.sequence
         spec, theta, raw = found.manifest.model, found.state.theta, found.tokenizer
-    tokenizer = parse_tokenizer(raw, "tokenizer")
-    if vocabulary(tokenizer) > spec.vocab_size:
+    tokenizer = TokenizerProcess(raw)
+    if tokenizer.vocabulary > spec.vocab_size:
         raise UsageError(
-            f"tokenizer: has {vocabulary(tokenizer)} ids, the model {spec.vocab_size}; give it the one that it was"
+            f"tokenizer: has {tokenizer.vocabulary} ids, the model {spec.vocab_size}; give it the one that it was"
             " trained with"
         )
     return Trained(name=name, round=round, window=window, stage=inference.load(spec, theta), tokenizer=tokenizer)
@@ -260,13 +259,11 @@ class Writer:
 
     def ids(self, beginning: str) -> list[int]:
         """Token ids of the beginning of a document. Raises UsageError."""
-        from peer.corpus.tokenizer import TextEncoder
-
         try:
             beginning.encode()
         except UnicodeEncodeError:
             raise UsageError("the beginning: is not UTF-8; type it in a terminal that is set to UTF-8") from None
-        encoder = TextEncoder(self.model.tokenizer)
+        encoder = self.model.tokenizer
         ids = [] if encoder.end is None else [encoder.end]
         ids += encoder.ids(beginning)
         if not ids:
@@ -277,10 +274,10 @@ class Writer:
 
     def text(self, ids: Sequence[int]) -> Iterator[str]:
         """The continuation of `ids` in pieces that are safe to print, until the model ends it. Raises LocalError."""
-        from peer.corpus.tokenizer import Decoder, end_of_text
+        from peer.corpus.tokenizer import Decoder
         from peer.training import inference
 
-        decoder, end = Decoder(self.model.tokenizer, ids), end_of_text(self.model.tokenizer)
+        decoder, end = Decoder(self.model.tokenizer, ids), self.model.tokenizer.end
         endless = inference.continuation(self.model.stage, ids, self.model.window, self.dice)
         for new in itertools.islice(endless, self.tokens):
             if new == end:

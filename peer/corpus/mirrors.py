@@ -2,6 +2,9 @@
 
 A mirror has the files of a corpus's folder (docs/guides/data.md) under its address, and is asked for parts of files
 (RFC 9110, section 14). Bytes, seconds and redirects of its answers are bounded; only https is spoken.
+
+A manifest names mirrors, so only hosts of the internet are asked, also behind redirects: a name is resolved, its
+addresses are checked, and the connection goes to a checked one.
 """
 
 from __future__ import annotations
@@ -10,11 +13,14 @@ import asyncio
 import contextlib
 import dataclasses
 import email.utils
+import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
+import httpcore2
 import httpx2
 from huggingface_hub import hf_hub_url
 
@@ -24,7 +30,7 @@ from peer.net.blobs.holders import Corrupt
 from peer.net.lru import LruDict
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError, UsageError, shown
-from protocol.run import corpus
+from protocol.run import corpus, hosts
 
 REDIRECTS = 5
 SILENT_SECONDS = 10.0
@@ -48,21 +54,77 @@ class MirrorBusy(RemoteError):
         self.seconds = seconds
 
 
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Returns the IP addresses of a host and port that may be asked. Raises OSError."""
+
+
+async def public_addresses(host: str, port: int) -> Sequence[str]:
+    """The host's addresses on the internet. Raises OSError where it has none."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return only_public(host, [str(address[0]) for *_, address in found])
+
+
+def only_public(host: str, addresses: Iterable[str]) -> list[str]:
+    """Those of a host's addresses that are on the internet. Raises OSError where none is."""
+    public = [address for address in dict.fromkeys(addresses) if hosts.is_global(address)]
+    if not public:
+        raise OSError(f"{host[:80]} is no host of the internet but of a local network; it is not asked")
+    return public
+
+
+class _Connections(httpcore2.AsyncNetworkBackend):
+    """Connects to the addresses that `resolve` gives, and to no others."""
+
+    def __init__(self, resolve: Resolve) -> None:
+        self._resolve = resolve
+        self._network = httpcore2.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        try:
+            *others, last = await self._resolve(host, port)
+        except (OSError, UnicodeError) as error:
+            raise httpcore2.ConnectError(shown(error)) from None
+        for address in others:
+            with contextlib.suppress(httpcore2.ConnectError, httpcore2.ConnectTimeout):
+                return await self._network.connect_tcp(address, port, timeout, local_address, socket_options)
+        return await self._network.connect_tcp(last, port, timeout, local_address, socket_options)
+
+
+class _HttpTransport(httpx2.AsyncHTTPTransport):
+    def __init__(self, verify: ssl.SSLContext | bool, resolve: Resolve) -> None:
+        super().__init__()
+        self._pool = httpcore2.AsyncConnectionPool(
+            ssl_context=httpx2.create_ssl_context(verify), network_backend=_Connections(resolve)
+        )
+
+
 class Mirrors:
     """The client of all mirrors of a run.
 
     verify: trusted certificates (default: the system's)
     hub: the hub's address (default: as `huggingface_hub` finds it)
     silence: longest time without an answer, in seconds
+    resolve: finds the addresses of a host that may be asked
     """
 
     def __init__(
-        self, verify: ssl.SSLContext | None = None, hub: str | None = None, silence: float = SILENT_SECONDS
+        self,
+        verify: ssl.SSLContext | None = None,
+        hub: str | None = None,
+        silence: float = SILENT_SECONDS,
+        resolve: Resolve = public_addresses,
     ) -> None:
         self._hub = hub
         self._silence = silence
         self._client = httpx2.AsyncClient(
-            verify=verify or True, timeout=silence, headers={"Accept-Encoding": "identity"}
+            transport=_HttpTransport(verify or True, resolve), timeout=silence, headers={"Accept-Encoding": "identity"}
         )
 
     def all(self, addresses: Sequence[str]) -> list[Mirror]:

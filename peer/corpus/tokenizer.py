@@ -7,19 +7,18 @@ import json
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from protocol.errors import UsageError, os_errors
-from protocol.run.layout import ModelSpec
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
 
-def load_tokenizer(source: Path | bytes, digest: str) -> Tokenizer:
-    """The tokenizer in a JSON file (or its bytes), whose sha256 must be the manifest's `digest`. Raises UsageError."""
+def read_tokenizer(source: Path | bytes, digest: str) -> bytes:
+    """A tokenizer's JSON file, or its bytes, whose sha256 must be the manifest's `digest`. Raises UsageError."""
     name = "tokenizer" if isinstance(source, bytes) else f"tokenizer {source}"
     with os_errors(name, "put the run's tokenizer.json there"):
         raw = source if isinstance(source, bytes) else source.read_bytes()
@@ -28,7 +27,12 @@ def load_tokenizer(source: Path | bytes, digest: str) -> Tokenizer:
         raise UsageError(
             f"{name}: its digest is {found[:12]}…, the manifest says {digest[:12]}…; use the run's own tokenizer.json"
         )
-    return parse_tokenizer(raw, name)
+    return raw
+
+
+def load_tokenizer(source: Path | bytes, digest: str) -> Tokenizer:
+    """The tokenizer in `read_tokenizer`, of our own: it may take any time and memory. Raises UsageError."""
+    return parse_tokenizer(read_tokenizer(source, digest), "tokenizer" if isinstance(source, bytes) else str(source))
 
 
 def parse_tokenizer(raw: bytes, name: str) -> Tokenizer:
@@ -113,6 +117,25 @@ class TextEncoder:
         return found
 
 
+class Encoder(Protocol):
+    """A TextEncoder, here or in a process of its own (peer/corpus/tokenizer_process.py)."""
+
+    @property
+    def end(self) -> int | None: ...
+
+    def pieces(self, texts: Sequence[str], begins: Sequence[bool]) -> list[list[int]]: ...
+
+
+def encode(encoder: Encoder, pieces: Sequence[bytes], ends: Sequence[bool], begins: bool) -> list[list[int]]:
+    """Returns the ids of each piece of a unit, with the end-of-text token, if there is one, behind each document.
+
+    An empty document has no ids. `begins`: whether the first piece begins a document.
+    """
+    tail = [] if encoder.end is None else [encoder.end]
+    found = encoder.pieces([piece.decode() for piece in pieces], [begins, *ends][: len(pieces)])
+    return [ids + tail if piece and last else ids for ids, piece, last in zip(found, pieces, ends, strict=True)]
+
+
 def _special_names(plain: dict[str, Any], end: str | None) -> set[str]:
     names = {token["content"] for token in plain["added_tokens"] if token["special"]}
     names |= {name for name in (end, plain["model"].get("unk_token")) if name}
@@ -156,22 +179,6 @@ def _without_prefix(plain: dict[str, Any]) -> bool:
     return found
 
 
-def check_document_end(model: ModelSpec, raw: bytes) -> None:
-    """Raises UsageError if the model's `document_end_id` is not what this tokenizer ends documents with."""
-    said = model.document_end_id
-    if said < 0:
-        return
-    end = end_of_text(parse_tokenizer(raw, "tokenizer"))
-    if said == end:
-        return
-    what, remedy = (
-        ("no id", "leave it out") if end is None else (f"id {end}", f"write {end} under [model], or leave it out")
-    )
-    raise UsageError(
-        f"manifest: document_end_id is {said}, but the run's tokenizer ends documents with {what}; {remedy}"
-    )
-
-
 def vocabulary(tokenizer: Tokenizer) -> int:
     """All ids are smaller than this."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
@@ -189,13 +196,19 @@ _CONTEXT = 8
 """Ids before the first one that say how it is written: some tokenizers drop a text's first space."""
 
 
+class Decodes(Protocol):
+    """A tokenizer, here or in a process of its own (peer/corpus/tokenizer_process.py)."""
+
+    def decode(self, ids: Sequence[int], /) -> str: ...
+
+
 class Decoder:
     """Decodes the ids that come after `before`, as soon as each character's bytes are there.
 
     Ids are decoded together until none is in the middle of a character. Bytes that are not UTF-8 become U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Decodes, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._before = list(before[-_CONTEXT:])
         self._pending: list[int] = []

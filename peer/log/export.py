@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from peer.corpus.tokenizer import end_of_text, parse_tokenizer
+from peer.corpus.tokenizer_process import TokenizerProcess
 from peer.log.replay import State
 from peer.net.disk import Disk
 from peer.state import tensor_file
@@ -147,8 +147,8 @@ def write(manifest: Manifest, state: State, tokenizer: bytes, folder: Path, disk
         for shard in layout.shard_names(spec)
         for (name, _), array in zip(layout.tensors(spec, shard), state.theta[shard], strict=True)
     }
-    parsed = parse_tokenizer(tokenizer, "tokenizer")
-    end = end_of_text(parsed)
+    with TokenizerProcess(tokenizer) as parsed:
+        end, end_name = parsed.end, parsed.end_name
     about = {
         "format": "pt",
         "run": manifest.run_id,
@@ -159,7 +159,7 @@ def write(manifest: Manifest, state: State, tokenizer: bytes, folder: Path, disk
     }
     words = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": spec.context}
     if end is not None:
-        words["eos_token"] = parsed.id_to_token(end)
+        words["eos_token"] = end_name
     temporary = folder.with_name(f".{folder.name}.part")
     disk.remove(temporary)
     disk.make_folder(temporary)

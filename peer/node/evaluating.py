@@ -27,17 +27,17 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from peer import events
 from peer.corpus.text import Text
-from peer.corpus.tokenizer import load_tokenizer
+from peer.corpus.tokenizer import read_tokenizer
+from peer.corpus.tokenizer_process import TokenizerProcess
 from peer.net.base import cancel
 from peer.node.background import BackgroundExecutor
 from peer.state.storage import Shards
 from protocol.codec import sparse
 from protocol.codec.sparse import Sparse
-from protocol.errors import PotluckError
+from protocol.errors import PotluckError, UsageError
 from protocol.identity import Identity
 from protocol.ledger import claims, part_lists, run_state, scoring
 from protocol.ledger.scoring import Scoring, Turn
@@ -200,7 +200,8 @@ class Evaluator:
     def __post_init__(self) -> None:
         self._scorer = self.tools.scorer
         self._only_scores = False
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizer: bytes | None = None
+        self._has_sample = True
         self._task: asyncio.Task[None] | None = None
         self._evaluation: Evaluation | None = None
         self._warned = False
@@ -289,14 +290,29 @@ class Evaluator:
         self.tell(self._evaluation)
 
     async def _sample(self, model: Model, run: Executor, prompt: list[int]) -> str:
-        """The model's text; empty where the tokenizer cannot be had, or the model has diverged."""
+        """The model's text; empty where the tokenizer cannot be had or used, or the model has diverged."""
+        if not self._has_sample:
+            return ""
         try:
             if self._tokenizer is None:
-                raw = await self.tools.tokenizer()
-                self._tokenizer = await asyncio.to_thread(load_tokenizer, raw, self.manifest.tokenizer.digest)
+                self._tokenizer = read_tokenizer(await self.tools.tokenizer(), self.manifest.tokenizer.digest)
             written = await run(model.goes_on, prompt, SAMPLE_IDS)
         except PotluckError:
             return ""
-        before = self._tokenizer.decode(prompt)
-        after = self._tokenizer.decode([*prompt, *written])[len(before) :]
-        return " ".join(f"{before} ⇒ {after}".split())[:LONGEST_SAMPLE]
+        try:
+            before, after = await decoded(self._tokenizer, prompt, [*prompt, *written])
+        except UsageError as error:
+            self._has_sample = False  # it costs this machine once
+            self.emit(events.Warning(text=f"held-out loss: measured without a sample of the model's text: {error}"))
+            return ""
+        return " ".join(f"{before} ⇒ {after[len(before) :]}".split())[:LONGEST_SAMPLE]
+
+
+async def decoded(tokenizer: bytes, *texts: Sequence[int]) -> list[str]:
+    """Decodes ids by a run's tokenizer, in a process with limits. Raises UsageError."""
+
+    def work() -> list[str]:
+        with TokenizerProcess(tokenizer) as process:
+            return [process.decode(ids) for ids in texts]
+
+    return await asyncio.to_thread(work)

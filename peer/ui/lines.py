@@ -18,6 +18,7 @@ from peer.ui.text import (
     Names,
     blocks,
     called,
+    clean,
     cleaned,
     clock,
     count,
@@ -141,6 +142,18 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             assert_never(never)
 
 
+def price(found: events.Found) -> list[str]:
+    """What the run may cost this machine, as text."""
+    mirrors = ", ".join(clean(mirror, 80) for mirror in found.mirrors)
+    return [
+        f"at most, as a full replica: {size(2 * found.state_bytes)} of disk for states, of which one is written every"
+        f" {duration(found.state_seconds)}, besides --store-limit and --data-limit; {size(found.sent_a_day)} of updates"
+        " sent a day, and as much fetched of each other replica",
+        f"{found.measuring:.0%} of its time at most is for measuring the model and others' work; it asks the run's"
+        f" nodes and peers, and {mirrors or 'no mirrors'}",
+    ]
+
+
 def _reaches(host: str) -> list[Said]:
     """A warning if the address to join works for some machines only."""
     if is_loopback(host):
@@ -163,7 +176,8 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
             rounds = "the first round" if f.probation == 1 else f"the first {f.probation} rounds"
             newcomers = f"the work of newcomers has no weight in {rounds} that they bring; it is judged"
             newcomers += ", and goes into their work after it"
-            return [Said("info", text), *([Said("info", newcomers)] if f.probation else [])]
+            said = [text, *([newcomers] if f.probation else []), *(price(f) if f.state_bytes else [])]
+            return [Said("info", line) for line in said]
         case events.ReadingLog() as log:
             return [_read_of_log(log)]
         case events.Fetching() as f:

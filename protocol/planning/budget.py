@@ -10,6 +10,7 @@ A stage needs `own` bytes of the device that trains and `host` bytes beside it (
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 
 from protocol.planning import memory
@@ -77,7 +78,11 @@ def needs_by_range(manifest: Manifest, device: str = CPU) -> dict[tuple[int, int
 @functools.lru_cache(maxsize=8)
 def _needs_by_range(manifest: Manifest, gpu: bool) -> dict[tuple[int, int], Bytes]:
     layers, device = manifest.model.n_layers, memory.GPU if gpu else CPU
-    return {(a, b): needs_of(manifest, a, b, device) for a in range(layers) for b in range(a + 1, layers + 1)}
+    inner = {n: needs_of(manifest, 1, 1 + n, device) for n in range(1, layers - 1)}  # all blocks are alike
+    found: dict[tuple[int, int], Bytes] = {}
+    for a, b in itertools.combinations(range(layers + 1), 2):
+        found[a, b] = inner[b - a] if a > 0 and b < layers else needs_of(manifest, a, b, device)
+    return found
 
 
 def fits(manifest: Manifest, budget: Budget, first: int, last: int) -> bool:

@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 
 MAX_SIZE = 1 << 24
 """Of every size of a model, so that a stranger's manifest cannot make anybody count without end."""
-MAX_LAYERS = 4096
+MAX_CONTEXT = 1 << 20
+"""Tokens of a sequence, as in a corpus (protocol/run/corpus.py)."""
+MAX_ROTATIONS = 1 << 27
+"""Values in either table of RoPE, `context` x d_model / n_heads: 1 GiB on a peer."""
+MAX_LAYERS = 512
+"""A peer and a leader look at every range of blocks."""
+MAX_THETA = 1e12
 MAX_FACTOR = 1e6
 ROPE_TYPES = ("linear", "llama3", "yarn")
 
@@ -93,12 +99,16 @@ class ModelSpec:
                 raise ValueError(f"{name} must be in 1..{MAX_SIZE}")
         if self.n_layers > MAX_LAYERS:
             raise ValueError(f"n_layers must be at most {MAX_LAYERS}")
+        if self.context > MAX_CONTEXT:
+            raise ValueError(f"context must be at most {MAX_CONTEXT}")
         if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
             raise ValueError("d_model / n_heads must be an even whole number (RoPE rotates pairs)")
         if self.num_key_value_heads < 0 or self.n_heads % (self.num_key_value_heads or self.n_heads):
             raise ValueError("num_key_value_heads must divide n_heads, or be 0 for as many")
-        if not self.rope_theta > 1:
-            raise ValueError("rope_theta must be more than 1")
+        if self.context * self.head_dim > MAX_ROTATIONS:
+            raise ValueError(f"context x d_model / n_heads must be at most {MAX_ROTATIONS}")
+        if not 1 < self.rope_theta <= MAX_THETA:
+            raise ValueError(f"rope_theta must be more than 1 and at most {MAX_THETA:g}")
         if not 0 < self.norm_eps < 1:
             raise ValueError("norm_eps must be more than 0 and less than 1")
         if not -1 <= self.document_end_id < self.vocab_size:

@@ -14,15 +14,16 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from protocol import identity
 from protocol.codec import formats
 from protocol.codec.formats import INDICES, VALUES, Codec
 from protocol.errors import UsageError, shown
-from protocol.run import layout
-from protocol.run.layout import ModelSpec
+from protocol.run import hosts, layout
+from protocol.run.layout import MAX_CONTEXT, ModelSpec
 from protocol.wire import framing
-from protocol.wire.bounds import LEAST_SHARE, MAX_PROBATION, MAX_SESSIONS
+from protocol.wire.bounds import LEAST_SHARE, MAX_PROBATION, MAX_ROUNDS, MAX_SESSIONS, MAX_STEPS
 from protocol.wire.schema import LATER, SchemaError, brief, build
 
 TRAINING_SHARE = 0.8
@@ -37,9 +38,29 @@ MAX_KEYS = 500
 MAX_EVALUATED = 1 << 20
 EVALUATED_SHARE = 0.06
 """Most sequences measured, as a share of those trained between two evaluations; a third of the cost each."""
+EVALUATED_TIME = EVALUATED_SHARE / 3
+"""Of a replica's time."""
 MAX_MIRRORS = 8
 MAX_MIRROR = 512
 """Characters."""
+MAX_HINTS = 64
+MAX_FILE = 128
+"""Characters of a file's name."""
+MAX_PEERS = 10**6
+MAX_CHECKPOINT_ROUNDS = 10_000
+"""Peers keep payloads since the last checkpoint, as far as their disk limits let them."""
+MAX_INNER_STEPS = 10**6
+MAX_MICRO_BATCHES, MAX_ROWS = 1 << 16, 1 << 16
+MAX_STEP_TOKENS = 1 << 24
+"""Of an inner step, whose text a peer has in memory: 128 MiB."""
+MAX_RATE = 10.0
+"""Of learning, inner and outer, and of weight decay."""
+MAX_CLIP = 1e6
+MAX_SCORE_SHARE = 0.5
+LEAST_HEARTBEAT = 0.1
+LEAST_SECONDS = 1.0
+"""Of a round's training, and until a silent process counts as gone."""
+MAX_DEADLINE = 30 * 86_400.0
 FRAME_HEAD_BYTES = 256
 """Bytes of a frame that a micro-batch's values leave free."""
 
@@ -53,7 +74,9 @@ class TokenizerSpec:
 
     def __post_init__(self) -> None:
         _hex(self.digest, "digest")
-        if "/" in self.file or self.file.startswith("."):
+        if not (self.file.isprintable() and len(self.file) <= MAX_FILE) or self.file.startswith("."):
+            raise ValueError(f"file must have at most {MAX_FILE} printable characters, the first one no dot")
+        if "/" in self.file or "\\" in self.file:
             raise ValueError("file must be a plain file name")
 
 
@@ -74,6 +97,8 @@ class DataSpec:
                 raise ValueError(f'mirrors must begin with "https://" or "hf://", without blanks, not "{mirror[:80]}"')
             if len(mirror) > MAX_MIRROR:
                 raise ValueError(f"mirrors may have {MAX_MIRROR} characters each, one has {len(mirror)}")
+            if mirror.startswith("https://") and not _is_on_the_internet(mirror):
+                raise ValueError(f'mirrors must be hosts of the internet, not "{mirror[:80]}"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +125,23 @@ class TrainSpec:
     momentum: float = field(default=0.95, metadata=LATER)
 
     def __post_init__(self) -> None:
-        for name in ("inner_steps", "micro_batches", "rows", "sequence", "total_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
+        for name, most in (
+            ("inner_steps", MAX_INNER_STEPS),
+            ("micro_batches", MAX_MICRO_BATCHES),
+            ("rows", MAX_ROWS),
+            ("sequence", MAX_CONTEXT),
+            ("total_steps", MAX_STEPS),
+        ):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be in 1..{most}")
+        if self.step_tokens > MAX_STEP_TOKENS:
+            raise ValueError(f"micro_batches x rows x sequence must be at most {MAX_STEP_TOKENS}")
         if not 0 <= self.warmup_steps < self.total_steps:
             raise ValueError("warmup_steps must be at least 0 and less than total_steps")
-        if self.lr <= 0 or self.clip <= 0 or self.weight_decay < 0:
-            raise ValueError("lr and clip must be positive, weight_decay at least 0")
+        if not (0 < self.lr <= MAX_RATE and 0 < self.clip <= MAX_CLIP):
+            raise ValueError(f"lr must be more than 0 and at most {MAX_RATE:g}, clip at most {MAX_CLIP:g}")
+        if not 0 <= self.weight_decay <= MAX_RATE:
+            raise ValueError(f"weight_decay must be in 0..{MAX_RATE:g}")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ValueError("beta1 and beta2 must be in [0, 1)")
         if self.optimizer not in OPTIMIZERS:
@@ -152,8 +187,8 @@ class OuterSpec:
         for name, value, known in (("values", self.values, VALUES), ("indices", self.indices, INDICES)):
             if value != known:
                 raise ValueError(f'{name} must be {known}, not "{value}"')
-        if not (0 <= self.beta <= 1 and self.eta > 0):
-            raise ValueError("beta must be in [0, 1] and eta positive")
+        if not (0 <= self.beta <= 1 and 0 < self.eta <= MAX_RATE):
+            raise ValueError(f"beta must be in [0, 1], eta more than 0 and at most {MAX_RATE:g}")
 
     @property
     def codec(self) -> Codec:
@@ -175,8 +210,8 @@ class JudgingSpec:
     score_share: float = field(default=0.02, metadata=LATER)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.score_share <= 1:
-            raise ValueError("score_share must be in 0..1")
+        if not 0 <= self.score_share <= MAX_SCORE_SHARE:
+            raise ValueError(f"score_share must be in 0..{MAX_SCORE_SHARE:g}")
         if not ((self.clip == 0 or 0.01 <= self.clip <= 100) and 0 <= self.agreement < 1 and 0 < self.copies <= 1):
             raise ValueError(
                 "clip must be 0 or in 0.01..100, agreement at least 0 and less than 1, copies more than 0 and at most 1"
@@ -206,10 +241,16 @@ class TimingSpec:
     gone_after: float = 15.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.heartbeat < self.gone_after < self.round_deadline:
-            raise ValueError("0 < heartbeat < gone_after < round_deadline must hold")
-        if not 0 <= self.round_seconds <= TRAINING_SHARE * self.round_deadline:
-            raise ValueError(f"round_seconds must be in 0..{TRAINING_SHARE:g} round_deadline")
+        if not self.heartbeat < self.gone_after < self.round_deadline:
+            raise ValueError("heartbeat < gone_after < round_deadline must hold")
+        if self.heartbeat < LEAST_HEARTBEAT or self.gone_after < LEAST_SECONDS:
+            raise ValueError(
+                f"heartbeat must be at least {LEAST_HEARTBEAT:g} s, gone_after at least {LEAST_SECONDS:g} s"
+            )
+        if self.round_deadline > MAX_DEADLINE:
+            raise ValueError(f"round_deadline must be at most {MAX_DEADLINE:g} s")
+        if self.round_seconds and not LEAST_SECONDS <= self.round_seconds <= TRAINING_SHARE * self.round_deadline:
+            raise ValueError(f"round_seconds must be 0 or in {LEAST_SECONDS:g}..{TRAINING_SHARE:g} round_deadline")
 
     @property
     def training_seconds(self) -> float:
@@ -267,6 +308,10 @@ class HintSpec:
 
     bootstrap: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if len(self.bootstrap) > MAX_HINTS or any(len(address) > MAX_MIRROR for address in self.bootstrap):
+            raise ValueError(f"bootstrap may name {MAX_HINTS} addresses of {MAX_MIRROR} characters at most")
+
 
 def why_no_quorum(nodes: int) -> str | None:
     """Why this many nodes cannot decide the rounds of a run, None if they can."""
@@ -313,8 +358,15 @@ class Manifest:
             raise ValueError(f"format {self.format} is not known to this version (knows {FORMAT})")
         if not 1 <= len(self.name) <= 64 or not self.name.isprintable():
             raise ValueError("name must have 1 to 64 printable characters")
-        if min(self.rounds, self.start_peers, self.checkpoint_rounds) < 1 or self.seed < 0:
-            raise ValueError("rounds, start_peers and checkpoint_rounds must be at least 1, seed at least 0")
+        for name, most in (
+            ("rounds", MAX_ROUNDS),
+            ("start_peers", MAX_PEERS),
+            ("checkpoint_rounds", MAX_CHECKPOINT_ROUNDS),
+        ):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be in 1..{most}")
+        if self.seed < 0:
+            raise ValueError("seed must be at least 0")
         if (refused := why_no_quorum(self.quorum)) is not None:
             raise ValueError(refused)
         if not self.quorum <= len(set(self.operators)) == len(self.operators) <= 16:
@@ -369,6 +421,17 @@ class Manifest:
 def _hex(text: str, name: str) -> None:
     if len(text) != 64 or any(c not in "0123456789abcdef" for c in text):
         raise ValueError(f"{name} must be a sha256 in 64 hexadecimal digits")
+
+
+def _is_on_the_internet(address: str) -> bool:
+    """Whether the host of a web address can be one of the internet; a name is looked up by whoever asks it."""
+    try:
+        parts = urlsplit(address)
+        host, _ = (parts.hostname or "").rstrip("."), parts.port
+    except ValueError:
+        return False
+    is_name = "." in host and host.rpartition(".")[2].isalpha() and not host.endswith((".localhost", ".local"))
+    return "@" not in parts.netloc and (is_name or hosts.is_global(host))
 
 
 def _build(data: Any, source: str) -> Manifest:

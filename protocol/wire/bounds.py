@@ -26,6 +26,10 @@ MAX_SHARDS = 4098
 MAX_TIME = 2.0**34
 """Unix seconds, in the year 2514: every clock and calendar can show it."""
 
+MAX_ROUNDS = 10**9
+"""Of a run: even rounds of a second would take thirty years."""
+MAX_STEPS = 10**15
+"""Of the learning rate's schedule."""
 MAX_PROBATION = 1000
 MAX_SESSIONS = 65_536
 LEAST_SHARE = 0.001
@@ -38,6 +42,10 @@ Size = Annotated[int, Within(0, 2**63)]
 """Bytes; what may be fetched follows from the model (protocol/ledger/part_lists.py)."""
 Round = Annotated[int, Within(0, 2**31 - 2)]
 """The round of a run: fits where a blob's round is kept (peer/net/blobs/store.py)."""
+Rounds = Annotated[int, Within(0, MAX_ROUNDS)]
+"""How many a run has."""
+Steps = Annotated[int, Within(0, MAX_STEPS)]
+"""Inner steps of the learning rate's schedule."""
 Since = Annotated[int, Within(-1, 2**53)]
 """Where a reader stands; -1: at the beginning."""
 Ballot = Annotated[int, Within(-1, MAX_BALLOT)]

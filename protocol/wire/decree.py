@@ -67,9 +67,9 @@ class Limits:
 class Schedule:
     """How long a run is, and what strangers may have in it (protocol/ledger/schedule.py)."""
 
-    rounds: bounds.Round
+    rounds: bounds.Rounds
     """It is over after so many."""
-    total_steps: bounds.Count
+    total_steps: bounds.Steps
     """The inner steps of the learning rate's schedule, as in the manifest's `train`."""
     limits: Limits | None = None
     """What strangers may have; None: what the manifest says."""

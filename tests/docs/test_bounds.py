@@ -16,6 +16,7 @@ from typer.models import OptionInfo
 from peer.cli import init
 from protocol.codec import blob_hash
 from protocol.identity import Identity
+from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import framing
@@ -154,7 +155,7 @@ def test_a_field_has_the_bounds_that_the_guide_states(name: str, least: str, mos
         some = [Identity(bytes([9, i] * 16)).peer_id for i in range(17)]
         assert [takes(path, some[:n]) for n in (0, 1, 16, 17)] == [False, True, True, False]
     elif "entries" in least:
-        item = {"mirrors": "https://a/{}", "keys": tiny.OPERATOR.peer_id}[path[-1]]
+        item = {"mirrors": "https://a.example/", "bootstrap": "x", "keys": tiny.OPERATOR.peer_id}[path[-1]]
         most_entries = int(most.split()[0])
         assert [takes(path, [item] * n) for n in (0, most_entries, most_entries + 1)] == [True, True, False]
     elif ", or 0" in least:
@@ -187,6 +188,10 @@ def test_the_bounds_in_the_sentences_are_those_of_the_code() -> None:
     assert f"has more than {blob_hash.MAX_BLOB_BYTES / 1e9:.1f} GB" in text
     assert f"a frame of {framing.MAX_FRAME >> 20} MiB" in text
     assert f"at most {manifests.MAX_MANIFEST_BYTES >> 10} KiB" in text
+    assert f"is at most {manifests.MAX_STEP_TOKENS}, whose ids are {8 * manifests.MAX_STEP_TOKENS >> 20} MiB" in text
+    assert f"is at most {layout.MAX_ROTATIONS}, the values" in text
+    assert f"`gone_after` is at least {manifests.LEAST_SECONDS:g} s" in text
+    assert f"at most {manifests.MAX_MIRROR} characters, and `tokenizer.file` {manifests.MAX_FILE}" in text
     assert f"to be read {init.MOST_EPOCHS:,} times at most" in text
     assert not takes(["model", "d_model"], 3), "RoPE turns pairs"
 

@@ -37,7 +37,10 @@ def test_it_says_what_this_machine_would_do_and_leaves(swarm: Swarm, tmp_path: P
     whole = tiny.full_memory(swarm.manifest)
     said = rehearse(swarm.addresses[0], tmp_path / "b", "--memory", whole, "--up", "20Mbps", "--down", "100Mbps")
     assert said.returncode == 0, said.stderr
-    found, run, machine, line, role, fetch, end = said.stdout.splitlines()
+    found, disk, beside, run, machine, line, role, fetch, end = said.stdout.splitlines()
+    assert re.search(r"at most, as a full replica: \S+ [kMG]B of disk .* \S+ [kMG]B of updates sent a day", disk)
+    assert "4% of its time at most is for measuring" in beside
+    assert beside.endswith("it asks the run's nodes and peers, and no mirrors")
     assert f"run {swarm.manifest.run_id[:12]}… demo: " in found
     assert re.fullmatch(
         rf"run {swarm.manifest.run_id[:12]} demo: round \d+ of 1000000 is decided, 1 other peer there", run

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-import ipaddress
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -15,6 +14,16 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+
+from peer.corpus.mirrors import public_addresses
+
+NAME = "mirror.example"
+"""Of every server: manifests name only hosts of the internet."""
+
+
+async def here(host: str, port: int) -> list[str]:
+    """Resolves NAME, for Mirrors; another host is looked up as a peer does it."""
+    return ["127.0.0.1"] if host == NAME else [*await public_addresses(host, port)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +65,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        return f"https://127.0.0.1:{self.port}{self.prefix.rstrip('/')}"
+        return f"https://{NAME}:{self.port}{self.prefix.rstrip('/')}"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, ssl.SSLError):
@@ -105,9 +114,9 @@ async def serving(server: Server, context: ssl.SSLContext) -> AsyncIterator[Serv
 
 
 def certificate(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """(what a server shows, what a client trusts): a certificate for 127.0.0.1."""
+    """(what a server shows, what a client trusts): a certificate for NAME."""
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
     now = datetime.datetime.now(datetime.UTC)
     made = (
         x509.CertificateBuilder()
@@ -117,7 +126,7 @@ def certificate(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         .serial_number(1)
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), False)
         .sign(key, hashes.SHA256())
     )
     pem = made.public_bytes(serialization.Encoding.PEM)

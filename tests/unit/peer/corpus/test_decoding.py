@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from peer.corpus import sources
 from peer.corpus.rows import Reading
-from peer.corpus.tokenizer import Decoder, parse_tokenizer
+from peer.corpus.tokenizer import Decoder, TextEncoder, parse_tokenizer
 from peer.corpus.tokenizing import ROWS, Read, windows
 from peer.node.open_run import ASSETS
 from peer.ui.text import harmless
@@ -85,7 +85,7 @@ def rows(
         (folder / name).write_bytes(text.encode())
     read = Read()
     found = [sources.parse(str(folder / name)) for name in texts]
-    return list(windows(found, Reading(), tokenizer, length, read)), read
+    return list(windows(found, Reading(), TextEncoder(tokenizer), length, read)), read
 
 
 @pytest.mark.parametrize("length", [1, 7, 64, 5000])

@@ -14,7 +14,7 @@ import pytest
 
 from peer.cli import join
 from peer.cli.main import main
-from peer.corpus.tokenizer import check_document_end
+from peer.corpus.tokenizer_process import check_document_end
 from peer.net import keyfile
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.memory import MemoryNetwork

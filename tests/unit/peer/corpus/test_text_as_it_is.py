@@ -21,8 +21,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from peer.cli.main import main
 from peer.corpus import sources
 from peer.corpus.rows import Reading
-from peer.corpus.tokenizer import TextEncoder, end_of_text, parse_tokenizer, with_end
-from peer.corpus.tokenizing import encode
+from peer.corpus.tokenizer import TextEncoder, encode, end_of_text, parse_tokenizer, with_end
 from peer.node.open_run import ASSETS
 from protocol.errors import UsageError
 from tests.support.texts import documents

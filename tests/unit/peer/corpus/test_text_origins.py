@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from peer.corpus.fetched import FetchTimeouts
-from peer.corpus.mirrors import Mirrors
+from peer.corpus.mirrors import Mirrors, only_public
 from protocol.errors import RemoteError, UsageError
 from tests.support import web_server
 from tests.support.text_swarm import STEP, Noise, Reader, TextSwarm, given, write_noise
-from tests.support.web_server import Request, Server, certificate, head, serving
+from tests.support.web_server import Request, Server, certificate, head, here, serving
 
 DEADLINE = 120.0
 BRIEF = 0.5
@@ -250,9 +250,14 @@ async def to_a_file(request: Request, data: bytes, writer: asyncio.StreamWriter)
     writer.write(head("302 Found", 0, "Location: file:///etc/passwd"))
 
 
+async def to_a_local_address(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(head("302 Found", 0, "Location: https://169.254.169.254/latest/meta-data"))
+
+
 MIRRORS = [
     not_found, busy, busy_for_ever, broken, breaks_off_in_the_middle, half_a_range, other_bytes, other_range,
     whole_files, endless, says_nothing, no_http, in_circles, to_plain_http, to_a_file,
+    to_a_local_address,
 ]  # fmt: skip
 
 
@@ -271,7 +276,7 @@ async def test_a_mirror_that_does_not_give_what_it_should_is_passed_over(
         addresses = [bad.address, good.address]
         async with TextSwarm(noise, tmp_path, nodes=0, mirrors=addresses) as swarm:
             found = patience(behave is says_nothing)
-            mirrors = Mirrors(contexts[1], silence=found.silence)
+            mirrors = Mirrors(contexts[1], silence=found.silence, resolve=here)
             reader = await swarm.start(mirrors=mirrors, patience=found)
             asked = len(bad.requests)
             await read(swarm, reader, 10)
@@ -299,12 +304,83 @@ async def test_a_mirror_alone_gives_everything(
     async with serving(hub, contexts[0]):
         mirror = "hf://datasets/us/text@v1/corpus"
         async with TextSwarm(noise, tmp_path, nodes=0, mirrors=[mirror]) as swarm:
-            endpoint = f"https://127.0.0.1:{hub.port}"
-            reader = await swarm.start(mirrors=Mirrors(contexts[1], endpoint), patience=patience(False))
+            endpoint = f"https://{web_server.NAME}:{hub.port}"
+            reader = await swarm.start(mirrors=Mirrors(contexts[1], endpoint, resolve=here), patience=patience(False))
             await read(swarm, reader, 30)
             assert not [line for line in reader.warnings if "mirror" in line]
             spans = [request.span for request in hub.requests if request.span is not None]
             assert max(end - start for start, end in spans) > 3 * 32768, "ranges come together"
+
+
+LOCAL = [
+    "127.0.0.1", "0.0.0.0", "10.0.0.1", "172.16.0.1", "192.168.1.1", "100.64.0.1", "169.254.169.254", "224.0.0.1",
+    "[::1]", "[::ffff:127.0.0.1]", "[::ffff:10.0.0.1]", "[64:ff9b::a00:1]", "[2002:a00:1::]", "[fd00::1]", "[fe80::1]",
+    "localhost", "2130706433", "127.1", "0x7f000001",
+]  # fmt: skip
+"""Hosts of a guest's own machine and network, in all spellings."""
+
+
+async def connections_to(addresses: Sequence[str], contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> list[str]:
+    """What each mirror answers to a request. Its addresses are checked by `public_addresses`."""
+    mirrors, told = Mirrors(contexts[1]), list[str]()
+    try:
+        for mirror in mirrors.all(addresses):
+            with pytest.raises(RemoteError) as error:
+                await mirror.whole("index", 100)
+            told.append(str(error.value))
+    finally:
+        await mirrors.aclose()
+    return told
+
+
+async def test_no_mirror_leads_into_the_network_of_a_guest(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+    """Neither by its address, nor by a name that resolves to one: nothing is even connected to."""
+    touched = 0
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal touched
+        touched += 1
+        writer.close()
+
+    listener = await asyncio.start_server(connected, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    async with listener:
+        told = await connections_to([f"https://{host}:{port}/corpus" for host in LOCAL], contexts)
+    assert not touched
+    assert all("no host of the internet" in line or "known" in line for line in told), told
+
+
+async def test_a_connection_goes_to_an_address_that_was_checked(
+    noise: Noise, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
+) -> None:
+    """A name that leads elsewhere the second time is looked up once for a connection; nobody else looks it up."""
+    server, asked = Server(noise.folder, web_server.honest), list[str]()
+
+    async def resolve(host: str, port: int) -> list[str]:
+        asked.append(host)
+        return ["127.0.0.1"] if len(asked) == 1 else only_public(host, ["10.0.0.1"])
+
+    async with serving(server, contexts[0]):
+        for expected in (noise.index.to_bytes(), None):
+            mirrors = Mirrors(contexts[1], resolve=resolve)
+            try:
+                (mirror,) = mirrors.all([server.address])
+                if expected is not None:
+                    assert await mirror.whole("index", 1 << 20) == expected
+                else:
+                    with pytest.raises(RemoteError, match="no host of the internet"):
+                        await mirror.whole("index", 1 << 20)
+            finally:
+                await mirrors.aclose()
+    assert (asked, len(server.requests)) == ([web_server.NAME] * 2, 1)
+
+
+def test_of_all_addresses_of_a_host_only_those_of_the_internet_are_asked() -> None:
+    mixed = ["10.0.0.1", "1.1.1.1", "::1", "2606:4700::1111", "1.1.1.1", "169.254.169.254"]
+    assert only_public("a.example", mixed) == ["1.1.1.1", "2606:4700::1111"]
+    for none in ([], ["10.0.0.1"], ["fe80::1%eth0"], ["no address"]):
+        with pytest.raises(OSError, match="no host of the internet"):
+            only_public("a.example", none)
 
 
 @pytest.mark.parametrize("address", ["hf://models/us/text", "hf://datasets/text"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import json
 import math
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -223,11 +225,18 @@ async def tokenizer() -> bytes:
 
 
 def measured(
-    key: Identity, newest: Commit, *, text: Text | None = None, loss: float = 2.0, fetch: Any = tokenizer, **more: Any
+    key: Identity,
+    newest: Commit,
+    *,
+    text: Text | None = None,
+    loss: float = 2.0,
+    fetch: Any = tokenizer,
+    raw: bytes = TOKENIZER,
+    **more: Any,
 ) -> list[Any]:
     """What a peer tells, and emits, when this commit is the newest."""
     told: list[Message | events.Body] = []
-    spec = TokenizerSpec(digest=hashlib.sha256(TOKENIZER).hexdigest())
+    spec = TokenizerSpec(digest=hashlib.sha256(raw).hexdigest())
     run = dataclasses.replace(RUN, evaluation=EvaluationSpec(every=2, sequences=4), train=TRAIN, tokenizer=spec)
     theta = {shard: [np.zeros(1, np.float32)] for shard in layout.shard_names(run.model)}
 
@@ -282,6 +291,23 @@ def test_without_a_tokenizer_there_are_figures_alone() -> None:
 
     for where in (gone, another):
         assert [x.sample for x in measured(KEYS[0], planned(0), fetch=where)] == ["", ""]
+
+
+def test_a_tokenizer_that_takes_any_time_costs_a_peer_its_samples_alone() -> None:
+    """Twenty doublings: 2^20 times the text, were it decoded."""
+    plain = json.loads(TOKENIZER)
+    step = {"type": "Replace", "pattern": {"String": "w"}, "content": "ww"}
+    plain["decoder"] = {"type": "Sequence", "decoders": [step] * 40}
+    raw = json.dumps(plain).encode()
+
+    async def fetch() -> bytes:
+        return raw
+
+    before = time.process_time()
+    warning, first, *_ = measured(KEYS[0], planned(0), fetch=fetch, raw=raw)
+    assert time.process_time() - before < 1.0, "nothing is decoded in the peer's own process"
+    assert (first.loss, first.sample) == (2.0, "")
+    assert "without a sample of the model's text: tokenizer: to use it takes more time or memory" in warning.text
 
 
 def test_others_do_not_and_an_auditor_always_does() -> None:

@@ -176,7 +176,7 @@ def _predicted(rate: float, latency: float, divisor: int, form: str, micro_batch
             inner_steps=1, micro_batches=micro_batches, rows=1, sequence=tokens, lr=1.0, warmup_steps=0, total_steps=9
         ),
         chains=ChainSpec(forward=form, backward=form),
-        timing=TimingSpec(round_deadline=1e9),
+        timing=TimingSpec(round_deadline=2e6),
     )
     swarm = Swarm(manifest, [Candidate(peer="", memory_bytes=1, up_bps=1)])
     seconds = tokens * 6 * 70e9 / (layers * 400e12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from protocol.run import layout
 from protocol.wire.announcement import Announcement
 from protocol.wire.plan import ReplicaSpec, StageSpec
 from protocol.wire.schema import build, plain
-from tests.support import plans
+from tests.support import plans, tiny
 from tests.support.gpu_memory import GB, RUNS
 
 FREE = 0.9
@@ -229,3 +230,25 @@ def test_a_file_of_machines_may_say_what_is_beside_a_card(tmp_path: Path) -> Non
     path.write_text('[[peers]]\nmemory = "12GB"\nhost = "16GB"\n')
     with pytest.raises(UsageError, match="host is the memory beside a GPU"):
         plan_command.read_peers(path)
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_needs_of_all_ranges_are_those_of_each(name: str, device: str) -> None:
+    layers = RUNS[name].model.n_layers
+    expected = {
+        (a, b): budget.needs_of(RUNS[name], a, b, device) for a in range(layers) for b in range(a + 1, layers + 1)
+    }
+    assert budget.needs_by_range(RUNS[name], device) == expected
+
+
+def test_the_deepest_model_costs_few_looks_at_stages() -> None:
+    """It has 131,328 ranges of blocks, most of which are alike."""
+    run = tiny.manifest(model=dataclasses.replace(tiny.manifest().model, n_layers=layout.MAX_LAYERS))
+    begun = time.process_time()
+    for _ in range(20):
+        budget.needs_of(run, 0, layout.MAX_LAYERS)
+    one = (time.process_time() - begun) / 20
+    begun = time.process_time()
+    assert len(budget.needs_by_range(run)) == 131_328
+    assert time.process_time() - begun < 8 * layout.MAX_LAYERS * one

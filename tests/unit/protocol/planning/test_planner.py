@@ -485,7 +485,8 @@ def test_what_takes_longer_to_move_than_ten_rounds_save_stays() -> None:
     assert _next(_swift(*speeds, up=enough), plan) == (5, 2, 5)
     assert _next(_swift(*speeds, up=enough - 4), plan) == (4, 4, 4)
     deadline = train.inner_steps * train.micro_batches * now / 2
-    short = dataclasses.replace(DEEP, timing=TimingSpec(round_deadline=deadline, heartbeat=1e-3, gone_after=1e-2))
+    timing = TimingSpec(round_deadline=deadline, heartbeat=0.1, gone_after=1.0)
+    short = dataclasses.replace(DEEP, timing=timing)
     assert _next(_swift(*speeds, up=enough), plan, short) == (4, 4, 4), "a round never lasts longer than its deadline"
     assert _next(_swift(*speeds, up=100 * enough), plan, short) == (5, 2, 5)
 
