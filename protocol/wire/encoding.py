@@ -64,24 +64,28 @@ def _dropped(peer: str, what: str) -> Iterator[None]:
 
 
 @functools.cache
-def limit_of(cls: type) -> Cost:
+def limit_of(cls: Any) -> Cost:
     """The most that a message of this kind has."""
     whole = most(cls) + SPARE
     return Cost(min(whole.size, LARGEST.size), min(whole.values, LARGEST.values))
 
 
-def decode(raw: bytes | memoryview, peer: str, *kinds: type[T]) -> T:
+@typing.overload
+def decode(raw: bytes | memoryview, peer: str) -> Message: ...
+@typing.overload
+def decode(raw: bytes | memoryview, peer: str, *kinds: type[T]) -> T: ...
+def decode(raw: bytes | memoryview, peer: str, *kinds: type[Any]) -> Any:
     """The message in `raw`, which `peer` sent; one of `kinds`, if any are given. Raises MessageError."""
     what = f"message from {short_peer(peer)}"
     with _dropped(peer, what):
         return _decode(framing.entries(raw), len(raw), peer, what, kinds)
 
 
-def _decode(found: dict[str, bytes], size: int, peer: str, what: str, kinds: tuple[type[T], ...]) -> T:
+def _decode(found: dict[str, bytes], size: int, peer: str, what: str, kinds: tuple[type, ...]) -> Any:
     kind = framing.unpack_message(found.pop("t", _NONE), limit=_LONGEST_KIND, values=1)
     if not isinstance(kind, str) or kind not in TYPES:
         raise SchemaError("t", "is not a known message type")
-    cls: type[T] = TYPES[kind]
+    cls = TYPES[kind]
     if kinds and cls not in kinds:
         raise MessageError(peer, f"{what}: unexpected {cls.__name__}; it was dropped")
     limit = limit_of(cls)
@@ -213,6 +217,14 @@ def record_head(raw: bytes | memoryview, peer: str) -> RecordHead:
 def decode_record(raw: bytes | memoryview, peer: str) -> Record:
     """A record of `peer` with right signatures; enough voters are not checked. Raises MessageError."""
     return record_head(raw, peer).record()
+
+
+def is_message(raw: bytes) -> bool:
+    """Whether these bytes are those of a message, if of anything, and not of a record."""
+    try:
+        return "t" in framing.entries(raw)
+    except framing.FrameError:
+        return False
 
 
 def message_or_head(raw: bytes, peer: str, *kinds: type[Any]) -> Any:
