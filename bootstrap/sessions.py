@@ -60,6 +60,8 @@ ANNOUNCEMENTS = Rate(0.5, 4.0)
 ATTEST_EVENTS = Rate(0.2, 10.0)
 RECORDS = Rate(1000.0, 4096.0)
 """Records of the log that are sent to one peer."""
+LOG_BYTES = Rate(1e6, 4e6)
+"""Bytes of them; who reads a long log calls for its pages (bootstrap/calls.py)."""
 FLOOD_SECONDS, FLOOD_MESSAGES, PAUSE_SECONDS = 10.0, 100, 0.002
 """A session floods after so many messages in a row, over so long, without a pause between two of them."""
 OUTBOX = 1024
@@ -118,24 +120,54 @@ def _bucket(rate: Rate) -> Callable[[], TokenBucket]:
     return lambda: TokenBucket(*rate)
 
 
+class Outbox(asyncio.Queue[bytes]):
+    """Messages that wait to be sent.
+
+    size: their bytes
+    held: the same, as its peer's guests count them
+    """
+
+    def __init__(self) -> None:
+        super().__init__(OUTBOX)
+        self.size = 0
+        self.held: Held | None = None
+
+    def _put(self, item: bytes) -> None:
+        super()._put(item)
+        self.size += len(item)
+        if self.held is not None:
+            self.held.add(len(item), now())
+
+    def _get(self) -> bytes:
+        item = super()._get()
+        self.size -= len(item)
+        if self.held is not None:
+            self.held.read(len(item), now())
+        return item
+
+    def clear(self) -> None:
+        """Drops all of them."""
+        while not self.empty():
+            self.get_nowait()
+
+
 @dataclass(slots=True)
 class Session:
     """One peer's open stream."""
 
-    outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
+    outbox: Outbox = field(default_factory=Outbox)
     messages: TokenBucket = field(default_factory=_bucket(MESSAGES))
     amounts: TokenBucket = field(default_factory=_bucket(Rate(1e6, 1e7)))
     paused_at: float = 0.0
     in_a_row: int = 0
     records: TokenBucket = field(default_factory=_bucket(RECORDS))
+    log_bytes: TokenBucket | None = None
     announcements: TokenBucket = field(default_factory=_bucket(ANNOUNCEMENTS))
     has_announced: bool = False
     attested: int = -1
     attests: TokenBucket = field(default_factory=_bucket(ATTEST_EVENTS))
     range: str = ""  # the address range that it comes from (protocol/ledger/ranges.py)
     leaves: bool = False  # whether it has said so
-    size: int = 0  # bytes in the outbox
-    held: Held | None = None  # the same, as its peer's guests count them
 
     def may_announce(self, all_sessions: TokenBucket, now: float) -> bool:
         """Whether an announcement is within the limits; the first one of a session needs none of `all_sessions`."""
@@ -165,36 +197,27 @@ class Session:
 
         A session with too many bytes in its outbox ends.
         """
-        if self.outbox.full():
+        if self.outbox.size and self.outbox.size + len(raw) > OUTBOX_BYTES:
+            if self.outbox.held is not None:
+                self.outbox.held.end()
             return
-        if self.size and self.size + len(raw) > OUTBOX_BYTES:
-            if self.held is not None:
-                self.held.end()
-            return
-        self.outbox.put_nowait(raw)
-        self.size += len(raw)
-        if self.held is not None:
-            self.held.add(len(raw), asyncio.get_running_loop().time())
-
-    async def next(self) -> bytes:
-        """Returns the next message of the outbox, once there is one."""
-        raw = await self.outbox.get()
-        self.size -= len(raw)
-        if self.held is not None:
-            self.held.read(len(raw), asyncio.get_running_loop().time())
-        return raw
+        with contextlib.suppress(asyncio.QueueFull):
+            self.outbox.put_nowait(raw)
 
     def post_records(self, records: Iterable[bytes], now: float) -> None:
-        """Queues as many of the log's records as the limits allow."""
-        for raw in records:
-            if self.size > RECORDS_BYTES or not self.records.take(now):
+        """Queues as many of the log's records as the limits allow; none is read before there is room for it."""
+        found = iter(records)
+        while self.outbox.size <= RECORDS_BYTES and (self.log_bytes is None or not self.log_bytes.wait(now)):
+            if not self.records.take(now) or (raw := next(found, None)) is None:
                 return
             self.post(raw)
+            if self.log_bytes is not None:
+                self.log_bytes.spend(now, len(raw))
 
     @property
     def is_crowded(self) -> bool:
         """Whether the outbox is half full: the rest is for commits."""
-        return self.outbox.qsize() >= OUTBOX // 2 or self.size >= OUTBOX_BYTES // 2
+        return self.outbox.qsize() >= OUTBOX // 2 or self.outbox.size >= OUTBOX_BYTES // 2
 
 
 @dataclass(eq=False)
@@ -244,8 +267,13 @@ class Sessions:
             await stream.send(encoding.encode(refusal))
             raise RemoteError(peer, f"peer {short_peer(peer)}: {refusal.reason}; its session was refused")
         before = self._streams.get(peer)
-        session = Session(amounts=TokenBucket(*self._bytes), paused_at=self.clock.steady(), range=where)
-        session.held = Held(self.transport.guests, peer, lambda: self._end(stream))
+        session = Session(
+            amounts=TokenBucket(*self._bytes),
+            log_bytes=TokenBucket(*LOG_BYTES),
+            paused_at=self.clock.steady(),
+            range=where,
+        )
+        session.outbox.held = Held(self.transport.guests, peer, lambda: self._end(stream))
         # before anything is awaited: of several new ones each ends the one before
         self.open[peer], self._streams[peer] = session, stream
         self.heard[peer] = self.clock.steady()
@@ -269,13 +297,12 @@ class Sessions:
             sender.cancel()
             if self.open.get(peer) is session:
                 del self.open[peer], self._streams[peer]
-            session.held.read(session.size, asyncio.get_running_loop().time())
-            session.held = None
+            session.outbox.clear()
             await asyncio.gather(sender, return_exceptions=True)
 
     async def _send(self, stream: Stream, session: Session) -> None:
         while True:
-            await stream.send(await session.next())
+            await stream.send(await session.outbox.get())
 
     def _end(self, stream: Stream) -> None:
         """Ends a session whose peer does not read."""
@@ -409,17 +436,16 @@ class Operators:
             link.post(encoding.encode(message))
 
     async def _send(self, node: str) -> None:
-        link = self.links[node]
+        outbox = self.links[node].outbox
         while True:
             try:
                 await self.directory.reach(node)
                 stream = await self.transport.open(node, endpoints.QUORUM, timeout=10.0)
                 asked = asyncio.create_task(self._asked(node, stream))
                 try:
-                    while not link.outbox.empty():
-                        await link.next()
+                    outbox.clear()
                     while True:
-                        await stream.send(await link.next())
+                        await stream.send(await outbox.get())
                 finally:
                     await cancel(asked)
                     await stream.close()

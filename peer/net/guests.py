@@ -45,7 +45,7 @@ OF_AN_ADDRESS = Rate(500.0, 250.0)
 TOGETHER = Rate(2000.0, 1000.0)
 """Turns, each about a third of a millisecond on a slow core. A newcomer takes one for each payload that it fetches."""
 TURNS_TO_OPEN = 2.0
-TURN_BYTES = 1600
+TURN_BYTES = 1024
 """Bytes of a message that take a turn to decode, if each is a value (tests/fuzz/test_costs.py)."""
 PASSED_TURN_BYTES = 128 * 1024
 """Bytes that take a turn to receive, or to read, pack and send, where nobody decodes them."""
