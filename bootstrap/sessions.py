@@ -36,6 +36,7 @@ from protocol.ledger.ranges import range_of
 from protocol.quorum.paxos import Quorum
 from protocol.round.leader import Leader
 from protocol.round.leader_events import JoinRequest
+from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
@@ -50,6 +51,8 @@ from protocol.wire.session import ChainReconfig, Heartbeat, Hello, LogRequest, N
 MAX_HELLO_BYTES = 2048
 MAX_MESSAGE_BYTES = 16 * 1024
 """Of a message in a session, besides two lists of all shards."""
+MAX_MESSAGE_VALUES, VALUES_OF_A_SHARD = 128, 8
+"""The same for a message's values: an offer has six for each shard."""
 SAID_BY_PEERS = (*typing.get_args(PeerMessage), ChainReconfig, *typing.get_args(Claim))
 SAID_BY_OPERATORS = (*typing.get_args(QuorumMessage), Heartbeat, LogRequest, Motion, Evaluation)
 MESSAGES = Rate(50.0, 100.0)
@@ -243,6 +246,7 @@ class Sessions:
         self._streams: dict[str, Stream] = {}
         self._ending = set[asyncio.Task[None]]()
         self._max_message_bytes = MAX_MESSAGE_BYTES + 2 * part_lists.longest(self.manifest)
+        self._most_values = most_values(self.manifest)
         bytes_per_second = ROUNDS_PER_SECOND * self._max_message_bytes
         self._bytes = Rate(bytes_per_second, 4 * bytes_per_second)
         self._silence = SILENT_HEARTBEATS * self.manifest.timing.heartbeat
@@ -291,7 +295,7 @@ class Sessions:
                     self.transport.guests.refuse(
                         peer, "says too much in its session", asyncio.get_running_loop().time()
                     )
-                await self.receive(peer, session, encoding.decode(raw, peer, *SAID_BY_PEERS))
+                await self.receive(peer, session, encoding.decode(raw, peer, *SAID_BY_PEERS, values=self._most_values))
                 await asyncio.sleep(session.pace(len(raw), self.clock.steady()))
         finally:
             sender.cancel()
@@ -335,6 +339,11 @@ class Sessions:
 def unexpected(peer: str, where: str, message: object) -> encoding.MessageError:
     """Returns the error for a message that has no place `where` it came."""
     return encoding.MessageError(peer, f"{where} of {short_peer(peer)}: unexpected {type(message).__name__}")
+
+
+def most_values(manifest: Manifest) -> int:
+    """Of a message in a session of this run."""
+    return MAX_MESSAGE_VALUES + VALUES_OF_A_SHARD * len(layout.shard_names(manifest.model))
 
 
 class OfferAnnouncer:
@@ -495,11 +504,12 @@ class Operators:
                 await stream.send(encoding.encode(LogRequest(after=self._newest_round)))
                 came = 0
             raw = await stream.recv(MAX_MESSAGE, timeout=max(0.0, end - now()))
-            if encoding.is_message(raw):
-                continue  # it is for a node that knows the sender
-            shown = encoding.record_head(raw, node)
-            if shown.commit.round != self._newest_round + 1:
-                continue  # it came another way meanwhile, or those before it are still to come
+            shown = None if encoding.is_message(raw) else encoding.record_head(raw, node)
+            if shown is None or shown.commit.round != self._newest_round + 1:
+                # it is for a node that knows the sender; or it came another way, or those before it are still to come
+                if len(raw) > MAX_ASKED_BYTES:
+                    self.transport.guests.offend(node, "shows a log that leads nowhere", now())
+                continue
             if (reason := history.why_not_after(self._manifest, self.head, shown)) is not None:
                 what = f"peer {short_peer(node)}: not an operator of this run, and a commit that it shows {reason}"
                 raise MessageError(node, f"{what}; it has no vote")

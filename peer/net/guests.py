@@ -47,7 +47,7 @@ TOGETHER = Rate(2000.0, 1000.0)
 TURNS_TO_OPEN = 2.0
 TURN_BYTES = 1024
 """Bytes of a message that take a turn to decode, if each is a value (tests/fuzz/test_costs.py)."""
-PASSED_TURN_BYTES = 128 * 1024
+PASSED_TURN_BYTES = 64 * 1024
 """Bytes that take a turn to receive, or to read, pack and send, where nobody decodes them."""
 HEADS_FIRST = frozenset({endpoints.QUORUM})
 """Streams of long messages, of which those of strangers are not decoded (bootstrap/sessions.py)."""

@@ -71,17 +71,22 @@ def limit_of(cls: Any) -> Cost:
 
 
 @typing.overload
-def decode(raw: bytes | memoryview, peer: str) -> Message: ...
+def decode(raw: bytes | memoryview, peer: str, *, values: int = ...) -> Message: ...
 @typing.overload
-def decode(raw: bytes | memoryview, peer: str, *kinds: type[T]) -> T: ...
-def decode(raw: bytes | memoryview, peer: str, *kinds: type[Any]) -> Any:
-    """The message in `raw`, which `peer` sent; one of `kinds`, if any are given. Raises MessageError."""
+def decode(raw: bytes | memoryview, peer: str, *kinds: type[T], values: int = ...) -> T: ...
+def decode(raw: bytes | memoryview, peer: str, *kinds: type[Any], values: int = LARGEST.values) -> Any:
+    """The message in `raw`, which `peer` sent; one of `kinds`, if any are given. Raises MessageError.
+
+    values: the most that a message has in this run, where that is less than its kind may have
+    """
     what = f"message from {short_peer(peer)}"
     with _dropped(peer, what):
-        return _decode(framing.entries(raw), len(raw), peer, what, kinds)
+        return _decode(framing.entries(raw), len(raw), peer, what, kinds, values)
 
 
-def _decode(found: dict[str, bytes], size: int, peer: str, what: str, kinds: tuple[type, ...]) -> Any:
+def _decode(
+    found: dict[str, bytes], size: int, peer: str, what: str, kinds: tuple[type, ...], values: int = LARGEST.values
+) -> Any:
     kind = framing.unpack_message(found.pop("t", _NONE), limit=_LONGEST_KIND, values=1)
     if not isinstance(kind, str) or kind not in TYPES:
         raise SchemaError("t", "is not a known message type")
@@ -91,7 +96,7 @@ def _decode(found: dict[str, bytes], size: int, peer: str, what: str, kinds: tup
     limit = limit_of(cls)
     if size > limit.size:
         raise SchemaError(cls.__name__, f"has {size} bytes; at most {limit.size}")
-    return build(cls, _known(_names(cls), found, limit.values), ignore_unknown=True)
+    return build(cls, _known(_names(cls), found, min(limit.values, values)), ignore_unknown=True)
 
 
 _NONE = framing.pack_message(None)

@@ -9,6 +9,7 @@ TURN_MESSAGES heartbeats, decoded in the same run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import types
@@ -21,7 +22,7 @@ import msgpack
 import pytest
 
 from bootstrap import calls as node_calls
-from bootstrap.sessions import MAX_ASKED_BYTES, MAX_HELLO_BYTES, MAX_MESSAGE_BYTES, SAID_BY_PEERS
+from bootstrap.sessions import MAX_ASKED_BYTES, MAX_HELLO_BYTES, MAX_MESSAGE_BYTES, SAID_BY_PEERS, most_values
 from peer.net import reach
 from peer.net.guests import TURN_BYTES
 from peer.node import moments
@@ -32,6 +33,7 @@ from protocol.wire import calls, encoding
 from protocol.wire.announcement import Dialled, DialMe, Lookup, RosterRequest
 from protocol.wire.calls import Handover, HandoverAnswer, MomentsAnswer, MomentsRequest, PipeHello, States
 from protocol.wire.decree import Motion
+from protocol.wire.framing import MAX_VALUES
 from protocol.wire.schema import AtMost, Cut, Digest, Within
 from protocol.wire.session import Heartbeat, Hello, LogRequest
 from tests.fuzz.messages import fields, parts
@@ -55,8 +57,8 @@ class Channel:
     turn_bytes: float = TURN_BYTES
 
 
-def _messages(name: str, limit: int, *kinds: type) -> Channel:
-    return Channel(name, limit, lambda raw: encoding.decode(raw, "p", *kinds), kinds)
+def _messages(name: str, limit: int, *kinds: type, values: int = MAX_VALUES) -> Channel:
+    return Channel(name, limit, lambda raw: encoding.decode(raw, "p", *kinds, values=values), kinds)
 
 
 def _call(name: str, limit: int, kind: type) -> Channel:
@@ -65,7 +67,7 @@ def _call(name: str, limit: int, kind: type) -> Channel:
 
 CHANNELS = (
     _messages("a session's Hello", MAX_HELLO_BYTES, Hello),
-    _messages("a session", MAX_MESSAGE_BYTES + 2 * part_lists.longest(M), *SAID_BY_PEERS),
+    _messages("a session", MAX_MESSAGE_BYTES + 2 * part_lists.longest(M), *SAID_BY_PEERS, values=most_values(M)),
     _messages("the operators' stream, backwards", MAX_ASKED_BYTES, LogRequest),
     _messages("calls for the log", node_calls.MAX_REQUEST_BYTES, LogRequest),
     _messages("calls for the roster", node_calls.MAX_REQUEST_BYTES, Lookup, RosterRequest),
@@ -99,7 +101,8 @@ def smallest(hint: Any) -> Any:
 
 def dearest(channel: Channel, kind: type) -> Iterator[tuple[str, bytes]]:
     """(what it is, message) of this kind, as dear as they get within the channel's bytes."""
-    small = {"t": kind.__name__.lower(), **smallest(kind)} if kind.__name__.lower() in encoding.TYPES else smallest(kind)
+    name = kind.__name__.lower()
+    small = {**({"t": name} if name in encoding.TYPES else {}), **smallest(kind)}
     rows = kind is States
     for name, hint in fields(kind).items():
         base, marks = parts(hint)
@@ -150,10 +153,8 @@ def seconds(read: Callable[[], object], times: int = 3) -> float:
     best = float("inf")
     for _ in range(times):
         began = time.process_time()
-        try:
+        with contextlib.suppress(RemoteError):
             read()
-        except RemoteError:
-            pass
         best = min(best, time.process_time() - began)
     return best
 
@@ -210,10 +211,8 @@ def test_a_record_that_cannot_be_next_costs_no_decoding() -> None:
             history.follow(M, None, raw)
 
         def read(raw: bytes = raw) -> None:
-            try:
+            with contextlib.suppress(history.BadCommit):
                 history.follow(M, None, raw)
-            except history.BadCommit:
-                pass
 
         assert seconds(read) < 2 * whole, "more than a decoder in C needs for it"
 

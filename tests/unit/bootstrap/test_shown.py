@@ -103,8 +103,8 @@ async def test_a_stranger_is_not_called_and_its_records_are_not_decoded(
     async with street(tmp_path) as here:
         stream = await here.knock()
         monkeypatch.setattr(framing, "_measure", counted)
+        await stream.send(raw)
         with pytest.raises(RemoteError):
-            await stream.send(raw)
             await stream.recv(timeout=20.0)
         assert longest[0] < 4096, "the bytes of heads"
         assert here.asked == []
