@@ -27,6 +27,7 @@ from peer.net.directory import Directory
 from peer.net.guests import Held
 from peer.net.node_calls import log_page
 from peer.net.rate_limits import Rate, TokenBucket
+from peer.net.stream import NONSENSE_OFFENCES
 from peer.net.task_set import TaskSet
 from protocol.errors import RemoteError, apart, shown
 from protocol.identity import short_peer
@@ -508,7 +509,7 @@ class Operators:
             if shown is None or shown.commit.round != self._newest_round + 1:
                 # it is for a node that knows the sender; or it came another way, or those before it are still to come
                 if len(raw) > MAX_ASKED_BYTES:
-                    self.transport.guests.offend(node, "shows a log that leads nowhere", now())
+                    self.transport.guests.offend(node, "shows a log that leads nowhere", now(), NONSENSE_OFFENCES)
                 continue
             if (reason := history.why_not_after(self._manifest, self.head, shown)) is not None:
                 what = f"peer {short_peer(node)}: not an operator of this run, and a commit that it shows {reason}"

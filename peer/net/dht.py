@@ -113,7 +113,7 @@ def _bounded(rpc: Rpc) -> Rpc:
         _counted.set(True)
         guests, now = _guests.get(self), asyncio.get_running_loop().time()
         peer = context.remote_id.to_base58()
-        if guests is not None and not guests.may_call(peer, now):
+        if guests is not None and not guests.may_call(peer, now, request.ByteSize()):
             raise PermissionError("too many requests")
         if guests is not None and not guests.may_be_node(peer, request.peer.node_id, now):
             raise PermissionError("another node id")

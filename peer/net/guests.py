@@ -37,6 +37,8 @@ OPENED: Mapping[str, Rate] = {
 """Streams that one peer opens, by name. A newcomer fetches thousands of payloads from a node, a pipe has 16 streams."""
 OPENED_ELSE = Rate(10, 200)
 CALLS = Rate(20, 400)
+CALL_BYTES = 4096
+"""Bytes of a DHT request that counts as one."""
 RENAMED = Rate(1 / 30, 4)
 OFFENCES = Rate(1.0, 32.0)
 COUNTED_ELSEWHERE = frozenset({endpoints.RELAYED})
@@ -224,12 +226,12 @@ class Guests:
             seconds = max(seconds, self._rates.of((address, name), whole).spend(now))
         return seconds
 
-    def may_call(self, peer: str, now: float) -> bool:
-        """Whether `peer` may send a DHT request now."""
+    def may_call(self, peer: str, now: float, size: int = 0) -> bool:
+        """Whether `peer` may send a DHT request of `size` bytes now."""
         if self.is_refused(peer, now):
             self.expel(peer)
             return False
-        if self._calls.of(peer).take(now):
+        if self._calls.of(peer).take(now, max(1.0, size / CALL_BYTES)):
             return True
         self.offend(peer, "asks the DHT too often", now)
         return False
@@ -331,7 +333,8 @@ def network_of(where: str) -> str:
     return str(ipaddress.ip_network((host, _HOME_BITS[host.version]), strict=False))
 
 
-Go = Callable[[], None]
+Go = Callable[[], object]
+"""Called when it is somebody's turn; False if nobody waits for it any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +398,14 @@ class Turns:
         loop = asyncio.get_running_loop()
         if not self.at_once(peer, address, loop.time(), amount):
             came: asyncio.Future[None] = loop.create_future()
-            self.in_line(peer, address, lambda: None if came.done() else came.set_result(None), amount)
+
+            def go() -> bool:
+                is_waiting = not came.done()
+                if is_waiting:
+                    came.set_result(None)
+                return is_waiting
+
+            self.in_line(peer, address, go, amount)
             await came
 
     def _hand_out(self) -> None:
@@ -425,5 +435,5 @@ class Turns:
             peers[peer] = queue  # at the end
         if peers:
             self._queues[address] = peers
-        self.spend(peer, address, amount, now)
-        go()
+        if go() is not False:
+            self.spend(peer, address, amount, now)
