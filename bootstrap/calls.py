@@ -8,14 +8,13 @@ announcement never replaces a newer one.
 from __future__ import annotations
 
 import asyncio
-import itertools
+import heapq
 import random
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from bootstrap.archive import Archive
-from bootstrap.sessions import unexpected
 from peer.net.base import MAX_RECORD, Transport, serve_calls
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -88,22 +87,15 @@ class AnnouncementTable:
     def _since(self, position: int) -> Roster:
         anew = not self._begin <= position <= self._position
         position = -1 if anew else position
-        changes: list[tuple[int, str, bytes]] = []
-        for peer, (at, _, raw) in reversed(self._known.items()):
-            if at <= position:
-                break
-            changes.append((at, peer, raw))
-        if not anew:
-            newest = itertools.takewhile(lambda gone: gone[0] > position, reversed(self._gone))
-            changes += [(at, peer, b"") for at, peer in newest]
-        changes.sort()
-        size, fit = _ENTRY_BYTES, 0
-        for _, _, raw in changes:
-            size += _ENTRY_BYTES + len(raw)
+        known = ((at, peer, raw) for peer, (at, _, raw) in self._known.items() if at > position)
+        gone = ((at, peer, b"") for at, peer in (() if anew else self._gone) if at > position)
+        size, sent, more = _ENTRY_BYTES, list[tuple[int, str, bytes]](), False
+        for change in heapq.merge(known, gone):  # each in order; no more is read than is sent
+            size += _ENTRY_BYTES + len(change[2])
             if size > endpoints.ROSTER_REPLY:
+                more = True
                 break
-            fit += 1
-        sent, more = changes[:fit], fit < len(changes)
+            sent.append(change)
         return Roster(
             announcements=tuple(raw for _, _, raw in sent if raw),
             gone=tuple(peer for _, peer, raw in sent if not raw),
@@ -128,14 +120,12 @@ class LogAndRosterHandler:
         await serve_calls(transport, endpoints.ROSTER, self._read_roster, limit=MAX_REQUEST_BYTES)
 
     async def _read_log(self, remote: str, request: bytes) -> bytes:
-        ask = encoding.expect(LogRequest, encoding.decode(request, remote), remote)
+        ask = encoding.decode(request, remote, LogRequest)
         return await asyncio.to_thread(self._archive.after, ask.after)
 
     async def _read_roster(self, remote: str, request: bytes) -> bytes:
-        ask = encoding.decode(request, remote)
-        if not isinstance(ask, Lookup | RosterRequest):
-            raise unexpected(remote, "roster", ask)
-        return self._roster.answer(ask)
+        kinds: tuple[type[Lookup | RosterRequest], ...] = (Lookup, RosterRequest)
+        return self._roster.answer(encoding.decode(request, remote, *kinds))
 
 
 @dataclass(eq=False)
@@ -162,7 +152,7 @@ class DecreeHandler:
 
     async def answer(self, remote: str, request: bytes) -> bytes:
         """Takes a motion, if the call has one. Returns how the run stands by its decrees. Raises RemoteError."""
-        motion = encoding.expect(Motion, encoding.decode(request, remote), remote)
+        motion = encoding.decode(request, remote, Motion)
         decree = await self.receive(motion) if motion.sealed else None
         if decree is not None and not self._is_past(decree):
             self.spread(motion)

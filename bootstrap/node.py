@@ -61,7 +61,7 @@ from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.claims import Evaluation, Score
 from protocol.wire.commit import Record
 from protocol.wire.decree import Motion
-from protocol.wire.encoding import Message
+from protocol.wire.encoding import Message, RecordHead
 from protocol.wire.plan import Plan
 from protocol.wire.schema import extend
 from protocol.wire.session import (
@@ -309,9 +309,9 @@ class BootstrapNode:
 
     # --- the other operators' nodes
 
-    async def _on_vote(self, node: str, message: Message | Record) -> None:
+    async def _on_vote(self, node: str, message: Message | Record | RecordHead) -> None:
         match message:
-            case Record():
+            case Record() | RecordHead():
                 await self._events.submit(paxos_events.Learned(node, message))
             case Prepare() | Promise() | Accept() | Pledge() | Vote() | Reject() | Heartbeat():
                 await self._events.submit(paxos_events.Heard(node, message))

@@ -1,28 +1,33 @@
 """The peers' sessions with a bootstrap node: admission, rate limits, outboxes, and when each peer was last heard.
 
 A peer above its limit of messages and bytes a second is read more slowly, then refused for a while
-(peer/net/guests.py). A peer has one session: a new one ends the one before.
+(peer/net/guests.py). What waits for a peer that does not read is bounded in bytes; beyond that its session ends. A peer
+has one session: a new one ends the one before.
 
 *Operators.* Each node opens one stream to each of the other operators' nodes, and only sends on it. The node's own log
-says who operates the run (protocol/ledger/board.py). A node without members asks every node that it can reach for newer
-commits, checks them, and connects to the operators that the newest one names. A dismissed node ends once enough
-operators have that commit.
+says who operates the run (protocol/ledger/board.py). A node without members asks every operator that it can reach for
+newer commits, checks them, and connects to the operators that the newest one names. It calls nobody else: a node that
+it does not know is asked on the stream that this one opened. A dismissed node ends once enough operators have that
+commit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import typing
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from bootstrap.archive import Archive
 from peer.net.address import peers_of
-from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Clock, Stream, Transport, answer
+from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Clock, Stream, Transport, answer, cancel, now
 from peer.net.directory import Directory
+from peer.net.guests import Held
 from peer.net.node_calls import log_page
 from peer.net.rate_limits import Rate, TokenBucket
+from peer.net.stream import NONSENSE_OFFENCES
 from peer.net.task_set import TaskSet
 from protocol.errors import RemoteError, apart, shown
 from protocol.identity import short_peer
@@ -32,16 +37,25 @@ from protocol.ledger.ranges import range_of
 from protocol.quorum.paxos import Quorum
 from protocol.round.leader import Leader
 from protocol.round.leader_events import JoinRequest
+from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
+from protocol.wire.ballot import QuorumMessage
+from protocol.wire.claims import Claim, Evaluation
 from protocol.wire.commit import Commit, Record, Share, votes_needed
-from protocol.wire.decree import Joined
-from protocol.wire.encoding import Message
-from protocol.wire.session import Hello, NotAdmitted, Offered
+from protocol.wire.decree import Joined, Motion
+from protocol.wire.encoding import Message, MessageError, RecordHead
+from protocol.wire.framing import MAX_MESSAGE
+from protocol.wire.session import ChainReconfig, Heartbeat, Hello, LogRequest, NotAdmitted, Offered, PeerMessage
 
 MAX_HELLO_BYTES = 2048
-MAX_MESSAGE_BYTES = 64 * 1024
+MAX_MESSAGE_BYTES = 16 * 1024
+"""Of a message in a session, besides two lists of all shards."""
+MAX_MESSAGE_VALUES, VALUES_OF_A_SHARD = 128, 8
+"""The same for a message's values: an offer has six for each shard."""
+SAID_BY_PEERS = (*typing.get_args(PeerMessage), ChainReconfig, *typing.get_args(Claim))
+SAID_BY_OPERATORS = (*typing.get_args(QuorumMessage), Heartbeat, LogRequest, Motion, Evaluation)
 MESSAGES = Rate(50.0, 100.0)
 """Messages of one session: a dozen a round, and heartbeats."""
 ROUNDS_PER_SECOND = 10.0
@@ -50,9 +64,14 @@ ANNOUNCEMENTS = Rate(0.5, 4.0)
 ATTEST_EVENTS = Rate(0.2, 10.0)
 RECORDS = Rate(1000.0, 4096.0)
 """Records of the log that are sent to one peer."""
+LOG_BYTES = Rate(1e6, 4e6)
+"""Bytes of them; who reads a long log calls for its pages (bootstrap/calls.py)."""
 FLOOD_SECONDS, FLOOD_MESSAGES, PAUSE_SECONDS = 10.0, 100, 0.002
 """A session floods after so many messages in a row, over so long, without a pause between two of them."""
 OUTBOX = 1024
+OUTBOX_BYTES = MAX_MESSAGE
+RECORDS_BYTES = 512 * 1024
+"""Of the log's records that wait in an outbox; a reader asks again for those after them."""
 OFFER_PAUSE_SECONDS = 0.005
 """For each session; sending one message to one takes about 50 microseconds."""
 MAX_SHARES = 4096
@@ -105,16 +124,48 @@ def _bucket(rate: Rate) -> Callable[[], TokenBucket]:
     return lambda: TokenBucket(*rate)
 
 
+class Outbox(asyncio.Queue[bytes]):
+    """Messages that wait to be sent.
+
+    size: their bytes
+    held: the same, as its peer's guests count them
+    """
+
+    def __init__(self) -> None:
+        super().__init__(OUTBOX)
+        self.size = 0
+        self.held: Held | None = None
+
+    def _put(self, item: bytes) -> None:
+        super()._put(item)
+        self.size += len(item)
+        if self.held is not None:
+            self.held.add(len(item), now())
+
+    def _get(self) -> bytes:
+        item = super()._get()
+        self.size -= len(item)
+        if self.held is not None:
+            self.held.read(len(item), now())
+        return item
+
+    def clear(self) -> None:
+        """Drops all of them."""
+        while not self.empty():
+            self.get_nowait()
+
+
 @dataclass(slots=True)
 class Session:
     """One peer's open stream."""
 
-    outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
+    outbox: Outbox = field(default_factory=Outbox)
     messages: TokenBucket = field(default_factory=_bucket(MESSAGES))
     amounts: TokenBucket = field(default_factory=_bucket(Rate(1e6, 1e7)))
     paused_at: float = 0.0
     in_a_row: int = 0
     records: TokenBucket = field(default_factory=_bucket(RECORDS))
+    log_bytes: TokenBucket | None = None
     announcements: TokenBucket = field(default_factory=_bucket(ANNOUNCEMENTS))
     has_announced: bool = False
     attested: int = -1
@@ -146,21 +197,31 @@ class Session:
         return self.in_a_row > FLOOD_MESSAGES and now - self.paused_at > FLOOD_SECONDS
 
     def post(self, raw: bytes) -> None:
-        """Queues a message, or drops it when the outbox is full: what matters is asked for or sent again."""
+        """Queues a message, or drops it when the outbox is full: what matters is asked for or sent again.
+
+        A session with too many bytes in its outbox ends.
+        """
+        if self.outbox.size and self.outbox.size + len(raw) > OUTBOX_BYTES:
+            if self.outbox.held is not None:
+                self.outbox.held.end()
+            return
         with contextlib.suppress(asyncio.QueueFull):
             self.outbox.put_nowait(raw)
 
     def post_records(self, records: Iterable[bytes], now: float) -> None:
-        """Queues as many of the log's records as the limit allows."""
-        for raw in records:
-            if not self.records.take(now):
+        """Queues as many of the log's records as the limits allow; none is read before there is room for it."""
+        found = iter(records)
+        while self.outbox.size <= RECORDS_BYTES and (self.log_bytes is None or not self.log_bytes.wait(now)):
+            if not self.records.take(now) or (raw := next(found, None)) is None:
                 return
             self.post(raw)
+            if self.log_bytes is not None:
+                self.log_bytes.spend(now, len(raw))
 
     @property
     def is_crowded(self) -> bool:
         """Whether the outbox is half full: the rest is for commits."""
-        return self.outbox.qsize() >= OUTBOX // 2
+        return self.outbox.qsize() >= OUTBOX // 2 or self.outbox.size >= OUTBOX_BYTES // 2
 
 
 @dataclass(eq=False)
@@ -184,7 +245,9 @@ class Sessions:
         self.open: dict[str, Session] = {}
         self.heard: dict[str, float] = {}
         self._streams: dict[str, Stream] = {}
-        self._max_message_bytes = MAX_MESSAGE_BYTES + part_lists.longest(self.manifest)
+        self._ending = set[asyncio.Task[None]]()
+        self._max_message_bytes = MAX_MESSAGE_BYTES + 2 * part_lists.longest(self.manifest)
+        self._most_values = most_values(self.manifest)
         bytes_per_second = ROUNDS_PER_SECOND * self._max_message_bytes
         self._bytes = Rate(bytes_per_second, 4 * bytes_per_second)
         self._silence = SILENT_HEARTBEATS * self.manifest.timing.heartbeat
@@ -192,9 +255,7 @@ class Sessions:
     async def serve(self, stream: Stream) -> None:
         """Serves one session, from its Hello to its end."""
         peer = stream.remote
-        hello = encoding.expect(
-            Hello, encoding.decode(await stream.recv(MAX_HELLO_BYTES, timeout=REQUEST_SECONDS), peer), peer
-        )
+        hello = encoding.decode(await stream.recv(MAX_HELLO_BYTES, timeout=REQUEST_SECONDS), peer, Hello)
         if hello.run != self.manifest.run_id:
             asked, served = apart(shown(hello.run), self.manifest.run_id)
             raise RemoteError(peer, f"run {asked} is not served here, {served} is; check RUN")
@@ -211,7 +272,13 @@ class Sessions:
             await stream.send(encoding.encode(refusal))
             raise RemoteError(peer, f"peer {short_peer(peer)}: {refusal.reason}; its session was refused")
         before = self._streams.get(peer)
-        session = Session(amounts=TokenBucket(*self._bytes), paused_at=self.clock.steady(), range=where)
+        session = Session(
+            amounts=TokenBucket(*self._bytes),
+            log_bytes=TokenBucket(*LOG_BYTES),
+            paused_at=self.clock.steady(),
+            range=where,
+        )
+        session.outbox.held = Held(self.transport.guests, peer, lambda: self._end(stream))
         # before anything is awaited: of several new ones each ends the one before
         self.open[peer], self._streams[peer] = session, stream
         self.heard[peer] = self.clock.steady()
@@ -229,17 +296,24 @@ class Sessions:
                     self.transport.guests.refuse(
                         peer, "says too much in its session", asyncio.get_running_loop().time()
                     )
-                await self.receive(peer, session, encoding.decode(raw, peer))
+                await self.receive(peer, session, encoding.decode(raw, peer, *SAID_BY_PEERS, values=self._most_values))
                 await asyncio.sleep(session.pace(len(raw), self.clock.steady()))
         finally:
             sender.cancel()
             if self.open.get(peer) is session:
                 del self.open[peer], self._streams[peer]
+            session.outbox.clear()
             await asyncio.gather(sender, return_exceptions=True)
 
     async def _send(self, stream: Stream, session: Session) -> None:
         while True:
             await stream.send(await session.outbox.get())
+
+    def _end(self, stream: Stream) -> None:
+        """Ends a session whose peer does not read."""
+        task = asyncio.get_running_loop().create_task(stream.close())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     def forget(self, ready: Container[str]) -> None:
         """Forgets when peers were heard that have no session and are not `ready`."""
@@ -266,6 +340,11 @@ class Sessions:
 def unexpected(peer: str, where: str, message: object) -> encoding.MessageError:
     """Returns the error for a message that has no place `where` it came."""
     return encoding.MessageError(peer, f"{where} of {short_peer(peer)}: unexpected {type(message).__name__}")
+
+
+def most_values(manifest: Manifest) -> int:
+    """Of a message in a session of this run."""
+    return MAX_MESSAGE_VALUES + VALUES_OF_A_SHARD * len(layout.shard_names(manifest.model))
 
 
 class OfferAnnouncer:
@@ -311,8 +390,9 @@ ASK_SECONDS = 30.0
 """Longest time that one node is asked at once; the rest is asked for the next time."""
 LINGER_SECONDS = 5.0
 """A dismissed node ends after these: the command that dismissed it still asks it whether that is decided."""
-MAX_KNOCKING = 8
-"""Most nodes outside our log that are asked because they opened a stream to us."""
+MAX_ASKED_BYTES = 1024
+SHOWN_AT_ONCE = OUTBOX // 4
+"""Records after which a node that shows us the log is asked for more; it sends OUTBOX // 2 at most."""
 
 
 class Dismissed(Exception):
@@ -333,7 +413,7 @@ class Operators:
     archive: Archive
     others: Sequence[str]
     quorum: Quorum
-    receive: Callable[[str, Message | Record], Awaitable[None]]
+    receive: Callable[[str, Message | Record | RecordHead], Awaitable[None]]
     tell: Callable[[str], None]
 
     def __post_init__(self) -> None:
@@ -347,7 +427,6 @@ class Operators:
         self._streams: dict[str, set[Stream]] = {}
         self._newest_shown: Commit | None = None
         self._following = asyncio.Lock()
-        self._knocking: dict[str, None] = {}
         self._was_named = self._peer in self._manifest.operators or self._peer in self.archive.named
         self._told = False
 
@@ -367,40 +446,83 @@ class Operators:
             link.post(encoding.encode(message))
 
     async def _send(self, node: str) -> None:
-        queue = self.links[node].outbox
+        outbox = self.links[node].outbox
         while True:
             try:
                 await self.directory.reach(node)
                 stream = await self.transport.open(node, endpoints.QUORUM, timeout=10.0)
+                asked = asyncio.create_task(self._asked(node, stream))
                 try:
-                    while not queue.empty():
-                        queue.get_nowait()
+                    outbox.clear()
                     while True:
-                        await stream.send(await queue.get())
+                        await stream.send(await outbox.get())
                 finally:
+                    await cancel(asked)
                     await stream.close()
             except RemoteError:
                 self.directory.lost(node)
                 await self.directory.connect()
             await asyncio.sleep(RECONNECT_SECONDS)
 
+    async def _asked(self, node: str, stream: Stream) -> None:
+        """Answers a node that does not know us yet, and asks for the log on the stream that we opened."""
+        with contextlib.suppress(RemoteError):
+            while True:
+                await self.receive(node, encoding.decode(await stream.recv(MAX_ASKED_BYTES), node, LogRequest))
+
     async def _accept(self, stream: Stream) -> None:
         node = stream.remote
         if node not in self.links:
-            self._knocking[node] = None
-            while len(self._knocking) > MAX_KNOCKING:
-                del self._knocking[next(iter(self._knocking))]
-            raise RemoteError(node, f"peer {short_peer(node)}: not an operator of this run; it has no vote")
+            await self._be_shown(stream)
         if self._incoming[node]:
             self.transport.doubt(node)  # it has moved: its older stream is dead, and so is ours to it
         self._incoming[node] += 1
         self._streams.setdefault(node, set()).add(stream)
         try:
             while node in self.links:
-                await self.receive(node, encoding.decode_any(bytes(await stream.recv()), node))
+                await self.receive(node, self._read_message(await stream.recv(MAX_MESSAGE), node))
         finally:
             self._incoming[node] -= 1
             self._streams.get(node, set()).discard(stream)
+
+    def _read_message(self, raw: bytes, node: str) -> Message | Record | RecordHead:
+        """What an operator says. Of a record that cannot be the next one only the head is decoded."""
+        said: Message | RecordHead = encoding.message_or_head(raw, node, *SAID_BY_OPERATORS)
+        if not isinstance(said, RecordHead) or said.commit.round != self.quorum.round:
+            return said
+        if (reason := history.why_not_after(self._manifest, self.quorum.head, said)) is not None:
+            raise MessageError(node, f"record from {short_peer(node)}: {reason}; it was dropped")
+        return said.record()
+
+    async def _be_shown(self, stream: Stream) -> None:
+        """Reads newer commits from a node that is not in our log, on its own stream, until one names it as operator.
+
+        Each has to be the next one, which its head shows before it is decoded. Raises RemoteError.
+        """
+        node, came, end = stream.remote, SHOWN_AT_ONCE, now() + ASK_SECONDS
+        while node not in self.links:
+            if came >= SHOWN_AT_ONCE:
+                await stream.send(encoding.encode(LogRequest(after=self._newest_round)))
+                came = 0
+            raw = await stream.recv(MAX_MESSAGE, timeout=max(0.0, end - now()))
+            shown = None if encoding.is_message(raw) else encoding.record_head(raw, node)
+            if shown is None or shown.commit.round != self._newest_round + 1:
+                # it is for a node that knows the sender; or it came another way, or those before it are still to come
+                if len(raw) > MAX_ASKED_BYTES:
+                    self.transport.guests.offend(node, "shows a log that leads nowhere", now(), NONSENSE_OFFENCES)
+                continue
+            if (reason := history.why_not_after(self._manifest, self.head, shown)) is not None:
+                what = f"peer {short_peer(node)}: not an operator of this run, and a commit that it shows {reason}"
+                raise MessageError(node, f"{what}; it has no vote")
+            record = shown.record()
+            if history.why_not_next(self._manifest, self.head, record) is not None:
+                raise MessageError(node, f"peer {short_peer(node)}: shows what is no commit of this run")
+            came, self._newest_shown = came + 1, record.commit
+            await self.follow()
+
+    @property
+    def _newest_round(self) -> int:
+        return -1 if self.head is None else self.head.round
 
     # --- members
 
@@ -441,9 +563,8 @@ class Operators:
                 if not self.is_named:
                     await self._end_if_decided()
             else:
-                lost = not self.is_named or self.quorum.leadership.has_stalled
-                if lost or self._knocking:
-                    await self._ask_all(lost)
+                if not self.is_named or self.quorum.leadership.has_stalled:
+                    await self._ask_all()
             if not self.is_named and not self._was_named and not self._told:
                 self._told = True
                 self.tell(
@@ -452,24 +573,17 @@ class Operators:
                 )
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _ask_all(self, lost: bool = True) -> None:
-        """Asks the nodes that knocked and, where this node is `lost`, all that it knows."""
-        known = (*self._others, *board.of(self._manifest, self.head).names) if lost else ()
-        here = [name for name in self._knocking if name not in known]
-        self._knocking.clear()
-        names = [name for name in (*dict.fromkeys(known), *here) if name != self._peer]
-        await asyncio.gather(*(self._ask(name, name in known) for name in names))
+    async def _ask_all(self) -> None:
+        """Asks all nodes that it knows of: those that it began with, and the operators."""
+        known = dict.fromkeys((*self._others, *board.of(self._manifest, self.head).names))
+        await asyncio.gather(*(self._ask(name) for name in known if name != self._peer))
 
-    async def _ask(self, node: str, dial: bool) -> None:
-        """Takes the commits of `node` that are newer than ours, and follows them.
-
-        dial: whether to connect first; a node that knocked is connected to us
-        """
+    async def _ask(self, node: str) -> None:
+        """Takes the commits of `node` that are newer than ours, and follows them."""
         before = self.head
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                if dial:
-                    await self.directory.reach(node)
+                await self.directory.reach(node)
                 while await self._read(node):
                     pass
         except (RemoteError, TimeoutError):

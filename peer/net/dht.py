@@ -57,6 +57,8 @@ MOST_KEYS = 16
 _SUBKEY_BYTES = 128
 _RECORD_BYTES = _SUBKEY_BYTES + 16
 """Of a record in an answer, besides its value, at most."""
+_PLAIN_VALUES = 64
+"""Of what is no dictionary: a record's key and value, or a subkey."""
 _DICTIONARY = 0x50
 """hivemind's extension type of a DHT dictionary."""
 
@@ -67,14 +69,14 @@ def safe_loads(raw: bytes) -> object:
     hivemind decodes extension types inside extension types by recursion, before any validator runs. Raises FrameError.
     """
     if raw[:1] not in (b"\xc7", b"\xc8", b"\xc9", b"\xd4", b"\xd5", b"\xd6", b"\xd7", b"\xd8"):
-        return unpack_message(raw)
+        return unpack_message(raw, values=_PLAIN_VALUES)
     try:
         outer = msgpack.unpackb(raw)  # without a hook an extension stays a pair (code, bytes)
     except (ValueError, msgpack.exceptions.UnpackException):
         raise FrameError("DHT dictionary: not valid msgpack") from None
     if not isinstance(outer, msgpack.ExtType) or outer.code != _DICTIONARY:
         raise FrameError("DHT dictionary: another extension type")
-    match unpack_message(outer.data):
+    match unpack_message(outer.data, values=4 * (2 * MOST_RECORDS) + _PLAIN_VALUES):
         case [_, _, list(items)]:
             pass
         case _:
@@ -111,7 +113,7 @@ def _bounded(rpc: Rpc) -> Rpc:
         _counted.set(True)
         guests, now = _guests.get(self), asyncio.get_running_loop().time()
         peer = context.remote_id.to_base58()
-        if guests is not None and not guests.may_call(peer, now):
+        if guests is not None and not guests.may_call(peer, now, request.ByteSize()):
             raise PermissionError("too many requests")
         if guests is not None and not guests.may_be_node(peer, request.peer.node_id, now):
             raise PermissionError("another node id")

@@ -2,9 +2,11 @@
 
 *Guests* bounds streams of a peer, of an address, and of all together. A peer that opens streams faster than its rate
 waits; one that goes on all the same is *refused* for a while. When all streams are taken, the peer with the most gives
-one up for the peer with the least.
+one up for the peer with the least. What waits in memory until a peer reads it is bounded in bytes (`Held`).
 
-*Turns* is fair queueing of requests, first among addresses, then among the peers of an address.
+*Turns* is fair queueing of requests, first among addresses, then among the peers of an address. A turn stands for
+processor time: what decoding and answering a small request takes. A long message takes as many turns as it has
+TURN_BYTES, before it is decoded, and a long answer takes turns of its caller's next request.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ OPENED: Mapping[str, Rate] = {
 """Streams that one peer opens, by name. A newcomer fetches thousands of payloads from a node, a pipe has 16 streams."""
 OPENED_ELSE = Rate(10, 200)
 CALLS = Rate(20, 400)
+CALL_BYTES = 4096
+"""Bytes of a DHT request that counts as one."""
 RENAMED = Rate(1 / 30, 4)
 OFFENCES = Rate(1.0, 32.0)
 COUNTED_ELSEWHERE = frozenset({endpoints.RELAYED})
@@ -43,6 +47,12 @@ OF_AN_ADDRESS = Rate(500.0, 250.0)
 TOGETHER = Rate(2000.0, 1000.0)
 """Turns, each about a third of a millisecond on a slow core. A newcomer takes one for each payload that it fetches."""
 TURNS_TO_OPEN = 2.0
+TURN_BYTES = 1024
+"""Bytes of a message that take a turn to decode, if each is a value (tests/fuzz/test_costs.py)."""
+PASSED_TURN_BYTES = 64 * 1024
+"""Bytes that take a turn to receive, or to read, pack and send, where nobody decodes them."""
+HEADS_FIRST = frozenset({endpoints.QUORUM})
+"""Streams of long messages, of which those of strangers are not decoded (bootstrap/sessions.py)."""
 UNCOUNTED = frozenset({endpoints.PIPE, endpoints.RELAY, endpoints.BANDWIDTH})
 """Streams whose frames take no turns, as they have limits of their own."""
 MAX_ADDRESSES = 4096
@@ -63,6 +73,9 @@ class Limits:
     of_an_address: int = 4096
     together: int = 8192
     silent: int = 64  # open streams of a peer on which nothing has been said
+    held_of_a_peer: int = 8 << 20  # bytes that wait until it reads them
+    held_together: int = 256 << 20  # the same of all; beyond it, streams end of those that do not read
+    unread_seconds: float = 5.0  # without reading, after which a peer counts as one that does not read
     rates_of_an_address: float = 16.0  # multiple of a peer's rates
     patience: float = 5.0
     offences: Rate = OFFENCES  # rate above which a peer is refused
@@ -79,6 +92,30 @@ class Abortable(Protocol):
     """A stream, as far as it can be ended."""
 
     def abort(self) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """Bytes that wait in memory until `peer` reads them; `end` ends the stream, and is called if they are too many."""
+
+    guests: Guests
+    peer: str
+    end: Callable[[], None]
+    size: int = 0
+    since: float = 0.0  # when the peer last read, or the first of them came
+
+    def add(self, size: int, now: float) -> None:
+        """Notes that so many bytes more wait."""
+        if not self.size:
+            self.since = now
+        self.size += size
+        self.guests.hold(self, size, now)
+
+    def read(self, size: int, now: float) -> None:
+        """Notes that so many bytes were read, or do not wait any more."""
+        self.size -= size
+        self.since = now
+        self.guests.let_go(self, size)
 
 
 @dataclass(slots=True)
@@ -99,6 +136,8 @@ class Guests:
         self._open: dict[str, _Peer] = {}
         self.streams = 0
         self._of_address: Counter[str] = Counter()
+        self._held: dict[str, dict[Held, None]] = {}
+        self.held = 0
         self._rates = TokenBuckets(OPENED_ELSE, 4 * limits.remembered)
         self._offences = TokenBuckets(limits.offences, limits.remembered)
         self._calls = TokenBuckets(CALLS, limits.remembered)
@@ -187,12 +226,12 @@ class Guests:
             seconds = max(seconds, self._rates.of((address, name), whole).spend(now))
         return seconds
 
-    def may_call(self, peer: str, now: float) -> bool:
-        """Whether `peer` may send a DHT request now."""
+    def may_call(self, peer: str, now: float, size: int = 0) -> bool:
+        """Whether `peer` may send a DHT request of `size` bytes now."""
         if self.is_refused(peer, now):
             self.expel(peer)
             return False
-        if self._calls.of(peer).take(now):
+        if self._calls.of(peer).take(now, max(1.0, size / CALL_BYTES)):
             return True
         self.offend(peer, "asks the DHT too often", now)
         return False
@@ -227,6 +266,45 @@ class Guests:
         for stream in list(known.streams if known else ()):
             stream.abort()
 
+    def hold(self, held: Held, size: int, now: float) -> None:
+        """Counts bytes that wait until a peer reads them, and ends streams if those are too many."""
+        of_peer = self._held.setdefault(held.peer, {})
+        of_peer[held] = None
+        self.held += size
+        if sum(each.size for each in of_peer) > self.limits.held_of_a_peer:
+            held.end()
+        while self.held > self.limits.held_together and (unread := self._most_unread(now)):
+            self._forget(unread)
+            unread.end()
+
+    def let_go(self, held: Held, size: int) -> None:
+        """Counts bytes that do not wait any more."""
+        if held not in self._held.get(held.peer, {}):
+            return
+        self.held -= size
+        if held.size <= 0:
+            self._forget(held)
+
+    def _forget(self, held: Held) -> None:
+        of_peer = self._held[held.peer]
+        del of_peer[held]
+        self.held -= max(0, held.size)
+        if not of_peer:
+            del self._held[held.peer]
+
+    def _most_unread(self, now: float) -> Held | None:
+        """What waits for the peer that does not read, of the address for which most waits."""
+        unread = [
+            held for of_peer in self._held.values() for held in of_peer if now - held.since > self.limits.unread_seconds
+        ]
+        sizes = Counter[str]()
+        for held in unread:
+            sizes[self._address_of(held.peer)] += held.size
+        return max(unread, key=lambda held: (sizes[self._address_of(held.peer)], held.size), default=None)
+
+    def _address_of(self, peer: str) -> str:
+        return (self._open[peer].address if peer in self._open else "") or peer
+
     def abort_all(self) -> None:
         for known in list(self._open.values()):
             for stream in list(known.streams):
@@ -255,7 +333,32 @@ def network_of(where: str) -> str:
     return str(ipaddress.ip_network((host, _HOME_BITS[host.version]), strict=False))
 
 
-Go = Callable[[], None]
+Go = Callable[[], object]
+"""Called when it is somebody's turn; False if nobody waits for it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTurns:
+    """The turns of one peer, at one address, for what it says on a stream and what it is answered."""
+
+    turns: Turns
+    peer: str
+    address: str
+
+    async def take(self, amount: float = 1.0) -> None:
+        """Returns when it is this peer's turn."""
+        await self.turns.take(self.peer, self.address, amount)
+
+    async def take_for(self, size: int, name: str) -> None:
+        """The same, for what a message of so many bytes on a stream of this name takes besides its one turn."""
+        amount = size / (PASSED_TURN_BYTES if name in HEADS_FIRST else TURN_BYTES)
+        if amount >= 1.0:
+            await self.take(amount)
+
+    def answered(self, size: int) -> None:
+        """Takes turns for an answer of so many bytes; the peer's next request waits for them."""
+        if amount := size // PASSED_TURN_BYTES:
+            self.turns.spend(self.peer, self.address, amount, asyncio.get_running_loop().time())
 
 
 class Turns:
@@ -276,9 +379,13 @@ class Turns:
         address = address or peer
         if address in self._queues or self._together.wait(now, _ANY) > 0 or self._left.of(address).wait(now, _ANY) > 0:
             return False
-        self._left.of(address).spend(now, amount)
-        self._together.spend(now, amount)
+        self.spend(peer, address, amount, now)
         return True
+
+    def spend(self, peer: str, address: str, amount: float, now: float) -> None:
+        """Takes turns, also more than are left: the next one waits."""
+        self._left.of(address or peer).spend(now, amount)
+        self._together.spend(now, amount)
 
     def in_line(self, peer: str, address: str, go: Go, amount: float = 1.0) -> None:
         """Calls `go` when it is this peer's turn."""
@@ -291,7 +398,14 @@ class Turns:
         loop = asyncio.get_running_loop()
         if not self.at_once(peer, address, loop.time(), amount):
             came: asyncio.Future[None] = loop.create_future()
-            self.in_line(peer, address, lambda: None if came.done() else came.set_result(None), amount)
+
+            def go() -> bool:
+                is_waiting = not came.done()
+                if is_waiting:
+                    came.set_result(None)
+                return is_waiting
+
+            self.in_line(peer, address, go, amount)
             await came
 
     def _hand_out(self) -> None:
@@ -321,6 +435,5 @@ class Turns:
             peers[peer] = queue  # at the end
         if peers:
             self._queues[address] = peers
-        self._left.of(address).spend(now, amount)
-        self._together.spend(now, amount)
-        go()
+        if go() is not False:
+            self.spend(peer, address, amount, now)

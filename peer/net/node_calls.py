@@ -36,9 +36,10 @@ async def ask_in_turn(nodes: Iterable[str], ask: Callable[[str], Awaitable[bool]
 
 async def log_page(transport: Transport, node: str, after: int, seconds: float = CALL_SECONDS) -> list[bytes]:
     """Returns a page of the records after round `after`, none at the end of the log. Raises RemoteError."""
-    reply = await call(transport, node, endpoints.LOG, encoding.encode(LogRequest(after=after)), timeout=seconds)
+    request = encoding.encode(LogRequest(after=after))
+    reply = await call(transport, node, endpoints.LOG, request, timeout=seconds, limit=framing.MAX_MESSAGE)
     try:
-        found = framing.unpack_message(reply)
+        found = framing.unpack_message(reply, values=MOST_RECORDS)
     except framing.FrameError as error:
         raise RemoteError(node, f"log of {short_peer(node)}: {error}; ask another bootstrap node") from None
     if not isinstance(found, list) or not all(isinstance(raw, bytes) for raw in found):
@@ -50,7 +51,7 @@ async def send_motion(transport: Transport, node: str, motion: Motion) -> Motion
     """A node's answer. Raises RemoteError."""
     raw = await call(transport, node, endpoints.DECREES, encoding.encode(motion), timeout=CALL_SECONDS)
     try:
-        return encoding.expect(Motions, encoding.decode(raw, node), node)
+        return encoding.decode(raw, node, Motions)
     except RemoteError as error:
         raise RemoteError(node, f"{error}; is it of the same version?") from None
 
@@ -60,6 +61,8 @@ async def ask_operators(transport: Transport, node: str) -> Motions:
     return await send_motion(transport, node, Motion())
 
 
+MOST_RECORDS = endpoints.LOG_REPLY // 64
+"""In a page of the log: no record is shorter than a signature."""
 MOST_PEERS = 32_768
 """That are kept of what one node tells."""
 _PAGES = 256
@@ -76,7 +79,7 @@ async def ask_roster(transport: Transport, node: str, request: Lookup | RosterRe
         timeout=CALL_SECONDS,
         limit=endpoints.ROSTER_REPLY + 1024,
     )
-    return encoding.expect(Roster, encoding.decode(raw, node), node)
+    return encoding.decode(raw, node, Roster)
 
 
 async def look_up_peers(

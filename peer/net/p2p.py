@@ -39,7 +39,7 @@ from peer.net.daemon import (
 )
 from peer.net.dht import RETRY_SECONDS, RPC_SECONDS, Dht, Latest
 from peer.net.greeting import why_unknown
-from peer.net.guests import TURNS_TO_OPEN, UNCOUNTED, Limits, Turns, network_of
+from peer.net.guests import TURNS_TO_OPEN, Limits, StreamTurns, Turns, network_of
 from peer.net.incoming import IncomingStream, StreamOrigin
 from peer.net.lru import LruDict
 from peer.net.stream import Endpoint, FrameStream, ending
@@ -128,13 +128,10 @@ class P2PTransport(Endpoint):
     def _take_turn(self, handler: Handler, came: StreamOrigin, guest: IncomingStream) -> None:
         address, now = network_of(came.where), asyncio.get_running_loop().time()
         serve = functools.partial(self._serve_now, handler, came, guest)
-        if self._is_uncounted(came) or self.turns.at_once(came.peer, address, now, TURNS_TO_OPEN):
+        if self.is_uncounted(came.peer, came.name) or self.turns.at_once(came.peer, address, now, TURNS_TO_OPEN):
             serve()
         else:
             self.turns.in_line(came.peer, address, serve, TURNS_TO_OPEN)
-
-    def _is_uncounted(self, came: StreamOrigin) -> bool:
-        return came.name in UNCOUNTED or self.guests.carries(came.peer, came.name)
 
     def _serve_now(self, handler: Handler, came: StreamOrigin, guest: IncomingStream) -> None:
         guest.later = None
@@ -154,8 +151,8 @@ class P2PTransport(Endpoint):
             return guest.over()
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         stream = guest.stream = self.stream(came.peer, came.name, reader, writer, ending(writer))
-        if not self._is_uncounted(came):
-            stream.turn = functools.partial(self.turns.take, came.peer, network_of(came.where))
+        if not self.is_uncounted(came.peer, came.name):
+            stream.turns = StreamTurns(self.turns, came.peer, network_of(came.where))
         if guest.ended:  # refused meanwhile
             stream.abort()
         await self.attend(handler, stream, guest)

@@ -108,7 +108,7 @@ async def _ask(around: ReachContext, peer: str, request: DialMe) -> Dialled | No
             timeout=ANSWER_SECONDS,
             limit=MOST_ANSWERED,
         )
-        answer = encoding.expect(Dialled, encoding.decode(raw, peer), peer)
+        answer = encoding.decode(raw, peer, Dialled)
         return answer if _can_tell(answer, around.addresses(peer)) else None
     return None
 
@@ -231,7 +231,7 @@ class DialBackServer:
 
     async def _answer(self, peer: str, request: bytes) -> bytes:
         """The reply to a call. Raises RemoteError."""
-        ask = encoding.expect(DialMe, encoding.decode(request, peer), peer)
+        ask = encoding.decode(request, peer, DialMe)
         seen = self._transport.seen_at(peer)
         host = "" if is_circuit(seen) else host_of(seen)
         network = "" if is_circuit(seen) else network_of(seen)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,7 +28,7 @@ from peer.net.base import (
     log,
     nothing_came,
 )
-from peer.net.guests import LIMITS, Abortable, Guests, Limits
+from peer.net.guests import LIMITS, UNCOUNTED, Abortable, Guests, Held, Limits, StreamTurns
 from peer.net.rate_limits import Rate, TokenBucket
 from peer.net.uplink import Uplink
 from protocol.errors import LocalError, RemoteError
@@ -109,16 +109,28 @@ class FrameStream:
         self._finished = False
         self._ended = False
         self._closed = False
-        self.turn: Callable[[], Awaitable[None]] | None = None
-        """Awaited before each further frame, where frames take turns (peer/net/guests.py)."""
-        self._has_read = False
+        self.turns: StreamTurns | None = None
+        """Those of frames, where frames take turns (peer/net/guests.py)."""
+        self.held: Held | None = None
+        """What waits until a guest reads it (peer/net/guests.py)."""
+        self._came: bytes | None = None  # a frame that waits for its turns
+        self._is_paid = True  # whether the next frame has one turn: the first one has, by the stream's opening
 
     def __repr__(self) -> str:
         return f"FrameStream({self.name}, {short_peer(self.remote)})"
 
     async def send(self, *parts: bytes | memoryview, timeout: float = SEND_SECONDS) -> None:
         size = sum(memoryview(part).nbytes for part in parts)
-        await self._write(framing.header(size), parts, timeout)
+        if self.held is None:
+            return await self._write(framing.header(size), parts, timeout)
+        clock = asyncio.get_running_loop().time
+        self.held.add(size, clock())
+        try:
+            await self._write(framing.header(size), parts, timeout)
+        finally:
+            self.held.read(size, clock())
+        if self.turns is not None:
+            self.turns.answered(size)
 
     async def finish(self) -> None:
         if not self._finished:
@@ -174,12 +186,7 @@ class FrameStream:
         self._receiving = True
         try:
             async with asyncio.timeout(timeout):
-                if self._has_read and self.turn is not None:
-                    await self.turn()
-                self._has_read = False
-                frame = await self._next(limit)
-                self._has_read = True
-                return frame
+                return await self._next(limit) if self.turns is None else await self._in_turn(self.turns, limit)
         except TimeoutError:
             raise nothing_came(self, timeout) from None
         except FrameError as error:
@@ -190,6 +197,17 @@ class FrameStream:
             raise self._over("the peer or its link is gone") from None
         finally:
             self._receiving = False
+
+    async def _in_turn(self, turns: StreamTurns, limit: int) -> bytes:
+        """Returns the next frame once it has had its turns: one, and the others by its size."""
+        if not self._is_paid:
+            await turns.take()
+            self._is_paid = True
+        if self._came is None:
+            self._came = await self._next(limit)
+        await turns.take_for(len(self._came), self.name)
+        frame, self._came, self._is_paid = self._came, None, False
+        return frame
 
     async def _next(self, limit: int) -> bytes:
         while True:
@@ -317,6 +335,8 @@ class Endpoint:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
+        if not self.is_uncounted(stream.remote, stream.name):
+            stream.held = Held(self.guests, stream.remote, stream.abort)
         try:
             until = clock() + wait
             while clock() < until and not stream.is_closed:
@@ -338,6 +358,10 @@ class Endpoint:
             finally:
                 self.guests.leave(stream.remote, guest)
                 self._tasks.discard(task)
+
+    def is_uncounted(self, peer: str, name: str) -> bool:
+        """Whether a stream of `peer` with this name has limits of its own."""
+        return name in UNCOUNTED or self.guests.carries(peer, name)
 
     def _failed(self, stream: FrameStream, error: Exception) -> None:
         """Logs what a handler did not expect, at a limited rate, as a stranger can provoke it."""

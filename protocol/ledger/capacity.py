@@ -18,7 +18,6 @@ import functools
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from protocol.run import layout
@@ -26,6 +25,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Share
 from protocol.wire.decree import LONGEST_NOTE, MAX_OPERATORS, Invitation
+from protocol.wire.framing import LARGEST, Cost
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import AtMost, packed
 
@@ -40,26 +40,6 @@ SHORTEST_REASON_BYTES = 24
 """Bytes that a reason may always have."""
 _ID, _INTEGER, _NUMBER, _CHARACTER = "d" * 64, 2**63, 1 / 3, "\U0010ffff"
 """The longest id or digest, numbers and character, as they are encoded."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a reader counts: bytes, and values (every number, text, list, map and key)."""
-
-    size: int
-    values: int
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.size + other.size, self.values + other.values)
-
-    def __sub__(self, other: Cost) -> Cost:
-        return Cost(self.size - other.size, self.values - other.values)
-
-    def times(self, count: int) -> Cost:
-        return Cost(self.size * count, self.values * count)
-
-    def is_within(self, budget: Cost) -> bool:
-        return self.size <= budget.size and self.values <= budget.values
 
 
 def cost(value: Any) -> Cost:
@@ -130,7 +110,7 @@ def _envelope() -> Cost:
 def can_be_read(commit: Commit) -> bool:
     """Whether its record can be read with all votes. A commit in another message may be too long for that."""
     try:
-        return (cost(commit) + _envelope()).is_within(Cost(framing.MAX_MESSAGE, framing.MAX_VALUES))
+        return (cost(commit) + _envelope()).is_within(LARGEST)
     except framing.FrameError:
         return False
 

@@ -1,7 +1,7 @@
 """The log as a reader follows it: the next record, many records at once, and old commits in little memory.
 
-`why_not_next` checks votes, run, round and parent; protocol/ledger/rules.py checks the content, peer/log/replay.py the
-lists of parts and payloads.
+`why_not_after` checks votes, run, round and parent before a record is decoded, and `why_not_next` the rest of the head;
+protocol/ledger/rules.py checks the content, peer/log/replay.py the lists of parts and payloads.
 
 *Stretches.* A commit names the digest of its parent, so one record proves all commits before it that the same members
 decided (docs/trust.md). A stretch ends at a decree or a change of members.
@@ -24,7 +24,7 @@ from protocol.ledger import access, board
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import DOMAIN, Commit, Record, is_decided
-from protocol.wire.encoding import MessageError
+from protocol.wire.encoding import MessageError, RecordHead
 from protocol.wire.plan import Plan, Work
 from protocol.wire.schema import build, packed
 
@@ -36,8 +36,8 @@ class BadCommit(PotluckError):
     """These bytes are not the next commit of the run; the text goes on from "the commit of round N"."""
 
 
-def why_not_next(manifest: Manifest, head: Commit | None, record: Record) -> str | None:
-    """Why `record`, whose signatures are right, cannot come next after `head` in the log; None if it can."""
+def why_not_after(manifest: Manifest, head: Commit | None, record: Record | RecordHead) -> str | None:
+    """Why `record` cannot come next after `head`, by what its head says; None if it can."""
     commit, round = record.commit, 0 if head is None else head.round + 1
     members = board.members_after(manifest, head)
     if commit.run != manifest.run_id:
@@ -46,12 +46,18 @@ def why_not_next(manifest: Manifest, head: Commit | None, record: Record) -> str
         return f"is not the one of round {round}"
     if commit.parent != (head.digest if head else manifest.run_id):
         return "does not follow the one before it"
-    if not board.is_complete(board.of(manifest, commit), commit.members):
-        return "names other members than operators of the run"
     if commit.leader not in members:
         return "was proposed by a node that is not a member"
-    if not is_decided(record, members):
-        return "has too few votes"
+    return None if is_decided(record, members) else "has too few votes"
+
+
+def why_not_next(manifest: Manifest, head: Commit | None, record: Record) -> str | None:
+    """Why `record`, whose signatures are right, cannot come next after `head` in the log; None if it can."""
+    if (reason := why_not_after(manifest, head, record)) is not None:
+        return reason
+    commit = record.commit
+    if not board.is_complete(board.of(manifest, commit), commit.members):
+        return "names other members than operators of the run"
     if (unlawful := access.why_unlawful(manifest, head, commit)) is not None:
         return unlawful
     if commit.plan is not None and not all(_allows(manifest, w) for w in _works(commit.plan)):
@@ -72,7 +78,10 @@ def _allows(manifest: Manifest, work: Work) -> bool:
 def follow(manifest: Manifest, before: Commit | None, raw: bytes) -> Record:
     """The record in `raw`, which must come right after `before` (None: it must be the first). Raises BadCommit."""
     try:
-        record = encoding.decode_record(raw, "the log")
+        head = encoding.record_head(raw, "the log")
+        if (reason := why_not_after(manifest, before, head)) is not None:  # before it is decoded
+            raise BadCommit(reason)
+        record = head.record()
     except RemoteError as error:
         raise BadCommit(f"cannot be believed: {str(error).removesuffix('; it was dropped')}") from None
     if (reason := why_not_next(manifest, before, record)) is not None:
@@ -121,20 +130,20 @@ def read(manifest: Manifest, tip: Tip, raws: Sequence[bytes], sender: str) -> It
                 break
             links.append(link)
         last = at + max(0, len(links) - 1)
-        record = encoding.decode_record(raws[last], sender)
-        if (reason := _why_not(manifest, tip, links, record)) is not None:
-            what = f"log of {short_peer(sender)}: the commit of round {record.commit.round} {reason}"
+        head = encoding.record_head(raws[last], sender)
+        if (reason := _why_not(manifest, tip, links, head)) is not None:
+            what = f"log of {short_peer(sender)}: the commit of round {head.commit.round} {reason}"
             raise MessageError(sender, f"{what}; ask another bootstrap node")
-        stretch = Stretch(tip.members, tuple(link.packed for link in links[:-1]), record)
+        stretch = Stretch(tip.members, tuple(link.packed for link in links[:-1]), head.record())
         yield stretch
         tip, at = stretch.tip, last + 1
 
 
-def _why_not(manifest: Manifest, tip: Tip, links: Sequence[_Link], record: Record) -> str | None:
+def _why_not(manifest: Manifest, tip: Tip, links: Sequence[_Link], record: RecordHead) -> str | None:
     """Why this record, the last of `links`, if there are any, is not decided by those who decide after `tip`."""
     commit = record.commit
     follows = (commit.run, commit.round, commit.parent) == (manifest.run_id, tip.round + 1, tip.digest)
-    if commit.digest != links[-1].digest if links else not follows:
+    if record.digest != links[-1].digest if links else not follows:
         return "does not follow the one before it"
     return None if is_decided(record, tip.members) else "has too few votes"
 

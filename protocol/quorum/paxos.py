@@ -24,6 +24,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
 from protocol.wire.commit import Commit, Record, body_of, liars_borne, pledge_body, votes_needed
+from protocol.wire.encoding import RecordHead
 from protocol.wire.session import Heartbeat, LogRequest
 
 RETRY_SECONDS = 1.0
@@ -376,9 +377,11 @@ class Quorum:
 
     # --- the decision
 
-    def _learn(self, peer: str, record: Record, out: list[Effect]) -> None:
+    def _learn(self, peer: str, record: Record | RecordHead, out: list[Effect]) -> None:
         if record.commit.round > self.round:
             out += self.position.stay(ev.Learned, [ev.Send(peer, LogRequest(after=self.round - 1))])
+        elif isinstance(record, RecordHead):
+            return
         elif self.phase is not Phase.APPENDING and why_not_next(self.manifest, self.head, record) is None:
             out += self.position.step(ev.Learned, Phase.APPENDING, [ev.Append(record)])
 

@@ -8,6 +8,7 @@ from enum import Enum
 from protocol.quorum.table import Row, Table, anywhere
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, QuorumMessage, Reject, Vote
 from protocol.wire.commit import Commit, Part, Record, Share
+from protocol.wire.encoding import RecordHead
 from protocol.wire.session import Heartbeat, LogRequest
 
 
@@ -59,10 +60,10 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """Event: `peer` sent a record; the signatures of its voters are right."""
+    """Event: `peer` sent a record; the signatures of its voters are right. Its head, if it is not the next one."""
 
     peer: str
-    record: Record
+    record: Record | RecordHead
 
 
 @dataclass(frozen=True, slots=True)

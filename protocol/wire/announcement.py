@@ -180,7 +180,7 @@ MOST_LOOKED_UP = 64
 class Lookup:
     """Please send the announcements of `peers`, and of `sample` others by chance, as far as you know them."""
 
-    peers: Annotated[tuple[bounds.PeerId, ...], AtMost(MAX_ITEMS)] = ()
+    peers: Annotated[tuple[bounds.PeerId, ...], AtMost(4 * MOST_LOOKED_UP)] = ()
     sample: bounds.Count = 0
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from protocol.errors import shown
 from protocol.identity import short_peer
 from protocol.wire import framing
 from protocol.wire.bounds import MAX_SHARDS, Block, Count, PeerId, Reason, Round, RunId, Shard, Size, Word
-from protocol.wire.encoding import MessageError
+from protocol.wire.encoding import MessageError, limit_of
 from protocol.wire.schema import AtMost, SchemaError, build, packed, row
 
 T = TypeVar("T")
@@ -64,7 +65,8 @@ CALLS = (States, MomentsRequest, MomentsAnswer, PipeHello)
 def read(cls: type[T], raw: bytes, peer: str, what: str) -> T:
     """The `cls` in `raw`, which `peer` sent; `what` names it in errors. Raises MessageError."""
     try:
-        data = framing.unpack_message(raw)
+        limit = limit_of(typing.cast(Any, cls))
+        data = framing.unpack_message(raw, limit=limit.size, values=limit.values)
         return build(cls, {"held": data} if cls is States else data, ignore_unknown=True)
     except (framing.FrameError, SchemaError) as error:
         raise MessageError(peer, f"{what} of {short_peer(peer)}: {shown(error)}; it was dropped") from None

@@ -10,7 +10,7 @@ import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from protocol.wire import bounds, framing
 from protocol.wire.claims import Evaluation, Score
@@ -207,7 +207,12 @@ class Record:
 
 def body_of(commit: Commit, ballot: int) -> bytes:
     """What the signature of a vote for `commit` in `ballot` is over."""
-    return DOMAIN + framing.pack_message(["vote", commit.run, commit.round, ballot, commit.digest])
+    return vote_body(commit.run, commit.round, ballot, commit.digest)
+
+
+def vote_body(run: str, round: int, ballot: int, digest: str) -> bytes:
+    """The same for the commit with this digest."""
+    return DOMAIN + framing.pack_message(["vote", run, round, ballot, digest])
 
 
 def pledge_body(run: str, round: int, ballot: int, digest: str) -> bytes:
@@ -225,6 +230,13 @@ def votes_needed(members: int) -> int:
     return members - liars_borne(members)
 
 
-def is_decided(record: Record, members: tuple[str, ...]) -> bool:
+class Voted(Protocol):
+    """What has votes by member: a record, or its head."""
+
+    @property
+    def votes(self) -> Mapping[str, bytes]: ...
+
+
+def is_decided(record: Voted, members: tuple[str, ...]) -> bool:
     """Whether enough of `members`, those that the commit before names, voted for it."""
     return len(set(record.votes) & set(members)) >= votes_needed(len(members))

@@ -5,29 +5,39 @@
     envelope   msgpack map {"p": peer, "b": message, "s": Ed25519 signature of DOMAIN and the message}
 
 Unknown fields are ignored. A missing or ill-typed field is refused (`MessageError`).
+
+What arrives is checked in the order of what that costs: length, kind, the kind's bounds (`limit_of`), then the known
+fields. Unknown fields are not decoded, and have SPARE bytes. A record's head, digest and signatures are checked before
+its commit is decoded (`RecordHead`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import hashlib
 import typing
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, shown
 from protocol.identity import Identity, short_peer
-from protocol.wire import framing
+from protocol.wire import bounds, framing
 from protocol.wire.announcement import Announcement, DirectoryMessage
 from protocol.wire.ballot import QuorumMessage
 from protocol.wire.claims import Claim
-from protocol.wire.commit import DOMAIN, Commit, Record, body_of
+from protocol.wire.commit import DOMAIN, Commit, Record, vote_body
 from protocol.wire.decree import DecreeMessage
-from protocol.wire.schema import SchemaError, build, packed
+from protocol.wire.framing import LARGEST, Cost
+from protocol.wire.schema import AtMost, SchemaError, build, most, packed
 from protocol.wire.session import NodeMessage, PeerMessage
 
 MAX_VOTES = 16
+SPARE = Cost(1024, 64)
+"""What a message may have besides its known fields: those of a newer version, and its kind."""
 T = TypeVar("T")
 
 
@@ -53,16 +63,56 @@ def _dropped(peer: str, what: str) -> Iterator[None]:
         raise MessageError(peer, f"{what}: {shown(error)}; it was dropped") from None
 
 
-def decode(raw: bytes | memoryview, peer: str) -> Message:
-    """The message in `raw`, which `peer` sent. Raises MessageError."""
-    with _dropped(peer, f"message from {short_peer(peer)}"):
-        data = framing.unpack_message(bytes(raw))
-        kind = data.pop("t", None) if isinstance(data, dict) else None
-        if not isinstance(kind, str) or kind not in TYPES:
-            raise SchemaError("t", "is not a known message type")
-        cls = TYPES[kind]
-        message: Message = build(cls, data, ignore_unknown=True)
-        return message
+@functools.cache
+def limit_of(cls: Any) -> Cost:
+    """The most that a message of this kind has."""
+    whole = most(cls) + SPARE
+    return Cost(min(whole.size, LARGEST.size), min(whole.values, LARGEST.values))
+
+
+@typing.overload
+def decode(raw: bytes | memoryview, peer: str, *, values: int = ...) -> Message: ...
+@typing.overload
+def decode(raw: bytes | memoryview, peer: str, *kinds: type[T], values: int = ...) -> T: ...
+def decode(raw: bytes | memoryview, peer: str, *kinds: type[Any], values: int = LARGEST.values) -> Any:
+    """The message in `raw`, which `peer` sent; one of `kinds`, if any are given. Raises MessageError.
+
+    values: the most that a message has in this run, where that is less than its kind may have
+    """
+    what = f"message from {short_peer(peer)}"
+    with _dropped(peer, what):
+        return _decode(framing.entries(raw), len(raw), peer, what, kinds, values)
+
+
+def _decode(
+    found: dict[str, bytes], size: int, peer: str, what: str, kinds: tuple[type, ...], values: int = LARGEST.values
+) -> Any:
+    kind = framing.unpack_message(found.pop("t", _NONE), limit=_LONGEST_KIND, values=1)
+    if not isinstance(kind, str) or kind not in TYPES:
+        raise SchemaError("t", "is not a known message type")
+    cls = TYPES[kind]
+    if kinds and cls not in kinds:
+        raise MessageError(peer, f"{what}: unexpected {cls.__name__}; it was dropped")
+    limit = limit_of(cls)
+    if size > limit.size:
+        raise SchemaError(cls.__name__, f"has {size} bytes; at most {limit.size}")
+    return build(cls, _known(_names(cls), found, min(limit.values, values)), ignore_unknown=True)
+
+
+_NONE = framing.pack_message(None)
+_LONGEST_KIND = 64
+
+
+def _known(names: Collection[str], found: Mapping[str, bytes], values: int = LARGEST.values) -> dict[str, Any]:
+    """Decodes those of a map's `entries` that have these names, and no others. Raises FrameError."""
+    known = {key: value for key, value in found.items() if key in names}
+    fields: dict[str, Any] = framing.unpack_message(framing.joined(known), values=values)
+    return fields
+
+
+@functools.cache
+def _names(cls: type) -> frozenset[str]:
+    return frozenset(f.name for f in dataclasses.fields(cls))
 
 
 def expect(cls: type[T], message: Any, peer: str) -> T:
@@ -94,31 +144,109 @@ def commit_in(raw: bytes) -> Commit:
 
 
 def _record(raw: bytes | memoryview) -> Record:
-    data = framing.unpack_message(bytes(raw))
-    if not isinstance(data, dict):
-        raise SchemaError("record", "is not a map")
-    fields = {"commit": data.get("c"), "ballot": data.get("n"), "votes": data.get("v")}
-    record = build(Record, fields, ignore_unknown=True)
-    if len(record.votes) > MAX_VOTES:
-        raise SchemaError("votes", f"has {len(record.votes)} entries; at most {MAX_VOTES}")
-    return record
+    return _record_of(framing.entries(raw))
+
+
+_RECORD = {"c": "commit", "n": "ballot", "v": "votes"}
+"""The names of a record's fields as they travel."""
+
+
+def _record_of(found: Mapping[str, bytes]) -> Record:
+    fields = _known(_RECORD, found)
+    return build(Record, {_RECORD[key]: value for key, value in fields.items()}, ignore_unknown=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitHead:
+    """Fields of a commit that are read before the others."""
+
+    run: bounds.RunId
+    round: bounds.Round
+    parent: bounds.RunId
+    leader: bounds.PeerId = ""
+    members: Annotated[tuple[bounds.PeerId, ...], AtMost(MAX_VOTES)] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Proof:
+    """Fields of a record besides its commit."""
+
+    ballot: bounds.Ballot
+    votes: Annotated[dict[bounds.PeerId, bounds.Signature], AtMost(MAX_VOTES)]
+
+
+class RecordHead:
+    """A record whose commit is not decoded yet: who decided what, by its own words.
+
+    commit: the commit's first fields
+    ballot, votes: as in a Record; no signature was checked
+    """
+
+    def __init__(self, found: Mapping[str, bytes], peer: str) -> None:
+        self._found = found
+        self._peer = peer
+        said = {_RECORD[key]: value for key, value in found.items() if key in _RECORD}
+        proof = build(_Proof, _known(_names(_Proof), said, limit_of(_Proof).values), ignore_unknown=True)
+        self.ballot, self.votes = proof.ballot, proof.votes
+        self._entries = framing.entries(said.get("commit", _NONE))
+        fields = _known(_names(CommitHead), self._entries, limit_of(CommitHead).values)
+        self.commit = build(CommitHead, fields, where="commit", ignore_unknown=True)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The commit's, if its bytes are as `encode_record` writes them; else another one, which nobody signed."""
+        return hashlib.sha256(DOMAIN + framing.joined({**self._entries, "t": _COMMIT})).hexdigest()
+
+    def record(self) -> Record:
+        """The whole record. Raises MessageError if a signature is wrong, or a field of the commit."""
+        wrong = f"record from {short_peer(self._peer)}: a signature is wrong; it was dropped"
+        body = vote_body(self.commit.run, self.commit.round, self.ballot, self.digest)
+        if not all(identity.verify(voter, body, signed) for voter, signed in self.votes.items()):
+            raise MessageError(self._peer, wrong)
+        with _dropped(self._peer, f"record from {short_peer(self._peer)}"):
+            record = _record_of(self._found)
+        if record.commit.digest != self.digest:
+            raise MessageError(self._peer, wrong)
+        return record
+
+
+_COMMIT = framing.pack_message("commit")
+
+
+def record_head(raw: bytes | memoryview, peer: str) -> RecordHead:
+    """The head of a record that `peer` sent. Raises MessageError."""
+    with _dropped(peer, f"record from {short_peer(peer)}"):
+        return RecordHead(framing.entries(raw), peer)
 
 
 def decode_record(raw: bytes | memoryview, peer: str) -> Record:
     """A record of `peer` with right signatures; enough voters are not checked. Raises MessageError."""
-    with _dropped(peer, f"record from {short_peer(peer)}"):
-        record = _record(raw)
-    body = body_of(record.commit, record.ballot)
-    if not all(identity.verify(voter, body, signed) for voter, signed in record.votes.items()):
-        raise MessageError(peer, f"record from {short_peer(peer)}: a signature is wrong; it was dropped")
-    return record
+    return record_head(raw, peer).record()
 
 
-def decode_any(raw: bytes, peer: str) -> Message | Record:
-    """A message or a record that `peer` sent. Raises MessageError."""
-    with _dropped(peer, f"message from {short_peer(peer)}"):
-        data = framing.unpack_message(raw)
-    return decode(raw, peer) if isinstance(data, dict) and "t" in data else decode_record(raw, peer)
+def is_message(raw: bytes) -> bool:
+    """Whether these bytes are those of a message, if of anything, and not of a record."""
+    try:
+        return "t" in framing.entries(raw)
+    except framing.FrameError:
+        return False
+
+
+def message_or_head(raw: bytes, peer: str, *kinds: type[Any]) -> Any:
+    """A message of one of `kinds`, or the head of a record, that `peer` sent. Raises MessageError."""
+    what = f"message from {short_peer(peer)}"
+    with _dropped(peer, what):
+        found = framing.entries(raw)
+        if "t" in found:
+            return _decode(found, len(raw), peer, what, kinds)
+        return RecordHead(found, peer)
+
+
+def decode_any(raw: bytes, peer: str, *kinds: type[Any]) -> Message | Record:
+    """A message, of one of `kinds` if any are given, or a record that `peer` sent. Raises MessageError."""
+    found = message_or_head(raw, peer, *kinds)
+    said: Message | Record = found.record() if isinstance(found, RecordHead) else found
+    return said
 
 
 def seal(who: Identity, message: Message) -> bytes:
@@ -134,9 +262,7 @@ def unseal(raw: bytes | memoryview) -> tuple[str, Message]:
 def unseal_signed(raw: bytes | memoryview) -> tuple[str, Message, bytes]:
     """The same, and the signature."""
     with _dropped("unknown", "envelope"):
-        data = framing.unpack_message(bytes(raw))
-    if not isinstance(data, dict):
-        raise MessageError("unknown", "envelope: not a map; it was dropped")
+        data = _known("pbs", framing.entries(raw), SPARE.values)
     peer, body, signature = data.get("p"), data.get("b"), data.get("s")
     if not (isinstance(peer, str) and isinstance(body, bytes) and isinstance(signature, bytes)):
         raise MessageError("unknown", "envelope: fields are missing; it was dropped")

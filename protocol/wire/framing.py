@@ -6,10 +6,15 @@
 The end is explicit because a dead peer's stream ends just as quietly as a finished one. A message is one msgpack value
 made of nil, bool, int, float, text, bytes, lists and maps with text keys. What arrives is measured *before* it is
 decoded or kept: bytes, nesting, number of values, no extension types.
+
+A decoder's time grows with the values of a message, of which one byte may be one. `entries` cuts a map at its keys and
+looks at none of its values, so that a reader checks a message's kind and size first, and decodes only known fields.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -22,10 +27,36 @@ END = b"\xff\xff\xff\xff"
 MAX_MESSAGE = 4 * 1024 * 1024
 MAX_DEPTH = 16
 MAX_VALUES = 320_000
+MAX_FIELDS = 64
+"""Entries of the map that a message is, unknown ones too."""
 
 
 class FrameError(PotluckError):
     """Bytes that are no frame or no message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a reader counts: bytes, and values (every number, text, list, map and key)."""
+
+    size: int
+    values: int
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.size + other.size, self.values + other.values)
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(self.size - other.size, self.values - other.values)
+
+    def times(self, count: int) -> Cost:
+        return Cost(self.size * count, self.values * count)
+
+    def is_within(self, budget: Cost) -> bool:
+        return self.size <= budget.size and self.values <= budget.values
+
+
+LARGEST = Cost(MAX_MESSAGE, MAX_VALUES)
+"""Of any message."""
 
 
 def header(size: int) -> bytes:
@@ -113,16 +144,50 @@ def _canonical(value: Any, depth: int) -> Any:
     raise FrameError(f"message: cannot carry a {type(value).__name__}")
 
 
-def unpack_message(raw: bytes | memoryview, *, limit: int = MAX_MESSAGE, depth: int = MAX_DEPTH) -> Any:
+def unpack_message(
+    raw: bytes | memoryview, *, limit: int = MAX_MESSAGE, depth: int = MAX_DEPTH, values: int = MAX_VALUES
+) -> Any:
     """The value in `raw`. Raises FrameError for anything that `pack_message` could not have meant."""
     data = bytes(raw)
     if len(data) > limit:
         raise FrameError(f"message: {len(data)} bytes; at most {limit} are allowed")
-    _measure(data, depth)
+    _measure(data, depth, values)
     try:
         return msgpack.unpackb(data, raw=False, strict_map_key=True, use_list=True)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
         raise FrameError(f"message: not valid msgpack ({type(error).__name__})") from None
+
+
+def entries(raw: bytes | memoryview) -> dict[str, bytes]:
+    """The values of a map by key, still encoded; they may be no valid values. Raises FrameError."""
+    data = bytes(raw)
+    if len(data) > MAX_MESSAGE:
+        raise FrameError(f"message: {len(data)} bytes; at most {MAX_MESSAGE} are allowed")
+    reader, out = msgpack.Unpacker(max_buffer_size=max(len(data), 1)), dict[str, bytes]()
+    try:
+        reader.feed(data)
+        count = reader.read_map_header()
+        if count > MAX_FIELDS:
+            raise FrameError(f"message: {count} fields; at most {MAX_FIELDS} are allowed")
+        for _ in range(count):
+            begin = reader.tell()
+            if not (0xA0 <= data[begin] <= 0xBF or data[begin] == 0xD9):
+                raise FrameError("message: a map's key is not text")
+            key = reader.unpack()
+            begin = reader.tell()
+            reader.skip()
+            out[key] = data[begin : reader.tell()]
+    except (ValueError, IndexError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise FrameError(f"message: not a map ({type(error).__name__})") from None
+    if reader.tell() != len(data):
+        raise FrameError("message: bytes follow after its end")
+    return out
+
+
+def joined(found: Mapping[str, bytes]) -> bytes:
+    """The map that has these `entries`, in the order of their keys."""
+    head: bytes = msgpack.Packer().pack_map_header(len(found))
+    return head + b"".join(msgpack.packb(key) + found[key] for key in sorted(found))
 
 
 _FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8}
@@ -144,7 +209,7 @@ def _follow(first: int) -> int:
 _FOLLOW = tuple(map(_follow, range(256)))
 
 
-def _measure(data: bytes, max_depth: int) -> None:
+def _measure(data: bytes, max_depth: int, max_values: int) -> None:
     """Checks depth, number of values, types, keys and length of msgpack without decoding or recursion."""
     position, values, size = 0, 1, len(data)
     left, in_map = 1, False  # how many values the innermost open container still lacks, and whether it is a map: then
@@ -182,8 +247,8 @@ def _measure(data: bytes, max_depth: int) -> None:
             if len(around) >= max_depth:
                 raise FrameError(f"message: nested deeper than {max_depth}")
             values += inside
-            if values > MAX_VALUES:
-                raise FrameError(f"message: more than {MAX_VALUES} values")
+            if values > max_values:
+                raise FrameError(f"message: more than {max_values} values")
             around.append((left, in_map))
             left, in_map = inside, first <= 0x8F or first >= 0xDE
         if not around:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 from protocol.errors import PotluckError
+from protocol.wire.framing import LARGEST, Cost
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -140,6 +141,44 @@ def _converter(hint: Any) -> Convert:
         key, value = map(_converter, typing.get_args(hint))
         return functools.partial(_convert_table, key, value)
     return functools.partial(_convert_bytes, math.inf) if hint is bytes else functools.partial(_convert_plain, hint)
+
+
+_HEAD, _NUMBER, _DIGEST = Cost(5, 1), Cost(9, 1), Cost(66, 1)
+"""The most that the head of a text, list or map, a number, and a digest in either form take."""
+_CHARACTER, _CUT_CHARACTER = 4, 16
+"""Bytes of a character; and for each one that is kept of a text that is cut."""
+
+
+@functools.cache
+def most(hint: Any) -> Cost:
+    """The most that a value of this type takes in a message, by the bounds of its fields; no more than LARGEST."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        base, *marks = args
+        if _HEX in marks:
+            return _DIGEST
+        inner = [most(arg) for arg in typing.get_args(base) if arg is not Ellipsis]
+        for mark in marks:
+            if isinstance(mark, AtMost | Cut):
+                each = functools.reduce(Cost.__add__, inner) if inner else Cost(_bytes_of(base, mark), 0)
+                return _at_most(_HEAD + each.times(mark.count))
+        return _NUMBER
+    if origin in (types.UnionType, typing.Union):
+        return max((most(arg) for arg in args), key=lambda cost: cost.values)
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint, include_extras=True)
+        named = 0 if hint in _rows else 1
+        keys = [Cost(1 + len(f.name), 1).times(named) for f in dataclasses.fields(hint)]
+        return _at_most(functools.reduce(Cost.__add__, [*keys, *(most(each) for each in hints.values())], _HEAD))
+    return _NUMBER if hint in (bool, int, float, type(None)) else LARGEST
+
+
+def _bytes_of(base: type, mark: AtMost | Cut) -> int:
+    return 1 if base is bytes else _CUT_CHARACTER if isinstance(mark, Cut) else _CHARACTER
+
+
+def _at_most(cost: Cost) -> Cost:
+    return Cost(min(cost.size, LARGEST.size), min(cost.values, LARGEST.values))
 
 
 def _bounded(convert: Convert, mark: Any) -> Convert:

@@ -8,12 +8,13 @@ import hashlib
 import random
 import time
 
+from peer.net.base import serve_calls
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.planning import memory
 from protocol.run import layout
-from protocol.wire import decree, encoding, endpoints
+from protocol.wire import decree, encoding, endpoints, framing
 from protocol.wire.announcement import VERSION, Announcement
 from protocol.wire.claims import Evaluation
 from protocol.wire.commit import Part
@@ -30,12 +31,18 @@ from protocol.wire.session import (
     Withdraw,
 )
 from tests.hostile.attacks.attacker import AT_ONCE, Attack, Attacker
-from tests.support import false_states
+from tests.support import false_states, tiny
 from tests.support.liars import Liar
 
 TURN_SECONDS = 2.5
 """For which each of several identities is there: some rounds."""
 FLOODS = ("says too much in its session",)
+NONSENSE = (f"says what has no place in {endpoints.SESSION}",)
+STRANGE = (
+    "shows a log that leads nowhere",
+    f"says what has no place in {endpoints.QUORUM}",
+    f"opens {endpoints.QUORUM} again and again",
+)
 AGAIN = (
     "has 256 streams open and opens more",
     "has 64 streams open and says nothing",
@@ -251,6 +258,49 @@ async def crowd_announces(enemy: Attacker) -> None:
     await asyncio.gather(*(one(me) for me in (enemy, *enemy.others)))
 
 
+async def stuffed(enemy: Attacker) -> None:
+    """heartbeats of 60 kB, whose unknown field has 60,000 values"""
+    beat = framing.unpack_message(encoding.encode(Heartbeat(phase="x", round=1)))
+    raw = framing.pack_message({**beat, "~": [0] * 60_000})
+    await asyncio.gather(*(me.in_sessions(lambda number: raw) for me in (enemy, *enemy.others)))
+
+
+async def nameless(enemy: Attacker) -> None:
+    """chains of thousands of members without a name"""
+    said = ChainReconfig(round=1, replica=0, generation=1, peers=("",) * 4000, steps=0, reason="")
+    raw = encoding.encode(said)
+    await asyncio.gather(*(me.in_sessions(lambda number: raw) for me in (enemy, *enemy.others)))
+
+
+async def knocking(enemy: Attacker) -> None:
+    """records of 300,000 values on the operators' stream, and for whoever calls for the log"""
+    head = tiny.record(tiny.commit(enemy.manifest), enemy.identity)
+    said = framing.unpack_message(encoding.encode_record(head))
+    said["c"]["contributions"] = [[0] * 15] * 18_750
+    raw = framing.pack_message(said)
+
+    async def one(me: Attacker) -> None:
+        async def page(peer: str, request: bytes) -> bytes:
+            me.done.times += 1
+            return framing.pack_message([raw])
+
+        async def knock() -> None:
+            stream = await me.open(me.node, endpoints.QUORUM)
+            try:
+                await me.say(stream, Heartbeat(phase="x", round=1))
+                await stream.recv(timeout=3.0)
+                while True:
+                    await stream.send(raw)
+                    me.done.times += 1
+            finally:
+                await stream.close()
+
+        await serve_calls(me.transport, endpoints.LOG, page)
+        await me.over_and_over(knock)
+
+    await asyncio.gather(*(one(me) for me in (enemy, *enemy.others)))
+
+
 async def planned(enemy: Attacker) -> None:
     """a peer that is planned, attests a false state and offers other replicas' work"""
     liar = Liar(
@@ -306,6 +356,9 @@ ATTACKS = (
     Attack(work=invitations),
     Attack(work=crowd, identities=4),
     Attack(work=crowd_announces, identities=4),
+    Attack(work=stuffed, told=NONSENSE, identities=8),
+    Attack(work=nameless, told=NONSENSE, identities=8),
+    Attack(work=knocking, told=STRANGE, identities=8),
     Attack(work=planned, spell=30.0),
     Attack(work=planned_in_turn, identities=12, spell=30.0),
 )
