@@ -125,7 +125,7 @@ def _longest_contribution(stages: int) -> Cost:
 @functools.lru_cache(maxsize=64)
 def _left_out(peers: int) -> Cost:
     """A left-out replica and the makers of its work, without the rest of its reason (REASONS_BYTES)."""
-    return cost(longest(LeftOut, reason="r" * SHORTEST_REASON_BYTES, peers=(_ID,) * peers))
+    return cost(longest(LeftOut, reason="r" * SHORTEST_REASON_BYTES, peers=(_ID,) * peers, faults="1" * peers))
 
 
 def bounded(

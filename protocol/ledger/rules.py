@@ -189,7 +189,8 @@ def blames_known_makers(state: RunState, commit: Commit) -> Iterator[str]:
     for left in commit.left_out:
         if left.judged is not None and not left.peers:
             yield f"leaves out replica {left.replica} as judged, and does not say whose work it was"
-        if not set(left.faults) <= set(left.peers) or (left.probation and left.faults):
+        fits = len(left.faults) in (0, len(left.peers)) and set(left.faults) <= {"0", "1"}
+        if not fits or (left.probation and left.faults):
             yield f"lays the fault of replica {left.replica} to others than its makers, or finds none"
 
 

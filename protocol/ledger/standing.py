@@ -252,7 +252,7 @@ class Standing:
         """Findings of a commit for and against peers. Further kinds go here."""
         yield from (Finding(share.peer, True) for share in commit.shares)
         for left in commit.left_out:
-            yield from (Finding(peer, False) for peer in left.faults)
+            yield from (Finding(peer, False) for peer in left.guilty)
 
 
 def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Standing:

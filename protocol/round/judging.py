@@ -215,7 +215,7 @@ def why_unjust(
     for x, verdict in zip(known, verdicts[len(commit.contributions) :], strict=True):
         if verdict.reason is None:
             return f'replica {x.replica} was judged ("{x.reason}"), but there is nothing wrong with it'
-        if set(verdict.faults) != set(x.faults):
+        if set(verdict.faults) != set(x.guilty):
             return f"the fault of replica {x.replica} is laid to others than by the rule"
     tried = [x for x in commit.left_out if x.judged is not None and x.replica in trial]
     if not all(x.replica in updates for x in tried):
@@ -229,7 +229,7 @@ def why_unjust(
             return f"replica {x.replica} serves its probation, although {verdict.reason}"
         if not x.probation and verdict.reason is None:
             return f'replica {x.replica} was judged ("{x.reason}"), but there is nothing wrong with it'
-        if not x.probation and set(verdict.faults) != set(x.faults):
+        if not x.probation and set(verdict.faults) != set(x.guilty):
             return f"the fault of replica {x.replica} is laid to others than by the rule"
     return None
 

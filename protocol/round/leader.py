@@ -40,7 +40,7 @@ from protocol.round.offers import Examined, Offers, ReplicaStates
 from protocol.round.presence import Newcomers, Promises
 from protocol.run.manifest import Manifest
 from protocol.wire.claims import Evaluation, Score
-from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut
+from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, faults_of
 from protocol.wire.decree import Enacted, Joined
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Offered, TimeUp, Withdraw
@@ -89,7 +89,7 @@ def _left_out(
         judged=judging.name_of(contribution),
         peers=contribution.peers,
         probation=probation,
-        faults=faults,
+        faults=faults_of(contribution.peers, faults),
     )
 
 

@@ -140,7 +140,7 @@ def pause(strikes: float) -> int:
 def broken(plan: Plan | None, commit: Commit, offered: Collection[str], lost: Collection[str]) -> dict[str, float]:
     """Strikes of a round. offered: peers that have offered all of their work; lost: peers known to be lost."""
     brought = {share.peer for share in commit.shares}.union(offered)
-    judged = {x.replica: x.faults for x in commit.left_out if x.judged is not None and not x.probation}
+    judged = {x.replica: x.guilty for x in commit.left_out if x.judged is not None and not x.probation}
     found: dict[str, float] = {}
     for replica in plan.replicas if plan is not None else ():
         idle = [peer for peer in replica.peers if peer not in brought or peer in judged.get(replica.number, ())]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol
 
@@ -89,6 +89,11 @@ class Contribution:
         return sum(share.size for share in self.shares)
 
 
+def faults_of(peers: Sequence[str], guilty: Collection[str]) -> str:
+    """`LeftOut.faults` of work that `peers` made, by the fault of the `guilty` ones."""
+    return "".join("01"[peer in guilty] for peer in peers) if guilty else ""
+
+
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
@@ -103,8 +108,13 @@ class LeftOut:
     probation: bool = False
     """Whether nothing is wrong with it, and it has no weight since its makers are on probation
     (protocol/ledger/standing.py)."""
-    faults: Annotated[tuple[bounds.PeerId, ...], AtMost(4096)] = ()
-    """Those of `peers` whose fault it is; nobody's, where it was judged and is only like another's."""
+    faults: Annotated[str, AtMost(4096)] = ""
+    """For each of `peers` 1 if it is at fault, else 0; empty: nobody is, as where it is only like another's."""
+
+    @property
+    def guilty(self) -> tuple[str, ...]:
+        """Those of `peers` that are at fault."""
+        return tuple(peer for peer, mark in zip(self.peers, self.faults, strict=False) if mark == "1")
 
 
 @row

@@ -90,7 +90,8 @@ def commit(sent: Sequence[Sent], verdicts: Sequence[Verdict], **changes: object)
             replica=i,
             reason=v.reason,
             judged=judging.name_of(Contribution(replica=i, tokens=8, steps=1, loss=None, shares=(shares[i],))),
-            faults=v.faults,
+            peers=tuple(v.faults),
+            faults="1" * len(v.faults),
         )
         for i, v in enumerate(verdicts)
         if v.reason is not None

@@ -83,7 +83,7 @@ def contribution(number: int, *peers: str) -> Contribution:
 
 def judged(number: int, *peers: str, probation: bool = False) -> LeftOut:
     name = judging.name_of(contribution(number, *peers))
-    faults = () if probation else peers
+    faults = "" if probation else "1" * len(peers)
     return LeftOut(replica=number, reason="judged", judged=name, peers=peers, probation=probation, faults=faults)
 
 
@@ -288,7 +288,7 @@ LIES = [
     Lie("leaves_out_its_makers", "of others than its plan", drops(4, judged(4, "f0", "x"))),
     Lie("blames_known_makers", "does not say whose work", drops(0, dataclasses.replace(judged(0, "f0"), peers=()))),
     Lie("blames_known_makers", "to others than its makers", drops(0, dataclasses.replace(judged(0, "f0"),
-        faults=("f1",)))),
+        faults="01"))),
     Lie("names_makers_once", "names a peer twice", drops(0, judged(0, "f1"))),
     Lie("ends_no_probation_late", "a probation that is over", drops(0, judged(0, "f0", probation=True))),
     Lie("has_due_evaluations", "is not due", says(evaluations=(EVALUATION,))),

@@ -12,7 +12,7 @@ from protocol.ledger import standing
 from protocol.ledger.standing import FLOOR, REMEMBERED_PEERS, REST_ROUNDS, RETURNING, Finding, Reputation, Standing
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire.bounds import LEAST_COMPARED
-from protocol.wire.commit import Commit, Contribution, LeftOut
+from protocol.wire.commit import Commit, Contribution, LeftOut, faults_of
 from protocol.wire.decree import ADMIT, Decree, Enacted
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 from tests.support import tiny
@@ -44,7 +44,9 @@ def made(number: int, *peers: str, tokens: int = 10, weight: float = 1.0) -> Con
 def tried(number: int, *peers: str, bad: bool = False, faults: tuple[str, ...] | None = None) -> LeftOut:
     """Work on probation, or such as was judged and is left out; by the fault of all who made it, unless said."""
     guilty = (peers if bad else ()) if faults is None else faults
-    return LeftOut(replica=number, reason="?", judged=NAME, peers=peers, probation=not bad, faults=guilty)
+    return LeftOut(
+        replica=number, reason="?", judged=NAME, peers=peers, probation=not bad, faults=faults_of(peers, guilty)
+    )
 
 
 def commit(

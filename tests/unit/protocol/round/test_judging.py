@@ -20,7 +20,7 @@ from protocol.round.fairness import NodeView, wrong_verdict_in
 from protocol.round.judging import PreviousRound, Verdict
 from protocol.run import layout
 from protocol.run.manifest import JudgingSpec, Manifest
-from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
+from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share, faults_of
 from tests.support import tiny
 from tests.support.judging import (
     COMMON,
@@ -343,7 +343,13 @@ def test_a_member_checks_the_verdict_from_the_payloads_that_it_holds() -> None:
     def proposed(scales: Sequence[float | None]) -> Commit:
         kept = [dataclasses.replace(c, scale=s) for c, s in zip(here, scales, strict=True) if s is not None]
         gone = [
-            LeftOut(replica=i, reason="?", judged=names[i], faults=verdicts[i].faults)
+            LeftOut(
+                replica=i,
+                reason="?",
+                judged=names[i],
+                peers=here[i].peers,
+                faults=faults_of(here[i].peers, verdicts[i].faults),
+            )
             for i, s in enumerate(scales)
             if s is None
         ]

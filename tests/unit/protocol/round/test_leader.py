@@ -232,7 +232,7 @@ def test_what_was_offered_is_judged_in_the_order_in_which_it_came_and_the_commit
     assert [(c.shares[0].peer, c.scale) for c in commit.contributions] == [("a", 1.0), ("c", 0.25)]
     (out,) = commit.left_out
     assert out.reason == "peer b: judged: it changes nothing"
-    assert out.faults == ("b",)
+    assert out.guilty == ("b",)
     assert out.judged == name_of(case.contributions[1])
 
 

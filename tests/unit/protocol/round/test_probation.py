@@ -167,7 +167,7 @@ def test_voters_come_to_the_same_verdict_and_name_any_other() -> None:
     other = {6: 7, 7: 6}[serves]
     assert f"replica {other} serves its probation, although {ALIKE}" in str(why(with_left(other, probation=True)))
     assert "there is nothing wrong with it" in str(why(with_left(serves, probation=False)))
-    assert "laid to others" in str(why(with_left(8, faults=("p8",))))
+    assert "laid to others" in str(why(with_left(8, faults="1")))
 
 
 @pytest.mark.parametrize("count", [1, 40])

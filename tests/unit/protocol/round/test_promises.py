@@ -79,8 +79,10 @@ def test_of_a_chain_those_are_struck_who_were_lost_or_each_half() -> None:
     assert presence.broken(there, done, offered=(), lost=("c", "x")) == {"c": 1.0, "e": 1.0}
     assert presence.broken(there, done, offered=("b", "e"), lost=()) == {"c": 0.5, "d": 0.5}
     assert presence.broken(None, done, offered=(), lost=()) == {}
-    reason = LeftOut(replica=2, reason="judged: it changes nothing", judged="0" * 64, faults=("e",))
-    judged = dataclasses.replace(done, left_out=(reason, dataclasses.replace(reason, replica=1, faults=("c",))))
+    reason = LeftOut(replica=2, reason="judged: it changes nothing", judged="0" * 64, peers=("e",), faults="1")
+    judged = dataclasses.replace(
+        done, left_out=(reason, dataclasses.replace(reason, replica=1, peers=("b", "c", "d"), faults="010"))
+    )
     assert presence.broken(there, judged, offered=("b", "c", "d", "e"), lost=()) == {"c": 0.5, "e": 1.0}
     too_late = dataclasses.replace(done, left_out=(dataclasses.replace(reason, judged=None),))
     assert presence.broken(there, too_late, offered=("b", "c", "d", "e"), lost=()) == {}
