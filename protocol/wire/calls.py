@@ -15,7 +15,7 @@ from protocol.wire.encoding import MessageError, limit_of
 from protocol.wire.schema import AtMost, SchemaError, build, packed, row
 
 T = TypeVar("T")
-MOST_STATES = 256
+MOST_STATES = 64
 
 
 @row

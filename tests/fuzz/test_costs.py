@@ -148,7 +148,7 @@ def strangers(limit: int) -> Iterator[tuple[str, bytes]]:
     yield "nested lists", msgpack.packb({"t": "x"})[:-1] + b"\x91" * (limit - 20) + b"\x00"
 
 
-def seconds(read: Callable[[], object], times: int = 3) -> float:
+def seconds(read: Callable[[], object], times: int = 7) -> float:
     """Processor seconds of what may be refused, at best."""
     best = float("inf")
     for _ in range(times):
