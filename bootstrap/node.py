@@ -333,6 +333,8 @@ class BootstrapNode:
         """Sends the newest record, so that the peer knows how far it has to read, and the end of the run, if any."""
         if self.archive.records:
             session.post(self.archive.records[-1])
+        if self.quorum.leadership.turn:
+            session.post(encoding.encode(self._beat()))
         self._send_end(session)
 
     def _send_end(self, session: Session) -> None:
@@ -373,10 +375,14 @@ class BootstrapNode:
                 self._send_log(session, after)
                 self._send_end(session)
             case Heartbeat():
-                phase = "stalled" if self._stalled else "leading" if self.quorum.leads else "following"
-                session.post(encoding.encode(Heartbeat(phase=phase, round=self.leader.round)))
+                session.post(encoding.encode(self._beat()))
             case _:
                 raise unexpected(peer, "session", message)
+
+    def _beat(self) -> Heartbeat:
+        """A sign of life for peers, which says in which turn this node is."""
+        phase = "stalled" if self._stalled else "leading" if self.quorum.leads else "following"
+        return Heartbeat(phase=phase, round=self.quorum.round, turn=self.quorum.leadership.turn)
 
     def _send_log(self, session: Session, after: int) -> None:
         session.post_records(itertools.islice(self.archive.since(after), OUTBOX // 2), self._clock.steady())
@@ -492,7 +498,11 @@ class BootstrapNode:
             ours = self.quorum.of_ours(event.commit)
             await asyncio.to_thread(lambda: ours.digest)  # cached; takes long for many replicas
             event = paxos_events.Proposed(ours)
-        for effect in self.quorum.handle(event, self._clock.steady()):
+        before = self._beat()
+        effects = self.quorum.handle(event, self._clock.steady())
+        if self.quorum.leadership.turn and (self._beat().round, self._beat().turn) != (before.round, before.turn):
+            self._sessions.post_all(encoding.encode(self._beat()))
+        for effect in effects:
             match effect:
                 case paxos_events.Save(vote):
                     await asyncio.to_thread(self.archive.save_vote, vote)

@@ -47,7 +47,7 @@ from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.commit import Commit, Record
 from protocol.wire.encoding import Message
 from protocol.wire.schema import extend
-from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TakeSeat, TimeUp
+from protocol.wire.session import Announced, ChainReconfig, Finished, Heartbeat, Offered, TakeSeat, TimeUp
 
 
 async def run_text(manifest: Manifest, config: JoinConfig, access: TextAccess) -> Text:
@@ -288,18 +288,14 @@ class Peer:
     async def _work(self, rounds: Rounds) -> None:
         """Runs the rounds and all services beside them, until the rounds are over."""
 
-        async def on_message(message: Message | Record) -> None:
+        async def on_message(node: str, message: Message | Record) -> None:
             match message:
                 case Record():
                     rounds.put(member_events.Committed(message))
                 case Offered():
                     rounds.prefetch(message)
-                case TimeUp() | TakeSeat():
-                    rounds.put(message)
-                case ChainReconfig():
-                    rounds.put(member_events.Reconfigured(message))
-                case Finished():
-                    rounds.put(member_events.RunOver())
+                case TimeUp() | TakeSeat() | ChainReconfig() | Finished() | Heartbeat():
+                    rounds.put(member_events.Told(node, message))
 
         async def on_open() -> None:
             rounds.put(member_events.Connected())

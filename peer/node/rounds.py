@@ -30,6 +30,7 @@ from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.recovery import Recovery, WarmUp
 from peer.state.storage import Checkpoint, Feedback, FeedbackWriter, Shards, Storage
+from protocol.identity import short_peer
 from protocol.ledger import part_lists, retention
 from protocol.round import handover, member_events
 from protocol.round.member import Member
@@ -273,6 +274,11 @@ class Rounds:
         match effect:
             case member_events.Send(message):
                 self._parts.sessions.tell(message)
+            case member_events.Unbelieved(node):
+                self._parts.network.warn(
+                    f"bootstrap node {short_peer(node)}: it gives orders that only the leading node may give; it is not"
+                    " believed, tell the operators of the run"
+                )
             case member_events.ReadLog(tip):
                 self._log_reader.begin(tip, self.put, lambda: self.member.newest)
             case member_events.TrainOrder(resume=True):

@@ -29,7 +29,7 @@ from protocol.identity import short_peer
 from protocol.ledger import access, board, history
 from protocol.ledger.history import BadCommit
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding, endpoints, session
+from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Commit, Record, votes_needed
 from protocol.wire.decree import Board, Joined, Motions
@@ -46,7 +46,8 @@ FIND_SECONDS = 5.0
 LOST_SECONDS = 10.0
 OUTBOX_MESSAGES = 256
 
-OnMessage = Callable[[Message | Record], Awaitable[None]]
+OnMessage = Callable[[str, Message | Record], Awaitable[None]]
+"""Is awaited with a node and its message."""
 OnOpen = Callable[[], Awaitable[None]]
 
 
@@ -284,14 +285,8 @@ class Sessions:
                     raise NotTaken(node, message.reason if message.waits else refused, message)
                 case Heartbeat():
                     self._warn_if_stalled(node, message)
-                case Record(commit=commit) if commit.plan is not None:
-                    self.directory.planned(commit.plan)
             taken()
-            if isinstance(
-                message,
-                Record | session.Finished | session.Offered | session.ChainReconfig | session.TimeUp | session.TakeSeat,
-            ):
-                await on_message(message)
+            await on_message(node, message)
 
     def _warn_if_stalled(self, node: str, beat: Heartbeat) -> None:
         if beat.phase != "stalled":
@@ -344,6 +339,8 @@ class Operators:
         if self._followed is not None and self._followed[0] is head and self._followed[1] is self._hint:
             return
         self._followed = head, self._hint
+        if head is not None and head.plan is not None:
+            self._network.directory.planned(head.plan)
         known, hint = board.of(self._manifest, head), self._hint
         others: tuple[str, ...] = ()
         if hint is not None and access.decrees_after(head) < hint.number:

@@ -11,6 +11,7 @@ A spare operator's node replaces a member that was silent for REPLACE_LEASES.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
 from protocol.quorum.paxos_events import Leads, Stalled
@@ -19,6 +20,18 @@ from protocol.run.manifest import Manifest
 from protocol.wire.commit import liars_borne, votes_needed
 
 REPLACE_LEASES = 10
+
+
+def told_turn(turns: Iterable[int], members: int) -> int:
+    """The latest turn that an honest one of so many `members` has reached, by the `turns` that they say they are in."""
+    told = sorted(turns, reverse=True)
+    return told[liars_borne(members)] if len(told) > liars_borne(members) else 0
+
+
+def leader_of(members: tuple[str, ...], before: str, turn: int) -> str:
+    """The leader of a turn. `before` led the round before."""
+    first = members.index(before) if before in members else 0
+    return members[(first + turn) % len(members)]
 
 
 class Role(Enum):
@@ -91,17 +104,14 @@ class Leadership:
             self._turns[peer] = turn
 
     def _told(self, members: tuple[str, ...]) -> int:
-        """The turn that an honest member is in, or a later one."""
-        told = sorted((self._turns.get(m, 0) for m in members if m != self.peer), reverse=True)
-        return told[liars_borne(len(members))] if told else 0
+        return told_turn((self._turns.get(m, 0) for m in members if m != self.peer), len(members))
 
     def next_turn(self, members: tuple[str, ...]) -> None:
         self.turn = min(self.turn, self._told(members)) + 1
 
     def leader(self, members: tuple[str, ...], before: str) -> str:
         """The leader of this turn. `before` led the round before."""
-        first = members.index(before) if before in members else 0
-        return members[(first + self.turn) % len(members)]
+        return leader_of(members, before, self.turn)
 
     def elect(self, members: tuple[str, ...], before: str) -> list[Leads]:
         """Applies the rule to this node's role."""

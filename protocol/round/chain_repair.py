@@ -41,6 +41,8 @@ def reconfigured(plan: Plan, reconfig: ChainReconfig) -> Plan | None:
     spec = plan.find(reconfig.replica)
     if spec is None or reconfig.round != plan.round or not spec.is_chain or not plan.allows(spec, reconfig.peers):
         return None
+    if reconfig.steps > spec.work.steps:
+        return None
     stages = tuple(dataclasses.replace(s, peer=p) for s, p in zip(spec.stages, reconfig.peers, strict=True))
     return plan.replaced(dataclasses.replace(spec, stages=stages))
 

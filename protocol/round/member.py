@@ -12,6 +12,11 @@ answers most of them with an event. Four rules carry the promises of docs/failur
 - After a crash the machine starts with the newest durable state and offer. Both are compared with the log once more, so
   every step may be repeated.
 
+What moves a round (TimeUp, TakeSeat, ChainReconfig) is believed from the node that leads it. The log says who that is;
+of later turns of a round (protocol/quorum/leadership.py) the nodes' heartbeats do, f + 1 of 3f + 1 members. Nor does
+the leader end training before the time is over by this peer's clock, or a chain whose links work. That the run is
+over, f + 1 members say.
+
 Messages that may be lost are sent again with every session and every RESEND_SECONDS: the request for newer commits
 (unless the log is being read), the newest attestation, and the open round's offer, withdrawal, failure report and
 reconfiguration. A chain that loses a member is reconfigured within the round (protocol/round/chain_repair.py).
@@ -23,9 +28,10 @@ import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 
-from protocol.ledger import schedule
+from protocol.ledger import board, schedule
 from protocol.ledger.history import History
 from protocol.ledger.part_lists import root_of
+from protocol.quorum.leadership import leader_of, told_turn
 from protocol.quorum.table import Position, Row, Table
 from protocol.round import member_events as ev
 from protocol.round import stragglers
@@ -33,9 +39,20 @@ from protocol.round.accusations import FIRST_ROUNDS, LIES
 from protocol.round.chain_repair import SLOW, reconfigured
 from protocol.round.member_events import Effect, Event, Phase
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import Commit
+from protocol.wire.commit import Commit, Record, liars_borne
 from protocol.wire.plan import Plan
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, TakeSeat, TimeUp, Withdraw
+from protocol.wire.session import (
+    Attest,
+    ChainFailure,
+    ChainReconfig,
+    Finished,
+    Heartbeat,
+    LogRequest,
+    Offer,
+    TakeSeat,
+    TimeUp,
+    Withdraw,
+)
 
 
 class Ahead(Enum):
@@ -169,9 +186,14 @@ class Deadline:
         self.up_bps = up_bps
         self.began = 0.0
         """When the newest commit was heard of, and so the round after it."""
+        self._exact = False
         self._seconds = manifest.timing.training_seconds
         self._trained_at = self._lead = 0.0
         self._ends = self._late = 0.0
+
+    def begin(self, now: float, exact: bool) -> None:
+        """A commit was heard of. exact: as soon as it was decided, as far as is known here."""
+        self.began, self._exact = now, exact
 
     def measured(self, up_bps: int) -> None:
         self.up_bps = up_bps
@@ -184,13 +206,17 @@ class Deadline:
 
     def left_of(self, now: float, seconds: float, size: int) -> float:
         """As `left`, for a seat with `seconds` of the round's time; others' offers have `size` bytes."""
-        self.began = now - max(0.0, self._seconds - seconds)
+        self.begin(now - max(0.0, self._seconds - seconds), exact=False)
         self._lead = max(self._lead, self._upload_seconds(size))
         return max(0.0, self.left(now) - stragglers.OVERRUN * self._seconds)
 
-    def asked(self, now: float) -> None:
-        self._late += max(0.0, self._ends - now)
-        self._ends = now
+    def asked(self, now: float) -> float:
+        """Seconds left when the leader says that the time is over, which it is not long before it is by our clock."""
+        soonest = self.began + (1 - stragglers.GRACE_SHARE) * self._seconds if self._exact else now
+        ends = min(self._ends, max(now, soonest))
+        self._late += self._ends - ends
+        self._ends = ends
+        return max(0.0, ends - now)
 
     def trained(self, now: float) -> None:
         self._trained_at = now
@@ -204,6 +230,8 @@ class Deadline:
 
 
 RESEND_SECONDS = 5.0
+REFUTED_ROUNDS = 3
+"""The user is told of a node that gives orders without leading in so many rounds; in one it may be about to lead."""
 LEARN_SECONDS = 30.0
 """A newcomer that is told that the run is over only reads the log for this long, then goes on."""
 SETTLED_SECONDS = 1.0
@@ -239,7 +267,10 @@ class Member:
         self._reads = False
         self._attest: Attest | None = None
         self._withdraw: Withdraw | None = None
-        self._run_over, self._sent_at = False, float("-inf")
+        self._sent_at = float("-inf")
+        self._turns: dict[str, tuple[int, int]] = {}  # by node: a round, and the turn that it is in
+        self._over: set[str] = set()  # nodes that say that the run is over
+        self._refuted: dict[str, set[int]] = {}  # by node: the first rounds in which it gave orders and did not lead
         self._learns_until: float | None = None
         self._order: ev.TrainOrder | None = None
         self._reconfig: ChainReconfig | None = None
@@ -293,6 +324,8 @@ class Member:
             case ev.Connected():
                 return self._read_log(ev.Connected) + self._resend(now, FIRST_ROUNDS)
             case ev.Committed(record):
+                if not self._may_be_news(record):
+                    return []
                 self._heard = max(self._heard, record.commit.round)
                 return self._learned(ev.Committed, self.history.learn(record), now)
             case ev.LogCame(stretches):
@@ -300,19 +333,15 @@ class Member:
                 return self._learned(ev.LogCame, any(lacking), now)
             case ev.LogRead():
                 self._reads = False
+                if self.head >= 0 and not schedule.is_over(self.manifest, self.commits[self.head]):
+                    self._learns_until = None  # the run goes on
                 return self.position.stay(ev.LogRead, [ev.Send(LogRequest(after=self.head))])
             case ev.Trained() | ev.Failed():
                 return self._finished(event, now)
-            case TimeUp(round=round):
-                if self.phase is Phase.TRAINING and self._order is not None and self._order.plan.round == round:
-                    self.deadline.asked(now)
-                    return self.position.stay(TimeUp, [ev.EndIn(round, 0.0)])
-            case TakeSeat():
-                return self._seated(event, now)
+            case ev.Told(node, message):
+                return self._told(node, message, now)
             case ev.ChainFailed():
                 return self._chain_failed(event)
-            case ev.Reconfigured(reconfig):
-                return self._reconfigured(reconfig, now)
             case ev.UpdateEncoded(_, offer):
                 return self._encoded(offer, now)
             case ev.Applied(round):
@@ -325,10 +354,6 @@ class Member:
                 if self._attest is None or self._attest.round <= round:
                     self._attest = Attest(round=round, digests=digests)
                     return self.position.stay(ev.Digested, [ev.Send(self._attest)])
-            case ev.RunOver():
-                if not self._run_over and self.head < 0 and self.applied < 0:
-                    self._learns_until = now + LEARN_SECONDS
-                self._run_over = True
             case ev.Tick():
                 if now - self._sent_at >= RESEND_SECONDS:
                     return self._resend(now)
@@ -339,12 +364,21 @@ class Member:
     def _learned(self, event: type, lacking: bool, now: float) -> list[Effect]:
         """`lacking`: whether commits are missing, which the log has."""
         if self.head != self._seen:
-            self._seen, self.deadline.began = self.head, now
+            self._seen = self.head
+            self.deadline.begin(now, exact=event is ev.Committed and not self._reads)
         if not lacking:
             return []
         if event is ev.LogCame:
             return self.position.stay(event, [ev.Send(LogRequest(after=self.head))])
         return self._read_log(event)
+
+    def _may_be_news(self, record: Record) -> bool:
+        """Whether an honest member has signed a record that is not the next one: else a node could have us read the
+        log again and again."""
+        members = self.members
+        if record.commit.round <= self.head + 1 or self.head < 0:
+            return True
+        return len(set(record.votes) & set(members)) > liars_borne(len(members))
 
     def _read_log(self, event: type) -> list[Effect]:
         """What is asked for by the reading that is under way is not asked for again."""
@@ -352,6 +386,57 @@ class Member:
             return []
         self._reads = True
         return self.position.stay(event, [ev.ReadLog(self.history.tip)])
+
+    # --- what nodes say
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The nodes that decide the round after `head`."""
+        return board.members_after(self.manifest, self.commits.get(self.head))
+
+    @property
+    def leader(self) -> str:
+        """The node that leads the round after `head`: by the log, or in a later turn that an honest node is in."""
+        members, head = self.members, self.commits.get(self.head)
+        said = (self._turns.get(member, (0, 0)) for member in members)
+        turn = told_turn((turn if round == self.head + 1 else 0 for round, turn in said), len(members))
+        return leader_of(members, members[0] if head is None else head.leader, turn)
+
+    @property
+    def _run_over(self) -> bool:
+        """Whether an honest member says that the run is over."""
+        return len(self._over.intersection(self.members)) > liars_borne(len(self.members))
+
+    def _told(
+        self, node: str, message: TimeUp | TakeSeat | ChainReconfig | Finished | Heartbeat, now: float
+    ) -> list[Effect]:
+        match message:
+            case Heartbeat(round=round, turn=turn):
+                self._turns[node] = (round, turn)
+            case Finished():
+                if not self._over and self.head < 0 and self.applied < 0:
+                    self._learns_until = now + LEARN_SECONDS
+                self._over.add(node)
+            case _ if message.round != self.head + 1:
+                pass  # it is over, or its plan has not come yet: then it is told again
+            case _ if node != self.leader:
+                return self._unbelieved(node)
+            case TimeUp(round=round):
+                if self.phase is Phase.TRAINING and self._order is not None and self._order.plan.round == round:
+                    return self.position.stay(TimeUp, [ev.EndIn(round, self.deadline.asked(now))])
+            case TakeSeat():
+                return self._seated(message, now)
+            case ChainReconfig():
+                return self._reconfigured(message, now)
+        return []
+
+    def _unbelieved(self, node: str) -> list[Effect]:
+        """Forgets an order of a node that does not lead, or not yet, by what the others say."""
+        rounds = self._refuted.setdefault(node, set())
+        if len(rounds) >= REFUTED_ROUNDS or self.head + 1 in rounds:
+            return []
+        rounds.add(self.head + 1)
+        return self.position.stay(ev.Told, [ev.Unbelieved(node)]) if len(rounds) == REFUTED_ROUNDS else []
 
     # --- training and its end
 
@@ -418,8 +503,11 @@ class Member:
 
     def _reconfigured(self, reconfig: ChainReconfig, now: float) -> list[Effect]:
         plan, named = self.plan, self.peer in reconfig.peers
-        if plan is None or reconfig.round != plan.round or reconfig.round in self.commits:
+        if plan is None or reconfig.round != plan.round:
             return []
+        broken = self._chain_failure is not None and self._chain_failure.round == reconfig.round
+        if not reconfig.peers and not broken and reconfig != self._reconfig:
+            return []  # our chain works, or its round ends with the commit
         new = reconfigured(plan, reconfig)
         if reconfig.generation <= self._generation(reconfig.round) or (reconfig.peers and new is None):
             return self._follow(reconfig) if reconfig == self._reconfig else []
@@ -438,18 +526,18 @@ class Member:
         assert new is not None
         self._reconfig, self._attempted = reconfig, reconfig.round
         self._order = self._order_of(new, reconfig.replica, reconfig.generation, reconfig.steps)
-        return self.position.step(ev.Reconfigured, Phase.TRAINING, [ev.Send(reconfig), self._order, self._end(now)])
+        return self.position.step(ChainReconfig, Phase.TRAINING, [ev.Send(reconfig), self._order, self._end(now)])
 
     def _follow(self, reconfig: ChainReconfig) -> list[Effect]:
         self._reconfig = reconfig
-        return self.position.stay(ev.Reconfigured, [ev.Send(reconfig)])
+        return self.position.stay(ChainReconfig, [ev.Send(reconfig)])
 
     def _cannot_follow(self, reconfig: ChainReconfig) -> list[Effect]:
         """Withdraws a peer that trained in this round already and offers nothing."""
         self._reconfig = reconfig
         self._withdraw = Withdraw(round=reconfig.round, reason="it has trained in this round already")
         told = [ev.Send(reconfig), ev.Send(self._withdraw)]
-        return self.position.step(ev.Reconfigured, Phase.WAITING, told)
+        return self.position.step(ChainReconfig, Phase.WAITING, told)
 
     def _go_on(self, reconfig: ChainReconfig, new: Plan | None) -> list[Effect]:
         """The chain that we train in has other members; `new`: the plan with us among them, None where we are not."""
@@ -457,12 +545,12 @@ class Member:
         if new is not None:
             order = self._order_of(new, reconfig.replica, reconfig.generation, reconfig.steps)
             self._order = dataclasses.replace(order, resume=True)
-            return self.position.step(ev.Reconfigured, Phase.TRAINING, [ev.Send(reconfig), self._order])
+            return self.position.step(ChainReconfig, Phase.TRAINING, [ev.Send(reconfig), self._order])
         if reconfig.peers:
-            return self.position.step(ev.Reconfigured, Phase.STOPPING, [ev.Stop(reconfig.round)])
+            return self.position.step(ChainReconfig, Phase.STOPPING, [ev.Stop(reconfig.round)])
         self._withdraw = Withdraw(round=reconfig.round, reason=reconfig.reason)
         told: list[Effect] = [ev.Send(reconfig), ev.Send(self._withdraw)]
-        return self.position.step(ev.Reconfigured, Phase.STOPPING, [*told, ev.Stop(reconfig.round)])
+        return self.position.step(ChainReconfig, Phase.STOPPING, [*told, ev.Stop(reconfig.round)])
 
     # --- what follows without an event
 

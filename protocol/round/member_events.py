@@ -10,7 +10,18 @@ from protocol.quorum.table import Row, Table, anywhere
 from protocol.wire.commit import Commit, Record
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, TakeSeat, TimeUp, Withdraw
+from protocol.wire.session import (
+    Attest,
+    ChainFailure,
+    ChainReconfig,
+    Finished,
+    Heartbeat,
+    LogRequest,
+    Offer,
+    TakeSeat,
+    TimeUp,
+    Withdraw,
+)
 
 
 class Phase(Enum):
@@ -86,13 +97,6 @@ class ChainFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Reconfigured:
-    """Event: the leader says who the members of a chain are from now on."""
-
-    reconfig: ChainReconfig
-
-
-@dataclass(frozen=True, slots=True)
 class UpdateEncoded:
     """Event: `offer` and its payloads are durable. Without an offer: the error feedback with the round's work is."""
 
@@ -123,8 +127,12 @@ class Digested:
 
 
 @dataclass(frozen=True, slots=True)
-class RunOver:
-    """Event: the leader says that the run is over."""
+class Told:
+    """Event: the bootstrap node `node` says this in its session. What moves a round is believed from the leader only;
+    a Heartbeat says which turn the node is in."""
+
+    node: str
+    message: TimeUp | TakeSeat | ChainReconfig | Finished | Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,15 +227,22 @@ class ReadLog:
 
 
 @dataclass(frozen=True, slots=True)
+class Unbelieved:
+    """Effect: warn the user that `node`, which does not lead, gives orders. Comes once for each node."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """Effect: the run is over; make the state durable and leave."""
 
 
-LogEvent = Connected | Committed | LogCame | LogRead | RunOver | Tick
-TrainingEvent = Trained | Failed | ChainFailed | Reconfigured | TimeUp | TakeSeat
-Event = LogEvent | TrainingEvent | UpdateEncoded | Applied | ShardsHeld | Digested
+LogEvent = Connected | Committed | LogCame | LogRead | Tick
+TrainingEvent = Trained | Failed | ChainFailed
+Event = LogEvent | TrainingEvent | Told | UpdateEncoded | Applied | ShardsHeld | Digested
 TrainingEffect = TrainOrder | EndIn | Stop | EncodeUpdate | KeepInFeedback | RestoreFeedback
-Effect = TrainingEffect | Apply | HoldShards | ReadLog | Send | Finish
+Effect = TrainingEffect | Apply | HoldShards | ReadLog | Send | Unbelieved | Finish
 
 
 _ROWS: tuple[Row[Phase], ...] = (
@@ -249,24 +264,31 @@ _ROWS: tuple[Row[Phase], ...] = (
     Row(Phase.ENCODING, UpdateEncoded, Phase.WAITING, (Offer,), "the offer is durable"),
     Row(Phase.ENCODING, UpdateEncoded, Phase.WAITING, (), "nothing is offered, the feedback is durable"),
     Row(Phase.TRAINING, ChainFailed, Phase.TRAINING, (ChainFailure,), "our chain lost a member, or one is slow"),
-    Row(Phase.TRAINING, Reconfigured, Phase.TRAINING, (ChainReconfig, TrainOrder), "we are a new member"),
-    Row(Phase.TRAINING, Reconfigured, Phase.STOPPING, (Stop,), "a spare has taken our place"),
-    Row(Phase.TRAINING, Reconfigured, Phase.STOPPING, (ChainReconfig, Withdraw, Stop), "the chain's round is over"),
+    Row(Phase.TRAINING, ChainReconfig, Phase.TRAINING, (ChainReconfig, TrainOrder), "we are a new member"),
+    Row(Phase.TRAINING, ChainReconfig, Phase.STOPPING, (Stop,), "a spare has taken our place"),
+    Row(
+        Phase.TRAINING,
+        ChainReconfig,
+        Phase.STOPPING,
+        (ChainReconfig, Withdraw, Stop),
+        "our chain broke, and is given up",
+    ),
     Row(
         Phase.WAITING,
-        Reconfigured,
+        ChainReconfig,
         Phase.TRAINING,
         (ChainReconfig, TrainOrder, EndIn),
         "a spare replaces a lost member",
     ),
-    Row(Phase.WAITING, Reconfigured, Phase.WAITING, (ChainReconfig, Withdraw), "we trained in this round already"),
+    Row(Phase.WAITING, ChainReconfig, Phase.WAITING, (ChainReconfig, Withdraw), "we trained in this round already"),
     Row(Phase.WAITING, None, Phase.DONE, (Finish,), "the final state is attested, or the run was over before we came"),
     anywhere(Connected, (ReadLog,), "the log is not being read already"),
     anywhere(LogRead, (LogRequest,), "for what was decided since"),
     anywhere(Committed, (ReadLog,), "commits in between are missing"),
     anywhere(LogCame, (LogRequest,), "it does not follow what is known"),
     anywhere(Digested, (Attest,), "no later state is attested yet"),
-    anywhere(Reconfigured, (ChainReconfig,), "we follow it already, or our part of the round is done"),
+    anywhere(ChainReconfig, (ChainReconfig,), "we follow it already, or our part of the round is done"),
+    anywhere(Told, (Unbelieved,), "a node that does not lead has given orders in several rounds"),
     anywhere(Tick, (ChainFailure,), "our chain still waits for its reconfiguration"),
 )
 TABLE = Table("member", Phase, _ROWS)

@@ -13,17 +13,19 @@ from protocol.round.member_events import (
     Event,
     HoldShards,
     ShardsHeld,
+    Told,
 )
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
-from protocol.wire.session import Offer
+from protocol.wire.session import ChainReconfig, Finished, Offer, TakeSeat, TimeUp
 from tests.support import tiny
 
 ME = "me"
 M = tiny.manifest(rounds=3)
 TOKENS = 4 * M.train.step_tokens
 DIGESTS = {"embed": "x"}
+Orders = ChainReconfig | Finished | TakeSeat | TimeUp
 
 
 def plan(round: int, *peers: str) -> Plan:
@@ -86,8 +88,12 @@ class Driver:
         self.member = Member(manifest, ME, applied, offer, feedback_round, up_bps)
         self.now = 0.0
 
-    def do(self, *events: Event) -> list[Effect]:
-        return [effect for event in events for effect in self.member.handle(event, self.now)]
+    def do(self, *events: Event | Orders) -> list[Effect]:
+        """`Orders` are the leader's."""
+        return [effect for event in events for effect in self.member.handle(self._heard(event), self.now)]
+
+    def _heard(self, event: Event | Orders) -> Event:
+        return Told(self.member.leader, event) if isinstance(event, Orders) else event
 
     def learn(self, *commits: Commit) -> list[Effect]:
         return self.do(*(Committed(tiny.record(commit)) for commit in commits))

@@ -10,7 +10,7 @@ import pytest
 from protocol.ledger.part_lists import share_of
 from protocol.planning.allotment import MOST_SEATS, NEW, REPLICAS_PER_SEAT, allot
 from protocol.round.leader_events import Effect, Gone, Lead, Propose, Received, Send
-from protocol.round.member_events import EndIn, Reconfigured, TrainOrder
+from protocol.round.member_events import EndIn, TrainOrder
 from protocol.round.stragglers import OVERRUN, SEAT_LEAST_SHARE, SEAT_PATIENCE_SECONDS
 from protocol.run.manifest import OuterSpec
 from protocol.wire.commit import Commit
@@ -299,7 +299,7 @@ def test_a_seat_makes_no_chain() -> None:
     """A reconfiguration cannot name a seat."""
     driver, plan = newcomer()
     reconfig = ChainReconfig(round=1, replica=plan.seats[0].number, generation=1, peers=(ME,), steps=0, reason="?")
-    assert driver.do(Reconfigured(reconfig)) == []
+    assert driver.do(reconfig) == []
 
 
 def test_with_overlap_who_took_a_seat_trains_ahead_from_the_next_round_on() -> None:

@@ -21,7 +21,6 @@ from protocol.round.member_events import (
     Failed,
     KeepInFeedback,
     Phase,
-    Reconfigured,
     ShardsHeld,
     Stop,
     Tick,
@@ -284,18 +283,18 @@ def test_a_failure_is_reported_until_the_chain_is_reconfigured_and_the_work_goes
     assert driver.do(Tick(), Tick())[-1] == said
     found = reconfigs(1, "a", "me", "s")
     new = chain_plan(1, "a", "me", "s")
-    assert driver.do(Reconfigured(found)) == [Says(found), TrainOrder(new, 0, 1, 0, resume=True)]
-    assert driver.do(Reconfigured(found)) == [Says(found)]
+    assert driver.do(found) == [Says(found), TrainOrder(new, 0, 1, 0, resume=True)]
+    assert driver.do(found) == [Says(found)]
     assert driver.do(Tick()) == []
     assert driver.do(ChainFailed(1, 0, "z", "of the chain before")) == []
-    assert driver.do(Reconfigured(reconfigs(1, "s", "me", "z"))) == [], "a generation has one chain"
+    assert driver.do(reconfigs(1, "s", "me", "z")) == [], "a generation has one chain"
     assert driver.do(Trained(1, 4, 4, 2.0)) == [EncodeUpdate(new, 0, 4, 4, 2.0)]
 
 
 def test_accusations_are_repeated_to_nodes_that_may_have_missed_them() -> None:
     driver = member()
     said = Says(ChainFailure(round=1, replica=0, generation=0, peer="z", reason=f"{LIES}zeros"))
-    driver.do(ChainFailed(1, 0, "z", f"{LIES}zeros"), Reconfigured(reconfigs(1, "a", "me", "s")))
+    driver.do(ChainFailed(1, 0, "z", f"{LIES}zeros"), reconfigs(1, "a", "me", "s"))
     driver.do(Tick())
     assert said not in driver.do(Tick())
     driver.now += RESEND_SECONDS
@@ -318,7 +317,8 @@ def test_of_a_slow_member_is_told_once() -> None:
 def test_who_is_replaced_keeps_its_work(peers: tuple[str, ...]) -> None:
     driver = member()
     found = reconfigs(1, *peers)
-    effects = driver.do(Reconfigured(found))
+    driver.do(ChainFailed(1, 0, "z", "gone"))
+    effects = driver.do(found)
     assert effects[-1] == Stop(1)
     told = [] if peers else [found, Withdraw(round=1, reason="why")]
     assert [e.message for e in effects[:-1]] == told
@@ -329,22 +329,34 @@ def test_who_is_replaced_keeps_its_work(peers: tuple[str, ...]) -> None:
 
 def test_a_spare_trains_and_only_once_a_round() -> None:
     driver = member(chain_plan(1, "a", "b", "z", spares=("me",)))
-    found = reconfigs(2, "a", "me", "z", steps=3)
-    assert driver.do(Reconfigured(found)) == [
+    found = reconfigs(2, "a", "me", "z", steps=1)
+    assert driver.do(found) == [
         Says(found),
-        TrainOrder(chain_plan(1, "a", "me", "z", spares=("me",)), 0, 2, 3),
+        TrainOrder(chain_plan(1, "a", "me", "z", spares=("me",)), 0, 2, 1),
         EndIn(1, M.timing.training_seconds),
     ]
-    assert driver.do(Reconfigured(reconfigs(3, "a", "b", "z"))) == [Stop(1)]
+    assert driver.do(reconfigs(3, "a", "b", "z")) == [Stop(1)]
     assert driver.do(Failed(1, 3, "stopped"), UpdateEncoded(1, None)) == [KeepInFeedback(1)]
     again, said = reconfigs(4, "a", "me", "z"), Withdraw(round=1, reason="it has trained in this round already")
-    assert driver.do(Reconfigured(again)) == [Says(again), Says(said)], "the leader does not wait for it"
-    assert driver.do(Reconfigured(again)) == [Says(again)]
+    assert driver.do(again) == [Says(again), Says(said)], "the leader does not wait for it"
+    assert driver.do(again) == [Says(again)]
 
 
 @pytest.mark.parametrize("peers", [("a", "me", "x"), ("a", "me"), ("me", "a", "z"), ("s", "me", "s")])
 def test_reconfigurations_that_the_plan_does_not_allow_are_ignored(peers: tuple[str, ...]) -> None:
-    assert member().do(Reconfigured(reconfigs(1, *peers))) == []
+    assert member().do(reconfigs(1, *peers)) == []
+
+
+def test_a_chain_that_works_is_not_ended() -> None:
+    driver = member()
+    assert driver.do(reconfigs(1)) == []
+    driver.do(ChainFailed(1, 0, "z", chain_repair.SLOW))
+    assert driver.do(reconfigs(1), reconfigs(2)) == [], "a slow chain works"
+    assert driver.member.phase is Phase.TRAINING
+
+
+def test_more_steps_than_the_round_has_are_not_said_to_be_done() -> None:
+    assert member().do(reconfigs(1, "a", "me", "s", steps=PLAN.replica(0).work.steps + 1)) == []
 
 
 def test_a_spare_that_is_not_ready_waits_to_be_told_again() -> None:
@@ -353,9 +365,9 @@ def test_a_spare_that_is_not_ready_waits_to_be_told_again() -> None:
     driver.learn(dataclasses.replace(log(0)[0], plan=plan))
     found = reconfigs(1, "a", "me", "z")
     driver.do(Applied(0))
-    assert driver.do(Reconfigured(found)) == []
+    assert driver.do(found) == []
     driver.do(ShardsHeld(0))
-    assert driver.do(Reconfigured(found))[0] == Says(found)
+    assert driver.do(found)[0] == Says(found)
 
 
 def test_what_was_begun_ahead_keeps_the_reconfigured_chain() -> None:
@@ -363,7 +375,7 @@ def test_what_was_begun_ahead_keeps_the_reconfigured_chain() -> None:
     promised = Work(slot=8, steps=4, micro_batches=2)
     plan = PLAN.replaced(dataclasses.replace(PLAN.replica(0), following=promised))
     driver = member(plan, ahead)
-    driver.do(Reconfigured(reconfigs(1, "a", "me", "s")), Trained(1, 4, 4, 2.0))
+    driver.do(reconfigs(1, "a", "me", "s"), Trained(1, 4, 4, 2.0))
     effects = driver.do(UpdateEncoded(1, dataclasses.replace(offer(1), parts=())))
     assert isinstance(effects[-1], TrainOrder)
     (expected,) = chain_plan(1, "a", "me", "s").replicas
@@ -379,5 +391,5 @@ def test_a_commit_ends_the_wait_for_a_reconfiguration() -> None:
     first = dataclasses.replace(log(0)[0], plan=PLAN)
     commit = dataclasses.replace(log(1)[1], parent=first.digest)
     assert driver.learn(commit) == [Stop(1)]
-    assert driver.do(Reconfigured(reconfigs(1, "a", "me", "s"))) == []
+    assert driver.do(reconfigs(1, "a", "me", "s")) == []
     assert driver.do(Failed(1, 2, "stopped")) == [KeepInFeedback(1)]

@@ -29,7 +29,6 @@ from protocol.round.member_events import (
     Phase,
     ReadLog,
     RestoreFeedback,
-    RunOver,
     Send,
     ShardsHeld,
     Stop,
@@ -43,7 +42,7 @@ from protocol.wire import encoding
 from protocol.wire.commit import Commit, Diverged, Part
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan, Work
-from protocol.wire.session import Attest, LogRequest, TimeUp, Withdraw
+from protocol.wire.session import Attest, Finished, LogRequest, TimeUp, Withdraw
 from tests.support import tiny
 from tests.support.member import DIGESTS, ME, TOKENS, Driver, M, contribution, log, offer, plan
 
@@ -182,15 +181,15 @@ def test_the_end() -> None:
     driver = Driver()
     effects = driver.settle(driver.learn(*log(3, planned=False)))
     assert told(effects) == [Attest(round=3, digests=DIGESTS)]
-    assert driver.do(RunOver()) == [Finish()]
+    assert driver.do(Finished(round=3)) == [Finish()]
     assert driver.member.phase is Phase.DONE
-    assert driver.do(RunOver(), Tick())[0] == Send(LogRequest(after=3))
-    assert not any(isinstance(e, Finish) for e in driver.do(RunOver()))
+    assert driver.do(Finished(round=3), Tick())[0] == Send(LogRequest(after=3))
+    assert not any(isinstance(e, Finish) for e in driver.do(Finished(round=3)))
 
 
 def test_run_over_waits_for_the_last_round() -> None:
     driver = Driver()
-    assert driver.do(RunOver()) == []
+    assert driver.do(Finished(round=3)) == []
     assert driver.settle(driver.learn(*log(3, planned=False)))[-1] == Finish()
 
 
@@ -371,6 +370,7 @@ def test_what_is_trained_ahead_has_no_end_before_its_round_begins() -> None:
 
 def test_who_is_asked_for_its_work_ends_at_once() -> None:
     driver, _ = training(1)
+    driver.now = SECONDS
     assert driver.do(TimeUp(round=1)) == [EndIn(1, 0.0)]
     assert driver.member.phase is Phase.TRAINING
     assert driver.do(TimeUp(round=1)) == [EndIn(1, 0.0)]
@@ -378,16 +378,16 @@ def test_who_is_asked_for_its_work_ends_at_once() -> None:
 
 
 def test_who_had_to_be_asked_ends_its_next_rounds_earlier() -> None:
-    """Its commits come late: by its own clock it would have ended 4 seconds after the others."""
+    """Its commits come late: by its own clock it would have ended 2 seconds after the others."""
     driver, _ = training(1)
-    driver.now = SECONDS - 4.0
+    driver.now = SECONDS - 2.0
     driver.do(TimeUp(round=1), TimeUp(round=1), Trained(1, 4, TOKENS, 2.0), UpdateEncoded(1, offer(1)))
     ends = []
     for commit in log(3)[1:3]:
         round = commit.round
         ends += ends_of(driver.settle(driver.learn(commit)))
         driver.do(Trained(round + 1, 4, TOKENS, 2.0), UpdateEncoded(round + 1, offer(round + 1)))
-    assert ends == [EndIn(2, SECONDS - FORGIVEN * 4.0), EndIn(3, SECONDS - FORGIVEN**2 * 4.0)]
+    assert ends == [EndIn(2, SECONDS - FORGIVEN * 2.0), EndIn(3, SECONDS - FORGIVEN**2 * 2.0)]
 
 
 def test_who_does_not_train_the_round_is_asked_in_vain() -> None:
@@ -554,7 +554,7 @@ def test_restarted_at_the_end_it_attests_again_and_finishes() -> None:
     driver = Driver(applied=3)
     effects = driver.settle(driver.learn(*log(3)))
     assert told(effects) == [Attest(round=3, digests=DIGESTS)]
-    assert driver.do(RunOver()) == [Finish()]
+    assert driver.do(Finished(round=3)) == [Finish()]
 
 
 # --- what a plan may give
@@ -584,7 +584,7 @@ def test_a_plan_that_gives_more_than_the_manifest_says_is_not_followed(field: st
 
 def test_a_newcomer_to_a_run_that_is_over_reads_the_log_and_ends_at_once() -> None:
     driver = Driver()
-    driver.do(RunOver())
+    driver.do(Finished(round=3))
     effects = driver.learn(*log(2, planned=False))
     assert not any(isinstance(e, Apply | HoldShards) for e in effects), "it fetches nothing of rounds that are over"
     assert driver.learn(log(3, planned=False)[3])[-1] == Finish()
@@ -593,7 +593,7 @@ def test_a_newcomer_to_a_run_that_is_over_reads_the_log_and_ends_at_once() -> No
 
 def test_one_node_that_says_that_the_run_is_over_keeps_nobody_from_it() -> None:
     driver = Driver()
-    driver.do(RunOver())
+    driver.do(Finished(round=3))
     assert driver.learn(*log(1)) == []
     driver.now += LEARN_SECONDS
     assert [type(e) for e in driver.settle(driver.do(Tick())) if isinstance(e, TrainOrder)] == [TrainOrder]

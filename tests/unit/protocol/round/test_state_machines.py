@@ -37,7 +37,17 @@ from protocol.wire import encoding
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Contribution, Part, pledge_body
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Heartbeat, Offer, TakeSeat, TimeUp, Withdraw
+from protocol.wire.session import (
+    Attest,
+    ChainFailure,
+    ChainReconfig,
+    Finished,
+    Heartbeat,
+    Offer,
+    TakeSeat,
+    TimeUp,
+    Withdraw,
+)
 from tests.docs import state_machines
 from tests.support import tiny
 from tests.support.history import gap_in_the_log
@@ -185,15 +195,23 @@ class Life:
             case 7:
                 return self.failure()
             case 8 | 9:
-                return events.Reconfigured(self.reconfig())
+                return self.told(self.reconfig())
             case 10:
-                return rng.choice((events.Connected(), events.RunOver(), TimeUp(round=self.member.applied + 1)))
+                said = (Finished(round=3), TimeUp(round=self.member.applied + 1), Heartbeat(phase="x", round=1, turn=1))
+                return rng.choice((events.Connected(), *map(self.told, said)))
             case 11 if (plan := self.member.plan) is not None:
-                return TakeSeat(
-                    round=plan.round - rng.randrange(2), replica=plan.seats[0].number - rng.randrange(2), seconds=9.0
+                return self.told(
+                    TakeSeat(
+                        round=plan.round - rng.randrange(2),
+                        replica=plan.seats[0].number - rng.randrange(2),
+                        seconds=9.0,
+                    )
                 )
         self.now += rng.choice((1.0, 6.0))
         return events.Tick()
+
+    def told(self, message: Any) -> events.Told:
+        return events.Told(self.rng.choice((*[self.member.leader] * 3, "another")), message)
 
     def end(self) -> events.Event:
         round, self.job = self.job.plan.round, None
@@ -235,7 +253,7 @@ class Life:
 
 def test_random_lives_of_a_volunteer_take_every_row_and_apply_every_commit_once() -> None:
     taken = taken_by(gap_in_the_log().position)
-    for seed in range(250):
+    for seed in range(300):
         life = Life(seed)
         life.live(400)
         assert life.applied == list(range(len(life.applied)))
