@@ -1,4 +1,5 @@
-"""A bootstrap node of a dishonest operator: it does what the others do, but for what it says to them about commits."""
+"""A bootstrap node of a dishonest operator: it does what the others do, but for what it says to them about commits, and
+to volunteers about the round."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from typing import Any
 from bootstrap.node import BootstrapNode
 from protocol.quorum import paxos_events
 from protocol.quorum.paxos_events import Effect, Event, Send
+from protocol.wire import encoding
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
-from protocol.wire.commit import Commit, LeftOut, body_of, pledge_body
-from protocol.wire.plan import StageSpec
-from protocol.wire.session import Heartbeat
+from protocol.wire.commit import Commit, LeftOut, Record, Share, body_of, pledge_body
+from protocol.wire.encoding import Message
+from protocol.wire.plan import Plan, StageSpec
+from protocol.wire.session import ChainReconfig, Finished, Heartbeat, Offered, TakeSeat, TimeUp
 
 
 def weight(commit: Commit) -> Commit:
@@ -80,9 +83,53 @@ class LyingNode(BootstrapNode):
 
     def _handle(self, event: Event, now: float) -> list[Effect]:
         effects = self._honest(event, now)
+        if isinstance(event, paxos_events.Tick):
+            self._misleads()
         if isinstance(event, paxos_events.Heard) and isinstance(event.message, Accept):
             effects += self._agree(event.peer, event.message)
         return [other for effect in effects for other in self._instead(effect)]
+
+    def _misleads(self) -> None:
+        """It gives every volunteer an order, whether it leads or not, and says false things of the log."""
+        head, plan = self.quorum.head, self.leader.plan
+        if head is None or self._rng.random() < 0.5:
+            return
+        said = self._rng.choice([*self._orders(head, plan), *self._false_records(head)])
+        self.told["misleads"] += 1
+        self._sessions.post_all(encoding.encode_record(said) if isinstance(said, Record) else encoding.encode(said))
+
+    def _orders(self, head: Commit, plan: Plan | None) -> list[Message]:
+        rng, round, members = self._rng, self.quorum.round, self.quorum.members
+        share = Share(peer=self.quorum.peer, root="0" * 64, size=100, norm=1.0, listed=100)
+        orders: list[Message] = [
+            TimeUp(round=round),
+            Finished(round=round),
+            Offered(round=round, shares=(share,)),
+            *(Heartbeat(phase="leading", round=round, turn=turn) for turn in range(1, len(members))),
+        ]
+        for number in (s.number for s in plan.seats) if plan is not None else ():
+            orders.append(TakeSeat(round=round, replica=number, seconds=rng.choice((0.0, 9.0))))
+        for replica in plan.replicas if plan is not None else ():
+            for peers in ((), replica.peers, replica.peers[::-1]):
+                reconfig = ChainReconfig(
+                    round=round,
+                    replica=replica.number,
+                    generation=rng.choice((1, 2, 31)),
+                    peers=peers,
+                    steps=rng.choice((0, 1, 10**6)),
+                    reason="a lie",
+                )
+                orders += [] if self.quorum.leads and peers == replica.peers else [reconfig]
+        return orders
+
+    def _false_records(self, head: Commit) -> list[Record]:
+        """Of the next round and a far one, with its own vote alone."""
+        found = []
+        for later in (1, 10**6):
+            commit = dataclasses.replace(head, round=head.round + later, leader=self.quorum.peer)
+            votes = {self.quorum.peer: self._sign_as_us(body_of(commit, 0))}
+            found.append(Record(commit=commit, ballot=0, votes=votes))
+        return found
 
     def _agree(self, peer: str, accept: Accept) -> list[Effect]:
         """It pledges and accepts whatever it is asked for, as often as it is asked."""
