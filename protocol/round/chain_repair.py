@@ -115,12 +115,14 @@ class ChainRoster:
     def generation(self, replica: int) -> int:
         return self.reconfigs[replica].generation if replica in self.reconfigs else 0
 
-    def follows(self, peer: str, reconfig: ChainReconfig) -> None:
-        """`peer` says that it follows `reconfig`. It may be news to this node; only a known member can bring news."""
+    def follows(self, peer: str, reconfig: ChainReconfig, is_sole: bool = False) -> None:
+        """`peer` says that it follows `reconfig`. It may be news to this node; only a known member can bring news, and
+        none to the `is_sole` leader of the round."""
         logged = self._logged.find(reconfig.replica) if self._logged is not None else None
         if logged is None or peer not in (reconfig.peers or logged.peers) or reconfig.generation > MAX_GENERATIONS:
             return
-        if reconfig.generation > self.generation(reconfig.replica) and peer in self.audience(reconfig.replica):
+        is_newer = reconfig.generation > self.generation(reconfig.replica)
+        if is_newer and not is_sole and peer in self.audience(reconfig.replica):
             self._adopt(reconfig)
         if self.reconfigs.get(reconfig.replica) == reconfig:
             self._followers.add((reconfig.replica, reconfig.generation, peer))

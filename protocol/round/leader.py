@@ -137,6 +137,7 @@ class Leader:
         self._answered: tuple[JudgingJob, Sequence[Verdict]] | None = None
         self._revealed: set[str] = set()
         self._leads, self._began = False, now
+        self._is_sole = False  # whether this node has led since the round began
 
     @property
     def phase(self) -> Phase:
@@ -195,7 +196,7 @@ class Leader:
             case ev.Received():
                 return self._received(event, now)
             case ev.Lead(leads):
-                self._leads = leads
+                self._leads, self._is_sole = leads, False
                 self._asked = None
                 if self.phase in ev.SETTLED:
                     return self.position.step(ev.Lead, self._between())
@@ -233,7 +234,7 @@ class Leader:
             case ChainFailure() as failure:
                 return self._chain_failure(peer, failure)
             case ChainReconfig() as reconfig:
-                self.roster.follows(peer, reconfig)
+                self.roster.follows(peer, reconfig, self._is_sole)
             case Evaluation() | Score() as claim:
                 if claim.peer == peer:
                     self._claims.add(self.state, claim)
@@ -372,7 +373,7 @@ class Leader:
         self._verdicts = ReplicaStates()
         away, self.roster = self.roster.away, ChainRoster(commit.plan)
         self.roster.away = away
-        self._began = now
+        self._began, self._is_sole = now, self._leads
         self.attestations.forget(commit.round - 1)
         self.accusations.begin(commit.round + 1, self.roster.versions)
         self.newcomers.begin(self.standing, commit.plan)

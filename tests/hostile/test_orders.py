@@ -37,16 +37,15 @@ ROUNDS = 4
 
 
 class Attacker(BootstrapNode):
-    """`says(self)` gives what it says to every volunteer, while `attacks`; `floods(self)` what to every other node."""
+    """`says(self)` gives what it says to every volunteer, while `attacks`."""
 
     def __init__(
         self,
         *parts: Any,
-        says: Callable[[Attacker], Iterator[Message | Record]] | None = None,
-        floods: Callable[[Attacker], bytes] | None = None,
+        says: Callable[[Attacker], Iterator[Message | Record]],
     ) -> None:
         super().__init__(*parts)
-        self._says, self._floods = says, floods
+        self._says = says
         self.attacks = False
         self.said = 0
 
@@ -62,15 +61,10 @@ class Attacker(BootstrapNode):
             await asyncio.sleep(0.1)
             if not self.attacks or self.quorum.head is None:
                 continue
-            for message in self._says(self) if self._says is not None else ():
+            for message in self._says(self):
                 raw = encoding.encode_record(message) if isinstance(message, Record) else encoding.encode(message)
                 self._sessions.post_all(raw)
                 self.said += 1
-            if self._floods is not None:
-                raw = self._floods(self)
-                for link in self._operators.links.values():
-                    link.post(raw)
-                    self.said += 1
 
 
 class Stepping(Noise):

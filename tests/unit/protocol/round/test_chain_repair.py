@@ -193,6 +193,9 @@ def test_what_a_replaced_member_offers_does_not_count() -> None:
 def test_a_new_leader_learns_of_reconfigurations_from_those_who_follow() -> None:
     found = ChainReconfig(round=1, replica=0, generation=3, peers=("c", "f", "e"), steps=0, reason="")
     driver = Driver("f")
+    driver.do(Received("c", found), Received("c", dataclasses.replace(found, peers=())))
+    assert driver.leader.roster.generation(0) == 0, "there is no other leader who could have said it"
+    driver.do(Lead(True))
     driver.do(Received("f", found))
     assert driver.leader.roster.generation(0) == 0, "a spare cannot appoint itself"
     driver.do(*(Received("c", dataclasses.replace(found, peers=p)) for p in (("c", "x", "e"), ("c", "e", "d"), ("c",))))
