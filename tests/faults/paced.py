@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +108,7 @@ class Line:
             size -= piece
 
     def _bps(self) -> float | None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return float((self._folder / "line").read_text())
         return None
 
@@ -128,7 +130,7 @@ class Incoming:
 
 def pace(folder: Path) -> float:
     """As it is now; a bootstrap node has none."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return float((folder / "pace").read_text())
     return SECONDS
 
@@ -152,10 +154,12 @@ def _say(folder: Path, name: str, value: float) -> None:
     (folder / f"{name}.new").rename(folder / name)
 
 
-def main() -> None:
-    folder = Path(sys.argv[sys.argv.index("--dir") + 1])
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`arguments`: as `potluck` takes them (default: the process's own). Without --dir among them there are no files."""
+    typed = sys.argv if arguments is None else arguments
+    folder = Path(typed[typed.index("--dir") + 1] if "--dir" in typed else os.devnull)
     line: Any = Line
-    cli.main(factories=Factories(inner_loop=paced(folder), line=lambda transport: line(transport, folder)))
+    cli.main(arguments, Factories(inner_loop=paced(folder), line=lambda transport: line(transport, folder)))
 
 
 if __name__ == "__main__":
