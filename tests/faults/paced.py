@@ -155,7 +155,7 @@ def _say(folder: Path, name: str, value: float) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`arguments`: as `potluck` takes them (default: the process's own). Without --dir among them there are no files."""
+    """`arguments`: as `potluck` takes them (default: the process's own). Without --dir there are no files."""
     typed = sys.argv if arguments is None else arguments
     folder = Path(typed[typed.index("--dir") + 1] if "--dir" in typed else os.devnull)
     line: Any = Line
