@@ -29,7 +29,6 @@ DOCUMENTS = (
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 GIVEN = re.compile(r" (ADDRESS|LINE|PEER|FOLDER|corpus|[\w-]+[./][\w./*-]+|my-\w+)( |$)")
 """What a command within a line is given, where it is more than the command's name."""
-PACED = "tests.faults.paced"
 DEADLINE = 300.0
 """Seconds for a command to do what it is to do."""
 
@@ -124,9 +123,7 @@ class Terminal:
 
 @dataclass(frozen=True)
 class Shell:
-    """Of a user whose `potluck` is this checkout's, before the system's programs. `home`: the user's home folder.
-
-    What is joined trains at the pace of tests/faults/paced.py: it leaves the machine to others most of the time."""
+    """Of a user whose `potluck` is this checkout's, before the system's programs. `home`: the user's home folder."""
 
     home: Path
     programs: Path
@@ -155,8 +152,7 @@ class Shell:
             subprocess.Popen, ["sh", "-c", f"exec {command}"]
         )
         if command.startswith("potluck "):
-            module = PACED if command.startswith("potluck join ") else "peer.cli"
-            start = functools.partial(potluck.Popen, *self._words(command, at), module=module)
+            start = functools.partial(potluck.Popen, *self._words(command, at))
         out = {"cwd": at, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         if text is not None:
             return Terminal(start(stdin=subprocess.PIPE, **out), text)

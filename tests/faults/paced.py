@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -108,7 +107,7 @@ class Line:
             size -= piece
 
     def _bps(self) -> float | None:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(FileNotFoundError):
             return float((self._folder / "line").read_text())
         return None
 
@@ -130,7 +129,7 @@ class Incoming:
 
 def pace(folder: Path) -> float:
     """As it is now; a bootstrap node has none."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    with contextlib.suppress(FileNotFoundError):
         return float((folder / "pace").read_text())
     return SECONDS
 
@@ -155,9 +154,9 @@ def _say(folder: Path, name: str, value: float) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`arguments`: as `potluck` takes them (default: the process's own). Without --dir there are no files."""
+    """`arguments`: as `potluck` takes them (default: the process's own)."""
     typed = sys.argv if arguments is None else arguments
-    folder = Path(typed[typed.index("--dir") + 1] if "--dir" in typed else os.devnull)
+    folder = Path(typed[typed.index("--dir") + 1])
     line: Any = Line
     cli.main(arguments, Factories(inner_loop=paced(folder), line=lambda transport: line(transport, folder)))
 
