@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-.PHONY: demo test test-all setup lint types contracts quick-1 quick-2 unit unit-1 unit-2 sim e2e e2e-1 e2e-2 faults hostile campaign fuzz benchmark benchmark-gpu evidence pictures clean
+.PHONY: demo test test-all setup lint types contracts quick-1 quick-2 unit unit-1 unit-2 sim e2e e2e-1 e2e-2 e2e-3 e2e-4 faults hostile campaign fuzz benchmark benchmark-gpu evidence pictures clean
 
 setup: $(VENV)/.done
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -25,10 +25,10 @@ demo: setup
 test: setup
 	$(MAKE) -j2 --output-sync=target lint quick-1 quick-2 types contracts
 
-# Most of `e2e`, `faults` and `hostile`, and parts of `unit`, wait for real time to pass, so more of them run beside each other than there are
-# cores. What takes longest comes first; the simulation, which takes all cores that are free, last.
+# Most of `e2e`, `faults` and `hostile` wait for real time to pass, so more of them run beside each other than there are cores. What waits
+# longest comes first; what only computes, and fills the cores whenever others wait, last.
 test-all: setup
-	$(MAKE) -j4 --output-sync=target lint e2e-2 e2e-1 faults hostile unit-2 unit-1 types contracts sim
+	$(MAKE) -j5 --output-sync=target lint faults hostile e2e-3 e2e-2 e2e-4 unit-2 e2e-1 unit-1 sim types contracts
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -40,7 +40,7 @@ types: setup
 contracts: setup
 	$(BIN)/lint-imports
 
-# Halves of `unit` and `e2e`, which take about as long as each other; `quick` is `unit` without what takes many seconds, and one demo.
+# Parts of `unit` and `e2e`, which take about as long as each other; `quick` is `unit` without what takes many seconds, and one demo.
 UNIT_1 := $(addprefix tests/unit/,protocol bootstrap peer/net peer/ui)
 QUICK := -m "not slow and not campaign"
 quick-1: setup
@@ -58,12 +58,21 @@ unit-1: setup
 unit-2: setup
 	$(BIN)/python -m pytest tests/unit $(addprefix --ignore=,$(UNIT_1))
 
-E2E_1 := $(wildcard $(addprefix tests/e2e/test_,typed_commands.py new_user.py service.py doctor.py))
+e2e_files = $(wildcard $(addprefix tests/e2e/test_,$(addsuffix .py,$(1))))
+E2E_1 := $(call e2e_files,typed_commands new_user)
+E2E_2 := $(call e2e_files,service doctor)
+E2E_3 := $(call e2e_files,appoint audit error_classes group_signals held_out hours monitor_costs run_set)
 e2e-1: setup
 	$(BIN)/python -m pytest $(E2E_1)
 
 e2e-2: setup
-	$(BIN)/python -m pytest tests/e2e $(addprefix --ignore=,$(E2E_1))
+	$(BIN)/python -m pytest $(E2E_2)
+
+e2e-3: setup
+	$(BIN)/python -m pytest $(E2E_3)
+
+e2e-4: setup
+	$(BIN)/python -m pytest tests/e2e $(addprefix --ignore=,$(E2E_1) $(E2E_2) $(E2E_3))
 
 sim: setup
 	PYTHONHASHSEED=0 $(BIN)/python -m pytest tests/sim

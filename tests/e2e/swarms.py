@@ -71,14 +71,18 @@ def read_result(out: Path) -> dict[str, Any]:
 
 
 class Background:
-    """A demo that runs while the test disturbs its processes, for `deadline` seconds at most; a context manager."""
+    """A demo that runs while the test disturbs its processes, for `deadline` seconds at most; a context manager.
+    `command`: the program of its processes."""
 
-    def __init__(self, chosen: DemoOptions, of: Manifest | None = None, deadline: float = DEADLINE) -> None:
+    def __init__(
+        self, chosen: DemoOptions, of: Manifest | None = None, deadline: float = DEADLINE, command: swarm.Command = main
+    ) -> None:
         self.out = chosen.out
         self._result: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(asyncio.wait_for(swarm.run(chosen, main, of or manifest(chosen)), deadline))
+        running = swarm.run(chosen, command, of or manifest(chosen))
+        self._task = self._loop.create_task(asyncio.wait_for(running, deadline))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

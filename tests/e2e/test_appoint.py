@@ -145,7 +145,7 @@ def test_a_run_outlives_everybody_who_began_to_operate_it(tmp_path: Path) -> Non
         swarm.goes_on("node-4", 3)
 
         left = ("node-2", "node-3", "node-4")
-        last = swarm.round("node-4") + 12
+        last = swarm.round("node-4") + 8
         swarm.decree(left, "set", "--rounds", str(last))
         for name in ("one", "two", "three"):
             assert swarm.ended(name) == 0

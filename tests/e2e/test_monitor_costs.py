@@ -26,7 +26,7 @@ from tests.support import crowd
 from tests.support.watched import MadeUp
 from tests.support.watching import DEADLINE, Taken, Watching, watching
 
-PEERS, ROUNDS, MORE_ROUNDS = 500, 20, 6
+PEERS, FEW, ROUNDS, MORE_ROUNDS = 500, 200, 20, 6
 LOOKS = 2
 """At the announcements of all, with a decided round between: a real run has no round every twenty seconds."""
 SHARE = 0.03
@@ -35,7 +35,6 @@ REFERENCE_SECONDS = 0.045
 """Of processor time, for `reference` on the machine of docs/results/monitor.md when it does nothing else."""
 BROWSER_SECONDS = 2.0
 """How often a page asks."""
-POLLS_A_LOOK = PEERS // PEERS_A_POLL
 MOST = 150_000_000
 """Bytes of memory of the monitor's process and its daemon together, shared files included, at most."""
 
@@ -67,19 +66,21 @@ def within_bounds(taken: Taken) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_live_run(tmp_path: Path) -> None:
-    asyncio.run(live(tmp_path))
+@pytest.mark.parametrize("peers", [FEW, pytest.param(PEERS, marks=pytest.mark.campaign)])
+def test_a_live_run(peers: int, tmp_path: Path) -> None:
+    """One of fewer peers has to keep the same bounds, and takes less time."""
+    asyncio.run(live(peers, tmp_path))
 
 
-async def live(tmp_path: Path) -> None:
-    made = crowd.Signing(PEERS)
+async def live(peers: int, tmp_path: Path) -> None:
+    made = crowd.Signing(peers)
     async with crowd.node(made, tmp_path / "node") as node:
         node.decide(ROUNDS)
         node.hear(1)
 
         def watch() -> None:
-            with watching(node.line) as watched:
-                until(watched, lambda s: s["round"] == ROUNDS and s["peers_here"] == PEERS)
+            with watching(node.line, measured=True) as watched:
+                until(watched, lambda s: s["round"] == ROUNDS and s["peers_here"] == peers)
                 within_bounds(watched.taken())
                 for round in range(ROUNDS + 1, ROUNDS + MORE_ROUNDS + 1):
                     loop.call_soon_threadsafe(more)
@@ -87,7 +88,7 @@ async def live(tmp_path: Path) -> None:
                     within_bounds(watched.taken())
                 until(watched, lambda s: all(p["step"] == 4 for p in s["peers"] if p["role"] in ("full", "stage")))
                 within_bounds(watched.taken())
-                assert found["peers_total"] == PEERS
+                assert found["peers_total"] == peers
                 assert watched.taken().daemon_bytes > 0
                 assert "numpy" not in Path(f"/proc/{watched.process.pid}/maps").read_text(encoding="utf-8")  # 11 MB
                 least = min(share_taken(watched), share_taken(watched))
@@ -111,7 +112,7 @@ async def live(tmp_path: Path) -> None:
                 loop.call_soon_threadsafe(more, step)
                 shows(step)
             seconds = (watched.taken().seconds - before) * REFERENCE_SECONDS / statistics.mean(references)
-            return seconds / (LOOKS * POLLS_A_LOOK * POLL_SECONDS)
+            return seconds / (LOOKS * (peers // PEERS_A_POLL) * POLL_SECONDS)
 
         def more(step: int = 4) -> None:
             if step in (1, 4):
@@ -131,7 +132,7 @@ def test_a_recording(tmp_path: Path) -> None:
     with open(recording, "w", encoding="utf-8") as out:
         for event in made.all(ROUNDS):
             out.write(event.to_json() + "\n")
-    with watching(run, "--replay", recording) as watched:
+    with watching(run, "--replay", recording, measured=True) as watched:
         found = until(watched, lambda s: s["round"] == ROUNDS + 1 and any(p["step"] == 3 for p in s["peers"]))
         assert found["peers_here"] == PEERS
         assert found["contributors_total"] > PEERS * 0.9

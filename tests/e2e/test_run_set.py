@@ -11,7 +11,7 @@ from tests.support import potluck
 from tests.support.bans import command, together
 from tests.support.quorum import KEYS, four_nodes
 
-MORE = 25
+MORE = 6
 """Rounds that the run goes on for; without a peer it goes no further while the commands are typed."""
 
 

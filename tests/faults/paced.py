@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +153,12 @@ def _say(folder: Path, name: str, value: float) -> None:
     (folder / f"{name}.new").rename(folder / name)
 
 
-def main() -> None:
-    folder = Path(sys.argv[sys.argv.index("--dir") + 1])
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`arguments`: as `potluck` takes them (default: the process's own)."""
+    typed = sys.argv if arguments is None else arguments
+    folder = Path(typed[typed.index("--dir") + 1])
     line: Any = Line
-    cli.main(factories=Factories(inner_loop=paced(folder), line=lambda transport: line(transport, folder)))
+    cli.main(arguments, Factories(inner_loop=paced(folder), line=lambda transport: line(transport, folder)))
 
 
 if __name__ == "__main__":

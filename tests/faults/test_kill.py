@@ -1,4 +1,5 @@
-"""SIGKILL to real processes in the middle of a round; the survivors finish, the killed come back and catch up."""
+"""SIGKILL to real processes in the middle of a round; the survivors go on, the killed come back and catch up, and then
+the operator ends the run."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import select
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,12 @@ import pytest
 
 from peer.events import Event
 from tests.e2e import swarms
+from tests.faults import paced
+from tests.faults.processes import Tail
 from tests.support import potluck
 
-ROUNDS = 12
+STEPS = 4
+"""Of a round; each takes as long as a pace says, so that what is computed is little (tests/faults/paced.py)."""
 
 
 @pytest.mark.parametrize(("name", "overlap"), [("full-1", 1), ("chain-0-1", 0)])
@@ -52,18 +57,17 @@ class Swarm:
         self, out: Path, name: str, overlap: int = 0, gone_after: float = 20.0, heartbeat: float = 1.0
     ) -> None:
         self.name = name
-        full = name.startswith("full")
-        self.rounds, steps = (ROUNDS, 8) if full else (3 * ROUNDS, 4)  # the chain is tried again for a while
         chosen = swarms.options(
-            out, full=2, chains=1, residual_width=8, rounds=self.rounds, inner_steps=steps, in_memory=False
+            out, full=2, chains=1, residual_width=8, rounds=10**6, inner_steps=STEPS, in_memory=False
         )
-        self.folder = chosen.out / name
-        self.demo = swarms.Background(
+        self.folder, self.node = chosen.out / name, chosen.out / "bootstrap"
+        of = swarms.manifest(
             chosen,
-            swarms.manifest(
-                chosen, outer={"overlap": overlap}, timing={"gone_after": gone_after, "heartbeat": heartbeat}
-            ),
+            train={"rows": 1},
+            outer={"overlap": overlap},
+            timing={"gone_after": gone_after, "heartbeat": heartbeat},
         )
+        self.demo = swarms.Background(chosen, of, command=paced.main)
         self.event = self.demo.event
         self.again: subprocess.Popen[str] | None = None
 
@@ -87,24 +91,48 @@ class Swarm:
         assert gone, "killed, and still there"
         self.victim = started["peer"]
 
+    @property
+    def address(self) -> str:
+        return str(self.event("bootstrap", lambda e: e.kind == "listening", "its start").fields["address"])
+
     def restart(self) -> None:
-        address = self.event("bootstrap", lambda e: e.kind == "listening", "its start").fields["address"]
+        self.restarted = time.time()
         ready = self.event("bootstrap", lambda e: e.kind == "ready" and e.fields["peer"] == self.victim, "readiness")
         self.again = potluck.Popen(
-            "join", address, "--dir", self.folder, "--host", "127.0.0.1", "--device", "cpu",
+            "join", self.address, "--dir", self.folder, "--host", "127.0.0.1", "--device", "cpu",
             "--memory", ready.fields["memory_bytes"], "--up", f"{ready.fields['up_bps']}bps",
-            "--down", f"{ready.fields['down_bps']}bps", "--threads", 1, "--json",
+            "--down", f"{ready.fields['down_bps']}bps", "--threads", 1, "--json", module=paced.__name__,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     def ends_well(self) -> dict[str, Any]:
-        """The demo's result, once everybody is done, the restarted peer too."""
+        """The demo's result, once the restarted peer trains again and everybody is done, that peer too."""
+
+        def has_its_work(event: Event) -> bool:
+            return event.kind == "commit" and any(
+                self.victim in [share["peer"] for share in c["shares"]] for c in event.fields["contributions"]
+            )
+
+        self.event("bootstrap", lambda e: e.time > self.restarted and has_its_work(e), "its work")
+        self.end()
         result = self.demo.result()
         _, errors = self.again.communicate(timeout=swarms.DEADLINE)
         assert self.again.returncode == 0, errors
         assert result["same_bits"] is True
         assert result["rounds"] == self.rounds
         return result
+
+    def end(self) -> None:
+        """The operator ends the run a few rounds from now, more where so many are decided while he types."""
+        for more in (4, 16, 64, 256):
+            told = Tail(self.node / "events.jsonl").read()
+            self.rounds = more + max(e.fields["round"] for e in told if e.kind == "commit")
+            line = ("run", "set", self.address, "--rounds", self.rounds, "--dir", self.node)
+            typed = potluck.run(*line, text=True, timeout=swarms.DEADLINE)
+            if "cannot be" not in typed.stderr:
+                assert typed.returncode == 0, typed.stderr
+                return
+        raise AssertionError(typed.stderr)
 
     def last_attestation(self) -> Event:
         return self.event(

@@ -9,7 +9,7 @@ from tests.support.quorum import KEYS, four_nodes
 
 
 def test_the_leading_node_is_killed_then_a_second_and_the_run_goes_on(tmp_path: Path) -> None:
-    manifest = four_nodes(rounds=20, start_peers=2)
+    manifest = four_nodes(rounds=14, start_peers=2)
     peers = ["peer-0", "peer-1"]
     with Swarm(tmp_path / "run", manifest, KEYS, module="tests.faults.paced") as swarm:
         swarm.start_all(*peers)

@@ -23,7 +23,7 @@ import pytest
 
 from protocol.run.manifest import Manifest, TimingSpec
 from tests.e2e import swarms
-from tests.faults.homes import homes
+from tests.faults.homes import Homes, homes
 from tests.faults.processes import DEADLINE, Swarm
 from tests.support import tiny
 from tests.support.lab import Place
@@ -37,7 +37,8 @@ NEWEST_SECONDS = 3.0
 def make_manifest(nodes: int) -> Manifest:
     chosen = swarms.options(Path("unused"), full=1, rounds=10**4, inner_steps=2)
     return dataclasses.replace(
-        swarms.manifest(chosen),
+        swarms.manifest(chosen, train={"rows": 1, "sequence": 16}),
+        data=swarms.text(16),
         start_peers=1,
         operators=tuple(key.peer_id for key in tiny.OPERATORS[:nodes]),
         quorum=nodes,
@@ -139,53 +140,68 @@ def watched(
             yield found
 
 
-def test_a_node_is_killed_and_started_again(tmp_path: Path) -> None:
-    with watched(tmp_path / "run") as run:
-        run.swarm.kill(NODE)
-        run.silent()
-        before, began = run.decided(), time.monotonic()
-        events = len(run.swarm.events(NODE))
-        run.swarm.start(NODE)
-        run.swarm.wait(NODE, lambda e: e.kind == "listening", "its start", events)
-        print(f"\nthe node took {time.monotonic() - began:.1f} s to start")
-        since = time.monotonic()
-        run.shows("killed and started again, what it had decided", since, before - 1)
-        run.shows("killed and started again, another round", since, before)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """On one machine."""
+    with watched(tmp_path_factory.mktemp("watched") / "run") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Homes, Watched]]:
+    """Each in a home of its own."""
+    folder = tmp_path_factory.mktemp("apart") / "run"
+    with (
+        homes(NODE, PEER, WATCHER) as there,
+        watched(folder, places=there.places, prefix=there.places[WATCHER][1]) as found,
+    ):
+        yield there, found
+
+
+def test_a_node_is_killed_and_started_again(run: Watched) -> None:
+    run.swarm.kill(NODE)
+    run.silent()
+    before, began = run.decided(), time.monotonic()
+    events = len(run.swarm.events(NODE))
+    run.swarm.start(NODE)
+    run.swarm.wait(NODE, lambda e: e.kind == "listening", "its start", events)
+    print(f"\nthe node took {time.monotonic() - began:.1f} s to start")
+    since = time.monotonic()
+    run.shows("killed and started again, what it had decided", since, before - 1)
+    run.shows("killed and started again, another round", since, before)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [10.0, 30.0])
-def test_a_node_is_stopped(tmp_path: Path, seconds: float) -> None:
-    with watched(tmp_path / "run") as run:
-        process = psutil.Process(run.swarm.running[NODE].pid)
-        all_of = [process, *process.children(recursive=True)]
-        for each in all_of:
-            each.send_signal(signal.SIGSTOP)
-        run.silent(seconds)
-        before = run.decided()
-        for each in all_of:
-            each.send_signal(signal.SIGCONT)
-        since = time.monotonic()
-        run.shows(f"stopped {seconds:g} s", since, before - 1)
-        run.shows(f"stopped {seconds:g} s, another round", since, before)
+def test_a_node_is_stopped(run: Watched, seconds: float) -> None:
+    process = psutil.Process(run.swarm.running[NODE].pid)
+    all_of = [process, *process.children(recursive=True)]
+    for each in all_of:
+        each.send_signal(signal.SIGSTOP)
+    run.silent(seconds)
+    before = run.decided()
+    for each in all_of:
+        each.send_signal(signal.SIGCONT)
+    since = time.monotonic()
+    run.shows(f"stopped {seconds:g} s", since, before - 1)
+    run.shows(f"stopped {seconds:g} s, another round", since, before)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("home", [NODE, WATCHER])
 @pytest.mark.parametrize("what", ["cut", "moved"])
-def test_a_node_or_its_watcher_loses_the_line_or_the_address(tmp_path: Path, what: str, home: str) -> None:
-    with (
-        homes(NODE, PEER, WATCHER) as there,
-        watched(tmp_path / "run", places=there.places, prefix=there.places[WATCHER][1]) as run,
-    ):
-        if what == "cut":
-            there.unplug(home)
-            run.silent(60.0)
-            there.plug_in(home)
-        else:
-            there.move(home)
-        before, since = run.decided(), time.monotonic()
-        run.shows(f"{home} {what}, two rounds more", since, before + 1)
+def test_a_node_or_its_watcher_loses_the_line_or_the_address(
+    apart: tuple[Homes, Watched], what: str, home: str
+) -> None:
+    there, run = apart
+    if what == "cut":
+        there.unplug(home)
+        run.silent(60.0)
+        there.plug_in(home)
+    else:
+        there.move(home)
+    before, since = run.decided(), time.monotonic()
+    run.shows(f"{home} {what}, two rounds more", since, before + 1)
 
 
 @pytest.mark.slow

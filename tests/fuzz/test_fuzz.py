@@ -1,4 +1,4 @@
-"""A minute of the fuzzing campaign (`make fuzz` is the long one), and that it finds what is planted."""
+"""A slice of the fuzzing campaign (`make fuzz` is the long one), and that it finds what is planted."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tests.fuzz import campaign, mutate
 from tests.fuzz.campaign import Limits
 from tests.fuzz.targets import TARGETS, Target
 
-SECONDS = 60.0
+INPUTS = 2000
+"""Of each decoder."""
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_a_decoder_takes_or_refuses_whatever_comes(target: Target, tmp_path: Path) -> None:
     limits = Limits(found=tmp_path, bomb_every=500)
-    end = time.monotonic() + SECONDS / len(TARGETS)
-    (state,) = campaign.run([target], 1, lambda count: time.monotonic() < end or count < 100, limits=limits)
+    (state,) = campaign.run([target], 1, lambda count: count < INPUTS, limits=limits)
     assert state.failures == {}
-    assert state.inputs >= 100
+    assert state.inputs >= INPUTS
     assert state.accepted >= len(target.seeds) / 2, "the seeds are no longer what the decoder takes"
 
 
@@ -47,7 +47,8 @@ def test_what_is_planted_is_found(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    limits = Limits(found=tmp_path, memory_every=2, memory_bytes=4 << 20, seconds=0.05, hang_seconds=0.5)
+    hang = 0.5 if named == "Hang" else 120.0  # which a busy machine does not take for the others
+    limits = Limits(found=tmp_path, memory_every=2, memory_bytes=4 << 20, seconds=0.05, hang_seconds=hang)
     bad = Target("bad", lambda raw: raw == b"seed" or planted(), (), [b"seed"], mutate.change_bytes, 1)
     (state,) = campaign.run([bad], 0, lambda count: count < 5, limits=limits)
     assert state.failures

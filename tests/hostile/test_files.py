@@ -60,6 +60,10 @@ def test_a_peer_writes_into_its_folder_only_and_reads_nothing_that_a_run_names(
     Path("text.txt").write_text("".join(f"{i} {TEXT}" for i in range(20_000)))
     root = Path(__file__).parents[2]
     potluck.run("init", "ours", "text.txt", "--rounds", 2, check=True)
+    run_file = Path("ours", MANIFEST)
+    made = run_file.read_text()
+    assert made.count("\nround_seconds = 30.0\n") == 1, made
+    run_file.write_text(made.replace("\nround_seconds = 30.0\n", "\nround_seconds = 4.0\n"))
     home, folder, notes = (tmp_path / name for name in ("home", "peer", "notes.txt"))
     sockets = short_folder
     (home / ".ssh").mkdir(parents=True)

@@ -14,6 +14,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.sim import fresh
+
 ROOT = Path(__file__).parents[2]
 ROUNDS, NODE = "peer/node/rounds.py", "bootstrap/node.py"
 MEMBER, LEADER, ROSTER = "protocol/round/member.py", "protocol/round/leader.py", "protocol/round/chain_repair.py"
@@ -281,16 +283,21 @@ def plant(bug: Bug, folder: Path) -> None:
 def find(bug: Bug, folder: Path) -> str:
     """What the simulation of a tree prints up to the first broken promise: about the bug's first seed, then, where the
     code has changed so that this one does not show it any more, about many."""
-    text = simulate(folder, f"{bug.first}:{bug.first + 1}", *bug.options)
+    text = fresh.simulate(folder, words(f"{bug.first}:{bug.first + 1}", *bug.options))
     if broken(text) is None:
         only = ("--only", bug.only) if bug.only else ()
-        text += simulate(folder, f"0:{RARE_SEEDS if bug.only else SEEDS}", *bug.options, *only)
+        text += fresh.simulate(folder, words(f"0:{RARE_SEEDS if bug.only else SEEDS}", *bug.options, *only))
     return text
+
+
+def words(seeds: str, *options: str) -> list[str]:
+    """What is typed behind the simulation's command to live up to the first broken promise."""
+    return ["--seeds", seeds, "--first", *options]
 
 
 def simulate(folder: Path, seeds: str, *options: str, timeout: float | None = None) -> str:
     """What the simulation of a tree prints about these seeds, up to the first broken promise."""
-    command = [sys.executable, "-m", "tests.sim.run", "--seeds", seeds, "--first", *options]
+    command = [sys.executable, "-m", "tests.sim.run", *words(seeds, *options)]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
     return done.stdout + done.stderr

@@ -13,10 +13,13 @@ KEYS = tiny.OPERATORS[:4]
 
 
 def four_nodes(rounds: int, start_peers: int) -> Manifest:
-    """The demo's recipe with a small model, a quorum of four and a lease of five seconds."""
-    chosen = swarms.options(Path("unused"), full=2, chains=1, residual_width=8, rounds=rounds, inner_steps=2)
+    """The demo's recipe with a small model and little text, a quorum of four and a lease of five seconds. A round of
+    peers at the usual pace (tests/faults/paced.py) takes two seconds: a round costs processor time, and waiting none.
+    """
+    chosen = swarms.options(Path("unused"), full=2, chains=1, residual_width=8, rounds=rounds, inner_steps=5)
     return dataclasses.replace(
-        swarms.manifest(chosen),
+        swarms.manifest(chosen, train={"rows": 1, "sequence": 16}),
+        data=swarms.text(16),
         start_peers=start_peers,
         operators=tuple(key.peer_id for key in KEYS),
         quorum=4,

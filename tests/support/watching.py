@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
 import pty
 import re
@@ -20,11 +19,20 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from tests.support import potluck
+
 DEADLINE = 120.0
 """Seconds for anything to happen."""
 KEPT = 4_000_000
 """Bytes that were drawn."""
-_GET = "import sys, urllib.request; sys.stdout.buffer.write(urllib.request.urlopen(sys.argv[1]).read())"
+_GETS = """
+import sys, urllib.request
+for url in sys.stdin:
+    part = urllib.request.urlopen(url.strip(), timeout=float(sys.argv[1])).read()
+    sys.stdout.buffer.write(b"%d\\n" % len(part) + part)
+    sys.stdout.buffer.flush()
+"""
+"""A process that answers each line, an address, with what is there, and with its length before."""
 _PAGE = re.compile(rb"http://127\.0\.0\.1:\d+/")
 
 
@@ -52,8 +60,8 @@ class Watching:
     url: str = ""
     keys: int = -1
     """Where what is typed goes."""
-    prefix: Sequence[object] = ()
-    """What its command begins with."""
+    there: subprocess.Popen[bytes] | None = None
+    """A process that asks for parts of its page, where that is served in another place than this one."""
 
     def press(self, key: bytes, sign: bytes) -> None:
         """Types a key, until `sign` is drawn."""
@@ -75,9 +83,12 @@ class Watching:
 
     def get(self, path: str) -> bytes:
         """A part of the page."""
-        if self.prefix:  # it is served in another place than this one
-            command = [*map(str, self.prefix), sys.executable, "-c", _GET, self.url + path]
-            return subprocess.run(command, capture_output=True, timeout=DEADLINE, check=True).stdout
+        if self.there is not None:
+            assert self.there.stdin is not None
+            assert self.there.stdout is not None
+            self.there.stdin.write(f"{self.url}{path}\n".encode())
+            self.there.stdin.flush()
+            return self.there.stdout.read(int(self.there.stdout.readline()))
         request = urllib.request.Request(self.url + path, headers={"Accept-Encoding": "identity"})
         with urllib.request.urlopen(request, timeout=DEADLINE) as reply:
             return bytes(reply.read())
@@ -85,25 +96,27 @@ class Watching:
 
 @contextlib.contextmanager
 def watching(
-    *arguments: object, width: int = 120, height: int = 40, keys: bool = False, prefix: Sequence[object] = ()
+    *arguments: object,
+    width: int = 120,
+    height: int = 40,
+    keys: bool = False,
+    prefix: Sequence[object] = (),
+    measured: bool = False,
 ) -> Iterator[Watching]:
     """`potluck monitor ARGUMENTS --web 0` on a terminal of this size, as soon as its page is there; ended with the
     block. `keys`: whether the terminal is its own, so that it takes what is typed; `prefix`: what its command begins
-    with."""
+    with; `measured`: whether it is started as users start it, since what it takes counts."""
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
-    command = [*map(str, prefix), sys.executable, "-m", "peer.cli", "monitor", *map(str, arguments), "--web", "0"]
-    process = subprocess.Popen(
-        command,
-        stdin=inner,
-        stdout=inner,
-        stderr=inner,
-        start_new_session=True,
-        preexec_fn=functools.partial(fcntl.ioctl, inner, termios.TIOCSCTTY, 0) if keys else None,
-        env=os.environ | {"TERM": "xterm-256color"},
-    )
+    words = ("monitor", *map(str, arguments), "--web", "0")
+    files = {"stdin": inner, "stdout": inner, "stderr": inner, "env": os.environ | {"TERM": "xterm-256color"}}
+    process: subprocess.Popen[bytes]
+    if measured:
+        process = subprocess.Popen([sys.executable, "-m", "peer.cli", *words], start_new_session=True, **files)
+    else:
+        process = potluck.Popen(*words, before=prefix, start_new_session=keys, **files)
     os.close(inner)
-    found, there = Watching(process, keys=outer, prefix=prefix), threading.Event()
+    found, there = Watching(process, keys=outer), threading.Event()
 
     def read() -> None:
         with contextlib.suppress(OSError):  # how the end of a terminal reads on Linux
@@ -120,8 +133,14 @@ def watching(
     try:
         assert there.wait(DEADLINE), found.drawn[-2000:]
         assert found.url, found.drawn[-2000:]
+        if prefix:
+            gets = [*map(str, prefix), sys.executable, "-c", _GETS, str(DEADLINE)]
+            found.there = subprocess.Popen(gets, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         yield found
     finally:
+        if found.there is not None:
+            found.there.kill()
+            found.there.communicate()
         process.terminate()
         process.wait(DEADLINE)
         reader.join()

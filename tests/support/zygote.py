@@ -2,6 +2,8 @@
 
     python -m tests.support.zygote DESCRIPTOR    (a stream socket of the test session)
 
+It has also what a library imports when it is used first, as typer and multiaddr do.
+
 A request is one byte and four descriptors: a socket of the process that is to be started, and its standard input,
 output and error. The process reads the rest, a line of JSON, from its socket, and answers with its process id as soon
 as it is what was asked for. The server adds the wait status of its end. When the session's socket is closed, the server
@@ -28,9 +30,13 @@ import termios
 from pathlib import Path
 from typing import Any
 
+import multiaddr
+from hivemind.utils import multiaddr as hivemind_multiaddr
+
 import bootstrap
 import peer
 import protocol
+from protocol.identity import Identity
 
 
 class End:
@@ -73,6 +79,11 @@ for package in (protocol, bootstrap, peer):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
+for name in ("_strptime", "numpy.random", "pydantic.type_adapter", "typer._adapters"):
+    with contextlib.suppress(ModuleNotFoundError):  # of another version
+        importlib.import_module(name)
+for library in (multiaddr, hivemind_multiaddr):
+    library.Multiaddr(f"/ip4/127.0.0.1/tcp/4001/p2p/{Identity(bytes(32)).peer_id}").to_bytes()
 
 
 def serve(session: socket.socket) -> socket.socket:
@@ -144,7 +155,7 @@ def become(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    sys.modules["numpy"].random.seed()
+    sys.modules["numpy.random"].seed()
     sys.argv[:] = ["potluck", *request["arguments"]]
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
 
