@@ -21,8 +21,8 @@ MAX_NORM = 1e50
 """Of an update; all values of fp32, squared and added up, have less."""
 MAX_BALLOT = 2**53
 LEAST_SCALE = 2.0**-20
-MAX_SHARDS = 4098
-"""Of a model: its blocks (protocol/run/layout.py), the embedding and the head."""
+MAX_SHARDS = 515
+"""Of a model: its blocks (protocol/run/layout.py), the embedding, the head and `anchor`."""
 MAX_TIME = 2.0**34
 """Unix seconds, in the year 2514: every clock and calendar can show it."""
 

@@ -131,6 +131,12 @@ def train(model: Oracle, text: list[np.ndarray]) -> None:
         model.step(step, math.sqrt(sum(value for _, value in model.grad_sumsq())))
 
 
+@torch.no_grad()
+def loss(model: StageTrainer, held_out: np.ndarray) -> float:
+    """Nats a token; a window at a time, for the logits of more take gigabytes."""
+    return float(np.mean([model.evaluate(window[None]) for window in held_out]))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -155,12 +161,12 @@ def main() -> int:
         model.begin_round(theta)
         if name == chosen.wires[0]:
             about = outliers(model, held_out[0])
-        cells = [f"{model.evaluate(held_out):.4f}"]
+        cells = [f"{loss(model, held_out):.4f}"]
         train(model, read)
-        cells.append(f"{model.evaluate(held_out):.4f}")
+        cells.append(f"{loss(model, held_out):.4f}")
         plain = StageTrainer(spec, made, layout.shard_names(spec))
         plain.begin_round({shard: [b.copy() for _, b in model.displacement(shard)] for shard in theta})
-        cells.append(f"{plain.evaluate(held_out):.4f}")
+        cells.append(f"{loss(plain, held_out):.4f}")
         sent = sum(formats.bytes_per_token(x, spec.d_model) for x in (forward, backward))
         print(f"| {forward}, {backward} | {4 * spec.d_model / sent:.1f} x | {' | '.join(cells)} |", flush=True)
     for cut, (share, ratio) in zip(CUTS, about, strict=True):

@@ -43,6 +43,7 @@ INSIDE = {
     "Absent", "Busy", "Corrupt", "MirrorBusy", "NotTaken",  # another peer is asked, or it is tried again
     "Unreachable", "MessageError", "NeighbourLost", "Refused", "RelayFault",  # likewise
     "BadCommit", "BadList", "BadTensor", "FrameError", "NoiseError", "PayloadError", "SchemaError",  # the stream ends
+    "Unreadable",  # its update is left out
 }  # fmt: skip
 """Those that end no command; other tests provoke them."""
 

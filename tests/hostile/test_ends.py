@@ -275,4 +275,4 @@ def test_what_may_be_told_of_a_loss_is_always_a_loss() -> None:
     for loss in (float("nan"), float("inf"), float("-inf"), 1e308, -1e308, -1.0, 0.0, 3.5, None):
         told = bounds.reportable_loss(loss)
         assert told is None or 0.0 <= told <= bounds.MAX_LOSS
-    assert layout.MAX_LAYERS + 2 == bounds.MAX_SHARDS
+    assert layout.MAX_LAYERS + 3 == bounds.MAX_SHARDS, "embed, head and anchor"

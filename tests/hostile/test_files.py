@@ -62,8 +62,8 @@ def test_a_peer_writes_into_its_folder_only_and_reads_nothing_that_a_run_names(
     potluck.run("init", "ours", "text.txt", "--rounds", 2, check=True)
     run_file = Path("ours", MANIFEST)
     made = run_file.read_text()
-    assert made.count("\nround_seconds = 30.0\n") == 1, made
-    run_file.write_text(made.replace("\nround_seconds = 30.0\n", "\nround_seconds = 4.0\n"))
+    assert made.count("\nround_seconds = 30.0 ") == 1, made
+    run_file.write_text(made.replace("\nround_seconds = 30.0 ", "\nround_seconds = 4.0 "))
     home, folder, notes = (tmp_path / name for name in ("home", "peer", "notes.txt"))
     sockets = short_folder
     (home / ".ssh").mkdir(parents=True)

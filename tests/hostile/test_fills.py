@@ -193,7 +193,7 @@ async def test_one_request_does_not_keep_a_node_busy(tmp_path: Path) -> None:
         keys = [DHTID.generate(i).to_bytes() for i in range(100)]
         for many in (MOST_KEYS + 1, 100_000):
             request = dht_pb2.FindRequest(keys=keys * (many // 100 + 1))
-            with pytest.raises(P2PHandlerError, match="too many keys"):
+            with pytest.raises(P2PHandlerError, match=r"too many (keys|requests)"):
                 async with asyncio.timeout(SOON):
                     await enemy.transport.daemon.p2p.call_protobuf_handler(
                         PeerID.from_base58(boot.peer_id), "DHTProtocol.rpc_find", request, dht_pb2.FindResponse

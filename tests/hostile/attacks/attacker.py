@@ -40,9 +40,9 @@ class Attacker(Enemy):
 
         async def one() -> None:
             while True:
+                self.done.times += 1  # a try, even if it has to wait for its turn until the attack is over
                 with contextlib.suppress(RemoteError, ConnectionError, TimeoutError):
                     await work()
-                self.done.times += 1
                 await asyncio.sleep(0)
 
         async with asyncio.TaskGroup() as group:
