@@ -171,7 +171,7 @@ class BootstrapNode:
         )
         transport.guests.follow(self._refused)
         self._events = EventQueue[leader_events.Event | paxos_events.Event](manifest.timing.heartbeat)
-        self._operators = Operators(
+        self.operators = Operators(
             self._directory, transport, archive, initial_peers, quorum, self._on_vote, self._tell_operator
         )
         self._offers = OfferAnnouncer(self._send_offered, lambda: len(self._sessions.open))
@@ -202,7 +202,7 @@ class BootstrapNode:
         self.decrees = DecreeHandler(
             self.leader,
             self._events.submit,
-            self._operators.broadcast,
+            self.operators.broadcast,
             lambda: quorum.leadership.present,
             self._tell_operator,
         )
@@ -228,9 +228,9 @@ class BootstrapNode:
     async def run(self) -> None:
         """Serves until it is cancelled, or the operators dismiss this node. Raises UsageError when the disk refuses."""
         transport, archive, named = self._transport, self.archive, {endpoints.MANIFEST_NAME: self.manifest.to_bytes()}
-        await self._operators.follow()
+        await self.operators.follow()
         await transport.serve(endpoints.SESSION, self._sessions.serve)
-        await self._operators.serve()
+        await self.operators.serve()
         await LogAndRosterHandler(archive, self.roster).serve(transport)
         await self.decrees.serve(transport)
         await self._latency.serve()
@@ -255,8 +255,8 @@ class BootstrapNode:
             self._directory.watch(),
             self._offers.run(),
             self._latency.run(lambda: tuple(self._sessions.open)),
-            self._operators.run(),
-            self._operators.watch(),
+            self.operators.run(),
+            self.operators.watch(),
         )
         try:
             async with asyncio.TaskGroup() as group:
@@ -316,8 +316,8 @@ class BootstrapNode:
             case Prepare() | Promise() | Accept() | Pledge() | Vote() | Reject() | Heartbeat():
                 await self._events.submit(paxos_events.Heard(node, message))
             case LogRequest(after=after):
-                if node in self._operators.links:
-                    self._send_log(self._operators.links[node], after)
+                if node in self.operators.links:
+                    self._send_log(self.operators.links[node], after)
             case Evaluation():
                 await self._events.submit(leader_events.Received(node, message))
             case Motion():
@@ -367,7 +367,7 @@ class BootstrapNode:
                 await self._events.submit(leader_events.Received(peer, message))
             case Evaluation() if peer in self.leader.witnesses.auditors:
                 said = claims.signed(self._identity, self.leader.state.due.of, message)
-                self._operators.broadcast(said)
+                self.operators.broadcast(said)
                 await self._events.submit(leader_events.Received(self._identity.peer_id, said))
             case Offer() | Withdraw() | ChainFailure() | ChainReconfig() | Evaluation() | Score():
                 await self._events.submit(leader_events.Received(peer, message))
@@ -397,7 +397,7 @@ class BootstrapNode:
                     self._directory.lost(peer)
                 self._events.put(leader_events.Gone(peer))
             self._sessions.forget(self._ready)
-            known, present = self._directory.known, (self._ready, self._sessions.open, self._operators.links)
+            known, present = self._directory.known, (self._ready, self._sessions.open, self.operators.links)
             for peer in [p for p in known if not any(p in some for some in present)]:
                 self._directory.lost(peer)
             await self._sessions.dismiss()
@@ -493,7 +493,7 @@ class BootstrapNode:
 
     async def _tell_quorum(self, event: paxos_events.Event) -> list[leader_events.Event | paxos_events.Event]:
         following: list[leader_events.Event | paxos_events.Event] = []
-        links = self._operators.links
+        links = self.operators.links
         if isinstance(event, paxos_events.Proposed):
             ours = self.quorum.of_ours(event.commit)
             await asyncio.to_thread(lambda: ours.digest)  # cached; takes long for many replicas
@@ -527,7 +527,7 @@ class BootstrapNode:
                     following.append(leader_events.Decided(record.commit))
                     self._forget(await self._payloads.settle(record.commit))
                     self._decided(record)
-                    await self._operators.follow()
+                    await self.operators.follow()
                 case paxos_events.Leads(leads):
                     self._emit(events.Leads(leads=leads))
                     following.append(leader_events.Lead(leads))
@@ -558,7 +558,7 @@ class BootstrapNode:
         members, round = len(self.quorum.members), self.quorum.round
         if not missing:
             text = f"quorum: enough of the {members} bootstrap nodes are back; round {round} goes on"
-        elif self._operators.is_named:
+        elif self.operators.is_named:
             names = ", ".join(short_peer(m) for m in missing)
             text = (
                 f"quorum: {members - len(missing)} of {members} bootstrap nodes give signs of life (none: {names});"

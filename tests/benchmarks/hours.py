@@ -15,8 +15,8 @@ a training of its own, at whose end the learning rate falls: a state is kept aft
 falls. Between lengths a loss is linear in the logarithm of the rounds.
 
 Rows are kept, and what is there is not computed again. Those of 2dc8998 are made in a checkout of that commit by
-tests/benchmarks/lab/hours_before.py at commit a4620914; each is trained for twice the rounds of the product, since
-longer does not matter.
+hours_before.py in the lab folder of tests/benchmarks at commit a4620914; each is trained for twice the rounds of the
+product, since longer does not matter.
 """
 
 from __future__ import annotations

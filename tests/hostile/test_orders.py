@@ -41,10 +41,12 @@ class Attacker(BootstrapNode):
 
     def __init__(
         self,
+        identity: Identity,
         *parts: Any,
         says: Callable[[Attacker], Iterator[Message | Record]],
     ) -> None:
-        super().__init__(*parts)
+        super().__init__(identity, *parts)
+        self.identity = identity
         self._says = says
         self.attacks = False
         self.said = 0
@@ -129,7 +131,7 @@ def everything(node: Attacker) -> Iterator[Message | Record]:
             yield ChainReconfig(peers=replica.peers, **named)
     for later in (1, 1000):
         commit = dataclasses.replace(head, round=head.round + later, leader=node.quorum.peer)
-        signed = node._identity.sign(body_of(commit, 0))
+        signed = node.identity.sign(body_of(commit, 0))
         yield Record(commit=commit, ballot=0, votes={node.quorum.peer: signed})
     share = Share(peer=node.quorum.peer, root=tiny.digest("nothing"), size=100, norm=1.0, listed=100)
     yield Offered(round=round, shares=(share,))

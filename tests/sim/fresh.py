@@ -1,7 +1,7 @@
 """Simulations of other trees than this one, each in a process that is forked from one that has imported what is not
 ours: a start takes a third of the processor time.
 
-    python -m tests.sim.fresh
+    python tests/sim/fresh.py
 
 A request is a line of JSON: a folder, which has a tree, and what is typed behind `python -m tests.sim.run` there. The
 answer is a line of JSON, what it said.
@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OURS = ("protocol", "peer", "bootstrap", "tests")
 OTHERS = ("torch", "numpy", "tokenizers", "hivemind", "cryptography", "msgpack", "rich", "pyarrow", "multiaddr")
 
 
@@ -31,9 +30,7 @@ OTHERS = ("torch", "numpy", "tokenizers", "hivemind", "cryptography", "msgpack",
 def _server() -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.sim.fresh"], cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True
-    )
+    server = subprocess.Popen([sys.executable, __file__], cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
     atexit.register(server.communicate)
     return server
 
@@ -56,8 +53,6 @@ def become(folder: str, words: list[str], out: int) -> None:
     os.dup2(out, 2)
     os.chdir(folder)
     sys.path[0] = folder
-    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
-        del sys.modules[name]
     importlib.invalidate_caches()
     sys.argv[1:] = words
     try:

@@ -223,7 +223,7 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
         operators=operators,
         quorum=4,
     )
-    tried = tuple(dataclasses.replace(x, peers=(BOB.peer_id,), probation=True) for x in last.left_out)
+    tried = tuple(dataclasses.replace(x, peers=(BOB.peer_id,), probation=True, faults="1") for x in last.left_out)
     ticket = access.issue(tiny.OPERATOR, bytes(32), last.run, expires=9, count=2, reason="friends")
     commit = dataclasses.replace(
         last,

@@ -95,12 +95,12 @@ def used() -> float:
 
 @pytest.mark.parametrize("raw", [doubling(20), doubling(60), doubling(14, long=2000)], ids=["20", "60", "long"])
 async def test_a_decoder_that_doubles_costs_little(raw: bytes) -> None:
-    before = used()
+    before, most = used(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     with pytest.raises(UsageError, match=r"^tokenizer: .*; use another"):
         await decoded(raw, list(range(16)), list(range(64)))
     assert used() - before < tokenizer_process.DECODING_SECONDS + 5
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    assert peak < 1 << 30
+    assert peak < 1 << 30 or peak == most, "no child has had more, but for one of another test"
 
 
 @pytest.mark.parametrize("raw", [catastrophic(), growing_input()], ids=["pattern", "normalizer"])

@@ -11,7 +11,7 @@ from peer.net.base import Clock
 from protocol.ledger import part_lists
 from protocol.round.leader_events import Received
 from protocol.wire import endpoints
-from protocol.wire.session import Offer, Withdraw
+from protocol.wire.session import Offer, Offered, Withdraw
 from tests.support.volunteers import Swarm, Volunteer, manifest
 
 
@@ -48,13 +48,13 @@ async def with_one_that_trains_on(swarm: Swarm) -> tuple[Volunteer, list[Volunte
     return slow, fast, release
 
 
-async def test_a_payload_is_fetched_when_it_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_payload_is_fetched_when_no_offer_is_admitted_any_more(tmp_path: Path) -> None:
     async with Swarm(tmp_path, manifest(start_peers=3, rounds=2)) as swarm:
         slow, fast, release = await with_one_that_trains_on(swarm)
         offered = [names(p.rounds.offer) for p in fast]
-        here = offered[0] | offered[1]
-        await swarm.until(lambda: all(here <= set(p.storage.blobs) for p in (*fast, slow)))
-        assert swarm.head == 0, "nothing is committed yet"
+        await swarm.until(lambda: all(here <= swarm.leader.offers.held for here in offered))
+        assert not (offered[0] | offered[1]) & set(slow.storage.blobs), "it has not offered yet"
+        assert not offered[0] & set(fast[1].storage.blobs)
         release.set()
         await swarm.round(2)
         for peer in fast:
@@ -69,7 +69,7 @@ async def test_a_payload_is_fetched_when_it_is_offered(tmp_path: Path, monkeypat
 async def test_what_is_not_committed_is_dropped_and_what_is_needed_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Round 3 is decided without `late`, whose offer the others have fetched; `tight` may keep next to nothing."""
+    """Round 3 is decided without `late`, whose offer the leader has; `tight` may keep next to nothing."""
     async with Swarm(tmp_path, manifest(start_peers=3, rounds=5)) as swarm:
         free, release = asyncio.Event(), asyncio.Event()
         tight, roomy, late = swarm.start("tight", limit=1), swarm.start("roomy"), swarm.start("late")
@@ -90,8 +90,7 @@ async def test_what_is_not_committed_is_dropped_and_what_is_needed_stays(
         assert len(warned) == 1
         await swarm.until(lambda: late.rounds.offer is not None and late.rounds.offer.round == 3)
         own = names(late.rounds.offer)
-        await swarm.until(lambda: own <= set(roomy.storage.blobs))
-        assert not own & set(tight.storage.blobs), "nothing is fetched ahead of time where there is no room"
+        await swarm.until(lambda: own <= swarm.leader.offers.held)
         gives_up = Received(late.id, Withdraw(round=3, reason="the test says so"))
         assert swarm.leader.handle(gives_up, Clock().steady()) == [], "the others still train"
         free.set()
@@ -111,6 +110,8 @@ async def test_a_list_that_is_lost_or_damaged_after_it_came_is_fetched_again(tmp
         slow, fast, release = await with_one_that_trains_on(swarm)
         offers = [p.rounds.offer for p in fast]
         here = names(offers[0]) | names(offers[1])
+        for peer, offer in zip(fast, offers, strict=True):
+            slow.rounds.prefetch(Offered(round=1, shares=(part_lists.share_of(peer.id, offer.parts),)))
         await swarm.until(lambda: here <= set(slow.storage.blobs))
         lost, damaged = (part_lists.root_of(offer.parts) for offer in offers)
         for name in (lost, offers[1].parts[0].digest):

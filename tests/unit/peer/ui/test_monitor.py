@@ -183,7 +183,7 @@ def _flipped(log: list[Commit]) -> list[bytes]:
         (lambda log: records(log[1:]), "not the one of round 0"),
         (lambda log: [records(log)[0]] * 2, "not the one of round 1"),
         (lambda log: records([log[0], dataclasses.replace(log[1], parent="0" * 64)]), "does not follow"),
-        (lambda log: [encoding.encode(LogRequest(after=1))], "must be a table"),
+        (lambda log: [encoding.encode(LogRequest(after=1))], "missing field"),
         (lambda log: [b"junk"], "record"),
     ],
 )
