@@ -226,8 +226,8 @@ BUGS: dict[str, Bug] = {
         (
             (
                 NODE,
-                "for effect in self.quorum.handle(event, self._clock.steady()):",
-                "for effect in reversed(self.quorum.handle(event, self._clock.steady())):",
+                "effects = self.quorum.handle(event, self._clock.steady())",
+                "effects = list(reversed(self.quorum.handle(event, self._clock.steady())))",
             ),
         ),
         ("P2",),
