@@ -85,10 +85,10 @@ class AnnouncementTable:
         return Roster(announcements=tuple(self._known[p][2] for p in dict.fromkeys(names)))
 
     def _since(self, position: int) -> Roster:
-        anew = not self._begin <= position <= self._position
-        position = -1 if anew else position
+        is_whole = not self._begin <= position <= self._position
+        position = -1 if is_whole else position
         known = ((at, peer, raw) for peer, (at, _, raw) in self._known.items() if at > position)
-        gone = ((at, peer, b"") for at, peer in (() if anew else self._gone) if at > position)
+        gone = ((at, peer, b"") for at, peer in (() if is_whole else self._gone) if at > position)
         size, sent, more = _ENTRY_BYTES, list[tuple[int, str, bytes]](), False
         for change in heapq.merge(known, gone):  # each in order; no more is read than is sent
             size += _ENTRY_BYTES + len(change[2])
@@ -101,7 +101,7 @@ class AnnouncementTable:
             gone=tuple(peer for _, peer, raw in sent if not raw),
             position=sent[-1][0] if more else self._position,
             more=more,
-            anew=anew,
+            anew=is_whole,
         )
 
 

@@ -498,9 +498,9 @@ class BootstrapNode:
             ours = self.quorum.of_ours(event.commit)
             await asyncio.to_thread(lambda: ours.digest)  # cached; takes long for many replicas
             event = paxos_events.Proposed(ours)
-        before = self._beat()
+        before = self.quorum.round, self.quorum.leadership.turn
         effects = self.quorum.handle(event, self._clock.steady())
-        if self.quorum.leadership.turn and (self._beat().round, self._beat().turn) != (before.round, before.turn):
+        if self.quorum.leadership.turn and (self.quorum.round, self.quorum.leadership.turn) != before:
             self._sessions.post_all(encoding.encode(self._beat()))
         for effect in effects:
             match effect:

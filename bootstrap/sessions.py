@@ -6,8 +6,8 @@ has one session: a new one ends the one before.
 
 *Operators.* Each node opens one stream to each of the other operators' nodes, and only sends on it. The node's own log
 says who operates the run (protocol/ledger/board.py). A node without members asks every operator that it can reach for
-newer commits, checks them, and connects to the operators that the newest one names. It calls nobody else: a node that
-it does not know is asked on the stream that this one opened. A dismissed node ends once enough operators have that
+newer commits, checks them, and connects to the operators that the newest one names. It calls no other node: one that it
+does not know is asked on the stream that this one opened. A dismissed node ends once enough operators have that
 commit.
 """
 
@@ -65,7 +65,7 @@ ATTEST_EVENTS = Rate(0.2, 10.0)
 RECORDS = Rate(1000.0, 4096.0)
 """Records of the log that are sent to one peer."""
 LOG_BYTES = Rate(1e6, 4e6)
-"""Bytes of them; who reads a long log calls for its pages (bootstrap/calls.py)."""
+"""Bytes of them; a reader of a long log calls for its pages (bootstrap/calls.py)."""
 FLOOD_SECONDS, FLOOD_MESSAGES, PAUSE_SECONDS = 10.0, 100, 0.002
 """A session floods after so many messages in a row, over so long, without a pause between two of them."""
 OUTBOX = 1024
@@ -505,7 +505,7 @@ class Operators:
                 await stream.send(encoding.encode(LogRequest(after=self._newest_round)))
                 came = 0
             raw = await stream.recv(MAX_MESSAGE, timeout=max(0.0, end - now()))
-            shown = None if encoding.is_message(raw) else encoding.record_head(raw, node)
+            shown = encoding.record_head_or_none(raw, node)
             if shown is None or shown.commit.round != self._newest_round + 1:
                 # it is for a node that knows the sender; or it came another way, or those before it are still to come
                 if len(raw) > MAX_ASKED_BYTES:
@@ -515,7 +515,7 @@ class Operators:
                 what = f"peer {short_peer(node)}: not an operator of this run, and a commit that it shows {reason}"
                 raise MessageError(node, f"{what}; it has no vote")
             record = shown.record()
-            if history.why_not_next(self._manifest, self.head, record) is not None:
+            if history.why_not_content(self._manifest, self.head, record.commit) is not None:
                 raise MessageError(node, f"peer {short_peer(node)}: shows what is no commit of this run")
             came, self._newest_shown = came + 1, record.commit
             await self.follow()

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.run.manifest import EVALUATED_TIME, Manifest
 from protocol.wire import commit as wire
@@ -550,12 +549,9 @@ def listening(run: str, addresses: Sequence[str]) -> Listening:
 
 def found(manifest: Manifest) -> Found:
     """Makes the event of a run that was found, with what it may cost this machine."""
-    from protocol.codec import sparse
+    from protocol.ledger import part_lists
 
-    spec, seconds = manifest.model, manifest.timing.training_seconds
-    update = sum(
-        sparse.max_payload_size(manifest.outer.codec, layout.shapes(spec, shard)) for shard in layout.shard_names(spec)
-    )
+    seconds = manifest.timing.training_seconds
     evaluating = EVALUATED_TIME if manifest.evaluation.every else 0.0
     return Found(
         run=manifest.run_id,
@@ -565,7 +561,7 @@ def found(manifest: Manifest) -> Found:
         probation=manifest.admission.probation if manifest.admission.is_open else 0,
         state_bytes=12 * manifests.parameters(manifest),
         state_seconds=manifest.checkpoint_rounds * seconds,
-        sent_a_day=int(update * 86400 / seconds),
+        sent_a_day=int(part_lists.largest_update(manifest) * 86400 / seconds),
         measuring=evaluating + manifest.judging.score_share,
         mirrors=manifest.data.mirrors,
     )

@@ -306,7 +306,7 @@ def _amounts(need: budget.Bytes) -> str:
 
 def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidate, ...]) -> Iterator[str]:
     """The run as text: its size, the machines that it needs, its duration and its traffic."""
-    from protocol.codec import sparse
+    from protocol.ledger import part_lists
     from protocol.planning.arrange import arrange
 
     model, train = manifest.model, manifest.train
@@ -326,10 +326,7 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
             part = "no chains, since its embeddings are tied"
         whole = _amounts(budget.needs_of(manifest, 0, model.n_layers, device))
         yield f"{where}: {whole} for the whole model; {part}"
-    update = sum(
-        sparse.max_payload_size(manifest.outer.codec, layout.shapes(model, shard))
-        for shard in layout.shard_names(model)
-    )
+    update = part_lists.largest_update(manifest)
     frame = train.sequence * formats.bytes_per_token(manifest.chains.forward, model.written)
     rounds_a_day = 86400 / manifest.timing.training_seconds
     yield f"a replica sends at most {size(update)} a round, {size(update * rounds_a_day)} a day"

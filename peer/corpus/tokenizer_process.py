@@ -1,7 +1,7 @@
 """A tokenizer in a process of its own, with limits of processor time and memory.
 
 A tokenizer's file is a program: its normalizers, patterns and decoders can take any time and memory, and it comes with
-a run. So whoever has it from a run reads and uses it in a child, `python -m peer.corpus.tokenizer_process`. The child
+a run. So a run's tokenizer is read and used in a child, `python -m peer.corpus.tokenizer_process`. The child
 answers msgpack messages from its standard input on its standard output, both with their length in front, and ends with
 its input.
 

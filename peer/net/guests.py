@@ -50,7 +50,7 @@ TURNS_TO_OPEN = 2.0
 TURN_BYTES = 1024
 """Bytes of a message that take a turn to decode, if each is a value (tests/fuzz/test_costs.py)."""
 PASSED_TURN_BYTES = 64 * 1024
-"""Bytes that take a turn to receive, or to read, pack and send, where nobody decodes them."""
+"""Bytes that take a turn to receive, or to read, pack and send, without decoding them."""
 HEADS_FIRST = frozenset({endpoints.QUORUM})
 """Streams of long messages, of which those of strangers are not decoded (bootstrap/sessions.py)."""
 UNCOUNTED = frozenset({endpoints.PIPE, endpoints.RELAY, endpoints.BANDWIDTH})
@@ -105,14 +105,14 @@ class Held:
     since: float = 0.0  # when the peer last read, or the first of them came
 
     def add(self, size: int, now: float) -> None:
-        """Notes that so many bytes more wait."""
+        """Notes that `size` more bytes wait."""
         if not self.size:
             self.since = now
         self.size += size
         self.guests.hold(self, size, now)
 
     def read(self, size: int, now: float) -> None:
-        """Notes that so many bytes were read, or do not wait any more."""
+        """Notes that `size` bytes were read, or do not wait any more."""
         self.size -= size
         self.since = now
         self.guests.let_go(self, size)
@@ -334,7 +334,7 @@ def network_of(where: str) -> str:
 
 
 Go = Callable[[], object]
-"""Called when it is somebody's turn; False if nobody waits for it any more."""
+"""Called when it is a peer's turn; returns False if the peer does not wait for it any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,13 +350,13 @@ class StreamTurns:
         await self.turns.take(self.peer, self.address, amount)
 
     async def take_for(self, size: int, name: str) -> None:
-        """The same, for what a message of so many bytes on a stream of this name takes besides its one turn."""
+        """The same, for the turns that a message of `size` bytes on a stream of this name takes besides its first."""
         amount = size / (PASSED_TURN_BYTES if name in HEADS_FIRST else TURN_BYTES)
         if amount >= 1.0:
             await self.take(amount)
 
     def answered(self, size: int) -> None:
-        """Takes turns for an answer of so many bytes; the peer's next request waits for them."""
+        """Takes turns for an answer of `size` bytes; the peer's next request waits for them."""
         if amount := size // PASSED_TURN_BYTES:
             self.turns.spend(self.peer, self.address, amount, asyncio.get_running_loop().time())
 

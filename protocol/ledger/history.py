@@ -1,6 +1,6 @@
 """The log as a reader follows it: the next record, many records at once, and old commits in little memory.
 
-`why_not_after` checks votes, run, round and parent before a record is decoded, and `why_not_next` the rest of the head;
+`why_not_after` checks votes, run, round and parent before a record is decoded, and `why_not_content` what decides next;
 protocol/ledger/rules.py checks the content, peer/log/replay.py the lists of parts and payloads.
 
 *Stretches.* A commit names the digest of its parent, so one record proves all commits before it that the same members
@@ -53,9 +53,11 @@ def why_not_after(manifest: Manifest, head: Commit | None, record: Record | Reco
 
 def why_not_next(manifest: Manifest, head: Commit | None, record: Record) -> str | None:
     """Why `record`, whose signatures are right, cannot come next after `head` in the log; None if it can."""
-    if (reason := why_not_after(manifest, head, record)) is not None:
-        return reason
-    commit = record.commit
+    return why_not_after(manifest, head, record) or why_not_content(manifest, head, record.commit)
+
+
+def why_not_content(manifest: Manifest, head: Commit | None, commit: Commit) -> str | None:
+    """Why `commit`, whose head is that of the next one, cannot come next by what else it says; None if it can."""
     if not board.is_complete(board.of(manifest, commit), commit.members):
         return "names other members than operators of the run"
     if (unlawful := access.why_unlawful(manifest, head, commit)) is not None:
@@ -84,7 +86,7 @@ def follow(manifest: Manifest, before: Commit | None, raw: bytes) -> Record:
         record = head.record()
     except RemoteError as error:
         raise BadCommit(f"cannot be believed: {str(error).removesuffix('; it was dropped')}") from None
-    if (reason := why_not_next(manifest, before, record)) is not None:
+    if (reason := why_not_content(manifest, before, record.commit)) is not None:
         raise BadCommit(reason)
     return record
 

@@ -128,6 +128,11 @@ def largest_payload(manifest: Manifest, shard: str) -> int:
     return _largest(manifest.outer.codec, manifest.model, shard)
 
 
+def largest_update(manifest: Manifest) -> int:
+    """The most bytes that the payloads of a full replica can have together."""
+    return sum(largest_payload(manifest, shard) for shard in layout.shard_names(manifest.model))
+
+
 @functools.lru_cache(maxsize=2 * layout.MAX_LAYERS)
 def _largest(codec: Codec, model: layout.ModelSpec, shard: str) -> int:
     from protocol.codec import sparse

@@ -185,7 +185,7 @@ def leaves_out_its_makers(state: RunState, commit: Commit) -> Iterator[str]:
 
 
 def blames_known_makers(state: RunState, commit: Commit) -> Iterator[str]:
-    """Work that was judged and left out has makers, who are named, and those at fault are among them."""
+    """Work that was judged and left out has named makers, and those at fault are among them."""
     for left in commit.left_out:
         if left.judged is not None and not left.peers:
             yield f"leaves out replica {left.replica} as judged, and does not say whose work it was"

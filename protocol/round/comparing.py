@@ -61,7 +61,7 @@ class Update:
 
     decode: shard -> the payloads of its trainers, as tensors or what was found in them
     norms: the claimed L2 norm of each payload, by shard
-    makers: who made each payload, by shard
+    makers: the maker of each payload, by shard
     """
 
     decode: Callable[[str], Sequence[Sequence[Sparse] | Examined]]

@@ -311,7 +311,7 @@ class _Round:
         return np.divide(whole, np.sqrt(squares), out=np.zeros_like(whole), where=squares > 0) >= self._spec.copies
 
     def parts(self, i: int) -> list[_Part]:
-        """By maker; none where nobody knows who made it."""
+        """By maker; none where the makers are not known."""
         shards: dict[str, list[int]] = {}
         shared: dict[str, list[tuple[int, int]]] = {}
         for number, name in enumerate(layout.shard_names(self.manifest.model)):
@@ -447,7 +447,8 @@ class _Round:
     def _others(self, members: Sequence[tuple[int, int]]) -> tuple[npt.NDArray[np.bool_], Floats]:
         """[P, P] both: which of them are alike, and the products of their scales."""
         weights = np.array([self.scale(i) for _, i in members])
-        near = np.array([[j in self.alike(i) for _, j in members] for _, i in members])
+        alike = [set(self.alike(i)) for _, i in members]
+        near = np.array([[j in group for _, j in members] for group in alike])
         return near, np.outer(weights, weights)
 
     # --- whose fault it is

@@ -12,7 +12,7 @@ answers most of them with an event. Four rules carry the promises of docs/failur
 - After a crash the machine starts with the newest durable state and offer. Both are compared with the log once more, so
   every step may be repeated.
 
-What moves a round (TimeUp, TakeSeat, ChainReconfig) is believed from the node that leads it. The log says who that is;
+What moves a round (TimeUp, TakeSeat, ChainReconfig) is believed from the node that leads it. The log names that node;
 of later turns of a round (protocol/quorum/leadership.py) the nodes' heartbeats do, f + 1 of 3f + 1 members. Nor does
 the leader end training before the time is over by this peer's clock, or a chain whose links work. That the run is
 over, f + 1 members say.
@@ -231,7 +231,7 @@ class Deadline:
 
 RESEND_SECONDS = 5.0
 REFUTED_ROUNDS = 3
-"""The user is told of a node that gives orders without leading in so many rounds; in one it may be about to lead."""
+"""Rounds in which a node gives orders without leading before the user is told; in one it may be about to lead."""
 LEARN_SECONDS = 30.0
 """A newcomer that is told that the run is over only reads the log for this long, then goes on."""
 SETTLED_SECONDS = 1.0
@@ -338,8 +338,8 @@ class Member:
                 return self.position.stay(ev.LogRead, [ev.Send(LogRequest(after=self.head))])
             case ev.Trained() | ev.Failed():
                 return self._finished(event, now)
-            case ev.Told(node, message):
-                return self._told(node, message, now)
+            case ev.Told():
+                return self._told(event, now)
             case ev.ChainFailed():
                 return self._chain_failed(event)
             case ev.UpdateEncoded(_, offer):
@@ -407,9 +407,8 @@ class Member:
         """Whether an honest member says that the run is over."""
         return len(self._over.intersection(self.members)) > liars_borne(len(self.members))
 
-    def _told(
-        self, node: str, message: TimeUp | TakeSeat | ChainReconfig | Finished | Heartbeat, now: float
-    ) -> list[Effect]:
+    def _told(self, event: ev.Told, now: float) -> list[Effect]:
+        node, message = event.node, event.message
         match message:
             case Heartbeat(round=round, turn=turn):
                 self._turns[node] = (round, turn)

@@ -424,7 +424,7 @@ def _hex(text: str, name: str) -> None:
 
 
 def _is_on_the_internet(address: str) -> bool:
-    """Whether the host of a web address can be one of the internet; a name is looked up by whoever asks it."""
+    """Whether the host of a web address can be one of the internet; a name is resolved when it is asked."""
     try:
         parts = urlsplit(address)
         host, _ = (parts.hostname or "").rstrip("."), parts.port

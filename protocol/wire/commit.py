@@ -109,7 +109,7 @@ class LeftOut:
     """Whether nothing is wrong with it, and it has no weight since its makers are on probation
     (protocol/ledger/standing.py)."""
     faults: Annotated[str, AtMost(4096)] = ""
-    """For each of `peers` 1 if it is at fault, else 0; empty: nobody is, as where it is only like another's."""
+    """For each of `peers` 1 if it is at fault, else 0; empty: none is, as where it is only like another's."""
 
     @property
     def guilty(self) -> tuple[str, ...]:

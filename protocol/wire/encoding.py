@@ -66,8 +66,7 @@ def _dropped(peer: str, what: str) -> Iterator[None]:
 @functools.cache
 def limit_of(cls: Any) -> Cost:
     """The most that a message of this kind has."""
-    whole = most(cls) + SPARE
-    return Cost(min(whole.size, LARGEST.size), min(whole.values, LARGEST.values))
+    return (most(cls) + SPARE).capped(LARGEST)
 
 
 @typing.overload
@@ -176,7 +175,7 @@ class _Proof:
 
 
 class RecordHead:
-    """A record whose commit is not decoded yet: who decided what, by its own words.
+    """A record whose commit is not decoded yet, and nothing of which is proved.
 
     commit: the commit's first fields
     ballot, votes: as in a Record; no signature was checked
@@ -194,7 +193,7 @@ class RecordHead:
 
     @functools.cached_property
     def digest(self) -> str:
-        """The commit's, if its bytes are as `encode_record` writes them; else another one, which nobody signed."""
+        """The commit's, if its bytes are as `encode_record` writes them; else another one, which has no signature."""
         return hashlib.sha256(DOMAIN + framing.joined({**self._entries, "t": _COMMIT})).hexdigest()
 
     def record(self) -> Record:
@@ -219,17 +218,16 @@ def record_head(raw: bytes | memoryview, peer: str) -> RecordHead:
         return RecordHead(framing.entries(raw), peer)
 
 
+def record_head_or_none(raw: bytes | memoryview, peer: str) -> RecordHead | None:
+    """The same; None for a message, which is not decoded."""
+    with _dropped(peer, f"record from {short_peer(peer)}"):
+        found = framing.entries(raw)
+        return None if "t" in found else RecordHead(found, peer)
+
+
 def decode_record(raw: bytes | memoryview, peer: str) -> Record:
     """A record of `peer` with right signatures; enough voters are not checked. Raises MessageError."""
     return record_head(raw, peer).record()
-
-
-def is_message(raw: bytes) -> bool:
-    """Whether these bytes are those of a message, if of anything, and not of a record."""
-    try:
-        return "t" in framing.entries(raw)
-    except framing.FrameError:
-        return False
 
 
 def message_or_head(raw: bytes, peer: str, *kinds: type[Any]) -> Any:

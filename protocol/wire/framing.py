@@ -51,6 +51,9 @@ class Cost:
     def times(self, count: int) -> Cost:
         return Cost(self.size * count, self.values * count)
 
+    def capped(self, most: Cost) -> Cost:
+        return Cost(min(self.size, most.size), min(self.values, most.values))
+
     def is_within(self, budget: Cost) -> bool:
         return self.size <= budget.size and self.values <= budget.values
 

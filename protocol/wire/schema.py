@@ -161,7 +161,7 @@ def most(hint: Any) -> Cost:
         for mark in marks:
             if isinstance(mark, AtMost | Cut):
                 each = functools.reduce(Cost.__add__, inner) if inner else Cost(_bytes_of(base, mark), 0)
-                return _at_most(_HEAD + each.times(mark.count))
+                return (_HEAD + each.times(mark.count)).capped(LARGEST)
         return _NUMBER
     if origin in (types.UnionType, typing.Union):
         return max((most(arg) for arg in args), key=lambda cost: cost.values)
@@ -169,16 +169,13 @@ def most(hint: Any) -> Cost:
         hints = typing.get_type_hints(hint, include_extras=True)
         named = 0 if hint in _rows else 1
         keys = [Cost(1 + len(f.name), 1).times(named) for f in dataclasses.fields(hint)]
-        return _at_most(functools.reduce(Cost.__add__, [*keys, *(most(each) for each in hints.values())], _HEAD))
+        whole = functools.reduce(Cost.__add__, [*keys, *(most(each) for each in hints.values())], _HEAD)
+        return whole.capped(LARGEST)
     return _NUMBER if hint in (bool, int, float, type(None)) else LARGEST
 
 
 def _bytes_of(base: type, mark: AtMost | Cut) -> int:
     return 1 if base is bytes else _CUT_CHARACTER if isinstance(mark, Cut) else _CHARACTER
-
-
-def _at_most(cost: Cost) -> Cost:
-    return Cost(min(cost.size, LARGEST.size), min(cost.values, LARGEST.values))
 
 
 def _bounded(convert: Convert, mark: Any) -> Convert:

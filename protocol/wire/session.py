@@ -29,7 +29,7 @@ class Offer:
 class Offered:
     """A node has all payloads and lists of these offers to `round`.
 
-    It tells the maker of each; and everybody as soon as it admits no other offer to `round`, so that nobody makes an
+    It tells the maker of each; and all peers as soon as it admits no other offer to `round`, so that no peer makes an
     update of others': then they may be fetched.
     """
 

@@ -25,7 +25,7 @@ from protocol.wire.commit import Record, Share, body_of
 from protocol.wire.encoding import Message
 from protocol.wire.session import ChainReconfig, Finished, Heartbeat, Offered, TakeSeat, TimeUp
 from tests.hostile.ground import identity, manifest
-from tests.hostile.test_operators import Operators
+from tests.hostile.operators import Operators
 from tests.support import tiny
 from tests.support.volunteers import Noise
 
