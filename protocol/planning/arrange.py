@@ -72,7 +72,7 @@ def arrange(
         return not gone or (not guessed and _pays(manifest, swarm, everybody, gone, after))
 
     search.split_chains(swarm, now, allowed)
-    if now.free or len(now.kept) < len(now.groups):
+    if now.free or len(now.groups) > 1:  # a chain that is alone stays; its blocks move (protocol/planning/partition.py)
         _search(swarm, now, budget, allowed)
         _found(swarm, now)  # of those whom the search left over
     return _result(manifest, swarm, everybody, now, old)

@@ -209,10 +209,9 @@ def improve_pools(swarm: Swarm, now: Arrangement, *, rows: int, allowed: Allowed
     """Improves the arrangement until nothing helps or about `rows` rows are rated; the number of rows."""
     used, quiet, turn = 0, 0, 0
     patience = 2 * KEYS
-    only_new = bool(now.kept)
     solved: set[tuple[Group, ...]] = set()
     while quiet < patience and used < rows:
-        pools = [pool for pool in make_pools(swarm, now, turn, only_new) if pool.units not in solved]
+        pools = [pool for pool in make_pools(swarm, now, turn) if pool.units not in solved]
         solved.update(pool.units for pool in pools)
         before = now.total
         for start in range(0, len(pools), max(1, BATCH >> UNITS)):
@@ -274,8 +273,8 @@ def _mixed(numbers: Ints, turn: int) -> Floats:
     return mixed
 
 
-def make_pools(swarm: Swarm, now: Arrangement, turn: int, only_new: bool) -> list[Pool]:
-    """All items, in pools of neighbours by this turn's key; only pools with something new if `only_new`."""
+def make_pools(swarm: Swarm, now: Arrangement, turn: int) -> list[Pool]:
+    """All items, in pools of neighbours by this turn's key."""
     most = CUTS[turn // KEYS % len(CUTS)]
     items, order = near(swarm, now, turn)
     room = UNITS - turn % 3
@@ -286,7 +285,7 @@ def make_pools(swarm: Swarm, now: Arrangement, turn: int, only_new: bool) -> lis
         parts = _cut(items[number], most, turn) if number >= 0 else []
         if units and (number < 0 or len(units) + len(parts) > room):
             pool = Pool(units=tuple(units), replicas=replicas)
-            if _worth(now, pool, only_new):
+            if _worth(now, pool):
                 pools.append(pool)
             units, replicas, room = [], {}, UNITS
         if 0 <= number < len(now.groups):
@@ -295,11 +294,10 @@ def make_pools(swarm: Swarm, now: Arrangement, turn: int, only_new: bool) -> lis
     return pools
 
 
-def _worth(now: Arrangement, pool: Pool, only_new: bool) -> bool:
+def _worth(now: Arrangement, pool: Pool) -> bool:
     chains = any(len(now.groups[number]) > 1 for number in pool.replicas)
     free = len(pool.units) > sum(mask.bit_count() for mask in pool.replicas.values())
-    new = free or any(now.groups[number] not in now.kept for number in pool.replicas)
-    return len(pool.units) > 1 and (chains or free) and (new or not only_new)
+    return len(pool.units) > 1 and (chains or free)
 
 
 def _cut(group: Group, most: int, turn: int) -> list[Group]:

@@ -25,12 +25,11 @@ def machines() -> list[Machine]:
     return [Machine(pace) for pace in ALONE] + [Machine(pace, whole=False) for chain in CHAINS for pace in chain]
 
 
-@pytest.mark.parametrize(("overlap", "least"), [(0, 0.92), (1, 0.96)])
+@pytest.mark.parametrize(("overlap", "least"), [(0, 0.9), (1, 0.96)])
 def test_nine_tenths_of_what_machines_of_paces_1_to_8_can_train_reach_commits(overlap: int, least: float) -> None:
     manifest = paces.manifest(SECONDS, len(machines()), overlap=overlap)
-    # With most seeds the first plan mixes fast and slow machines in its chains, and no later one parts them: a weakness
-    # of the planner, not of rounds.
-    swarm = PacedSwarm(machines(), manifest, seed=10)
+    # A first plan knows no paces, so that chains mix fast and slow machines; once they are measured they are parted.
+    swarm = PacedSwarm(machines(), manifest, seed=0)
 
     async def script(swarm: PacedSwarm) -> None:
         await swarm.round(WARM + 4)
