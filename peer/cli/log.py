@@ -222,12 +222,13 @@ async def json_lines(manifest: Manifest, source: Source) -> AsyncIterator[str]:
 def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
     """A record as text. plan: of its round; rounds: of the run."""
     record = cleaned(record)
-    commit, total = record.commit, sum(c.tokens for c in record.commit.contributions)
+    commit, total = record.commit, sum(c.tokens * c.weight for c in record.commit.contributions)
     lines = [_title(record, plan)]
     for c in commit.contributions:
         own, norm = "-" if c.loss is None else f"{c.loss:.3f}", part_lists.total(share.norm for share in c.shares)
+        weight = c.tokens * c.weight / total
         lines.append(
-            f"  {_name(plan, c.replica):<13} weight {c.tokens / total:.3f}  loss {own:>6}  steps {c.steps:<3}"
+            f"  {_name(plan, c.replica):<13} weight {weight:.3f}  loss {own:>6}  steps {c.steps:<3}"
             f" {size(c.size):>8}  norm {norm:<6.3g}  {_peers(c.peers)}"
             + (f"  counts as {c.standing:.0%}" if c.standing < 1 else "")
         )

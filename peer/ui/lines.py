@@ -294,6 +294,10 @@ def _commit(commit: Commit, names: Mapping[str, str]) -> Iterator[Said]:
         loss = mean_loss(commit.contributions)
         text = f"round {commit.round}: {count(commit.contributions, 'replica')}"
         yield Said("good", text + (f", loss {loss:.3f}" if loss is not None else ""))
+        if light := [c for c in commit.contributions if c.weight < 1]:
+            which = ", ".join(f"replica {c.replica} with {c.weight:.0%} of its weight" for c in light)
+            why = "others are like it or against it, or agree with it little"
+            yield Said("warning", f"round {commit.round} counts {which}: {why}")
         for left in commit.left_out:
             without = f"round {commit.round} without replica {left.replica}: {readable(left.reason, names)}"
             yield Said("info" if left.probation else "warning", without)

@@ -139,7 +139,12 @@ def _doubts(sight: NodeView, commit: Commit) -> Iterator[Doubt]:
     yield from _left_out(sight, commit)
     for contribution in commit.contributions:
         here = sight.complete.get(contribution.replica)
-        if here is not None and here != dataclasses.replace(contribution, scale=here.scale, standing=here.standing):
+        if here is None:
+            continue
+        here = dataclasses.replace(
+            here, scale=contribution.scale, weight=contribution.weight, standing=contribution.standing
+        )
+        if here != contribution:
             yield Doubt(f"counts other work of replica {contribution.replica} than was offered here")
     for shard, digest in commit.digests.items():
         if shard in sight.digests and digest not in sight.attested.get(shard, ()):

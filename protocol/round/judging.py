@@ -1,16 +1,19 @@
 """Contribution screening: which contributions count, and how much, by the content of their payloads. Pure.
 
     clip        an update longer than the round's limit counts as one of that length: its scale is limit / norm
-    agreement   the cosine of an update with the sum of the others', each clipped. Far less than most, or negative in a
-                single shard: it works against them, or for nothing. Far more: it is made of their updates.
+    opposed     an update whose cosines with others are negative, as a whole or in a single shard, with more of them
+                than may be bad (BEARABLE): it works against them, and is left out. If two are opposed beyond chance,
+                one of them is bad; which one cannot be said, so both count less, with OPPOSED of their weight
+    agreement   the median cosine of an update with the others. Far less than most: it is for nothing. Far more: it is
+                made of their updates
     repeats     of an update of the round before: left out
-    alike       n updates with almost the same entries and values count as one: each with 1/n. They are of one text;
-                whose it was is found by scores (protocol/ledger/scoring.py), not by who came first. Of newcomers'
-                one that is drawn serves
+    alike       n updates with almost the same entries and values count as one: each with 1/n of its weight. They are of
+                one text; whose it was is found by scores (protocol/ledger/scoring.py), not by who came first. Of
+                newcomers' one that is drawn serves
 
-Honest updates from different text have cosines of 0.05 to 0.3 with the sum of the others', noise has none. The update
-that agrees least is left out first, and the others are compared again, until none is far off. Where most agree no more
-than by chance, nothing is left out for it.
+Honest updates from different text have cosines of 0.02 to 0.3, noise has none. The worst update is left out first, and
+the others are compared again, until none is far off. A minority that knows all updates neither hides by lowering the
+agreement of the others, nor has one of them left out (docs/results/judging.md).
 
 *Fault.* What is found is laid to the members of a chain whose own payloads show it, compared with the others' payloads
 of the same shards; if none does by itself, to the one that comes closest.
@@ -47,6 +50,12 @@ NORM_LIMIT = 10.0
 """A contribution whose norm exceeds the median so many times is left out."""
 MEDIAN_SWING = 2.0
 """The median counts as at most so many times what it was, and as at least one part in so many of that."""
+BEARABLE = 3 / 8
+"""Of the contributions may be bad."""
+OPPOSED = 1 / 4
+"""Of the weight of an update that counts, that is left by each one that is opposed to it."""
+ENOUGH = 1 / 2
+"""Of the agreement of most, which less weight follows below."""
 TOO_MUCH = 2.5
 """Who agrees with the others so many times as much as most is made of their updates."""
 SURE_DEVIATIONS, CHANCE_DEVIATIONS = 3.0, 8.0
@@ -73,11 +82,12 @@ class PreviousRound:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on a contribution: its scale, or why it is left out and whose fault that is."""
+    """The verdict on a contribution: its scale and weight, or why it is left out and whose fault that is."""
 
     scale: float
     reason: str | None = None
     faults: tuple[str, ...] = ()
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +167,8 @@ def judge(
     while found := now.worst():
         reasons.update({i: fault.verdict(now, i) for i, fault in found.items()})
         now.left -= set(found)
-    return [reasons[i] if i in reasons else Verdict(now.scale(i)) for i in range(len(names))]
+    weights = now.weights()
+    return [reasons[i] if i in reasons else Verdict(now.scale(i), weight=weights[i]) for i in range(len(names))]
 
 
 def _panel(seed: bytes, name: str, count: int) -> int:
@@ -210,8 +221,12 @@ def why_unjust(
         name = f"replica {contribution.replica}"
         if verdict.reason is not None:
             return f"{name} counts, although {verdict.reason}"
-        if verdict.scale != contribution.scale:
-            return f"{name} counts with {contribution.scale:.6g} of its update, by the rule with {verdict.scale:.6g}"
+        for what, said, by_rule in (
+            ("update", contribution.scale, verdict.scale),
+            ("weight", contribution.weight, verdict.weight),
+        ):
+            if said != by_rule:
+                return f"{name} counts with {said:.6g} of its {what}, by the rule with {by_rule:.6g}"
     for x, verdict in zip(known, verdicts[len(commit.contributions) :], strict=True):
         if verdict.reason is None:
             return f'replica {x.replica} was judged ("{x.reason}"), but there is nothing wrong with it'
@@ -241,6 +256,22 @@ class _Part:
     peer: str
     shards: tuple[int, ...]
     shared: tuple[tuple[int, int], ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of all its shards."""
+        return tuple(dict.fromkeys((*self.shards, *(number for number, _ in self.shared))))
+
+
+class _Share(NamedTuple):
+    """Agreement of an update, that of most, and their ratio; 1 where they do not differ beyond chance."""
+
+    ratio: float
+    own: float
+    middle: float
+
+    def __str__(self) -> str:
+        return f"(cosine {self.own:.2f}, most have {self.middle:.2f})"
 
 
 class _Fault(NamedTuple):
@@ -283,10 +314,17 @@ class _Round:
         return typical([self.measured.norms[i] for i in sorted(self.left)], self.medians)
 
     def scale(self, i: int) -> float:
-        """What the clip leaves of an update, shared with those that are like it."""
+        """What the clip leaves of an update."""
         norm, longest = self.measured.norms[i], self.typical * self._spec.clip
-        clip = longest / norm if 0 < longest < norm else 1.0
-        return max(LEAST_SCALE, clip / len(self.alike(i)))
+        return max(LEAST_SCALE, longest / norm) if 0 < longest < norm else 1.0
+
+    def weights(self) -> dict[int, float]:
+        """What is left of the weights of updates to which others are alike or opposed, or that agree with few."""
+        found = {i: OPPOSED ** len(self.opposed(i)) / len(self.alike(i)) for i in self.left}
+        for panel, cosines in self.measured.panels if self.together and self._spec.agreement else ():
+            if sum(i in self.left for i in panel) >= MEDIAN_NEEDS:
+                found |= {i: found[i] * min(1.0, x.ratio / ENOUGH) for i, x in self._shares(panel, cosines).items()}
+        return {i: max(LEAST_SCALE, weight) for i, weight in found.items()}
 
     def alike(self, i: int) -> list[int]:
         """This one, and the updates left that are almost the same."""
@@ -413,50 +451,100 @@ class _Round:
         return found
 
     def _odd(self, panel: Sequence[int], cosines: Sequence[Floats]) -> dict[int, _Fault]:
-        """Who of a panel agrees least with the others, if that is far less than most do; else who agrees far more."""
-        members = [(at, i) for at, i in enumerate(panel) if i in self.left]
-        if len(members) < MEDIAN_NEEDS:
+        """Which of a panel works most against the others; else which agrees far less with them, or far more, than most
+        do."""
+        members = [i for i in panel if i in self.left]
+        if len(members) < MEDIAN_NEEDS or not self._spec.agreement:
             return {}
-        near, clips = self._others(members)
-        whole = np.zeros((len(members), len(members)))
-        apart: list[tuple[float, int, str, int]] = []
-        for number, products in enumerate(self._products(members, cosines)):
-            whole += products * clips
-            name, elements = layout.shard_names(self.manifest.model)[number], self.measured.elements[number]
-            for ratio, n, shown in _shares(products * clips, elements, near):
-                if ratio < 0 < self._spec.agreement:
-                    apart.append((ratio, n, f"in {name} it disagrees with the others {shown}", number))
-        if not self._spec.agreement:
-            return {}
-        shares = _shares(whole, sum(self.measured.elements), near)
-        low = [(r, n, f"it disagrees with the others {shown}") for r, n, shown in shares if r < self._spec.agreement]
-        high = [(-r, n, f"it is made of the others' updates {shown}") for r, n, shown in shares if r > TOO_MUCH]
-        if low:
-            _, n, reason = min(low)
-            agreement = self._agreement(panel, cosines, members[n][1])
-            return {members[n][1]: _Fault(reason, lambda part: -agreement(part), -self._spec.agreement)}
-        if apart:
-            _, n, reason, number = min(apart)
-            agreement = self._agreement(panel, cosines, members[n][1], number)
-            return {members[n][1]: _Fault(reason, lambda part: -agreement(part), 0.0)}
-        if high:
-            _, n, reason = min(high)
-            return {members[n][1]: _Fault(reason, self._agreement(panel, cosines, members[n][1]), TOO_MUCH)}
+        opponents, shares = list(self._opponents(panel, cosines)), self._shares(panel, cosines)
+        low, high = min(members, key=lambda i: shares[i].ratio), max(members, key=lambda i: shares[i].ratio)
+        if shares[low].ratio < self._spec.agreement:
+            agreement = self._agreement(panel, cosines, low)
+            reason = f"it disagrees with the others {shares[low]}"
+            return {low: _Fault(reason, lambda part: -agreement(part), -self._spec.agreement)}
+        if opponents:
+            _, i, reason, number = min(opponents, key=lambda x: (x[3] is not None, x[0]))
+            return {i: _Fault(reason, self._disagreeing(panel, cosines, i, number), bearable(len(members)))}
+        if shares[high].ratio > TOO_MUCH:
+            reason = f"it is made of the others' updates {shares[high]}"
+            return {high: _Fault(reason, self._agreement(panel, cosines, high), TOO_MUCH)}
         return {}
 
-    def _others(self, members: Sequence[tuple[int, int]]) -> tuple[npt.NDArray[np.bool_], Floats]:
-        """[P, P] both: which of them are alike, and the products of their scales."""
-        weights = np.array([self.scale(i) for _, i in members])
-        alike = [set(self.alike(i)) for _, i in members]
-        near = np.array([[j in group for _, j in members] for group in alike])
-        return near, np.outer(weights, weights)
+    def _opponents(
+        self, panel: Sequence[int], cosines: Sequence[Floats]
+    ) -> Iterator[tuple[float, int, str, int | None]]:
+        """(mean cosine, update, text, shard) of updates that work against the others, as a whole or in a shard."""
+        members = [(at, i) for at, i in enumerate(panel) if i in self.left]
+        names, bad = layout.shard_names(self.manifest.model), bearable(len(members))
+        compared = len(members) - 1 - bad
+        for number, products, elements in self._layers(members, cosines):
+            angles, deviation = _angles_of(products), 1 / math.sqrt(elements)
+            rows = [
+                sorted(float(x) for (_, j), x in zip(members, row, strict=True) if j != i and j not in self.alike(i))
+                for (_, i), row in zip(members, angles, strict=True)
+            ]
+            at_rank = [row[min(bad, len(row) - 1)] if row else 0.0 for row in rows]
+            middle = statistics.median(at_rank)
+            if middle < SURE_DEVIATIONS * deviation:
+                continue
+            means = [math.fsum(row[:compared]) / compared for row in rows]
+            least = middle - CHANCE_DEVIATIONS * deviation / math.sqrt(compared)
+            for (_, i), x, mean in zip(members, at_rank, means, strict=True):
+                if x < 0 and mean < min(0.0, least):
+                    where = "" if number is None else f"in {names[number]} "
+                    yield mean, i, f"{where}it disagrees with the others (cosine {mean:.2f})", number
+
+    def _layers(
+        self, members: Sequence[tuple[int, int]], cosines: Sequence[Floats]
+    ) -> Iterator[tuple[int | None, Floats, int]]:
+        """(number, products [P, P], elements) of each shard, and of the whole."""
+        whole = np.zeros((len(members), len(members)))
+        for number, products in enumerate(self._products(members, cosines)):
+            whole += products
+            yield number, products, self.measured.elements[number]
+        yield None, whole, sum(self.measured.elements)
+
+    def _shares(self, panel: Sequence[int], cosines: Sequence[Floats]) -> dict[int, _Share]:
+        """The agreement of each update of a panel that is left, as a share of the median."""
+        members = [(at, i) for at, i in enumerate(panel) if i in self.left]
+        *_, (_, whole, _) = self._layers(members, cosines)
+        angles = _angles_of(whole)
+        found = {
+            i: self._median(i, {j: x for (_, j), x in zip(members, row, strict=True)})
+            for (_, i), row in zip(members, angles, strict=True)
+        }
+        middle, deviation = statistics.median(found.values()), 1 / math.sqrt(sum(self.measured.elements))
+        sure = middle >= SURE_DEVIATIONS * deviation
+        return {
+            i: _Share(x / middle if sure and abs(middle - x) > _chance(sum(self.measured.elements)) else 1.0, x, middle)
+            for i, x in found.items()
+        }
+
+    def _median(self, i: int, row: Mapping[int, float]) -> float:
+        """The median cosine of update i with the others, given all of them. What is like it is no other."""
+        others = [float(x) for j, x in row.items() if j not in self.alike(i)]
+        return statistics.median(others) if others else 0.0
+
+    def opposed(self, i: int) -> list[int]:
+        """The updates left that are opposed to this one."""
+        return [j for j in self._opposed[i] if j in self.left] if self.together else []
+
+    @functools.cached_property
+    def _opposed(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in self.updates]
+        for panel, cosines in self.measured.panels:
+            members = [(at, i) for at, i in enumerate(panel) if i < len(self.updates)]
+            layers = self._layers(members, cosines)
+            against = [_angles_of(products) < -_chance(elements) for _, products, elements in layers]
+            for (_, i), row in zip(members, np.any(against, axis=0), strict=True):
+                found[i] = [members[m][1] for m in np.flatnonzero(row)]
+        return found
 
     # --- whose fault it is
 
     def _length(self, i: int, part: _Part) -> float:
         """A part's norm over the median of the others' in the same shards."""
-        numbers = [*part.shards, *(number for number, _ in part.shared)]
-        others = [part_lists.total([self.measured.shards[j][n] for n in numbers]) for j in self.left if j != i]
+        others = [part_lists.total([self.measured.shards[j][n] for n in part.numbers]) for j in self.left if j != i]
         own = [self.measured.shards[i][n] for n in part.shards]
         own += [self.measured.payloads[i][n][place] for n, place in part.shared]
         middle = statistics.median(others) if others else 0.0
@@ -486,63 +574,70 @@ class _Round:
 
         def score(part: _Part) -> float:
             found, square = self._products_of(panel, cosines, i, part, None)
-            numbers = [*part.shards, *(n for n, _ in part.shared)]
-            theirs = math.fsum(self.measured.shards[other[1]][n] ** 2 for n in numbers)
+            theirs = math.fsum(self.measured.shards[other[1]][n] ** 2 for n in part.numbers)
             both = math.sqrt(square * theirs)
             return float(found[other[0]]) / both - self._spec.copies if both else -1.0
 
         return score
 
-    def _agreement(
-        self, panel: Sequence[int], cosines: Sequence[Floats], i: int, only: int | None = None
+    def _angles(
+        self, panel: Sequence[int], cosines: Sequence[Floats], i: int, part: _Part, only: int | None = None
+    ) -> dict[int, float]:
+        """The cosines of a part of update i with the others that are left, in its shards, or in one of them."""
+        found, square = self._products_of(panel, cosines, i, part, only)
+        numbers = part.numbers if only is None else (only,)
+        theirs = [math.fsum(self.measured.shards[j][n] ** 2 for n in numbers) for j in panel]
+        angles = _cosines(found, np.sqrt(square * np.array(theirs)))
+        return {j: float(x) for j, x in zip(panel, angles, strict=True) if j in self.left and j != i}
+
+    def _disagreeing(
+        self, panel: Sequence[int], cosines: Sequence[Floats], i: int, only: int | None
     ) -> Callable[[_Part], float]:
-        """A part's agreement over the median of the others' in the same shards, or in one of them. Where most agree no
-        more than by chance: 1, and less where it disagrees."""
-        others = [(at, j) for at, j in enumerate(panel) if j in self.left and j != i]
-        near, clips = self._others(others)
-        places = [at for at, _ in others]
-        weights = np.array([self.scale(j) for _, j in others])
+        """With how many others a part of update i disagrees, or what it has in one shard."""
 
         def score(part: _Part) -> float:
-            numbers = {n for n in (*part.shards, *(n for n, _ in part.shared)) if only in (None, n)}
-            if not numbers:
-                return math.inf  # it has nothing of that shard
-            products = sum(
-                (x for n, x in enumerate(self._products(others, cosines)) if n in numbers),
-                start=np.zeros((len(others), len(others))),
-            )
-            found, square = self._products_of(panel, cosines, i, part, only)
-            whole = math.fsum((products * clips).ravel().tolist())
-            both = math.sqrt(square * whole) if whole > 0 else 0.0
-            own = math.fsum((weights * found[places]).tolist()) / both if both else 0.0
-            elements = sum(self.measured.elements[n] for n in numbers)
-            middle = statistics.median(agreements(products * clips, near)) if others else 0.0
-            return own / middle if middle >= SURE_DEVIATIONS / math.sqrt(elements) else 1.0 + min(0.0, own)
+            if only is not None and only not in part.numbers:
+                return -1.0
+            return float(sum(x < 0 for x in self._angles(panel, cosines, i, part, only).values()))
+
+        return score
+
+    def _agreement(self, panel: Sequence[int], cosines: Sequence[Floats], i: int) -> Callable[[_Part], float]:
+        """A part's agreement over the median of the others' in the same shards. Where most agree no more than by
+        chance: 1, and less where it disagrees."""
+        others = [j for j in panel if j in self.left and j != i]
+
+        def score(part: _Part) -> float:
+            own = self._median(i, self._angles(panel, cosines, i, part))
+            same = _Part("", part.numbers, ())
+            theirs = [self._angles(panel, cosines, j, same) for j in others]
+            found = [
+                self._median(j, {k: x for k, x in row.items() if k != i}) for j, row in zip(others, theirs, strict=True)
+            ]
+            middle = statistics.median(found) if found else 0.0
+            deviation = 1 / math.sqrt(sum(self.measured.elements[n] for n in part.numbers))
+            return own / middle if middle >= SURE_DEVIATIONS * deviation else 1.0 + min(0.0, own)
 
         return score
 
 
-def _shares(products: Floats, elements: int, near: npt.NDArray[np.bool_]) -> list[tuple[float, int, str]]:
-    """(agreement / the median, index, text) of updates that differ by more than chance, where most agree."""
-    found, deviation = agreements(products, near), 1 / math.sqrt(elements)
-    middle = statistics.median(found)
-    if middle < SURE_DEVIATIONS * deviation:
-        return []
-    far = [(n, a) for n, a in enumerate(found) if abs(middle - a) > CHANCE_DEVIATIONS * deviation]
-    return [(a / middle, n, f"(cosine {a:.2f}, most have {middle:.2f})") for n, a in far]
-
-
-def agreements(products: Floats, near: npt.NDArray[np.bool_] | None = None) -> list[float]:
-    """The cosine of each update with the sum of the others, from their products [P, P]; 0 where either is 0. near
-    [P, P]: which are so alike that they are no others to each other; None: none is."""
-    rows = [math.fsum(row) for row in products.tolist()]
-    whole, own = math.fsum(rows), products.diagonal().tolist()
-    found = []
-    for n, (row, square) in enumerate(zip(rows, own, strict=True)):
-        with_others, others = row - square, whole - 2 * row + square
-        if near is not None and near[n].sum() > 1:
-            apart = ~near[n]
-            with_others = math.fsum(products[n, apart].tolist())
-            others = math.fsum(products[np.ix_(apart, apart)].ravel().tolist())
-        found.append(with_others / math.sqrt(square * others) if square * others > 0 else 0.0)
+def _cosines(products: Floats, both: Floats) -> Floats:
+    """Products over those of the norms; 0 where either is 0."""
+    found: Floats = np.divide(products, both, out=np.zeros_like(products), where=both > 0)
     return found
+
+
+def _angles_of(products: Floats) -> Floats:
+    """The cosines [P, P] of updates, from their products."""
+    squares = products.diagonal()
+    return _cosines(products, np.sqrt(np.outer(squares, squares)))
+
+
+def bearable(count: int) -> int:
+    """How many of `count` contributions may be bad."""
+    return int(BEARABLE * count)
+
+
+def _chance(elements: int) -> float:
+    """The cosine that unrelated updates have at most."""
+    return CHANCE_DEVIATIONS / math.sqrt(elements)

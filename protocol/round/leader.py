@@ -60,8 +60,8 @@ class Outcome:
         sound = [c for c in self.contributions if found[c.replica].reason is None]
         kept = [c for c in sound if c.replica not in job.trial]
         counted = tuple(
-            dataclasses.replace(c, scale=found[c.replica].scale, standing=weight)
-            for c, weight in zip(kept, standing.weigh(kept), strict=True)
+            dataclasses.replace(c, scale=found[c.replica].scale, weight=found[c.replica].weight, standing=standing_of)
+            for c, standing_of in zip(kept, standing.weigh(kept), strict=True)
         )
         said = ((c, found[c.replica]) for c in self.contributions)
         bad = (_left_out(c, f"judged: {v.reason}", faults=v.faults) for c, v in said if v.reason is not None)

@@ -205,7 +205,7 @@ class JudgingSpec:
     """
 
     clip: float = 1.0
-    agreement: float = 0.2
+    agreement: float = 0.1
     copies: float = 0.5
     score_share: float = field(default=0.02, metadata=LATER)
 

@@ -63,7 +63,7 @@ class Contribution:
     replica: bounds.Count
     """The replica's number in the round's plan."""
     tokens: bounds.Count
-    """Trained tokens; its weight in the mean is its share of all tokens."""
+    """Trained tokens; its part in the mean is its share of all tokens."""
     steps: bounds.Count
     """Inner steps."""
     loss: bounds.Loss | None
@@ -72,6 +72,8 @@ class Contribution:
     """Those of its members, in the order of the stages; a spare's in the place of a member that was lost."""
     scale: bounds.Scale = 1.0
     """A factor of its update, less than 1 where it is longer than others' (protocol/round/judging.py)."""
+    weight: bounds.Scale = 1.0
+    """A factor of its tokens in the mean, less than 1 where others are like it or opposed to it (judging.py)."""
     standing: bounds.Scale = 1.0
     """A factor of its update, from what the log says of its members (protocol/ledger/standing.py)."""
 
@@ -193,9 +195,9 @@ class Commit:
     def payloads(self, shard: str, lists: Mapping[str, tuple[Part, ...]]) -> tuple[tuple[float, Part, str], ...]:
         """(weight times scale and standing, part, sender) of every committed payload of `shard`, in commit order.
         `lists`: root -> parts of every share."""
-        total = sum(c.tokens for c in self.contributions)
+        total = sum(c.tokens * c.weight for c in self.contributions)
         return tuple(
-            (c.tokens / total * (c.scale * c.standing), part, share.peer)
+            (c.tokens * c.weight / total * (c.scale * c.standing), part, share.peer)
             for c in self.contributions
             for share in c.shares
             for part in lists[share.root]

@@ -43,20 +43,20 @@ class Run(teachers.Run):
     gains: (is honest, gain, edge) of each score, over the round's medians.
     """
 
-    def __init__(self, name: str, bad: int, seed: int, alone: bool) -> None:
-        super().__init__(name, bad, seed, True)
+    def __init__(self, name: str, bad: int, seed: int, alone: bool, count: int = REPLICAS) -> None:
+        super().__init__(name, bad, seed, True, count)
         if alone:
             self.made = dataclasses.replace(self.made, judging=JudgingSpec(agreement=0.0, copies=1.0))
         self.book, self.found, self.scored_seconds = ScoreBook(), list[tuple[int, int]](), 0.0
         self.gains: list[tuple[bool, float, float]] = []
-        self.scales: list[float] = []
+        self.scales: list[tuple[float, float]] = []
         starts = np.arange((len(self.held_out) - 1) // SEQUENCE) * SEQUENCE
         self.pool = self.held_out[starts[:, None] + np.arange(SEQUENCE + 1)].astype(np.int64)
 
-    def judged(self, number: int, sent: list[Sent]) -> list[float]:
+    def judged(self, number: int, sent: list[Sent]) -> list[tuple[float, float]]:
         out = {replica for _, replica in self.found}
         scales = super().judged(number, sent)
-        self.scales = [0.0 if i in out else scale for i, scale in enumerate(scales)]
+        self.scales = [(scale, 0.0 if i in out else weight) for i, (scale, weight) in enumerate(scales)]
         return self.scales
 
     def round(self, number: int) -> None:
@@ -66,11 +66,11 @@ class Run(teachers.Run):
         drawn = np.random.default_rng(number)
         other = self.pool[drawn.choice(len(self.pool), SEQUENCES, replace=False)]
         plain, values = self.mean(measure, other), dict[int, tuple[float, float]]()
-        for i in (i for i, scale in enumerate(self.scales) if scale > 0):
+        for i in (i for i, (_, weight) in enumerate(self.scales) if weight > 0):
             own = np.concatenate([self.windows(number, i, step) for step in range(STEPS)]).astype(np.int64)
             own = own[drawn.choice(len(own), SEQUENCES, replace=False)]
             before = self.mean(measure, own)
-            with measure.moved(sent[i], STEP * self.made.outer.eta * self.scales[i]):
+            with measure.moved(sent[i].items(), STEP * self.made.outer.eta * self.scales[i][0]):
                 values[i] = self.mean(measure, own) - before, self.mean(measure, other) - plain
         self.scored_seconds += time.perf_counter() - began
         typical = statistics.median(gain for gain, _ in values.values())

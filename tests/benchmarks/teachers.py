@@ -117,11 +117,11 @@ def dense(sent: Sent, shard: str) -> Arrays:
 
 
 class Run:
-    """A run in which the last `bad` replicas carry out the attack `name`; with "honest" they are absent."""
+    """A run in which the last `bad` of `count` replicas carry out the attack `name`; with "honest" they are absent."""
 
-    def __init__(self, name: str, bad: int, seed: int, defended: bool) -> None:
-        self.name, self.bad, self.defended = name, bad, defended
-        count = REPLICAS - bad if name == "honest" else REPLICAS
+    def __init__(self, name: str, bad: int, seed: int, defended: bool, count: int = REPLICAS) -> None:
+        self.name, self.bad, self.defended, self.good = name, bad, defended, count - bad
+        count = self.good if name == "honest" else count
         self.made = manifest(seed)
         self.theta = {shard: init.initial_shard(MODEL, self.made.seed_bytes, shard) for shard in SHARDS}
         self.replicas = [Replica(self.made) for _ in range(count)]
@@ -130,7 +130,7 @@ class Run:
         self.config = {
             "model": {n: getattr(MODEL, n) for n in ModelSpec.__slots__},
             "sequence": SEQUENCE, "micro_batches": 1, "rows": ROWS, "inner_steps": STEPS,
-            "replicas": [{"stages": [(0, MODEL.n_layers)], "k": 0}] * REPLICAS, "wire": "fp32",
+            "replicas": [{"stages": [(0, MODEL.n_layers)], "k": 0}] * count, "wire": "fp32",
         }  # fmt: skip
         self.windows = reference.text_windows(self.config, text, seed)
         self.random = np.random.default_rng(1000 + seed)
@@ -140,7 +140,7 @@ class Run:
         self.honest_out, self.bad_in, self.rounds, self.reasons = 0, 0, 0, dict[str, int]()
 
     def is_honest(self, replica: int, round: int) -> bool:
-        return replica < REPLICAS - self.bad or (self.name == "starter" and round < BAD_AFTER)
+        return replica < self.good or (self.name == "starter" and round < BAD_AFTER)
 
     def round(self, number: int) -> None:
         """Trains, lets the enemies act, judges and applies."""
@@ -155,7 +155,11 @@ class Run:
         sent = [*honest, *(self.evil(i, number, honest) for i in range(len(honest), len(self.replicas)))]
         self.past.append(sent)
         scales = self.judged(number, sent)
-        weights = [scale / sum(scale > 0 for scale in scales) for scale in scales]
+        self.applied(sent, scales)
+
+    def applied(self, sent: list[Sent], scales: list[tuple[float, float]]) -> None:
+        """The outer step."""
+        weights = [scale * weight / sum(weight for _, weight in scales) for scale, weight in scales]
         for shard in SHARDS:
             for array, *tensors in zip(self.theta[shard], *(update[shard] for update in sent), strict=True):
                 total = np.zeros(array.size, np.float32)
@@ -163,21 +167,14 @@ class Run:
                     total[tensor.index] += np.float32(weight) * tensor.values
                 array -= np.float32(self.made.outer.eta) * total.reshape(array.shape)
 
-    def judged(self, number: int, sent: list[Sent]) -> list[float]:
-        """Returns the scale of each update, 0 for those that are left out."""
+    def judged(self, number: int, sent: list[Sent]) -> list[tuple[float, float]]:
+        """Returns the scale and the weight of each update, weight 0 for those that are left out."""
         norms = [
             math.sqrt(sum(float(np.sum(x.values.astype(np.float64) ** 2)) for s in SHARDS for x in u[s])) for u in sent
         ]
         if not self.defended:
-            return [1.0] * len(sent)
-        before = judging.PreviousRound(
-            tuple(self.medians[-run_state.MEDIANS_KEPT :]),
-            tuple(Update(lambda shard, u=u: [u[shard]]) for u in self.committed),
-        )
-        names = [hashlib.sha256(f"{number} {i}".encode()).hexdigest() for i in range(len(sent))]
-        verdicts = judging.judge(
-            self.made, names[0], names, [Update(lambda shard, u=u: [u[shard]]) for u in sent], before
-        )
+            return [(1.0, 1.0)] * len(sent)
+        verdicts = self.verdicts(number, sent)
         for i, verdict in enumerate(verdicts):
             good = self.is_honest(i, number)
             self.rounds += good
@@ -189,7 +186,16 @@ class Run:
         kept = [i for i, verdict in enumerate(verdicts) if verdict.reason is None]
         self.committed = [sent[i] for i in kept]
         self.medians.append(float(np.median([norms[i] * verdicts[i].scale for i in kept])))
-        return [0.0 if verdict.reason is not None else verdict.scale for verdict in verdicts]
+        return [(v.scale, v.weight if v.reason is None else 0.0) for v in verdicts]
+
+    def verdicts(self, number: int, sent: list[Sent]) -> list[judging.Verdict]:
+        """Returns what the rule says of updates."""
+        before = judging.PreviousRound(
+            tuple(self.medians[-run_state.MEDIANS_KEPT :]),
+            tuple(Update(lambda shard, u=u: [u[shard]]) for u in self.committed),
+        )
+        names = [hashlib.sha256(f"{number} {i}".encode()).hexdigest() for i in range(len(sent))]
+        return judging.judge(self.made, names[0], names, [Update(lambda shard, u=u: [u[shard]]) for u in sent], before)
 
     def evil(self, i: int, round: int, honest: list[Sent]) -> Sent:
         """Returns the update of enemy `i`."""

@@ -81,7 +81,7 @@ ENEMIES = {
 def commit(sent: Sequence[Sent], verdicts: Sequence[Verdict], **changes: object) -> Commit:
     shares = [Share(peer=f"p{i}", root=n, size=1, norm=1.0, listed=1) for i, n in enumerate(names(len(sent)))]
     made = [
-        Contribution(replica=i, tokens=8, steps=1, loss=None, shares=(shares[i],), scale=v.scale)
+        Contribution(replica=i, tokens=8, steps=1, loss=None, shares=(shares[i],), scale=v.scale, weight=v.weight)
         for i, v in enumerate(verdicts)
         if v.reason is None
     ]

@@ -22,7 +22,7 @@ from protocol.wire.commit import LeftOut
 from protocol.wire.plan import Work
 from tests.support import tiny
 from tests.support.tui import NAMES, PEERS, PLAN, Story, ready
-from tests.support.watched import MadeUp, decided, says
+from tests.support.watched import MadeUp, decided, made, says
 
 
 def draw(view: RunView, width: int, height: int, ascii_only: bool = False) -> list[str]:
@@ -479,6 +479,13 @@ def test_a_newcomer_is_told_of_its_probation_when_it_joins_and_after_each_round_
         "newcomers" in line
         for line in Lines(own=True).of(Event(0.0, PEERS[0], dataclasses.replace(found, probation=0)))
     )
+
+
+def test_a_round_in_which_work_counts_less_says_so() -> None:
+    light = dataclasses.replace(made(1, 2.5, PEERS[1]), weight=0.25)
+    said = [line[9:] for line in Lines().of(Event(0.0, "bootstrap", decided(4, light, plan=None)))]
+    why = "others are like it or against it, or agree with it little"
+    assert said[1:] == [f"! round 4 counts replica 1 with 25% of its weight: {why}"]
 
 
 def test_a_replica_on_probation_is_no_warning() -> None:

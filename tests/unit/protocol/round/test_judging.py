@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -110,9 +109,8 @@ def test_what_is_alike_counts_as_one_whoever_came_first() -> None:
     for sent, both in (([*GOOD[:6], changed], (2, 6)), ([changed, *GOOD[:6]], (0, 3))):
         found = judge(sent)
         assert out(found) == {}
-        assert [i for i, v in enumerate(found) if v.scale < 0.9] == list(both)
-        assert all(found[i].scale == pytest.approx(0.5, rel=0.11) for i in both), "and the longer one is clipped"
-    assert sum(v.scale < 0.4 for v in judge([changed, *GOOD[:6], GOOD[2]])) == 3
+        assert {i: v.weight for i, v in enumerate(found) if v.weight < 1} == dict.fromkeys(both, 0.5)
+    assert sum(v.weight == 1 / 3 for v in judge([changed, *GOOD[:6], GOOD[2]])) == 3
 
 
 def test_who_works_against_the_others_with_somebodys_update_in_it_is_left_out_alone() -> None:
@@ -254,13 +252,74 @@ def test_of_a_large_model_some_tiles_are_compared_and_which_follows_from_the_see
     assert not all(np.array_equal(x, y) for x, y in zip(a.panels[0][1], b.panels[0][1], strict=True))
 
 
-def test_agreement_is_the_cosine_with_the_sum_of_the_others() -> None:
-    rows = np.array([[3.0, 0, 0], [1, 1, 0], [0, 1, 2], [0, 0, 0]])
-    found = judging.agreements(rows @ rows.T)
-    for i, j, k in itertools.permutations(range(3)):
-        others = rows[j] + rows[k]
-        assert found[i] == pytest.approx(rows[i] @ others / np.linalg.norm(rows[i]) / np.linalg.norm(others))
-    assert found[3] == 0.0
+# --- colluders that know all other updates
+
+
+def combined(parts: Sequence[tuple[float, Sent]], seed: int) -> Sent:
+    """A sum of updates, and noise of its own of the same length, so that those of one kind are not alike."""
+    own, found = drawn(seed), dict[str, list[np.ndarray]]()
+    for shard in SHARDS:
+        sums = [sum(f * _dense(x, shard, i) for f, x in parts) for i in range(len(COMMON[shard]))]
+        lengths = [float(np.linalg.norm(a)) / float(np.linalg.norm(b)) for a, b in zip(sums, own[shard], strict=True)]
+        found[shard] = [a + n * b for a, n, b in zip(sums, lengths, own[shard], strict=True)]
+    made = encoded(found)
+    return times(made, LENGTH / _length(made))
+
+
+def _length(sent: Sent) -> float:
+    return math.sqrt(sum(comparing.squares(x.values) for tensors in sent.values() for x in tensors))
+
+
+LENGTH = _length(GOOD[0])
+
+
+@pytest.mark.parametrize(("bad", "of"), [(1, 5), (2, 7), (2, 8), (3, 8), (5, 16)])
+def test_colluders_that_send_minus_the_sum_of_the_others_are_left_out_alone(bad: int, of: int) -> None:
+    good = [honest(i) for i in range(of - bad)]
+    made = [combined([(-1.0, x) for x in good], 50 + i) for i in range(bad)]
+    assert set(out(judge([*good, *made]))) == set(range(of - bad, of))
+    assert set(out(judge([*made, *good]))) == set(range(bad)), "in any order"
+
+
+@pytest.mark.parametrize(("bad", "of"), [(2, 7), (2, 8), (3, 8), (5, 16)])
+def test_colluders_do_not_have_an_honest_one_left_out(bad: int, of: int) -> None:
+    """They oppose one, and agree with the others."""
+    good = [honest(i) for i in range(of - bad)]
+    made = [combined([(-1.0, good[0]), *((0.3, x) for x in good[1:])], 50 + i) for i in range(bad)]
+    found = judge([*good, *made])
+    assert out(found) == {}
+    assert [v.weight for v in found[1 : of - bad]] == [1.0] * (of - bad - 1)
+    assert found[0].weight == judging.OPPOSED**bad
+    assert all(v.weight <= 0.25 for v in found[of - bad :])
+
+
+@pytest.mark.parametrize("targets", [1, 2, 3, 4])
+@pytest.mark.parametrize("agreeing", [0.5, 1.5, 3.0, 6.0])
+def test_three_of_eight_that_oppose_some_leave_most_of_a_round_whatever_they_add_for_the_rest(
+    targets: int, agreeing: float
+) -> None:
+    good = GOOD[:5]
+    parts = [(-1.0, x) for x in good[:targets]] + [(agreeing, x) for x in good[targets:]]
+    made = [combined(parts, 50 + i) for i in range(3)]
+    found = judge([*good, *made])
+    assert not [i for i in out(found) if i < 5]
+    weights = np.array([v.weight * v.scale if v.reason is None else 0.0 for v in found])
+    rows = np.stack(
+        [
+            np.concatenate([_dense(x, s, i).ravel() for s in SHARDS for i in range(len(COMMON[s]))])
+            for x in (*good, *made)
+        ]
+    )
+    mean = rows[:5].mean(axis=0)
+    assert weights @ rows @ mean / (mean @ mean) > 0.7 * weights.sum()
+
+
+def test_what_agrees_little_has_little_weight() -> None:
+    mixed = encoded({s: [0.35 * a + 1.7 * b for a, b in zip(COMMON[s], drawn(77)[s], strict=True)] for s in SHARDS})
+    found = judge([*GOOD[:7], mixed])
+    assert out(found) == {}
+    assert 0.3 < found[7].weight < 0.9
+    assert [v.weight for v in found[:7]] == [1.0] * 7
 
 
 # --- a commit
@@ -280,6 +339,8 @@ def test_a_commit_of_the_rules_verdict_is_just_and_any_other_is_not() -> None:
     first, *others = made.contributions
     more = dataclasses.replace(made, contributions=(dataclasses.replace(first, scale=0.5), *others))
     assert "counts with 0.5 of its update" in str(why(more))
+    heavy = dataclasses.replace(made, contributions=(dataclasses.replace(first, weight=0.5), *others))
+    assert "counts with 0.5 of its weight" in str(why(heavy))
     let_in = commit(sent, [dataclasses.replace(v, reason=None) for v in judge(sent)])
     assert "replica 6 counts, although it disagrees with the others" in str(why(let_in))
     framed = commit(GOOD[:6], [*judge(GOOD[:6])[:5], Verdict(1.0, "I do not like it")])
@@ -421,7 +482,7 @@ def halved(sent: Sequence[Payloads]) -> list[int]:
     """Which count with half of their update."""
     updates = [Update(x.__getitem__) for x in sent]
     found = judging.judge(NARROW, PARENT, names(len(sent)), updates, PreviousRound())
-    return [i for i, v in enumerate(found) if v.scale < 0.6]
+    return [i for i, v in enumerate(found) if v.weight < 0.6]
 
 
 def test_an_update_in_one_payload_and_in_several_is_the_same() -> None:

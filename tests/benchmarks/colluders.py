@@ -1,0 +1,179 @@
+"""Measures the loss when replicas collude that know the rule and all updates. Prints a table of judging.md.
+
+    python -m tests.benchmarks.colluders ROWS.jsonl [--cells honest:3:8 search:3:8 ...] [--seeds 0] [--unscored]
+    python -m tests.benchmarks.colluders ROWS.jsonl --table
+
+The first command trains the runs that ROWS.jsonl lacks, the second prints the table of docs/results/judging.md. A cell
+is an attack, the colluders, and the replicas with them. Runs are those of tests/benchmarks/teachers.py, scored
+as in tests/benchmarks/scores.py: a
+replica that scores find bad is out for the rest of the run. `progress`: of the round's step along the honest mean, over
+the length of that mean. Attacks:
+
+    against   minus the sum of the honest updates, at the usual length
+    search    of many made updates (`Run.made_of`) those that pass the rule with the least progress: before each round
+              the rule is asked about all of them
+    turns     the same in every other round; in the others they are honest
+    sleeper   the same, after twenty honest rounds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from protocol.run import layout
+from tests.benchmarks import scores
+from tests.benchmarks.teachers import BAD_AFTER, MODEL, ROUNDS, SHARDS, Sent, dense, times
+
+CELLS = [
+    f"{name}:{bad}:{of}"
+    for bad, of in ((1, 5), (2, 7), (2, 8), (3, 8), (5, 16))
+    for name in ("honest", "against", "search", "turns", "sleeper")
+]
+AGREEING = (0.1, 0.3, 1.0)
+"""Parts of the honest sum, over that of noise, in an update that opposes none or some."""
+
+
+def vector(sent: Sent) -> np.ndarray:
+    return np.concatenate([array.ravel() for shard in SHARDS for array in dense(sent, shard)])
+
+
+def progress(honest: np.ndarray, made: np.ndarray, scales: Sequence[tuple[float, float]]) -> float:
+    """Of the weighted mean of updates (all of the `honest` ones first) along the mean of these, over its length."""
+    along = np.concatenate([honest, made]) @ honest.mean(axis=0) / float(np.square(honest.mean(axis=0)).sum())
+    return sum(s * w * float(x) for (s, w), x in zip(scales, along, strict=True)) / sum(w for _, w in scales)
+
+
+class Run(scores.Run):
+    """A run with colluders. chosen: how often which update was the worst that passes."""
+
+    def __init__(self, name: str, bad: int, seed: int, scored: bool, count: int) -> None:
+        super().__init__(name, bad, seed, False, count)
+        self.scored, self.progress, self.chosen = scored, list[float](), dict[str, int]()
+        self._honest: list[Sent] = []
+        self._made: list[Sent] = []
+
+    def is_honest(self, replica: int, round: int) -> bool:
+        rests = {"turns": round % 2 == 1, "sleeper": round < BAD_AFTER}
+        return replica < self.good or rests.get(self.name, False)
+
+    def round(self, number: int) -> None:
+        super().round(number)
+        if not self.scored:
+            self.found.clear()
+        del self.past[:-1]
+
+    def applied(self, sent: list[Sent], scales: list[tuple[float, float]]) -> None:
+        rows = np.stack([vector(update) for update in sent])
+        self.progress.append(progress(rows[: self.good], rows[self.good :], scales))
+        super().applied(sent, scales)
+
+    def evil(self, i: int, round: int, honest: list[Sent]) -> Sent:
+        if honest is not self._honest:
+            self._honest, self._made = honest, self.worst(round, honest)
+        return self._made[i - len(honest)]
+
+    def worst(self, round: int, honest: list[Sent]) -> list[Sent]:
+        """The updates of this round's colluders."""
+        bad = len(self.replicas) - len(honest)
+        if self.name == "against":
+            return self.made_of(round, honest, bad, len(honest), 0.0)
+        found, rows = list[tuple[float, str, list[Sent]]](), np.stack([vector(update) for update in honest])
+        for targets in sorted({0, 1, bad, min(len(honest), bad + 1)}):
+            for agreeing in AGREEING[: None if targets < len(honest) else 1]:
+                made = self.made_of(round, honest, bad, targets, agreeing)
+                verdicts = self.verdicts(round, [*honest, *made])
+                scales = [(v.scale, v.weight if v.reason is None else 0.0) for v in verdicts]
+                left = progress(rows, np.stack([vector(update) for update in made]), scales)
+                found.append((left, f"{targets}:{agreeing}", made))
+        _, name, made = min(found, key=lambda x: x[0])
+        self.chosen[name] = self.chosen.get(name, 0) + 1
+        return made
+
+    def made_of(self, round: int, honest: list[Sent], bad: int, targets: int, agreeing: float) -> list[Sent]:
+        """Updates as long as the honest ones: minus the sum of some of these, plus so much of the sum of the others,
+        plus noise of its own, so that they are not alike."""
+        rows = np.stack([vector(update) for update in honest])
+        norm, drawn = float(np.median(np.linalg.norm(rows, axis=1))), np.random.default_rng([7, round])
+        order = [(round + i) % len(rows) for i in range(len(rows))]
+        core = np.zeros(rows.shape[1])
+        for some, factor in ((order[:targets], -1.0), (order[targets:], agreeing)):
+            total = rows[some].sum(axis=0)
+            core += factor * total / max(1e-30, float(np.linalg.norm(total)))
+        found = []
+        for _ in range(bad):
+            update = self.replicas[-1].encoded(_arrays(core + drawn.permutation(rows[0]) / norm))
+            found.append(
+                times(update, norm / math.sqrt(sum(float((x.values**2).sum()) for s in SHARDS for x in update[s])))
+            )
+        return found
+
+
+def _arrays(values: np.ndarray) -> dict[str, list[np.ndarray]]:
+    shapes = [(shard, shape) for shard in SHARDS for shape in layout.shapes(MODEL, shard)]
+    parts = np.split(values.astype(np.float32), np.cumsum([math.prod(shape) for _, shape in shapes])[:-1])
+    found: dict[str, list[np.ndarray]] = {shard: [] for shard in SHARDS}
+    for (shard, shape), part in zip(shapes, parts, strict=True):
+        found[shard].append(part.reshape(shape))
+    return found
+
+
+def train(name: str, bad: int, count: int, seed: int, scored: bool) -> dict[str, Any]:
+    run, began = Run(name, bad, seed, scored, count), time.monotonic()
+    for number in range(ROUNDS):
+        run.round(number)
+    return {
+        "attack": name, "bad": bad, "of": count, "seed": seed, "scored": scored, "loss": run.loss(),
+        "progress": statistics.mean(run.progress), "honest_out": run.honest_out, "honest": run.rounds,
+        "bad_in": run.bad_in, "found": run.found, "reasons": run.reasons, "chosen": run.chosen,
+        "seconds": time.monotonic() - began,
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    base = {(r["bad"], r["of"], r["seed"]): r["loss"] for r in rows if r["attack"] == "honest"}
+    print("| colluders | attack | scores | seed | loss | than the honest run | progress | honest left out | found in |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in sorted(rows, key=lambda r: (r["of"], r["bad"], r["attack"], not r["scored"], r["seed"])):
+        honest = base.get((row["bad"], row["of"], row["seed"]))
+        bad = [round for round, replica in row["found"] if replica >= row["of"] - row["bad"]]
+        cells = [
+            f"{row['bad']} of {row['of']}", row["attack"], "on" if row["scored"] else "off", str(row["seed"]),
+            f"{row['loss']:.3f}", f"{100 * (row['loss'] / honest - 1):+.2f} %" if honest else "?",
+            f"{row['progress']:.2f}", f"{row['honest_out']} of {row['honest']}", ", ".join(map(str, bad)) or "-",
+        ]  # fmt: skip
+        print(f"| {' | '.join(cells)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--cells", nargs="*", default=CELLS)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
+    parser.add_argument("--unscored", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    chosen = parser.parse_args()
+    rows = [json.loads(line) for line in chosen.rows.read_text().splitlines()] if chosen.rows.exists() else []
+    if chosen.table:
+        return table(rows)
+    known = {(r["attack"], r["bad"], r["of"], r["seed"], r["scored"]) for r in rows}
+    for seed in chosen.seeds:
+        for cell in chosen.cells:
+            name, bad, count = cell.split(":")
+            key = name, int(bad), int(count), seed, not chosen.unscored
+            if key not in known:
+                with chosen.rows.open("a") as file:
+                    file.write(json.dumps(train(*key)) + "\n")
+                print(cell, flush=True)
+
+
+if __name__ == "__main__":
+    main()
