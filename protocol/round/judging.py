@@ -488,9 +488,9 @@ class _Round:
             if middle < SURE_DEVIATIONS * deviation:
                 continue
             means = [math.fsum(row[:compared]) / compared for row in rows]
-            least = middle - CHANCE_DEVIATIONS * deviation / math.sqrt(compared)
+            least = min(-SURE_DEVIATIONS, middle / deviation - CHANCE_DEVIATIONS / math.sqrt(compared)) * deviation
             for (_, i), x, mean in zip(members, at_rank, means, strict=True):
-                if x < 0 and mean < min(0.0, least):
+                if x < 0 and mean < least:
                     where = "" if number is None else f"in {names[number]} "
                     yield mean, i, f"{where}it disagrees with the others (cosine {mean:.2f})", number
 
