@@ -536,7 +536,7 @@ def test_a_finding_in_the_shards_of_one_member_is_a_finding_against_it_alone(lia
     for shard in BLOCKS:
         if MAKERS[shard] == [liar]:
             made = {"flipped": negative(chain[shard], -3.0), "long": negative(chain[shard], 1e3)}
-            chain[shard] = made[how] if how in made else negative(noise(len(shard), shard), 3.0)
+            chain[shard] = made[how] if how in made else negative(noise(len(shard), shard), 9.0)
     assert blamed(chain) == (liar,)
 
 
