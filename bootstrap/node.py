@@ -27,6 +27,7 @@ from bootstrap.sessions import (
     Dismissed,
     OfferAnnouncer,
     Operators,
+    Said,
     Session,
     Sessions,
     unexpected,
@@ -61,7 +62,7 @@ from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.claims import Evaluation, Score
 from protocol.wire.commit import Record
 from protocol.wire.decree import Motion
-from protocol.wire.encoding import Message, RecordHead
+from protocol.wire.encoding import Message, MessageHead, RecordHead
 from protocol.wire.plan import Plan
 from protocol.wire.schema import extend
 from protocol.wire.session import (
@@ -309,11 +310,11 @@ class BootstrapNode:
 
     # --- the other operators' nodes
 
-    async def _on_vote(self, node: str, message: Message | Record | RecordHead) -> None:
+    async def _on_vote(self, node: str, message: Said) -> None:
         match message:
             case Record() | RecordHead():
                 await self._events.submit(paxos_events.Learned(node, message))
-            case Prepare() | Promise() | Accept() | Pledge() | Vote() | Reject() | Heartbeat():
+            case Prepare() | Promise() | Accept() | Pledge() | Vote() | Reject() | Heartbeat() | MessageHead():
                 await self._events.submit(paxos_events.Heard(node, message))
             case LogRequest(after=after):
                 if node in self.operators.links:

@@ -165,6 +165,9 @@ class Stream(Protocol):
         frame above `limit`), Timeout.
         """
 
+    async def take_turns(self, amount: float) -> None:
+        """Returns when the other side may take so many turns of this process's time (peer/net/guests.py)."""
+
     async def finish(self) -> None:
         """Says that we send nothing more. Raises like send; a second call does nothing."""
 

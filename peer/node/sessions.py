@@ -16,11 +16,13 @@ import asyncio
 import contextlib
 import itertools
 import random
+import typing
 from collections.abc import Awaitable, Callable, Sequence
 
 from peer import events
 from peer.net.address import peers_of
 from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, answer, cancel
+from peer.net.guests import TURN_VALUES
 from peer.net.network import Network
 from peer.net.node_calls import ask_operators, log_page
 from peer.net.task_set import TaskSet
@@ -31,10 +33,10 @@ from protocol.ledger.history import BadCommit
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
-from protocol.wire.commit import Commit, Record, votes_needed
+from protocol.wire.commit import Commit, votes_needed
 from protocol.wire.decree import Board, Joined, Motions
-from protocol.wire.encoding import Message
-from protocol.wire.session import Announced, Heartbeat, Hello, Leave, LogRequest, NotAdmitted
+from protocol.wire.encoding import Message, RecordHead
+from protocol.wire.session import Announced, Heartbeat, Hello, Leave, LogRequest, NodeMessage, NotAdmitted
 
 RETRY_SECONDS = (0.5, 10.0)
 """Pauses before a session is opened again: the first and the longest."""
@@ -46,8 +48,9 @@ FIND_SECONDS = 5.0
 LOST_SECONDS = 10.0
 OUTBOX_MESSAGES = 256
 
-OnMessage = Callable[[str, Message | Record], Awaitable[None]]
-"""Is awaited with a node and its message."""
+OnMessage = Callable[[str, Message | RecordHead], Awaitable[None]]
+"""Is awaited with a node and its message; of a record it gets the head, and reads the rest if it is news."""
+SAID_BY_NODES = (*typing.get_args(NodeMessage), Heartbeat)
 OnOpen = Callable[[], Awaitable[None]]
 
 
@@ -279,7 +282,13 @@ class Sessions:
                 raw = await answer(stream, self._transport.doubt, timeout=timing.gone_after, silence=silence)
             except Timeout:
                 raise RemoteError(node, "it is silent; dialling again") from None
-            match message := encoding.decode_any(bytes(raw), node):
+            said = encoding.head(raw, node, *SAID_BY_NODES)
+            if isinstance(said, RecordHead):
+                taken()
+                await on_message(node, said)
+                continue
+            await stream.take_turns(said.values / TURN_VALUES)
+            match message := said.whole():
                 case NotAdmitted():
                     refused = f"it takes no work of ours: {message.reason}; ask the run's operators"
                     raise NotTaken(node, message.reason if message.waits else refused, message)

@@ -40,6 +40,7 @@ from protocol.round.chain_repair import SLOW, reconfigured
 from protocol.round.member_events import Effect, Event, Phase
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Record, liars_borne
+from protocol.wire.encoding import RecordHead
 from protocol.wire.plan import Plan
 from protocol.wire.session import (
     Attest,
@@ -372,7 +373,17 @@ class Member:
             return self.position.stay(event, [ev.Send(LogRequest(after=self.head))])
         return self._read_log(event)
 
-    def _may_be_news(self, record: Record) -> bool:
+    def read(self, head: RecordHead) -> Record | RecordHead | None:
+        """The record that has this head, for Committed; None, and not decoded, if it cannot be news. Raises
+        MessageError if a signature is wrong, or a field of the commit."""
+        if not (self._may_be_news(head) and self.history.may_learn(head)):
+            return None
+        if head.commit.round > self.head + 1:
+            head.check()
+            return head
+        return head.whole()
+
+    def _may_be_news(self, record: Record | RecordHead) -> bool:
         """Whether an honest member has signed a record that is not the next one: else a node could have us read the
         log again and again."""
         members = self.members
