@@ -22,9 +22,19 @@ from dataclasses import dataclass, field
 
 from bootstrap.archive import Archive
 from peer.net.address import peers_of
-from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Clock, Stream, Transport, answer, cancel, now
+from peer.net.base import (
+    REQUEST_SECONDS,
+    SILENT_HEARTBEATS,
+    Clock,
+    Stream,
+    Transport,
+    answer,
+    cancel,
+    decode_in_turn,
+    now,
+)
 from peer.net.directory import Directory
-from peer.net.guests import TURN_VALUES, Held
+from peer.net.guests import Held
 from peer.net.node_calls import log_page
 from peer.net.rate_limits import Rate, TokenBucket
 from peer.net.stream import NONSENSE_OFFENCES
@@ -498,11 +508,9 @@ class Operators:
                 return said
             if (reason := history.why_not_after(self._manifest, self.quorum.head, said)) is not None:
                 raise MessageError(node, f"record from {short_peer(node)}: {reason}; it was dropped")
-            said.check()
         elif said.kind in encoding.WITH_COMMIT and not self.quorum.hears(node, said):
             return said
-        await stream.take_turns(said.values / TURN_VALUES)
-        return said.whole()
+        return await decode_in_turn(stream, said)
 
     async def _be_shown(self, stream: Stream) -> None:
         """Reads newer commits from a node that is not in our log, on its own stream, until one names it as operator.
@@ -524,7 +532,7 @@ class Operators:
             if (reason := history.why_not_after(self._manifest, self.head, shown)) is not None:
                 what = f"peer {short_peer(node)}: not an operator of this run, and a commit that it shows {reason}"
                 raise MessageError(node, f"{what}; it has no vote")
-            record = shown.whole()
+            record = await decode_in_turn(stream, shown)
             if history.why_not_content(self._manifest, self.head, record.commit) is not None:
                 raise MessageError(node, f"peer {short_peer(node)}: shows what is no commit of this run")
             came, self._newest_shown = came + 1, record.commit

@@ -51,6 +51,9 @@ TURN_BYTES = 1024
 """Bytes of a message that take a turn to decode, if each is a value (tests/fuzz/test_costs.py)."""
 TURN_VALUES = 100
 """Values of a message that take a turn to decode, and to encode again where its digest is wanted."""
+SIGNATURE_TURNS = 0.5
+COUNTED_TURN_BYTES = 4096
+"""Bytes that take a turn to count their values, if each is one."""
 PASSED_TURN_BYTES = 64 * 1024
 """Bytes that take a turn to receive, or to read, pack and send, without decoding them."""
 FROM_OPERATORS = frozenset({endpoints.QUORUM, endpoints.SESSION})

@@ -44,8 +44,8 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints
 from protocol.wire.announcement import Announcement, ChainReport
-from protocol.wire.commit import Commit
-from protocol.wire.encoding import Message, RecordHead
+from protocol.wire.commit import Commit, Record
+from protocol.wire.encoding import Message
 from protocol.wire.schema import extend
 from protocol.wire.session import Announced, ChainReconfig, Finished, Heartbeat, Offered, TakeSeat, TimeUp
 
@@ -288,11 +288,10 @@ class Peer:
     async def _work(self, rounds: Rounds) -> None:
         """Runs the rounds and all services beside them, until the rounds are over."""
 
-        async def on_message(node: str, message: Message | RecordHead) -> None:
+        async def on_message(node: str, message: Message | Record) -> None:
             match message:
-                case RecordHead():
-                    if (record := rounds.member.read(message)) is not None:
-                        rounds.put(member_events.Committed(record))
+                case Record():
+                    rounds.put(member_events.Committed(message))
                 case Offered():
                     rounds.prefetch(message)
                 case TimeUp() | TakeSeat() | ChainReconfig() | Finished() | Heartbeat():
@@ -306,7 +305,7 @@ class Peer:
             self._directory.announce(lambda sealed: self._sessions.tell(Announced(sealed=sealed))),
             self._directory.publish(),
             self._directory.watch(),
-            self._sessions.run(on_message, on_open),
+            self._sessions.run(on_message, on_open, rounds.member.is_news),
             self._latency.run(lambda: self._directory.reached),
             self._operators.run(),
             self._refusals.run(),

@@ -360,10 +360,8 @@ class History:
         members = commits.head_of(round - 1).members if round > 0 else self.manifest.first_members
         return is_decided(record, members)
 
-    def learn(self, record: Record | RecordHead) -> bool:
+    def learn(self, record: Record) -> bool:
         """A record whose signatures are right; whether commits before it are missing. Raises ForkError."""
-        if isinstance(record, RecordHead):  # it was of a later round when it came: the log has the whole one
-            return self.may_learn(record)
         commit = record.commit
         if commit.round > self.head + 1:
             return True

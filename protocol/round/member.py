@@ -373,15 +373,9 @@ class Member:
             return self.position.stay(event, [ev.Send(LogRequest(after=self.head))])
         return self._read_log(event)
 
-    def read(self, head: RecordHead) -> Record | RecordHead | None:
-        """The record that has this head, for Committed; None, and not decoded, if it cannot be news. Raises
-        MessageError if a signature is wrong, or a field of the commit."""
-        if not (self._may_be_news(head) and self.history.may_learn(head)):
-            return None
-        if head.commit.round > self.head + 1:
-            head.check()
-            return head
-        return head.whole()
+    def is_news(self, head: RecordHead) -> bool:
+        """Whether a record with this head is to be decoded, for Committed."""
+        return self._may_be_news(head) and self.history.may_learn(head)
 
     def _may_be_news(self, record: Record | RecordHead) -> bool:
         """Whether an honest member has signed a record that is not the next one: else a node could have us read the

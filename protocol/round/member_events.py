@@ -8,7 +8,7 @@ from enum import Enum
 from protocol.ledger.history import Stretch, Tip
 from protocol.quorum.table import Row, Table, anywhere
 from protocol.wire.commit import Commit, Record
-from protocol.wire.encoding import Message, RecordHead
+from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan
 from protocol.wire.session import (
     Attest,
@@ -50,9 +50,9 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Event: a record has arrived whose signatures are right. Its head, if it was of a later round than the next."""
+    """Event: a record has arrived whose signatures are right."""
 
-    record: Record | RecordHead
+    record: Record
 
 
 @dataclass(frozen=True, slots=True)

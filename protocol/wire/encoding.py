@@ -229,33 +229,36 @@ class RecordHead:
         """The commit's, if its bytes are as `encode_record` writes them; else another one, which has no signature."""
         return _commit_digest(self._entries)
 
-    @functools.cached_property
-    def values(self) -> int:
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return len(self._raw)
+
+    def count(self) -> int:
         """The number of its values, which is what it costs to decode. Raises MessageError."""
-        with self._refusing():
+        with _dropped(self._peer, f"record from {short_peer(self._peer)}"):
             return framing.count(self._raw)
+
+    @functools.cached_property
+    def _is_signed(self) -> bool:
+        body = vote_body(self.commit.run, self.commit.round, self.ballot, self.digest)
+        return all(identity.verify(voter, body, signed) for voter, signed in self.votes.items())
 
     def check(self) -> None:
         """Raises MessageError if a signature is wrong."""
-        body = vote_body(self.commit.run, self.commit.round, self.ballot, self.digest)
-        if not all(identity.verify(voter, body, signed) for voter, signed in self.votes.items()):
-            raise MessageError(self._peer, self._is_wrong)
+        if not self._is_signed:
+            raise MessageError(
+                self._peer, f"record from {short_peer(self._peer)}: a signature is wrong; it was dropped"
+            )
 
     def whole(self) -> Record:
-        """The record. Raises MessageError if a signature is wrong, or a field of the commit."""
+        """The whole record. Raises MessageError if a signature is wrong, or a field of the commit."""
         self.check()
-        with self._refusing():
+        with _dropped(self._peer, f"record from {short_peer(self._peer)}"):
             record = _record_of(self._found)
-        if record.commit.digest != self.digest:
-            raise MessageError(self._peer, self._is_wrong)
+            if record.commit.digest != self.digest:
+                raise SchemaError("commit", "is not written as it was signed")
         return record
-
-    @property
-    def _is_wrong(self) -> str:
-        return f"record from {short_peer(self._peer)}: a signature is wrong; it was dropped"
-
-    def _refusing(self) -> contextlib.AbstractContextManager[None]:
-        return _dropped(self._peer, f"record from {short_peer(self._peer)}")
 
 
 class MessageHead:
@@ -278,8 +281,12 @@ class MessageHead:
             body = found.get("commit", _NONE)
             self.commit = None if body == _NONE else _commit_head(framing.entries(body))
 
-    @functools.cached_property
-    def values(self) -> int:
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return len(self._raw)
+
+    def count(self) -> int:
         """The number of its values, which is what it costs to decode. Raises MessageError."""
         with _dropped(self._peer, f"message from {short_peer(self._peer)}"):
             return framing.count(self._raw)

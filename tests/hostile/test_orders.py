@@ -151,7 +151,7 @@ def no_chain(node: Attacker) -> Iterator[Message]:
 
 
 async def test_a_node_that_says_dear_commits_to_the_others_holds_up_no_round(tmp_path: Path) -> None:
-    """They have 316,000 values, and cannot be the next one: their heads are read, and no more."""
+    """They have 180,000 values, and cannot be the next one: their heads are read, and no more."""
     async with Run(tmp_path, says=lambda node: iter(())) as ground:
         await ground.join("a", "b")
         await ground.until(lambda: ground.head >= 2)
@@ -159,11 +159,13 @@ async def test_a_node_that_says_dear_commits_to_the_others_holds_up_no_round(tmp
 
         async def flood() -> None:
             nonlocal said
+            dear, before = [["", ""]] * 60_000, None
             while True:
                 round, head = ground.attacker.quorum.round, ground.attacker.quorum.head
-                plain = framing.unpack_message(encoding.encode(Accept(round=round, ballot=LIAR, commit=head)))
-                plain["commit"] |= {"parent": head.digest, "diverged": [["", ""]] * 60_000}
-                raw = msgpack.packb({**plain, "~": [0] * 1000})
+                if head is not before:
+                    plain = framing.unpack_message(encoding.encode(Accept(round=round, ballot=LIAR, commit=head)))
+                    plain["commit"] |= {"parent": head.digest, "diverged": dear}
+                    raw, before = msgpack.packb(plain), head
                 for link in links.values():
                     if not link.outbox.qsize():
                         link.post(raw)
@@ -173,7 +175,7 @@ async def test_a_node_that_says_dear_commits_to_the_others_holds_up_no_round(tmp
         flooding = asyncio.create_task(flood())
         commits = await ground.rounds(ROUNDS)
         flooding.cancel()
-        assert said > 10 * ROUNDS
+        assert said > 3 * ROUNDS
         assert [[c.steps for c in commit.contributions] for commit in commits] == [[STEPS, STEPS]] * ROUNDS
 
 
