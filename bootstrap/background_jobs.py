@@ -96,6 +96,7 @@ class ProposalChecker:
     put: takes the answers
     read: gives payloads and lists of parts by name, None for those that are not here
     known: what was found in payloads (protocol/round/comparing.py)
+    compute: as in BootstrapNode
     """
 
     leader: Leader
@@ -104,6 +105,7 @@ class ProposalChecker:
     put: Callable[[Judged], None]
     read: Callable[[str], bytes | None]
     known: Lookup
+    compute: Callable[[str, int], str | None]
 
     def __post_init__(self) -> None:
         self._read = require(self.read)
@@ -145,6 +147,8 @@ class ProposalChecker:
         except Exception:
             fairness_log.exception("the verdicts of round %d cannot be checked", commit.round)
             return Objection("cannot be judged", False)
+        if (wrong := fairness.wrong_refutation_in(sight, commit, self.compute)) is not None:
+            return wrong
         try:
             return fairness.doubt_in(sight, commit)
         except Exception:  # announcements that the planner cannot bear end no node, and are no reason to accuse one

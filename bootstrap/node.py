@@ -27,6 +27,7 @@ from bootstrap.sessions import (
     Dismissed,
     OfferAnnouncer,
     Operators,
+    Said,
     Session,
     Sessions,
     unexpected,
@@ -61,7 +62,7 @@ from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.claims import Evaluation, Score
 from protocol.wire.commit import Record
 from protocol.wire.decree import Motion
-from protocol.wire.encoding import Message, RecordHead
+from protocol.wire.encoding import Message, MessageHead, RecordHead
 from protocol.wire.plan import Plan
 from protocol.wire.schema import extend
 from protocol.wire.session import (
@@ -138,6 +139,7 @@ class BootstrapNode:
     initial_peers: known addresses of other bootstrap nodes of the run
     answer: makes a plan; called on a thread
     auditors: peers whose evaluations this node trusts above all others
+    compute: the digest of a shard after a round by the log, None where that is not cheap; called on threads
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class BootstrapNode:
         clock: Clock | None = None,
         answer: Callable[[Question], Plan | None] = Question.answer,
         auditors: frozenset[str] = frozenset(),
+        compute: Callable[[str, int], str | None] = lambda shard, round: None,
     ) -> None:
         self.manifest = manifest = archive.manifest
         self.archive = archive
@@ -195,6 +198,9 @@ class BootstrapNode:
             self._events.put,
             retry_seconds=JUDGE_RETRY_SECONDS,
         )
+        self._recomputing = LatestJob[leader_events.Recompute, leader_events.Recomputed](
+            "recompute", lambda asked: asked.answer(compute), self._events.put, retry_seconds=JUDGE_RETRY_SECONDS
+        )
         self._finished: Finished | None = None
         self._stalled = False
         admission_control = AdmissionControl(self.leader, self._events.submit, clock)
@@ -206,7 +212,9 @@ class BootstrapNode:
             lambda: quorum.leadership.present,
             self._tell_operator,
         )
-        self._proposals = ProposalChecker(self.leader, quorum, clock, self._events.put, archive.blobs.get, known)
+        self._proposals = ProposalChecker(
+            self.leader, quorum, clock, self._events.put, archive.blobs.get, known, compute
+        )
 
     async def serve(self, relay_bps: int = 0) -> None:
         """Runs the node, and a relay of at most `relay_bps` bits a second for its peers, until it is cancelled.
@@ -249,6 +257,7 @@ class BootstrapNode:
             self._watch(),
             self._planning.run(),
             self._judging.run(),
+            self._recomputing.run(),
             self._proposals.run(),
             self._directory.announce(lambda sealed: self.roster.add(own, sealed)),
             self._directory.publish(),
@@ -309,11 +318,11 @@ class BootstrapNode:
 
     # --- the other operators' nodes
 
-    async def _on_vote(self, node: str, message: Message | Record | RecordHead) -> None:
+    async def _on_vote(self, node: str, message: Said) -> None:
         match message:
             case Record() | RecordHead():
                 await self._events.submit(paxos_events.Learned(node, message))
-            case Prepare() | Promise() | Accept() | Pledge() | Vote() | Reject() | Heartbeat():
+            case Prepare() | Promise() | Accept() | Pledge() | Vote() | Reject() | Heartbeat() | MessageHead():
                 await self._events.submit(paxos_events.Heard(node, message))
             case LogRequest(after=after):
                 if node in self.operators.links:
@@ -480,6 +489,8 @@ class BootstrapNode:
                     self._planning.ask(question)
                 case leader_events.Judge(case):
                     self._judging.ask(case)
+                case leader_events.Recompute():
+                    self._recomputing.ask(effect)
                 case leader_events.Propose(commit):
                     following.append(paxos_events.Proposed(access.dated(commit, self._clock.wall())))
                 case leader_events.Send(peers, message, first):
@@ -600,8 +611,8 @@ def _leader_event(
 ) -> events.Diverged | events.Moved | events.Warning | events.Quarrel:
     """The event for an effect of the leader's machine that only informs."""
     match effect:
-        case Report(round, peer, shard):
-            return events.Diverged(peer=peer, round=round, shard=shard)
+        case Report(round, peer, shard, refuted):
+            return events.Diverged(peer=peer, round=round, shard=shard, refuted=refuted)
         case Moved(round, replica, before, after, reason):
             was, now = before.blocks, after.blocks
             return events.Moved(round=round, replica=replica, peers=after.peers, before=was, after=now, reason=reason)

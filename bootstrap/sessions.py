@@ -22,7 +22,17 @@ from dataclasses import dataclass, field
 
 from bootstrap.archive import Archive
 from peer.net.address import peers_of
-from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Clock, Stream, Transport, answer, cancel, now
+from peer.net.base import (
+    REQUEST_SECONDS,
+    SILENT_HEARTBEATS,
+    Clock,
+    Stream,
+    Transport,
+    answer,
+    cancel,
+    decode_in_turn,
+    now,
+)
 from peer.net.directory import Directory
 from peer.net.guests import Held
 from peer.net.node_calls import log_page
@@ -45,7 +55,7 @@ from protocol.wire.ballot import QuorumMessage
 from protocol.wire.claims import Claim, Evaluation
 from protocol.wire.commit import Commit, Record, Share, votes_needed
 from protocol.wire.decree import Joined, Motion
-from protocol.wire.encoding import Message, MessageError, RecordHead
+from protocol.wire.encoding import Message, MessageError, MessageHead, RecordHead
 from protocol.wire.framing import MAX_MESSAGE
 from protocol.wire.session import ChainReconfig, Heartbeat, Hello, LogRequest, NotAdmitted, Offered, PeerMessage
 
@@ -56,6 +66,8 @@ MAX_MESSAGE_VALUES, VALUES_OF_A_SHARD = 128, 8
 """The same for a message's values: an offer has six for each shard."""
 SAID_BY_PEERS = (*typing.get_args(PeerMessage), ChainReconfig, *typing.get_args(Claim))
 SAID_BY_OPERATORS = (*typing.get_args(QuorumMessage), Heartbeat, LogRequest, Motion, Evaluation)
+Said = Message | Record | MessageHead | RecordHead
+"""A message or record of an operator; its head, if it can change nothing."""
 MESSAGES = Rate(50.0, 100.0)
 """Messages of one session: a dozen a round, and heartbeats."""
 ROUNDS_PER_SECOND = 10.0
@@ -413,10 +425,11 @@ class Operators:
     archive: Archive
     others: Sequence[str]
     quorum: Quorum
-    receive: Callable[[str, Message | Record | RecordHead], Awaitable[None]]
+    receive: Callable[[str, Said], Awaitable[None]]
     tell: Callable[[str], None]
 
     def __post_init__(self) -> None:
+        self.transport.guests.operators = lambda: self.links
         self.links: dict[str, Session] = {}
         """The messages that wait to be sent, by node."""
         self._manifest = self.archive.manifest
@@ -480,19 +493,24 @@ class Operators:
         self._streams.setdefault(node, set()).add(stream)
         try:
             while node in self.links:
-                await self.receive(node, self._read_message(await stream.recv(MAX_MESSAGE), node))
+                await self.receive(node, await self._read_message(stream))
         finally:
             self._incoming[node] -= 1
             self._streams.get(node, set()).discard(stream)
 
-    def _read_message(self, raw: bytes, node: str) -> Message | Record | RecordHead:
-        """What an operator says. Of a record that cannot be the next one only the head is decoded."""
-        said: Message | RecordHead = encoding.message_or_head(raw, node, *SAID_BY_OPERATORS)
-        if not isinstance(said, RecordHead) or said.commit.round != self.quorum.round:
+    async def _read_message(self, stream: Stream) -> Said:
+        """The next message of an operator; of one with a commit that can change nothing now, the head. The others are
+        decoded once the operator may take the turns for that."""
+        node = stream.remote
+        said = encoding.head(await stream.recv(MAX_MESSAGE), node, *SAID_BY_OPERATORS)
+        if isinstance(said, RecordHead):
+            if said.commit.round != self.quorum.round:
+                return said
+            if (reason := history.why_not_after(self._manifest, self.quorum.head, said)) is not None:
+                raise MessageError(node, f"record from {short_peer(node)}: {reason}; it was dropped")
+        elif said.kind in encoding.WITH_COMMIT and not self.quorum.hears(node, said):
             return said
-        if (reason := history.why_not_after(self._manifest, self.quorum.head, said)) is not None:
-            raise MessageError(node, f"record from {short_peer(node)}: {reason}; it was dropped")
-        return said.record()
+        return await decode_in_turn(stream, said)
 
     async def _be_shown(self, stream: Stream) -> None:
         """Reads newer commits from a node that is not in our log, on its own stream, until one names it as operator.
@@ -505,8 +523,8 @@ class Operators:
                 await stream.send(encoding.encode(LogRequest(after=self._newest_round)))
                 came = 0
             raw = await stream.recv(MAX_MESSAGE, timeout=max(0.0, end - now()))
-            shown = encoding.record_head_or_none(raw, node)
-            if shown is None or shown.commit.round != self._newest_round + 1:
+            shown = encoding.head(raw, node, *SAID_BY_OPERATORS)
+            if isinstance(shown, MessageHead) or shown.commit.round != self._newest_round + 1:
                 # it is for a node that knows the sender; or it came another way, or those before it are still to come
                 if len(raw) > MAX_ASKED_BYTES:
                     self.transport.guests.offend(node, "shows a log that leads nowhere", now(), NONSENSE_OFFENCES)
@@ -514,7 +532,7 @@ class Operators:
             if (reason := history.why_not_after(self._manifest, self.head, shown)) is not None:
                 what = f"peer {short_peer(node)}: not an operator of this run, and a commit that it shows {reason}"
                 raise MessageError(node, f"{what}; it has no vote")
-            record = shown.record()
+            record = await decode_in_turn(stream, shown)
             if history.why_not_content(self._manifest, self.head, record.commit) is not None:
                 raise MessageError(node, f"peer {short_peer(node)}: shows what is no commit of this run")
             came, self._newest_shown = came + 1, record.commit

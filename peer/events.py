@@ -113,6 +113,8 @@ class Diverged:
     round: int
     """The round after which it differs."""
     shard: str
+    refuted: bool = False
+    """Whether the log gives other bits, as a bootstrap node computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from peer.cli.auditing import audit_beside, auditor
 from peer.cli.options import Announce, Dir, Host, Json, LogFile, Port, with_options
 from peer.events import Emitter
 from peer.log import reader
+from peer.log.recompute import Recomputer
 from peer.net import keyfile, processes
 from peer.net.address import parse, peers_of
 from peer.net.base import Transport
@@ -166,7 +167,10 @@ async def serve(config: NodeConfig) -> None:
             together = config.relay_bps * len(manifest.operators)  # assumes the same limit for all nodes
             auditors = frozenset({auditor(folder)} if options.audit else ())
             answer = functools.partial(Question.answer, relay_bps=together)
-            node = BootstrapNode(identity, transport, archive, emit, config.others, answer=answer, auditors=auditors)
+            compute = Recomputer(manifest, archive.commits, archive.blobs.get).digest
+            node = BootstrapNode(
+                identity, transport, archive, emit, config.others, answer=answer, auditors=auditors, compute=compute
+            )
             async with running.shown_alive(folder), asyncio.TaskGroup() as group:
                 auditing = options.audit and group.create_task(
                     audit_beside(folder, manifest.run_id, transport.addresses, emit)

@@ -238,7 +238,8 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
         peers = left.peers or (spec.peers if spec is not None else ())
         lines.append(f"  {_name(plan, left.replica):<13} {what}: {readable(left.reason, {})}  {_peers(peers)}")
     for d in commit.diverged:
-        lines.append(f"  {'diverged':<13} {_peers((d.peer,))} in {d.shard} after round {commit.round - 1}")
+        than = ": the log gives other bits" if d.refuted else ""
+        lines.append(f"  {'diverged':<13} {_peers((d.peer,))} in {d.shard} after round {commit.round - 1}{than}")
     for x in commit.evaluations:
         figures = f"loss {x.loss:.3f}, {x.bits_per_byte:.3f} bits per byte, {count(range(x.sequences), 'sequence')}"
         lines.append(f"  {'held out':<13} {figures}, after round {x.round}  {_peers((x.peer,))}")

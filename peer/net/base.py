@@ -15,11 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
-from peer.net.guests import Guests
+from peer.net.guests import COUNTED_TURN_BYTES, SIGNATURE_TURNS, TURN_VALUES, Guests
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import short_peer
+from protocol.wire.commit import Record
+from protocol.wire.encoding import Message, MessageHead, RecordHead
 from protocol.wire.framing import MAX_FRAME
 
 
@@ -165,6 +167,9 @@ class Stream(Protocol):
         frame above `limit`), Timeout.
         """
 
+    async def take_turns(self, amount: float) -> None:
+        """Returns when the other side may take so many turns of this process's time (peer/net/guests.py)."""
+
     async def finish(self) -> None:
         """Says that we send nothing more. Raises like send; a second call does nothing."""
 
@@ -307,6 +312,20 @@ async def answer(
                 raise nothing_came(stream, timeout) from None
             if stream.received == received:
                 doubt(stream.remote)
+
+
+@overload
+async def decode_in_turn(stream: Stream, said: RecordHead) -> Record: ...
+@overload
+async def decode_in_turn(stream: Stream, said: MessageHead | RecordHead) -> Message | Record: ...
+async def decode_in_turn(stream: Stream, said: MessageHead | RecordHead) -> Message | Record:
+    """Decodes what an operator said once it may take the turns for that. Raises MessageError."""
+    if isinstance(said, RecordHead):
+        await stream.take_turns(len(said.votes) * SIGNATURE_TURNS)
+        said.check()
+    await stream.take_turns(said.size / COUNTED_TURN_BYTES)
+    await stream.take_turns(said.count() / TURN_VALUES)
+    return said.whole()
 
 
 def nothing_came(stream: Stream, timeout: float | None) -> Timeout:

@@ -49,10 +49,16 @@ TOGETHER = Rate(2000.0, 1000.0)
 TURNS_TO_OPEN = 2.0
 TURN_BYTES = 1024
 """Bytes of a message that take a turn to decode, if each is a value (tests/fuzz/test_costs.py)."""
+TURN_VALUES = 100
+"""Values of a message that take a turn to decode, and to encode again where its digest is wanted."""
+SIGNATURE_TURNS = 0.5
+COUNTED_TURN_BYTES = 4096
+"""Bytes that take a turn to count their values, if each is one."""
 PASSED_TURN_BYTES = 64 * 1024
 """Bytes that take a turn to receive, or to read, pack and send, without decoding them."""
-HEADS_FIRST = frozenset({endpoints.QUORUM})
-"""Streams of long messages, of which those of strangers are not decoded (bootstrap/sessions.py)."""
+FROM_OPERATORS = frozenset({endpoints.QUORUM, endpoints.SESSION})
+"""Streams that are opened to operators' nodes. What those say takes turns as what guests say: by its bytes when it
+comes, and by its values before it is decoded (protocol/wire/encoding.py)."""
 UNCOUNTED = frozenset({endpoints.PIPE, endpoints.RELAY, endpoints.BANDWIDTH})
 """Streams whose frames take no turns, as they have limits of their own."""
 MAX_ADDRESSES = 4096
@@ -126,13 +132,19 @@ class _Peer:
 
 
 class Guests:
-    """A transport's limits on streams. `expel(peer)` ends a peer's connections, `relays()` names the relays we use."""
+    """A transport's limits on streams.
+
+    expel(peer): ends a peer's connections
+    relays(): the relays that we use
+    operators(): the other operators' nodes, whose turns are their own wherever they are
+    """
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.limits = limits
         self._follower: Callable[[events.Refused], None] = lambda refused: None
         self.expel: Callable[[str], None] = lambda peer: None
         self.relays: Callable[[], Collection[str]] = lambda: ()
+        self.operators: Callable[[], Collection[str]] = lambda: ()
         self._open: dict[str, _Peer] = {}
         self.streams = 0
         self._of_address: Counter[str] = Counter()
@@ -160,6 +172,10 @@ class Guests:
     def carries(self, peer: str, name: str) -> bool:
         """Whether `peer` relays a stream of this name for another peer."""
         return name in COUNTED_ELSEWHERE and peer in self.relays()
+
+    def account(self, peer: str, where: str) -> str:
+        """The address by which `peer`, at the multiaddress `where`, takes turns; empty: it takes them by its name."""
+        return "" if peer in self.operators() else network_of(where)
 
     def follow(self, tell: Callable[[events.Refused], None]) -> None:
         """Calls `tell` for every peer that is refused from now on."""
@@ -339,19 +355,23 @@ Go = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class StreamTurns:
-    """The turns of one peer, at one address, for what it says on a stream and what it is answered."""
+    """The turns of one peer, at one address, for what it says on a stream and what it is answered.
+
+    passes: whether messages are decoded only after `take`; else their bytes take the turns for that, too
+    """
 
     turns: Turns
     peer: str
     address: str
+    passes: bool = False
 
     async def take(self, amount: float = 1.0) -> None:
         """Returns when it is this peer's turn."""
         await self.turns.take(self.peer, self.address, amount)
 
-    async def take_for(self, size: int, name: str) -> None:
-        """The same, for the turns that a message of `size` bytes on a stream of this name takes besides its first."""
-        amount = size / (PASSED_TURN_BYTES if name in HEADS_FIRST else TURN_BYTES)
+    async def take_for(self, size: int) -> None:
+        """The same, for the turns that a message of `size` bytes takes besides its first."""
+        amount = size / (PASSED_TURN_BYTES if self.passes else TURN_BYTES)
         if amount >= 1.0:
             await self.take(amount)
 

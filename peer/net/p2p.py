@@ -39,12 +39,13 @@ from peer.net.daemon import (
 )
 from peer.net.dht import RETRY_SECONDS, RPC_SECONDS, Dht, Latest
 from peer.net.greeting import why_unknown
-from peer.net.guests import TURNS_TO_OPEN, Limits, StreamTurns, Turns, network_of
+from peer.net.guests import FROM_OPERATORS, TURNS_TO_OPEN, Limits, StreamTurns, Turns
 from peer.net.incoming import IncomingStream, StreamOrigin
 from peer.net.lru import LruDict
 from peer.net.stream import Endpoint, FrameStream, ending
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
+from protocol.wire import endpoints
 
 MOVED_SECONDS = 2.0
 """A peer has so long to answer after we lost an address: its connection is on another address, or dead."""
@@ -126,7 +127,7 @@ class P2PTransport(Endpoint):
             begin()
 
     def _take_turn(self, handler: Handler, came: StreamOrigin, guest: IncomingStream) -> None:
-        address, now = network_of(came.where), asyncio.get_running_loop().time()
+        address, now = self.guests.account(came.peer, came.where), asyncio.get_running_loop().time()
         serve = functools.partial(self._serve_now, handler, came, guest)
         if self.is_uncounted(came.peer, came.name) or self.turns.at_once(came.peer, address, now, TURNS_TO_OPEN):
             serve()
@@ -152,7 +153,8 @@ class P2PTransport(Endpoint):
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         stream = guest.stream = self.stream(came.peer, came.name, reader, writer, ending(writer))
         if not self.is_uncounted(came.peer, came.name):
-            stream.turns = StreamTurns(self.turns, came.peer, network_of(came.where))
+            address, passes = self.guests.account(came.peer, came.where), came.name == endpoints.QUORUM
+            stream.turns = StreamTurns(self.turns, came.peer, address, passes)
         if guest.ended:  # refused meanwhile
             stream.abort()
         await self.attend(handler, stream, guest)
@@ -167,7 +169,10 @@ class P2PTransport(Endpoint):
             writer.transport.abort()
             raise Unreachable(peer, f"peer {short_peer(peer)}: {SIGNALS_ONLY}; try again")
         self._seen[peer] = where
-        return self.stream(peer, name, reader, writer, ending(writer))
+        stream = self.stream(peer, name, reader, writer, ending(writer))
+        if name in FROM_OPERATORS:
+            stream.turns = StreamTurns(self.turns, peer, "", passes=True)
+        return stream
 
     def seen_at(self, peer: str) -> str:
         return self._seen.get(peer, "")

@@ -205,9 +205,13 @@ class FrameStream:
             self._is_paid = True
         if self._came is None:
             self._came = await self._next(limit)
-        await turns.take_for(len(self._came), self.name)
+        await turns.take_for(len(self._came))
         frame, self._came, self._is_paid = self._came, None, False
         return frame
+
+    async def take_turns(self, amount: float) -> None:
+        if self.turns is not None and amount >= 1.0:
+            await self.turns.take(amount)
 
     async def _next(self, limit: int) -> bytes:
         while True:
@@ -485,6 +489,9 @@ class StripedStream:
         frame = b"".join((memoryview(beginning)[PREFIX:], *others))
         self._came, self._recv_at = {}, (first + len(expected)) % len(self._streams)
         return frame
+
+    async def take_turns(self, amount: float) -> None:
+        await self._streams[0].take_turns(amount)
 
     def _no_frame(self, what: str) -> Closed:
         return Closed(self.remote, f"stream {self.name} with {short_peer(self.remote)}: it sent {what}; open it again")

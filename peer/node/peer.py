@@ -305,7 +305,7 @@ class Peer:
             self._directory.announce(lambda sealed: self._sessions.tell(Announced(sealed=sealed))),
             self._directory.publish(),
             self._directory.watch(),
-            self._sessions.run(on_message, on_open),
+            self._sessions.run(on_message, on_open, rounds.member.is_news),
             self._latency.run(lambda: self._directory.reached),
             self._operators.run(),
             self._refusals.run(),

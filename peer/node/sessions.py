@@ -16,11 +16,12 @@ import asyncio
 import contextlib
 import itertools
 import random
+import typing
 from collections.abc import Awaitable, Callable, Sequence
 
 from peer import events
 from peer.net.address import peers_of
-from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, answer, cancel
+from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, answer, cancel, decode_in_turn
 from peer.net.network import Network
 from peer.net.node_calls import ask_operators, log_page
 from peer.net.task_set import TaskSet
@@ -33,8 +34,8 @@ from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Commit, Record, votes_needed
 from protocol.wire.decree import Board, Joined, Motions
-from protocol.wire.encoding import Message
-from protocol.wire.session import Announced, Heartbeat, Hello, Leave, LogRequest, NotAdmitted
+from protocol.wire.encoding import Message, RecordHead
+from protocol.wire.session import Announced, Heartbeat, Hello, Leave, LogRequest, NodeMessage, NotAdmitted
 
 RETRY_SECONDS = (0.5, 10.0)
 """Pauses before a session is opened again: the first and the longest."""
@@ -48,6 +49,9 @@ OUTBOX_MESSAGES = 256
 
 OnMessage = Callable[[str, Message | Record], Awaitable[None]]
 """Is awaited with a node and its message."""
+IsNews = Callable[[RecordHead], bool]
+"""Whether a record with this head is to be decoded."""
+SAID_BY_NODES = (*typing.get_args(NodeMessage), Heartbeat)
 OnOpen = Callable[[], Awaitable[None]]
 
 
@@ -181,10 +185,10 @@ class Sessions:
                 await asyncio.gather(*(outbox.join() for outbox in outboxes))
         return self.is_open
 
-    async def run(self, on_message: OnMessage, on_open: OnOpen) -> None:
+    async def run(self, on_message: OnMessage, on_open: OnOpen, is_news: IsNews) -> None:
         """Keeps the sessions open. Never returns."""
         self._keeping = TaskSet(
-            lambda: self.directory.operators, lambda node: self._keep_session(node, on_message, on_open)
+            lambda: self.directory.operators, lambda node: self._keep_session(node, on_message, on_open, is_news)
         )
         await self._keeping.run()
 
@@ -199,7 +203,7 @@ class Sessions:
             if self._keeping is not None:
                 self._keeping.changed.set()
 
-    async def _keep_session(self, node: str, on_message: OnMessage, on_open: OnOpen) -> None:
+    async def _keep_session(self, node: str, on_message: OnMessage, on_open: OnOpen, is_news: IsNews) -> None:
         pause, longest = RETRY_SECONDS
         warned, refused = False, ""
 
@@ -211,7 +215,7 @@ class Sessions:
 
         while True:
             try:
-                await self._session(node, on_message, on_open, taken)
+                await self._session(node, on_message, on_open, is_news, taken)
             except NotTaken as error:
                 if str(error) != refused:
                     refused = str(error)
@@ -230,7 +234,9 @@ class Sessions:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(longest, pause * 2)
 
-    async def _session(self, node: str, on_message: OnMessage, on_open: OnOpen, taken: Callable[[], None]) -> None:
+    async def _session(
+        self, node: str, on_message: OnMessage, on_open: OnOpen, is_news: IsNews, taken: Callable[[], None]
+    ) -> None:
         """One session, until it breaks. `taken()`: the node has accepted it. Raises RemoteError, NotTaken."""
         await self.directory.reach(node)
         stream = await self._transport.open(node, endpoints.SESSION, timeout=10.0)
@@ -244,7 +250,7 @@ class Sessions:
                 outbox.put_nowait(Leave())
             await on_open()
             sender = asyncio.create_task(self._send(stream, outbox))
-            receiver = asyncio.create_task(self._receive(node, stream, on_message, taken))
+            receiver = asyncio.create_task(self._receive(node, stream, on_message, is_news, taken))
             try:
                 await asyncio.wait({sender, receiver}, return_when=asyncio.FIRST_COMPLETED)
                 if not receiver.done():  # a node that refuses us says why before it ends the stream
@@ -271,7 +277,9 @@ class Sessions:
             await stream.send(encoding.encode(message))
             outbox.task_done()
 
-    async def _receive(self, node: str, stream: Stream, on_message: OnMessage, taken: Callable[[], None]) -> None:
+    async def _receive(
+        self, node: str, stream: Stream, on_message: OnMessage, is_news: IsNews, taken: Callable[[], None]
+    ) -> None:
         timing = self.manifest.timing
         silence = SILENT_HEARTBEATS * timing.heartbeat
         while True:
@@ -279,7 +287,11 @@ class Sessions:
                 raw = await answer(stream, self._transport.doubt, timeout=timing.gone_after, silence=silence)
             except Timeout:
                 raise RemoteError(node, "it is silent; dialling again") from None
-            match message := encoding.decode_any(bytes(raw), node):
+            said = encoding.head(raw, node, *SAID_BY_NODES)
+            if isinstance(said, RecordHead) and not is_news(said):
+                taken()
+                continue
+            match message := await decode_in_turn(stream, said):
                 case NotAdmitted():
                     refused = f"it takes no work of ours: {message.reason}; ask the run's operators"
                     raise NotTaken(node, message.reason if message.waits else refused, message)

@@ -89,8 +89,9 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("warning", f"{_goes_on(chain, names)}: {readable(chain.reason, names)}")]
         case events.Moved(replica=replica, reason=reason):
             return [Said("info", f"replica {replica}: {readable(reason, names)}")]
-        case events.Diverged(peer=peer, round=round, shard=shard):
-            return [Said("error", f"{called(peer, names)} has other bits in {shard} after round {round}")]
+        case events.Diverged(peer=peer, round=round, shard=shard, refuted=refuted):
+            than = " than the log gives" if refuted else ""
+            return [Said("error", f"{called(peer, names)} has other bits in {shard} after round {round}{than}")]
         case events.Refused(peer=peer, address=address, reason=reason, seconds=seconds):
             who = f"peer {called(peer, names)}" + (f" at {address}" if address else "")
             return [Said("warning", f"{who} {reason}; nothing is taken from it for {duration(seconds)}")]

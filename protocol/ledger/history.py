@@ -24,7 +24,7 @@ from protocol.ledger import access, board
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import DOMAIN, Commit, Record, is_decided
-from protocol.wire.encoding import MessageError, RecordHead
+from protocol.wire.encoding import CommitHead, MessageError, RecordHead
 from protocol.wire.plan import Plan, Work
 from protocol.wire.schema import build, packed
 
@@ -83,7 +83,7 @@ def follow(manifest: Manifest, before: Commit | None, raw: bytes) -> Record:
         head = encoding.record_head(raw, "the log")
         if (reason := why_not_after(manifest, before, head)) is not None:  # before it is decoded
             raise BadCommit(reason)
-        record = head.record()
+        record = head.whole()
     except RemoteError as error:
         raise BadCommit(f"cannot be believed: {str(error).removesuffix('; it was dropped')}") from None
     if (reason := why_not_content(manifest, before, record.commit)) is not None:
@@ -136,7 +136,7 @@ def read(manifest: Manifest, tip: Tip, raws: Sequence[bytes], sender: str) -> It
         if (reason := _why_not(manifest, tip, links, head)) is not None:
             what = f"log of {short_peer(sender)}: the commit of round {head.commit.round} {reason}"
             raise MessageError(sender, f"{what}; ask another bootstrap node")
-        stretch = Stretch(tip.members, tuple(link.packed for link in links[:-1]), head.record())
+        stretch = Stretch(tip.members, tuple(link.packed for link in links[:-1]), head.whole())
         yield stretch
         tip, at = stretch.tip, last + 1
 
@@ -270,6 +270,19 @@ class Commits(Mapping[int, Commit]):
         self._packed.append(framing.pack_message(packed(commit)))
         self._bytes.append(self._bytes[-1] + sum(share.size for share in commit.shares))
 
+    def head_of(self, round: int) -> CommitHead:
+        """The first fields of a commit, which is not unpacked. Raises KeyError."""
+        return encoding.commit_head(self._body(round))
+
+    def digest_of(self, round: int) -> str:
+        """Its digest, as above."""
+        return encoding.commit_digest(self._body(round))
+
+    def _body(self, round: int) -> bytes:
+        if round not in self:
+            raise KeyError(round)
+        return self._packed[round]
+
     def append(self, commit: Packed) -> None:
         """The next one, which is unpacked when somebody looks at it. Raises KeyError for any other."""
         if commit.round != len(self):
@@ -337,6 +350,15 @@ class History:
             for commit in new:
                 self.commits.append(commit)
         return self.learn(stretch.last)
+
+    def may_learn(self, record: RecordHead) -> bool:
+        """Whether a record can be news, if its signatures are right: those who decide its round voted for it, and it is
+        not known."""
+        round, commits = record.commit.round, self.commits
+        if round > self.head + 1 or (round <= self.head and commits.digest_of(round) == record.digest):
+            return round > self.head + 1
+        members = commits.head_of(round - 1).members if round > 0 else self.manifest.first_members
+        return is_decided(record, members)
 
     def learn(self, record: Record) -> bool:
         """A record whose signatures are right; whether commits before it are missing. Raises ForkError."""

@@ -22,7 +22,7 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import framing
 from protocol.wire.commit import Commit, Part, Share
-from protocol.wire.plan import Plan
+from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import SchemaError, build, packed
 
 Parts = tuple[Part, ...]
@@ -94,15 +94,11 @@ def why_not_of(share: Share, parts: Parts) -> str | None:
 
 
 def why_refused(manifest: Manifest, plan: Plan | None, commit: Commit, lists: Lists) -> str | None:
-    """Why the `lists` of a commit's shares are invalid for the round's `plan`; None if they are valid."""
-    planned = {r.number: r for r in plan.replicas} if plan is not None else {}
-    for contribution in commit.contributions:
-        spec = planned.get(contribution.replica)
-        if spec is None and plan is not None:
-            peers = tuple(share.peer for share in contribution.shares)
-            spec = plan.taken(contribution.replica, peers, manifest.model.n_layers)
-        if spec is None or len(spec.stages) != len(contribution.shares):
-            return f"replica {contribution.replica} is not the planned one"
+    """Why a commit, or the `lists` of its shares, is invalid for the round's `plan`; None if they are valid."""
+    if (unplanned := why_not_planned(manifest, plan, commit)) is not None:
+        return unplanned
+    for contribution, spec in zip(commit.contributions, _specs(manifest, plan, commit), strict=True):
+        assert spec is not None
         for stage, share in zip(spec.stages, contribution.shares, strict=True):
             parts = lists[share.root]
             reason = why_not_of(share, parts) or why_not_parts(
@@ -111,6 +107,30 @@ def why_refused(manifest: Manifest, plan: Plan | None, commit: Commit, lists: Li
             if reason is not None:
                 return f"replica {contribution.replica}: {reason}"
     return None
+
+
+def why_not_planned(manifest: Manifest, plan: Plan | None, commit: Commit) -> str | None:
+    """Why a commit's contributions are not those of the round's `plan`, each once; None if they are. Lists are fetched
+    only then: a commit has no more of them than the plan has stages."""
+    counted = set[int]()
+    for contribution, spec in zip(commit.contributions, _specs(manifest, plan, commit), strict=True):
+        if spec is None or len(spec.stages) != len(contribution.shares):
+            return f"replica {contribution.replica} is not the planned one"
+        if contribution.replica in counted:
+            return f"replica {contribution.replica} is counted twice"
+        counted.add(contribution.replica)
+    return None
+
+
+def _specs(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[ReplicaSpec | None]:
+    """The planned replica of each contribution, None where there is none."""
+    planned = {r.number: r for r in plan.replicas} if plan is not None else {}
+    for contribution in commit.contributions:
+        spec = planned.get(contribution.replica)
+        if spec is None and plan is not None:
+            peers = tuple(share.peer for share in contribution.shares)
+            spec = plan.taken(contribution.replica, peers, manifest.model.n_layers)
+        yield spec
 
 
 def why_not_parts(manifest: Manifest, shards: Sequence[str], parts: Parts) -> str | None:

@@ -144,6 +144,13 @@ def counts_no_diverged_peer(state: RunState, commit: Commit) -> Iterator[str]:
             yield f"replica {contribution.replica} counts although the state of {short_peer(peer)} differed"
 
 
+def refutes_by_a_digest(state: RunState, commit: Commit) -> Iterator[str]:
+    """What refutes an attestation is in the commit: the digest that the log gives."""
+    for d in commit.diverged:
+        if d.refuted and d.shard not in commit.digests:
+            yield f"says that the log refutes {short_peer(d.peer)} in {d.shard}, and not by what"
+
+
 def has_readable_lists(state: RunState, commit: Commit) -> Iterator[str]:
     """The list of parts of a share has a size that a list can have."""
     for contribution in commit.contributions:
@@ -369,6 +376,7 @@ RULES: tuple[Rule, ...] = (
     counts_peers_once,
     weighs_by_tokens,
     counts_no_diverged_peer,
+    refutes_by_a_digest,
     has_readable_lists,
     counts_no_probation,
     seats_no_resting_peer,

@@ -253,6 +253,8 @@ class Standing:
         yield from (Finding(share.peer, True) for share in commit.shares)
         for left in commit.left_out:
             yield from (Finding(peer, False) for peer in left.guilty)
+        refuted = dict.fromkeys(d.peer for d in commit.diverged if d.refuted)
+        yield from (Finding(peer, False) for peer in refuted if self.plan is not None and self.plan.names(peer))
 
 
 def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Standing:

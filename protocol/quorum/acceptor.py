@@ -180,12 +180,14 @@ class Acceptor:
         if accept.ballot == 0 and commit.leader != peer:
             unfair = Objection("says that another node proposes it", lie=True)
             return self.position.stay(Accept, [Refused(peer, accept.round, unfair)])
+        plan = head.plan if head is not None else None
+        if (reason := part_lists.why_not_planned(self.manifest, plan, commit)) is not None:
+            return self._refuse(peer, accept, reason)
         unknown = [share for share in commit.shares if share.root not in self.lists]
         if unknown:
             self._wait(peer, accept, (share.root for share in unknown))
             asked = [FetchList((peer, s.peer), s) for s in unknown if part_lists.may_be_fetched(self.manifest, s)]
             return self.position.stay(Accept, asked) if event is Accept and asked else []
-        plan = head.plan if head is not None else None
         reason = part_lists.why_refused(self.manifest, plan, commit, self.lists) if event is not Held else None
         if reason is not None:
             return self._refuse(peer, accept, reason)

@@ -24,7 +24,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
 from protocol.wire.commit import Commit, Record, body_of, liars_borne, pledge_body, votes_needed
-from protocol.wire.encoding import RecordHead
+from protocol.wire.encoding import MessageHead, RecordHead
 from protocol.wire.session import Heartbeat, LogRequest
 
 RETRY_SECONDS = 1.0
@@ -197,6 +197,8 @@ class Quorum:
                 self._help(peer, round, out)
             case Prepare() if self._is_current(peer, message, out):
                 self._route(self.acceptor.prepare(peer, message), out)
+            case MessageHead() if message.kind is Accept:
+                self._help(peer, message.round, out)
             case Accept() if self._is_current(peer, message, out):
                 self._on_accept(peer, message, out)
             case Promise() if message.round == self.round and peer in self.members:
@@ -220,10 +222,22 @@ class Quorum:
     def _is_current(self, peer: str, message: Prepare | Accept, out: list[Effect]) -> bool:
         """Whether this round is to be decided here, by a message of the leader of this turn, in a ballot of its own."""
         self._help(peer, message.round, out)
-        here = self.peer in self.members and self.acceptor.vote.round == self.round == message.round
+        return self._may_ask(peer, message.round, message.ballot)
+
+    def _may_ask(self, peer: str, round: int, ballot: int) -> bool:
+        here = self.peer in self.members and self.acceptor.vote.round == self.round == round
         heard = peer in (self.peer, self.leader)
-        in_reach = message.ballot <= self._highest_yet()
-        return here and heard and in_reach and self._owner(message.ballot) == peer
+        in_reach = 0 <= ballot <= self._highest_yet()
+        return here and heard and in_reach and self._owner(ballot) == peer
+
+    def hears(self, peer: str, head: MessageHead) -> bool:
+        """Whether a message with a commit can change anything now, by its head: only then is it decoded."""
+        if head.kind is Promise:
+            asked = self.phase in (Phase.PREPARING, Phase.PLEDGING) and head.ballot == self.ballot
+            return asked and head.round == self.round and peer in self.members
+        before = self.manifest.run_id if self.head is None else self.head.digest
+        follows = head.commit is not None and head.commit.parent == before
+        return follows and self._may_ask(peer, head.round, head.ballot)
 
     def _highest_yet(self) -> int:
         """The highest ballot that honest members can have reached; a bound against using ballots up."""

@@ -8,7 +8,7 @@ from enum import Enum
 from protocol.quorum.table import Row, Table, anywhere
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, QuorumMessage, Reject, Vote
 from protocol.wire.commit import Commit, Part, Record, Share
-from protocol.wire.encoding import RecordHead
+from protocol.wire.encoding import MessageHead, RecordHead
 from protocol.wire.session import Heartbeat, LogRequest
 
 
@@ -52,10 +52,10 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Event: another operator's node sent this."""
+    """Event: another operator's node sent this. The head of a message that `Quorum.hears` refuses."""
 
     peer: str
-    message: QuorumMessage | Heartbeat
+    message: QuorumMessage | Heartbeat | MessageHead
 
 
 @dataclass(frozen=True, slots=True)

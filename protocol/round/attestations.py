@@ -4,6 +4,10 @@ All holders of a shard must have the same bits. The majority is by the weight of
 the last WITNESS_ROUNDS commits, by the tokens of their replicas, none with more than one part in WITNESS_MOST of all;
 at first the members of the plan. A node's own *auditor* (peer/node/audit.py) outweighs all others. A peer with other
 bits than the majority has *diverged*, and its work of the next round does not count.
+
+Where witnesses dispute a shard's bits, a node that can computes them from the log (peer/log/recompute.py). What it
+finds is right, however many attest otherwise; those who do are *refuted*, and what they attest of other shards has no
+weight.
 """
 
 from __future__ import annotations
@@ -82,20 +86,31 @@ class Attested:
 
 
 class _Shard:
-    """Attested digests of one shard after one round. digests: peers by digest; _weight: of witnesses by digest."""
+    """Attested digests of one shard after one round. digests: peers by digest; _weight: of witnesses by digest;
+    proven: what the log gives, None if it was not computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, proven: str | None = None) -> None:
         self.digests: dict[str, dict[str, None]] = {}
+        self.proven = proven
         self._weight: Counter[str] = Counter()
+
+    @property
+    def is_disputed(self) -> bool:
+        """Whether witnesses attest several digests, and it is not known which one the log gives."""
+        return self.proven is None and len(self._weight) > 1
 
     def sure(self, total: int) -> str | None:
         """What more than half of the weight of all witnesses has, which is `total`, whatever the others will say."""
+        if self.proven is not None:
+            return self.proven
         ranked = self._weight.most_common(1)
         return ranked[0][0] if ranked and 2 * ranked[0][1] > total else None
 
     @property
     def right(self) -> str | None:
-        """What most of the weight has, None in a tie."""
+        """What the log gives, or most of the weight has; None in a tie."""
+        if self.proven is not None:
+            return self.proven
         ranked = self._weight.most_common(2)
         return ranked[0][0] if ranked and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]) else None
 
@@ -131,23 +146,45 @@ class RoundAttestations:
         self.known: dict[str, dict[str, str]] = {}
         self.majority: dict[str, str] = {}
         self.split: dict[str, None] = {}
-        self.reported: set[tuple[str, str]] = set()
+        self.reported: set[Diverged] = set()
+        self.proven: dict[str, str] = {}
         self._shards: dict[str, _Shard] = {}
         for peer, digests in attested.items():
             self.take(peer, digests)
 
     def take(self, peer: str, digests: Mapping[str, str]) -> None:
         """`peer` has these, whatever it said before."""
-        before, weight = self.known.get(peer, {}), self._weights.get(peer, 0)
+        before = self.known.get(peer, {})
+        was, weight = self._weight(peer, before), self._weight(peer, digests)
         for name, digest in before.items():
-            if digests.get(name) != digest:
-                self._shards[name].remove(peer, digest, weight)
+            if digests.get(name) != digest or was != weight:
+                self._shards[name].remove(peer, digest, was)
         for name, digest in digests.items():
-            if before.get(name) != digest:
+            if before.get(name) != digest or was != weight:
                 self._shards.setdefault(name, _Shard()).add(peer, digest, weight)
         self.known[peer] = dict(digests)
         for name in {**before, **digests}:
             self._judge(name)
+
+    def _weight(self, peer: str, digests: Mapping[str, str]) -> int:
+        is_refuted = any(digests.get(shard, right) != right for shard, right in self.proven.items())
+        return 0 if is_refuted else self._weights.get(peer, 0)
+
+    def prove(self, shard: str, digest: str) -> None:
+        """The log gives this digest of `shard`."""
+        self.proven[shard] = digest
+        known, self.known = self.known, {}
+        self.majority, self.split = {}, {}
+        self._shards = {name: _Shard(right) for name, right in self.proven.items()}
+        for name in self._shards:
+            self._judge(name)
+        for peer, digests in known.items():
+            self.take(peer, digests)
+
+    @property
+    def disputed(self) -> tuple[str, ...]:
+        """Shards of which witnesses attest several digests."""
+        return tuple(name for name in self.split if self._shards[name].is_disputed)
 
     def sure(self) -> dict[str, str]:
         """By shard, what more than half of the weight of all witnesses has."""
@@ -162,7 +199,7 @@ class RoundAttestations:
             self.majority.pop(name, None)
         else:
             self.majority[name] = right
-        if len(shard.digests) > 1:
+        if len({*shard.digests, *([] if shard.proven is None else [shard.proven])}) > 1:
             self.split[name] = None
         else:
             self.split.pop(name, None)
@@ -173,7 +210,11 @@ class RoundAttestations:
         for name in self.split:
             for peer in self._shards[name].wrong(ties):
                 wrong.setdefault(peer, set()).add(name)
-        return [Diverged(peer=peer, shard=shard) for peer in sorted(wrong) for shard in sorted(wrong[peer])]
+        return [
+            Diverged(peer=peer, shard=shard, refuted=shard in self.proven)
+            for peer in sorted(wrong)
+            for shard in sorted(wrong[peer])
+        ]
 
 
 class Attestations:
@@ -205,8 +246,26 @@ class Attestations:
             return []
         self._newest[peer] = max(self.newest(peer), attest.round)
         round.take(peer, attest.digests)
-        fresh = [d for d in round.diverged(False) if (d.peer, d.shard) not in round.reported]
-        round.reported.update((d.peer, d.shard) for d in fresh)
+        return self._fresh(round)
+
+    def prove(self, round: int, shard: str, digest: str) -> list[Diverged]:
+        """The log gives this digest of `shard` after `round`; returns the same as `add`."""
+        if round not in self._rounds:
+            return []
+        self._rounds[round].prove(shard, digest)
+        return self._fresh(self._rounds[round])
+
+    def proven(self, round: int) -> Mapping[str, str]:
+        """By shard, the digests that the log gives, as far as they were computed."""
+        return dict(self._rounds[round].proven) if round in self._rounds else {}
+
+    def disputed(self, round: int) -> tuple[str, ...]:
+        """Shards of which witnesses attested several digests after `round`, and none is proven."""
+        return self._rounds[round].disputed if round in self._rounds else ()
+
+    def _fresh(self, round: RoundAttestations) -> list[Diverged]:
+        fresh = [d for d in round.diverged(False) if d not in round.reported]
+        round.reported.update(fresh)
         return fresh
 
     def forget(self, before: int) -> None:

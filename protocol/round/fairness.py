@@ -77,7 +77,9 @@ class NodeView:
     digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of shards that more than half of the witnesses' weight attests."""
     attested: Mapping[str, Set[str]] = field(default_factory=dict)
-    """All digests that anybody attests, by shard."""
+    """All digests that anybody attests, by shard, and those that the log gives."""
+    known: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """What each peer attests, by shard."""
     living: Set[str] = frozenset()
     """Members of the quorum that give signs of life."""
     present: Set[str] = frozenset()
@@ -108,6 +110,21 @@ def wrong_verdict_in(
     )
     why = judging.why_unjust(sight.manifest, commit, updates, before, trial)
     return None if why is None else Objection(f"is unjust: {why}", True)
+
+
+def wrong_refutation_in(sight: NodeView, commit: Commit, compute: Callable[[str, int], str | None]) -> Objection | None:
+    """What a commit says that the log refutes, and it does not; or a doubt where this node cannot tell, or heard the
+    peer attest what the log gives. compute: the digest of a shard after a round, None if it is not known here."""
+    for d in (d for d in commit.diverged if d.refuted):
+        digest = compute(d.shard, commit.round - 1)
+        name = f"says that the log refutes what {short_peer(d.peer)} attests of {d.shard}"
+        if digest is not None and digest != commit.digests[d.shard]:
+            return Objection(f"{name}, and the log does not", True)
+        if digest is None and sight.settled:
+            return Objection(f"{name}, which this node cannot compute", False, about=d.peer)
+        if digest is not None and sight.settled and sight.known.get(d.peer, {}).get(d.shard) == digest:
+            return Objection(f"{name}, which was attested here as the log has it", False, about=d.peer)
+    return None
 
 
 def doubt_in(sight: NodeView, commit: Commit) -> Objection | None:
@@ -254,6 +271,8 @@ def view_of(
     for digests in known.values():
         for shard, digest in digests.items():
             attested.setdefault(shard, set()).add(digest)
+    for shard, digest in leader.attestations.proven(leader.round - 1).items():
+        attested.setdefault(shard, set()).add(digest)
     return NodeView(
         state=leader.state,
         chains=leader.roster.plan,
@@ -265,6 +284,7 @@ def view_of(
         ready={c.peer: c for c in leader.marked(leader.ready.values())},
         digests=leader.attestations.sure(leader.round - 1),
         attested=attested,
+        known={peer: dict(digests) for peer, digests in known.items()},
         living=living,
         present=present,
     )

@@ -38,6 +38,7 @@ from protocol.round.judging import JudgingJob, Verdict
 from protocol.round.leader_events import Effect, Event, Phase, Question
 from protocol.round.offers import Examined, Offers, ReplicaStates
 from protocol.round.presence import Newcomers, Promises
+from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.claims import Evaluation, Score
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, faults_of
@@ -93,6 +94,8 @@ def _left_out(
     )
 
 
+MOST_RECOMPUTED = 4
+"""Times that disputed shards are computed in a round."""
 LEAVES_REASON = "leaves the run"
 """Why a peer that says so brings nothing."""
 
@@ -136,6 +139,7 @@ class Leader:
         self._job: JudgingJob | None = None
         self._answered: tuple[JudgingJob, Sequence[Verdict]] | None = None
         self._revealed: set[str] = set()
+        self._recomputed: set[tuple[str, ...]] = set()
         self._leads, self._began = False, now
         self._is_sole = False  # whether this node has led since the round began
 
@@ -210,6 +214,8 @@ class Leader:
                 if self.phase is Phase.JUDGING and case == self._job:
                     self._answered = case, judged
                     return self._settle(now, ev.JudgingDone)
+            case ev.Recomputed():
+                return self._recompute_done(event)
             case ev.Decided(commit):
                 return self._begin(commit, now)
             case ev.Tick(absent, living):
@@ -317,8 +323,28 @@ class Leader:
             self.manifest, attest
         ):
             return []
-        fresh = self.attestations.add(peer, attest)
-        return self.position.stay(Attest, [ev.Report(attest.round, d.peer, d.shard) for d in fresh]) if fresh else []
+        effects = self._reports(attest.round, self.attestations.add(peer, attest))
+        effects += self._recompute()
+        return self.position.stay(Attest, effects) if effects else []
+
+    def _recompute(self) -> list[Effect]:
+        """Asks what the log gives of shards that witnesses dispute; not for ever, whatever they attest one by one."""
+        model = self.manifest.model
+        disputed = self.attestations.disputed(self.round - 1)
+        disputed = tuple(sorted(disputed, key=lambda shard: (layout.shard_bytes(model, shard), shard)))
+        if not disputed or disputed in self._recomputed or len(self._recomputed) >= MOST_RECOMPUTED:
+            return []
+        self._recomputed.add(disputed)
+        return [ev.Recompute(self.round - 1, disputed)]
+
+    def _recompute_done(self, found: ev.Recomputed) -> list[Effect]:
+        if not found.shard:
+            return []
+        reports = self._reports(found.round, self.attestations.prove(found.round, found.shard, found.digest))
+        return self.position.stay(ev.Recomputed, reports) if reports else []
+
+    def _reports(self, round: int, diverged: Sequence[Diverged]) -> list[Effect]:
+        return [ev.Report(round, d.peer, d.shard, d.refuted) for d in diverged]
 
     def _seat(self, peer: str, now: float) -> list[Effect]:
         may = self._leads and self.phase is Phase.OPEN and not self.promises.rests(peer, self.round)
@@ -371,6 +397,7 @@ class Leader:
         self.state = self.state.apply(commit)
         self.offers.begin()
         self._verdicts = ReplicaStates()
+        self._recomputed.clear()
         away, self.roster = self.roster.away, ChainRoster(commit.plan)
         self.roster.away = away
         self._began, self._is_sole = now, self._leads

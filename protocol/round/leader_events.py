@@ -7,7 +7,7 @@ Plans and verdicts take seconds where there are many peers. So the machine asks 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -172,6 +172,15 @@ class JudgingDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Recomputed:
+    """Event: the answer to `Recompute`: the log gives `digest` of `shard` after `round`; empty if none was computed."""
+
+    round: int
+    shard: str = ""
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Event: time passed. absent: see protocol/round/presence.py; living: operators alive, None: unknown."""
 
@@ -233,12 +242,30 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Recompute:
+    """Effect: compute one of these shards after `round` from the log, on another thread; the answer is `Recomputed`.
+
+    shards: the smallest one first
+    """
+
+    round: int
+    shards: tuple[str, ...]
+
+    def answer(self, compute: Callable[[str, int], str | None]) -> Recomputed:
+        """The first shard whose digest `compute` gives."""
+        found = ((shard, compute(shard, self.round)) for shard in self.shards)
+        shard, digest = next(((shard, digest) for shard, digest in found if digest is not None), ("", ""))
+        return Recomputed(self.round, shard, digest)
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
-    """Effect: show that `peer`'s bits of `shard` after `round` differ from the majority's."""
+    """Effect: show that `peer`'s bits of `shard` after `round` differ from the majority's; refuted: from the log's."""
 
     round: int
     peer: str
     shard: str
+    refuted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +302,34 @@ def moves(manifest: Manifest, before: Plan | None, after: Plan | None, ready: Ma
     return [Moved(round, n, old, new, partition.why_moved(manifest, old, new, ready)) for n, old, new in found]
 
 
-Event = Ready | Gone | Received | Held | Lead | Decided | DecreeSigned | JoinRequest | Planned | JudgingDone | Tick
+Event = (
+    Ready
+    | Gone
+    | Received
+    | Held
+    | Lead
+    | Decided
+    | DecreeSigned
+    | JoinRequest
+    | Planned
+    | JudgingDone
+    | Recomputed
+    | Tick
+)
 Effect = (
-    Fetch | StoreList | AnnounceShare | MakePlan | Judge | Propose | Send | Report | Moved | Resting | Accusation | Done
+    Fetch
+    | StoreList
+    | AnnounceShare
+    | MakePlan
+    | Judge
+    | Recompute
+    | Propose
+    | Send
+    | Report
+    | Moved
+    | Resting
+    | Accusation
+    | Done
 )
 
 
@@ -323,6 +375,9 @@ _ROWS: tuple[Row[Phase], ...] = (
     Row(Phase.OPEN, Tick, Phase.OPEN, (TimeUp,), "the time to train is over, some have offered and others have not"),
     Row(Phase.OPEN, Attest, Phase.OPEN, (TakeSeat,), "it came after the plan, and holds the state: it takes a seat"),
     anywhere(Attest, (Report,), "a peer has other bits than the majority"),
+    anywhere(Attest, (Recompute,), "witnesses dispute a shard's bits"),
+    anywhere(Attest, (Report, Recompute), "both"),
+    anywhere(Recomputed, (Report,), "the log refutes what a peer attested"),
     anywhere(Decided, (Moved,), "the next plan moves blocks between the stages of a chain"),
     anywhere(Decided, (Resting,), "a peer was planned again and again and brings nothing"),
 )

@@ -40,6 +40,7 @@ from protocol.round.chain_repair import SLOW, reconfigured
 from protocol.round.member_events import Effect, Event, Phase
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Record, liars_borne
+from protocol.wire.encoding import RecordHead
 from protocol.wire.plan import Plan
 from protocol.wire.session import (
     Attest,
@@ -372,7 +373,11 @@ class Member:
             return self.position.stay(event, [ev.Send(LogRequest(after=self.head))])
         return self._read_log(event)
 
-    def _may_be_news(self, record: Record) -> bool:
+    def is_news(self, head: RecordHead) -> bool:
+        """Whether a record with this head is to be decoded, for Committed."""
+        return self._may_be_news(head) and self.history.may_learn(head)
+
+    def _may_be_news(self, record: Record | RecordHead) -> bool:
         """Whether an honest member has signed a record that is not the next one: else a node could have us read the
         log again and again."""
         members = self.members

@@ -128,6 +128,8 @@ class Diverged:
     """Who."""
     shard: bounds.Shard
     """In what."""
+    refuted: bool = False
+    """Whether the log gives `Commit.digests` of it, as the leader and its voters computed: a finding against it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@
 Unknown fields are ignored. A missing or ill-typed field is refused (`MessageError`).
 
 What arrives is checked in the order of what that costs: length, kind, the kind's bounds (`limit_of`), then the known
-fields. Unknown fields are not decoded, and have SPARE bytes. A record's head, digest and signatures are checked before
-its commit is decoded (`RecordHead`).
+fields. Unknown fields are not decoded, and have SPARE bytes. `head` gives what is read of a message or record before
+the rest is decoded; a record's digest and signatures are checked before that, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from protocol.errors import LocalError, RemoteError, shown
 from protocol.identity import Identity, short_peer
 from protocol.wire import bounds, framing
 from protocol.wire.announcement import Announcement, DirectoryMessage
-from protocol.wire.ballot import QuorumMessage
+from protocol.wire.ballot import Accept, Promise, QuorumMessage
 from protocol.wire.claims import Claim
 from protocol.wire.commit import DOMAIN, Commit, Record, vote_body
 from protocol.wire.decree import DecreeMessage
@@ -78,24 +78,27 @@ def decode(raw: bytes | memoryview, peer: str, *kinds: type[Any], values: int = 
 
     values: the most that a message has in this run, where that is less than its kind may have
     """
-    what = f"message from {short_peer(peer)}"
-    with _dropped(peer, what):
-        return _decode(framing.entries(raw), len(raw), peer, what, kinds, values)
+    with _dropped(peer, f"message from {short_peer(peer)}"):
+        found = framing.entries(raw)
+        return _built(_kind(found, len(raw), peer, kinds), found, values)
 
 
-def _decode(
-    found: dict[str, bytes], size: int, peer: str, what: str, kinds: tuple[type, ...], values: int = LARGEST.values
-) -> Any:
-    kind = framing.unpack_message(found.pop("t", _NONE), limit=_LONGEST_KIND, values=1)
+def _kind(found: Mapping[str, bytes], size: int, peer: str, kinds: tuple[type[Any], ...]) -> type[Any]:
+    """What a message of `size` bytes is, if it is one of `kinds` and not too long for it."""
+    kind = framing.unpack_message(found.get("t", _NONE), limit=_LONGEST_KIND, values=1)
     if not isinstance(kind, str) or kind not in TYPES:
         raise SchemaError("t", "is not a known message type")
     cls = TYPES[kind]
     if kinds and cls not in kinds:
-        raise MessageError(peer, f"{what}: unexpected {cls.__name__}; it was dropped")
+        raise MessageError(peer, f"message from {short_peer(peer)}: unexpected {cls.__name__}; it was dropped")
     limit = limit_of(cls)
     if size > limit.size:
         raise SchemaError(cls.__name__, f"has {size} bytes; at most {limit.size}")
-    return build(cls, _known(_names(cls), found, min(limit.values, values)), ignore_unknown=True)
+    return cls
+
+
+def _built(cls: Any, found: Mapping[str, bytes], values: int = LARGEST.values) -> Any:
+    return build(cls, _known(_names(cls), found, min(limit_of(cls).values, values)), ignore_unknown=True)
 
 
 _NONE = framing.pack_message(None)
@@ -174,6 +177,36 @@ class _Proof:
     votes: Annotated[dict[bounds.PeerId, bounds.Signature], AtMost(MAX_VOTES)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BallotFields:
+    """Fields of a message with a commit besides that."""
+
+    round: bounds.Round
+    ballot: bounds.Ballot
+
+
+def commit_head(raw: bytes) -> CommitHead:
+    """The first fields of a commit that was checked before."""
+    return _commit_head(framing.entries(raw))
+
+
+def commit_digest(raw: bytes) -> str:
+    """The digest of a commit that was checked before."""
+    return _commit_digest(framing.entries(raw))
+
+
+def _commit_digest(found: Mapping[str, bytes]) -> str:
+    return hashlib.sha256(DOMAIN + framing.joined({**found, "t": _COMMIT})).hexdigest()
+
+
+_COMMIT = framing.pack_message("commit")
+
+
+def _commit_head(found: Mapping[str, bytes]) -> CommitHead:
+    fields = _known(_names(CommitHead), found, limit_of(CommitHead).values)
+    return build(CommitHead, fields, where="commit", ignore_unknown=True)
+
+
 class RecordHead:
     """A record whose commit is not decoded yet, and nothing of which is proved.
 
@@ -181,70 +214,118 @@ class RecordHead:
     ballot, votes: as in a Record; no signature was checked
     """
 
-    def __init__(self, found: Mapping[str, bytes], peer: str) -> None:
+    def __init__(self, found: Mapping[str, bytes], raw: bytes, peer: str) -> None:
         self._found = found
+        self._raw = raw
         self._peer = peer
         said = {_RECORD[key]: value for key, value in found.items() if key in _RECORD}
         proof = build(_Proof, _known(_names(_Proof), said, limit_of(_Proof).values), ignore_unknown=True)
         self.ballot, self.votes = proof.ballot, proof.votes
         self._entries = framing.entries(said.get("commit", _NONE))
-        fields = _known(_names(CommitHead), self._entries, limit_of(CommitHead).values)
-        self.commit = build(CommitHead, fields, where="commit", ignore_unknown=True)
+        self.commit = _commit_head(self._entries)
 
     @functools.cached_property
     def digest(self) -> str:
         """The commit's, if its bytes are as `encode_record` writes them; else another one, which has no signature."""
-        return hashlib.sha256(DOMAIN + framing.joined({**self._entries, "t": _COMMIT})).hexdigest()
+        return _commit_digest(self._entries)
 
-    def record(self) -> Record:
-        """The whole record. Raises MessageError if a signature is wrong, or a field of the commit."""
-        wrong = f"record from {short_peer(self._peer)}: a signature is wrong; it was dropped"
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return len(self._raw)
+
+    def count(self) -> int:
+        """The number of its values, which is what it costs to decode. Raises MessageError."""
+        with _dropped(self._peer, f"record from {short_peer(self._peer)}"):
+            return framing.count(self._raw)
+
+    @functools.cached_property
+    def _is_signed(self) -> bool:
         body = vote_body(self.commit.run, self.commit.round, self.ballot, self.digest)
-        if not all(identity.verify(voter, body, signed) for voter, signed in self.votes.items()):
-            raise MessageError(self._peer, wrong)
+        return all(identity.verify(voter, body, signed) for voter, signed in self.votes.items())
+
+    def check(self) -> None:
+        """Raises MessageError if a signature is wrong."""
+        if not self._is_signed:
+            raise MessageError(
+                self._peer, f"record from {short_peer(self._peer)}: a signature is wrong; it was dropped"
+            )
+
+    def whole(self) -> Record:
+        """The whole record. Raises MessageError if a signature is wrong, or a field of the commit."""
+        self.check()
         with _dropped(self._peer, f"record from {short_peer(self._peer)}"):
             record = _record_of(self._found)
-        if record.commit.digest != self.digest:
-            raise MessageError(self._peer, wrong)
+            if record.commit.digest != self.digest:
+                raise SchemaError("commit", "is not written as it was signed")
         return record
 
 
-_COMMIT = framing.pack_message("commit")
+class MessageHead:
+    """A message whose fields are not decoded yet.
+
+    kind: what it is
+    round, ballot, commit: of a message with a commit, and its commit's first fields
+    """
+
+    def __init__(self, found: dict[str, bytes], raw: bytes, peer: str, kinds: tuple[type[Any], ...]) -> None:
+        self._found = found
+        self._raw = raw
+        self._peer = peer
+        self.kind = _kind(found, len(raw), peer, kinds)
+        self.round = self.ballot = -1
+        self.commit: CommitHead | None = None
+        if self.kind in WITH_COMMIT:
+            fields = build(_BallotFields, _known(_names(_BallotFields), found, SPARE.values), ignore_unknown=True)
+            self.round, self.ballot = fields.round, fields.ballot
+            body = found.get("commit", _NONE)
+            self.commit = None if body == _NONE else _commit_head(framing.entries(body))
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return len(self._raw)
+
+    def count(self) -> int:
+        """The number of its values, which is what it costs to decode. Raises MessageError."""
+        with _dropped(self._peer, f"message from {short_peer(self._peer)}"):
+            return framing.count(self._raw)
+
+    def whole(self) -> Message:
+        """The message. Raises MessageError."""
+        with _dropped(self._peer, f"message from {short_peer(self._peer)}"):
+            message: Message = _built(self.kind, self._found)
+            return message
+
+
+WITH_COMMIT = (Accept, Promise)
+"""Messages that have a commit."""
+
+
+def head(raw: bytes | memoryview, peer: str, *kinds: type[Any]) -> MessageHead | RecordHead:
+    """The head of a record, or of a message of one of `kinds`, if any are given, that `peer` sent. Raises
+    MessageError."""
+    data = bytes(raw)
+    with _dropped(peer, f"message from {short_peer(peer)}"):
+        found = framing.entries(data)
+        return MessageHead(found, data, peer, kinds) if "t" in found else RecordHead(found, data, peer)
 
 
 def record_head(raw: bytes | memoryview, peer: str) -> RecordHead:
     """The head of a record that `peer` sent. Raises MessageError."""
     with _dropped(peer, f"record from {short_peer(peer)}"):
-        return RecordHead(framing.entries(raw), peer)
-
-
-def record_head_or_none(raw: bytes | memoryview, peer: str) -> RecordHead | None:
-    """The same; None for a message, which is not decoded."""
-    with _dropped(peer, f"record from {short_peer(peer)}"):
-        found = framing.entries(raw)
-        return None if "t" in found else RecordHead(found, peer)
+        data = bytes(raw)
+        return RecordHead(framing.entries(data), data, peer)
 
 
 def decode_record(raw: bytes | memoryview, peer: str) -> Record:
     """A record of `peer` with right signatures; enough voters are not checked. Raises MessageError."""
-    return record_head(raw, peer).record()
-
-
-def message_or_head(raw: bytes, peer: str, *kinds: type[Any]) -> Any:
-    """A message of one of `kinds`, or the head of a record, that `peer` sent. Raises MessageError."""
-    what = f"message from {short_peer(peer)}"
-    with _dropped(peer, what):
-        found = framing.entries(raw)
-        if "t" in found:
-            return _decode(found, len(raw), peer, what, kinds)
-        return RecordHead(found, peer)
+    return record_head(raw, peer).whole()
 
 
 def decode_any(raw: bytes, peer: str, *kinds: type[Any]) -> Message | Record:
     """A message, of one of `kinds` if any are given, or a record that `peer` sent. Raises MessageError."""
-    found = message_or_head(raw, peer, *kinds)
-    said: Message | Record = found.record() if isinstance(found, RecordHead) else found
-    return said
+    return head(raw, peer, *kinds).whole()
 
 
 def seal(who: Identity, message: Message) -> bytes:

@@ -187,6 +187,11 @@ def entries(raw: bytes | memoryview) -> dict[str, bytes]:
     return out
 
 
+def count(raw: bytes) -> int:
+    """The values in `raw`, none of which is decoded. Raises FrameError as `unpack_message` does."""
+    return _measure(raw, MAX_DEPTH, MAX_VALUES)
+
+
 def joined(found: Mapping[str, bytes]) -> bytes:
     """The map that has these `entries`, in the order of their keys."""
     head: bytes = msgpack.Packer().pack_map_header(len(found))
@@ -212,8 +217,9 @@ def _follow(first: int) -> int:
 _FOLLOW = tuple(map(_follow, range(256)))
 
 
-def _measure(data: bytes, max_depth: int, max_values: int) -> None:
-    """Checks depth, number of values, types, keys and length of msgpack without decoding or recursion."""
+def _measure(data: bytes, max_depth: int, max_values: int) -> int:
+    """Checks depth, number of values, types, keys and length of msgpack without decoding or recursion. Returns the
+    number of values."""
     position, values, size = 0, 1, len(data)
     left, in_map = 1, False  # how many values the innermost open container still lacks, and whether it is a map: then
     # every other value is a key; at first it is the message itself
@@ -261,3 +267,4 @@ def _measure(data: bytes, max_depth: int, max_values: int) -> None:
         raise FrameError("message: cut short")
     if position != size:
         raise FrameError("message: bytes follow after its end")
+    return values

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 from bootstrap.node import BootstrapNode
@@ -20,7 +21,8 @@ from peer.node.training import Result
 from protocol.identity import Identity
 from protocol.planning.memory import stage_memory
 from protocol.run.manifest import Manifest, TimingSpec
-from protocol.wire import encoding
+from protocol.wire import encoding, framing
+from protocol.wire.ballot import Accept
 from protocol.wire.commit import Record, Share, body_of
 from protocol.wire.encoding import Message
 from protocol.wire.session import ChainReconfig, Finished, Heartbeat, Offered, TakeSeat, TimeUp
@@ -146,6 +148,35 @@ def no_chain(node: Attacker) -> Iterator[Message]:
         yield ChainReconfig(
             round=node.quorum.round, replica=replica.number, generation=1, peers=(), steps=0, reason="over"
         )
+
+
+async def test_a_node_that_says_dear_commits_to_the_others_holds_up_no_round(tmp_path: Path) -> None:
+    """They have 180,000 values, and cannot be the next one: their heads are read, and no more."""
+    async with Run(tmp_path, says=lambda node: iter(())) as ground:
+        await ground.join("a", "b")
+        await ground.until(lambda: ground.head >= 2)
+        said, links = 0, ground.attacker.operators.links
+
+        async def flood() -> None:
+            nonlocal said
+            dear, before = [["", ""]] * 60_000, None
+            while True:
+                round, head = ground.attacker.quorum.round, ground.attacker.quorum.head
+                if head is not before:
+                    plain = framing.unpack_message(encoding.encode(Accept(round=round, ballot=LIAR, commit=head)))
+                    plain["commit"] |= {"parent": head.digest, "diverged": dear}
+                    raw, before = msgpack.packb(plain), head
+                for link in links.values():
+                    if not link.outbox.qsize():
+                        link.post(raw)
+                        said += 1
+                await asyncio.sleep(0.05)
+
+        flooding = asyncio.create_task(flood())
+        commits = await ground.rounds(ROUNDS)
+        flooding.cancel()
+        assert said > 3 * ROUNDS
+        assert [[c.steps for c in commit.contributions] for commit in commits] == [[STEPS, STEPS]] * ROUNDS
 
 
 @pytest.mark.parametrize("says", [time_up, everything])

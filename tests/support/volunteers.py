@@ -18,6 +18,7 @@ from bootstrap.node import BootstrapNode
 from peer.chain.reading import StopSign
 from peer.corpus.text import Text
 from peer.events import Emitter, Event
+from peer.log.recompute import Recomputer
 from peer.net import directory
 from peer.net.base import Transport, Validate
 from peer.net.disk import Disk, Piece
@@ -166,6 +167,8 @@ class Swarm:
         self.tokenizer = TOKENIZER
         """The file of the run's."""
         self.disk = QuickDisk()
+        self.computes = True
+        """Whether the bootstrap node can compute disputed states, as where that is cheap."""
         self.relay_bps = 0
         """Bits a second that the bootstrap node relays, if it is set before the swarm begins."""
 
@@ -176,7 +179,9 @@ class Swarm:
         self.archive.save_tokenizer(self.tokenizer)
         self.boot = self.network.transport(tiny.OPERATOR.peer_id, directory.valid_record(self.manifest.run_id))
         emit = Emitter("bootstrap", self._hear(self.events))
-        self.machine = BootstrapNode(tiny.OPERATOR, self.boot, self.archive, emit)
+        known = Recomputer(self.manifest, self.archive.commits, self.archive.blobs.get)
+        compute = known.digest if self.computes else lambda shard, round: None
+        self.machine = BootstrapNode(tiny.OPERATOR, self.boot, self.archive, emit, compute=compute)
         self.node = asyncio.create_task(self.machine.serve(self.relay_bps))
         return self
 

@@ -15,6 +15,13 @@ from tests.support.volunteers import Swarm, Volunteer, manifest
 pytestmark = pytest.mark.slow
 
 
+def dear(folder: Path) -> Swarm:
+    """A run in which a node cannot compute a state from the log."""
+    swarm = Swarm(folder, manifest(start_peers=3, rounds=100, checkpoint_rounds=10, outer=LARGE))
+    swarm.computes = False
+    return swarm
+
+
 def spoil(peer: Volunteer, shard: str) -> None:
     """Another bit in the peer's state."""
     first, *others = peer.rounds.outer.theta[shard]
@@ -26,7 +33,7 @@ def spoil(peer: Volunteer, shard: str) -> None:
 async def test_who_is_told_by_most_that_it_differs_follows_the_log_and_keeps_its_bits(tmp_path: Path) -> None:
     """Two of three agree on a state that the log does not give, and have most of the weight."""
 
-    async with Swarm(tmp_path, manifest(start_peers=3, rounds=100, checkpoint_rounds=10, outer=LARGE)) as swarm:
+    async with dear(tmp_path) as swarm:
         rounds = Rounds(swarm)
         false, honest = [swarm.start("a"), swarm.start("b")], swarm.start("honest")
         await to(swarm, rounds, 12)
@@ -68,7 +75,7 @@ async def test_a_node_with_an_auditor_believes_the_log_whatever_most_of_the_weig
 async def test_a_newcomer_takes_no_state_from_which_the_log_leads_elsewhere(tmp_path: Path) -> None:
     """Most weight has a false state since before the newest checkpoint; the newcomer follows the log from the seed."""
 
-    async with Swarm(tmp_path, manifest(start_peers=3, rounds=100, checkpoint_rounds=10, outer=LARGE)) as swarm:
+    async with dear(tmp_path) as swarm:
         rounds = Rounds(swarm)
         false = [swarm.start("a"), swarm.start("b")]
         swarm.start("honest")

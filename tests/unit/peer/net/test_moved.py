@@ -190,7 +190,12 @@ class Member:
 
         await self.transport.serve(ECHO, echo)
         tell = self.directory.announce(lambda sealed: self.sessions.tell(Announced(sealed=sealed)))
-        works = (tell, self.directory.publish(), self.directory.watch(), self.sessions.run(on_message, on_open))
+        works = (
+            tell,
+            self.directory.publish(),
+            self.directory.watch(),
+            self.sessions.run(on_message, on_open, lambda head: True),
+        )
         return [asyncio.create_task(work) for work in works]
 
 

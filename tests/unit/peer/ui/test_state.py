@@ -69,7 +69,7 @@ def test_every_field_of_the_state_has_a_source() -> None:
     commit = made.commit(10).body
     assert isinstance(commit, events.Commit)
     left = tuple(LeftOut(replica=n, reason="late") for n in range(7))
-    wrong = (Diverged(peer=made.ids[2], shard="block.0"),)
+    wrong = (Diverged(peer=made.ids[2], shard="block.0", refuted=True),)
     measured = Evaluation(
         peer=made.ids[0], round=9, sequences=64, loss=4.0, bits_per_byte=1.5, signature=b"s", sample="once ⇒ upon"
     )

@@ -277,6 +277,7 @@ LIES = [
     Lie("weighs_by_tokens", "its weight is wrong", work(0, steps=1)),
     Lie("weighs_by_tokens", "its weight is wrong", work(0, steps=8, tokens=RUN.train.tokens(8, MICRO_BATCHES))),
     Lie("counts_no_diverged_peer", "the state of f0 differed", says(diverged=(Diverged(peer="f0", shard="embed"),))),
+    Lie("refutes_by_a_digest", "not by what", says(diverged=(Diverged(peer="x", shard="embed", refuted=True),))),
     Lie("has_readable_lists", "list of parts", share(0, listed=0)),
     Lie("has_readable_lists", "list of parts", share(0, listed=2**40)),
     Lie("counts_no_probation", "counts replica 5, which is on probation", lambda c: adds(

@@ -178,6 +178,20 @@ def test_it_does_not_vote_for_a_replica_that_is_not_planned() -> None:
         assert member.vote == Promise(round=1)
 
 
+def test_lists_of_work_that_is_not_planned_are_not_fetched() -> None:
+    (planned,) = WITH_PAYLOAD
+    others = [dataclasses.replace(SHARE, root=tiny.digest(f"list {i}")) for i in range(20)]
+    for made in (
+        [dataclasses.replace(planned, shares=tuple(others))],
+        [dataclasses.replace(planned, replica=7 + i, shares=(share,)) for i, share in enumerate(others)],
+        [dataclasses.replace(planned, shares=(share,)) for share in others],
+    ):
+        member = acceptor(Promise(round=1), held=(PAYLOAD,))
+        (refused,) = accept(member, 0, dataclasses.replace(NEXT, contributions=tuple(made)), head=PLANNED)
+        assert isinstance(refused, Refused)
+        assert refused.unfair.lie
+
+
 def test_a_list_that_is_too_long_is_not_fetched_and_one_that_never_comes_gets_no_vote() -> None:
     member = acceptor(Promise(round=1), held=(PAYLOAD,))
     long = dataclasses.replace(SHARE, listed=part_lists.longest(M) + 1)

@@ -278,3 +278,36 @@ def test_what_was_seen_does_not_change_while_it_is_judged() -> None:
     round.other.do(Received("b", round.other.offer("b")))
     round.other.leader.seen(round.seconds)
     assert sight.complete == before
+
+
+def refuting(round: Round, digest: str = "true") -> Commit:
+    """What a node proposes that computed what the log gives of a shard."""
+    wrong = (Diverged(peer="a", shard="embed", refuted=True),)
+    return dataclasses.replace(round.commit(), diverged=wrong, digests={"embed": digest})
+
+
+def test_a_refuted_attestation_is_computed_again_by_those_who_vote() -> None:
+    round = Round()
+    sight = dataclasses.replace(round.sight(), known={"a": {"embed": "false"}})
+    commit = refuting(round)
+    assert fairness.wrong_refutation_in(sight, dataclasses.replace(commit, diverged=()), lambda *of: None) is None
+    assert fairness.wrong_refutation_in(sight, commit, lambda shard, round: "true") is None
+    lie = fairness.wrong_refutation_in(sight, commit, lambda shard, round: "false")
+    assert lie is not None
+    assert lie.lie
+    for known, computed in (({"a": {"embed": "true"}}, "true"), ({}, None)):
+        seen = dataclasses.replace(sight, known=known)
+        doubt = fairness.wrong_refutation_in(seen, commit, lambda shard, round, computed=computed: computed)
+        assert doubt is not None
+        assert (doubt.lie, doubt.about) == (False, "a")
+        new = dataclasses.replace(seen, settled=False)
+        assert fairness.wrong_refutation_in(new, commit, lambda shard, round, computed=computed: computed) is None
+
+
+def test_the_log_s_own_digest_is_not_one_that_nobody_attested() -> None:
+    round = Round()
+    round.other.attest("a", "b", "c", digest="false")
+    round.other.leader.attestations.prove(round.other.leader.round - 1, "embed", "true")
+    honest = dataclasses.replace(round.commit(), digests={"embed": "true"})
+    objection = found(round.sight(settled=True), honest)
+    assert objection is None or "nobody attested" not in objection.reason

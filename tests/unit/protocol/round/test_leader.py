@@ -11,7 +11,7 @@ from protocol.ledger import part_lists
 from protocol.ledger.part_lists import root_of, share_of
 from protocol.planning.partition import Candidate
 from protocol.round.judging import JudgingJob, Verdict, name_of
-from protocol.round.leader import Leader
+from protocol.round.leader import MOST_RECOMPUTED, Leader
 from protocol.round.leader_events import (
     AnnounceShare,
     Decided,
@@ -30,12 +30,15 @@ from protocol.round.leader_events import (
     Propose,
     Ready,
     Received,
+    Recompute,
+    Recomputed,
     Report,
     Send,
     StoreList,
     Tick,
 )
-from protocol.wire.commit import Commit
+from protocol.run import layout
+from protocol.wire.commit import Commit, Diverged
 from protocol.wire.session import Attest, Offer, Offered, TimeUp, Withdraw
 from tests.support import tiny
 from tests.support.leader import CHAIN, DEADLINE, FULL, FULLS, GONE, QUICK, SHARDS, Driver, M, left_out, opened
@@ -525,7 +528,7 @@ def test_who_differs_from_the_majority_is_reported_once_and_left_out() -> None:
     driver = Driver({**FULLS, "c": FULL}, tiny.manifest(rounds=3, start_peers=3))
     driver.decide(driver.ready("a", "b", "c"))
     driver.attest("a", "b")
-    assert driver.attest("c", digest="other") == [Report(0, "c", "embed")]
+    assert driver.attest("c", digest="other") == [Report(0, "c", "embed"), Recompute(0, ("embed",))]
     assert driver.attest("c", digest="other") == []
     driver.offered("a", "c")
     commit = driver.decide(driver.offered("b"))
@@ -539,12 +542,58 @@ def test_in_a_tie_nobody_is_right() -> None:
     driver = Driver(FULLS)
     driver.decide(driver.ready("a", "b"))
     driver.attest("a")
-    assert driver.attest("b", digest="other") == []
+    assert driver.attest("b", digest="other") == [Recompute(0, ("embed",))]
+    assert driver.do(Recomputed(0)) == [], "that is not cheap"
     driver.offered("a", "b")
     commit = driver.decide(driver.at(GONE))
     assert replicas(commit) == []
-    assert [(d.peer, d.shard) for d in commit.diverged] == [("a", "embed"), ("b", "embed")]
+    assert [(d.peer, d.shard, d.refuted) for d in commit.diverged] == [("a", "embed", False), ("b", "embed", False)]
     assert commit.digests == {}
+
+
+def test_in_a_tie_the_log_is_right_and_who_attests_otherwise_is_found_out() -> None:
+    driver = Driver(FULLS)
+    driver.decide(driver.ready("a", "b"))
+    driver.attest("a")
+    (asked,) = driver.attest("b", digest="other")
+    assert isinstance(asked, Recompute)
+    assert driver.do(asked.answer(lambda shard, round: "same")) == [Report(0, "b", "embed", refuted=True)]
+    driver.offered("b")
+    commit = driver.decide(driver.offered("a"))
+    assert replicas(commit) == [0]
+    assert commit.diverged == (Diverged(peer="b", shard="embed", refuted=True),)
+    assert commit.digests == {"embed": "same"}
+    assert driver.leader.standing.of("b").reputation == 0.5
+    assert driver.leader.standing.of("a").reputation == 1.0
+
+
+def test_the_log_is_right_however_many_attest_otherwise() -> None:
+    driver = Driver({**FULLS, "c": FULL}, tiny.manifest(rounds=3, start_peers=3))
+    driver.decide(driver.ready("a", "b", "c"))
+    driver.attest("a", "b", digest="other")
+    (reported, asked) = driver.attest("c")
+    assert reported == Report(0, "c", "embed")
+    found = driver.do(asked.answer(lambda shard, round: "same"))
+    assert found == [Report(0, who, "embed", refuted=True) for who in "ab"]
+    assert driver.attest("a", digest="another") == [], "it was told already"
+
+
+def test_a_stranger_has_nothing_computed() -> None:
+    driver = Driver(FULLS)
+    driver.decide(driver.ready("a", "b"))
+    driver.attest("a", "b")
+    assert driver.attest("stranger", digest="other") == [Report(0, "stranger", "embed")]
+
+
+def test_a_peer_has_so_much_computed_in_a_round() -> None:
+    driver, asked = Driver(FULLS), 0
+    driver.decide(driver.ready("a", "b"))
+    names = layout.shard_names(driver.manifest.model)
+    driver.do(Received("a", Attest(round=0, digests=dict.fromkeys(names, "same"))))
+    for shard in names:
+        lie = {**dict.fromkeys(names, "same"), shard: "other"}
+        asked += sum(isinstance(effect, Recompute) for effect in driver.do(Received("b", Attest(round=0, digests=lie))))
+    assert asked == MOST_RECOMPUTED < len(names)
 
 
 def test_attestations_of_other_rounds_are_ignored() -> None:
@@ -604,7 +653,7 @@ def test_a_difference_after_the_last_round_is_reported() -> None:
         if driver.leader.round <= 3:
             driver.attest("a", "b", "c")
     driver.attest("a", "b")
-    assert driver.attest("c", digest="other") == [Report(3, "c", "embed"), Done(3)]
+    assert driver.attest("c", digest="other") == [Report(3, "c", "embed"), Recompute(3, ("embed",)), Done(3)]
 
 
 # --- uneven stages

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
+import msgpack
 import pytest
 
 from protocol.round.member_events import (
@@ -21,6 +23,9 @@ from protocol.round.member_events import (
 )
 from protocol.round.stragglers import GRACE_SHARE
 from protocol.run.manifest import Manifest
+from protocol.wire import encoding, framing
+from protocol.wire.commit import Commit
+from protocol.wire.encoding import MessageError, RecordHead
 from protocol.wire.session import Finished, Heartbeat, TakeSeat, TimeUp
 from tests.support import tiny
 from tests.support.member import ME, TOKENS, Driver, M, log, offer, plan
@@ -138,3 +143,44 @@ def test_records_of_later_rounds_that_no_honest_node_signed_have_nobody_read_the
     assert driver.do(Committed(tiny.record(far, tiny.OPERATORS[3], SPARE))) == []
     assert driver.member.newest == 0
     assert driver.do(Committed(tiny.record(far, *tiny.OPERATORS[2:4]))) == [ReadLog(driver.member.history.tip)]
+
+
+def head_of(commit: Commit, *voters: int) -> RecordHead:
+    raw = encoding.encode_record(tiny.record(commit, *(tiny.OPERATORS[i] for i in voters)))
+    return encoding.record_head(raw, A)
+
+
+def test_a_record_is_decoded_if_it_can_be_news() -> None:
+    driver = of_four()
+    known = driver.member.commits[0]
+    after = tiny.commit(FOUR, known, plan=plan(2, ME), leader=A)
+    for head, news in (
+        (head_of(known, 0, 1, 2), False),
+        (head_of(dataclasses.replace(known, time=9.0), 3), False),
+        (head_of(dataclasses.replace(known, time=9.0), 0, 1, 2), True),
+        (head_of(after, 2, 3), False),
+        (head_of(after, 0, 1, 2), True),
+        (head_of(dataclasses.replace(after, round=7), 3), False),
+        (head_of(dataclasses.replace(after, round=7), 2, 3), True),
+    ):
+        assert driver.member.is_news(head) == news
+        assert head.whole().commit.round == head.commit.round
+
+
+def test_a_dear_record_that_nobody_decided_is_not_decoded() -> None:
+    driver = of_four()
+    after = tiny.commit(FOUR, driver.member.commits[0], plan=plan(2, ME), leader=A)
+    plain = framing.unpack_message(encoding.encode_record(tiny.record(after, tiny.OPERATORS[3])))
+    plain["c"] |= {"left_out": [[0, ""]] * 50_000, "diverged": [["", ""]] * 50_000}
+    began = time.process_time()
+    framing.unpack_message(msgpack.packb(plain))
+    whole = time.process_time() - began
+    for changes in ({}, {"v": {name: bytes(64) for name in NODES}}):
+        for round in (0, 1, 7):
+            raw = msgpack.packb({**plain, **changes, "c": {**plain["c"], "round": round}})
+            began = time.process_time()
+            head = encoding.record_head(raw, D)
+            if driver.member.is_news(head):
+                with pytest.raises(MessageError, match="a signature is wrong"):
+                    head.whole()
+            assert time.process_time() - began < whole

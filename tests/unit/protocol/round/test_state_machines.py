@@ -288,7 +288,7 @@ class Twins:
         self.now = 0.0
         self.commit: Commit | None = None
         self.sent: list[ChainReconfig] = []
-        self.questions: list[tuple[Leader, Question | JudgingJob]] = []
+        self.questions: list[tuple[Leader, Question | JudgingJob | leading.Recompute]] = []
         self.lead(0)
 
     def lead(self, index: int) -> None:
@@ -302,6 +302,8 @@ class Twins:
                     self.questions.append((node, question))
                 case leading.Judge(case):
                     self.questions.append((node, case))
+                case leading.Recompute() if self.rng.random() < 0.7:
+                    self.questions.append((node, effect))
                 case leading.Propose(commit):
                     self.commit = commit
                 case leading.Send(_, ChainReconfig() as message):
@@ -320,7 +322,9 @@ class Twins:
             for node in self.nodes:
                 self.tell(node, event)
 
-    def answer(self, question: Question | JudgingJob) -> leading.Event:
+    def answer(self, question: Question | JudgingJob | leading.Recompute) -> leading.Event:
+        if isinstance(question, leading.Recompute):
+            return question.answer(lambda shard, round: "same" if self.rng.random() < 0.7 else None)
         if isinstance(question, Question):
             return leading.Planned(question, question.answer())
         reason = self.rng.choice((None, None, None, "it is a copy"))
@@ -343,8 +347,10 @@ class Twins:
                 self.now += rng.choice((1.0, 1.0, 30.0, 50.0, 70.0))
                 return leading.Tick(frozenset({peer} if rng.random() < 0.1 else ()))
             case 6 | 7 | 8:
-                digest = "other" if rng.random() < 0.05 else "same"
-                return self.says(peer, Attest(round=self.nodes[0].round - 1, digests=dict.fromkeys(SHARDS, digest)))
+                digests = dict.fromkeys(SHARDS, "same")
+                if rng.random() < 0.05:
+                    digests |= dict.fromkeys(rng.choice((SHARDS, SHARDS[:1], SHARDS[-1:])), "other")
+                return self.says(peer, Attest(round=self.nodes[0].round - 1, digests=digests))
             case 9 | 10 | 11:
                 return self.offers(peer)
         return self.says(peer, self.trouble())
@@ -529,23 +535,26 @@ def leader_that_gets_no_votes() -> Cluster:
 def more_liars_than_are_borne() -> Cluster:
     """Three members have certified what cannot be: B finds it at once, or when its payloads' list is there."""
     cluster = Cluster(4)
+    cluster.propose(A)
+    assert cluster.nodes[B].round == 1
     cluster.cut = lambda sender, to, message: not isinstance(message, Heartbeat)
     cluster.kill(A)
     cluster.pass_time(cluster.lease + 1)
     made = dataclasses.replace(cluster.commit(B, 1.0), leader=A, members=cluster.manifest.first_members)
+    longer = dataclasses.replace(WITH_PAYLOAD[0], shares=(dataclasses.replace(SHARE, norm=99.0),))
     for lie in (
         dataclasses.replace(made, decrees=9),
-        dataclasses.replace(made, contributions=WITH_PAYLOAD),
+        dataclasses.replace(made, contributions=(longer,)),
     ):
         cluster.propose(B, 2.0)
         cluster.pass_time(5)
         ballot = cluster.nodes[B].ballot
-        claim = Promise(round=0, ballot=ballot, accepted=0, commit=lie, pledges=pledges(lie, 0, 0, 2, 3))
+        claim = Promise(round=1, ballot=ballot, accepted=0, commit=lie, pledges=pledges(lie, 0, 0, 2, 3))
         for name in (C, D):
             cluster.do(B, paxos_events.Heard(name, claim))
-        body = pledge_body(lie.run, 0, ballot, lie.digest)
+        body = pledge_body(lie.run, 1, ballot, lie.digest)
         for name, key in ((A, 0), (C, 2), (D, 3)):
-            pledge = Pledge(round=0, ballot=ballot, digest=lie.digest, signature=tiny.OPERATORS[key].sign(body))
+            pledge = Pledge(round=1, ballot=ballot, digest=lie.digest, signature=tiny.OPERATORS[key].sign(body))
             cluster.do(B, paxos_events.Heard(name, pledge))
         if lie.contributions:
             assert cluster.nodes[B].phase is paxos_events.Phase.ACCEPTING
