@@ -29,7 +29,7 @@ from protocol.wire.framing import LARGEST, Cost
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import AtMost, packed
 
-MAX_DIVERGED = 4096
+MAX_DIVERGED = 2048
 MAX_STRANGERS_DIVERGED = 64
 """Of MAX_DIVERGED, entries of peers that the plan does not name."""
 MAX_SPARES = 4096

@@ -22,13 +22,16 @@ signs and empty updates have no gain; copies, old updates and updates from other
 compared with the last COMPARED_POOL contributions, m their median and s their spread (1.4826 times the median distance
 from m, LEAST_SPREAD m at least). Evidence accumulates by the likelihood ratio of "around 0" to "around m" (Page, 1954):
 
-    evidence = max(0, evidence + min(MOST_EVIDENCE_STEP, max(-MOST_EVIDENCE_STEP, f m (f m / 2 - value) / s^2)))
+    evidence = max(0, evidence + min(MOST_EVIDENCE_STEP, max(-LEAST_EVIDENCE_STEP, f m (f m / 2 - value) / s^2)))
     f = tokens / the median tokens of the round's contributions, 1 at most
+
+so good work between takes back half of the evidence that bad work gives, and taking turns does not help.
 
 More evidence than ENOUGH_EVIDENCE against gain or edge costs the maker its standing (protocol/ledger/standing.py) and
 starts again at 0. In a chain each member has its part. The value is the median of three marks, or the better one of
 two, so a single liar cannot accuse; one mark alone says nothing.
 
+*Scorers.* A mark is *far* where it differs from the median of three by more than FAR_MARK m. A scorer whose far or
 missing marks outweigh the others by MISSES is not asked for MUTE_ROUNDS rounds. docs/results/judging.md has the figures
 behind the constants.
 """
@@ -54,7 +57,7 @@ COMPARED_POOL = 24
 LEAST_POOL = 8
 """So many have to be there first."""
 LEAST_SPREAD = 0.25
-MOST_EVIDENCE_STEP = 2.0
+MOST_EVIDENCE_STEP, LEAST_EVIDENCE_STEP = 2.0, 1.0
 ENOUGH_EVIDENCE = 8.0
 FAR_MARK = 0.5
 MISSES = 4.0
@@ -155,7 +158,7 @@ def against(value: float, part: float, others: Sequence[float]) -> float:
         return 0.0
     spread = max(1.4826 * statistics.median(abs(other - middle) for other in others), LEAST_SPREAD * middle)
     expected = part * middle
-    return min(MOST_EVIDENCE_STEP, max(-MOST_EVIDENCE_STEP, expected * (expected / 2 - value) / (spread * spread)))
+    return min(MOST_EVIDENCE_STEP, max(-LEAST_EVIDENCE_STEP, expected * (expected / 2 - value) / (spread * spread)))
 
 
 def _weighed(

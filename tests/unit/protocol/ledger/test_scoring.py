@@ -334,7 +334,7 @@ def test_one_mark_says_nothing_and_of_two_the_better_one_counts() -> None:
 def test_what_differs_as_much_as_it_is_worth_counts_for_little() -> None:
     clear, dim = [1.0] * LEAST_POOL, [3.0, -1.0] * LEAST_POOL
     assert scoring.against(0.0, 1.0, clear) == 2.0
-    assert scoring.against(1.0, 1.0, clear) == -2.0
+    assert scoring.against(1.0, 1.0, clear) == -scoring.LEAST_EVIDENCE_STEP
     assert 0 < scoring.against(0.0, 1.0, dim) < 0.2
     assert scoring.against(0.0, 1.0, clear[1:]) == 0.0, "too few to compare with"
     assert scoring.against(-5.0, 1.0, [-1.0] * LEAST_POOL) == 0.0, (
