@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-.PHONY: demo test test-all setup lint types contracts quick-1 quick-2 unit unit-1 unit-2 sim e2e e2e-1 e2e-2 e2e-3 e2e-4 faults hostile campaign fuzz benchmark benchmark-gpu evidence pictures clean
+.PHONY: demo test test-all setup lint types contracts quick-1 quick-2 unit unit-1 unit-2 sim e2e e2e-1 e2e-2 e2e-3 e2e-4 faults hostile campaign fuzz fuzz-channels benchmark benchmark-gpu evidence pictures clean
 
 setup: $(VENV)/.done
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -104,6 +104,10 @@ campaign: setup
 	$(BIN)/python -m tests.benchmarks.honest --rounds 10000
 	$(BIN)/python -m tests.faults.soak --minutes 30
 	$(BIN)/python -m tests.faults.repair --times 100
+
+# Messages to every channel, each within a bound of processor time by its size; what was done is kept, so a run that was cut off goes on.
+fuzz-channels: setup
+	nice $(BIN)/python -m tests.fuzz.campaign --channels --inputs 10000000 --keep fuzz-channels.jsonl
 
 fuzz: setup
 	nice $(BIN)/python -m tests.fuzz.campaign --inputs 10000000

@@ -71,7 +71,8 @@ PARTS = tuple(Part(shard=s, digest="0" * 64, size=8, norm=1.0) for s in layout.s
 
 @dataclass(frozen=True)
 class Target:
-    """`share`: how many inputs it gets relative to others; `refuses`: what it may raise."""
+    """`share`: how many inputs it gets relative to others; `refuses`: what it may raise; `allowed`: processor seconds
+    for the newest input, of so many bytes."""
 
     name: str
     run: Callable[[bytes], object]
@@ -79,6 +80,7 @@ class Target:
     seeds: Sequence[bytes]
     change: Mutator
     share: int
+    allowed: Callable[[int], float] = lambda size: math.inf
 
 
 def check(holds: bool, what: str) -> None:
