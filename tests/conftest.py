@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import os
 import random
@@ -18,6 +19,8 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
+
+gc.disable()  # while tests are collected: what is imported stays, and to look through it is a quarter of the time
 
 import pytest
 from hypothesis import settings
@@ -30,6 +33,11 @@ SECONDS = 300.0
 settings.register_profile("potluck", deadline=None)
 settings.load_profile("potluck")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and children would inherit that
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
