@@ -20,8 +20,6 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
-gc.disable()  # while tests are collected: what is imported stays, and to look through it is a quarter of the time
-
 import pytest
 from hypothesis import settings
 
@@ -32,6 +30,7 @@ SECONDS = 300.0
 
 settings.register_profile("potluck", deadline=None)
 settings.load_profile("potluck")
+gc.disable()  # while tests are collected: what is imported stays, and to look through it is a quarter of the time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and children would inherit that
 
 
