@@ -30,6 +30,11 @@ gc.disable()  # while tests are collected: what is imported stays, and to look t
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and children would inherit that
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """What hypothesis warns of when it is imported late, since it cannot see what is frozen."""
+    config.addinivalue_line("filterwarnings", "ignore:It looks like `register_random`")
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
