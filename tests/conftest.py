@@ -1,7 +1,6 @@
-"""Settings for all tests. There is no time limit per hypothesis example, so that a busy machine does not make a test
-fail. The hub of data sets is not asked. Libraries without a chosen number of threads have one, in this process and in
-its children: more threads than free cores wait for each other. A closed terminal ends what tests start, also under
-nohup.
+"""Settings for all tests. The hub of data sets is not asked. Libraries without a chosen number of threads have one, in
+this process and in its children: more threads than free cores wait for each other. A closed terminal ends what tests
+start, also under nohup.
 
 An async test has an event loop of its own; marked `virtual`, one in which time costs nothing. An async context that a
 fixture gives is entered in that loop."""
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import os
 import random
@@ -20,16 +20,24 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
-from hypothesis import settings
 
 from tests.sim.loop import VirtualLoop
 
 SECONDS = 300.0
 """Limit of an async test; far above what any takes, for busy machines."""
 
-settings.register_profile("potluck", deadline=None)
-settings.load_profile("potluck")
+gc.disable()  # while tests are collected: what is imported stays, and to look through it is a quarter of the time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and children would inherit that
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What hypothesis warns of when it is imported late, since it cannot see what is frozen."""
+    config.addinivalue_line("filterwarnings", "ignore:It looks like `register_random`")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import shutil
 import time
@@ -26,6 +27,8 @@ STYLE = re.compile(r"\x1b\[[\d;]*m")
 BYTES_A_CELL = 6
 """Of a refresh, at most, styles and signs of several bytes included."""
 SMALL, LARGE = 5, 500
+SIZES = ((80, 24), (120, 40), (200, 60))
+"""Columns and lines."""
 
 
 def refreshes(drawn: str) -> Iterator[str]:
@@ -44,33 +47,34 @@ def repainted(refresh: str, width: int, height: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60)])
-def test_a_terminal_is_painted_over_in_place(tmp_path: Path, width: int, height: int) -> None:
-    drawn = asyncio.run(drawn_while_news_come(tmp_path, width, height))
-    _, begun, drawn = drawn.partition(BEGIN)
-    assert begun, "it has a screen of its own, without a cursor"
-    assert SHOWN not in drawn
-    found = list(refreshes(drawn))
-    assert len(found) >= REFRESHES
-    for refresh in found:
-        repainted(refresh, width, height)
-    assert len(set(found)) > 1, "something was shown"
+def test_a_terminal_is_painted_over_in_place(tmp_path: Path) -> None:
+    for (width, height), drawn in asyncio.run(drawn_while_news_come(tmp_path)).items():
+        _, begun, drawn = drawn.partition(BEGIN)
+        assert begun, "it has a screen of its own, without a cursor"
+        assert SHOWN not in drawn
+        found = list(refreshes(drawn))
+        assert len(found) >= REFRESHES
+        for refresh in found:
+            repainted(refresh, width, height)
+        assert len(set(found)) > 1, "something was shown"
 
 
-async def drawn_while_news_come(folder: Path, width: int, height: int) -> str:
-    """What a real monitor of a real node writes."""
+async def drawn_while_news_come(folder: Path) -> dict[tuple[int, int], str]:
+    """What real monitors of a real node write, by the sizes of their terminals."""
     async with crowd.node(crowd.Signing(SMALL), folder / "node") as node:
         node.decide(3)
         loop = asyncio.get_running_loop()
 
-        def watch() -> str:
-            with watching(node.line, width=width, height=height) as watched:
+        def watch() -> dict[tuple[int, int], str]:
+            with contextlib.ExitStack() as stack:
+                monitors = {(w, h): stack.enter_context(watching(node.line, width=w, height=h)) for w, h in SIZES}
                 for step in range(1, 2 * REFRESHES + 1):
-                    before = watched.drawn.count(HOME.encode())
+                    before = {size: one.drawn.count(HOME.encode()) for size, one in monitors.items()}
                     loop.call_soon_threadsafe(node.hear, 1 + step % 4)
                     loop.call_soon_threadsafe(node.decide)
-                    until(watched, lambda w, before=before: w.drawn.count(HOME.encode()) > before)
-                return watched.drawn.decode()
+                    for size, one in monitors.items():
+                        until(one, lambda w, least=before[size]: w.drawn.count(HOME.encode()) > least)
+                return {size: one.drawn.decode() for size, one in monitors.items()}
 
         return await asyncio.to_thread(watch)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -64,8 +65,10 @@ def become(folder: str, words: list[str], out: int) -> None:
 
 
 def main() -> None:
+    gc.disable()  # also while a life is lived (tests/sim/run.py)
     for name in OTHERS:
         importlib.import_module(name)
+    gc.freeze()
     for line in sys.stdin:
         folder, words = json.loads(line)
         with tempfile.TemporaryFile() as out:
