@@ -23,8 +23,7 @@ import logging
 import math
 import shutil
 import signal
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,19 +61,6 @@ ANSWER_SECONDS = 5.0
 logging.getLogger("hivemind").setLevel(logging.ERROR)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entrance:
-    """How others reach us.
-
-    relays: full addresses of public peers that carry signals to us, if our router blocks connections; empty: it does
-        not, or that is not known
-    """
-
-    announce: tuple[str, ...] = ()  # addresses (without a peer id) to announce besides our own
-    relays: tuple[str, ...] = ()
-
-
-OPEN = Entrance()
 _SILENT = "network daemon: it does not answer; start this peer again"
 
 
@@ -153,12 +139,13 @@ class Daemon:
         port: int,
         sockets: Path,
         timeout: float,
-        entrance: Entrance = OPEN,
+        announce: Sequence[str] = (),
+        relays: Sequence[str] = (),
         sparing: bool = False,
     ) -> Daemon:
         """Starts a daemon that listens on TCP `host`:`port` (0: any), with its folder of sockets in `sockets`.
 
-        sparing: use little memory, for more processor time
+        announce, relays, sparing: as in peer/net/p2p.py
         Raises UsageError (PortInUse, StartFailed).
         """
         hosts = sockets_of.hosts(host, port) or [host]
@@ -170,10 +157,10 @@ class Daemon:
                 check_if_identity_free=False,
                 nat_port_map=not ipaddress.ip_address(host).is_loopback,
                 use_relay=True,
-                announce_maddrs=entrance.announce or None,
-                use_auto_relay=bool(entrance.relays),
-                trusted_relays=entrance.relays or None,
-                force_reachability="private" if entrance.relays else None,
+                announce_maddrs=announce or None,
+                use_auto_relay=bool(relays),
+                trusted_relays=relays or None,
+                force_reachability="private" if relays else None,
                 startup_timeout=timeout,
             )
         except BaseException as error:
@@ -187,8 +174,8 @@ class Daemon:
                     "is the machine overloaded? try again, or reinstall hivemind"
                 ) from None
             raise
-        everywhere = entrance == OPEN and ipaddress.ip_address(host).is_unspecified
-        return cls(p2p, folder, port if entrance.announce else 0, everywhere)
+        everywhere = not announce and not relays and ipaddress.ip_address(host).is_unspecified
+        return cls(p2p, folder, port if announce else 0, everywhere)
 
     def watch(self, ended: Callable[[], None]) -> None:
         """Sets `lost` and calls `ended` when the daemon's process, or our control connection to it, ends."""

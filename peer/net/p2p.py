@@ -28,12 +28,10 @@ from peer.net.base import BadAddress, Handler, StartFailed, Timeout, TransportLo
 from peer.net.daemon import (
     ANSWER_SECONDS,
     CLOSE_SECONDS,
-    OPEN,
     PASSING,
     START_SECONDS,
     UNDIALLED,
     Daemon,
-    Entrance,
     dial_bytes,
     raw_id,
 )
@@ -377,7 +375,8 @@ async def start(
     timeout: float = START_SECONDS,
     rpc_seconds: float = RPC_SECONDS,
     sockets: Path | None = None,
-    entrance: Entrance = OPEN,
+    announce: Sequence[str] = (),
+    relays: Sequence[str] = (),
     latest: Latest = lambda value: math.inf,
     sparing: bool = False,
 ) -> P2PTransport:
@@ -388,7 +387,8 @@ async def start(
     timeout: seconds that the start and the joining may each take
     rpc_seconds: that one request of the DHT may take
     sockets: folder for Unix sockets, with a short path
-    entrance: how others reach us
+    announce: addresses (without a peer id) to announce besides our own
+    relays: full addresses of public peers that carry signals to us, if our router blocks connections
     latest: until when a valid record may be kept
     sparing: use little memory, for more processor time
 
@@ -401,7 +401,7 @@ async def start(
     sockets_of.check_port(host, port)
     sockets = sockets or sockets_of.socket_base()
     sockets_of.sweep(sockets)
-    daemon = await Daemon.start(identity_file, host, port, sockets, timeout, entrance, sparing)
+    daemon = await Daemon.start(identity_file, host, port, sockets, timeout, announce, relays, sparing)
     close = daemon.aclose
     try:
         if daemon.peer_id != identity.peer_id:

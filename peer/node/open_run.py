@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from peer.net import keyfile
@@ -197,7 +197,7 @@ def here(*folders: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """Where a transport listens, and how others reach it: `announce` and `relays` as in peer.net.daemon.Entrance."""
+    """Where a transport listens, and how others reach it: fields as in peer/net/p2p.py."""
 
     host: str
     port: int = 0
@@ -208,16 +208,11 @@ class Door:
 async def start_transport(folder: Path, door: Door, run: str, *, sparing: bool = False) -> Transport:
     """Starts a hivemind daemon and DHT node of `run` with the key in `folder`. `sparing`: as in peer/net/p2p.py."""
     from peer.net import p2p
-    from peer.net.daemon import Entrance
 
-    entrance = Entrance(announce=door.announce, relays=door.relays)
     return await p2p.start(
         folder / KEY,
-        host=door.host,
-        port=door.port,
-        bootstrap=(),
+        **asdict(door),
         validate=valid_record(run),
-        entrance=entrance,
         latest=latest_expiry(run),
         sparing=sparing,
     )

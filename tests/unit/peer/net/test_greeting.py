@@ -13,7 +13,6 @@ import pytest
 from peer.net import greeting, p2p
 from peer.net.address import parse
 from peer.net.base import BadAddress, Clock, call, serve_calls
-from peer.net.daemon import Entrance
 from peer.net.greeting import GREETING, why_unknown
 from peer.net.reach import DialBackServer, ReachContext, check_reachability, greets
 from protocol.errors import RemoteError
@@ -173,7 +172,7 @@ async def test_a_daemon_is_dialled_back_and_a_remapped_port_is_reached(tmp_path:
         node = await start(tmp_path / "node")
         stack.push_async_callback(node.aclose)
         await DialBackServer(node, Clock()).serve()
-        peer = await start(tmp_path / "peer", port=port, entrance=Entrance(announce=announce))
+        peer = await start(tmp_path / "peer", port=port, announce=announce)
         stack.push_async_callback(peer.aclose)
         await peer.connect(node.addresses, timeout=DEADLINE)
 
