@@ -161,28 +161,16 @@ class Scorer:
         return nats / max(1, windows[:, 1:].size)
 
 
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """What an Evaluator works with.
-
-    load: (spec, theta) -> a copy of the whole model (peer/training/inference.py).
-    tokenizer: fetches the file of the run's.
-    worker: makes the thread of the computation.
-    scorer: shares the copy; None: this peer does not score.
-    """
-
-    load: Callable[[ModelSpec, Shards], Model]
-    tokenizer: Callable[[], Awaitable[bytes]]
-    worker: Callable[[], ThreadPoolExecutor]
-    scorer: Scorer | None = None
-
-
 @dataclass(eq=False)
 class Evaluator:
     """Measures the held-out loss in this peer's turns, and lets the scorer use the same copy of the model. There is one
     copy at a time: the held-out loss goes first.
 
     tell: sends a message to the bootstrap nodes.
+    load: (spec, theta) -> a copy of the whole model (peer/training/inference.py).
+    tokenizer: fetches the file of the run's.
+    worker: makes the thread of the computation.
+    scorer: shares the copy; None: this peer does not score.
     has_room: whether there is memory for a copy.
     always: measure out of turn too, as an operator's auditor does.
     """
@@ -193,14 +181,16 @@ class Evaluator:
     tell: Callable[[Message], None]
     emit: events.Emit
     _: KW_ONLY
-    tools: Tools
+    load: Callable[[ModelSpec, Shards], Model]
+    tokenizer: Callable[[], Awaitable[bytes]]
+    worker: Callable[[], ThreadPoolExecutor]
+    scorer: Scorer | None = None
     has_room: bool
     always: bool = False
 
     def __post_init__(self) -> None:
-        self._scorer = self.tools.scorer
         self._only_scores = False
-        self._tokenizer: bytes | None = None
+        self._tokenizer_file: bytes | None = None
         self._has_sample = True
         self._task: asyncio.Task[None] | None = None
         self._evaluation: Evaluation | None = None
@@ -222,7 +212,7 @@ class Evaluator:
         """
         if any(x.peer == self.identity.peer_id for x in commit.evaluations):
             self._evaluation = None
-        turn, measures = self._scorer.follow(commit, scores) if self._scorer and scores else None, False
+        turn, measures = self.scorer.follow(commit, scores) if self.scorer and scores else None, False
         if run_state.evaluation_is_due(self.manifest, commit):
             self._evaluation = None
             measures = self.always or self.identity.peer_id in run_state.evaluators(self.manifest, commit)
@@ -248,15 +238,15 @@ class Evaluator:
     async def _work(
         self, commit: Commit, theta: Shards, measures: bool, turn: Turn | None, log: Mapping[int, Commit]
     ) -> None:
-        task, run = asyncio.current_task(), BackgroundExecutor(self.tools.worker)
+        task, run = asyncio.current_task(), BackgroundExecutor(self.worker)
         try:
-            model = await run(self.tools.load, self.manifest.model, theta)
+            model = await run(self.load, self.manifest.model, theta)
             self.reads = False
             if measures:
                 await self._measure(commit, model, run)
-            if turn is not None and self._scorer is not None:
+            if turn is not None and self.scorer is not None:
                 self._only_scores = True
-                await self._scorer.score(turn, log, model, run)
+                await self.scorer.score(turn, log, model, run)
         except PotluckError as error:
             if not self._warned:
                 what = "held-out loss" if measures and not self._only_scores else "scores"
@@ -294,13 +284,13 @@ class Evaluator:
         if not self._has_sample:
             return ""
         try:
-            if self._tokenizer is None:
-                self._tokenizer = read_tokenizer(await self.tools.tokenizer(), self.manifest.tokenizer.digest)
+            if self._tokenizer_file is None:
+                self._tokenizer_file = read_tokenizer(await self.tokenizer(), self.manifest.tokenizer.digest)
             written = await run(model.goes_on, prompt, SAMPLE_IDS)
         except PotluckError:
             return ""
         try:
-            before, after = await decoded(self._tokenizer, prompt, [*prompt, *written])
+            before, after = await decoded(self._tokenizer_file, prompt, [*prompt, *written])
         except UsageError as error:
             self._has_sample = False  # it costs this machine once
             self.emit(events.Warning(text=f"held-out loss: measured without a sample of the model's text: {error}"))

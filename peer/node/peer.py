@@ -26,9 +26,9 @@ from peer.net.network import Network
 from peer.net.reach import DialBackServer, Reachability, ReachMonitor
 from peer.net.uplink import Uplink
 from peer.node.config import JoinConfig, Machine
-from peer.node.evaluating import Evaluator, Scorer, Tools
+from peer.node.evaluating import Evaluator, Scorer
 from peer.node.inner_loop import StageInnerLoop
-from peer.node.rounds import Parts, Rounds
+from peer.node.rounds import Rounds
 from peer.node.sessions import Operators, Refusals, Sessions
 from peer.node.training import InnerLoop
 from peer.state.payloads import Exchange
@@ -259,16 +259,17 @@ class Peer:
             text,
             tell,
             self._emit,
-            tools=Tools(
-                load=functools.partial(inference.Measured, wanted=room.device),
-                tokenizer=self._tokenizer,
-                worker=functools.partial(make_worker, config.threads),
-                scorer=None if audit else Scorer(manifest, identity, text, tell, self._storage.blobs.get),
-            ),
+            load=functools.partial(inference.Measured, wanted=room.device),
+            tokenizer=self._tokenizer,
+            worker=functools.partial(make_worker, config.threads),
+            scorer=None if audit else Scorer(manifest, identity, text, tell, self._storage.blobs.get),
             has_room=audit or budget.has_room_to_evaluate(manifest, room),
             always=audit,
         )
-        parts = Parts(
+        rounds = Rounds(
+            manifest=manifest,
+            peer=identity.peer_id,
+            restored=restored,
             network=self._network,
             sessions=self._sessions,
             operators=self._operators,
@@ -283,7 +284,7 @@ class Peer:
             warm=audit or budget.keeps_warm(manifest, room),
             whole=audit or budget.holds_whole(manifest, room),
         )
-        return Rounds(manifest, identity.peer_id, parts, restored), evaluator
+        return rounds, evaluator
 
     async def _work(self, rounds: Rounds) -> None:
         """Runs the rounds and all services beside them, until the rounds are over."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -25,7 +25,7 @@ from peer.node.log_reader import Follower, LogReader
 from peer.node.moments import MomentsExchange
 from peer.node.sessions import Operators, Sessions
 from peer.node.training import InnerLoop, Training, add_to_feedback, encode_update
-from peer.state.handover import REQUEST_BYTES, Giving, Owner, Taking
+from peer.state.handover import REQUEST_BYTES, Giving, Taking
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.recovery import Recovery, WarmUp
@@ -49,16 +49,20 @@ CONFIRMED_ROUNDS = 8
 """Rounds in which a shard that the log has confirmed is not computed again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The parts of a peer that the loop works with.
+@dataclass(eq=False, kw_only=True)
+class Rounds:
+    """See the module's docstring.
 
+    restored: the newest checkpoint, if there is one.
     threads: for work at a round boundary.
     abreast: shards whose next state is made at a time.
     up_bps: bits a second for payloads.
     warm, whole: as in `retention.held_shards`.
     """
 
+    manifest: Manifest
+    peer: str
+    restored: InitVar[Checkpoint | None]
     network: Network
     sessions: Sessions
     operators: Operators
@@ -73,21 +77,11 @@ class Parts:
     warm: bool
     whole: bool
 
-
-class Rounds:
-    """See the module's docstring. `restored`: the newest checkpoint, if there is one."""
-
-    def __init__(self, manifest: Manifest, peer: str, parts: Parts, restored: Checkpoint | None) -> None:
-        self.manifest = manifest
-        self.peer = peer
-        self._parts = parts
-        self._storage = storage = parts.storage
-        self._exchange = parts.exchange
-        self._inner_loop = parts.inner_loop
-        self._emit = parts.emit
-        self._clock = parts.network.clock
+    def __post_init__(self, restored: Checkpoint | None) -> None:
+        manifest, peer, storage = self.manifest, self.peer, self.storage
+        self._clock = self.network.clock
         codec, beta, eta = manifest.outer.codec, manifest.outer.beta, manifest.outer.eta
-        self.outer = Outer(manifest.model, codec, beta, eta, parts.threads, storage.empty, parts.abreast)
+        self.outer = Outer(manifest.model, codec, beta, eta, self.threads, storage.empty, self.abreast)
         if restored is not None:
             self.outer.theta = dict(restored.theta)
         found = storage.load_feedback()
@@ -111,25 +105,28 @@ class Rounds:
         self._waiting_since = -1  # the newest round for which Waiting was emitted
         self._writes = False  # a checkpoint, after the newest attestation
         newest = max(found.round, *(offer.round for offer in found.since), 0)
-        self.member = Member(manifest, peer, self._checkpointed, self.offer, newest, parts.up_bps)
-        self._log_reader = LogReader(manifest, parts.network)
-        self._follower = Follower(manifest, self._emit)
+        self.member = Member(manifest, peer, self._checkpointed, self.offer, newest, self.up_bps)
+        self._log_reader = LogReader(manifest, self.network)
+        self._follower = Follower(manifest, self.emit)
         self._attester = Attester(self._digested)
-        self._text_ahead = TextAhead(manifest, peer, self._inner_loop.expect)
-        self._training = Training(manifest, peer, self._inner_loop, self._emit, self.put, self._clock)
+        self._text_ahead = TextAhead(manifest, peer, self.inner_loop.expect)
+        self._training = Training(manifest, peer, self.inner_loop, self.emit, self.put, self._clock)
         back, saved = found.newest_back, storage.saved_round
         self._feedback = FeedbackWriter(storage, found.feedback, self._clock, newest, given_back=back, on_disk=saved)
-        self._giving = Giving(manifest, peer, storage, self.outer, self._feedback, self._work, self._exchange.ask)
-        owner = Owner(
+        self._giving = Giving(manifest, peer, storage, self.outer, self._feedback, self._work, self.exchange.ask)
+        self._taking = Taking(
+            manifest,
+            storage,
+            self.outer,
+            self._feedback,
             why_refused=self._why_not_taken,
             own_norm=self._offered_norm,
-            fetch=self._exchange.fetch,
+            fetch=self.exchange.fetch,
             work=self._work,
             wake=self._tick,
         )
-        self._taking = Taking(manifest, storage, self.outer, self._feedback, owner)
-        self._moments = MomentsExchange(manifest, peer, self._exchange, self._inner_loop)
-        self._recovery = Recovery(manifest, self.outer, storage, self._exchange, self.member.commits, self._emit)
+        self._moments = MomentsExchange(manifest, peer, self.exchange, self.inner_loop)
+        self._recovery = Recovery(manifest, self.outer, storage, self.exchange, self.member.commits, self.emit)
         self._warm_up = WarmUp(self._recovery, lambda: self.member.applied, self._tick)
 
     def put(self, event: member_events.Event) -> None:
@@ -158,12 +155,12 @@ class Rounds:
         held = tuple(dict.fromkeys((*self.outer.theta, *self._warm_up.shards)))
         if retention.fetches_ahead(self.member.applied, held, offered.round):
             for share in offered.shares:
-                self._exchange.prefetch(offered.round, share, held)
+                self.exchange.prefetch(offered.round, share, held)
 
     async def run(self) -> None:
         """Until the run is over. Raises ForkError and LocalError."""
         ticker, giving = asyncio.create_task(self._tick_always()), asyncio.create_task(self._giving.run())
-        await self._exchange.answer(endpoints.HANDOVER, self._taking.answer, REQUEST_BYTES)
+        await self.exchange.answer(endpoints.HANDOVER, self._taking.answer, REQUEST_BYTES)
         await self._moments.serve()
         try:
             while not await self._handle(await self._events.get()):
@@ -203,7 +200,7 @@ class Rounds:
         self._follower.follow(member.commits)
         head = member.commits.get(member.head)
         if head is not None:
-            self._parts.operators.follow(head)
+            self.operators.follow(head)
         if self._events.empty():  # else a newer commit may follow
             self._text_ahead.follow(head)
         for effect in effects:
@@ -220,13 +217,13 @@ class Rounds:
     def _lacks_state(self) -> bool:
         """Whether a peer without a plan, which can be a full replica, has to fetch the state now, so that its first
         plan has work for it. If the state is here, emits when the next plan's round begins."""
-        if not self._parts.whole or not self.member.is_new(self._clock.steady()):
+        if not self.whole or not self.member.is_new(self._clock.steady()):
             return False
         round, holds = self.member.applied, bool(self.outer.theta)
         if holds and self._waiting_since != round:
             self._waiting_since = round
             left = retention.seconds_left(self.manifest, self.member.commits[round], self._clock.wall())
-            self._emit(events.Waiting(round=round + 2, seconds=left))
+            self.emit(events.Waiting(round=round + 2, seconds=left))
         return not holds
 
     # --- leaving
@@ -240,9 +237,9 @@ class Rounds:
         trained = retention.trained_shards(self.manifest, plan, self.peer)
         heirs = [s for s in trained if plan and handover.heir(self.manifest, None, plan, self.peer, s)]
         if heirs:
-            self._emit(events.Leaving(seconds=handover.LEAVE_SECONDS))
+            self.emit(events.Leaving(seconds=handover.LEAVE_SECONDS))
         self._taking.refuse()
-        if await self._parts.sessions.leave():
+        if await self.sessions.leave():
             await self._offer_is_kept(until)
         await self._training.end()
         if plan is None or not heirs:
@@ -250,7 +247,7 @@ class Rounds:
         at_work = phase in (member_events.Phase.TRAINING, member_events.Phase.STOPPING)
         if at_work and self._training.result(plan.round).steps:  # the steps of a round that is not offered any more
             await self._feedback.written()
-            await self._work(add_to_feedback, self.outer, self._inner_loop, heirs)
+            await self._work(add_to_feedback, self.outer, self.inner_loop, heirs)
             await self._feedback.changed_between()
         await self._giving.leave(plan, self.member.deadline.up_bps, max(0.0, until - self._clock.steady()))
 
@@ -273,9 +270,9 @@ class Rounds:
     async def _do(self, effect: member_events.Effect) -> None:
         match effect:
             case member_events.Send(message):
-                self._parts.sessions.tell(message)
+                self.sessions.tell(message)
             case member_events.Unbelieved(node):
-                self._parts.network.warn(
+                self.network.warn(
                     f"bootstrap node {short_peer(node)}: it gives orders that only the leading node may give; it is not"
                     " believed, tell the operators of the run"
                 )
@@ -295,7 +292,7 @@ class Rounds:
                 await self._timed("disk", self._feedback.written())
                 offer = await self._timed("encode", self._work(self._encode_update, effect))
                 self._feedback.changed(plan.round)
-                self._emit(events.Offered(round=plan.round, bytes=sum(p.size for p in offer.parts)))
+                self.emit(events.Offered(round=plan.round, bytes=sum(p.size for p in offer.parts)))
                 self.put(member_events.UpdateEncoded(plan.round, offer))
             case member_events.KeepInFeedback(round):
                 await self._feedback.written()
@@ -335,11 +332,11 @@ class Rounds:
 
     def _encode_update(self, effect: member_events.EncodeUpdate) -> Offer:
         parts, shards = [], retention.trained_shards(self.manifest, effect.plan, self.peer)
-        encoded = encode_update(self.outer, self._inner_loop, shards)
+        encoded = encode_update(self.outer, self.inner_loop, shards)
         for shard, (payload, norm) in zip(shards, encoded, strict=True):
-            digest = self._storage.blobs.put(payload, effect.plan.round, protect=True)
+            digest = self.storage.blobs.put(payload, effect.plan.round, protect=True)
             parts.append(Part(shard=shard, digest=digest, size=len(payload), norm=norm))
-        self._storage.blobs.put(part_lists.pack(tuple(parts)), effect.plan.round, protect=True)
+        self.storage.blobs.put(part_lists.pack(tuple(parts)), effect.plan.round, protect=True)
         self.offer = offer = Offer(
             round=effect.plan.round,
             replica=effect.replica,
@@ -348,14 +345,14 @@ class Rounds:
             steps=effect.steps,
             loss=bounds.reportable_loss(effect.loss),
         )
-        self._storage.save_offer(offer, self._feedback.given_back)
+        self.storage.save_offer(offer, self._feedback.given_back)
         return offer
 
     def _keep_in_feedback(self, round: int) -> None:
         plan = self._training.plan
         if plan is not None and plan.round == round and self._training.result(round).steps:
             shards = retention.trained_shards(self.manifest, plan, self.peer)
-            add_to_feedback(self.outer, self._inner_loop, shards)
+            add_to_feedback(self.outer, self.inner_loop, shards)
             self._feedback.changed(round)
             self.offer = None
 
@@ -363,7 +360,7 @@ class Rounds:
         """Changes the feedback from disk as the offers since then have changed it. Raises LocalError."""
         for offer in found.since:
             for part in offer.parts:
-                payload = self._storage.own_payload(offer, part)
+                payload = self.storage.own_payload(offer, part)
                 if offer.round > found.round:
                     self.outer.without_delta(part.shard, payload)
                 if offer.round in found.given_back:
@@ -371,7 +368,7 @@ class Rounds:
 
     def _restore_feedback(self, offer: Offer) -> None:
         for part in offer.parts:
-            self.outer.restore_feedback(part.shard, self._storage.own_payload(offer, part))
+            self.outer.restore_feedback(part.shard, self.storage.own_payload(offer, part))
 
     def _why_not_taken(self, giver: str, offered: Handover) -> str | None:
         return handover.why_refused(self.manifest, self.member.commits, self.member.plan, self.peer, giver, offered)
@@ -392,17 +389,17 @@ class Rounds:
         ):  # the newest commit, or the one that decides our offer; those between name no payload that is needed
             head, offer = self.member.head, self.offer
             commit = log[head if offer is None or offer.round < commit.round else min(offer.round, head)]
-        payloads = await self._timed("fetch", self._exchange.payloads(commit, held, log))
+        payloads = await self._timed("fetch", self.exchange.payloads(commit, held, log))
         scratch = None
         if not self.manifest.outer.overlap:  # no training; only this loop has θ once it is compared
             await self._attester.done()
-            self._inner_loop.release()
-            scratch = None if self._parts.evaluator.reads else self._scratch
+            self.inner_loop.release()
+            scratch = None if self.evaluator.reads else self._scratch
         found = {shard: payloads.by_shard[shard] for shard in held}
         await self._timed("apply", self._work(lambda: self.outer.apply_all(found, scratch)))
         self._replayed_bytes += sum(share.size for share in commit.shares)
         await self._rebuild(rebuild, commit.round)
-        await self._work(lambda: self._exchange.settle(commit, self._needed(commit.round)))
+        await self._work(lambda: self.exchange.settle(commit, self._needed(commit.round)))
         self._report_round(commit, self._clock.steady() - began)
         return commit.round
 
@@ -426,21 +423,21 @@ class Rounds:
                 f"state of {shard} after round {round}: others say that it has other bits; following the log again"
                 f" {result}, they are kept. If this goes on, tell the operators of the run"
             )
-            self._emit(events.Warning(text=text))
+            self.emit(events.Warning(text=text))
         if rebuilt:
-            self._emit(events.ShardRebuilt(round=round, shards=tuple(rebuilt)))
+            self.emit(events.ShardRebuilt(round=round, shards=tuple(rebuilt)))
 
     def _report_round(self, commit: Commit, boundary_seconds: float) -> None:
         result, is_news = self._training.forget(commit.round), commit.round == self.member.head
         self._seconds |= {"boundary": boundary_seconds, "train": result.seconds, "text": result.text_seconds}
-        traffic = self._parts.network.transport.traffic
-        self._emit(
+        traffic = self.network.transport.traffic
+        self.emit(
             events.Round(
                 round=commit.round,
                 seconds={phase: round(seconds, 4) for phase, seconds in self._seconds.items()},
                 bytes_sent=traffic.bytes_sent,
                 bytes_received=traffic.bytes_received,
-                bytes_written=self._storage.disk.written_bytes,
+                bytes_written=self.storage.disk.written_bytes,
                 boundary_forward_bytes=result.forward_bytes,
                 boundary_backward_bytes=result.backward_bytes,
                 boundary_tokens=result.boundary_tokens,
@@ -466,7 +463,7 @@ class Rounds:
 
     async def _hold_shards(self, commit: Commit, *, whole: bool = False) -> None:
         await self._attester.done()
-        wanted = retention.held_shards(self.manifest, commit.plan, self.peer, warm=self._parts.warm, whole=whole)
+        wanted = retention.held_shards(self.manifest, commit.plan, self.peer, warm=self.warm, whole=whole)
         if wanted:
             for shard in [s for s in self.outer.theta if s not in wanted]:
                 del self.outer.theta[shard]
@@ -475,14 +472,14 @@ class Rounds:
         later = [s for s in lacking if used and s not in used]  # training does not wait for them
         await self._warm_up.want(later)
         await self._recovery.build([s for s in lacking if s not in later], commit.round)
-        self._storage.blobs.protected = self._needed(commit.round)
+        self.storage.blobs.protected = self._needed(commit.round)
         due = retention.checkpoint_is_due(
             self.manifest, self.peer, commit.round, self._checkpointed, bool(self.outer.theta), self._replayed_bytes
         )
         self._attester.begin(commit.round, dict(self.outer.theta), self._write_checkpoint if due else None)
         self._writes = due
         scores = self._follower.state.standing.scoring
-        self._parts.evaluator.follow(commit, dict(self.outer.theta), self.member.commits, scores)
+        self.evaluator.follow(commit, dict(self.outer.theta), self.member.commits, scores)
 
     def _take_warm(self) -> None:
         """Takes over the shards of a later role, if they are there, and attests them with the others."""
@@ -495,18 +492,18 @@ class Rounds:
 
     def _needed(self, round: int) -> set[str]:
         """The payloads that are needed here after `round` (peer/state/payloads.py)."""
-        log, held, offers = self.member.commits, self.outer.theta, self._storage.offers
-        needed = retention.payloads_needed(log, self._exchange.lists, round, self._checkpointed, held, offers)
-        return needed | self._storage.blobs.newer(self.member.head)
+        log, held, offers = self.member.commits, self.outer.theta, self.storage.offers
+        needed = retention.payloads_needed(log, self.exchange.lists, round, self._checkpointed, held, offers)
+        return needed | self.storage.blobs.newer(self.member.head)
 
     async def _write_checkpoint(self, round: int, theta: Shards, digests: Mapping[str, str]) -> None:
         await self._work(self._checkpoint, round, theta, digests)
 
     def _checkpoint(self, round: int, theta: Shards, digests: Mapping[str, str]) -> None:
-        self._storage.save_checkpoint(Checkpoint(round, theta, self._inner_loop.optimizer()), digests)
+        self.storage.save_checkpoint(Checkpoint(round, theta, self.inner_loop.optimizer()), digests)
         self._checkpointed, self._replayed_bytes = round, 0
         if not self._warm_up.shards:
-            self._exchange.drop_states()
+            self.exchange.drop_states()
 
     def _last_checkpoint(self) -> None:
         round, applying = self.member.applied, self.member.phase is member_events.Phase.APPLYING

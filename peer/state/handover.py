@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from peer.net.base import cancel
 from peer.state.outer_optimizer import Outer
@@ -229,9 +229,9 @@ class _Coming:
     refused: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
-    """The loop that owns the feedback, for Taking.
+@dataclass(eq=False)
+class Taking:
+    """The heir's side.
 
     why_refused: (giver, handover) -> why it is not acceptable.
     own_norm: of our newest payload of a shard; None: there is none.
@@ -239,26 +239,20 @@ class Owner:
     wake: called when `step` has work.
     """
 
+    manifest: Manifest
+    storage: Storage
+    outer: Outer
+    writer: FeedbackWriter
+    _: KW_ONLY
     why_refused: Callable[[str, Handover], str | None]
     own_norm: Callable[[str], float | None]
     fetch: Callable[[str, int, str], Awaitable[None]]
     work: Work
     wake: Callable[[], None]
 
-
-class Taking:
-    """The heir's side."""
-
-    def __init__(
-        self, manifest: Manifest, storage: Storage, outer: Outer, writer: FeedbackWriter, owner: Owner
-    ) -> None:
-        self.manifest = manifest
-        self._storage = storage
-        self._outer = outer
-        self._writer = writer
-        self._owner = owner
+    def __post_init__(self) -> None:
         self._coming: dict[str, _Coming] = {}
-        self._taken = _read(storage.notes)
+        self._taken = _read(self.storage.notes)
         self._refuses = False
 
     def refuse(self) -> None:
@@ -276,7 +270,7 @@ class Taking:
         key = f"{giver}/{handover.shard}"
         if self._taken.get(key, 0) >= handover.serial:
             return Step.TAKEN, ""
-        reason = self._owner.why_refused(giver, handover)
+        reason = self.why_refused(giver, handover)
         if reason is None and key not in self._taken and len(self._taken) >= MOST_GIVERS:
             reason = f"feedback of {MOST_GIVERS} givers was added already"
         if reason is not None:
@@ -294,7 +288,7 @@ class Taking:
             )
             return Step.WAIT, ""
         if handover.given and coming.sound and not coming.handover.given:
-            self._owner.wake()
+            self.wake()
         coming.handover, coming.heard = handover, asyncio.get_running_loop().time()
         if not coming.fetching.done():
             return Step.WAIT, ""
@@ -315,8 +309,8 @@ class Taking:
                 self._forget(key, coming.handover)
 
     async def _bring(self, giver: str, handover: Handover) -> None:
-        await self._owner.fetch(handover.blob, handover.size, giver)
-        asyncio.get_running_loop().call_soon(self._owner.wake)
+        await self.fetch(handover.blob, handover.size, giver)
+        asyncio.get_running_loop().call_soon(self.wake)
 
     async def step(self) -> None:
         """Adds the payloads that are here; for the loop that owns the feedback. Raises UsageError."""
@@ -326,15 +320,15 @@ class Taking:
 
     async def _examine(self, key: str, coming: _Coming) -> None:
         handover, codec = coming.handover, rules.codec(self.manifest, coming.handover.topk)
-        own = self._owner.own_norm(handover.shard)
+        own = self.own_norm(handover.shard)
         if own is None or coming.refused or (coming.sound and not handover.given):
             return
-        payload = await asyncio.to_thread(self._storage.blobs.get, handover.blob)
+        payload = await asyncio.to_thread(self.storage.blobs.get, handover.blob)
         if payload is None:
             self._coming.pop(key, None)  # it was evicted
             return
         try:
-            norm = await asyncio.to_thread(self._outer.norm, handover.shard, payload, codec)
+            norm = await asyncio.to_thread(self.outer.norm, handover.shard, payload, codec)
         except PotluckError as error:
             coming.refused = str(error)
             return
@@ -343,17 +337,17 @@ class Taking:
             return
         coming.sound = True
         if handover.given:
-            await self._writer.written()
-            await self._owner.work(self._outer.restore_feedback, handover.shard, payload, codec)
+            await self.writer.written()
+            await self.work(self.outer.restore_feedback, handover.shard, payload, codec)
             self._taken[key] = handover.serial
-            self._storage.notes = {**self._storage.notes, TAKEN: json.dumps(self._taken)}
-            await self._writer.changed_between()
+            self.storage.notes = {**self.storage.notes, TAKEN: json.dumps(self._taken)}
+            await self.writer.changed_between()
             self._forget(key, handover)
 
     def _forget(self, key: str, handover: Handover) -> None:
         self._coming.pop(key, None)
-        if handover.blob not in self._storage.blobs.protected:
-            self._storage.blobs.remove(handover.blob)
+        if handover.blob not in self.storage.blobs.protected:
+            self.storage.blobs.remove(handover.blob)
 
     async def aclose(self) -> None:
         await cancel(*(coming.fetching for coming in self._coming.values()))

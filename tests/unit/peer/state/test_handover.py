@@ -13,7 +13,7 @@ import pytest
 
 from peer.net.base import Clock
 from peer.net.disk import Disk, Piece
-from peer.state.handover import MOST_OF_A_GIVER, SILENT_SECONDS, Giving, Owner, Taking
+from peer.state.handover import MOST_OF_A_GIVER, SILENT_SECONDS, Giving, Taking
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import FeedbackWriter, Shards, Storage
 from protocol.codec import sparse
@@ -184,8 +184,10 @@ class Side:
         self.writer = FeedbackWriter(self.storage, self.outer.feedback, Clock(), found.round, on_disk=found.round)
         self.own_norm: float | None = 100.0
         self.giving = Giving(MANIFEST, name, self.storage, self.outer, self.writer, self.work, world.ask)
-        owner = Owner(why_refused=self.refused, own_norm=self.norm, fetch=self.fetch, work=self.work, wake=lambda: None)
-        self.taking = Taking(MANIFEST, self.storage, self.outer, self.writer, owner)
+        self.taking = Taking(
+            MANIFEST, self.storage, self.outer, self.writer, why_refused=self.refused, own_norm=self.norm,
+            fetch=self.fetch, work=self.work, wake=lambda: None,
+        )  # fmt: skip
         self.world = world
         self.disk.dies_at = dies_at
 
@@ -372,10 +374,10 @@ async def test_givers_who_fall_silent_keep_no_places(tmp_path: Path) -> None:
         fetched.append(holder)
         await asyncio.Event().wait()
 
-    owner = Owner(
-        why_refused=lambda giver, handover: None, own_norm=heir.norm, fetch=never, work=heir.work, wake=lambda: None
-    )
-    taking = Taking(MANIFEST, heir.storage, heir.outer, heir.writer, owner)
+    taking = Taking(
+        MANIFEST, heir.storage, heir.outer, heir.writer, why_refused=lambda giver, handover: None, own_norm=heir.norm,
+        fetch=never, work=heir.work, wake=lambda: None,
+    )  # fmt: skip
 
     async def give(giver: str, number: int) -> None:
         handover = Handover(

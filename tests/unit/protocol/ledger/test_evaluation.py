@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 
 from peer import events
 from peer.events import Event
-from peer.node.evaluating import SAMPLE_IDS, Evaluator, Tools
+from peer.node.evaluating import SAMPLE_IDS, Evaluator
 from peer.ui.lines import describe
 from peer.ui.metrics import exposition
 from peer.ui.run_view import HeldOutLosses, RunView
@@ -249,7 +249,7 @@ def measured(
 
         evaluator = Evaluator(
             run, key, text or Text(), told.append, told.append,
-            tools=Tools(lambda spec, theta: Model(loss), fetch, worker), **{"has_room": True, **more},
+            load=lambda spec, theta: Model(loss), tokenizer=fetch, worker=worker, **{"has_room": True, **more},
         )  # fmt: skip
         evaluator.follow(newest, theta)
         task = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
