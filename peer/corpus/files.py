@@ -16,15 +16,12 @@ from __future__ import annotations
 import bz2
 import codecs
 import gzip
-import io
 import lzma
 import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
-
-import zstandard
 
 from peer.corpus.tokenizer import first_line
 from protocol.errors import UsageError, os_errors
@@ -167,41 +164,16 @@ def _of_a_folder(file: File) -> File | LeftOut:
     return file if is_text else LeftOut(file.path, "not text")
 
 
-class _Zstandard(io.RawIOBase):
-    """A file in zstandard, frame after frame. One that is cut off raises EOFError: the library's reader does not."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._inner, self._is_between = file, zstandard.ZstdDecompressor().decompressobj(), True
-        self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, into: Any) -> int:
-        while not self._ready:
-            data = (self._inner.unused_data if self._inner.eof else b"") or self._file.read(1 << 17)
-            if self._inner.eof:
-                self._inner, self._is_between = zstandard.ZstdDecompressor().decompressobj(), True
-            if not data:
-                if not self._is_between:
-                    raise EOFError("it ends in the middle")
-                return 0
-            self._ready, self._is_between = self._inner.decompress(data), False
-            self._is_between = self._inner.eof
-        count = min(len(into), len(self._ready))
-        into[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
 def opened(file: File) -> IO[bytes]:
     """The file's bytes, decompressed. Raises OSError."""
+    if file.compression == "zstandard":
+        import pyarrow as pa
+
+        unpacked: IO[bytes] = pa.input_stream(open(file.path, "rb"), compression="zstd")  # noqa: SIM115
+        return unpacked
     opener: Any = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}.get(file.compression, open)
     stream: IO[bytes] = opener(file.path, "rb")
-    return io.BufferedReader(_Zstandard(stream), BLOCK_BYTES) if file.compression == "zstandard" else stream
+    return stream
 
 
 def blocks(file: File, offset: int = 0) -> Iterator[bytes]:
