@@ -11,6 +11,11 @@ def shown(text: object) -> str:
     return ascii(str(text)[:400])[1:-1][:400]
 
 
+def first_line(error: BaseException, limit: int = 160) -> str:
+    """The first line of an error of a library, or its type where it has no text."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:limit]
+
+
 _SHORT = 12
 """Characters of a digest that a message shows."""
 _AROUND = 4

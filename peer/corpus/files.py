@@ -23,8 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
-from peer.corpus.tokenizer import first_line
-from protocol.errors import UsageError, os_errors
+from protocol.errors import UsageError, first_line, os_errors
 
 BLOCK_BYTES = 1 << 20
 _HEAD_BYTES = 1 << 16

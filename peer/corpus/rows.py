@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from peer.corpus.files import File, mark_bytes, opened, refused, utf8_blocks
-from peer.corpus.tokenizer import first_line
-from protocol.errors import UsageError
+from protocol.errors import UsageError, first_line
 
 MOST_ROW_BYTES = 1 << 28
 """A row has to fit into memory; a longer document is a file of its own."""

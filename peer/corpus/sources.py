@@ -21,8 +21,7 @@ from typing import Any
 from peer.corpus import files
 from peer.corpus.files import File, LeftOut, mark_bytes, refused
 from peer.corpus.rows import Reading, Row, decoded, of_value, rows
-from peer.corpus.tokenizer import first_line
-from protocol.errors import UsageError, os_errors
+from protocol.errors import UsageError, first_line, os_errors
 
 PIECE_CHARS = 1 << 16
 """No more than so much of a document is tokenized in one go; pieces end at a line's end where there is one."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from protocol.errors import UsageError, os_errors
+from protocol.errors import UsageError, first_line, os_errors
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
@@ -182,10 +182,6 @@ def _without_prefix(plain: dict[str, Any]) -> bool:
 def vocabulary(tokenizer: Tokenizer) -> int:
     """All ids are smaller than this."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
 _BAD = "\ufffd"

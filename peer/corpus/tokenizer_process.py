@@ -34,7 +34,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgpack
 
-from protocol.errors import UsageError
+from protocol.errors import UsageError, first_line
 from protocol.run.layout import ModelSpec
 from protocol.wire.endpoints import MAX_TOKENIZER
 
@@ -232,7 +232,7 @@ def _allow(seconds: int, memory: int) -> None:
 
 
 class _Child:
-    """Answers requests. name: of the tokenizer, in errors."""
+    """Its public methods answer the requests. name: of the tokenizer, in errors."""
 
     def __init__(self, raw: bytes, name: str) -> None:
         from peer.corpus.tokenizer import parse_tokenizer
@@ -283,17 +283,6 @@ class _Child:
             lengths.byteswap()
         return [ids.tobytes(), lengths.tobytes()]
 
-    def answer(self, request: list[Any]) -> Any:
-        match request:
-            case ["decode", ids]:
-                return self.decode(ids)
-            case ["ids", text]:
-                return self.ids(text)
-            case ["pieces", texts, begins]:
-                return self.pieces(texts, begins)
-            case _:
-                return self.unit(*request[1:])
-
 
 def _serve(name: str) -> None:
     """What the child does, until its input ends."""
@@ -304,13 +293,13 @@ def _serve(name: str) -> None:
                 child = _Child(raw, name)
                 answer = child.facts()
             else:
-                answer = child.answer(msgpack.unpackb(raw))
+                method, *arguments = msgpack.unpackb(raw)
+                answer = getattr(child, method)(*arguments)
             result = msgpack.packb([True, answer])
         except UsageError as error:
             result = msgpack.packb([False, str(error)])
         except BaseException as error:  # the library's panics are no Exception
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
-            result = msgpack.packb([False, f"{name}: {reason}; use another tokenizer.json"])
+            result = msgpack.packb([False, f"{name}: {first_line(error)}; use another tokenizer.json"])
         _send(sys.stdout.buffer, result)
 
 

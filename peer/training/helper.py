@@ -18,6 +18,7 @@ import torch
 from peer.training import device_group as group
 from peer.training.device import one_heap
 from peer.training.trainer import StageTrainer
+from protocol.errors import first_line
 from protocol.run import layout
 
 
@@ -84,7 +85,7 @@ def main(way: socket.socket) -> None:
     try:
         helper = HelperTrainer(begin)
     except Exception as error:
-        group.send(way, group.Failed(_line(error)))
+        group.send(way, group.Failed(first_line(error)))
         return
     group.send(way, group.Done())
     failed = False
@@ -97,13 +98,9 @@ def main(way: socket.socket) -> None:
             failed = failed and isinstance(order, group.Ask)
         except Exception as error:
             failed, together = True, isinstance(order, group.Join | group.Take | group.AddUp)
-            answer = group.Failed(_line(error), together)
+            answer = group.Failed(first_line(error), together)
         if answer is not None:
             group.send(way, answer)
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _listen(way: socket.socket, orders: SimpleQueue[object]) -> None:
