@@ -174,7 +174,7 @@ async def _build(options: InitOptions, preset: Preset, folder: Path) -> CorpusIn
     request = build.Request(
         sources=found,
         tokenizer=raw,
-        sequence=preset.sequence,
+        sequence=preset.model.context,
         out=folder / CORPUS,
         reading=Reading(options=(), instead=BUILT),
         seed=options.seed,
@@ -192,11 +192,13 @@ async def _tokenizer(folder: Path, found: tuple[Source, ...], preset: Preset) ->
 
     path, disk = folder / TOKENIZER, Disk()
     if not path.exists():
-        print(f"tokenizer: {preset.vocab_size:,} ids are made from the text", flush=True)
-        raw = await asyncio.to_thread(train_tokenizer, found, preset.vocab_size, Reading(options=(), instead=BUILT))
+        print(f"tokenizer: {preset.model.vocab_size:,} ids are made from the text", flush=True)
+        raw = await asyncio.to_thread(
+            train_tokenizer, found, preset.model.vocab_size, Reading(options=(), instead=BUILT)
+        )
         disk.make_folder(folder)
         disk.write(path, raw)
-        if (made := vocabulary(parse_tokenizer(raw, "tokenizer"))) < preset.vocab_size:
+        if (made := vocabulary(parse_tokenizer(raw, "tokenizer"))) < preset.model.vocab_size:
             print(f"tokenizer: {made:,} ids were made; the text gives no more", flush=True)
     return path.read_bytes()
 
@@ -209,7 +211,7 @@ def make_manifest(
 ) -> Manifest:
     """The preset's manifest for this text. operator: our own node. Raises UsageError."""
     operators = tuple(dict.fromkeys((operator, *(options.operators or ()))))
-    model = preset.model(index.vocab_size, index.sequence)
+    model = preset.model_for(index.vocab_size, index.sequence)
 
     def with_rounds(rounds: int) -> Manifest:
         steps = rounds * preset.inner_steps
@@ -266,7 +268,7 @@ def check_amount(options: InitOptions, preset: Preset, index: CorpusIndex) -> No
     """Raises UsageError if the run would read its text more than MOST_EPOCHS times."""
 
     def epochs(of: Preset, rounds: int | None) -> float:
-        parameters = layout.total_parameters(of.model(index.vocab_size, index.sequence))
+        parameters = layout.total_parameters(of.model_for(index.vocab_size, index.sequence))
         each = of.inner_steps * of.micro_batches * of.rows * index.sequence * presets.HOMES
         tokens = presets.TOKENS_PER_PARAMETER * parameters
         return min(tokens, rounds * each) / index.tokens if rounds else tokens / index.tokens

@@ -9,7 +9,8 @@ have no chains.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from protocol.run.layout import ModelSpec
 
@@ -29,76 +30,67 @@ PROBATION, RANGE_SESSIONS = 8, 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A model, its training, and `round_seconds` of training a round. vocab_size: of a tokenizer made for it."""
+    """A model for a tokenizer made for it, its training, and `round_seconds` of training a round."""
 
-    d_model: int
-    n_layers: int
-    n_heads: int
-    d_ff: int
-    sequence: int
-    vocab_size: int
+    model: ModelSpec
     rows: int
     micro_batches: int
     inner_steps: int
     lr: float
     round_seconds: float
-    num_key_value_heads: int = 0
-    use_qk_norm: bool = False
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
     rounds: int = 0
     """0: as many as a swarm of HOMES needs for TOKENS_PER_PARAMETER."""
 
-    def model(self, vocab_size: int, context: int) -> ModelSpec:
-        """Its shape, for a tokenizer of so many ids and sequences of so many tokens."""
-        return ModelSpec(
-            vocab_size=vocab_size,
-            d_model=self.d_model,
-            n_layers=self.n_layers,
-            n_heads=self.n_heads,
-            d_ff=self.d_ff,
-            residual_width=2 * (RESIDUAL_64THS * self.d_model // 128),
-            context=context,
-            rope_theta=self.rope_theta,
-            norm_eps=self.norm_eps,
-            num_key_value_heads=self.num_key_value_heads,
-            use_qk_norm=self.use_qk_norm,
-        )
+    def model_for(self, vocab_size: int, context: int) -> ModelSpec:
+        """The model for another tokenizer, of so many ids, and sequences of so many tokens."""
+        return replace(self.model, vocab_size=vocab_size, context=context)
+
+
+def _model(*, d_model: int, **more: Any) -> ModelSpec:
+    return ModelSpec(d_model=d_model, residual_width=2 * (RESIDUAL_64THS * d_model // 128), **more)
 
 
 PRESETS = {
     "tiny": Preset(
-        d_model=256, n_layers=6, n_heads=4, d_ff=688, sequence=256, vocab_size=4096, rows=4, micro_batches=4,
-        inner_steps=20, lr=2e-3, round_seconds=30.0, rounds=200,
+        model=_model(d_model=256, n_layers=6, n_heads=4, d_ff=688, context=256, vocab_size=4096),
+        rows=4, micro_batches=4, inner_steps=20, lr=2e-3, round_seconds=30.0, rounds=200,
     ),
     "178m": Preset(
-        d_model=1024, n_layers=9, n_heads=8, d_ff=2688, sequence=2048, vocab_size=32_000, rows=4, micro_batches=16,
-        inner_steps=200, lr=1e-3, round_seconds=60.0,
+        model=_model(d_model=1024, n_layers=9, n_heads=8, d_ff=2688, context=2048, vocab_size=32_000),
+        rows=4, micro_batches=16, inner_steps=200, lr=1e-3, round_seconds=60.0,
     ),
     "512m": Preset(
-        d_model=1536, n_layers=12, n_heads=12, d_ff=5440, sequence=2048, vocab_size=32_000, rows=2, micro_batches=32,
-        inner_steps=200, lr=8e-4, round_seconds=120.0,
+        model=_model(d_model=1536, n_layers=12, n_heads=12, d_ff=5440, context=2048, vocab_size=32_000),
+        rows=2, micro_batches=32, inner_steps=200, lr=8e-4, round_seconds=120.0,
     ),
     "1b": Preset(
-        d_model=2048, n_layers=16, n_heads=16, d_ff=8192, sequence=2048, vocab_size=32_000, rows=1, micro_batches=64,
-        inner_steps=200, lr=6e-4, round_seconds=300.0,
+        model=_model(d_model=2048, n_layers=16, n_heads=16, d_ff=8192, context=2048, vocab_size=32_000),
+        rows=1, micro_batches=64, inner_steps=200, lr=6e-4, round_seconds=300.0,
     ),
     "7b": Preset(
-        d_model=4096, n_layers=32, n_heads=32, d_ff=11_008, sequence=2048, vocab_size=32_000, rows=1, micro_batches=128,
-        inner_steps=200, lr=3e-4, round_seconds=600.0,
+        model=_model(d_model=4096, n_layers=32, n_heads=32, d_ff=11_008, context=2048, vocab_size=32_000),
+        rows=1, micro_batches=128, inner_steps=200, lr=3e-4, round_seconds=600.0,
     ),
     "llama-1b": Preset(
-        d_model=2048, n_layers=16, n_heads=32, d_ff=8192, sequence=2048, vocab_size=32_000, rows=1, micro_batches=64,
-        inner_steps=200, lr=6e-4, round_seconds=300.0, num_key_value_heads=8, rope_theta=500_000.0,
+        model=_model(
+            d_model=2048, n_layers=16, n_heads=32, d_ff=8192, context=2048, vocab_size=32_000,
+            num_key_value_heads=8, rope_theta=500_000.0,
+        ),
+        rows=1, micro_batches=64, inner_steps=200, lr=6e-4, round_seconds=300.0,
     ),
     "qwen-1.7b": Preset(
-        d_model=2048, n_layers=28, n_heads=16, d_ff=6144, sequence=2048, vocab_size=32_000, rows=1, micro_batches=64,
-        inner_steps=200, lr=5e-4, round_seconds=300.0, num_key_value_heads=8, rope_theta=1_000_000.0,
-        use_qk_norm=True, norm_eps=1e-6,
+        model=_model(
+            d_model=2048, n_layers=28, n_heads=16, d_ff=6144, context=2048, vocab_size=32_000,
+            num_key_value_heads=8, rope_theta=1_000_000.0, use_qk_norm=True, norm_eps=1e-6,
+        ),
+        rows=1, micro_batches=64, inner_steps=200, lr=5e-4, round_seconds=300.0,
     ),
     "llama-8b": Preset(
-        d_model=4096, n_layers=32, n_heads=32, d_ff=14_336, sequence=2048, vocab_size=32_000, rows=1, micro_batches=128,
-        inner_steps=200, lr=3e-4, round_seconds=600.0, num_key_value_heads=8, rope_theta=500_000.0,
+        model=_model(
+            d_model=4096, n_layers=32, n_heads=32, d_ff=14_336, context=2048, vocab_size=32_000,
+            num_key_value_heads=8, rope_theta=500_000.0,
+        ),
+        rows=1, micro_batches=128, inner_steps=200, lr=3e-4, round_seconds=600.0,
     ),
 }  # fmt: skip
 """By name."""

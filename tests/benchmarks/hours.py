@@ -137,11 +137,11 @@ def manifest_of(preset: str, optimizer: str = "muon") -> Manifest:
     """A run of this preset."""
     of = presets.PRESETS[preset]
     train = TrainSpec(
-        inner_steps=of.inner_steps, micro_batches=of.micro_batches, rows=of.rows, sequence=of.sequence, lr=of.lr,
+        inner_steps=of.inner_steps, micro_batches=of.micro_batches, rows=of.rows, sequence=of.model.context, lr=of.lr,
         warmup_steps=10, total_steps=100_000, optimizer=optimizer,
     )  # fmt: skip
     timing = TimingSpec(round_seconds=of.round_seconds, round_deadline=max(120.0, 2 * of.round_seconds))
-    return tiny.manifest(model=of.model(of.vocab_size, of.sequence), train=train, timing=timing, outer=OuterSpec())
+    return tiny.manifest(model=of.model, train=train, timing=timing, outer=OuterSpec())
 
 
 def planned(name: str) -> list[Replica]:

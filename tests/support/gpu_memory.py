@@ -13,11 +13,10 @@ def run_of(name: str) -> Manifest:
     """A run of a preset."""
     preset = presets.PRESETS[name]
     train = TrainSpec(
-        inner_steps=preset.inner_steps, micro_batches=preset.micro_batches, rows=preset.rows, sequence=preset.sequence,
-        lr=preset.lr, warmup_steps=10, total_steps=10_000,
+        inner_steps=preset.inner_steps, micro_batches=preset.micro_batches, rows=preset.rows,
+        sequence=preset.model.context, lr=preset.lr, warmup_steps=10, total_steps=10_000,
     )  # fmt: skip
-    model = preset.model(preset.vocab_size, preset.sequence)
-    return tiny.manifest(model=model, train=train)
+    return tiny.manifest(model=preset.model, train=train)
 
 
 RUNS = {name: run_of(name) for name in presets.PRESETS}
