@@ -147,7 +147,8 @@ async def _init(options: InitOptions) -> None:
                 folder.rmdir()
         raise
     key = keyfile.load_or_create(folder / NODE / KEY)
-    manifest = make_manifest(options, preset, index, key.peer_id, candidates)
+    made = make_manifest(options, preset, index, key.peer_id, candidates)
+    manifest = manifests.from_bytes(made.to_bytes(), str(folder / MANIFEST))
     disk.write(folder / MANIFEST, commented(manifest).encode())
     disk.remove(folder / TOKENIZER)  # the corpus has it
     for line in (*estimates(manifest, index, candidates), *operating(manifest)):

@@ -24,8 +24,9 @@ from peer.state.tensor_file import Array
 from protocol.codec.topk import Empty
 from protocol.errors import UsageError
 from protocol.run import layout
-from protocol.run.layout import ModelSpec, RopeScaling
+from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
+from protocol.wire.schema import SchemaError, build
 
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 _SIZES = {
@@ -94,18 +95,18 @@ def config(spec: ModelSpec, end: int | None) -> dict[str, object]:
 
 
 def _spec(found: dict[str, Any]) -> ModelSpec:
-    """The inverse of `config`. Raises ValueError, KeyError or TypeError."""
+    """The inverse of `config`. Raises SchemaError, KeyError or TypeError."""
     heads, shared = found["num_attention_heads"], found["num_key_value_heads"]
-    rope = found.get("rope_scaling")
-    return ModelSpec(
+    fields = {
         **{ours: found[theirs] for ours, theirs in _SIZES.items()},
-        num_key_value_heads=0 if shared == heads else shared,
-        tie_word_embeddings=found["tie_word_embeddings"],
-        use_qk_norm=found["model_type"] == "qwen3",
-        rope_scaling=None if rope is None else RopeScaling(**rope),
-        document_end_id=found.get("document_end_id", -1),
-        residual_width=found.get("residual_width", 0),
-    )
+        "num_key_value_heads": 0 if shared == heads else shared,
+        "tie_word_embeddings": found["tie_word_embeddings"],
+        "use_qk_norm": found["model_type"] == "qwen3",
+        "rope_scaling": found.get("rope_scaling"),
+        "document_end_id": found.get("document_end_id", -1),
+        "residual_width": found.get("residual_width", 0),
+    }
+    return build(ModelSpec, fields)
 
 
 _EMBED, _ANCHOR = "model.embed_tokens.weight", "model.embed_tokens.anchor"
@@ -199,6 +200,6 @@ def read(folder: Path, disk: Disk, room_for: Callable[[ModelSpec], Empty]) -> Ex
         reason = f"{Path(error.filename or folder).name}: {error.strerror}"
     except tensor_file.Damaged as error:
         reason = f"{WEIGHTS}: {error}"
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (SchemaError, ValueError, LookupError, TypeError, RecursionError):
         reason = "is not as potluck export writes it"
     raise UsageError(f"model {folder}: {reason}; give a folder of potluck export, or a log")

@@ -18,10 +18,10 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from protocol.codec import blob_hash
-from protocol.wire.schema import LATER
+from protocol.wire.schema import LATER, Within
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +38,7 @@ MAX_LAYERS = 512
 MAX_THETA = 1e12
 MAX_FACTOR = 1e6
 ROPE_TYPES = ("linear", "llama3", "yarn")
+Size = Annotated[int, Within(1, MAX_SIZE)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class RopeScaling:
     """
 
     rope_type: str
-    factor: float
+    factor: Annotated[float, Within(1, MAX_FACTOR)]
     original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -60,8 +61,6 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
             raise ValueError(f'rope_type must be one of {", ".join(ROPE_TYPES)}, not "{self.rope_type}"')
-        if not 1 <= self.factor <= MAX_FACTOR:
-            raise ValueError(f"factor must be in 1..{MAX_FACTOR:g}")
         if self.rope_type != "linear" and not 1 <= self.original_max_position_embeddings <= MAX_SIZE:
             raise ValueError(f"original_max_position_embeddings must be in 1..{MAX_SIZE}")
         for slow, fast in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
@@ -78,12 +77,12 @@ class ModelSpec:
     residual_width: columns of the residual stream that blocks write, 0: all (LLaMA)
     """
 
-    vocab_size: int
-    d_model: int
-    n_layers: int
-    n_heads: int
-    d_ff: int
-    context: int
+    vocab_size: Size
+    d_model: Size
+    n_layers: Annotated[int, Within(1, MAX_LAYERS)]
+    n_heads: Size
+    d_ff: Size
+    context: Annotated[int, Within(1, MAX_CONTEXT)]
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     num_key_value_heads: int = field(default=0, metadata=LATER)
@@ -94,13 +93,6 @@ class ModelSpec:
     residual_width: int = field(default=0, metadata=LATER)
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "d_ff", "context"):
-            if not 1 <= getattr(self, name) <= MAX_SIZE:
-                raise ValueError(f"{name} must be in 1..{MAX_SIZE}")
-        if self.n_layers > MAX_LAYERS:
-            raise ValueError(f"n_layers must be at most {MAX_LAYERS}")
-        if self.context > MAX_CONTEXT:
-            raise ValueError(f"context must be at most {MAX_CONTEXT}")
         if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
             raise ValueError("d_model / n_heads must be an even whole number (RoPE rotates pairs)")
         if self.num_key_value_heads < 0 or self.n_heads % (self.num_key_value_heads or self.n_heads):

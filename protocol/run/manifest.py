@@ -13,7 +13,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from protocol import identity
@@ -22,9 +22,8 @@ from protocol.codec.formats import INDICES, VALUES, Codec
 from protocol.errors import UsageError, shown
 from protocol.run import hosts, layout
 from protocol.run.layout import MAX_CONTEXT, ModelSpec
-from protocol.wire import framing
-from protocol.wire.bounds import LEAST_SHARE, MAX_PROBATION, MAX_ROUNDS, MAX_SESSIONS, MAX_STEPS
-from protocol.wire.schema import LATER, SchemaError, brief, build
+from protocol.wire import bounds, framing
+from protocol.wire.schema import LATER, AtMost, SchemaError, Within, brief, build
 
 TRAINING_SHARE = 0.8
 """Share of a round's deadline that replicas may train for: the rest is for their offers."""
@@ -46,7 +45,7 @@ MAX_MIRROR = 512
 MAX_HINTS = 64
 MAX_FILE = 128
 """Characters of a file's name."""
-MAX_PEERS = 10**6
+MAX_PEERS, MAX_SEED = 10**6, 2**64 - 1
 MAX_CHECKPOINT_ROUNDS = 10_000
 """Peers keep payloads since the last checkpoint, as far as their disk limits let them."""
 MAX_INNER_STEPS = 10**6
@@ -85,18 +84,14 @@ class DataSpec:
     """The text. corpus: digest of its index (protocol/run/corpus.py); mirrors: `https://…`, `hf://datasets/…`."""
 
     corpus: str
-    mirrors: tuple[str, ...] = ()
+    mirrors: Annotated[tuple[Annotated[str, AtMost(MAX_MIRROR)], ...], AtMost(MAX_MIRRORS)] = ()
 
     def __post_init__(self) -> None:
         _hex(self.corpus, "corpus")
-        if len(self.mirrors) > MAX_MIRRORS:
-            raise ValueError(f"mirrors must name at most {MAX_MIRRORS}")
         for mirror in self.mirrors:
             plain_text = mirror.isascii() and mirror.isprintable() and " " not in mirror
             if not (plain_text and mirror.startswith(("https://", "hf://"))):
                 raise ValueError(f'mirrors must begin with "https://" or "hf://", without blanks, not "{mirror[:80]}"')
-            if len(mirror) > MAX_MIRROR:
-                raise ValueError(f"mirrors may have {MAX_MIRROR} characters each, one has {len(mirror)}")
             if mirror.startswith("https://") and not _is_on_the_internet(mirror):
                 raise ValueError(f'mirrors must be hosts of the internet, not "{mirror[:80]}"')
 
@@ -110,14 +105,14 @@ class TrainSpec:
     optimizer: adamw, or muon for the matrices inside blocks; momentum: of Muon (peer/training/optimizer.py)
     """
 
-    inner_steps: int
-    micro_batches: int
-    rows: int
-    sequence: int
+    inner_steps: Annotated[int, Within(1, MAX_INNER_STEPS)]
+    micro_batches: Annotated[int, Within(1, MAX_MICRO_BATCHES)]
+    rows: Annotated[int, Within(1, MAX_ROWS)]
+    sequence: Annotated[int, Within(1, MAX_CONTEXT)]
     lr: float
-    warmup_steps: int
-    total_steps: int
-    weight_decay: float = 0.1
+    warmup_steps: bounds.Steps
+    total_steps: bounds.Steps
+    weight_decay: Annotated[float, Within(0, MAX_RATE)] = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
@@ -125,23 +120,12 @@ class TrainSpec:
     momentum: float = field(default=0.95, metadata=LATER)
 
     def __post_init__(self) -> None:
-        for name, most in (
-            ("inner_steps", MAX_INNER_STEPS),
-            ("micro_batches", MAX_MICRO_BATCHES),
-            ("rows", MAX_ROWS),
-            ("sequence", MAX_CONTEXT),
-            ("total_steps", MAX_STEPS),
-        ):
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"{name} must be in 1..{most}")
         if self.step_tokens > MAX_STEP_TOKENS:
             raise ValueError(f"micro_batches x rows x sequence must be at most {MAX_STEP_TOKENS}")
-        if not 0 <= self.warmup_steps < self.total_steps:
-            raise ValueError("warmup_steps must be at least 0 and less than total_steps")
+        if self.warmup_steps >= self.total_steps:
+            raise ValueError("warmup_steps must be less than total_steps")
         if not (0 < self.lr <= MAX_RATE and 0 < self.clip <= MAX_CLIP):
             raise ValueError(f"lr must be more than 0 and at most {MAX_RATE:g}, clip at most {MAX_CLIP:g}")
-        if not 0 <= self.weight_decay <= MAX_RATE:
-            raise ValueError(f"weight_decay must be in 0..{MAX_RATE:g}")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ValueError("beta1 and beta2 must be in [0, 1)")
         if self.optimizer not in OPTIMIZERS:
@@ -178,11 +162,9 @@ class OuterSpec:
     indices: str = INDICES
     beta: float = 0.95
     eta: float = 1.0
-    overlap: int = 0
+    overlap: Annotated[int, Within(0, 1)] = 0
 
     def __post_init__(self) -> None:
-        if self.overlap not in (0, 1):
-            raise ValueError("overlap must be 0 or 1")
         Codec(topk=self.topk)  # raises where there is no such codec
         for name, value, known in (("values", self.values, VALUES), ("indices", self.indices, INDICES)):
             if value != known:
@@ -207,11 +189,9 @@ class JudgingSpec:
     clip: float = 1.0
     agreement: float = 0.1
     copies: float = 0.5
-    score_share: float = field(default=0.02, metadata=LATER)
+    score_share: Annotated[float, Within(0, MAX_SCORE_SHARE)] = field(default=0.02, metadata=LATER)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.score_share <= MAX_SCORE_SHARE:
-            raise ValueError(f"score_share must be in 0..{MAX_SCORE_SHARE:g}")
         if not ((self.clip == 0 or 0.01 <= self.clip <= 100) and 0 <= self.agreement < 1 and 0 < self.copies <= 1):
             raise ValueError(
                 "clip must be 0 or in 0.01..100, agreement at least 0 and less than 1, copies more than 0 and at most 1"
@@ -235,20 +215,14 @@ class ChainSpec:
 class TimingSpec:
     """Seconds. round_seconds: training time of a round, 0: TRAINING_SHARE of the deadline, by which it is decided."""
 
-    round_deadline: float = 600.0
+    round_deadline: Annotated[float, Within(LEAST_SECONDS, MAX_DEADLINE)] = 600.0
     round_seconds: float = 0.0
-    heartbeat: float = 2.0
-    gone_after: float = 15.0
+    heartbeat: Annotated[float, Within(LEAST_HEARTBEAT, MAX_DEADLINE)] = 2.0
+    gone_after: Annotated[float, Within(LEAST_SECONDS, MAX_DEADLINE)] = 15.0
 
     def __post_init__(self) -> None:
         if not self.heartbeat < self.gone_after < self.round_deadline:
             raise ValueError("heartbeat < gone_after < round_deadline must hold")
-        if self.heartbeat < LEAST_HEARTBEAT or self.gone_after < LEAST_SECONDS:
-            raise ValueError(
-                f"heartbeat must be at least {LEAST_HEARTBEAT:g} s, gone_after at least {LEAST_SECONDS:g} s"
-            )
-        if self.round_deadline > MAX_DEADLINE:
-            raise ValueError(f"round_deadline must be at most {MAX_DEADLINE:g} s")
         if self.round_seconds and not LEAST_SECONDS <= self.round_seconds <= TRAINING_SHARE * self.round_deadline:
             raise ValueError(f"round_seconds must be 0 or in {LEAST_SECONDS:g}..{TRAINING_SHARE:g} round_deadline")
 
@@ -268,10 +242,10 @@ class AdmissionSpec:
 
     mode: str = "open"
     keys: tuple[str, ...] = ()
-    probation: int = field(default=0, metadata=LATER)
-    share: float = field(default=1.0, metadata=LATER)
-    range_sessions: int = field(default=0, metadata=LATER)
-    range_share: float = field(default=1.0, metadata=LATER)
+    probation: bounds.Probation = field(default=0, metadata=LATER)
+    share: bounds.PartOfAll = field(default=1.0, metadata=LATER)
+    range_sessions: bounds.Sessions = field(default=0, metadata=LATER)
+    range_share: bounds.PartOfAll = field(default=1.0, metadata=LATER)
 
     def __post_init__(self) -> None:
         if self.mode not in ADMISSIONS:
@@ -280,10 +254,6 @@ class AdmissionSpec:
             raise ValueError(f"keys may name at most {MAX_KEYS} peers; admit others with potluck run admit")
         for key in self.keys:
             identity.public_key(key)
-        if not (0 <= self.probation <= MAX_PROBATION and 0 <= self.range_sessions <= MAX_SESSIONS):
-            raise ValueError(f"probation must be in 0..{MAX_PROBATION} rounds, range_sessions in 0..{MAX_SESSIONS}")
-        if not (LEAST_SHARE <= self.share <= 1 and LEAST_SHARE <= self.range_share <= 1):
-            raise ValueError(f"share and range_share must be in {LEAST_SHARE:g}..1")
 
     @property
     def is_open(self) -> bool:
@@ -294,23 +264,15 @@ class AdmissionSpec:
 class EvaluationSpec:
     """The held-out loss: after `every` so many rounds (0: never), on at most `sequences` sequences."""
 
-    every: int = 10
-    sequences: int = 64
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.every <= MAX_EVALUATED and 1 <= self.sequences <= MAX_EVALUATED):
-            raise ValueError(f"every must be in 0..{MAX_EVALUATED}, sequences in 1..{MAX_EVALUATED}")
+    every: Annotated[int, Within(0, MAX_EVALUATED)] = 10
+    sequences: Annotated[int, Within(1, MAX_EVALUATED)] = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintSpec:
     """Where bootstrap nodes were last seen: multiaddresses with `/p2p/`. Not part of the run id."""
 
-    bootstrap: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if len(self.bootstrap) > MAX_HINTS or any(len(address) > MAX_MIRROR for address in self.bootstrap):
-            raise ValueError(f"bootstrap may name {MAX_HINTS} addresses of {MAX_MIRROR} characters at most")
+    bootstrap: Annotated[tuple[bounds.Address, ...], AtMost(MAX_HINTS)] = ()
 
 
 def why_no_quorum(nodes: int) -> str | None:
@@ -334,9 +296,9 @@ class Manifest:
     """
 
     name: str
-    seed: int
-    rounds: int
-    start_peers: int
+    seed: Annotated[int, Within(0, MAX_SEED)]
+    rounds: Annotated[int, Within(1, bounds.MAX_ROUNDS)]
+    start_peers: Annotated[int, Within(1, MAX_PEERS)]
     operators: tuple[str, ...]
     model: ModelSpec
     tokenizer: TokenizerSpec
@@ -350,7 +312,7 @@ class Manifest:
     evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
     hints: HintSpec = field(default_factory=HintSpec)
     quorum: int = 1
-    checkpoint_rounds: int = 10
+    checkpoint_rounds: Annotated[int, Within(1, MAX_CHECKPOINT_ROUNDS)] = 10
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -358,15 +320,6 @@ class Manifest:
             raise ValueError(f"format {self.format} is not known to this version (knows {FORMAT})")
         if not 1 <= len(self.name) <= 64 or not self.name.isprintable():
             raise ValueError("name must have 1 to 64 printable characters")
-        for name, most in (
-            ("rounds", MAX_ROUNDS),
-            ("start_peers", MAX_PEERS),
-            ("checkpoint_rounds", MAX_CHECKPOINT_ROUNDS),
-        ):
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"{name} must be in 1..{most}")
-        if self.seed < 0:
-            raise ValueError("seed must be at least 0")
         if (refused := why_no_quorum(self.quorum)) is not None:
             raise ValueError(refused)
         if not self.quorum <= len(set(self.operators)) == len(self.operators) <= 16:

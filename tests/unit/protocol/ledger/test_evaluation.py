@@ -38,6 +38,7 @@ from protocol.wire.claims import Evaluation
 from protocol.wire.commit import MAX_EVALUATIONS, Commit
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan
+from protocol.wire.schema import SchemaError, build
 from tests.support import tiny
 from tests.support.leader import Driver
 from tests.support.rules import due as open_for
@@ -84,10 +85,10 @@ def test_what_is_measured_costs_a_fiftieth() -> None:
     often = dataclasses.replace(RUN, evaluation=EvaluationSpec(every=50, sequences=1000))
     assert often.evaluated_sequences == 24
     assert dataclasses.replace(often, evaluation=EvaluationSpec(every=50, sequences=5)).evaluated_sequences == 5
-    with pytest.raises(ValueError, match="every must be in 0"):
-        EvaluationSpec(every=-1)
-    with pytest.raises(ValueError, match="sequences in 1"):
-        EvaluationSpec(sequences=0)
+    with pytest.raises(SchemaError, match="every: must be in 0"):
+        build(EvaluationSpec, {"every": -1})
+    with pytest.raises(SchemaError, match="sequences: must be in 1"):
+        build(EvaluationSpec, {"sequences": 0})
 
 
 DUE = Due(RUN).after(planned(0))

@@ -30,6 +30,7 @@ from protocol.run.manifest import EvaluationSpec, JudgingSpec, Manifest, TrainSp
 from protocol.wire.claims import MAX_MARKS, Mark, Score
 from protocol.wire.commit import MAX_SCORES, Commit, Contribution
 from protocol.wire.plan import Plan, ReplicaSpec, Work
+from protocol.wire.schema import SchemaError, build
 from tests.support import tiny
 from tests.support.leader import Driver
 from tests.support.rules import due as open_for
@@ -92,8 +93,8 @@ def test_scoring_takes_no_more_than_its_share() -> None:
         assert passes <= share * 3 * 200 + 1e-9, "of the time that 200 trained sequences take, three passes each"
         assert (passes > 0) == (share > 0)
         assert all(len(numbers) <= MAX_MARKS for by in given for numbers in by.values())
-    with pytest.raises(ValueError, match="score_share must be in"):
-        JudgingSpec(score_share=1.5)
+    with pytest.raises(SchemaError, match="score_share: must be in"):
+        build(JudgingSpec, {"score_share": 1.5})
 
 
 def test_who_is_slow_sets_the_pace_or_does_not_score() -> None:
