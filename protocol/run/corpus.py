@@ -19,11 +19,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 from protocol.codec import blob_hash
 from protocol.errors import UsageError, shown
 from protocol.wire import framing
-from protocol.wire.schema import Digest, SchemaError, build, packed
+from protocol.wire.schema import Digest, SchemaError, Within, build, packed
 
 FORMAT = 1
 INDEX = "index"
@@ -37,6 +38,8 @@ CHUNK_BYTES = 16 << 20
 """A chunk: large, so that the index of 10^12 tokens fits a message; its range digests have 16 KiB."""
 MAX_SEQUENCE = 1 << 20
 MAX_VOCABULARY = 1 << 31
+MAX_SIZE = 2**64 - 1
+Size = Annotated[int, Within(0, MAX_SIZE)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +66,27 @@ class CorpusIndex:
     """
 
     tokenizer: Digest
-    vocab_size: int
-    seed: int
-    sequence: int
-    sequences: int
+    vocab_size: Annotated[int, Within(1, MAX_VOCABULARY)]
+    seed: Size
+    sequence: Annotated[int, Within(1, MAX_SEQUENCE)]
+    sequences: Annotated[int, Within(1, MAX_SIZE)]
     chunks: bytes
     held_out: Digest
-    held_out_sequences: int
-    documents: int
-    tokens: int
-    text_bytes: int
-    held_out_tokens: int
-    held_out_bytes: int
+    held_out_sequences: Annotated[int, Within(1, MAX_SIZE)]
+    documents: Size
+    tokens: Size
+    text_bytes: Size
+    held_out_tokens: Annotated[int, Within(1, MAX_SIZE)]
+    held_out_bytes: Annotated[int, Within(1, MAX_SIZE)]
     format: int = FORMAT
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
             raise ValueError(f"format {self.format} is not known to this version (knows {FORMAT})")
-        if not 1 <= self.sequence <= MAX_SEQUENCE or not 1 <= self.vocab_size <= MAX_VOCABULARY:
-            raise ValueError(f"sequence must be in 1..{MAX_SEQUENCE} and vocab_size in 1..{MAX_VOCABULARY}")
-        if not 1 <= self.held_out_sequences <= self.sequences_per_chunk:
+        if self.held_out_sequences > self.sequences_per_chunk:
             raise ValueError("the held-out part must have one chunk")
-        if self.sequences < 1 or len(self.chunks) != blob_hash.LEAF_BYTES * -(
-            -self.sequences // self.sequences_per_chunk
-        ):
+        if len(self.chunks) != blob_hash.LEAF_BYTES * -(-self.sequences // self.sequences_per_chunk):
             raise ValueError("the number of chunks must be that of the sequences")
-        if min(self.seed, self.documents, self.tokens, self.text_bytes) < 0:
-            raise ValueError("nothing can be negative")
-        if min(self.held_out_tokens, self.held_out_bytes) < 1:
-            raise ValueError("the held-out part must have text")
 
     @property
     def id_bytes(self) -> int:
