@@ -1,10 +1,12 @@
 """The processes that train one replica on several devices of a machine: their messages, and their group.
 
 The peer's process and a helper talk over a pair of connected sockets without a name, so messages are trusted, and
-pickled. Members of the group add up gradients by torch.distributed: gloo between CPUs, NCCL between GPUs; a sum has the
-same bits for all members and in every run. The members find each other through a file in a private folder and talk over
-the loopback interface; every member first shows a secret from the peer's process. An exchange that takes too long
-raises a RuntimeError, as does the end of a member.
+pickled. An order is the name of a helper's method (peer/training/helper.py) and its arguments.
+
+Members of the group add up gradients by torch.distributed: gloo between CPUs, NCCL between GPUs; a sum has the same
+bits for all members and in every run. The members find each other through a file in a private folder and talk over the
+loopback interface; every member first shows a secret from the peer's process. An exchange that takes too long raises a
+RuntimeError, as does the end of a member.
 """
 
 from __future__ import annotations
@@ -20,16 +22,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
-
-from peer.training.optimizer import Pace
-from protocol.run.layout import ModelSpec
-from protocol.run.manifest import TrainSpec
 
 _SIZE = struct.Struct(">Q")
 _FILE = "members"
@@ -38,18 +34,8 @@ _FILE = "members"
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """The first message to a helper. It answers Done."""
-
-    spec: ModelSpec
-    train: TrainSpec
-    device: str
-    threads: int
-
-
-@dataclass(frozen=True, slots=True)
 class Join:
-    """Leave the former group and join this one. The answer is Done.
+    """A group to join, in place of the former one.
 
     folder: where the members find each other; only their user may read it.
     secrets: by rank, what each member shows to the others.
@@ -61,33 +47,6 @@ class Join:
     size: int
     secrets: tuple[int, ...]
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """Receive the first member's parameters, and begin or continue a round at this pace.
-
-    state: names and shapes of the optimizer's arrays that follow; None: the helper's own are the same.
-    """
-
-    pace: Pace
-    state: tuple[tuple[str, tuple[int, ...]], ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """Forward and backward of one micro-batch of an inner step; ids [B, L+1]."""
-
-    turn: int
-    micro: int
-    ids: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Answer with Computed."""
-
-    turn: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,40 +63,15 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class AddUp:
-    """Add up the gradients of all members of the group."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Clip by this norm and take this inner step."""
-
-    step: int
-    norm: float
-
-
-@dataclass(frozen=True, slots=True)
-class Reset:
-    """Forget the inner step under way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Answer Done with this number when all messages before are done."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class Done:
-    """The answer to Begin, Join (number 0) and Ask."""
+    """The answer of a helper that has begun or joined (number 0), or has done all orders before an `ask`."""
 
     number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An order failed; the helper ignores all orders until the next Join.
+    """An order failed; the helper ignores all orders until the next `join`.
 
     together: in an exchange with other members, any of whom may be the cause.
     """
@@ -146,11 +80,10 @@ class Failed:
     together: bool = False
 
 
-Order = Begin | Join | Take | Compute | Tell | AddUp | Step | Reset | Ask
 Answer = Done | Computed | Failed
 
 
-def send(way: socket.socket, message: Order | Answer) -> None:
+def send(way: socket.socket, message: object) -> None:
     """Raises OSError where the other process has ended, or does not read for as long as the socket's timeout."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     way.sendall(_SIZE.pack(len(body)) + body)

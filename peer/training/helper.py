@@ -11,65 +11,81 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from queue import SimpleQueue
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from peer.training import device_group as group
 from peer.training.device import one_heap
+from peer.training.optimizer import Pace
 from peer.training.trainer import StageTrainer
 from protocol.errors import first_line
 from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import TrainSpec
 
 
 class HelperTrainer:
-    """Carries out one order after the other; raises what torch, or Python, raises."""
+    """Each public method is an order; it returns the answer, where there is one, and raises what torch, or Python,
+    raises."""
 
-    def __init__(self, begin: group.Begin) -> None:
-        self.trainer = StageTrainer(begin.spec, begin.train, layout.shard_names(begin.spec), device=begin.device)
+    def __init__(self, spec: ModelSpec, train: TrainSpec, device: str) -> None:
+        self.trainer = StageTrainer(spec, train, layout.shard_names(spec), device=device)
         self._losses: list[torch.Tensor] = []
 
-    def do(self, order: object) -> group.Answer | None:
-        """The answer, where there is one."""
-        match order:
-            case group.Join():
-                self._reset()
-                group.join_group(order, self.trainer.device)
-                return group.Done()
-            case group.Take():
-                self._take(order)
-            case group.Compute(_, micro, array):
-                ids = torch.from_numpy(array)
-                ids = ids.pin_memory() if self.trainer.device.type == "cuda" else ids
-                self._losses.append(self.trainer.forward(micro, ids))
-                self.trainer.backward(micro)
-            case group.Tell(turn):
-                losses = tuple(loss.item() for loss in self._losses)
-                return group.Computed(turn, losses, self.trainer.piece_rows)
-            case group.AddUp():
-                group.add_up(self.trainer.stage.make_gradients())
-            case group.Step(step, norm):
-                self._losses.clear()
-                self.trainer.step(step, norm)
-            case group.Reset():
-                self._reset()
-            case group.Ask(number):
-                return group.Done(number)
-        return None
+    def join(self, join: group.Join) -> group.Done:
+        """Leaves the former group and joins this one."""
+        self.reset()
+        group.join_group(join, self.trainer.device)
+        return group.Done()
 
-    def _reset(self) -> None:
+    @torch.no_grad()
+    def take(self, pace: Pace, state: Sequence[tuple[str, tuple[int, ...]]] | None) -> None:
+        """Receives the first member's parameters, and begins or continues a round at this pace.
+
+        state: names and shapes of the optimizer's arrays that follow; None: the helper's own are the same.
+        """
+        self._losses.clear()
+        group.broadcast(self.trainer.stage.parameters())
+        if state is not None:
+            found = {name: torch.empty(shape, device=self.trainer.device) for name, shape in state}
+            group.broadcast(found.values())
+            self.trainer.load_optimizer({name: tensor.cpu().numpy() for name, tensor in found.items()})
+        self.trainer.begin_at(pace)
+
+    def compute(self, micro: int, array: NDArray[np.int64]) -> None:
+        """Forward and backward of one micro-batch of an inner step, of ids [B, L+1]."""
+        ids = torch.from_numpy(array)
+        ids = ids.pin_memory() if self.trainer.device.type == "cuda" else ids
+        self._losses.append(self.trainer.forward(micro, ids))
+        self.trainer.backward(micro)
+
+    def tell(self, turn: int) -> group.Computed:
+        """The results of the micro-batches since the last step."""
+        losses = tuple(loss.item() for loss in self._losses)
+        return group.Computed(turn, losses, self.trainer.piece_rows)
+
+    def add_up(self) -> None:
+        """Adds up the gradients of all members of the group."""
+        group.add_up(self.trainer.stage.make_gradients())
+
+    def step(self, step: int, norm: float) -> None:
+        """Clips by this norm and takes this inner step."""
+        self._losses.clear()
+        self.trainer.step(step, norm)
+
+    def reset(self) -> None:
+        """Forgets the inner step under way."""
         self._losses.clear()
         self.trainer.reset()
 
-    @torch.no_grad()
-    def _take(self, order: group.Take) -> None:
-        self._losses.clear()
-        group.broadcast(self.trainer.stage.parameters())
-        if order.state is not None:
-            found = {name: torch.empty(shape, device=self.trainer.device) for name, shape in order.state}
-            group.broadcast(found.values())
-            self.trainer.load_optimizer({name: tensor.cpu().numpy() for name, tensor in found.items()})
-        self.trainer.begin_at(order.pace)
+    def ask(self, number: int) -> group.Done:
+        """All orders before are done."""
+        return group.Done(number)
 
 
 def main(way: socket.socket) -> None:
@@ -77,33 +93,32 @@ def main(way: socket.socket) -> None:
     for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sent, signal.SIG_IGN)  # sent to all processes of a peer that leaves, which still needs this one
     one_heap()
-    orders: SimpleQueue[object] = SimpleQueue()
+    orders: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_listen, args=(way, orders), daemon=True).start()
-    begin = orders.get()
-    assert isinstance(begin, group.Begin)
-    torch.set_num_threads(begin.threads)
+    spec, train, device, threads = orders.get()
+    torch.set_num_threads(threads)
     try:
-        helper = HelperTrainer(begin)
+        helper = HelperTrainer(spec, train, device)
     except Exception as error:
         group.send(way, group.Failed(first_line(error)))
         return
     group.send(way, group.Done())
     failed = False
     while True:
-        order = orders.get()
-        if failed and not isinstance(order, group.Join | group.Ask):
+        order, *arguments = orders.get()
+        if failed and order not in ("join", "ask"):
             continue
         try:
-            answer = helper.do(order)
-            failed = failed and isinstance(order, group.Ask)
+            answer = getattr(helper, order)(*arguments)
+            failed = failed and order == "ask"
         except Exception as error:
-            failed, together = True, isinstance(order, group.Join | group.Take | group.AddUp)
+            failed, together = True, order in ("join", "take", "add_up")
             answer = group.Failed(first_line(error), together)
         if answer is not None:
             group.send(way, answer)
 
 
-def _listen(way: socket.socket, orders: SimpleQueue[object]) -> None:
+def _listen(way: socket.socket, orders: SimpleQueue[Any]) -> None:
     try:
         while True:
             orders.put(group.receive(way))

@@ -56,11 +56,10 @@ class ExchangeFailed(Exception):
 
 
 class Helper:
-    """One process, on the device that `begin` names. `stuck`: seconds after which it is lost if it does not even
-    read."""
+    """One process on `device`. `stuck`: seconds after which it is lost if it does not even read."""
 
-    def __init__(self, begin: group.Begin, stuck: float) -> None:
-        self.device = begin.device
+    def __init__(self, spec: ModelSpec, train: TrainSpec, device: str, threads: int, stuck: float) -> None:
+        self.device = device
         self._stuck = stuck
         self._lost: str | None = None
         self._asked = 0
@@ -74,14 +73,14 @@ class Helper:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        self.say(begin)
+        self.say(spec, train, device, threads)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def say(self, order: group.Order) -> None:
-        """Sends an order. A failure shows in `hear`."""
+    def say(self, *order: object) -> None:
+        """Sends an order: a method's name (peer/training/helper.py) and its arguments. A failure shows in `hear`."""
         if self._lost is None:
             self._way.settimeout(self._stuck)
             try:
@@ -92,8 +91,9 @@ class Helper:
                 self._lost = self._ended()
 
     def hear(self, kind: type[A], number: int, seconds: float) -> A:
-        """Its next answer of this kind to the Ask of this number, or of this turn; skips older ones. Raises HelperLost,
-        ExchangeFailed."""
+        """Its next answer of this kind to the `ask` of this number, or of this turn; skips older ones.
+
+        Raises HelperLost, ExchangeFailed."""
         while True:
             answer = self._next(seconds)
             if isinstance(answer, group.Failed):
@@ -109,7 +109,7 @@ class Helper:
     def ask(self, seconds: float) -> None:
         """Waits until it has done all orders. Raises as `hear` does."""
         self._asked += 1
-        self.say(group.Ask(self._asked))
+        self.say("ask", self._asked)
         self.hear(group.Done, self._asked, seconds)
 
     def await_idle(self, seconds: float) -> None:
@@ -276,14 +276,14 @@ class SeveralDevicesTrainer(StageTrainer):
     def step(self, step: int, total_norm: float) -> None:
         """As on one device; helpers do the same meanwhile."""
         for helper in self._helpers.values():
-            helper.say(group.Step(step, total_norm))
+            helper.say("step", step, total_norm)
         self._forget()
         super().step(step, total_norm)
 
     def reset(self) -> None:
         if self._ids:
             for helper in self._helpers.values():
-                helper.say(group.Reset())
+                helper.say("reset")
         self._forget()
         super().reset()
 
@@ -310,7 +310,7 @@ class SeveralDevicesTrainer(StageTrainer):
         """Whether the micro-batch is a helper's, which gets it."""
         for helper, share in self._shares.items():
             if micro in share:
-                helper.say(group.Compute(self._turn, micro, ids.numpy()))
+                helper.say("compute", micro, ids.numpy())
                 return True
         return False
 
@@ -322,10 +322,10 @@ class SeveralDevicesTrainer(StageTrainer):
             gradients = self.stage.make_gradients()
             try:
                 for helper in self._shares:
-                    helper.say(group.Tell(self._turn))
+                    helper.say("tell", self._turn)
                 heard = [h.hear(group.Computed, self._turn, self._limit(h)) for h in self._shares]
                 for helper in self._shares:
-                    helper.say(group.AddUp())
+                    helper.say("add_up")
                 group.add_up(gradients)
             except HelperLost as lost:
                 self._lose(lost.helper, str(lost))
@@ -374,9 +374,9 @@ class SeveralDevicesTrainer(StageTrainer):
             if place not in self._helpers and self._lost[place] < GIVE_UP
         ]
         for place in missing:
-            begin = group.Begin(self.spec, self.train, self._devices[place], self._threads)
+            made = self.spec, self.train, self._devices[place], self._threads
             try:
-                self._helpers[place] = Helper(begin, self._patience.stuck)
+                self._helpers[place] = Helper(*made, self._patience.stuck)
             except OSError as error:
                 self._left_out(place, f"could not be started: {error.strerror}")
         return bool(missing)
@@ -405,7 +405,7 @@ class SeveralDevicesTrainer(StageTrainer):
         with tempfile.TemporaryDirectory(prefix="devices-", dir=self._folder, ignore_cleanup_errors=True) as folder:
             joins = [group.Join(folder, rank, size, shown, seconds) for rank in range(size)]
             for helper, join in zip(members, joins[1:], strict=True):
-                helper.say(join)
+                helper.say("join", join)
             group.join_group(joins[0], self.device)
             for helper in members:
                 helper.hear(group.Done, 0, seconds)
@@ -415,7 +415,7 @@ class SeveralDevicesTrainer(StageTrainer):
         state = self.optimizer_state(copy=False) if whole else None
         shapes = None if state is None else tuple((name, array.shape) for name, array in state.items())
         for helper in self._helpers.values():
-            helper.say(group.Take(self.pace, shapes))
+            helper.say("take", self.pace, shapes)
         group.broadcast([parameter.detach() for parameter in self.stage.parameters()])
         if state is not None:
             group.broadcast([torch.from_numpy(array).to(self.device) for array in state.values()])
