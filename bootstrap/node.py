@@ -15,7 +15,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from bootstrap.archive import Archive
 from bootstrap.background_jobs import LatestJob, ProposalChecker, require
@@ -133,13 +133,22 @@ ANNOUNCEMENTS_PER_SECOND, ANNOUNCEMENT_BURST = 200.0, 1000.0
 """Rate limit of all announcements together, except for the first one of each session."""
 
 
+class Work(NamedTuple):
+    """What is computed for a node; called on threads.
+
+    plan: a plan
+    digest: of a shard after a round by the log, None where that is not cheap
+    """
+
+    plan: Callable[[Question], Plan | None] = Question.answer
+    digest: Callable[[str, int], str | None] = lambda shard, round: None
+
+
 class BootstrapNode:
     """See the module's docstring.
 
     initial_peers: known addresses of other bootstrap nodes of the run
-    answer: makes a plan; called on a thread
     auditors: peers whose evaluations this node trusts above all others
-    compute: the digest of a shard after a round by the log, None where that is not cheap; called on threads
     """
 
     def __init__(
@@ -150,9 +159,8 @@ class BootstrapNode:
         emit: events.Emit,
         initial_peers: Sequence[str] = (),
         clock: Clock | None = None,
-        answer: Callable[[Question], Plan | None] = Question.answer,
         auditors: frozenset[str] = frozenset(),
-        compute: Callable[[str, int], str | None] = lambda shard, round: None,
+        work: Work = Work(),
     ) -> None:
         self.manifest = manifest = archive.manifest
         self.archive = archive
@@ -187,7 +195,7 @@ class BootstrapNode:
         known, read = self._payloads.notes.known, require(archive.blobs.get)
         self._planning = LatestJob[Question, leader_events.Planned](
             "planner",
-            lambda question: leader_events.Planned(question, answer(question)),
+            lambda question: leader_events.Planned(question, work.plan(question)),
             self._events.put,
             retry_seconds=PLAN_RETRY_SECONDS,
             failed=lambda question: leader_events.Planned(question, None),
@@ -199,7 +207,7 @@ class BootstrapNode:
             retry_seconds=JUDGE_RETRY_SECONDS,
         )
         self._recomputing = LatestJob[leader_events.Recompute, leader_events.Recomputed](
-            "recompute", lambda asked: asked.answer(compute), self._events.put, retry_seconds=JUDGE_RETRY_SECONDS
+            "recompute", lambda asked: asked.answer(work.digest), self._events.put, retry_seconds=JUDGE_RETRY_SECONDS
         )
         self._finished: Finished | None = None
         self._stalled = False
@@ -213,7 +221,7 @@ class BootstrapNode:
             self._tell_operator,
         )
         self._proposals = ProposalChecker(
-            self.leader, quorum, clock, self._events.put, archive.blobs.get, known, compute
+            self.leader, quorum, clock, self._events.put, archive.blobs.get, known, work.digest
         )
 
     async def serve(self, relay_bps: int = 0) -> None:

@@ -493,12 +493,12 @@ class Operators:
         self._streams.setdefault(node, set()).add(stream)
         try:
             while node in self.links:
-                await self.receive(node, await self._read_message(stream))
+                await self.receive(node, await self.read_message(stream))
         finally:
             self._incoming[node] -= 1
             self._streams.get(node, set()).discard(stream)
 
-    async def _read_message(self, stream: Stream) -> Said:
+    async def read_message(self, stream: Stream) -> Said:
         """The next message of an operator; of one with a commit that can change nothing now, the head. The others are
         decoded once the operator may take the turns for that."""
         node = stream.remote

@@ -134,7 +134,7 @@ def _remembering(emit: events.Emit, folder: Path, manifest: Manifest) -> events.
 async def serve(config: NodeConfig) -> None:
     """Runs the node until the run is over or its operator is dismissed."""
     from bootstrap.archive import Archive
-    from bootstrap.node import BootstrapNode
+    from bootstrap.node import BootstrapNode, Work
     from peer.corpus.tokenizer_process import check_document_end
     from protocol.round.leader_events import Question
 
@@ -166,11 +166,9 @@ async def serve(config: NodeConfig) -> None:
                 await _fetch_tokenizer(config, transport, archive, emit)
             together = config.relay_bps * len(manifest.operators)  # assumes the same limit for all nodes
             auditors = frozenset({auditor(folder)} if options.audit else ())
-            answer = functools.partial(Question.answer, relay_bps=together)
-            compute = Recomputer(manifest, archive.commits, archive.blobs.get).digest
-            node = BootstrapNode(
-                identity, transport, archive, emit, config.others, answer=answer, auditors=auditors, compute=compute
-            )
+            digest = Recomputer(manifest, archive.commits, archive.blobs.get).digest
+            work = Work(functools.partial(Question.answer, relay_bps=together), digest)
+            node = BootstrapNode(identity, transport, archive, emit, config.others, auditors=auditors, work=work)
             async with running.shown_alive(folder), asyncio.TaskGroup() as group:
                 auditing = options.audit and group.create_task(
                     audit_beside(folder, manifest.run_id, transport.addresses, emit)

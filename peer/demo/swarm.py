@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from bootstrap.archive import Archive
-from bootstrap.node import BootstrapNode
+from bootstrap.node import BootstrapNode, Work
 from peer import events
 from peer.corpus.text import open_corpus
 from peer.corpus.tokenizer import TextEncoder, load_tokenizer
@@ -317,7 +317,7 @@ async def run_in_memory(
     node_transport = network.transport(key.peer_id, directory.valid_record(manifest.run_id))
     emit = Emitter("bootstrap", queue.put_nowait)
     compute = Recomputer(manifest, archive.commits, archive.blobs.get).digest
-    serving = BootstrapNode(key, node_transport, archive, emit, compute=compute)
+    serving = BootstrapNode(key, node_transport, archive, emit, work=Work(digest=compute))
     node = asyncio.create_task(serving.serve())
     tasks: set[asyncio.Task[Any]] = {node}
     storages = []

@@ -37,10 +37,17 @@ class Recomputer:
     read: gives payloads and lists of parts by name, None for those that are not here
     """
 
-    def __init__(self, manifest: Manifest, commits: Sequence[Commit], read: Callable[[str], bytes | None]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        commits: Sequence[Commit],
+        read: Callable[[str], bytes | None],
+        most_work: int = MOST_WORK,
+    ) -> None:
         self._manifest = manifest
         self._commits = commits
         self._get = read
+        self._most_work = most_work
         self._lock = threading.Lock()
         self._kept: dict[str, tuple[int, list[NDArray[np.float32]]]] = {}
         self._known = LruDict[tuple[str, int], str](KNOWN)
@@ -80,7 +87,7 @@ class Recomputer:
     def _is_cheap(self, shard: str, after: int, round: int) -> bool:
         spec = self._manifest.model
         portion = layout.parameters(spec, shard) / layout.total_parameters(spec)
-        left: float = MOST_WORK - (round - after) * (layout.shard_bytes(spec, shard) + ROUND_WORK)
+        left: float = self._most_work - (round - after) * (layout.shard_bytes(spec, shard) + ROUND_WORK)
         for each in range(after + 1, round + 1):
             if left < 0:
                 break

@@ -126,8 +126,8 @@ class Peer:
         typed = f"{bootstrap[0]}#{manifest.run_id}" if bootstrap else "RUN"
         self._refusals = Refusals(manifest, network, joining, typed)
         refusals = None if config.audit else self._refusals  # an auditor belongs to one node, and others may refuse it
-        self._sessions = Sessions(network, joining, refusals)
-        self._operators = Operators(manifest, network, self._sessions, bootstrap, self._head)
+        self.sessions = Sessions(network, joining, refusals)
+        self._operators = Operators(manifest, network, self.sessions, bootstrap, self._head)
         transport.guests.follow(emit)
         self._latency = Latency(
             transport, self._factories.clock, self._directory.placed, random.Random(identity.peer_id)
@@ -252,7 +252,7 @@ class Peer:
         self, text: Text, exchange: Exchange, inner_loop: InnerLoop, restored: Checkpoint | None
     ) -> tuple[Rounds, Evaluator]:
         manifest, identity, config, room = self.manifest, self.identity, self._config, self._hardware.budget
-        audit, tell = config.audit, self._sessions.tell
+        audit, tell = config.audit, self.sessions.tell
         evaluator = Evaluator(
             manifest,
             identity,
@@ -271,7 +271,7 @@ class Peer:
             peer=identity.peer_id,
             restored=restored,
             network=self._network,
-            sessions=self._sessions,
+            sessions=self.sessions,
             operators=self._operators,
             storage=self._storage,
             exchange=exchange,
@@ -303,10 +303,10 @@ class Peer:
 
         work = asyncio.create_task(rounds.run())
         services = [
-            self._directory.announce(lambda sealed: self._sessions.tell(Announced(sealed=sealed))),
+            self._directory.announce(lambda sealed: self.sessions.tell(Announced(sealed=sealed))),
             self._directory.publish(),
             self._directory.watch(),
-            self._sessions.run(on_message, on_open, rounds.member.is_news),
+            self.sessions.run(on_message, on_open, rounds.member.is_news),
             self._latency.run(lambda: self._directory.reached),
             self._operators.run(),
             self._refusals.run(),

@@ -131,7 +131,7 @@ def _office(leads: bool) -> Channel:
     stream, name = Paying(liar.peer_id), "that leads" if leads else "that does not lead"
 
     def read(raw: bytes) -> object:
-        return stream.runs(raw, operators._read_message)
+        return stream.runs(raw, operators.read_message)
 
     kinds = (*SAID_BY_OPERATORS, Record)
     return Channel(

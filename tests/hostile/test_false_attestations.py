@@ -36,14 +36,14 @@ def now_and_then(round: int, digests: Mapping[str, str]) -> dict[str, str]:
 
 def lies(peer: Volunteer, lie: Lie) -> None:
     """From now on it attests something else; its state stays as it is."""
-    tell = peer.peer._sessions.tell
+    tell = peer.peer.sessions.tell
 
     def told(message: Any) -> None:
         if isinstance(message, Attest):
             message = dataclasses.replace(message, digests=lie(message.round, message.digests))
         tell(message)
 
-    peer.peer._sessions.tell = told  # type: ignore[method-assign]
+    peer.peer.sessions.tell = told  # type: ignore[method-assign]
 
 
 def refuted(commits: list[Commit]) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bootstrap.archive import Archive
-from bootstrap.node import BootstrapNode
+from bootstrap.node import BootstrapNode, Work
 from peer.chain.reading import StopSign
 from peer.corpus.text import Text
 from peer.events import Emitter, Event
@@ -181,7 +181,7 @@ class Swarm:
         emit = Emitter("bootstrap", self._hear(self.events))
         known = Recomputer(self.manifest, self.archive.commits, self.archive.blobs.get)
         compute = known.digest if self.computes else lambda shard, round: None
-        self.machine = BootstrapNode(tiny.OPERATOR, self.boot, self.archive, emit, compute=compute)
+        self.machine = BootstrapNode(tiny.OPERATOR, self.boot, self.archive, emit, work=Work(digest=compute))
         self.node = asyncio.create_task(self.machine.serve(self.relay_bps))
         return self
 

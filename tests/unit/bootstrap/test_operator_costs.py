@@ -67,7 +67,7 @@ async def office(folder: Path, deaf: bool = False) -> AsyncIterator[Office]:
     """deaf: what comes is read, and nothing follows from it"""
     network, turns = MemoryNetwork(), Turns()
     own = network.transport(NODE.peer_id, directory.valid_record(M.run_id))
-    serve = own.serve
+    serve, served_names = own.serve, set[str]()
 
     async def in_turns(name: str, handler: Handler) -> None:
         async def served(stream: Any) -> None:
@@ -75,6 +75,7 @@ async def office(folder: Path, deaf: bool = False) -> AsyncIterator[Office]:
             await handler(stream)
 
         await serve(name, served)
+        served_names.add(name)
 
     own.serve = in_turns  # type: ignore[method-assign]
     archive = Archive(folder, M, QuickDisk())
@@ -88,7 +89,7 @@ async def office(folder: Path, deaf: bool = False) -> AsyncIterator[Office]:
 
     node.operators.receive = hear
     serving = asyncio.create_task(node.run())
-    await made.heard(lambda: endpoints.QUORUM in own._handlers)
+    await made.heard(lambda: endpoints.QUORUM in served_names)
     try:
         yield made
     finally:

@@ -12,7 +12,7 @@ import pytest
 
 from bootstrap.archive import Archive
 from bootstrap.background_jobs import LatestJob
-from bootstrap.node import BootstrapNode
+from bootstrap.node import BootstrapNode, Work
 from peer.events import Emitter
 from peer.net import directory
 from peer.net.base import Stream, Unreachable
@@ -117,7 +117,7 @@ async def test_a_node_answers_its_peers_while_a_plan_is_made(tmp_path: Path, pla
     network, me = MemoryNetwork(), Identity(b"9" * 32)
     boot = network.transport(tiny.OPERATOR.peer_id, directory.valid_record(manifest.run_id))
     archive = Archive(tmp_path, manifest, QuickDisk())
-    node = BootstrapNode(tiny.OPERATOR, boot, archive, Emitter("node", lambda event: None), answer=planners.answer)
+    node = BootstrapNode(tiny.OPERATOR, boot, archive, Emitter("node", lambda event: None), work=Work(planners.answer))
     serving = asyncio.create_task(node.run())
     try:
         stream = await opened(network, manifest, me)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from peer.log import recompute
 from peer.log.recompute import Recomputer
 from protocol.run import layout
@@ -13,7 +11,7 @@ from tests.support.false_states import digests_of
 from tests.support.volunteers import Swarm, manifest
 
 
-async def test_a_state_is_what_the_peers_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_state_is_what_the_peers_have(tmp_path: Path) -> None:
     async with Swarm(tmp_path, manifest(start_peers=2, rounds=100)) as swarm:
         swarm.start("a")
         swarm.start("b")
@@ -39,6 +37,5 @@ async def test_a_state_is_what_the_peers_have(tmp_path: Path, monkeypatch: pytes
         )
         assert gone.digest(shard, 5) is None
         assert gone.digest(shard, 2) == right[2][shard]
-        monkeypatch.setattr(recompute, "MOST_WORK", 5 * recompute.ROUND_WORK)
-        assert Recomputer(swarm.manifest, swarm.archive.commits, get).digest(shard, 5) is None
+        assert Recomputer(swarm.manifest, swarm.archive.commits, get, 5 * recompute.ROUND_WORK).digest(shard, 5) is None
         assert made.digest("another", 5) is None
