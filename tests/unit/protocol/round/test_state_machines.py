@@ -403,7 +403,7 @@ class Twins:
 @pytest.mark.slow
 def test_random_lives_of_two_bootstrap_nodes_take_every_row() -> None:
     taken = set()
-    for seed in range(80):
+    for seed in range(110):
         twins = Twins(seed)
         twins.live(400)
         taken |= taken_by(*(node.position for node in twins.nodes))
@@ -589,7 +589,7 @@ SPECIAL = (
 
 def test_random_lives_of_a_quorum_take_every_row_and_have_one_history() -> None:
     taken = set().union(*(taken_by_quorum(tell()) for tell in SPECIAL))
-    for seed in range(120):
+    for seed in range(160):
         council = Council(seed)
         council.live(100)
         taken |= council.taken
