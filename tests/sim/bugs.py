@@ -166,12 +166,12 @@ BUGS: dict[str, Bug] = {
     ),
     "an offer is told before it is durable": Bug(
         (
-            (ROUNDS, "        self._storage.save_offer(offer, self._feedback.given_back)\n", ""),
+            (ROUNDS, "        self.storage.save_offer(offer, self._feedback.given_back)\n", ""),
             (
                 ROUNDS,
                 "                self.put(member_events.UpdateEncoded(plan.round, offer))\n",
                 "                self.put(member_events.UpdateEncoded(plan.round, offer))\n"
-                "                asyncio.get_running_loop().call_later(1.0, self._storage.save_offer, offer, 0)\n",
+                "                asyncio.get_running_loop().call_later(1.0, self.storage.save_offer, offer, 0)\n",
             ),
         ),
         ("P3",),
@@ -180,9 +180,9 @@ BUGS: dict[str, Bug] = {
         (
             (
                 ROUNDS,
-                "        self._storage.save_offer(offer, self._feedback.given_back)\n",
-                "        self._storage.save_feedback(offer.round, self.outer.feedback)\n"
-                "        self._storage.save_offer(offer, self._feedback.given_back)\n",
+                "        self.storage.save_offer(offer, self._feedback.given_back)\n",
+                "        self.storage.save_feedback(offer.round, self.outer.feedback)\n"
+                "        self.storage.save_offer(offer, self._feedback.given_back)\n",
             ),
         ),
         ("P3",),
