@@ -46,12 +46,21 @@ REQUIRED = [
 ]
 
 
-def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(tmp_path: Path) -> None:
-    """P1 with a full replica and two chains, each of whose stages contributes its rows of tokens; and the oracle
-    between transports."""
-    mixed = {"full": 1, "chains": 2, "residual_width": 8, "inner_steps": 2}
-    near = swarms.run(swarms.options(tmp_path / "memory", **mixed))
-    far = swarms.run(swarms.options(tmp_path / "hivemind", **mixed, in_memory=False))
+MIXED = {"full": 1, "chains": 2, "residual_width": 8, "inner_steps": 2}
+"""A full replica and two chains, each of whose stages contributes its rows of tokens."""
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The result of such a swarm of tasks in memory."""
+    return swarms.run(swarms.options(tmp_path_factory.mktemp("near") / "memory", **MIXED))
+
+
+def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(
+    near: dict[str, Any], tmp_path: Path
+) -> None:
+    """P1, and the oracle between transports."""
+    far = swarms.run(swarms.options(tmp_path / "hivemind", **MIXED, in_memory=False))
     assert set(REQUIRED) <= set(far)
     assert far["same_bits"] is near["same_bits"] is True
     assert far["rounds"] == near["rounds"] == 3
@@ -59,7 +68,7 @@ def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(tmp_
     assert far["state_digest"] == near["state_digest"]
     assert far["val_loss"] == near["val_loss"]
     assert set(far["bytes_sent_per_peer_per_round"]) == {"full-0", "chain-0-0", "chain-0-1", "chain-1-0", "chain-1-1"}
-    manifest = swarms.manifest(swarms.options(tmp_path / "hivemind", **mixed))
+    manifest = swarms.manifest(swarms.options(tmp_path / "hivemind", **MIXED))
     for chain in range(2):
         first, last = (last_step(tmp_path / "hivemind", f"chain-{chain}-{stage}") for stage in range(2))
         measured(manifest, first, last)
@@ -71,7 +80,7 @@ class OnDevice(StageTrainer):
     update_devices = frozenset({"cpu"})
 
 
-def test_accelerators_give_the_bits_of_peers_without(tmp_path: Path) -> None:
+def test_accelerators_give_the_bits_of_peers_without(near: dict[str, Any], tmp_path: Path) -> None:
     """A full replica and a chain whose every member works out its updates on its device."""
     worked: set[tuple[str, str]] = set()
 
@@ -83,9 +92,7 @@ def test_accelerators_give_the_bits_of_peers_without(tmp_path: Path) -> None:
                 worked.add((self.peer, shard))
             return found
 
-    mixed = {"full": 1, "chains": 1, "residual_width": 8}
-    expected = swarms.run(swarms.options(tmp_path / "host", **mixed))
-    chosen = swarms.options(tmp_path / "device", **mixed)
+    chosen = swarms.options(tmp_path / "device", **MIXED)
     manifest = swarms.manifest(chosen)
     factories = {name: Factories(inner_loop=WithDevice) for name in ("full-0", "chain-0-0", "chain-0-1")}
     asyncio.run(asyncio.wait_for(swarm.run(chosen, main, manifest, factories), swarms.DEADLINE))
@@ -97,7 +104,7 @@ def test_accelerators_give_the_bits_of_peers_without(tmp_path: Path) -> None:
     assert found["left_out"] == []
     assert found["same_bits"] is True
     for same in ("state_digest", "val_loss", "rounds"):
-        assert found[same] == expected[same]
+        assert found[same] == near[same]
 
 
 def last_step(out: Path, name: str) -> events.Chain:

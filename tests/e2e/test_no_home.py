@@ -56,8 +56,8 @@ def test_a_service_needs_a_home(words: tuple[str, ...], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_demo_needs_none(tmp_path: Path) -> None:
-    typed = ("demo", "--in-memory", "--rounds", "1", "--full", "1", "--chains", "0", "--no-screen", "--out", "out")
-    done = nobody(tmp_path, "-m", "peer.cli", *typed)
+    small = ("--rounds", "1", "--inner-steps", "1", "--full", "1", "--chains", "0")
+    done = nobody(tmp_path, "-m", "peer.cli", "demo", "--in-memory", *small, "--no-screen", "--out", "out")
     assert done.returncode == 0, done
     assert not (tmp_path / "~").exists()
 

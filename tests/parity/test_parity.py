@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -130,6 +131,7 @@ def test_muon_agrees_with_the_reference(wire: str) -> None:
     )
 
 
+@functools.cache  # several options have the same model without them
 def agree(
     wire: str, spec: ModelSpec, grown: float = 1.0, train: TrainSpec = TRAIN, within: float = 0.02
 ) -> list[list[float]]:
