@@ -144,6 +144,10 @@ class Work(NamedTuple):
     digest: Callable[[str, int], str | None] = lambda shard, round: None
 
 
+WORK = Work()
+"""What every node has: plans without a relay's limit, and no digests."""
+
+
 class BootstrapNode:
     """See the module's docstring.
 
@@ -160,7 +164,7 @@ class BootstrapNode:
         initial_peers: Sequence[str] = (),
         clock: Clock | None = None,
         auditors: frozenset[str] = frozenset(),
-        work: Work = Work(),
+        work: Work = WORK,
     ) -> None:
         self.manifest = manifest = archive.manifest
         self.archive = archive
