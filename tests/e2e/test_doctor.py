@@ -1,4 +1,5 @@
-"""`potluck doctor`: each fault is made, and found; a machine without one is told what it would do."""
+"""`potluck doctor`: each fault is made, and found; a machine without one is told what it would do. And `potluck join
+--dry-run`, which says what a stranger is told before he joins."""
 
 from __future__ import annotations
 
@@ -114,30 +115,29 @@ def test_a_machine_with_two_devices_is_told_what_they_would_do_together(swarm: S
     assert re.search(r"a full replica: [\d,]+ tokens per second by its measured speed", found["role"].text)
     assert "devices" not in found
     assert not list((tmp_path / "b").glob("speed-test*"))
-    found, works = examined(swarm.addresses[0], *options, "--memory", memory - 1)
+    tight = ("--memory", memory - 1)
+    found, works = examined(swarm.addresses[0], *options, *tight, env=unmeasured(tmp_path / "site"))
     assert works, found
     assert found["devices"].text.startswith("each of the 2 must hold the whole model")
     assert "only cpu trains" in found["devices"].remedy
 
 
-def test_nothing_is_promised_of_a_speed_that_cannot_be_measured(swarm: Swarm, tmp_path: Path) -> None:
-    """Every process that would measure it is killed as it starts, as one to which the system gives no memory."""
+def unmeasured(folder: Path) -> dict[str, str]:
+    """The environment in which every process that would measure a speed is killed as it starts, as one to which the
+    system gives no memory."""
     dies = (
         "import os, signal, sys\nif 'peer.training.speed_test' in sys.orig_argv: os.kill(os.getpid(), signal.SIGKILL)"
     )
-    env = with_module(tmp_path / "site", "sitecustomize", dies)
+    return with_module(folder, "sitecustomize", dies)
+
+
+def test_nothing_is_promised_of_a_speed_that_cannot_be_measured(swarm: Swarm, tmp_path: Path) -> None:
     options = ("--dir", tmp_path / "b", "--host", "127.0.0.1", "--memory", tiny.full_memory(swarm.manifest))
-    found, works = examined(swarm.addresses[0], *options, "--device", "cpu", env=env)
+    found, works = examined(swarm.addresses[0], *options, "--device", "cpu", env=unmeasured(tmp_path / "site"))
     assert works, found
     assert found["speed"].text.startswith("not known after")
     assert found["role"].text.startswith("it would be a full replica; how much it would train a day is not known")
     assert not re.search("million|tokens|of text", found["role"].text)
-
-
-def test_devices_that_are_not_there(tmp_path: Path) -> None:
-    found, works = examined("--dir", tmp_path / "new", "--devices", "0,99")
-    assert not works
-    assert found["device"].text.startswith('devices "0,99": PyTorch finds ')
 
 
 def test_a_machine_alone(tmp_path: Path) -> None:
@@ -165,25 +165,15 @@ def test_a_broken_torch(tmp_path: Path, torch: str, said: str) -> None:
     assert said in found["torch"].text
 
 
-def test_few_open_files(tmp_path: Path) -> None:
-    found, works = examined("--dir", tmp_path / "b", limit=1000)
-    assert works
-    assert found["open files"].state == WARNING
-    assert "allows 1000 at once" in found["open files"].text
-
-
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        found, works = examined("--dir", tmp_path / "b", "--host", "127.0.0.1", "--port", taken.getsockname()[1])
-    assert not works
-    assert "another program listens on it" in found["port"].text
-
-
-def test_a_folder_in_use(tmp_path: Path) -> None:
+def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
+    """Devices that are not there, a port that is taken, a folder in use."""
     lock = Disk().lock(tmp_path / "b", "potluck process")
-    found, works = examined("--dir", tmp_path / "b")
-    lock.close()
+    with lock, socket.create_server(("127.0.0.1", 0)) as taken:
+        where = ("--dir", tmp_path / "b", "--host", "127.0.0.1", "--port", taken.getsockname()[1])
+        found, works = examined(*where, "--devices", "0,99")
     assert not works
+    assert found["device"].text.startswith('devices "0,99": PyTorch finds ')
+    assert "another program listens on it" in found["port"].text
     assert "another potluck process uses it" in found["folder"].text
 
 
@@ -202,30 +192,51 @@ def test_a_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_a_slow_disk(tmp_path: Path) -> None:
-    """The system lets these processes write so much a second to the disk on which their folder is, and no more; where
-    it does not, as for a user's processes in a container, a call of the C library that brings a file to the disk waits
-    as long."""
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose path leaves room for that of a socket."""
+    with tempfile.TemporaryDirectory(prefix="pl-", dir="/tmp") as name:
+        yield Path(name)
+
+
+def test_what_a_machine_has_little_of_keeps_it_from_nothing(run_file: Path, tmp_path: Path, short: Path) -> None:
+    """Few open files; a slow disk: the system lets these processes write so much a second to the disk on which their
+    folder is, and no more, or, where it does not, as for a user's processes in a container, a call of the C library
+    that brings a file to the disk waits as long; memory, where the system can be made to say that other programs have
+    it. And sockets of a node and its daemon that were killed; those of a process that lives, here this one, stay,
+    whatever the clock says."""
+    where = ("bootstrap", run_file, "--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--port", 0, "--json")
+    here = {"TMPDIR": str(short)}
+    with running(*where, env=here) as node:
+        until(node, "listening")
+        (left,) = short.glob("potluck-net-*")
+        for process in (*psutil.Process(node.pid).children(recursive=True), node):
+            process.kill()
+        node.wait(DEADLINE)
+    assert [path for path in left.glob("p2pd-*.sock") if path.is_socket()]
+    lives = SocketFolder(short)
+    os.utime(lives.path, (0, 0))
+    can_lie = os.geteuid() == 0
+    told = re.sub(r"(MemAvailable: +)\d+", r"\g<1>300000", Path("/proc/meminfo").read_text())
+    (tmp_path / "meminfo").write_text(told)
+    bind = ("sh", "-c", 'mount --bind "$0" /proc/meminfo && exec "$@"', str(tmp_path / "meminfo"))
+    full = ("unshare", "--mount", *bind) if can_lie else ()
     with bad_machine.slow_disk(tmp_path) as (place, env):
-        found, works = examined("--dir", tmp_path / "b", place=place, env=env)
+        found, works = examined("--dir", tmp_path / "b", limit=1000, place=(*place, *full), env={**env, **here})
     assert works
+    assert found["open files"].state == WARNING
+    assert "allows 1000 at once" in found["open files"].text
     assert found["disk"].state == WARNING
     speed = re.search(r"(\d+(?:\.\d)?) MB/s are written", found["disk"].text)
     assert float(speed[1]) * 1e6 <= bad_machine.MOST * bad_machine.BYTES_A_SECOND
-
-
-def test_no_memory(tmp_path: Path) -> None:
-    """The system says that other programs have it."""
-    if os.geteuid() != 0:
-        pytest.skip("changing what the system says needs root")
-    told = re.sub(r"(MemAvailable: +)\d+", r"\g<1>300000", Path("/proc/meminfo").read_text())
-    (tmp_path / "meminfo").write_text(told)
-    bind = 'mount --bind "$0" /proc/meminfo && exec "$@"'
-    place = ("unshare", "--mount", "sh", "-c", bind, str(tmp_path / "meminfo"))
-    found, works = examined("--dir", tmp_path / "b", place=place)
-    assert works
-    assert found["memory"].state == WARNING
-    assert "close other programs" in found["memory"].remedy
+    if can_lie:
+        assert found["memory"].state == WARNING
+        assert "close other programs" in found["memory"].remedy
+    assert "killed processes, 1 of them" in found["leftovers"].text
+    assert not left.exists()
+    assert lives.path.exists()
+    lives.close()
+    assert not list(short.iterdir())
 
 
 LIMIT = 700_000_000
@@ -254,35 +265,6 @@ def test_a_container_with_little_memory(tmp_path: Path) -> None:
     assert works
     assert found["memory"].state == WARNING, found
     assert "close other programs" in found["memory"].remedy
-
-
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """A folder whose path leaves room for that of a socket."""
-    with tempfile.TemporaryDirectory(prefix="pl-", dir="/tmp") as name:
-        yield Path(name)
-
-
-def test_sockets_of_killed_processes(run_file: Path, tmp_path: Path, short: Path) -> None:
-    """Sockets of a node and its daemon; those of a process that lives, here this one, stay, whatever the clock says."""
-    where = ("bootstrap", run_file, "--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--port", 0, "--json")
-    here = {"TMPDIR": str(short)}
-    with running(*where, env=here) as node:
-        until(node, "listening")
-        (left,) = short.glob("potluck-net-*")
-        for process in (*psutil.Process(node.pid).children(recursive=True), node):
-            process.kill()
-        node.wait(DEADLINE)
-    assert [path for path in left.glob("p2pd-*.sock") if path.is_socket()]
-    lives = SocketFolder(short)
-    os.utime(lives.path, (0, 0))
-    found, works = examined("--dir", tmp_path / "b", env=here)
-    assert works
-    assert "killed processes, 1 of them" in found["leftovers"].text
-    assert not left.exists()
-    assert lives.path.exists()
-    lives.close()
-    assert not list(short.iterdir())
 
 
 def test_too_little_memory(swarm: Swarm, tmp_path: Path) -> None:
@@ -373,32 +355,30 @@ def test_a_router_that_lets_nobody_in(tmp_path: Path) -> None:
             assert "role" in found
 
 
-@pytest.mark.parametrize("off", [3600, -3600, 40])
-def test_a_wrong_clock(swarm: Swarm, tmp_path: Path, short: Path, off: int) -> None:
+def test_a_wrong_clock(swarm: Swarm, tmp_path: Path, short: Path) -> None:
     """Whatever asks the C library in these processes, Python or not, is told a time of day that is off. Only the
     network daemon asks the kernel itself, and that one does nothing by the time of day. The folder of sockets is their
     own: others' would look as old as that."""
-    env = {**bad_machine.wrong_clock(tmp_path, off), "TMPDIR": str(short)}
+    env = {**bad_machine.wrong_clock(tmp_path, 40), "TMPDIR": str(short)}
     found, works = examined(swarm.addresses[0], "--dir", tmp_path / "b", "--host", "127.0.0.1", env=env)
     assert not works
     assert found["clock"].state == BAD, found
     assert "NTP" in found["clock"].remedy
 
 
-@pytest.mark.parametrize(("version", "named"), [(VERSION + 1, "newer"), (VERSION - 1, "older")])
-def test_another_version(tmp_path: Path, version: int, named: str) -> None:
+def test_another_version(tmp_path: Path) -> None:
     """That the run's node says it has."""
 
     def spoil(node: crowd.Node) -> None:
         run, peer, serial = node.made.manifest.run_id, tiny.OPERATOR.peer_id, int(1000 * time.time())
-        said = Announcement(run=run, peer=peer, device=NODE_DEVICE, version=version, serial=serial)
+        said = Announcement(run=run, peer=peer, device=NODE_DEVICE, version=VERSION + 1, serial=serial)
         node.heard.add(tiny.OPERATOR.peer_id, encoding.seal(tiny.OPERATOR, said))
 
     with crowd.living(tmp_path / "node", spoil) as line:
         found, works = examined(line, "--dir", tmp_path / "b", "--host", "127.0.0.1")
     assert not works
     assert found["version"].state == BAD, found
-    assert named in found["version"].remedy
+    assert "newer" in found["version"].remedy
 
 
 def test_one_operator_of_three_does_not_decide_what_the_time_is() -> None:
@@ -413,11 +393,75 @@ def test_one_operator_of_three_does_not_decide_what_the_time_is() -> None:
     assert [one.state for one in found] == [GOOD] * 4
 
 
+@pytest.mark.parametrize("off", [3600, -3600, 40])
+def test_a_clock_is_compared_with_the_nodes_either_way_and_so_is_a_version(off: int) -> None:
+    found: list[Finding] = []
+    node = Announcement(run="0" * 64, peer=tiny.OPERATOR.peer_id, serial=int(1000 * (time.time() + off)))
+    doctor.check_nodes([dataclasses.replace(node, version=VERSION - 1)], Clock(), found.append)
+    version, clock = found
+    assert (version.state, clock.state) == (BAD, BAD)
+    assert "older" in version.remedy
+    assert ("behind" if off > 0 else "ahead of") in clock.text
+    assert "NTP" in clock.remedy
+
+
 def test_help_needs_no_torch(tmp_path: Path) -> None:
     """A user with a broken one can read what to do."""
     env = {**os.environ, **with_module(tmp_path, "torch", "raise ImportError")}
     done = subprocess.run([sys.executable, "-m", "peer.cli", "--help"], env=env, capture_output=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
+
+
+# --- a peer that rehearses
+
+
+def rehearse(address: str, folder: Path, *options: object) -> subprocess.CompletedProcess[str]:
+    """A peer of its own, with an empty home."""
+    here = ("--host", "127.0.0.1", "--device", "cpu", "--dir", folder)
+    return potluck.run("join", address, "--dry-run", *here, *options, text=True, timeout=DEADLINE)
+
+
+def test_a_dry_run_says_what_this_machine_would_do_and_leaves(swarm: Swarm, tmp_path: Path) -> None:
+    whole = tiny.full_memory(swarm.manifest)
+    said = rehearse(swarm.addresses[0], tmp_path / "b", "--memory", whole, "--up", "20Mbps", "--down", "100Mbps")
+    assert said.returncode == 0, said.stderr
+    found, disk, beside, run, machine, line, role, fetch, end = said.stdout.splitlines()
+    assert re.search(r"at most, as a full replica: \S+ [kMG]B of disk .* \S+ [kMG]B of updates sent a day", disk)
+    assert "4% of its time at most is for measuring" in beside
+    assert beside.endswith("it asks the run's nodes and peers, and no mirrors")
+    assert f"run {swarm.manifest.run_id[:12]}… demo: " in found
+    assert re.fullmatch(
+        rf"run {swarm.manifest.run_id[:12]} demo: round \d+ of 1000000 is decided, 1 other peer there", run
+    )
+    assert machine.startswith("this machine: cpu, ")
+    assert line == "its line: 20 Mb/s up, 100 Mb/s down"
+    assert role == "it would be a full replica; how much it would train a day is not known, since its speed is not"
+    assert re.fullmatch(r"it would fetch \S+ [kMG]B of state first \(\d+ s by its line\)", fetch)
+    assert "nothing was trained" in end
+    ready = {e.fields["peer"] for e in swarm.events(NODE) if e.kind == "ready"}
+    assert ready <= {swarm.started("a")}
+
+
+def test_a_spare_is_told_why(swarm: Swarm, tmp_path: Path) -> None:
+    said = rehearse(
+        swarm.addresses[0], tmp_path / "c", "--memory", tiny.full_memory(swarm.manifest) - 1, "--up", "1Mbps"
+    )
+    assert said.returncode == 0, said.stderr
+    assert "it would wait as a spare: its memory holds " in said.stdout
+    assert "its line: 1 Mb/s up, " in said.stdout, "the downlink was measured"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [(("--memory", "1kB"), "memory: 0 MB offered, one block of this model needs"), (("--json",), "without --json")],
+)
+def test_what_would_keep_a_dry_run_from_joining_is_one_line(
+    swarm: Swarm, tmp_path: Path, options: tuple[str, ...], told: str
+) -> None:
+    said = rehearse(swarm.addresses[0], tmp_path / "d", *options)
+    assert said.returncode == 2
+    (line,) = said.stderr.strip().splitlines()
+    assert told in line
 
 
 @pytest.mark.campaign
