@@ -227,9 +227,9 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
     ticket = access.issue(tiny.OPERATOR, bytes(32), last.run, expires=9, count=2, reason="friends")
     commit = dataclasses.replace(
         last,
-        contributions=(dataclasses.replace(last.contributions[0], replica=1),),
+        contributions=(dataclasses.replace(last.contributions[0], replica=1, weight=0.5),),
         left_out=tried,
-        diverged=(Diverged(peer=BOB.peer_id, shard="embed"),),
+        diverged=(Diverged(peer=BOB.peer_id, shard="embed", refuted=True),),
         digests={"embed": "0" * 64},
         plan=everything(second.plan),
         decrees=1,
