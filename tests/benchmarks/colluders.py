@@ -18,19 +18,16 @@ the length of that mean. Attacks:
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from protocol.run import layout
-from tests.benchmarks import scores
+from tests.benchmarks import scores, teachers
 from tests.benchmarks.teachers import BAD_AFTER, MODEL, ROUNDS, SHARDS, Sent, dense, times
 
 CELLS = [
@@ -154,25 +151,7 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("--cells", nargs="*", default=CELLS)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument("--unscored", action="store_true")
-    parser.add_argument("--table", action="store_true")
-    chosen = parser.parse_args()
-    rows = [json.loads(line) for line in chosen.rows.read_text().splitlines()] if chosen.rows.exists() else []
-    if chosen.table:
-        return table(rows)
-    known = {(r["attack"], r["bad"], r["of"], r["seed"], r["scored"]) for r in rows}
-    for seed in chosen.seeds:
-        for cell in chosen.cells:
-            name, bad, count = cell.split(":")
-            key = name, int(bad), int(count), seed, not chosen.unscored
-            if key not in known:
-                with chosen.rows.open("a") as file:
-                    file.write(json.dumps(train(*key)) + "\n")
-                print(cell, flush=True)
+    teachers.campaign(__doc__, CELLS, "--unscored", False, ("attack", "bad", "of", "seed", "scored"), train, table)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,9 @@ finds anybody.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -138,25 +135,7 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("--cells", nargs="*", default=CELLS)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument("--alone", action="store_true")
-    parser.add_argument("--table", action="store_true")
-    chosen = parser.parse_args()
-    rows = [json.loads(line) for line in chosen.rows.read_text().splitlines()] if chosen.rows.exists() else []
-    if chosen.table:
-        return table(rows)
-    known = {(r["attack"], r["bad"], r["seed"], r["alone"]) for r in rows}
-    for seed in chosen.seeds:
-        for cell in chosen.cells:
-            name, bad = cell.split(":")
-            key = name, int(bad), seed, chosen.alone
-            if key not in known:
-                with chosen.rows.open("a") as file:
-                    file.write(json.dumps(train(*key)) + "\n")
-                print(cell, flush=True)
+    teachers.campaign(__doc__, CELLS, "--alone", True, ("attack", "bad", "seed", "alone"), train, table)
 
 
 if __name__ == "__main__":

@@ -275,28 +275,46 @@ def table(rows: list[dict[str, Any]]) -> None:
             )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def campaign(
+    description: str | None,
+    cells: Sequence[str],
+    flag: str,
+    flagged: bool,
+    key: Sequence[str],
+    train: Callable[..., dict[str, Any]],
+    table: Callable[[list[dict[str, Any]]], None],
+) -> None:
+    """The command line of a benchmark of cells: trains the rows that a file lacks, or prints their table.
+
+    cells: the default ones, NAME:COUNT...
+    flag, flagged: an option, and the last argument of `train` where it is given
+    key: the fields of a row that tell it from others, in the order of the arguments of `train`: NAME, COUNT..., the
+        seed, the option
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
-    parser.add_argument(
-        "--cells", nargs="*", default=["honest:0", *(f"{a}:{n}" for n in COUNTS for a in ("honest", *ATTACKS))]
-    )
+    parser.add_argument("--cells", nargs="*", default=cells)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument("--undefended", action="store_true")
+    parser.add_argument(flag, dest="option", action="store_const", const=flagged, default=not flagged)
     parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
     rows = [json.loads(line) for line in chosen.rows.read_text().splitlines()] if chosen.rows.exists() else []
     if chosen.table:
         return table(rows)
-    known = {(r["attack"], r["bad"], r["seed"], r["defended"]) for r in rows}
+    known = {tuple(row[field] for field in key) for row in rows}
     for seed in chosen.seeds:
         for cell in chosen.cells:
-            name, bad = cell.split(":")
-            key = name, int(bad), seed, not chosen.undefended
-            if key not in known:
+            name, *counts = cell.split(":")
+            arguments = (name, *map(int, counts), seed, chosen.option)
+            if arguments not in known:
                 with chosen.rows.open("a") as file:
-                    file.write(json.dumps(train(*key)) + "\n")
+                    file.write(json.dumps(train(*arguments)) + "\n")
                 print(cell, flush=True)
+
+
+def main() -> None:
+    cells = ["honest:0", *(f"{attack}:{n}" for n in COUNTS for attack in ("honest", *ATTACKS))]
+    campaign(__doc__, cells, "--undefended", False, ("attack", "bad", "seed", "defended"), train, table)
 
 
 if __name__ == "__main__":
