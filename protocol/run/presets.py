@@ -42,7 +42,7 @@ class Preset:
     """0: as many as a swarm of HOMES needs for TOKENS_PER_PARAMETER."""
 
     def model_for(self, vocab_size: int, context: int) -> ModelSpec:
-        """The model for another tokenizer, of so many ids, and sequences of so many tokens."""
+        """The model for a tokenizer of `vocab_size` ids, and sequences of `context` tokens."""
         return replace(self.model, vocab_size=vocab_size, context=context)
 
 

@@ -18,6 +18,7 @@ the length of that mean. Attacks:
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import time
@@ -151,7 +152,10 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    teachers.campaign(__doc__, CELLS, "--unscored", False, ("attack", "bad", "of", "seed", "scored"), train, table)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cells", nargs="*", default=CELLS)
+    parser.add_argument("--unscored", dest="option", action="store_false")
+    teachers.campaign(parser, ("attack", "bad", "of", "seed", "scored"), train, table)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ finds anybody.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import statistics
 import time
@@ -135,7 +136,10 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    teachers.campaign(__doc__, CELLS, "--alone", True, ("attack", "bad", "seed", "alone"), train, table)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cells", nargs="*", default=CELLS)
+    parser.add_argument("--alone", dest="option", action="store_true")
+    teachers.campaign(parser, ("attack", "bad", "seed", "alone"), train, table)
 
 
 if __name__ == "__main__":

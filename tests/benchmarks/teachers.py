@@ -276,26 +276,20 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 
 def campaign(
-    description: str | None,
-    cells: Sequence[str],
-    flag: str,
-    flagged: bool,
+    parser: argparse.ArgumentParser,
     key: Sequence[str],
     train: Callable[..., dict[str, Any]],
     table: Callable[[list[dict[str, Any]]], None],
 ) -> None:
-    """The command line of a benchmark of cells: trains the rows that a file lacks, or prints their table.
+    """Trains the rows of a benchmark that a file lacks, or prints their table.
 
-    cells: the default ones, NAME:COUNT...
-    flag, flagged: an option, and the last argument of `train` where it is given
+    parser: has `cells`, NAME:COUNT..., and an `option`; the rest is added
     key: the fields of a row that tell it from others, in the order of the arguments of `train`: NAME, COUNT..., the
         seed, the option
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("rows", type=Path)
-    parser.add_argument("--cells", nargs="*", default=cells)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument(flag, dest="option", action="store_const", const=flagged, default=not flagged)
     parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
     rows = [json.loads(line) for line in chosen.rows.read_text().splitlines()] if chosen.rows.exists() else []
@@ -314,7 +308,10 @@ def campaign(
 
 def main() -> None:
     cells = ["honest:0", *(f"{attack}:{n}" for n in COUNTS for attack in ("honest", *ATTACKS))]
-    campaign(__doc__, cells, "--undefended", False, ("attack", "bad", "seed", "defended"), train, table)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cells", nargs="*", default=cells)
+    parser.add_argument("--undefended", dest="option", action="store_false")
+    campaign(parser, ("attack", "bad", "seed", "defended"), train, table)
 
 
 if __name__ == "__main__":
