@@ -72,10 +72,10 @@ class Contribution:
     """Those of its members, in the order of the stages; a spare's in the place of a member that was lost."""
     scale: bounds.Scale = 1.0
     """A factor of its update, less than 1 where it is longer than others' (protocol/round/judging.py)."""
-    weight: bounds.Scale = 1.0
-    """A factor of its tokens in the mean, less than 1 where others are like it or opposed to it (judging.py)."""
     standing: bounds.Scale = 1.0
     """A factor of its update, from what the log says of its members (protocol/ledger/standing.py)."""
+    weight: bounds.Scale = 1.0
+    """A factor of its tokens in the mean, less than 1 where others are like it or opposed to it (judging.py)."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
