@@ -45,6 +45,8 @@ INTERESTING = (
 NUMBERS = (*INTERESTING, -1, -128, -32769, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63))
 FLOATS = (0.0, -0.0, 1.0, -1.0, 1e-320, 1e308, float("inf"), float("-inf"), float("nan"))
 LARGEST = 1 << 20
+MANY = 64
+"""Values of a list that may be written in an unusual way."""
 """Bytes that a bomb has at most; the decoders' own limits are reached with fewer."""
 
 
@@ -189,7 +191,8 @@ def change_tree(rng: random.Random, tree: Any, others: Sequence[bytes]) -> Any:
 
 
 def write(rng: random.Random, tree: Any, honest: float = 0.97) -> bytes:
-    """A tree as msgpack; with probability 1 - `honest` for each value, in an unusual or a wrong way."""
+    """A tree as msgpack; with probability 1 - `honest` for each value, in an unusual or a wrong way. Of a long list,
+    values outside a window of MANY are as the library writes them."""
     odd = rng.random() > honest
     if isinstance(tree, Raw):
         return bytes(tree)
@@ -200,11 +203,13 @@ def write(rng: random.Random, tree: Any, honest: float = 0.97) -> bytes:
         if odd and rng.random() < 0.3:
             text = not text
         return struct.pack(">BI", 0xDB if text else 0xC6, length % 2**32) + data if odd else _short(text, data)
-    if isinstance(tree, Map):
-        body = b"".join(write(rng, key, honest) + write(rng, value, honest) for key, value in tree)
-        return _count(rng, odd, len(tree), 0x80, 0xDF) + body
     if isinstance(tree, list):
-        return _count(rng, odd, len(tree), 0x90, 0xDD) + b"".join(write(rng, item, honest) for item in tree)
+        items = [value for entry in tree for value in entry] if isinstance(tree, Map) else tree
+        short, long = (0x80, 0xDF) if isinstance(tree, Map) else (0x90, 0xDD)
+        first = rng.randrange(max(1, len(items) - MANY))
+        window = b"".join(write(rng, item, honest) for item in items[first : first + MANY])
+        around = plain(rng, items[:first]), plain(rng, items[first + MANY :])
+        return _count(rng, odd, len(tree), short, long) + window.join(around)
     if odd and isinstance(tree, int) and not isinstance(tree, bool):
         return struct.pack(">Bq", 0xD3, tree) if -(2**63) <= tree < 2**63 else struct.pack(">BQ", 0xCF, tree)
     if odd and isinstance(tree, float) and abs(tree) < 1e38:
@@ -212,12 +217,16 @@ def write(rng: random.Random, tree: Any, honest: float = 0.97) -> bytes:
     return bytes(msgpack.packb(tree))
 
 
-def honest(rng: random.Random, tree: Any) -> bytes:
-    """A tree as the library writes it, where it can."""
+def plain(rng: random.Random, items: list[Any]) -> bytes:
+    """Values one after the other, each as the library writes it, where it can."""
     try:
-        return bytes(msgpack.packb(tree, default=_plain, strict_types=True, unicode_errors="surrogatepass"))
+        raw = msgpack.packb(items, default=_plain, strict_types=True, unicode_errors="surrogatepass")
     except (TypeError, ValueError, OverflowError):
-        return write(rng, tree, 1.0)
+        if len(items) == 1:
+            return write(rng, items[0], 1.0)
+        half = len(items) // 2
+        return plain(rng, items[:half]) + plain(rng, items[half:])
+    return bytes(raw[1 if len(items) < 16 else 3 if len(items) < 1 << 16 else 5 :])
 
 
 def _plain(value: Any) -> Any:
@@ -250,7 +259,7 @@ def change_msgpack(rng: random.Random, raw: bytes, others: Sequence[bytes] = ())
         return change_bytes(rng, raw, others)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         tree = change_tree(rng, tree, others)
-    out = honest(rng, tree) if rng.random() < 0.7 else write(rng, tree)
+    out = plain(rng, [tree]) if rng.random() < 0.7 else write(rng, tree)
     return change_bytes(rng, out, others) if rng.random() < 0.1 else out
 
 
