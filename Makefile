@@ -95,6 +95,8 @@ campaign: setup
 	$(BIN)/python -m pytest tests -m campaign
 	$(BIN)/python -m tests.sim.run --seeds 0:10000
 	$(BIN)/python -m tests.sim.run --seeds 0:1000 --liars 6
+	$(BIN)/python -m tests.sim.run --seeds 0:1000 --liars 30
+	$(BIN)/python -m tests.sim.run --seeds 0:1000 --colluders
 	$(BIN)/python -m tests.sim.run --seeds 0:1000 --probation 1
 	$(BIN)/python -m tests.sim.run --seeds 0:1000 --lying-nodes
 	$(BIN)/python -m tests.sim.run --seeds 0:1000 --lying-nodes --calm

@@ -21,6 +21,7 @@ ROUNDS, NODE = "peer/node/rounds.py", "bootstrap/node.py"
 MEMBER, LEADER, ROSTER = "protocol/round/member.py", "protocol/round/leader.py", "protocol/round/chain_repair.py"
 PAXOS, ACCEPTOR, OFFERS = "protocol/quorum/paxos.py", "protocol/quorum/acceptor.py", "protocol/round/offers.py"
 FAIRNESS = "protocol/round/fairness.py"
+JUDGING = "protocol/round/judging.py"
 STORAGE, TAKING = "peer/state/storage.py", "peer/state/handover.py"
 
 
@@ -260,6 +261,10 @@ BUGS: dict[str, Bug] = {
         ),
         ("P7",),
         first=105,
+    ),
+    # judging
+    "one who opposes it has honest work left out": Bug(
+        ((JUDGING, "BEARABLE = 3 / 8\n", "BEARABLE = 0.0\n"),), ("P8",), options=("--colluders",)
     ),
 }
 

@@ -7,6 +7,7 @@
     python -m tests.sim.run --seeds 0:1000 --lying-nodes   # and as many dishonest operators as a quorum of 3f + 1 bears
     python -m tests.sim.run --seeds 0:1000 --fixed         # the same operators from beginning to end
     python -m tests.sim.run --seeds 0:1000 --quarrels      # and members of chains who accuse each other for no reason
+    python -m tests.sim.run --seeds 0:1000 --colluders     # and volunteers who agree on bad work
     python -m tests.sim.run --seeds 0:1000 --lying-nodes --calm
     python -m tests.sim.run --seeds 0:1000 --quarrels --calm
 
@@ -43,45 +44,23 @@ HAPPENS = (
     "decreed: appoint", "decreed: quorum", "decreed: dismiss", "dismissed",
 )  # fmt: skip
 """What many runs must have seen a few times."""
+COLLUDE = ("colluders left out", "less weight", "colluders counted")
+"""What must happen among colluders."""
 LEASES = 2
 """By so much dishonest operators, or chains that quarrel, may hold up one round, where nothing else goes wrong."""
 Life = tuple[int, Counter[str], str]
 """A seed, what happened in its run, and the promise that was broken, if one was."""
 
 
-def live(
-    seed: int,
-    liars: int = 0,
-    lying_nodes: bool = False,
-    calm: bool = False,
-    probation: int = 0,
-    fixed: bool = False,
-    quarrels: bool = False,
-) -> Life:
-    """Lives through one of many seeds, with liars, dishonest operators, newcomers on probation, or quarrels."""
+def live(seed: int, **chosen: int) -> Life:
+    """Lives through one of many seeds. chosen: as `Swarm` has it"""
     gc.disable()  # the collector would cost a tenth, and a run is short
-    swarm = Swarm(
-        seed,
-        liars=liars,
-        lying_nodes=lying_nodes,
-        calm=calm,
-        probation=probation,
-        fixed=fixed,
-        quarrels=quarrels,
-    )
+    swarm = Swarm(seed, **chosen)
     try:
         swarm.run()
         most = LEASES * swarm.manifest.timing.gone_after
-        if calm and swarm.longest_round > most:  # else no round can have taken so much longer
-            twin = Swarm(
-                seed,
-                liars=liars,
-                lying_nodes=lying_nodes,
-                calm=True,
-                honest=True,
-                probation=probation,
-                quarrels=quarrels,
-            )
+        if chosen.get("calm") and swarm.longest_round > most:  # else no round can have taken so much longer
+            twin = Swarm(seed, **{**chosen, "liars": 0, "honest": True})
             twin.run()
             held_up = swarm.longest_round - twin.longest_round
             if held_up > most:
@@ -128,6 +107,7 @@ def main() -> int:
     parser.add_argument("--calm", action="store_true", help="nothing else goes wrong")
     parser.add_argument("--fixed", action="store_true", help="nobody becomes an operator, or ceases to be one")
     parser.add_argument("--quarrels", action="store_true", help="members of chains say of each other that they lie")
+    parser.add_argument("--colluders", action="store_true", help="volunteers who agree on bad work")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(
@@ -147,11 +127,12 @@ def main() -> int:
     return 0
 
 
+CHOICES = ("liars", "lying_nodes", "calm", "probation", "fixed", "quarrels", "colluders")
+
+
 def chosen_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What was typed of what `live` takes."""
-    return {
-        name: getattr(arguments, name) for name in ("liars", "lying_nodes", "calm", "probation", "fixed", "quarrels")
-    }
+    return {name: getattr(arguments, name) for name in CHOICES}
 
 
 def campaign(seeds: Sequence[int], chosen: argparse.Namespace) -> int:
@@ -172,6 +153,7 @@ def campaign(seeds: Sequence[int], chosen: argparse.Namespace) -> int:
     missing = unseen(stats) if stormy else []
     missing += ["on probation"] if chosen.probation and not stats["on probation"] else []
     missing += ["quarrels"] if chosen.quarrels and not stats["quarrels"] else []
+    missing += [x for x in COLLUDE if chosen.colluders and not stats[x]]
     missing += ["lies"] if (chosen.liars or chosen.lying_nodes) and not stats["lies"] else []
     if missing:
         print(f"never happened: {', '.join(missing)}")

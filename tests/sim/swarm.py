@@ -30,7 +30,7 @@ from protocol.wire.commit import liars_borne
 from tests.sim.board import BoardChanges, newcomers
 from tests.sim.disk import SimDisk
 from tests.sim.ledger import Ledger
-from tests.sim.trainer import DrawnTrainer, Meetings
+from tests.sim.trainer import CommonTrainer, DrawnTrainer, Meetings
 from tests.sim.world import BOUND, NODE_POINTS, POINTS, Crashed, Process, Violation, Weather, World
 from tests.support import machines, tiny
 from tests.support.liars import Liar
@@ -47,6 +47,8 @@ QUORUMS = {
     "storm": ((4, 4), (4, 4), (4, 5), (7, 7)),
 }
 """Sizes of the quorum, and operators' nodes."""
+COLLUDERS = ((5, 1), (7, 2), (8, 2), (8, 3))
+"""Full replicas of a run with colluders, and how many of them are."""
 QUARREL_ROUNDS, QUARRELING = 4, (3, 3, 4, 5)
 """More rounds of a run with quarrels, which show in the next plans; and its peers: each chain counts."""
 SHARE = 0.4
@@ -60,7 +62,7 @@ class Swarm:
     nothing else goes wrong. `honest`: the same run, with operators who could lie and do not, and chains that could
     quarrel and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
     `fixed`: nobody becomes an operator, or ceases to be one. `quarrels`: members of chains say of each other that they
-    lie, for no reason."""
+    lie, for no reason. `colluders`: volunteers agree on bad work."""
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class Swarm:
         probation: int = 0,
         fixed: bool = False,
         quarrels: bool = False,
+        colluders: bool = False,
     ) -> None:
         rng = random.Random(seed)
         kind = "swarm" if quarrels else kind_of(seed)
@@ -82,6 +85,9 @@ class Swarm:
         if lying_nodes:
             quorum, nodes = rng.choice(((4, 4), (4, 4), (4, 5), (7, 7)))
         count = rng.choice(QUARRELING if quarrels else PEERS[kind])
+        bad = 0
+        if colluders:
+            count, bad = rng.choice(COLLUDERS)
         operators = tiny.OPERATORS[:nodes]
         names = tuple(o.peer_id for o in operators)
         self.manifest = tiny.manifest(
@@ -113,7 +119,7 @@ class Swarm:
         operators = (*operators, *fresh)
         self.nodes = [Process(world, o, lambda p: self._node(p, addresses), "nodes") for o in operators]
         whole, third = tiny.full_memory(self.manifest), tiny.third_memory(self.manifest)
-        full = rng.choice((0, 1, 1) if quarrels else FULL[kind])
+        full = count if colluders else rng.choice((0, 1, 1) if quarrels else FULL[kind])
         self.peers = []
         for i in range(count):
             some = (third, whole - 1, whole - 1, whole - 1) if quarrels else (third, third, third, whole - 1)
@@ -123,6 +129,8 @@ class Swarm:
             identity = Identity(rng.randbytes(32))
             self.peers.append(Process(world, identity, self._peer_life(machine), "peers"))
             self._ended[identity.peer_id] = world.loop.create_future()
+        self._common = colluders
+        self.colluders = set() if honest else {peer.name for peer in rng.sample(self.peers, bad)}
         self.liars = [Process(world, Identity(rng.randbytes(32)), self._lie, "liars") for _ in range(liars)]
         self.lying = {liar.name for liar in self.liars}
         chosen: set[str] = set(rng.sample(names[:quorum], liars_borne(quorum))) if lying_nodes else set()
@@ -155,7 +163,9 @@ class Swarm:
 
             def inner_loop(manifest: Manifest, peer: str, *rest: Any) -> DrawnTrainer:
                 announce = rest[3]
-                trainer.append(DrawnTrainer(process, self.meetings, manifest, announce))
+                parts = (process, self.meetings, manifest, announce)
+                bad = process.name in self.colluders
+                trainer.append(CommonTrainer(bad, *parts) if self._common else DrawnTrainer(*parts))
                 self._trainers[process.name] = trainer[0]
                 return trainer[0]
 
@@ -201,6 +211,7 @@ class Swarm:
                     self._guarded(self.ledger.appended, process.name, record)
                 self._decided_at += [self.world.now] * (len(self.ledger.log) - known)
                 self._guarded(self.check_bound, known)
+                self._guarded(self.check_judged, known)
             else:
                 self._guarded(self.ledger.written, process.name, path, data, self._trainers.get(process.name))
 
@@ -213,6 +224,19 @@ class Swarm:
             members, lying = len(commit.members), len(self.lying & set(commit.members))
             if lying > liars_borne(members):
                 raise Violation(BOUND, f"{lying} of the {members} members after round {commit.round} are dishonest")
+
+    def check_judged(self, known: int) -> None:
+        """That no honest work is left out for what colluders sent. `known`: commits that were checked before."""
+        for commit in self.ledger.log[known:] if self._common else ():
+            for x in commit.left_out:
+                if x.judged is None:
+                    continue
+                if not set(x.peers) <= self.colluders:
+                    raise Violation("P8", f"honest work of round {commit.round} is left out: {x.reason}")
+                self.world.stats["colluders left out"] += 1
+            makers = [share.peer for share in commit.shares]
+            self.world.stats["colluders counted"] += len(self.colluders & set(makers))
+            self.world.stats["less weight"] += sum(c.weight < 1 for c in commit.contributions)
 
     # --- what they tell
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim import bugs
-from tests.sim.run import FEW, SEEDS, Life, lives, unseen
+from tests.sim.run import COLLUDE, FEW, SEEDS, Life, lives, unseen
 
 
 def lived(seen: Callable[[Counter[str]], bool], few: Sequence[int], most: int = SEEDS, **chosen: int) -> list[Life]:
@@ -57,6 +57,10 @@ def test_dishonest_operators_of_a_quorum_that_bears_them_break_no_promise() -> N
 
 def test_dishonest_operators_hold_up_no_round_for_more_than_two_leases() -> None:
     lived(lambda stats: stats["lies"] > 100, range(4), lying_nodes=True, calm=True)
+
+
+def test_colluders_break_no_promise_and_have_no_honest_work_left_out() -> None:
+    lived(lambda stats: all(stats[x] for x in COLLUDE), (1, 3), colluders=True)
 
 
 @pytest.mark.parametrize(("calm", "few"), [(False, range(4)), (True, range(12, 14))])

@@ -218,12 +218,41 @@ class DrawnTrainer(InnerLoop):
         """θ(r-1) - θ local of the round that was trained last: whole numbers."""
         known = self.deltas.setdefault(self._round, {})
         if shard not in known:
-            draw = np.random.default_rng(self._process.rng.getrandbits(64))
-            shapes = layout.shapes(self._manifest.model, shard)
-            known[shard] = [draw.integers(-8, 9, shape).astype(np.float32) for shape in shapes]
+            known[shard] = self.learned(shard)
         return displacement.of(known[shard])
+
+    def learned(self, shard: str) -> list[Array]:
+        """What nobody else learned."""
+        return self.drawn(shard, self._process.rng.getrandbits(64))
+
+    def drawn(self, shard: str, seed: int) -> list[Array]:
+        """Whole numbers in the shapes of a shard."""
+        draw = np.random.default_rng(seed)
+        return [draw.integers(-8, 9, x).astype(np.float32) for x in layout.shapes(self._manifest.model, shard)]
 
     def close(self) -> None:
         """The process ends, one way or another."""
         with contextlib.suppress(KeyError):
             self._meetings.left(self._process.name)
+
+
+COLLUSIONS = {"nothing": (0, 0), "against": (-1, 1), "worse": (-1, 4), "alike": (0, 1), "honest": (1, 1)}
+"""How often colluders' work has in it what all honest replicas learn, and what all colluders have in common."""
+
+
+class CommonTrainer(DrawnTrainer):
+    """What is learned has a part in common with all others. Colluders, who are `bad`, agree by round on one of
+    COLLUSIONS."""
+
+    def __init__(self, bad: bool, *rest: Any) -> None:
+        super().__init__(*rest)
+        self._bad = bad
+
+    def learned(self, shard: str) -> list[Array]:
+        agreed = f"{self._manifest.seed} {self._round}"
+        way = random.Random(agreed).choice(list(COLLUSIONS)) if self._bad else "honest"
+        common, theirs = random.Random(f"{agreed} {shard}"), random.Random(f"{agreed} {shard} bad")
+        a, b = COLLUSIONS[way]
+        own = self._process.rng if way == "honest" else theirs
+        both = zip(*(self.drawn(shard, rng.getrandbits(64)) for rng in (common, own)), strict=True)
+        return [a * x + b * y for x, y in both]
