@@ -1,0 +1,69 @@
+"""What homes' lines leave of a swarm's tokens, in virtual time.
+
+    python -m tests.benchmarks.lines --homes 8 20 --overlap 0 1 --seeds 0 1
+
+Every home trains the whole model and has a line of UP and DOWN. The processes are the real `Peer` and `BootstrapNode`
+(tests/sim/paces.py). The model is small, and lines are as much slower as its updates are smaller than UPDATE_BYTES;
+states are not fetched. Printed: tokens that reach commits, in parts of what the machines can train; seconds of the
+median round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+
+from protocol.codec import sparse
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from tests.sim import paces
+from tests.sim.paces import Machine, PacedSwarm
+
+MODEL = ModelSpec(vocab_size=256, d_model=64, n_layers=4, n_heads=2, d_ff=256, context=8, residual_width=16)
+UPDATE_BYTES = 5.26e6
+"""Of 0.5B parameters, k = 32 of 4096 (docs/results/codec.md)."""
+UP, DOWN = 20e6, 100e6
+"""Bits a second."""
+SECONDS = 120.0
+"""Of a round."""
+PACES = (0.5, 1.0, 2.0)
+WARM, ROUNDS = 3, 6
+"""Rounds until paces are known, and those that are measured."""
+
+
+def measure(homes: int, overlap: int, seed: int) -> tuple[float, float]:
+    """(tokens that reach commits, in parts of those that can be trained; seconds of the median round)."""
+    manifest = paces.manifest(SECONDS, homes, model=MODEL, overlap=overlap)
+    shapes = (layout.shapes(MODEL, shard) for shard in layout.shard_names(MODEL))
+    scale = sum(sparse.max_payload_size(manifest.outer.codec, shape) for shape in shapes) / UPDATE_BYTES
+    draw = random.Random(seed)
+    machines = [Machine(draw.choice(PACES), up=UP * scale, down=DOWN * scale) for _ in range(homes)]
+    swarm = PacedSwarm(machines, manifest, seed)
+
+    async def script(swarm: PacedSwarm) -> None:
+        await swarm.round(WARM + ROUNDS)
+
+    swarm.run(script)
+    possible = paces.possible(manifest, [[machine.pace] for machine in machines])
+    durations = swarm.durations()
+    median = statistics.median(durations[r] for r in range(WARM + 1, WARM + ROUNDS + 1))
+    return swarm.rate(WARM, WARM + ROUNDS) / possible, median
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--homes", type=int, nargs="+", default=[8])
+    parser.add_argument("--overlap", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    chosen = parser.parse_args()
+    print("| homes | overlap | seed | tokens | seconds of a round |\n|---|---|---|---|---|")
+    for homes in chosen.homes:
+        for overlap in chosen.overlap:
+            for seed in chosen.seeds:
+                tokens, median = measure(homes, overlap, seed)
+                print(f"| {homes} | {overlap} | {seed} | {tokens:.3f} | {median:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
