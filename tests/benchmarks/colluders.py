@@ -169,17 +169,23 @@ def train(name: str, bad: int, count: int, seed: int, scored: bool) -> dict[str,
 
 def table(rows: list[dict[str, Any]]) -> None:
     base = {(r["bad"], r["of"], r["seed"]): r["loss"] for r in rows if r["attack"] == "honest"}
-    print("| colluders | attack | scores | seed | loss | than the honest run | progress | honest left out | found in |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for row in sorted(rows, key=lambda r: (r["of"], r["bad"], r["attack"], not r["scored"], r["seed"])):
-        honest = base.get((row["bad"], row["of"], row["seed"]))
-        bad = [round for round, replica in row["found"] if replica >= row["of"] - row["bad"]]
-        cells = [
-            f"{row['bad']} of {row['of']}", row["attack"], "on" if row["scored"] else "off", str(row["seed"]),
-            f"{row['loss']:.3f}", f"{100 * (row['loss'] / honest - 1):+.2f} %" if honest else "?",
-            f"{row['progress']:.2f}", f"{row['honest_out']} of {row['honest']}", ", ".join(map(str, bad)) or "-",
+    cells: dict[tuple[int, int, str, bool], list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda r: (r["of"], r["bad"], r["attack"] != "honest", r["attack"], r["seed"])):
+        cells.setdefault((row["bad"], row["of"], row["attack"], row["scored"]), []).append(row)
+    print("| colluders | attack | seeds | loss | than the honest run | progress | honest left out | found in round |")
+    print("|---|---|---|---|---|---|---|---|")
+    for (bad, of, attack, scored), runs in cells.items():
+        honest = [base.get((bad, of, row["seed"]), math.nan) for row in runs]
+        worse = ", ".join(f"{100 * (row['loss'] / x - 1):+.2f}" for row, x in zip(runs, honest, strict=True))
+        found = [[str(round) for round, replica in row["found"] if replica >= of - bad] for row in runs]
+        columns = [
+            f"{bad} of {of}", attack if scored else f"{attack}, unscored", ", ".join(str(row["seed"]) for row in runs),
+            ", ".join(f"{row['loss']:.3f}" for row in runs), "-" if attack == "honest" else f"{worse} %",
+            ", ".join(f"{row['progress']:.2f}" for row in runs),
+            f"{sum(row['honest_out'] for row in runs)} of {sum(row['honest'] for row in runs)}",
+            "-" if attack == "honest" else "; ".join(" ".join(x) or "never" for x in found),
         ]  # fmt: skip
-        print(f"| {' | '.join(cells)} |")
+        print(f"| {' | '.join(columns)} |")
 
 
 def main() -> None:
