@@ -19,8 +19,9 @@ there are two scorers at most; without another full replica there is none.
 
 *Evidence.* A contribution has a *gain* (on assigned text) and an *edge* (gain less that on other text). Noise, flipped
 signs and empty updates have no gain; copies, old updates and updates from other text have no edge. Each value is
-compared with the last COMPARED_POOL contributions, m their median and s their spread (1.4826 times the median distance
-from m, LEAST_SPREAD m at least). Evidence accumulates by the likelihood ratio of "around 0" to "around m" (Page, 1954):
+compared with those of its round, or with the last COMPARED_POOL: m is their median, s their spread (1.4826 times the
+median distance of those above m, which are not the bad ones; LEAST_SPREAD m at least). Evidence accumulates by the
+likelihood ratio of "around 0" to "around m" (Page, 1954):
 
     evidence = max(0, evidence + min(MOST_EVIDENCE_STEP, max(-LEAST_EVIDENCE_STEP, f m (f m / 2 - value) / s^2)))
     f = tokens / the median tokens of the round's contributions, 1 at most
@@ -52,10 +53,8 @@ from protocol.wire.claims import MAX_MARKS, Mark, Score, score_body
 from protocol.wire.commit import DOMAIN, MAX_SCORES, Commit, Contribution
 from protocol.wire.plan import Work
 
-COMPARED_POOL = 24
-"""Contributions that a new one is compared with."""
-LEAST_POOL = 8
-"""So many have to be there first."""
+COMPARED_POOL = 8
+"""Contributions that a new one is compared with, at least. Gains change from round to round, so not many more."""
 LEAST_SPREAD = 0.25
 MOST_EVIDENCE_STEP, LEAST_EVIDENCE_STEP = 2.0, 1.0
 ENOUGH_EVIDENCE = 8.0
@@ -125,7 +124,7 @@ class ScoreBook:
             if x.part >= SLOWEST_COMPARED and x.peers in values
             for gain, edge in [values[x.peers]]
         ]
-        pool = (*self.pool, *fresh)[-COMPARED_POOL:]
+        pool = (*self.pool, *fresh)[-max(COMPARED_POOL, len(fresh)) :]
         of = dict(self.of)
         for x in scored:
             if x.peers in values:
@@ -133,7 +132,7 @@ class ScoreBook:
                     of[peer] = _weighed(of.get(peer, NOTHING), x, values[x.peers], pool, round)
         bad = sorted(peer for peer, entry in of.items() if max(entry.idle, entry.edgeless) > ENOUGH_EVIDENCE)
         of |= {peer: dataclasses.replace(of[peer], idle=0.0, edgeless=0.0) for peer in bad}
-        typical = statistics.median(gain for gain, _ in pool) if len(pool) >= LEAST_POOL else 0.0
+        typical = statistics.median(gain for gain, _ in pool) if len(pool) >= COMPARED_POOL else 0.0
         for x in scored:
             for peer in x.due:
                 of[peer] = _believed(of.get(peer, NOTHING), x, peer, typical, now)
@@ -154,9 +153,9 @@ def valued(scored: Scored) -> tuple[float, float] | None:
 def against(value: float, part: float, others: Sequence[float]) -> float:
     """The evidence that one value brings; negative where it speaks for a contribution."""
     middle = statistics.median(others)
-    if len(others) < LEAST_POOL or middle <= 0:
+    if len(others) < COMPARED_POOL or middle <= 0:
         return 0.0
-    spread = max(1.4826 * statistics.median(abs(other - middle) for other in others), LEAST_SPREAD * middle)
+    spread = max(1.4826 * statistics.median(x - middle for x in others if x >= middle), LEAST_SPREAD * middle)
     expected = part * middle
     return min(MOST_EVIDENCE_STEP, max(-LEAST_EVIDENCE_STEP, expected * (expected / 2 - value) / (spread * spread)))
 

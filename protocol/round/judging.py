@@ -4,8 +4,8 @@
     opposed     an update whose cosines with others are negative, as a whole or in a single shard, with more of them
                 than may be bad (BEARABLE): it works against them, and is left out. If two are opposed beyond chance,
                 one of them is bad; which one cannot be said, so both count less, with OPPOSED of their weight
-    agreement   the median cosine of an update with the others. Far less than most: it is for nothing. Far more: it is
-                made of their updates
+    agreement   the median cosine of an update with the others. Far less than most: it counts less; no more than chance:
+                it is for nothing. Far more, with three quarters of them: it is made of their updates
     repeats     of an update of the round before: left out
     alike       n updates with almost the same entries and values count as one: each with 1/n of its weight. They are of
                 one text; whose it was is found by scores (protocol/ledger/scoring.py), not by who came first. Of
@@ -57,9 +57,10 @@ OPPOSED = 1 / 4
 ENOUGH = 1 / 2
 """Of the agreement of most, which less weight follows below."""
 TOO_MUCH = 2.5
-"""Who agrees with the others so many times as much as most is made of their updates."""
-SURE_DEVIATIONS, CHANCE_DEVIATIONS = 3.0, 8.0
-"""Least agreement of most updates, and of a deviation from it, in standard deviations of unrelated ones."""
+"""Who agrees with three quarters of the others so many times as much as most do is made of their updates."""
+SURE_DEVIATIONS, OPPOSING_DEVIATIONS, CHANCE_DEVIATIONS = 3.0, 2.0, 8.0
+"""In standard deviations of unrelated updates: the least agreement of most, the disagreement of one that works against
+others, and the least deviation from most."""
 PANEL = 32
 
 
@@ -264,11 +265,13 @@ class _Part:
 
 
 class _Share(NamedTuple):
-    """Agreement of an update, that of most, and their ratio; 1 where they do not differ beyond chance."""
+    """Agreement of an update, that of most, and their ratio; 1 where they do not differ beyond chance. least: the lower
+    quartile of its cosines."""
 
     ratio: float
     own: float
     middle: float
+    least: float
 
     def __str__(self) -> str:
         return f"(cosine {self.own:.2f}, most have {self.middle:.2f})"
@@ -457,15 +460,15 @@ class _Round:
         if len(members) < MEDIAN_NEEDS or not self._spec.agreement:
             return {}
         opponents, shares = list(self._opponents(panel, cosines)), self._shares(panel, cosines)
-        low, high = min(members, key=lambda i: shares[i].ratio), max(members, key=lambda i: shares[i].ratio)
-        if shares[low].ratio < self._spec.agreement:
+        low, high = min(members, key=lambda i: shares[i].ratio), max(members, key=lambda i: shares[i].least)
+        if shares[low].ratio < self._spec.agreement and shares[low].own < _chance(sum(self.measured.elements)):
             agreement = self._agreement(panel, cosines, low)
             reason = f"it disagrees with the others {shares[low]}"
             return {low: _Fault(reason, lambda part: -agreement(part), -self._spec.agreement)}
         if opponents:
             _, i, reason, number = min(opponents, key=lambda x: (x[3] is not None, x[0]))
             return {i: _Fault(reason, self._disagreeing(panel, cosines, i, number), bearable(len(members)))}
-        if shares[high].ratio > TOO_MUCH:
+        if shares[high].ratio > TOO_MUCH and shares[high].least > TOO_MUCH * shares[high].middle:
             reason = f"it is made of the others' updates {shares[high]}"
             return {high: _Fault(reason, self._agreement(panel, cosines, high), TOO_MUCH)}
         return {}
@@ -473,26 +476,19 @@ class _Round:
     def _opponents(
         self, panel: Sequence[int], cosines: Sequence[Floats]
     ) -> Iterator[tuple[float, int, str, int | None]]:
-        """(mean cosine, update, text, shard) of updates that work against the others, as a whole or in a shard."""
+        """(cosine, update, text, shard) of updates that work against the others, as a whole or in a shard."""
         members = [(at, i) for at, i in enumerate(panel) if i in self.left]
         names, bad = layout.shard_names(self.manifest.model), bearable(len(members))
-        compared = len(members) - 1 - bad
         for number, products, elements in self._layers(members, cosines):
             angles, deviation = _angles_of(products), 1 / math.sqrt(elements)
-            rows = [
-                sorted(float(x) for (_, j), x in zip(members, row, strict=True) if j != i and j not in self.alike(i))
-                for (_, i), row in zip(members, angles, strict=True)
-            ]
-            at_rank = [row[min(bad, len(row) - 1)] if row else 0.0 for row in rows]
-            middle = statistics.median(at_rank)
-            if middle < SURE_DEVIATIONS * deviation:
+            rows = self._others(members, angles).values()
+            at_rank = [row[min(bad, len(row) - 1)] for row in rows]
+            if statistics.median(at_rank) < SURE_DEVIATIONS * deviation:
                 continue
-            means = [math.fsum(row[:compared]) / compared for row in rows]
-            least = min(-SURE_DEVIATIONS, middle / deviation - CHANCE_DEVIATIONS / math.sqrt(compared)) * deviation
-            for (_, i), x, mean in zip(members, at_rank, means, strict=True):
-                if x < 0 and mean < least:
+            for (_, i), x in zip(members, at_rank, strict=True):
+                if x < -OPPOSING_DEVIATIONS * deviation:
                     where = "" if number is None else f"in {names[number]} "
-                    yield mean, i, f"{where}it disagrees with the others (cosine {mean:.2f})", number
+                    yield x, i, f"{where}it disagrees with the others (cosine {x:.2f})", number
 
     def _layers(
         self, members: Sequence[tuple[int, int]], cosines: Sequence[Floats]
@@ -508,16 +504,20 @@ class _Round:
         """The agreement of each update of a panel that is left, as a share of the median."""
         members = [(at, i) for at, i in enumerate(panel) if i in self.left]
         *_, (_, whole, _) = self._layers(members, cosines)
-        angles = _angles_of(whole)
-        found = {
-            i: self._median(i, {j: x for (_, j), x in zip(members, row, strict=True)})
-            for (_, i), row in zip(members, angles, strict=True)
-        }
-        middle, deviation = statistics.median(found.values()), 1 / math.sqrt(sum(self.measured.elements))
-        sure = middle >= SURE_DEVIATIONS * deviation
+        rows, elements = self._others(members, _angles_of(whole)), sum(self.measured.elements)
+        found = {i: statistics.median(row) for i, row in rows.items()}
+        middle = statistics.median(found.values())
+        chance = _chance(elements) if middle >= SURE_DEVIATIONS / math.sqrt(elements) else math.inf
         return {
-            i: _Share(x / middle if sure and abs(middle - x) > _chance(sum(self.measured.elements)) else 1.0, x, middle)
+            i: _Share(x / middle if abs(middle - x) > chance else 1.0, x, middle, rows[i][len(rows[i]) // 4])
             for i, x in found.items()
+        }
+
+    def _others(self, members: Sequence[tuple[int, int]], angles: Floats) -> dict[int, list[float]]:
+        """The cosines [P, P] of each member with the others, in order. What is like it is no other."""
+        return {
+            i: sorted(float(x) for (_, j), x in zip(members, row, strict=True) if j not in self.alike(i)) or [0.0]
+            for (_, i), row in zip(members, angles, strict=True)
         }
 
     def _median(self, i: int, row: Mapping[int, float]) -> float:

@@ -13,9 +13,9 @@ from protocol.identity import Identity, short_peer
 from protocol.ledger import claims, scoring, standing
 from protocol.ledger.claims import Claims
 from protocol.ledger.scoring import (
+    COMPARED_POOL,
     ENOUGH_EVIDENCE,
     LATE_ROUNDS,
-    LEAST_POOL,
     LEAST_SEQUENCES,
     MISSES,
     MOST_SEQUENCES,
@@ -295,6 +295,16 @@ def test_three_of_eight_are_found() -> None:
     assert {peer for _, peer in found} == set(NAMES[5:8])
 
 
+def test_three_of_eight_are_found_although_gains_grow_from_round_to_round() -> None:
+    def growing(number: int, round: int, rng: random.Random) -> tuple[float, float]:
+        gain, other = honest(number, round, rng)
+        factor = 0.0 if number >= 5 and round % 2 else 1.5**round
+        return factor * gain, factor * other
+
+    found = bad(played(24, growing))
+    assert {peer for _, peer in found} == set(NAMES[5:8])
+
+
 def test_a_liar_among_three_scorers_changes_nothing_and_is_not_asked_any_more() -> None:
     slander: Values = lambda n, r, rng: (-5.0, 5.0)  # noqa: E731
     found = played(60, honest, liars=[3], lie=slander)
@@ -333,12 +343,12 @@ def test_one_mark_says_nothing_and_of_two_the_better_one_counts() -> None:
 
 
 def test_what_differs_as_much_as_it_is_worth_counts_for_little() -> None:
-    clear, dim = [1.0] * LEAST_POOL, [3.0, -1.0] * LEAST_POOL
+    clear, dim = [1.0] * COMPARED_POOL, [3.0, -1.0] * COMPARED_POOL
     assert scoring.against(0.0, 1.0, clear) == 2.0
     assert scoring.against(1.0, 1.0, clear) == -scoring.LEAST_EVIDENCE_STEP
     assert 0 < scoring.against(0.0, 1.0, dim) < 0.2
     assert scoring.against(0.0, 1.0, clear[1:]) == 0.0, "too few to compare with"
-    assert scoring.against(-5.0, 1.0, [-1.0] * LEAST_POOL) == 0.0, (
+    assert scoring.against(-5.0, 1.0, [-1.0] * COMPARED_POOL) == 0.0, (
         "nobody's work makes the loss less: that is not one peer's fault"
     )
     assert scoring.against(0.25, 0.25, clear) < 0, "a quarter of the work, a quarter of the gain"

@@ -322,6 +322,36 @@ def test_what_agrees_little_has_little_weight() -> None:
     assert [v.weight for v in found[:7]] == [1.0] * 7
 
 
+# --- honest updates of first rounds, which have little in common
+
+
+def first(seed: int, common: float, *groups: int) -> Sent:
+    """An update with a part of the common one, and what those of its groups learned."""
+    own, shared = drawn(seed + 1), [drawn(200 + group) for group in groups]
+    return encoded(
+        {
+            s: [common * a + 1.5 * own[s][i] + sum(x[s][i] for x in shared) for i, a in enumerate(COMMON[s])]
+            for s in SHARDS
+        }
+    )
+
+
+def test_who_learned_the_same_as_many_others_is_not_made_of_their_updates() -> None:
+    sent = [first(0, 0.5, 0, 1), *(first(i, 0.5, 0) for i in (1, 2, 3)), *(first(i, 0.5, 1) for i in (4, 5, 6))]
+    assert out(judge([*sent, *(first(i, 0.5) for i in (7, 8, 9, 10))])) == {}
+
+
+def test_who_learned_nothing_in_a_shard_is_not_left_out_because_one_of_five_opposes_it() -> None:
+    idle = {**GOOD[0], "block.1": encoded(drawn(60, 1.8))["block.1"]}
+    assert out(judge([idle, *GOOD[1:4], combined([(-1.0, idle), *((0.5, x) for x in GOOD[1:4])], 50)])) == {}
+
+
+def test_who_agrees_ten_times_less_than_most_but_beyond_chance_counts_little() -> None:
+    found = judge([*(first(i, 3.0) for i in range(5)), first(5, 0.4)])
+    assert out(found) == {}
+    assert found[5].weight < 0.2
+
+
 # --- a commit
 
 
