@@ -6,6 +6,7 @@ The model comes from a run's log, from the checkpoints in a peer's folder, or fr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import importlib.util
 import io
@@ -352,13 +353,28 @@ async def _write(ready: Coroutine[Any, Any, Writer], prompt: str) -> None:
         print(flush=True)
 
 
+@contextlib.contextmanager
+def noted_interrupts() -> Iterator[list[int]]:
+    """Ctrl-C is noted here, not raised: what is raised while torch converts a list comes out as another error."""
+    noted: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def converse(writer: Writer) -> None:
     """Continues each line that is typed, until the input ends."""
     print("potluck: type a beginning; Ctrl-C ends a text, Ctrl-D the program", file=sys.stderr)
     while True:
         try:
-            for piece in writer.text(writer.ids(input("> "))):
-                print(piece, end="", flush=True)
+            ids = writer.ids(input("> "))
+            with noted_interrupts() as interrupts:
+                for piece in writer.text(ids):
+                    print(piece, end="", flush=True)
+                    if interrupts:
+                        break
             print(flush=True)
         except KeyboardInterrupt:
             print(flush=True)

@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ import pytest
 
 from tests.docs import typed
 from tests.docs.typed import Ended, Terminal
-from tests.support import systemd
+from tests.support import potluck, systemd
 
 TUTORIAL, README = typed.ROOT / "docs" / "tutorial.md", typed.ROOT / "README.md"
 FIVE_MINUTES = 300.0
@@ -84,10 +83,7 @@ class User:
 
 @pytest.fixture
 def user(tmp_path: Path) -> Iterator[User]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    found = User(tmp_path, port)
+    found = User(tmp_path, potluck.free_port())
     yield found
     found.close()
 

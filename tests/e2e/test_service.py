@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -57,12 +56,6 @@ def home(folder: Path, *programs: str) -> Home:
     for name in ("sh", "basename"):
         (folder / "bin" / name).symlink_to(f"/usr/bin/{name}")
     return Home(folder / "home", folder / "bin")
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def test_install_status_and_remove_with_systemd(tmp_path: Path) -> None:
@@ -141,7 +134,7 @@ def test_a_bootstrap_node_is_run_as_a_peer_is(tmp_path: Path) -> None:
     is."""
     user = home(tmp_path, "systemctl")
     make_a_run(user.path, {"potluck": f"{shlex.quote(sys.executable)} -P -m peer.cli"})
-    where = ("--host", "127.0.0.1", "--port", free_port())
+    where = ("--host", "127.0.0.1", "--port", potluck.free_port())
     words = ("run/run.toml", "--dir", "run/node", "--corpus", "run/corpus", *where)
     for wrong, told in (
         (("none.toml", *words[1:]), "none.toml"),
@@ -276,7 +269,7 @@ def test_it_survives_a_kill_a_closed_lid_and_a_night_offline_with_a_reboot_in_it
     manifest = dataclasses.replace(made, timing=dataclasses.replace(made.timing, round_seconds=1.0))
     user = home(tmp_path, "systemctl")
     with Swarm(tmp_path / "a run", manifest, tiny.OPERATORS[:1]) as swarm:
-        swarm.ports[NODE] = free_port()
+        swarm.ports[NODE] = potluck.free_port()
         node = Service(swarm, user, NODE)
         node.boot()
         swarm.addresses.append(swarm.wait(NODE, lambda e: e.kind == "listening", "its address").fields["address"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from peer.node.open_run import ASSETS
 from tests.docs import typed
 from tests.faults.processes import Swarm
 from tests.faults.roles import NODE
-from tests.support import systemd, tiny
+from tests.support import potluck, systemd, tiny
 from tests.support.roles import make_manifest
 
 APPOINTED = "tests/e2e/test_appoint.py"
@@ -94,9 +93,7 @@ class Town:
 
     def filled_in(self, command: str) -> str:
         """The command as it can be typed here."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(potluck.free_port())
         words = {
             "ADDRESS": shlex.quote(self.swarm.addresses[0]),
             "PEER": self.peer[-12:],

@@ -152,9 +152,9 @@ class Swarm:
 
     def start_node(self, name: str) -> None:
         """Starts a bootstrap node for the first time and waits for its address, which it keeps."""
+        self.ports.setdefault(name, potluck.free_port())
         self.start(name)
         self.addresses.append(self.wait(name, lambda e: e.kind == "listening", "its address").fields["address"])
-        self.ports[name] = int(self.addresses[-1].split("/")[4])
 
     def start_all(self, *peers: str) -> None:
         """Starts all nodes for the first time, then these peers."""

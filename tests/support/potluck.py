@@ -6,10 +6,12 @@ have."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import functools
 import json
 import os
+import secrets
 import select
 import socket
 import subprocess
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+PORTS = range(10_000, 32_000)
+"""Below those of outgoing connections, 32,768 and more on Linux."""
 FREE = frozenset(
     (
         "HOME",
@@ -193,3 +197,12 @@ def _starts_alike(keywords: Mapping[str, Any]) -> bool:
         del env["PYTHONPATH"]
     changed = {name for name, _ in env.items() ^ BEGINNING.items()}
     return keywords.get("preexec_fn") is None and changed <= FREE
+
+
+def free_port() -> int:
+    """A TCP port for a node, not one of those that the system gives to connections while the node is away."""
+    while True:
+        port = secrets.choice(PORTS)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
