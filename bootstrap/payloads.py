@@ -54,8 +54,7 @@ class Payloads:
         self._manifest = self.archive.manifest
         self.notes = Notes(lock=threading.Lock())
         """What was found in payloads that are judged soon."""
-        self._fetching: dict[str, dict[str, tuple[Sequence[str], Part, int]]] = {}
-        """By blob: who else offers it, with holders and the round, while it is fetched for the first."""
+        self._fetching: set[str] = set()
         self._wanted: dict[str, int] = {}  # by blob that is or was lately being fetched: the newest round it is for
         self._decided = -1
         self._warnings = TokenBucket(*WARNINGS)
@@ -132,13 +131,11 @@ class Payloads:
 
     @contextlib.contextmanager
     def _busy(self, name: str) -> Iterator[None]:
-        self._fetching[name] = {}
+        self._fetching.add(name)
         try:
             yield
         finally:
-            for sender, (holders, part, round) in self._fetching.pop(name, {}).items():
-                if not self.archive.blobs.has(name) and self._wanted.get(name, -1) > self._decided:
-                    self.fetch(holders, part, sender, round)
+            self._fetching.discard(name)
 
     def _want(self, name: str, round: int) -> None:
         self._wanted[name] = max(round, self._wanted.get(name, -1))
@@ -196,9 +193,7 @@ class Payloads:
             return None
 
     async def _fetch(self, holders: Sequence[str], part: Part, sender: str, round: int) -> None:
-        if (others := self._fetching.get(part.digest)) is not None:  # the first to name it need not have it
-            others[sender] = holders, part, round
-            self.fetcher.also_from(part.digest, holders)
+        if part.digest in self._fetching:
             return
 
         def check(data: bytes) -> None:
