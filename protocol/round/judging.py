@@ -29,7 +29,7 @@ import functools
 import hashlib
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,7 +57,7 @@ OPPOSED = 1 / 4
 ENOUGH = 1 / 2
 """Of the agreement of most, which less weight follows below."""
 TOO_MUCH = 2.5
-"""Who agrees with three quarters of the others so many times as much as most do is made of their updates."""
+"""An update whose agreement with three quarters of the others is above this multiple of the median is made of them."""
 SURE_DEVIATIONS, OPPOSING_DEVIATIONS, CHANCE_DEVIATIONS = 3.0, 2.0, 8.0
 """In standard deviations of unrelated updates: the least agreement of most, the disagreement of one that works against
 others, and the least deviation from most."""
@@ -481,7 +481,7 @@ class _Round:
         names, bad = layout.shard_names(self.manifest.model), bearable(len(members))
         for number, products, elements in self._layers(members, cosines):
             angles, deviation = _angles_of(products), 1 / math.sqrt(elements)
-            rows = self._others(members, angles).values()
+            rows = self._rows(members, angles).values()
             at_rank = [row[min(bad, len(row) - 1)] for row in rows]
             if statistics.median(at_rank) < SURE_DEVIATIONS * deviation:
                 continue
@@ -504,7 +504,7 @@ class _Round:
         """The agreement of each update of a panel that is left, as a share of the median."""
         members = [(at, i) for at, i in enumerate(panel) if i in self.left]
         *_, (_, whole, _) = self._layers(members, cosines)
-        rows, elements = self._others(members, _angles_of(whole)), sum(self.measured.elements)
+        rows, elements = self._rows(members, _angles_of(whole)), sum(self.measured.elements)
         found = {i: statistics.median(row) for i, row in rows.items()}
         middle = statistics.median(found.values())
         chance = _chance(elements) if middle >= SURE_DEVIATIONS / math.sqrt(elements) else math.inf
@@ -513,17 +513,15 @@ class _Round:
             for i, x in found.items()
         }
 
-    def _others(self, members: Sequence[tuple[int, int]], angles: Floats) -> dict[int, list[float]]:
-        """The cosines [P, P] of each member with the others, in order. What is like it is no other."""
-        return {
-            i: sorted(float(x) for (_, j), x in zip(members, row, strict=True) if j not in self.alike(i)) or [0.0]
-            for (_, i), row in zip(members, angles, strict=True)
-        }
+    def _rows(self, members: Sequence[tuple[int, int]], angles: Floats) -> dict[int, list[float]]:
+        """The cosines of each member with the others, in order. angles: of all pairs, [P, P]"""
+        numbers = [j for _, j in members]
+        return {i: self._others(i, zip(numbers, row, strict=True)) for i, row in zip(numbers, angles, strict=True)}
 
-    def _median(self, i: int, row: Mapping[int, float]) -> float:
-        """The median cosine of update i with the others, given all of them. What is like it is no other."""
-        others = [float(x) for j, x in row.items() if j not in self.alike(i)]
-        return statistics.median(others) if others else 0.0
+    def _others(self, i: int, row: Iterable[tuple[int, float]]) -> list[float]:
+        """The cosines of update i with the others, in order; 0 alone if there are none. What is like it is no other."""
+        alike = self.alike(i)
+        return sorted(float(x) for j, x in row if j not in alike) or [0.0]
 
     def opposed(self, i: int) -> list[int]:
         """The updates left that are opposed to this one."""
@@ -608,11 +606,12 @@ class _Round:
         others = [j for j in panel if j in self.left and j != i]
 
         def score(part: _Part) -> float:
-            own = self._median(i, self._angles(panel, cosines, i, part))
+            own = statistics.median(self._others(i, self._angles(panel, cosines, i, part).items()))
             same = _Part("", part.numbers, ())
             theirs = [self._angles(panel, cosines, j, same) for j in others]
             found = [
-                self._median(j, {k: x for k, x in row.items() if k != i}) for j, row in zip(others, theirs, strict=True)
+                statistics.median(self._others(j, ((k, x) for k, x in row.items() if k != i)))
+                for j, row in zip(others, theirs, strict=True)
             ]
             middle = statistics.median(found) if found else 0.0
             deviation = 1 / math.sqrt(sum(self.measured.elements[n] for n in part.numbers))

@@ -3,9 +3,9 @@
     python -m tests.benchmarks.lines --homes 8 20 --overlap 0 1 --seeds 0 1
 
 Every home trains the whole model and has a line of UP and DOWN. The processes are the real `Peer` and `BootstrapNode`
-(tests/sim/paces.py). The model is small, and lines are as much slower as its updates are smaller than UPDATE_BYTES;
-states are not fetched. Printed: tokens that reach commits, in parts of what the machines can train; seconds of the
-median round.
+(tests/sim/paces.py). The model is small, and lines are as much slower as its updates are smaller than PRESET's; states
+are not fetched. All other messages keep their length, so they take far more of a line than they would. Printed: tokens
+that reach commits, in parts of what the machines can train; seconds of the median round.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import random
 import statistics
 
 from protocol.codec import sparse
+from protocol.codec.formats import Codec
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
+from protocol.run.presets import PRESETS
 from tests.sim import paces
 from tests.sim.paces import Machine, PacedSwarm
 
 MODEL = ModelSpec(vocab_size=256, d_model=64, n_layers=4, n_heads=2, d_ff=256, context=8, residual_width=16)
-UPDATE_BYTES = 5.26e6
-"""Of 0.5B parameters, k = 32 of 4096 (docs/results/codec.md)."""
+PRESET = "512m"
+"""Whose updates the lines carry."""
 UP, DOWN = 20e6, 100e6
 """Bits a second."""
 SECONDS = 120.0
@@ -32,11 +34,16 @@ WARM, ROUNDS = 3, 6
 """Rounds until paces are known, and those that are measured."""
 
 
+def update_bytes(model: ModelSpec, codec: Codec) -> int:
+    """The longest update of a model."""
+    return sum(sparse.max_payload_size(codec, layout.shapes(model, shard)) for shard in layout.shard_names(model))
+
+
 def measure(homes: int, overlap: int, seed: int) -> tuple[float, float]:
     """(tokens that reach commits, in parts of those that can be trained; seconds of the median round)."""
     manifest = paces.manifest(SECONDS, homes, model=MODEL, overlap=overlap)
-    shapes = (layout.shapes(MODEL, shard) for shard in layout.shard_names(MODEL))
-    scale = sum(sparse.max_payload_size(manifest.outer.codec, shape) for shape in shapes) / UPDATE_BYTES
+    codec = manifest.outer.codec
+    scale = update_bytes(MODEL, codec) / update_bytes(PRESETS[PRESET].model, codec)
     draw = random.Random(seed)
     machines = [Machine(draw.choice(PACES), up=UP * scale, down=DOWN * scale) for _ in range(homes)]
     swarm = PacedSwarm(machines, manifest, seed)

@@ -12,7 +12,7 @@ from peer.demo.recipe import demo_corpus
 from protocol.run.corpus import TOKENIZER
 from tests.e2e.typed import running, until
 from tests.faults.processes import DEADLINE
-from tests.support.potluck import Popen, run
+from tests.support.potluck import Popen, free_port, run
 from tests.support.texts import write_corpus
 
 LOOPBACK = ("--host", "127.0.0.1", "--json", "--port")
@@ -35,9 +35,9 @@ def test_a_second_node_takes_the_tokenizer_from_the_first(tmp_path: Path) -> Non
     ours = first / "ours"
     shutil.copy(ours / MANIFEST, second)
     own = ("--dir", ours / NODE, "--corpus", first / "text")
-    with running("bootstrap", ours / MANIFEST, *own, *LOOPBACK, 0) as node:
+    port = free_port()
+    with running("bootstrap", ours / MANIFEST, *own, *LOOPBACK, port) as node:
         address = str(until(node, "listening")["address"])
-    port = address.split("/")[4]
     typed = ("bootstrap", second / MANIFEST, "--initial-peer", address, "--dir", second / "mine", *LOOPBACK, 0)
     with running(*typed) as late:
         assert "none of the run's other nodes gives it" in str(until(late, "warning")["text"])

@@ -222,7 +222,7 @@ class DrawnTrainer(InnerLoop):
         return displacement.of(known[shard])
 
     def learned(self, shard: str) -> list[Array]:
-        """What nobody else learned."""
+        """What this replica learned, unlike any other: whole numbers."""
         return self.drawn(shard, self._process.rng.getrandbits(64))
 
     def drawn(self, shard: str, seed: int) -> list[Array]:
