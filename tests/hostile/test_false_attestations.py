@@ -46,6 +46,17 @@ def lies(peer: Volunteer, lie: Lie) -> None:
     peer.peer.sessions.tell = told  # type: ignore[method-assign]
 
 
+def let_nodes_compute(swarm: Swarm, peers: int) -> None:
+    """From now on no work of a round is done before all peers have attested the state that it begins with and the node
+    has computed what they dispute: rounds of real runs are far longer than that takes."""
+
+    async def hold(peer: str, round: int) -> None:
+        known = swarm.leader.attestations
+        await swarm.until(lambda: len(known.of(round - 1)) == peers and not known.disputed(round - 1))
+
+    swarm.hold = hold
+
+
 def refuted(commits: list[Commit]) -> set[str]:
     return {d.peer for commit in commits for d in commit.diverged if d.refuted}
 
@@ -56,6 +67,7 @@ async def test_one_of_two_who_attests_false_digests_is_named_and_the_other_works
         honest, liar = swarm.start("honest"), swarm.start("liar")
         await swarm.until(lambda: swarm.head >= 3)
         lies(liar, lie)
+        let_nodes_compute(swarm, 2)
         first = swarm.head + 3
         await swarm.until(lambda: swarm.head >= first + ROUNDS)
         commits = list(swarm.archive.commits[first : first + ROUNDS])
@@ -75,6 +87,7 @@ async def test_who_lies_with_most_of_the_weight_is_named_too(tmp_path: Path) -> 
         await swarm.until(lambda: swarm.head >= 3)
         for liar in liars:
             lies(liar, every)
+        let_nodes_compute(swarm, 3)
         first = swarm.head + 3
         await swarm.until(lambda: swarm.head >= first + ROUNDS)
         commits = list(swarm.archive.commits[first : first + ROUNDS])
