@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from bootstrap.archive import Archive
 from peer.net.base import MAX_RECORD, Transport, serve_calls
+from peer.net.rate_limits import Rate, TokenBucket
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.ledger import access, board, schedule
@@ -106,6 +107,8 @@ class AnnouncementTable:
 
 
 MAX_REQUEST_BYTES = 8192
+REPORTS = Rate(1 / 60, 10.0)
+"""Lines about decrees that wait for other operators."""
 
 
 class LogAndRosterHandler:
@@ -146,6 +149,7 @@ class DecreeHandler:
 
     def __post_init__(self) -> None:
         self._told: tuple[Decree | None, tuple[str, ...]] = (None, ())
+        self._reports = TokenBucket(*REPORTS)
 
     async def serve(self, transport: Transport) -> None:
         await serve_calls(transport, endpoints.DECREES, self.answer, limit=MAX_REQUEST_BYTES)
@@ -196,6 +200,8 @@ class DecreeHandler:
         signers, wanted = self.leader.petitions.signers(decree), self._votes_needed
         if (decree, signers) == self._told or len(signers) >= wanted:
             return
+        if not self._reports.take(asyncio.get_running_loop().time()):
+            return  # an operator may sign one after the other
         self._told = decree, signers
         names = ", ".join(map(short_peer, signers))
         self.tell(

@@ -54,7 +54,8 @@ class Payloads:
         self._manifest = self.archive.manifest
         self.notes = Notes(lock=threading.Lock())
         """What was found in payloads that are judged soon."""
-        self._fetching: set[str] = set()
+        self._fetching: dict[str, dict[str, tuple[Sequence[str], Part, int]]] = {}
+        """By blob: who else offers it, with holders and the round, while it is fetched for the first."""
         self._wanted: dict[str, int] = {}  # by blob that is or was lately being fetched: the newest round it is for
         self._decided = -1
         self._warnings = TokenBucket(*WARNINGS)
@@ -131,11 +132,13 @@ class Payloads:
 
     @contextlib.contextmanager
     def _busy(self, name: str) -> Iterator[None]:
-        self._fetching.add(name)
+        self._fetching[name] = {}
         try:
             yield
         finally:
-            self._fetching.discard(name)
+            for sender, (holders, part, round) in self._fetching.pop(name, {}).items():
+                if not self.archive.blobs.has(name) and self._wanted.get(name, -1) > self._decided:
+                    self.fetch(holders, part, sender, round)
 
     def _want(self, name: str, round: int) -> None:
         self._wanted[name] = max(round, self._wanted.get(name, -1))
@@ -193,7 +196,9 @@ class Payloads:
             return None
 
     async def _fetch(self, holders: Sequence[str], part: Part, sender: str, round: int) -> None:
-        if part.digest in self._fetching:
+        if (others := self._fetching.get(part.digest)) is not None:  # the first to name it need not have it
+            others[sender] = holders, part, round
+            self.fetcher.also_from(part.digest, holders)
             return
 
         def check(data: bytes) -> None:

@@ -570,7 +570,7 @@ class Operators:
                 for stream in self._streams.pop(node, ()):
                     await stream.close()
             for node in sorted(names - self.links.keys()):
-                self.links[node] = Session()
+                self.links[node] = Session(log_bytes=TokenBucket(*LOG_BYTES))
             self._senders.changed.set()
 
     async def watch(self) -> None:

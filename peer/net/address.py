@@ -138,6 +138,21 @@ def is_link_local(host: str) -> bool:
     return address is not None and address.is_link_local
 
 
+def may_be_dialled(host: str, own: Iterable[str], begun: Iterable[str]) -> bool:
+    """Whether a peer's word is enough to connect to an IP `host`: on the internet or in our own network, and anywhere
+    for a run that is not on the internet. own: our hosts; begun: those of addresses that we began with."""
+    address = _ip(host)
+    if address is None or is_public(host):
+        return address is not None
+    begun, own = list(begun), [known for known in own if _ip(known) is not None]
+    if begun and all(_ip(known) is not None and not is_public(known) for known in begun):
+        return True
+    if address.is_loopback:
+        return bool(own) and all(map(is_loopback, own))
+    network = ipaddress.ip_network((address, 24 if address.version == 4 else 64), strict=False)
+    return not address.is_link_local and any(_ip(known) in network for known in own)
+
+
 def tcp(host: str, port: int) -> str:
     """The address of an IP host and a port, without a peer."""
     return f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}"

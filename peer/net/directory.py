@@ -15,7 +15,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
-from peer.net import node_calls
+from peer.net import greeting, node_calls
 from peer.net.address import is_circuit
 from peer.net.base import MAX_TTL, Clock, Transport, Validate, cancel, until, wait_for_event
 from protocol.errors import RemoteError
@@ -134,10 +134,10 @@ class Contacts:
 
     async def _dial(self, peer: str, seconds: float) -> None:
         """Connects to `peer`; if it is found to be elsewhere meanwhile, there. Raises RemoteError."""
-        while addresses := self.addresses(peer):
+        while self.addresses(peer):
             elsewhere = self._dialled[peer] = asyncio.Event()
             try:
-                dialled = await until(elsewhere.wait(), self._transport.connect(addresses, timeout=seconds))
+                dialled = await until(elsewhere.wait(), self._connect(peer, seconds))
             finally:
                 self._dialled.pop(peer, None)
             if dialled is not None:
@@ -145,6 +145,15 @@ class Contacts:
                 self._reached.add(peer)
                 return
         raise RemoteError(peer, f"peer {short_peer(peer)}: no announcement is found; it is tried again")
+
+    async def _connect(self, peer: str, seconds: float) -> None:
+        """Connects to `peer` where its word is enough for that. Raises RemoteError."""
+        addresses = [*self._given(peer), *await self._dialable(self._addresses_told(peer))]
+        if not addresses and self._transport.seen_at(peer):
+            return  # it is connected to us
+        if not addresses:
+            raise RemoteError(peer, f"peer {short_peer(peer)}: announces no address on the internet or in this network")
+        await self._transport.connect(addresses, timeout=seconds)
 
     async def call(self, node: str, ask: Callable[[Transport, str], Awaitable[T]]) -> T:
         """Connects to a node, and returns what `ask` gets from it, for observers that announce nothing.
@@ -191,9 +200,18 @@ class Contacts:
 
     def addresses(self, peer: str) -> list[str]:
         """Returns the known addresses of `peer`: those that we began with, and announced ones."""
+        return [*self._given(peer), *self._addresses_told(peer)]
+
+    def _given(self, peer: str) -> list[str]:
+        return [address for address in self._bootstrap if address.endswith(f"/p2p/{peer}")]
+
+    def _addresses_told(self, peer: str) -> list[str]:
+        """Its addresses by the log and by its own word."""
         announced = self.known[peer].addresses if peer in self.known else ()
-        known = dict.fromkeys((*self._bootstrap, *self._places))
-        return [*(a for a in known if a.endswith(f"/p2p/{peer}")), *announced]
+        return [*(a for a in self._places if a.endswith(f"/p2p/{peer}")), *announced]
+
+    async def _dialable(self, told: Iterable[str]) -> list[str]:
+        return await greeting.dialable(told, self._transport.addresses, self._bootstrap)
 
     async def _find(self, peer: str) -> None:
         """Looks for the announcement of `peer`, together with others that are wanted meanwhile. Raises RemoteError."""
@@ -240,8 +258,8 @@ class Contacts:
 
     async def connect(self) -> None:
         """Connects to any of the addresses that we began with; callers that need one try again."""
-        known = dict.fromkeys((*self._bootstrap, *self._places))
-        others = [a for a in known if not a.endswith(f"/p2p/{self._transport.peer_id}")]
+        known = (*self._bootstrap, *await self._dialable(self._places))
+        others = [a for a in dict.fromkeys(known) if not a.endswith(f"/p2p/{self._transport.peer_id}")]
         if others:
             with contextlib.suppress(RemoteError):
                 await self._transport.connect(others, timeout=DIAL_SECONDS)

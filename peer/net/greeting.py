@@ -7,12 +7,14 @@ plain TCP connection has no such memory, and a live libp2p host sends its greeti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from typing import Any
 
-from peer.net.address import host_of, port_of
-from peer.net.base import cancel
+from peer.net.address import host_of, is_circuit, may_be_dialled, parse, port_of
+from peer.net.base import BadAddress, cancel
 from protocol.errors import shown
 
 GREETING = b"\x13/multistream/1.0.0\n"
@@ -70,12 +72,41 @@ LOOK_SECONDS = 5.0
 _FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
 
-Ask = Callable[[str, int], Awaitable[object]]
+Ask = Callable[[str, int], Awaitable[Any]]
 """Looks up the addresses of a name, of one version of IP or of any. Raises socket.gaierror, UnicodeError."""
 
 
-async def _ask(host: str, family: int) -> object:
+async def _ask(host: str, family: int) -> Any:
     return await asyncio.get_running_loop().getaddrinfo(host, None, family=family, type=socket.SOCK_STREAM)
+
+
+async def dialable(
+    announced: Iterable[str], own: Collection[str], begun: Collection[str], ask: Ask = _ask
+) -> list[str]:
+    """Returns those of a peer's announced addresses that are dialled on its word (address.may_be_dialled), a host name
+    as the IP addresses that it has now. own: our addresses; begun: those that we began with."""
+    ours = [host_of(address) for address in own if not is_circuit(address)]
+    began = [host_of(address) for address in begun if not is_circuit(address)]
+    found: list[str] = []
+    for text in announced:
+        try:
+            dial = parse(text).dial
+        except BadAddress:
+            found.append(text)  # which the transport does not know, or refuses
+            continue
+        _, kind, host, _ = dial.split("/", 3)
+        hosts = await _hosts(ask, host, _FAMILIES[kind]) if kind in _FAMILIES else [host]
+        rest = text.removeprefix(f"/{kind}/{host}/")
+        found += [f"/ip{6 if ':' in h else 4}/{h}/{rest}" for h in hosts if may_be_dialled(h, ours, began)]
+    return list(dict.fromkeys(found))
+
+
+async def _hosts(ask: Ask, host: str, family: int) -> list[str]:
+    """The IP addresses of a name, none where it is not known."""
+    with contextlib.suppress(OSError, UnicodeError, TimeoutError):
+        async with asyncio.timeout(LOOK_SECONDS):
+            return list(dict.fromkeys(str(info[4][0]) for info in await ask(host, family)))
+    return []
 
 
 async def why_unknown(addresses: Iterable[str], ask: Ask = _ask) -> str:

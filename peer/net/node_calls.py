@@ -89,7 +89,7 @@ async def look_up_peers(
     reply = await ask_roster(transport, node, Lookup(peers=tuple(peers), sample=sample))
     return {
         found.peer: found
-        for raw in reply.announcements
+        for raw in reply.announcements[: len(peers) + sample]
         if (found := encoding.unseal_announcement(raw, None, run)) is not None
     }
 

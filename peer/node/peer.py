@@ -294,7 +294,7 @@ class Peer:
                 case Record():
                     rounds.put(member_events.Committed(message))
                 case Offered():
-                    rounds.prefetch(message)
+                    rounds.prefetch(node, message)
                 case TimeUp() | TakeSeat() | ChainReconfig() | Finished() | Heartbeat():
                     rounds.put(member_events.Told(node, message))
 

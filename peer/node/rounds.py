@@ -101,6 +101,8 @@ class Rounds:
         self._replayed_bytes = 0
         self._kept_round = -1  # the newest one whose offer a node has as a whole
         self._own_digests: dict[int, Mapping[str, str]] = dict(storage.states())
+        self._named: tuple[int, set[str]] = (-1, set())
+        """The round of which offers were named, and whose."""
         self._confirmed: dict[str, int] = {}  # the round in which the log confirmed a shard
         self._waiting_since = -1  # the newest round for which Waiting was emitted
         self._writes = False  # a checkpoint, after the newest attestation
@@ -147,15 +149,26 @@ class Rounds:
         """Sets the rate with which offers are expected to leave."""
         self.member.deadline.measured(bps)
 
-    def prefetch(self, offered: Offered) -> None:
-        """Begins to fetch an offer to the round under way, for the shards that we hold, or soon will."""
+    def prefetch(self, node: str, offered: Offered) -> None:
+        """Begins to fetch offers to the round under way, for the shards that we hold, or soon will.
+
+        Of what the leading node names, one of each planned peer: others' words would have us fetch anything.
+        """
         own = part_lists.root_of(self.offer.parts) if self.offer is not None else ""
         if any(share.root == own for share in offered.shares):
             self._kept_round = max(self._kept_round, offered.round)
         held = tuple(dict.fromkeys((*self.outer.theta, *self._warm_up.shards)))
+        before = self.member.commits.get(offered.round - 1)
+        plan = before.plan if before is not None else None
+        if plan is None or node != self.member.leader:
+            return
         if retention.fetches_ahead(self.member.applied, held, offered.round):
+            if self._named[0] != offered.round:
+                self._named = offered.round, set()
             for share in offered.shares:
-                self.exchange.prefetch(offered.round, share, held)
+                if share.peer in plan.peers and share.peer not in self._named[1]:
+                    self._named[1].add(share.peer)
+                    self.exchange.prefetch(offered.round, share, held)
 
     async def run(self) -> None:
         """Until the run is over. Raises ForkError and LocalError."""

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from peer.net import node_calls, reach
+from peer.net import greeting, node_calls, reach
 from peer.net.address import host_of, is_circuit, is_loopback, is_public
 from peer.net.base import Transport
 from peer.net.directory import announcements
@@ -130,9 +130,9 @@ class NetworkStart:
 
     async def _public(self, transport: Transport, manifest: Manifest) -> dict[str, str]:
         """Addresses of nodes, then of other public peers, to which there is a connection now."""
-        known = {
-            address.rpartition("/p2p/")[2]: [address] for address in (*self.run.bootstrap, *manifest.hints.bootstrap)
-        }
+        begun, own = self.run.bootstrap, transport.addresses
+        hinted = await greeting.dialable(manifest.hints.bootstrap, own, begun)
+        known = {address.rpartition("/p2p/")[2]: [address] for address in (*begun, *hinted)}
         found: dict[str, Announcement] = {}
         for node in manifest.operators:
             with contextlib.suppress(RemoteError):
@@ -145,7 +145,8 @@ class NetworkStart:
                 found |= await announcements(transport, manifest.run_id)
         for peer, said in found.items():
             if peer in manifest.operators or said.reachable in ("direct", "mapped"):
-                known.setdefault(peer, []).extend(said.addresses)
+                told = await greeting.dialable(said.addresses, own, begun)
+                known.setdefault(peer, []).extend(told)
         others = [peer for peer in known if peer not in manifest.operators and peer != transport.peer_id]
         chosen = [*(peer for peer in manifest.operators if peer in known), *others][:ASKED]
         best = {peer: address for peer in chosen if (address := _best(known[peer]))}

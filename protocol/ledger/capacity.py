@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import types
 import typing
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -154,13 +155,17 @@ def bounded(
 
 
 def foremost(diverged: Sequence[Diverged], plan: Plan | None) -> tuple[Diverged, ...]:
-    """At most MAX_DIVERGED entries: members of `plan` first, then spares, then MAX_STRANGERS_DIVERGED others."""
+    """At most MAX_DIVERGED entries: members of `plan` first, then spares, then MAX_STRANGERS_DIVERGED others. Of each
+    of these kinds the first entry of every peer comes first, one that the log refutes: those with many hide nobody."""
     planned = {peer for replica in (plan.replicas if plan else ()) for peer in replica.peers}
-    named = {peer for replica in (plan.forming if plan else ()) for peer in replica.peers}
-    named.update(plan.spares if plan else ())
-    strangers = [d for d in diverged if d.peer not in planned and d.peer not in named][:MAX_STRANGERS_DIVERGED]
-    first = [d for d in diverged if d.peer in planned]
-    return (*first, *(d for d in diverged if d.peer in named and d.peer not in planned), *strangers)[:MAX_DIVERGED]
+    named = plan.peers if plan else frozenset[str]()
+    before, ranked = Counter[str](), list[tuple[int, int, Diverged]]()
+    for d in sorted(diverged, key=lambda d: not d.refuted):
+        ranked.append((0 if d.peer in planned else 1 if d.peer in named else 2, before[d.peer], d))
+        before[d.peer] += 1
+    ranked.sort(key=lambda entry: entry[:2])
+    known = [d for kind, _, d in ranked if kind < 2]
+    return (*known, *[d for kind, _, d in ranked if kind == 2][:MAX_STRANGERS_DIVERGED])[:MAX_DIVERGED]
 
 
 def shortened(left_out: Sequence[LeftOut]) -> tuple[LeftOut, ...]:

@@ -5,15 +5,16 @@ the last WITNESS_ROUNDS commits, by the tokens of their replicas, none with more
 at first the members of the plan. A node's own *auditor* (peer/node/audit.py) outweighs all others. A peer with other
 bits than the majority has *diverged*, and its work of the next round does not count.
 
-Where witnesses dispute a shard's bits, a node that can computes them from the log (peer/log/recompute.py). What it
-finds is right, however many attest otherwise; those who do are *refuted*, and what they attest of other shards has no
-weight.
+Where witnesses dispute a shard's bits, a node that can computes them from the log (peer/log/recompute.py); and once a
+round where another peer of the plan says otherwise than all witnesses. What it finds is right, however many attest
+otherwise; those who do are *refuted*, and what they attest of other shards has no weight. Nor has what somebody attests
+who first attested something else: else a liar could have one shard after the other computed.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -24,6 +25,8 @@ from protocol.wire.session import Attest
 WITNESS_ROUNDS = 8
 WITNESS_MOST = 3
 """Nobody has more than this part of the weight: two who agree are more than the greatest one."""
+MOST_CHANGES = 4
+"""Of what a peer attests of one round; an honest one changes it after a crash at most."""
 
 
 class Witnesses:
@@ -99,6 +102,10 @@ class _Shard:
         """Whether witnesses attest several digests, and it is not known which one the log gives."""
         return self.proven is None and len(self._weight) > 1
 
+    def is_doubted(self, digest: str) -> bool:
+        """Whether no witness attests this digest, and it is not known which one the log gives."""
+        return self.proven is None and digest not in self._weight
+
     def sure(self, total: int) -> str | None:
         """What more than half of the weight of all witnesses has, which is `total`, whatever the others will say."""
         if self.proven is not None:
@@ -130,12 +137,10 @@ class _Shard:
             if not self._weight[digest]:
                 del self._weight[digest]
 
-    def wrong(self, ties: bool) -> list[str]:
-        """Peers with another digest than the majority's; all peers if there is none and `ties`."""
+    def is_wrong(self, digest: str) -> bool:
+        """Whether this is another digest than the majority's; in a tie of witnesses any is."""
         right = self.right
-        if right is None and not ties:
-            return []
-        return [peer for digest, have in self.digests.items() if digest != right for peer in have]
+        return digest != right if right is not None else bool(self._weight)
 
 
 class RoundAttestations:
@@ -148,14 +153,20 @@ class RoundAttestations:
         self.split: dict[str, None] = {}
         self.reported: set[Diverged] = set()
         self.proven: dict[str, str] = {}
+        self.changes = Counter[str]()
+        self._wrong: dict[str, list[tuple[Diverged, bool]]] = {}  # by peer, and whether it is for a tie only
+        self._changed: set[str] = set()  # peers of which that is to be found out again
         self._shards: dict[str, _Shard] = {}
         for peer, digests in attested.items():
             self.take(peer, digests)
 
     def take(self, peer: str, digests: Mapping[str, str]) -> None:
-        """`peer` has these, whatever it said before."""
+        """`peer` has these, whatever it said before; who says otherwise than before has no weight."""
         before = self.known.get(peer, {})
-        was, weight = self._weight(peer, before), self._weight(peer, digests)
+        was = self._weight(peer, before)
+        if any(digests.get(shard, digest) != digest for shard, digest in before.items()):
+            self.changes[peer] += 1
+        weight = self._weight(peer, digests)
         for name, digest in before.items():
             if digests.get(name) != digest or was != weight:
                 self._shards[name].remove(peer, digest, was)
@@ -163,12 +174,13 @@ class RoundAttestations:
             if before.get(name) != digest or was != weight:
                 self._shards.setdefault(name, _Shard()).add(peer, digest, weight)
         self.known[peer] = dict(digests)
+        self._changed.add(peer)
         for name in {**before, **digests}:
-            self._judge(name)
+            self._judge(name, was or weight)
 
     def _weight(self, peer: str, digests: Mapping[str, str]) -> int:
         is_refuted = any(digests.get(shard, right) != right for shard, right in self.proven.items())
-        return 0 if is_refuted else self._weights.get(peer, 0)
+        return 0 if is_refuted or peer in self.changes else self._weights.get(peer, 0)
 
     def prove(self, shard: str, digest: str) -> None:
         """The log gives this digest of `shard`."""
@@ -177,7 +189,7 @@ class RoundAttestations:
         self.majority, self.split = {}, {}
         self._shards = {name: _Shard(right) for name, right in self.proven.items()}
         for name in self._shards:
-            self._judge(name)
+            self._judge(name, True)
         for peer, digests in known.items():
             self.take(peer, digests)
 
@@ -186,35 +198,51 @@ class RoundAttestations:
         """Shards of which witnesses attest several digests."""
         return tuple(name for name in self.split if self._shards[name].is_disputed)
 
+    def doubted_by(self, peer: str) -> tuple[str, ...]:
+        """Shards of which `peer` attests what no witness does."""
+        return tuple(s for s, digest in self.known.get(peer, {}).items() if self._shards[s].is_doubted(digest))
+
     def sure(self) -> dict[str, str]:
         """By shard, what more than half of the weight of all witnesses has."""
         total = sum(self._weights.values())
         found = ((name, shard.sure(total)) for name, shard in self._shards.items())
         return {name: digest for name, digest in found if digest is not None}
 
-    def _judge(self, name: str) -> None:
+    def _judge(self, name: str, weighs: object) -> None:
+        """`weighs`: whether what has changed is of a witness, so that others may be wrong now."""
         shard = self._shards[name]
         right = shard.right
+        if weighs:
+            self._changed.update(*shard.digests.values())
         if right is None:
             self.majority.pop(name, None)
         else:
             self.majority[name] = right
-        if len({*shard.digests, *([] if shard.proven is None else [shard.proven])}) > 1:
+        if len(shard.digests) + (shard.proven is not None and shard.proven not in shard.digests) > 1:
             self.split[name] = None
         else:
             self.split.pop(name, None)
 
-    def diverged(self, ties: bool) -> list[Diverged]:
-        """Who has other bits than the majority, by peer and shard."""
-        wrong: dict[str, set[str]] = {}
-        for name in self.split:
-            for peer in self._shards[name].wrong(ties):
-                wrong.setdefault(peer, set()).add(name)
+    def diverged(self, ties: bool, among: Collection[str] | None = None) -> list[Diverged]:
+        """Who has other bits than the majority, by peer and shard. among: of these peers, None: of all."""
+        for peer in self._changed:
+            self._wrong[peer] = self._wrong_of(peer)
+        self._changed.clear()
+        peers = self._wrong if among is None else self._wrong.keys() & among
+        return [d for peer in sorted(peers) for d, tied in self._wrong[peer] if ties or not tied]
+
+    def _wrong_of(self, peer: str) -> list[tuple[Diverged, bool]]:
         return [
-            Diverged(peer=peer, shard=shard, refuted=shard in self.proven)
-            for peer in sorted(wrong)
-            for shard in sorted(wrong[peer])
+            (Diverged(peer=peer, shard=shard, refuted=shard in self.proven), shard not in self.majority)
+            for shard, digest in sorted(self.known[peer].items())
+            if self._shards[shard].is_wrong(digest)
         ]
+
+    def fresh(self) -> list[Diverged]:
+        """Who has diverged, ties aside, and was not named for it before."""
+        found = [d for d in self.diverged(False, set(self._changed)) if d not in self.reported]
+        self.reported.update(found)
+        return found
 
 
 class Attestations:
@@ -242,18 +270,18 @@ class Attestations:
         round = self._rounds.get(attest.round)
         if round is None:
             round = self._rounds[attest.round] = RoundAttestations(self._weights())
-        if round.known.get(peer) == attest.digests:
+        if round.known.get(peer) == attest.digests or round.changes[peer] >= MOST_CHANGES:
             return []
         self._newest[peer] = max(self.newest(peer), attest.round)
         round.take(peer, attest.digests)
-        return self._fresh(round)
+        return round.fresh()
 
     def prove(self, round: int, shard: str, digest: str) -> list[Diverged]:
         """The log gives this digest of `shard` after `round`; returns the same as `add`."""
         if round not in self._rounds:
             return []
         self._rounds[round].prove(shard, digest)
-        return self._fresh(self._rounds[round])
+        return self._rounds[round].fresh()
 
     def proven(self, round: int) -> Mapping[str, str]:
         """By shard, the digests that the log gives, as far as they were computed."""
@@ -263,10 +291,9 @@ class Attestations:
         """Shards of which witnesses attested several digests after `round`, and none is proven."""
         return self._rounds[round].disputed if round in self._rounds else ()
 
-    def _fresh(self, round: RoundAttestations) -> list[Diverged]:
-        fresh = [d for d in round.diverged(False) if d not in round.reported]
-        round.reported.update(fresh)
-        return fresh
+    def doubted_by(self, round: int, peer: str) -> tuple[str, ...]:
+        """Shards of which `peer` attested after `round` what no witness did, and none is proven."""
+        return self._rounds[round].doubted_by(peer) if round in self._rounds else ()
 
     def forget(self, before: int) -> None:
         for round in [r for r in self._rounds if r < before]:
@@ -281,9 +308,9 @@ class Attestations:
         """Digests that more than half of all weight has, which silent witnesses cannot change."""
         return self._rounds[round].sure() if round in self._rounds else {}
 
-    def diverged(self, round: int, ties: bool = False) -> list[Diverged]:
-        """Who has other bits after `round` than the majority; `ties` as above."""
-        return self._rounds[round].diverged(ties) if round in self._rounds else []
+    def diverged(self, round: int, ties: bool = False, among: Collection[str] | None = None) -> list[Diverged]:
+        """Who has other bits after `round` than the majority; the others as above."""
+        return self._rounds[round].diverged(ties, among) if round in self._rounds else []
 
     def holds(self, peer: str, round: int, shards: Iterable[str]) -> bool:
         """Whether `peer` attested all of `shards` after `round`, and nothing speaks against its bits."""

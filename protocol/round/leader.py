@@ -21,6 +21,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from protocol.codec import blob_hash
 from protocol.identity import short_peer
 from protocol.ledger import access, board, capacity, ranges, run_state, schedule
 from protocol.ledger.access import Access
@@ -324,18 +325,22 @@ class Leader:
         ):
             return []
         effects = self._reports(attest.round, self.attestations.add(peer, attest))
-        effects += self._recompute()
+        effects += self._recompute(peer)
         return self.position.stay(Attest, effects) if effects else []
 
-    def _recompute(self) -> list[Effect]:
-        """Asks what the log gives of shards that witnesses dispute; not for ever, whatever they attest one by one."""
-        model = self.manifest.model
-        disputed = self.attestations.disputed(self.round - 1)
+    def _recompute(self, peer: str) -> list[Effect]:
+        """Asks what the log gives of shards that witnesses dispute, or of one that `peer`, of the plan, does; not for
+        ever, whatever they attest one by one."""
+        model, round = self.manifest.model, self.round - 1
+        disputed = self.attestations.disputed(round)
         disputed = tuple(sorted(disputed, key=lambda shard: (layout.shard_bytes(model, shard), shard)))
+        if not disputed and not self._recomputed and self.plan is not None and self.plan.names(peer):
+            doubted = self.attestations.doubted_by(round, peer)
+            disputed = tuple(sorted(doubted, key=lambda shard: blob_hash.name_of(f"{round} {shard}".encode()))[:1])
         if not disputed or disputed in self._recomputed or len(self._recomputed) >= MOST_RECOMPUTED:
             return []
         self._recomputed.add(disputed)
-        return [ev.Recompute(self.round - 1, disputed)]
+        return [ev.Recompute(round, disputed)]
 
     def _recompute_done(self, found: ev.Recomputed) -> list[Effect]:
         if not found.shard:
@@ -463,13 +468,14 @@ class Leader:
     def _decide(self, now: float, event: Event) -> list[Effect]:
         """Has the open round's contributions judged, or proposes its commit, if nobody is to be waited for."""
         timing, waited = self.manifest.timing, now - self._began
-        (diverged, news), verdicts = self._look(now), self._verdicts
+        news, verdicts = self._look(now), self._verdicts
         if verdicts.pending and waited < timing.round_deadline:
             if not news and isinstance(event, ev.Received | ev.Held | ev.Ready):
                 return []  # time alone, or the others, ends the waiting: that is looked at with every Tick
             new, patient = self.newcomers.numbers, self.newcomers.are_waited_for
             if stragglers.waits(self.manifest, self.roster, verdicts, new, waited, patient=patient):
                 return []
+        diverged = self.attestations.diverged(self.round - 1, ties=True)
         self._outcome = Outcome(verdicts.contributions(), verdicts.left_out(waited), diverged)
         self._job = self._judging_job()
         known = self._answered is not None and self._answered[0] == self._job
@@ -513,10 +519,12 @@ class Leader:
         self._look(now)
         return self._verdicts, now - self._began
 
-    def _look(self, now: float) -> tuple[list[Diverged], bool]:
-        """Judges the replicas to which something happened. Who diverged, and whether any verdict is new."""
-        diverged, waited = self.attestations.diverged(self.round - 1, ties=True), now - self._began
-        wrong, silent = {d.peer for d in diverged}, waited >= self.manifest.timing.gone_after
+    def _look(self, now: float) -> bool:
+        """Judges the replicas to which something happened. Whether any verdict is new."""
+        plan, waited = self.roster.plan, now - self._began
+        planned = plan.peers if plan is not None else frozenset[str]()
+        wrong = {d.peer for d in self.attestations.diverged(self.round - 1, ties=True, among=planned)}
+        silent = waited >= self.manifest.timing.gone_after
         based = self.attestations.of(self.round - 1)
         lost = self._absent if stragglers.absent_timed_out(self._verdicts.since.values(), waited) else frozenset[str]()
 
@@ -525,8 +533,7 @@ class Leader:
             there = (self.ready.keys() if silent else set(replica.peers)) - lost
             return ended or self.offers.verdict(replica, wrong, based, there)
 
-        seen = Examined(self.roster.plan, wrong, (silent, lost, self.roster.changes))
-        return diverged, self._verdicts.renew(seen, judge, waited)
+        return self._verdicts.renew(Examined(plan, wrong, (silent, lost, self.roster.changes)), judge, waited)
 
     def _propose(self, now: float, said: Outcome, event: type | None) -> list[Effect]:
         """Asks for the next plan, if there is one, and hands the commit to the quorum with it."""

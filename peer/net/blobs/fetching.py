@@ -16,7 +16,7 @@ import contextlib
 import functools
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
@@ -275,6 +275,7 @@ class Job:
 
     name: str
     size: int
+    holders: list[str] = field(default_factory=list)
     place: Place | None = None
     round: int = 0
     check: Callable[[bytes], object] | None = None
@@ -287,6 +288,7 @@ class Job:
     asking: set[str] = field(default_factory=set)  # the holders that were asked and have not ended
     served: bool = False  # whether one of them has the blob
     named_by: dict[str, str] = field(default_factory=dict)  # peers that a holder surely named, with that holder
+    waiting: deque[str] = field(default_factory=deque)  # holders that were not asked yet
     known: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -396,6 +398,7 @@ class Fetcher:
     def __post_init__(self) -> None:
         self._gate = Gate()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._jobs: dict[str, Job] = {}
         self._begun: dict[str, Job] = {}
         self._closing: set[asyncio.Task[list[str]]] = set()
         self._idle = IdleStreams()
@@ -458,11 +461,18 @@ class Fetcher:
             )
         task = self._running.get(name)
         if task is None:
-            job = Job(name, size, place, round, check, streams, all_asked or asyncio.Event())
-            task = asyncio.create_task(self._fetch(job, holders, owner or next(iter(holders), "")))
-            self._running[name] = task
+            job = Job(name, size, list(holders), place, round, check, streams, all_asked or asyncio.Event())
+            task = asyncio.create_task(self._fetch(job, owner or next(iter(holders), "")))
+            self._running[name], self._jobs[name] = task, job
             task.add_done_callback(lambda task: self._ended(name, task))
         await asyncio.shield(task)
+
+    def also_from(self, name: str, holders: Iterable[str]) -> None:
+        """Has the running fetch of a blob ask these holders, too, once those that were asked are late."""
+        if (job := self._jobs.get(name)) is not None:
+            fresh = [peer for peer in holders if peer not in job.holders]
+            job.holders += fresh
+            job.waiting += fresh
 
     def give_up(self, name: str) -> None:
         """Cancels the fetch of a blob."""
@@ -476,21 +486,21 @@ class Fetcher:
         await self._idle.aclose()
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
-        del self._running[name]
+        del self._running[name], self._jobs[name]
         self._begun.pop(name, None)
         if not task.cancelled():
             task.exception()  # retrieved; callers that wait get it too
 
     # --- one blob
 
-    async def _fetch(self, job: Job, holders: Sequence[str], owner: str) -> None:
+    async def _fetch(self, job: Job, owner: str) -> None:
         async def turn() -> None:
             if job.name not in self._begun:
                 if job.size > blob_hash.WHOLE_BYTES:
                     job.resume(await asyncio.to_thread(self.store.part, job.name, job.size))
                 self._begun[job.name] = job
             if not job.done.is_set():
-                await self._gather(job, holders)
+                await self._gather(job)
 
         await self._gate.run(owner, turn, lambda: job.received)
         if job.part is not None:
@@ -501,11 +511,11 @@ class Fetcher:
                 await asyncio.to_thread(job.check, job.data)
             await asyncio.to_thread(self.store.put, job.data, job.round, name=job.name, sync=self.sync)
 
-    async def _gather(self, job: Job, holders: Sequence[str]) -> None:
+    async def _gather(self, job: Job) -> None:
         """Asks holders, and the peers that they name, until nothing is missing."""
         asked = {self.transport.peer_id}
         insisted: set[str] = set()
-        waiting, busy, more = self.holders.order(holders, job.size), deque[str](), deque[str]()
+        busy, more, job.waiting = deque[str](), deque[str](), self.holders.order(job.holders, job.size)
         workers: dict[asyncio.Task[list[str]], Asked] = {}
         parallel = min(MAX_HOLDERS, 1 + len(job.todo) * blob_hash.RANGE_BYTES // BYTES_PER_HOLDER)
         last: RemoteError | None = None
@@ -517,8 +527,8 @@ class Fetcher:
                 room = (parallel if job.known.is_set() else 1) + sum(a.is_late(time) for a in workers.values())
                 while len(workers) < room:
                     again = False  # over one more stream
-                    if waiting:
-                        peer, known_to = waiting.popleft(), asked
+                    if job.waiting:
+                        peer, known_to = job.waiting.popleft(), asked
                         more.extend([peer] * (job.streams - 1) if peer not in asked else ())
                     elif more and job.known.is_set():
                         peer, known_to, again = more.popleft(), set[str](), True
@@ -558,7 +568,8 @@ class Fetcher:
                         busy.append(peer)
                         named = [p for p in others if p not in asked and not self.holders.breaks_promises(p)]
                         named = list(self.holders.order(named, job.size))
-                        waiting = deque([*named, *waiting] if job.place is not None else [*waiting, *named])
+                        rest = job.waiting
+                        job.waiting = deque([*named, *rest] if job.place is not None else [*rest, *named])
         finally:
             done.cancel()
             known.cancel()

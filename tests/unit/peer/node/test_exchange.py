@@ -12,6 +12,7 @@ from protocol.ledger import part_lists
 from protocol.round.leader_events import Received
 from protocol.wire import endpoints
 from protocol.wire.session import Offer, Offered, Withdraw
+from tests.support import tiny
 from tests.support.volunteers import Swarm, Volunteer, manifest
 
 
@@ -111,7 +112,8 @@ async def test_a_list_that_is_lost_or_damaged_after_it_came_is_fetched_again(tmp
         offers = [p.rounds.offer for p in fast]
         here = names(offers[0]) | names(offers[1])
         for peer, offer in zip(fast, offers, strict=True):
-            slow.rounds.prefetch(Offered(round=1, shares=(part_lists.share_of(peer.id, offer.parts),)))
+            offered = Offered(round=1, shares=(part_lists.share_of(peer.id, offer.parts),))
+            slow.rounds.prefetch(tiny.OPERATOR.peer_id, offered)
         await swarm.until(lambda: here <= set(slow.storage.blobs))
         lost, damaged = (part_lists.root_of(offer.parts) for offer in offers)
         for name in (lost, offers[1].parts[0].digest):

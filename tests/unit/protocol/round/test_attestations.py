@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.round.attestations import Attestations, Weights
+from protocol.round.attestations import MOST_CHANGES, Attestations, Weights
 from protocol.wire.commit import Diverged
 from protocol.wire.session import Attest
 
@@ -28,20 +28,24 @@ def majority(attested: Mapping[str, Mapping[str, str]], weights: Weights) -> dic
     return found
 
 
-def diverged(attested: Mapping[str, Mapping[str, str]], right: Mapping[str, str], ties: bool = False) -> list[Diverged]:
+def diverged(
+    attested: Mapping[str, Mapping[str, str]], right: Mapping[str, str], ties: Weights | None = None
+) -> list[Diverged]:
     """The peers of `attested`, {peer: {shard: digest}}, with other bits than the majority, which is `right`.
 
-    With `ties`, no peer is right about a shard of which some say one thing and some another, and that has no majority.
+    With `ties`, no peer is right about a shard of which some of these say one thing and some another, and that has no
+    majority.
     """
     known: dict[str, set[str]] = {}
-    for digests in attested.values():
+    for peer, digests in attested.items():
         for shard, digest in digests.items():
-            known.setdefault(shard, set()).add(digest)
+            if ties is not None and peer in ties:
+                known.setdefault(shard, set()).add(digest)
     return [
         Diverged(peer=peer, shard=shard)
         for peer, digests in sorted(attested.items())
         for shard, digest in sorted(digests.items())
-        if (right[shard] != digest if shard in right else ties and len(known[shard]) > 1)
+        if (right[shard] != digest if shard in right else len(known.get(shard, ())) > 1)
     ]
 
 
@@ -122,17 +126,24 @@ def test_what_is_counted_as_it_comes_is_what_counting_all_of_it_gives(
     said: list[Said], weights: dict[str, int]
 ) -> None:
     known, told, newest = Attestations(lambda: weights), set[tuple[str, str]](), dict[str, dict[str, str]]()
+    steady, changes = dict(weights), Counter[str]()
     for peer, digests in said:
+        if changes[peer] == MOST_CHANGES and newest[peer] != digests:
+            assert known.add(peer, Attest(round=1, digests=digests)) == []
+            continue
         fresh = known.add(peer, Attest(round=1, digests=digests))
+        if any(digests.get(shard, digest) != digest for shard, digest in newest.get(peer, {}).items()):
+            steady.pop(peer, None)
+            changes[peer] += 1
         newest[peer] = digests
-        right = majority(newest, weights)
+        right = majority(newest, steady)
         assert known.majority(1) == right
         wrong = diverged(newest, right)
         assert fresh == [d for d in wrong if (d.peer, d.shard) not in told]
         told |= {(d.peer, d.shard) for d in fresh}
         assert known.of(1) == newest
         assert known.diverged(1) == wrong
-        assert known.diverged(1, ties=True) == diverged(newest, right, ties=True)
+        assert known.diverged(1, ties=True) == diverged(newest, right, ties=steady)
         for who in newest:
             wanted = ("embed", "head")
             agrees = {"embed", "head"} <= set(newest[who]) and not {d.shard for d in wrong if d.peer == who} & set(
