@@ -648,6 +648,9 @@ class RunView:
         if latest is None:
             return
         found = self._attests[latest]
-        shards, of_round = layout.shard_names(self.manifest.model), RoundAttestations(self._witnesses.weights(), found)
+        weights = self._witnesses.weights()
+        if weights.keys().isdisjoint(found):
+            weights = dict.fromkeys(found, 1)
+        shards, of_round = layout.shard_names(self.manifest.model), RoundAttestations(weights, found)
         wrong = tuple(d for d in of_round.diverged(ties=True) if d.shard in shards)
         self.compared = ComparisonView(latest, len(found), wrong)

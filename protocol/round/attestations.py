@@ -7,14 +7,15 @@ bits than the majority has *diverged*, and its work of the next round does not c
 
 Where witnesses dispute a shard's bits, a node that can computes them from the log (peer/log/recompute.py); and once a
 round where another peer of the plan says otherwise than all witnesses. What it finds is right, however many attest
-otherwise; those who do are *refuted*, and what they attest of other shards has no weight. Nor has what somebody attests
-who first attested something else: else a liar could have one shard after the other computed.
+otherwise; those who do are *refuted*, and what they attest of other shards has no weight, nor has it in later rounds
+once a commit names them, as long as there are other witnesses. Nor has what somebody attests who first attested
+something else. So each computation, of which a round has a few, ends what one liar at least can have computed.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -30,10 +31,12 @@ MOST_CHANGES = 4
 
 
 class Witnesses:
-    """By what is in the log so far. `auditors`: peers that this node believes before all others."""
+    """By what is in the log so far. auditors: peers that this node believes before all others; refuted: planned peers
+    that the log has refuted, which are none as long as there are others"""
 
     def __init__(self, commits: Iterable[Commit] = (), auditors: frozenset[str] = frozenset()) -> None:
         self.auditors = auditors
+        self.refuted: set[str] = set()
         self._rounds: deque[Mapping[str, int]] = deque(maxlen=WITNESS_ROUNDS)
         self._plan: Plan | None = None
         for commit in commits:
@@ -46,6 +49,8 @@ class Witnesses:
             yield commit
 
     def add(self, commit: Commit) -> None:
+        if self._plan is not None:
+            self.refuted.update(d.peer for d in commit.diverged if d.refuted and self._plan.names(d.peer))
         self.count({share.peer: c.tokens for c in commit.contributions for share in c.shares}, commit.plan)
 
     def count(self, tokens: Mapping[str, int], plan: Plan | None) -> None:
@@ -63,10 +68,11 @@ class Witnesses:
         tokens: Counter[str] = Counter()
         for found in self._rounds:
             tokens.update(found)
-        if tokens:
-            most = max(1, tokens.total() // WITNESS_MOST)
-            return {peer: max(1, min(count, most)) for peer, count in tokens.items()}
-        return {peer: 1 for replica in (self._plan.replicas if self._plan else ()) for peer in replica.peers}
+        if not tokens:
+            tokens.update(peer for replica in (self._plan.replicas if self._plan else ()) for peer in replica.peers)
+        sound = Counter({peer: count for peer, count in tokens.items() if peer not in self.refuted}) or tokens
+        most = max(1, sound.total() // WITNESS_MOST)
+        return {peer: max(1, min(count, most)) for peer, count in sound.items()}
 
 
 Weights = Mapping[str, int]
@@ -89,42 +95,38 @@ class Attested:
 
 
 class _Shard:
-    """Attested digests of one shard after one round. digests: peers by digest; _weight: of witnesses by digest;
-    proven: what the log gives, None if it was not computed."""
+    """Attested digests of one shard after one round. digests: peers by digest; proven: what the log gives, None if it
+    was not computed; right: what the log gives, or most of the weight has, None in a tie; weight: of witnesses by
+    digest."""
 
-    def __init__(self, proven: str | None = None) -> None:
+    def __init__(self) -> None:
         self.digests: dict[str, dict[str, None]] = {}
-        self.proven = proven
-        self._weight: Counter[str] = Counter()
+        self.proven: str | None = None
+        self.right: str | None = None
+        self.weight: Counter[str] = Counter()
+        self._known = False
 
     @property
-    def is_disputed(self) -> bool:
-        """Whether witnesses attest several digests, and it is not known which one the log gives."""
-        return self.proven is None and len(self._weight) > 1
+    def contested(self) -> int:
+        """Weight of witnesses that attest other digests than most do; 0 where it is known which one the log gives."""
+        is_disputed = self.proven is None and len(self.weight) > 1
+        return sum(self.weight.values()) - max(self.weight.values()) if is_disputed else 0
 
     def is_doubted(self, digest: str) -> bool:
-        """Whether no witness attests this digest, and it is not known which one the log gives."""
-        return self.proven is None and digest not in self._weight
+        """Whether all witnesses attest other digests, and it is not known which one the log gives."""
+        return self.proven is None and bool(self.weight) and digest not in self.weight
 
     def sure(self, total: int) -> str | None:
         """What more than half of the weight of all witnesses has, which is `total`, whatever the others will say."""
         if self.proven is not None:
             return self.proven
-        ranked = self._weight.most_common(1)
+        ranked = self.weight.most_common(1)
         return ranked[0][0] if ranked and 2 * ranked[0][1] > total else None
-
-    @property
-    def right(self) -> str | None:
-        """What the log gives, or most of the weight has; None in a tie."""
-        if self.proven is not None:
-            return self.proven
-        ranked = self._weight.most_common(2)
-        return ranked[0][0] if ranked and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]) else None
 
     def add(self, peer: str, digest: str, weight: int) -> None:
         self.digests.setdefault(digest, {})[peer] = None
         if weight:
-            self._weight[digest] += weight
+            self.weight[digest] += weight
 
     def remove(self, peer: str, digest: str, weight: int) -> None:
         """`peer` has this no more."""
@@ -133,29 +135,41 @@ class _Shard:
         if not have:
             del self.digests[digest]
         if weight:
-            self._weight[digest] -= weight
-            if not self._weight[digest]:
-                del self._weight[digest]
+            self.weight[digest] -= weight
+            if not self.weight[digest]:
+                del self.weight[digest]
+
+    def decide(self) -> bool:
+        """Finds out what is right; whether something else was before, so that others may be wrong now."""
+        before, ranked = (self.right, self._known), self.weight.most_common(2)
+        has_most = bool(ranked) and (len(ranked) == 1 or ranked[0][1] > ranked[1][1])
+        self.right = self.proven if self.proven is not None else ranked[0][0] if has_most else None
+        self._known = self.proven is not None or bool(ranked)
+        return before != (self.right, self._known)
 
     def is_wrong(self, digest: str) -> bool:
         """Whether this is another digest than the majority's; in a tie of witnesses any is."""
-        right = self.right
-        return digest != right if right is not None else bool(self._weight)
+        return self._known and digest != self.right
 
 
 class RoundAttestations:
-    """Attestations of one round. majority: by shard, without ties; split: shards with several digests."""
+    """Attestations of one round, counted as they come: what one costs grows with its shards, not with the peers.
+
+    majority: by shard, without ties; disputed: of shards of which witnesses attest several digests and none is proven,
+    the weight of all but the greatest part of them
+    """
 
     def __init__(self, weights: Weights, attested: Mapping[str, Mapping[str, str]] = MappingProxyType({})) -> None:
         self._weights = weights
         self.known: dict[str, dict[str, str]] = {}
         self.majority: dict[str, str] = {}
-        self.split: dict[str, None] = {}
+        self.disputed: dict[str, int] = {}
         self.reported: set[Diverged] = set()
         self.proven: dict[str, str] = {}
         self.changes = Counter[str]()
-        self._wrong: dict[str, list[tuple[Diverged, bool]]] = {}  # by peer, and whether it is for a tie only
-        self._changed: set[str] = set()  # peers of which that is to be found out again
+        self._counted: dict[str, int] = {}  # weight by peer
+        self._wrong: dict[str, dict[str, None]] = {}  # shards by peer, with ties
+        self._changed: set[str] = set()  # peers that are wrong about something since it was asked last
         self._shards: dict[str, _Shard] = {}
         for peer, digests in attested.items():
             self.take(peer, digests)
@@ -163,44 +177,71 @@ class RoundAttestations:
     def take(self, peer: str, digests: Mapping[str, str]) -> None:
         """`peer` has these, whatever it said before; who says otherwise than before has no weight."""
         before = self.known.get(peer, {})
-        was = self._weight(peer, before)
         if any(digests.get(shard, digest) != digest for shard, digest in before.items()):
             self.changes[peer] += 1
+        self._count(peer, dict(digests))
+
+    def prove(self, shard: str, digest: str) -> None:
+        """The log gives this digest of `shard`."""
+        self.proven[shard] = digest
+        found = self._shards.setdefault(shard, _Shard())
+        found.proven = digest
+        self._judge(shard)
+        refuted = [peer for other, have in found.digests.items() if other != digest for peer in have]
+        self._changed.update(refuted)
+        for peer in refuted:
+            self._count(peer, self.known[peer])
+
+    def _count(self, peer: str, digests: dict[str, str]) -> None:
+        before, was = self.known.get(peer, {}), self._counted.get(peer, 0)
         weight = self._weight(peer, digests)
-        for name, digest in before.items():
-            if digests.get(name) != digest or was != weight:
-                self._shards[name].remove(peer, digest, was)
-        for name, digest in digests.items():
-            if before.get(name) != digest or was != weight:
-                self._shards.setdefault(name, _Shard()).add(peer, digest, weight)
-        self.known[peer] = dict(digests)
-        self._changed.add(peer)
+        self.known[peer], self._counted[peer] = digests, weight
         for name in {**before, **digests}:
-            self._judge(name, was or weight)
+            old, new = before.get(name), digests.get(name)
+            if (old, was) == (new, weight):
+                continue
+            shard = self._shards.setdefault(name, _Shard())
+            if old is not None:
+                shard.remove(peer, old, was)
+            if new is not None:
+                shard.add(peer, new, weight)
+            self._judge(name, peer)
 
     def _weight(self, peer: str, digests: Mapping[str, str]) -> int:
         is_refuted = any(digests.get(shard, right) != right for shard, right in self.proven.items())
         return 0 if is_refuted or peer in self.changes else self._weights.get(peer, 0)
 
-    def prove(self, shard: str, digest: str) -> None:
-        """The log gives this digest of `shard`."""
-        self.proven[shard] = digest
-        known, self.known = self.known, {}
-        self.majority, self.split = {}, {}
-        self._shards = {name: _Shard(right) for name, right in self.proven.items()}
-        for name in self._shards:
-            self._judge(name, True)
-        for peer, digests in known.items():
-            self.take(peer, digests)
+    def _judge(self, name: str, *peers: str) -> None:
+        """Who is right about a shard of which `peers` attest something else than before."""
+        shard = self._shards[name]
+        if shard.decide():
+            peers = (*peers, *(peer for have in shard.digests.values() for peer in have))
+        if shard.right is None:
+            self.majority.pop(name, None)
+        else:
+            self.majority[name] = shard.right
+        if contested := shard.contested:
+            self.disputed[name] = contested
+        else:
+            self.disputed.pop(name, None)
+        for peer in peers:
+            digest = self.known[peer].get(name)
+            if digest is not None and shard.is_wrong(digest):
+                self._wrong.setdefault(peer, {})[name] = None
+                self._changed.add(peer)
+            elif name in (wrong := self._wrong.get(peer, {})):
+                del wrong[name]
+                if not wrong:
+                    del self._wrong[peer]
 
-    @property
-    def disputed(self) -> tuple[str, ...]:
-        """Shards of which witnesses attest several digests."""
-        return tuple(name for name in self.split if self._shards[name].is_disputed)
-
-    def doubted_by(self, peer: str) -> tuple[str, ...]:
-        """Shards of which `peer` attests what no witness does."""
-        return tuple(s for s, digest in self.known.get(peer, {}).items() if self._shards[s].is_doubted(digest))
+    def doubted(self, among: Set[str]) -> list[str]:
+        """Shards of which one of these peers attests what no witness does, and none is proven."""
+        return [
+            shard
+            for peer in self._wrong.keys() & among
+            for shard in self._wrong[peer]
+            if self._shards[shard].is_doubted(self.known[peer][shard])
+        ]
 
     def sure(self) -> dict[str, str]:
         """By shard, what more than half of the weight of all witnesses has."""
@@ -208,39 +249,19 @@ class RoundAttestations:
         found = ((name, shard.sure(total)) for name, shard in self._shards.items())
         return {name: digest for name, digest in found if digest is not None}
 
-    def _judge(self, name: str, weighs: object) -> None:
-        """`weighs`: whether what has changed is of a witness, so that others may be wrong now."""
-        shard = self._shards[name]
-        right = shard.right
-        if weighs:
-            self._changed.update(*shard.digests.values())
-        if right is None:
-            self.majority.pop(name, None)
-        else:
-            self.majority[name] = right
-        if len(shard.digests) + (shard.proven is not None and shard.proven not in shard.digests) > 1:
-            self.split[name] = None
-        else:
-            self.split.pop(name, None)
-
-    def diverged(self, ties: bool, among: Collection[str] | None = None) -> list[Diverged]:
+    def diverged(self, ties: bool, among: Set[str] | None = None) -> list[Diverged]:
         """Who has other bits than the majority, by peer and shard. among: of these peers, None: of all."""
-        for peer in self._changed:
-            self._wrong[peer] = self._wrong_of(peer)
-        self._changed.clear()
-        peers = self._wrong if among is None else self._wrong.keys() & among
-        return [d for peer in sorted(peers) for d, tied in self._wrong[peer] if ties or not tied]
-
-    def _wrong_of(self, peer: str) -> list[tuple[Diverged, bool]]:
         return [
-            (Diverged(peer=peer, shard=shard, refuted=shard in self.proven), shard not in self.majority)
-            for shard, digest in sorted(self.known[peer].items())
-            if self._shards[shard].is_wrong(digest)
+            Diverged(peer=peer, shard=shard, refuted=shard in self.proven)
+            for peer in sorted(self._wrong if among is None else self._wrong.keys() & among)
+            for shard in sorted(self._wrong[peer])
+            if ties or shard in self.majority
         ]
 
     def fresh(self) -> list[Diverged]:
         """Who has diverged, ties aside, and was not named for it before."""
-        found = [d for d in self.diverged(False, set(self._changed)) if d not in self.reported]
+        found = [d for d in self.diverged(False, self._changed) if d not in self.reported]
+        self._changed.clear()
         self.reported.update(found)
         return found
 
@@ -287,13 +308,14 @@ class Attestations:
         """By shard, the digests that the log gives, as far as they were computed."""
         return dict(self._rounds[round].proven) if round in self._rounds else {}
 
-    def disputed(self, round: int) -> tuple[str, ...]:
-        """Shards of which witnesses attested several digests after `round`, and none is proven."""
-        return self._rounds[round].disputed if round in self._rounds else ()
+    def disputed(self, round: int) -> Mapping[str, int]:
+        """Shards of which witnesses attested several digests after `round`, and none is proven, with the weight of all
+        but the greatest part of them."""
+        return self._rounds[round].disputed if round in self._rounds else {}
 
-    def doubted_by(self, round: int, peer: str) -> tuple[str, ...]:
-        """Shards of which `peer` attested after `round` what no witness did, and none is proven."""
-        return self._rounds[round].doubted_by(peer) if round in self._rounds else ()
+    def doubted(self, round: int, among: Set[str]) -> list[str]:
+        """Shards of which one of these peers attested after `round` what no witness did, and none is proven."""
+        return self._rounds[round].doubted(among) if round in self._rounds else []
 
     def forget(self, before: int) -> None:
         for round in [r for r in self._rounds if r < before]:
@@ -308,7 +330,7 @@ class Attestations:
         """Digests that more than half of all weight has, which silent witnesses cannot change."""
         return self._rounds[round].sure() if round in self._rounds else {}
 
-    def diverged(self, round: int, ties: bool = False, among: Collection[str] | None = None) -> list[Diverged]:
+    def diverged(self, round: int, ties: bool = False, among: Set[str] | None = None) -> list[Diverged]:
         """Who has other bits after `round` than the majority; the others as above."""
         return self._rounds[round].diverged(ties, among) if round in self._rounds else []
 

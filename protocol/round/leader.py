@@ -140,7 +140,9 @@ class Leader:
         self._job: JudgingJob | None = None
         self._answered: tuple[JudgingJob, Sequence[Verdict]] | None = None
         self._revealed: set[str] = set()
-        self._recomputed: set[tuple[str, ...]] = set()
+        self._recomputed = 0  # in this round
+        self._computing: tuple[str, ...] = ()
+        self._dear: set[str] = set()  # shards that could not be computed in this round
         self._leads, self._began = False, now
         self._is_sole = False  # whether this node has led since the round began
 
@@ -325,28 +327,35 @@ class Leader:
         ):
             return []
         effects = self._reports(attest.round, self.attestations.add(peer, attest))
-        effects += self._recompute(peer)
+        effects += self._recompute()
         return self.position.stay(Attest, effects) if effects else []
 
-    def _recompute(self, peer: str) -> list[Effect]:
-        """Asks what the log gives of shards that witnesses dispute, or of one that `peer`, of the plan, does; not for
-        ever, whatever they attest one by one."""
+    def _recompute(self) -> list[Effect]:
+        """Asks what the log gives of shards that witnesses dispute, those with most weight against most of it first; or
+        once of one of which somebody of the plan says otherwise than all of them. One after the other, not for ever."""
+        if self._computing or self._recomputed >= MOST_RECOMPUTED:
+            return []
         model, round = self.manifest.model, self.round - 1
         disputed = self.attestations.disputed(round)
-        disputed = tuple(sorted(disputed, key=lambda shard: (layout.shard_bytes(model, shard), shard)))
-        if not disputed and not self._recomputed and self.plan is not None and self.plan.names(peer):
-            doubted = self.attestations.doubted_by(round, peer)
-            disputed = tuple(sorted(doubted, key=lambda shard: blob_hash.name_of(f"{round} {shard}".encode()))[:1])
-        if not disputed or disputed in self._recomputed or len(self._recomputed) >= MOST_RECOMPUTED:
+        shards = sorted(disputed, key=lambda shard: (-disputed[shard], layout.shard_bytes(model, shard), shard))
+        if not shards and not self._recomputed and self.plan is not None:
+            doubted = self.attestations.doubted(round, self.plan.peers - self.witnesses.refuted)
+            shards = sorted(doubted, key=lambda shard: blob_hash.name_of(f"{round} {shard}".encode()))[:1]
+        self._computing = tuple(shard for shard in shards if shard not in self._dear)
+        if not self._computing:
             return []
-        self._recomputed.add(disputed)
-        return [ev.Recompute(round, disputed)]
+        self._recomputed += 1
+        return [ev.Recompute(round, self._computing)]
 
     def _recompute_done(self, found: ev.Recomputed) -> list[Effect]:
-        if not found.shard:
-            return []
-        reports = self._reports(found.round, self.attestations.prove(found.round, found.shard, found.digest))
-        return self.position.stay(ev.Recomputed, reports) if reports else []
+        effects: list[Effect] = []
+        if found.shard:
+            effects += self._reports(found.round, self.attestations.prove(found.round, found.shard, found.digest))
+        if found.round == self.round - 1:
+            self._dear.update(() if found.shard else self._computing)
+            self._computing = ()
+            effects += self._recompute()
+        return self.position.stay(ev.Recomputed, effects) if effects else []
 
     def _reports(self, round: int, diverged: Sequence[Diverged]) -> list[Effect]:
         return [ev.Report(round, d.peer, d.shard, d.refuted) for d in diverged]
@@ -402,7 +411,8 @@ class Leader:
         self.state = self.state.apply(commit)
         self.offers.begin()
         self._verdicts = ReplicaStates()
-        self._recomputed.clear()
+        self._recomputed, self._computing = 0, ()
+        self._dear.clear()
         away, self.roster = self.roster.away, ChainRoster(commit.plan)
         self.roster.away = away
         self._began, self._is_sole = now, self._leads

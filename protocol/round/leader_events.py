@@ -352,6 +352,7 @@ _ROWS: tuple[Row[Phase], ...] = (
     Row(Phase.PLANNING, Lead, Phase.OPEN, (), "who leads has changed"),
     Row(Phase.PLANNING, Lead, Phase.GATHERING, (), "who leads has changed, no round is decided yet"),
     Row(Phase.PLANNING, Decided, Phase.OPEN, (), "another node led"),
+    Row(Phase.PLANNING, Decided, Phase.CLOSING, (), "another node led, it was the last round"),
     Row(Phase.DECIDING, Decided, Phase.OPEN, (), "the next round begins"),
     Row(Phase.DECIDING, Decided, Phase.CLOSING, (), "it was the last round"),
     Row(Phase.DECIDING, Lead, Phase.OPEN, (), "who leads has changed"),
@@ -378,6 +379,8 @@ _ROWS: tuple[Row[Phase], ...] = (
     anywhere(Attest, (Recompute,), "witnesses dispute a shard's bits"),
     anywhere(Attest, (Report, Recompute), "both"),
     anywhere(Recomputed, (Report,), "the log refutes what a peer attested"),
+    anywhere(Recomputed, (Recompute,), "another shard's bits are disputed, too"),
+    anywhere(Recomputed, (Report, Recompute), "both"),
     anywhere(Decided, (Moved,), "the next plan moves blocks between the stages of a chain"),
     anywhere(Decided, (Resting,), "a peer was planned again and again and brings nothing"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -87,7 +88,7 @@ class Seat:
     """What it is given."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Who does what in a round."""
 
@@ -152,12 +153,12 @@ class Plan:
     def count(self) -> int:
         return len({p for replica in (*self.replicas, *self.forming) for p in replica.peers}) + len(self.spares)
 
-    @property
+    @functools.cached_property
     def peers(self) -> frozenset[str]:
         return frozenset((*self.spares, *(p for r in (*self.replicas, *self.forming) for p in r.peers)))
 
     def names(self, peer: str) -> bool:
-        return peer in self.spares or any(peer in replica.peers for replica in (*self.replicas, *self.forming))
+        return peer in self.peers
 
     def replica_of(self, peer: str) -> int | None:
         return next((r.number for r in self.replicas if peer in r.peers), None)

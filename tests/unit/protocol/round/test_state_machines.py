@@ -348,7 +348,7 @@ class Twins:
                 return leading.Tick(frozenset({peer} if rng.random() < 0.1 else ()))
             case 6 | 7 | 8:
                 digests = dict.fromkeys(SHARDS, "same")
-                if rng.random() < 0.05:
+                if rng.random() < 0.15:
                     digests |= dict.fromkeys(rng.choice((SHARDS, SHARDS[:1], SHARDS[-1:])), "other")
                 return self.says(peer, Attest(round=self.nodes[0].round - 1, digests=digests))
             case 9 | 10 | 11:
