@@ -1,9 +1,11 @@
 """Accusations between neighbours in a chain: who may stand next to whom. Pure, and each node's own view.
 
 A report that a neighbour sends wrong data (`ChainFailure` with a reason that begins with LIES, from
-peer/chain/screening.py) is only a claim, so both sides pay. No plan and no repair puts the two next to each other
-(`Candidate.apart`), one of them loses its place to a spare (`loser`: the one with more accusations, else the accused),
-and each accusation halves the accused peer's presence in plans (`Candidate.presence`).
+peer/chain/screening.py) is only a claim, so both sides pay. So is one that a neighbour is lost in a chain that was
+repaired in this round already, if that neighbour is heard of afterwards: their connection is bad, or one of them lies.
+No plan and no repair puts the two next to each other (`Candidate.apart`), one of them loses its place to a spare
+(`loser`: the one with more accusations, else the accused), and each accusation halves the accused peer's presence in
+plans (`Candidate.presence`). Where the chain brings nothing, the strike of that round is theirs alone (presence.py).
 
 A liar collects accusations everywhere, an honest peer only from liars. As long as a peer has EXPEL_COUNT or more, the
 one with the most is *out* of all chains, and its accusations no longer speak against others. It may be a full replica.
@@ -51,10 +53,12 @@ Chains = Callable[[int], Iterable[ReplicaSpec | None]]
 
 
 class Accusations:
-    """Those of a run. `out`: who is in no chain."""
+    """Those of a run. out: who is in no chain; quarrelling: who accuses in this round, or is accused."""
 
     def __init__(self) -> None:
         self.out: frozenset[str] = frozenset()
+        self.quarrelling: set[str] = set()
+        self._lost: dict[str, ChainFailure] = {}  # by accuser: who is lost again, as it says in this round
         self._round = self._forgotten = 0
         self._chains: dict[int, Chains] = {}  # of the last FIRST_ROUNDS rounds
         self._until: dict[tuple[str, str], int] = {}  # the last round, by accuser and accused
@@ -65,9 +69,24 @@ class Accusations:
     def report(self, peer: str, failure: ChainFailure) -> list[Accusation]:
         """A member's report about its chain, of this round or an earlier one; an Accusation if it is new."""
         key, chains = (peer, failure.peer), self._chains.get(failure.round)
-        if not failure.reason.startswith(LIES) or key in self._until or failure.round <= self._forgotten:
-            return []
         if chains is None or not any(c is not None and are_neighbours(c.peers, *key) for c in chains(failure.replica)):
+            return []
+        if failure.reason.startswith(LIES):
+            return self._accuse(peer, failure)
+        if failure.round == self._round and failure.generation > 0:
+            self._lost[peer] = failure
+        return []
+
+    def heard(self, peer: str) -> list[Accusation]:
+        """`peer` is not lost; returns what those who say so accuse it of, as `report` does."""
+        accusers = [accuser for accuser, failure in self._lost.items() if failure.peer == peer]
+        return [found for accuser in accusers for found in self._accuse(accuser, self._lost.pop(accuser))]
+
+    def _accuse(self, peer: str, failure: ChainFailure) -> list[Accusation]:
+        key = peer, failure.peer
+        if failure.round == self._round:
+            self.quarrelling.update(key)
+        if key in self._until or failure.round <= self._forgotten:
             return []
         before = self.out
         times = self._times.pop(key, 0)
@@ -81,6 +100,7 @@ class Accusations:
 
     def begin(self, round: int, chains: Chains) -> None:
         """Begins a round with these chains; ends the accusations that are over."""
+        self.quarrelling, self._lost = set(), {}
         self._round, self._chains[round] = round, chains
         self._chains = {known: of for known, of in self._chains.items() if known + FIRST_ROUNDS >= round}
         old = [key for key, until in self._until.items() if until < round]

@@ -231,7 +231,11 @@ class Leader:
         self.roster.away.discard(peer)
         self._absent -= {peer}
         self._verdicts.touch([peer])
-        match event.message:
+        quarrels = self.accusations.heard(peer)
+        return (self.position.stay(ev.Received, quarrels) if quarrels else []) + self._said(peer, event.message, now)
+
+    def _said(self, peer: str, message: object, now: float) -> list[Effect]:
+        match message:
             case Attest() as attest:
                 return [*self._attest(peer, attest), *self._seat(peer, now)]
             case Offer() as offer:
@@ -269,7 +273,7 @@ class Leader:
         return self.position.stay(event, [ev.Send(self.roster.audience(reconfig.replica), reconfig, True)])
 
     def _chain_failure(self, peer: str, failure: ChainFailure) -> list[Effect]:
-        told = self.accusations.report(peer, failure)
+        told = self.accusations.report(peer, failure) if failure.reason != SLOW else []
         effects: list[Effect] = self.position.stay(ChainFailure, told) if told else []
         if failure.round != self.round:
             return effects
@@ -430,7 +434,8 @@ class Leader:
         return effects + (self.position.stay(ev.Decided, told) if told else [])
 
     def _broken(self, commit: Commit) -> dict[str, float]:
-        found = presence.broken(self.roster.plan, commit, self.offers.brought, self.roster.away)
+        quarrelling = self.accusations.quarrelling
+        found = presence.broken(self.roster.plan, commit, self.offers.brought, self.roster.away, quarrelling)
         plan = self.roster.plan
         if plan is None or self.newcomers.are_waited_for:
             return found

@@ -382,6 +382,7 @@ _ROWS: tuple[Row[Phase], ...] = (
     anywhere(Recomputed, (Recompute,), "another shard's bits are disputed, too"),
     anywhere(Recomputed, (Report, Recompute), "both"),
     anywhere(Decided, (Moved,), "the next plan moves blocks between the stages of a chain"),
+    anywhere(Received, (Accusation,), "a member of a chain, said to be lost again and again, is there"),
     anywhere(Decided, (Resting,), "a peer was planned again and again and brings nothing"),
 )
 TABLE = Table("leader", Phase, _ROWS)

@@ -6,8 +6,8 @@ life. Its *presence* is the share of its rounds in which it stayed to the end.
 
 *Promises.* A plan is a promise: others wait for a replica that brings nothing. A planned peer that has not offered, or
 has withdrawn, gets a strike; each round in which it delivers takes half a strike away. With two strikes and more it
-rests for 1, 3, 7, … rounds, at most MOST_PAUSE_ROUNDS. In a failed chain the lost members get the strike; where they
-are unknown, each member gets half of one.
+rests for 1, 3, 7, … rounds, at most MOST_PAUSE_ROUNDS. In a failed chain the lost members get the strike; where none
+are known, those that quarrel (protocol/round/accusations.py) get half of one each; where none do, every member does.
 
 *Newcomers.* Identities cost nothing, so all newcomers share one account: a round that waited for some in vain is a
 strike, and a round in which one of them delivers takes one away. With two strikes and more, rounds do not wait for
@@ -137,7 +137,13 @@ def pause(strikes: float) -> int:
     return min(MOST_PAUSE_ROUNDS, 2 ** (int(strikes) - 1) - 1) if strikes >= 1 else 0
 
 
-def broken(plan: Plan | None, commit: Commit, offered: Collection[str], lost: Collection[str]) -> dict[str, float]:
+def broken(
+    plan: Plan | None,
+    commit: Commit,
+    offered: Collection[str],
+    lost: Collection[str],
+    quarrelling: Collection[str] = (),
+) -> dict[str, float]:
     """Strikes of a round. offered: peers that have offered all of their work; lost: peers known to be lost."""
     brought = {share.peer for share in commit.shares}.union(offered)
     judged = {x.replica: x.guilty for x in commit.left_out if x.judged is not None and not x.probation}
@@ -145,7 +151,8 @@ def broken(plan: Plan | None, commit: Commit, offered: Collection[str], lost: Co
     for replica in plan.replicas if plan is not None else ():
         idle = [peer for peer in replica.peers if peer not in brought or peer in judged.get(replica.number, ())]
         guilty = [peer for peer in idle if peer in lost]
-        found.update(dict.fromkeys(guilty or idle, 1.0 if guilty or not replica.is_chain else 0.5))
+        blamed = guilty or [peer for peer in idle if peer in quarrelling] or idle
+        found.update(dict.fromkeys(blamed, 1.0 if guilty or not replica.is_chain else 0.5))
     return found
 
 

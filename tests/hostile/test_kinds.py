@@ -36,6 +36,8 @@ from protocol.ledger import capacity, schedule
 from protocol.planning import memory
 from protocol.planning.memory import stage_memory
 from protocol.round import chain_repair, leader_events
+from protocol.round.accusations import EXPEL_COUNT, Accusation
+from protocol.round.leader import MOST_RECOMPUTED
 from protocol.round.leader_events import Decided, Propose, Received, Recompute, Recomputed, Resting, Send
 from protocol.run import corpus, layout
 from protocol.run.layout import ModelSpec
@@ -139,6 +141,36 @@ async def alone_from_the_beginning(folder: Path) -> None:
         counted = [commit for commit in later if any(share.peer == honest.id for share in commit.shares)]
         assert len(counted) >= RATE * ROUNDS
         assert swarm.leader.standing.of(honest.id).reputation == 1.0
+
+
+def each_disputes_another_shard(folder: Path) -> None:
+    """Five of eight, who have worked, in every round from then on: more shards than a node computes in one."""
+    honest, liars = tuple(f"honest {n}" for n in range(3)), tuple(f"liar {n}" for n in range(5))
+    of = tiny.manifest(rounds=99, start_peers=8)
+    driver = leading.Driver(dict.fromkeys((*honest, *liars), tiny.full_memory(of)), of)
+    driver.decide(driver.ready(*driver.memory))
+    shards, computed = layout.shard_names(of.model), list[int]()
+    assert len(liars) <= len(shards)
+    driver.attest(*driver.memory, shards=shards)
+    driver.decide(driver.offered(*driver.memory))
+    for round in range(1, 1 + ROUNDS):
+        asked = [e for e in driver.attest(*honest, shards=shards) if isinstance(e, Recompute)]
+        for liar, false in zip(liars, shards, strict=False):
+            said = {**dict.fromkeys(shards, "same"), false: f"of {liar}"}
+            asked += [
+                e for e in driver.do(Received(liar, Attest(round=round, digests=said))) if isinstance(e, Recompute)
+            ]
+        computed.append(0)
+        while asked:
+            computed[-1] += 1
+            answer = asked.pop(0).answer(lambda shard, round: "same")
+            asked += [e for e in driver.do(answer) if isinstance(e, Recompute)]
+        assert driver.leader.plan is not None
+        commit = driver.decide(driver.offered(*(peer for r in driver.leader.plan.replicas for peer in r.peers)))
+        assert {c.peers[0] for c in commit.contributions} == set(honest)
+        assert not set(honest) & {d.peer for d in commit.diverged}
+    assert computed == [MOST_RECOMPUTED, len(liars) - MOST_RECOMPUTED, *[0] * (ROUNDS - 2)], "each liar costs one"
+    assert driver.leader.witnesses.refuted == set(liars)
 
 
 def doubts_without_work(folder: Path) -> None:
@@ -307,6 +339,40 @@ def says_in_every_round_that_its_neighbour_is_lost(folder: Path) -> None:
         commit = dataclasses.replace(proposed, leader=members[0], members=members)
         driver.commits.append(commit)
         assert not [effect for effect in driver.do(Decided(commit)) if isinstance(effect, Resting)]
+
+
+def ends_its_chains_rounds_where_no_spare_is_ready(folder: Path) -> None:
+    """By saying again and again that its neighbour is lost, before that one can say anything; one of two chains."""
+    of = tiny.manifest(rounds=99, start_peers=4)
+    liar, honest = "liar", ("a", "b", "c")
+    driver = leading.Driver(dict.fromkeys((liar, *honest), leading.FULL - 1), of)
+    driver.decide(driver.ready(*driver.memory))
+    shards, members, named, counted = layout.shard_names(of.model), of.first_members, list[Accusation](), 0
+    for round in range(1, ROUNDS + 1):
+        effects, plan = driver.attest(*driver.memory, shards=shards), driver.leader.plan
+        assert plan is not None
+        for replica in plan.replicas:
+            if liar not in replica.peers:
+                effects += driver.offered(*replica.peers)
+                continue
+            (victim,) = {*replica.peers} - {liar}
+            said = ChainFailure(round=round, replica=replica.number, generation=0, peer=victim, reason="left the chain")
+            for generation in (0, 1):
+                effects += driver.do(Received(liar, dataclasses.replace(said, generation=generation)))
+            ended = next(e.message for e in reversed(effects) if isinstance(e, Send))
+            effects += driver.do(Received(victim, ended))
+        while not (proposed := [effect.commit for effect in effects if isinstance(effect, Propose)]):
+            assert driver.now < leading.DEADLINE * round
+            effects += driver.at(driver.now + 1.0)
+        named += [effect for effect in effects if isinstance(effect, Accusation)]
+        counted += bool(proposed[0].contributions)
+        commit = dataclasses.replace(proposed[0], leader=members[0], members=members)
+        driver.commits.append(commit)
+        rested = {effect.peer for effect in driver.do(Decided(commit)) if isinstance(effect, Resting)}
+        assert rested <= {liar}
+    assert counted >= RATE * ROUNDS, "as many as the three have without it"
+    assert {accusation.accuser for accusation in named} == {liar}
+    assert len(named) <= EXPEL_COUNT, "with a second one it would be in no chain"
 
 
 async def tells_nodes_of_a_repair_that_nobody_ordered(folder: Path) -> None:
@@ -614,6 +680,7 @@ VOLUNTEER, MEMBER, STRANGER_IS, NODE, AGAINST = (
 ATTACKS = (
     Attack(1, VOLUNTEER, "attests one false shard after the other until no more are computed",
            real(one_shard_after_another)),
+    Attack(1, VOLUNTEER, "with four others disputes more shards than are computed", each_disputes_another_shard),
     Attack(1, VOLUNTEER, "attests nothing", real(attests_nothing)),
     Attack(1, VOLUNTEER, "hides behind accomplices whose differences fill the commit", hidden_behind_accomplices),
     Attack(2, VOLUNTEER, "names another's payload first and keeps it", virtual(keeps_what_it_names)),
@@ -622,6 +689,8 @@ ATTACKS = (
     Attack(3, VOLUNTEER, "names another's payload first with a false norm", virtual(says_a_false_norm_of_it)),
     Attack(3, MEMBER, "says in every round that its neighbour is lost",
            says_in_every_round_that_its_neighbour_is_lost),
+    Attack(3, MEMBER, "ends its chain's rounds by it where no spare is ready",
+           ends_its_chains_rounds_where_no_spare_is_ready),
     Attack(4, VOLUNTEER, "attests a false state as the only witness when others come", real(alone_from_the_beginning)),
     Attack(4, VOLUNTEER, "without work doubts the state of those who have some", doubts_without_work),
     Attack(5, NODE, "names payloads that nobody offered", real(names_payloads_that_nobody_offered)),
