@@ -1,7 +1,7 @@
 """Attacks of eight kinds (KINDS), besides those that tests/hostile and the units try already: ATTACKS has one
-row for each, who makes it, and what comes of it. What is honest goes on at four fifths of its quiet rate or more, in
-rounds, in virtual seconds or in processor time of the same process; nobody honest rests or is named; a liar is named
-within ROUNDS rounds where it can be known who lies."""
+row for each, who makes it, and what comes of it. What is honest counts in four fifths of the rounds or more, and where
+time is virtual, in four fifths of those that fit into it without the attack; nobody honest rests or is named; a liar is
+named within ROUNDS rounds where it can be known who lies."""
 
 from __future__ import annotations
 
@@ -171,6 +171,7 @@ def each_disputes_another_shard(folder: Path) -> None:
         assert not set(honest) & {d.peer for d in commit.diverged}
     assert computed == [MOST_RECOMPUTED, len(liars) - MOST_RECOMPUTED, *[0] * (ROUNDS - 2)], "each liar costs one"
     assert driver.leader.witnesses.refuted == set(liars)
+    assert driver.now == 0.0, "no round waits that would not without them"
 
 
 def doubts_without_work(folder: Path) -> None:
@@ -371,6 +372,7 @@ def ends_its_chains_rounds_where_no_spare_is_ready(folder: Path) -> None:
         rested = {effect.peer for effect in driver.do(Decided(commit)) if isinstance(effect, Resting)}
         assert rested <= {liar}
     assert counted >= RATE * ROUNDS, "as many as the three have without it"
+    assert driver.now == 0.0, "no round waits that would not without it"
     assert {accusation.accuser for accusation in named} == {liar}
     assert len(named) <= EXPEL_COUNT, "with a second one it would be in no chain"
 

@@ -17,7 +17,7 @@ from peer.net.reach import DialBackServer, Reachability
 from peer.node.open_run import Door, Run
 from peer.node.way_in import RELAYS, REMEMBERED_SECONDS, NetworkStart
 from protocol.identity import Identity
-from protocol.run.manifest import Manifest
+from protocol.run.manifest import HintSpec, Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import Announcement, Lookup
 from tests.support import tiny
@@ -170,6 +170,20 @@ async def test_nodes_that_one_node_does_not_know_are_found_in_the_dht(tmp_path: 
     await node.store(key, node.peer_id, encoding.seal(VOLUNTEERS[0], said), ttl=600.0)
     await street.find_reach(both)
     assert [address.rpartition("/")[2] for address in street.doors[-1].relays] == list(both.operators)
+
+
+async def test_a_manifest_has_nobody_asked_in_others_networks(tmp_path: Path) -> None:
+    street = Street(tmp_path)
+    await street.public(tiny.OPERATOR, 1)
+    for number, inside in enumerate(("10.0.0.1", "169.254.169.254", "127.0.0.1"), 1):
+        await street.public(VOLUNTEERS[number], number + 1, "private")
+        hint = f"/ip4/{inside}/tcp/22/p2p/{VOLUNTEERS[number].peer_id}"
+        found = await street.find_reach(tiny.manifest(hints=HintSpec(bootstrap=(hint,))), announce=(LISTENS,))
+        assert set(found.asked) == {OPERATOR}
+    await street.public(VOLUNTEERS[0], 9, "private")
+    hint = f"/ip4/198.51.100.9/tcp/31337/p2p/{VOLUNTEERS[0].peer_id}"
+    found = await street.find_reach(tiny.manifest(hints=HintSpec(bootstrap=(hint,))), announce=(LISTENS,))
+    assert set(found.asked) == {OPERATOR, VOLUNTEERS[0].peer_id}
 
 
 async def test_what_is_announced_is_no_reason_to_start_again(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from protocol.planning.allotment import NEW, allot
 from protocol.round.attestations import WITNESS_MOST, WITNESS_ROUNDS, Witnesses
-from protocol.wire.commit import Commit, Contribution
+from protocol.wire.commit import Commit, Contribution, Diverged
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests.support import tiny
 
@@ -51,6 +53,18 @@ def test_nobody_has_more_than_a_third_of_the_weight() -> None:
     two = Witnesses([commit(contribution(1000, "a"), contribution(700, "b"))]).weights()
     assert two["a"] == two["b"], "of two nobody decides alone"
     assert Witnesses([commit(contribution(1, "a"))]).weights() == {"a": 1}
+
+
+def test_whom_the_log_refuted_is_no_witness_as_long_as_there_is_another() -> None:
+    refuted = tuple(Diverged(peer=peer, shard="embed", refuted=True) for peer in ("a", "stranger"))
+    said = (*refuted, Diverged(peer="b", shard="embed"))
+    witnesses = Witnesses([commit(plan=planned("a", "b"))])
+    witnesses.add(dataclasses.replace(commit(contribution(8, "a"), contribution(6, "b")), diverged=said))
+    assert witnesses.refuted == {"a"}, "a planned one"
+    assert witnesses.weights() == {"b": 2}
+    for _ in range(WITNESS_ROUNDS):
+        witnesses.add(commit(contribution(8, "a")))
+    assert witnesses.weights() == {"a": 8 * WITNESS_ROUNDS // WITNESS_MOST}
 
 
 def test_a_leader_that_is_started_again_counts_what_the_log_has() -> None:

@@ -596,6 +596,36 @@ def test_a_peer_has_so_much_computed_in_a_round() -> None:
     assert asked == 1 < MOST_RECOMPUTED, "whoever says otherwise than before has no weight"
 
 
+def test_disputed_shards_are_computed_one_after_the_other_those_with_most_weight_against_most_first() -> None:
+    memory = dict.fromkeys("abcdef", FULL)
+    driver = Driver(memory, tiny.manifest(rounds=3, start_peers=len(memory)))
+    driver.decide(driver.ready(*memory))
+    driver.attest("a", "b", "c", shards=SHARDS)
+    said = dict.fromkeys(SHARDS, "same")
+    (_, first) = driver.do(Received("d", Attest(round=0, digests={**said, "head": "other"})))
+    assert first == Recompute(0, ("head",))
+    for peer in "ef":
+        found = driver.do(Received(peer, Attest(round=0, digests={**said, "embed": "other"})))
+        assert not [effect for effect in found if isinstance(effect, Recompute)], "one is computed"
+    assert driver.do(Recomputed(0)) == [Recompute(0, ("embed",))], "the other could not be"
+    assert driver.do(Recomputed(0, "embed", "same")) == [Report(0, peer, "embed", refuted=True) for peer in "ef"]
+
+
+def test_a_shard_that_no_witness_attests_is_in_no_doubt_and_one_is_once_whoever_comes_first() -> None:
+    for order in ("ab", "ba"):
+        driver = opened({"a": FULL})
+        driver.memory["b"] = FULL
+        driver.ready("b")
+        driver.attest("b", shards=())
+        driver.decide(driver.offered("a"))
+        asked = [
+            effect
+            for peer in order
+            for effect in driver.attest(peer, digest=f"of {peer}", shards=("embed",) if peer == "a" else SHARDS)
+        ]
+        assert [effect for effect in asked if isinstance(effect, Recompute)] == [Recompute(1, ("embed",))]
+
+
 def test_attestations_of_other_rounds_are_ignored() -> None:
     driver = opened(FULLS)
     driver.attest("a", round=1, digest="future")

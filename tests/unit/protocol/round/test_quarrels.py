@@ -22,10 +22,17 @@ def chain(*peers: str) -> ReplicaSpec:
 
 
 def hear(
-    known: Accusations, accuser: str, accused: str, *, round: int = 1, reason: str = SAW, **of: Any
+    known: Accusations,
+    accuser: str,
+    accused: str,
+    *,
+    round: int = 1,
+    reason: str = SAW,
+    generation: int = 0,
+    **of: Any,
 ) -> list[Accusation]:
     """The report of `accuser`, a neighbour of `accused` unless `chains` says otherwise."""
-    failure = ChainFailure(round=round, replica=0, generation=0, peer=accused, reason=reason)
+    failure = ChainFailure(round=round, replica=0, generation=generation, peer=accused, reason=reason)
     known.begin(round, lambda _: of.get("chains", [chain(accuser, accused)]))
     return known.report(accuser, failure)
 
@@ -84,6 +91,24 @@ def test_only_neighbours_are_believed_and_only_of_lies() -> None:
     assert hear(known, "a", "a", chains=[chain("a", "b", "c")]) == []
     assert hear(known, "a", "b", reason="left the chain") == []
     assert hear(known, "a", "c", chains=[chain("a", "b", "c"), chain("a", "c", "d")]) != [], "as the chain is now"
+
+
+def test_who_is_said_to_be_lost_again_and_is_heard_of_quarrels_with_who_says_it() -> None:
+    known, gone = Accusations(), "gave no sign of life"
+    assert hear(known, "a", "b", reason=gone) == []
+    assert known.heard("b") == [], "the first time in a round its connection may have failed"
+    assert hear(known, "a", "b", reason=gone, generation=1) == []
+    assert known.heard("c") == []
+    assert known.quarrelling == set(), "it may be lost"
+    assert known.heard("b") == [Accusation("a", "b", gone, ())]
+    assert known.quarrelling == {"a", "b"}
+    assert known.heard("b") == []
+    hear(known, "a", "c", round=2, reason=gone, generation=1)
+    assert known.heard("c") == [Accusation("a", "c", gone, ("a",))]
+    hear(known, "d", "e", round=2, reason=gone, generation=1)
+    known.begin(3, lambda _: ())
+    assert known.heard("e") == [], "it is heard of in another round"
+    assert known.quarrelling == set()
 
 
 def test_quarrels_end_and_their_number_is_bounded() -> None:
@@ -200,6 +225,17 @@ def test_a_liar_that_was_quicker_to_name_its_neighbour_loses_its_place_too() -> 
     driver.follow(reconfig(driver.failure("d", "e")))
     effects = accused(driver, "e", "d")
     assert reconfig(effects[1:]).peers == ("c", "g", "f")
+
+
+def test_the_strike_of_a_chain_that_ends_by_a_quarrel_is_of_the_two_and_of_nobody_else() -> None:
+    driver = Driver()
+    driver.follow(reconfig(driver.failure("c", "d")))
+    ended = reconfig(driver.failure("c", "d", 1))
+    assert ended.peers == ()
+    assert driver.do(Received("d", ended)) == [Accusation("c", "d", "gave no sign of life", ())]
+    commit = driver.decide(asked_for(driver.at(leading.GONE)))
+    rests = driver.leader.promises.rests
+    assert [peer for peer in "cde" if rests(peer, commit.round + 1, broken=1.5)] == ["c", "d"]
 
 
 def test_a_node_that_does_not_lead_knows_it_when_it_does() -> None:
