@@ -7,9 +7,9 @@ bits than the majority has *diverged*, and its work of the next round does not c
 
 Where witnesses dispute a shard's bits, a node that can computes them from the log (peer/log/recompute.py); and once a
 round where another peer of the plan says otherwise than all witnesses. What it finds is right, however many attest
-otherwise; those who do are *refuted*, and what they attest of other shards has no weight, nor has it in later rounds
-once a commit names them, as long as there are other witnesses. Nor has what somebody attests who first attested
-something else. So each computation, of which a round has a few, ends what one liar at least can have computed.
+otherwise; those who do are *refuted*, what they attest of other shards has no weight, and what they dispute in later
+rounds is computed after what others do. Nor has what somebody attests who first attested something else any weight. So
+each computation, of which a round has a few, ends what one liar at least can have computed in it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_CHANGES = 4
 
 class Witnesses:
     """By what is in the log so far. auditors: peers that this node believes before all others; refuted: planned peers
-    that the log has refuted, which are none as long as there are others"""
+    that the log has refuted"""
 
     def __init__(self, commits: Iterable[Commit] = (), auditors: frozenset[str] = frozenset()) -> None:
         self.auditors = auditors
@@ -70,9 +70,8 @@ class Witnesses:
             tokens.update(found)
         if not tokens:
             tokens.update(peer for replica in (self._plan.replicas if self._plan else ()) for peer in replica.peers)
-        sound = Counter({peer: count for peer, count in tokens.items() if peer not in self.refuted}) or tokens
-        most = max(1, sound.total() // WITNESS_MOST)
-        return {peer: max(1, min(count, most)) for peer, count in sound.items()}
+        most = max(1, tokens.total() // WITNESS_MOST)
+        return {peer: max(1, min(count, most)) for peer, count in tokens.items()}
 
 
 Weights = Mapping[str, int]

@@ -335,15 +335,18 @@ class Leader:
         return self.position.stay(Attest, effects) if effects else []
 
     def _recompute(self) -> list[Effect]:
-        """Asks what the log gives of shards that witnesses dispute, those with most weight against most of it first; or
-        once of one of which somebody of the plan says otherwise than all of them. One after the other, not for ever."""
+        """Asks what the log gives of shards that witnesses dispute, one after the other, not for ever. First come those
+        disputed by somebody whom the log has not refuted, of them those with most weight against most of it. Where none
+        is disputed, once one of which somebody of the plan says otherwise than all witnesses."""
         if self._computing or self._recomputed >= MOST_RECOMPUTED:
             return []
         model, round = self.manifest.model, self.round - 1
         disputed = self.attestations.disputed(round)
-        shards = sorted(disputed, key=lambda shard: (-disputed[shard], layout.shard_bytes(model, shard), shard))
-        if not shards and not self._recomputed and self.plan is not None:
-            doubted = self.attestations.doubted(round, self.plan.peers - self.witnesses.refuted)
+        known = (self.plan.peers if self.plan is not None else frozenset()) - self.witnesses.refuted
+        fresh = {d.shard for d in self.attestations.diverged(round, ties=True, among=known)} if disputed else set()
+        shards = sorted(disputed, key=lambda s: (s not in fresh, -disputed[s], layout.shard_bytes(model, s), s))
+        if not shards and not self._recomputed:
+            doubted = self.attestations.doubted(round, known)
             shards = sorted(doubted, key=lambda shard: blob_hash.name_of(f"{round} {shard}".encode()))[:1]
         self._computing = tuple(shard for shard in shards if shard not in self._dear)
         if not self._computing:

@@ -169,8 +169,8 @@ def each_disputes_another_shard(folder: Path) -> None:
         commit = driver.decide(driver.offered(*(peer for r in driver.leader.plan.replicas for peer in r.peers)))
         assert {c.peers[0] for c in commit.contributions} == set(honest)
         assert not set(honest) & {d.peer for d in commit.diverged}
-    assert computed == [MOST_RECOMPUTED, len(liars) - MOST_RECOMPUTED, *[0] * (ROUNDS - 2)], "each liar costs one"
-    assert driver.leader.witnesses.refuted == set(liars)
+        assert round < 2 or driver.leader.witnesses.refuted == set(liars), "who was not refuted yet comes first"
+    assert max(computed) == MOST_RECOMPUTED
     assert driver.now == 0.0, "no round waits that would not without them"
 
 
