@@ -4,7 +4,7 @@
 
 Every home trains the whole model and has a line of UP and DOWN. The processes are the real `Peer` and `BootstrapNode`
 (tests/sim/paces.py). The model is small, and lines are as much slower as its updates are smaller than PRESET's; states
-are not fetched. All other messages keep their length, so they take far more of a line than they would. Printed: tokens
+are not fetched, and messages take no time of a line. Printed: tokens
 that reach commits, in parts of what the machines can train; seconds of the median round; bytes that all send in a
 round, unscaled.
 """
