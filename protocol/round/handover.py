@@ -95,6 +95,20 @@ def why_refused(
         return "its heir does not train that shard"
     if not _has_trained(manifest, log, giver, handover.shard):
         return f"its giver has not trained that shard in the last {MEMORY_ROUNDS} rounds"
+    if (fault := _fault_of(log, giver)) is not None:
+        return f"its giver's newest work was left out: {fault}"
+    return None
+
+
+def _fault_of(log: Mapping[int, Commit], peer: str) -> str | None:
+    """Why the newest work of `peer` that was judged in the last MEMORY_ROUNDS rounds was left out; None if it was not."""
+    head = max(log, default=-1)
+    for commit in (log[r] for r in range(head, max(head - MEMORY_ROUNDS, -1), -1) if r in log):
+        if any(share.peer == peer for share in commit.shares):
+            return None
+        for left in commit.left_out:
+            if peer in left.guilty:
+                return left.reason
     return None
 
 

@@ -4,8 +4,9 @@
 
 Every home trains the whole model and has a line of UP and DOWN. The processes are the real `Peer` and `BootstrapNode`
 (tests/sim/paces.py). The model is small, and lines are as much slower as its updates are smaller than PRESET's; states
-are not fetched. All other messages keep their length, so they take far more of a line than they would. Printed: tokens
-that reach commits, in parts of what the machines can train; seconds of the median round.
+are not fetched, and messages take no time of a line. Printed: tokens
+that reach commits, in parts of what the machines can train; seconds of the median round; bytes that all send in a
+round, unscaled.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def update_bytes(model: ModelSpec, codec: Codec) -> int:
     return sum(sparse.max_payload_size(codec, layout.shapes(model, shard)) for shard in layout.shard_names(model))
 
 
-def measure(homes: int, overlap: int, seed: int) -> tuple[float, float]:
-    """(tokens that reach commits, in parts of those that can be trained; seconds of the median round)."""
+def measure(homes: int, overlap: int, seed: int) -> tuple[float, float, int]:
+    """(tokens that reach commits, in parts of those that can be trained; seconds of the median round; bytes that all
+    send in a round)."""
     manifest = paces.manifest(SECONDS, homes, model=MODEL, overlap=overlap)
     codec = manifest.outer.codec
     scale = update_bytes(MODEL, codec) / update_bytes(PRESETS[PRESET].model, codec)
@@ -48,14 +50,18 @@ def measure(homes: int, overlap: int, seed: int) -> tuple[float, float]:
     machines = [Machine(draw.choice(PACES), up=UP * scale, down=DOWN * scale) for _ in range(homes)]
     swarm = PacedSwarm(machines, manifest, seed)
 
+    sent: list[int] = []
+
     async def script(swarm: PacedSwarm) -> None:
-        await swarm.round(WARM + ROUNDS)
+        for number in (WARM, WARM + ROUNDS):
+            await swarm.round(number)
+            sent.append(sum(x.transport.traffic.bytes_sent for x in (*swarm.nodes, *swarm.peers)))
 
     swarm.run(script)
     possible = paces.possible(manifest, [[machine.pace] for machine in machines])
     durations = swarm.durations()
     median = statistics.median(durations[r] for r in range(WARM + 1, WARM + ROUNDS + 1))
-    return swarm.rate(WARM, WARM + ROUNDS) / possible, median
+    return swarm.rate(WARM, WARM + ROUNDS) / possible, median, (sent[1] - sent[0]) // ROUNDS
 
 
 def main() -> None:
@@ -64,12 +70,12 @@ def main() -> None:
     parser.add_argument("--overlap", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     chosen = parser.parse_args()
-    print("| homes | overlap | seed | tokens | seconds of a round |\n|---|---|---|---|---|")
+    print("| homes | overlap | seed | tokens | seconds of a round | bytes of a round |\n|---|---|---|---|---|---|")
     for homes in chosen.homes:
         for overlap in chosen.overlap:
             for seed in chosen.seeds:
-                tokens, median = measure(homes, overlap, seed)
-                print(f"| {homes} | {overlap} | {seed} | {tokens:.3f} | {median:.1f} |", flush=True)
+                tokens, median, sent = measure(homes, overlap, seed)
+                print(f"| {homes} | {overlap} | {seed} | {tokens:.3f} | {median:.1f} | {sent} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -264,7 +264,13 @@ BUGS: dict[str, Bug] = {
     ),
     # judging
     "one who opposes it has honest work left out": Bug(
-        ((JUDGING, "BEARABLE = 3 / 8\n", "BEARABLE = 0.0\n"),), ("P8",), options=("--colluders",)
+        (
+            (JUDGING, "BEARABLE = 3 / 8\n", "BEARABLE = 0.0\n"),
+            (JUDGING, "if statistics.median(at_rank) < SURE_DEVIATIONS * deviation:", "if not at_rank:"),
+        ),
+        ("P8",),
+        first=18,
+        options=("--colluders",),
     ),
 }
 

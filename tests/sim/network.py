@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 MESSAGES = (endpoints.SESSION, endpoints.QUORUM)
 """Streams on which each write is one message."""
-BULK = 8192
-"""Bytes that are more than a message."""
+BULK = (endpoints.BLOB, endpoints.PIPE)
+"""Streams of payloads, states and activations, which take a line from each other."""
 HELD_SECONDS = 1.0
 """How often it is tried to pass on what a parted network holds up."""
 
@@ -57,7 +57,7 @@ class SimPipe(Pipe):
             copies += copies and world.chance(world.weather.duplicate, self._rng)
             world.stats["dropped" if copies == 0 else "doubled" if copies == 2 else "sent"] += 1
         for _ in range(copies):
-            at = world.network.sent(*self._link, len(data)) + world.delay(self._rng)
+            at = world.network.sent(*self._link, len(data), self._name in BULK) + world.delay(self._rng)
             if not (lossy and world.chance(world.weather.overtake, self._rng)):
                 at = self._at = max(
                     at, math.nextafter(self._at, math.inf)
@@ -90,14 +90,13 @@ class SimNetwork(MemoryNetwork):
         self._world = world
         self.rates: dict[str, tuple[float, float]] = {}
         """Bits a second that a node sends and receives with, of those whose lines are not without limit."""
-        self._free: dict[tuple[str, bool, bool], float] = {}
+        self._free: dict[tuple[str, bool], float] = {}
 
-    def sent(self, sender: str, receiver: str, size: int) -> float:
-        """When bytes that are sent now have passed the sender's uplink and then the receiver's downlink. What
-        is in bulk goes one after the other, and so do messages; but a message does not wait for the bulk, for streams
-        share a line."""
-        at, bulk = self._world.now, size > BULK
-        for line in ((sender, True, bulk), (receiver, False, bulk)):
+    def sent(self, sender: str, receiver: str, size: int, bulk: bool) -> float:
+        """When bytes that are sent now have passed the sender's uplink and then the receiver's downlink. What is in
+        bulk goes one after the other; messages take no time, for models here are small and messages are not."""
+        at = self._world.now
+        for line in ((sender, True), (receiver, False)) if bulk else ():
             if line[0] in self.rates:
                 up, down = self.rates[line[0]]
                 at = max(at, self._free.get(line, 0.0)) + 8 * size / (up if line[1] else down)

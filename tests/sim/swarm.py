@@ -226,14 +226,16 @@ class Swarm:
                 raise Violation(BOUND, f"{lying} of the {members} members after round {commit.round} are dishonest")
 
     def check_judged(self, known: int) -> None:
-        """That no honest work is left out for what colluders sent. `known`: commits that were checked before."""
+        """That no honest work is left out for what colluders sent, but where their feedback was handed over and is in
+        it. `known`: commits that were checked before."""
+        heirs = set[str]().union(*(self.ledger.heirs.get(giver, ()) for giver in self.colluders)) - self.colluders
         for commit in self.ledger.log[known:] if self._common else ():
             for x in commit.left_out:
                 if x.judged is None:
                     continue
-                if not set(x.peers) <= self.colluders:
+                if not set(x.peers) <= self.colluders | heirs:
                     raise Violation("P8", f"honest work of round {commit.round} is left out: {x.reason}")
-                self.world.stats["colluders left out"] += 1
+                self.world.stats["heirs left out" if heirs & set(x.peers) else "colluders left out"] += 1
             makers = [share.peer for share in commit.shares]
             self.world.stats["colluders counted"] += len(self.colluders & set(makers))
             self.world.stats["less weight"] += sum(c.weight < 1 for c in commit.contributions)

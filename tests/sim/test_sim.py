@@ -60,7 +60,7 @@ def test_dishonest_operators_hold_up_no_round_for_more_than_two_leases() -> None
 
 
 def test_colluders_break_no_promise_and_have_no_honest_work_left_out() -> None:
-    lived(lambda stats: all(stats[x] for x in COLLUDE), (1, 3), colluders=True)
+    lived(lambda stats: all(stats[x] for x in COLLUDE), (7, 11), colluders=True)
 
 
 @pytest.mark.parametrize(("calm", "few"), [(False, range(4)), (True, range(12, 14))])

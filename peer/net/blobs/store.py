@@ -81,8 +81,11 @@ class Blob:
 
 @dataclass(slots=True)
 class _Known:
+    """A counted blob. `synced`: whether it was written with `sync` since the store was opened."""
+
     round: int
     size: int
+    synced: bool = False
 
 
 class BlobStore:
@@ -166,11 +169,14 @@ class BlobStore:
         name = name or blob_hash.name_of(data)
         if protect:
             self.protected.add(name)
-        if name not in self._known:
-            if round != NO_ROUND:
+        known = self._known.get(name)
+        if known is None or (sync and not known.synced):
+            if known is not None:
+                round = known.round
+            elif round != NO_ROUND:
                 self.make_space(len(data))
             self.disk.write(self.folder / name, data, seconds=round, sync=sync)
-            self.add(name, round, len(data))
+            self.add(name, round, len(data), synced=sync)
         return name
 
     def make_space(self, size: int) -> bool:
@@ -224,11 +230,11 @@ class BlobStore:
             if name.removesuffix(LEAVES) not in keep:
                 self.disk.remove(self._parts / name)
 
-    def add(self, name: str, round: int, size: int) -> None:
+    def add(self, name: str, round: int, size: int, *, synced: bool = False) -> None:
         """Counts a blob whose file is in the folder."""
         with self._lock:
             self._forget(name)
-            self._known[name] = _Known(round, size)
+            self._known[name] = _Known(round, size, synced)
             self.used += size if round != NO_ROUND else 0
             if round not in self._of_round:
                 self._of_round[round] = set()

@@ -53,6 +53,15 @@ def test_a_store_keeps_blobs_by_name(tmp_path: Path) -> None:
     assert again.get("0" * 64) is None
 
 
+def test_what_is_put_is_durable_though_a_blob_of_the_name_was_there(tmp_path: Path) -> None:
+    data = noise(RANGE_BYTES)
+    name = BlobStore(tmp_path).put(data, 4, sync=False)
+    (tmp_path / name).write_bytes(data[:100])  # the power was lost
+    store = BlobStore(tmp_path)
+    assert store.put(data, 5) == name
+    assert (store.get(name), store.used) == (data, len(data))
+
+
 @pytest.mark.parametrize("size", [RANGE_BYTES, 5 * RANGE_BYTES])
 def test_a_flipped_bit_on_disk_is_not_believed(tmp_path: Path, size: int) -> None:
     store = BlobStore(tmp_path)

@@ -22,7 +22,7 @@ from protocol.run import layout
 from protocol.run.manifest import OuterSpec
 from protocol.wire import framing
 from protocol.wire.calls import Handover, HandoverAnswer, Step
-from protocol.wire.commit import Commit
+from protocol.wire.commit import Commit, LeftOut
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.schema import build, plain
 from tests.support import tiny
@@ -120,6 +120,21 @@ def test_a_giver_of_long_ago_is_not_known_any_more() -> None:
     plans = [plan(1, ("b",)), *(plan(r, ("a",)) for r in range(2, rules.MEMORY_ROUNDS + 2))]
     assert rules.why_refused(MANIFEST, log(*plans[:-1]), plans[-2], "a", "b", offered()) is None
     assert rules.why_refused(MANIFEST, log(*plans), plans[-1], "a", "b", offered()) is not None
+
+
+def test_nothing_is_taken_from_whose_newest_work_was_left_out_for_its_fault() -> None:
+    after, reason = plan(5, ("a", "c")), "it disagrees with the others"
+    known = log(plan(4, ("b", "c")), after)
+    for faults, found in (("10", f"its giver's newest work was left out: {reason}"), ("01", None), ("", None)):
+        left = LeftOut(replica=0, reason=reason, judged="name", peers=("b", "c"), faults=faults)
+        known[4] = dataclasses.replace(known[4], left_out=(left,))
+        assert rules.why_refused(MANIFEST, known, after, "a", "b", offered()) == found
+        assert rules.why_refused(MANIFEST, known, after, "a", "b", offered(given=True)) == found
+    known[4] = dataclasses.replace(
+        known[4], left_out=(LeftOut(replica=0, reason=reason, judged="name", peers=("b",), faults="1"),)
+    )
+    counted = tiny.commit(round=5, plan=after, contributions=(tiny.contribution(0, "b"),))
+    assert rules.why_refused(MANIFEST, known | {5: counted}, after, "a", "b", offered()) is None
 
 
 def test_a_norm_is_compared_with_the_own_one() -> None:
