@@ -56,7 +56,7 @@ BUGS: dict[str, Bug] = {
         ),
         ("P2", "P4"),
         options=("--quarrels", "--calm"),
-        first=14,
+        first=17,
     ),
     "a commit is applied twice when it is heard twice": Bug(
         (
@@ -84,7 +84,7 @@ BUGS: dict[str, Bug] = {
     "what another peer gave is added again when it is told again": Bug(
         ((TAKING, "        if self._taken.get(key, 0) >= handover.serial:\n", "        if False:\n"),),
         ("P3",),
-        first=6,
+        first=1,
     ),
     "a spare takes part twice": Bug(
         (
@@ -132,7 +132,7 @@ BUGS: dict[str, Bug] = {
         ),
         ("P2",),
         options=("--lying-nodes",),
-        first=3,
+        first=29,
     ),
     "a spare counts in two chains": Bug(
         (
@@ -149,7 +149,7 @@ BUGS: dict[str, Bug] = {
         ),
         ("P2", "P4"),
         only="crowd",
-        first=96,
+        first=30,
     ),
     "whoever decides next is taken for whoever decided": Bug(
         (
@@ -160,6 +160,7 @@ BUGS: dict[str, Bug] = {
             ),
         ),
         ("P2", "P4"),
+        first=4,
     ),
     # the pumps
     "a commit is applied twice after a restart": Bug(
@@ -212,6 +213,7 @@ BUGS: dict[str, Bug] = {
             ),
         ),
         ("P2",),
+        first=2,
     ),
     "a vote is told before it is durable": Bug(
         (
@@ -222,6 +224,7 @@ BUGS: dict[str, Bug] = {
             ),
         ),
         ("P2",),
+        first=2,
     ),
     "two effects of one step are carried out in the other order": Bug(
         (
@@ -232,6 +235,7 @@ BUGS: dict[str, Bug] = {
             ),
         ),
         ("P2",),
+        first=2,
     ),
     # the disk
     "feedback older than the offer": Bug(

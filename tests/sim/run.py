@@ -35,7 +35,7 @@ from tests.sim.world import POINTS, Violation
 
 SEEDS = 313
 """The number of runs, from seed 0 on, that see everything at least once."""
-FEW = (30, 58, 74, 77, 97, 99, 150, 177, 184, 197, 232, 237, 270, 271, 273)
+FEW = (13, 30, 67, 147, 179, 184, 197, 224, 229, 234, 237, 258, 270, 309)
 """These do so, too, today."""
 HAPPENS = (
     "dropped", "doubled", "held up", "partitions", "cuts", "jumps of the wall clock", "losses of power",
