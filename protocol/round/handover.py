@@ -101,7 +101,7 @@ def why_refused(
 
 
 def _fault_of(log: Mapping[int, Commit], peer: str) -> str | None:
-    """Why the newest work of `peer` that was judged in the last MEMORY_ROUNDS rounds was left out; None if it was not."""
+    """Why the newest work of `peer` in the last MEMORY_ROUNDS rounds was left out for its fault; None if it was not."""
     head = max(log, default=-1)
     for commit in (log[r] for r in range(head, max(head - MEMORY_ROUNDS, -1), -1) if r in log):
         if any(share.peer == peer for share in commit.shares):
