@@ -355,6 +355,8 @@ def plan_lines(
         f"run {manifest.run_id[:12]} {clean(manifest.name)}: {count(candidates, 'peer')}, {count(replicas, 'replica')},"
         f" {count(spares, 'spare')}: {total:,.0f} tokens per second"
     )
+    if len(candidates) > 1:
+        yield f"  {_beside_one(manifest, candidates, total)}"
     for number, replica in enumerate(explained):
         yield from _replica_lines(manifest, number, replica)
     there = {c.peer: c for c in candidates}
@@ -362,6 +364,22 @@ def plan_lines(
         yield f"  spare  {_short_name(peer)}: {why_spare(manifest, there[peer])}"
     if len(spares) > MOST_SPARES:
         yield f"  and {len(spares) - MOST_SPARES} more spares"
+
+
+def _beside_one(manifest: Manifest, candidates: Sequence[Candidate], total: float) -> str:
+    """What the swarm trains beside the fastest of its machines that holds the whole model."""
+    from protocol.planning.arrange import arrange
+    from protocol.planning.budget import holds_whole
+    from protocol.planning.explain import explain
+
+    whole = [one for one in candidates if holds_whole(manifest, one.budget)]
+    fastest = max(whole, key=lambda one: (one.speed_flops, one.peer), default=None)
+    replicas = arrange(manifest, (fastest,))[0] if fastest is not None else ()
+    if fastest is None or not replicas:
+        return "no machine could train the model alone"
+    alone = explain(manifest, candidates, replicas)[0].ideal
+    worth = "" if total > alone else ": this swarm does not pay"
+    return f"{total / alone:.2f} times as many as {_short_name(fastest.peer)} alone would train{worth}"
 
 
 def _replica_lines(manifest: Manifest, number: int, replica: Explained) -> Iterator[str]:

@@ -68,6 +68,22 @@ def test_a_list_of_peers_is_planned_and_explained(tmp_path: Path) -> None:
     assert any(line.startswith("  spare  p3: its memory holds no stage: the smallest needs ") for line in said)
 
 
+def test_a_plan_says_whether_the_swarm_pays_beside_its_fastest_machine(tmp_path: Path) -> None:
+    big, small = PEERS.split("[[peers]]")[1:3]
+    said = _said(tmp_path)
+    ratio = float(said[1].split()[0])
+    full = next(_rate(line.partition(" tokens")[0]) for line in said if " full: " in line)
+    assert said[1] == f"  {said[1].split()[0]} times as many as big alone would train"
+    assert ratio == pytest.approx(_rate(said[0]) / full, rel=0.02)
+    two = _said(
+        tmp_path, PEERS.replace(big, f"{big.rstrip()}\ncount = 2\n\n").replace(small, small.replace("6GB", "1GB"))
+    )
+    assert float(two[1].split()[0]) == pytest.approx(2.0, rel=0.02)
+    lone = _said(tmp_path, PEERS.replace(small, small.replace("6GB", "1GB")))
+    assert lone[1].endswith("alone would train: this swarm does not pay")
+    assert _said(tmp_path, PEERS.replace("40GB", "6GB"))[1] == "  no machine could train the model alone"
+
+
 def test_devices_of_a_peer_add_up_where_each_holds_the_whole_model(tmp_path: Path) -> None:
     """A peer with three devices is one that is three times as fast; one whose devices are too small has one."""
     big, small = PEERS.split("[[peers]]")[1:3]
