@@ -29,8 +29,8 @@ REASONS = {reason for attack in ATTACKS.values() for reason in attack.told}
 """Of refusals; a peer that does one thing too often often does another one, too."""
 PROCESS_MIB, DAEMON_MIB, DISK_MIB = 96.0, 96.0, 24.0
 """By how much node and peers together, one daemon, and the disk may grow in an attack, at most."""
-GAP_SECONDS = 3.0
-"""For which the loop of node and peers may be busy at once, on a machine that others use, too."""
+GAP_SECONDS = 1.5
+"""Of processor time, which the loop of node and peers may take at once."""
 LATEST_SECONDS = 120.0
 """Far above what an attack takes here."""
 BOUND = 0.8
