@@ -356,7 +356,7 @@ def plan_lines(
         f" {count(spares, 'spare')}: {total:,.0f} tokens per second"
     )
     if len(candidates) > 1:
-        yield f"  {_beside_one(manifest, candidates, total)}"
+        yield f"  {_speedup(manifest, candidates, total)}"
     for number, replica in enumerate(explained):
         yield from _replica_lines(manifest, number, replica)
     there = {c.peer: c for c in candidates}
@@ -366,8 +366,8 @@ def plan_lines(
         yield f"  and {len(spares) - MOST_SPARES} more spares"
 
 
-def _beside_one(manifest: Manifest, candidates: Sequence[Candidate], total: float) -> str:
-    """What the swarm trains beside the fastest of its machines that holds the whole model."""
+def _speedup(manifest: Manifest, candidates: Sequence[Candidate], total: float) -> str:
+    """The ratio of the swarm's rate to that of its fastest machine that holds the whole model, as text."""
     from protocol.planning.arrange import arrange
     from protocol.planning.budget import holds_whole
     from protocol.planning.explain import explain

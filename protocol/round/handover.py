@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from protocol.codec import sparse
 from protocol.codec.formats import Codec
@@ -102,8 +102,7 @@ def why_refused(
 
 def _fault_of(log: Mapping[int, Commit], peer: str) -> str | None:
     """Why the newest work of `peer` in the last MEMORY_ROUNDS rounds was left out for its fault; None if it was not."""
-    head = max(log, default=-1)
-    for commit in (log[r] for r in range(head, max(head - MEMORY_ROUNDS, -1), -1) if r in log):
+    for commit in _newest(log):
         if any(share.peer == peer for share in commit.shares):
             return None
         for left in commit.left_out:
@@ -113,9 +112,14 @@ def _fault_of(log: Mapping[int, Commit], peer: str) -> str | None:
 
 
 def _has_trained(manifest: Manifest, log: Mapping[int, Commit], peer: str, shard: str) -> bool:
-    head = max(log, default=-1)
-    plans = (log[r].plan for r in range(head, max(head - MEMORY_ROUNDS, -1), -1) if r in log)
+    plans = (commit.plan for commit in _newest(log))
     return any(shard in kept_shards(manifest, plan, peer) for plan in plans if plan is not None)
+
+
+def _newest(log: Mapping[int, Commit]) -> Iterator[Commit]:
+    """The commits of the last MEMORY_ROUNDS rounds, the newest first."""
+    head = max(log, default=-1)
+    return (log[r] for r in range(head, max(head - MEMORY_ROUNDS, -1), -1) if r in log)
 
 
 def is_too_large(norm: float, own: float) -> bool:

@@ -34,7 +34,6 @@ from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.ledger import capacity, schedule
 from protocol.planning import memory
-from protocol.planning.memory import stage_memory
 from protocol.round import chain_repair, leader_events
 from protocol.round.accusations import EXPEL_COUNT, Accusation
 from protocol.round.leader import MOST_RECOMPUTED
@@ -379,11 +378,7 @@ def ends_its_chains_rounds_where_no_spare_is_ready(folder: Path) -> None:
 
 async def tells_nodes_of_a_repair_that_nobody_ordered(folder: Path) -> None:
     async with Run(folder, says=lambda node: iter(())) as ground:
-        spec = ground.manifest.model
-        third = max(stage_memory(ground.manifest, 0, 2), stage_memory(ground.manifest, 2, spec.n_layers))
-        for name in ("a", "b"):
-            await ground.listen(identity(name))
-            ground.start(name, memory=third)
+        await ground.start_chain()
         await ground.until(lambda: ground.head >= 2)
         liar, said = ground.peers["a"], 0
 

@@ -96,6 +96,14 @@ class Run(Operators):
         self._memory = MemoryNetwork()
         self.inner_loop = self._stepping
 
+    async def start_chain(self) -> None:
+        """Starts the two stages of a chain, peers a and b."""
+        manifest = self.manifest
+        half = max(stage_memory(manifest, 0, 2), stage_memory(manifest, 2, manifest.model.n_layers))
+        for name in ("a", "b"):
+            await self.listen(identity(name))
+            self.start(name, memory=half)
+
     async def listen(self, who: Identity) -> Transport:  # type: ignore[override]
         made = self._memory.transport(who.peer_id, directory.valid_record(self.manifest.run_id))
         self.daemons.started[who.peer_id] = made  # type: ignore[assignment]
@@ -198,11 +206,7 @@ async def test_a_node_that_does_not_lead_ends_no_training(says: Any, tmp_path: P
 @pytest.mark.parametrize("says", [no_chain, everything])
 async def test_a_node_that_does_not_lead_ends_no_chain(says: Any, tmp_path: Path) -> None:
     async with Run(tmp_path, says=says) as ground:
-        spec = ground.manifest.model
-        third = max(stage_memory(ground.manifest, 0, 2), stage_memory(ground.manifest, 2, spec.n_layers))
-        for name in ("a", "b"):
-            await ground.listen(identity(name))
-            ground.start(name, memory=third)
+        await ground.start_chain()
         await ground.until(lambda: ground.head >= 2)
         assert all(r.is_chain for r in ground.archive.commits[-1].plan.replicas)
         ground.attacker.attacks = True
