@@ -210,7 +210,7 @@ class DecreeHandler:
         )
 
     def _is_past(self, decree: Decree) -> bool:
-        """Whether the run already has a decree with this one's number."""
+        """Returns whether the run already has a decree with this one's number."""
         return decree.number < access.decrees_after(self.leader.head)
 
     def _why_not(self, decree: Decree) -> str | None:

@@ -134,7 +134,7 @@ ANNOUNCEMENTS_PER_SECOND, ANNOUNCEMENT_BURST = 200.0, 1000.0
 
 
 class Work(NamedTuple):
-    """What is computed for a node; called on threads.
+    """The computations of a node; called on threads.
 
     plan: a plan
     digest: of a shard after a round by the log, None where that is not cheap
@@ -599,7 +599,7 @@ class BootstrapNode:
         self.quorum.acceptor.held -= gone
 
     def _is_outdated(self, event: object) -> bool:
-        """Whether the event reports a blob that has left the archive since."""
+        """Returns whether the event reports a blob that has left the archive since."""
         match event:
             case paxos_events.Held(name) | paxos_events.Listed(name) | leader_events.Held(name):
                 return not self.archive.blobs.has(name)

@@ -123,7 +123,7 @@ class Payloads:
         return names
 
     def _is_late(self, name: str) -> bool:
-        """Whether a blob came after its round was decided without it; then it is removed."""
+        """Returns whether a blob came after its round was decided without it; then it is removed."""
         round = self._wanted.get(name, _FOR_GOOD)
         if round > self._decided or self.archive.blobs.round_of(name) != round:
             return False

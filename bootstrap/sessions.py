@@ -202,7 +202,7 @@ class Session:
         return max(self.messages.spend(now), self.amounts.spend(now, size))
 
     def floods(self, waited: float, now: float) -> bool:
-        """Whether the session floods (FLOOD_MESSAGES). `waited`: seconds until its newest message came."""
+        """Returns whether the session floods (FLOOD_MESSAGES). `waited`: seconds until its newest message came."""
         if waited > PAUSE_SECONDS:
             self.paused_at, self.in_a_row = now, 0
         self.in_a_row += 1

@@ -50,7 +50,7 @@ def make_home(temporary: Path | None = None) -> None:
 
 
 def _temporary_home(temporary: Path | None) -> Path:
-    """The same folder at each start, unless another user made it first."""
+    """Returns the same folder at each start, unless another user made it first."""
     try:
         folder = (temporary or Path(tempfile.gettempdir())) / f"{_HOME}-{os.getuid()}"
         with contextlib.suppress(FileExistsError):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 def shown(text: object) -> str:
-    """What a stranger wrote, safe to show: the beginning, in printable ASCII on one line."""
+    """Returns the beginning of foreign text in printable ASCII on one line."""
     return ascii(str(text)[:400])[1:-1][:400]
 
 

@@ -73,13 +73,13 @@ def public_key(peer_id: str) -> Ed25519PublicKey:
 
 
 def short_peer(peer_id: str) -> str:
-    """How messages name a peer: the last eight characters of its id, where ids differ."""
+    """Returns the name of a peer in messages: the last eight characters of its id, where ids differ."""
     return peer_id[-8:]
 
 
 @functools.lru_cache(maxsize=1024)
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
-    """Whether `signature` is `peer_id`'s signature of `data`; False too for what is no peer id."""
+    """Returns whether `signature` is `peer_id`'s signature of `data`; False too for what is no peer id."""
     try:
         public_key(peer_id).verify(signature, data)
     except (InvalidSignature, IdentityError):

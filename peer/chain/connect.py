@@ -71,7 +71,7 @@ class UnreachablePeers:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Those that no plan should put beside us."""
+        """The peers that plans should not put beside this one."""
         return tuple(self._apart)
 
     def reached(self, peer: str) -> None:
@@ -225,7 +225,7 @@ class PipelineStreams:
         return self._incoming[key]
 
     def _has_room(self, peer: str) -> bool:
-        """Whether one more early pipe may wait."""
+        """Returns whether one more early pipe may wait."""
         early = [key for key in self._incoming if key not in self._awaited]
         return len(early) < MAX_EARLY_PIPES and sum(key[3] == peer for key in early) < MAX_EARLY_OF_A_PEER
 

@@ -64,7 +64,7 @@ class StepReport(ChainReport):
 
 @dataclass(frozen=True, slots=True)
 class StageTiming:
-    """What one stage measured in an inner step.
+    """The measurements of one stage in an inner step.
 
     forward_s, backward_s: seconds of computing per micro-batch.
     *_delay, *_transfer: of frames forward from the previous stage and backward from the next (peer/chain/link.py:
@@ -88,7 +88,7 @@ class StageTiming:
         return self.forward_s + self.backward_s
 
     def plausible(self) -> bool:
-        """Whether a stage can have measured this."""
+        """Returns whether a stage can have measured this."""
         times = (self.forward_s, self.backward_s, self.forward_transfer, self.backward_transfer)
         known = all(math.isfinite(value) for value in (self.forward_delay, self.backward_delay))
         return known and finite(*times) and max(times) < 1e6 and 1 <= self.plain <= self.held <= self.most
@@ -110,7 +110,7 @@ def costs(stages: Sequence[StageTiming]) -> Costs:
 
 
 def finite(*values: float) -> bool:
-    """Whether all of them are numbers from 0 on."""
+    """Returns whether all of them are numbers from 0 on."""
     return all(math.isfinite(value) and value >= 0 for value in values)
 
 

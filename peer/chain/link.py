@@ -51,7 +51,7 @@ RECENT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Liveness:
-    """When a neighbour counts as alive; see the module's docstring. All in seconds."""
+    """The timeouts of a neighbour's signs of life, in seconds; see the module's docstring."""
 
     beat_s: float = 0.5
     silent_s: float = 2.5

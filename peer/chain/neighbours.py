@@ -137,7 +137,7 @@ class Neighbours:
 
     @property
     def links(self) -> list[Link]:
-        """Those that there are."""
+        """The existing links."""
         return [link for link in (self.previous, self.following) if link is not None]
 
     def connect(self, stream: Stream, group: asyncio.TaskGroup, timeout: float, liveness: Liveness) -> Link:

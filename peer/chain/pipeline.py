@@ -116,7 +116,7 @@ class AlternatingScheduler(Generic[T]):
         return not self._open
 
     def has(self, kind: int) -> bool:
-        """Whether a job of this kind waits for its turn."""
+        """Returns whether a job of this kind waits for its turn."""
         return kind in self._prepared
 
     def put(self, kind: int, job: Callable[[], Launched[T]], *, after: int = 0) -> None:
@@ -289,7 +289,7 @@ def _as_local_error() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSetup:
-    """What a stage needs for inner steps with any neighbours.
+    """The inputs of a stage's inner steps, for any neighbours.
 
     worker: an executor with one thread.
     wires: number formats forward and backward.
@@ -500,7 +500,7 @@ class _Run:
             turns.end()
 
     def _recomputes(self) -> bool:
-        """Whether forwards are computed a second time in this step."""
+        """Returns whether forwards are computed a second time in this step."""
         if self.near.following is None:
             return False
         if self._took is None or self.near.depth > self.depths.held:  # `took` may be of a time with more room
@@ -652,7 +652,7 @@ def _worst(failures: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 async def _leave(streams: Sequence[Stream], blamed: str) -> None:
-    """Tells the neighbours who is to blame (nobody: this member), then closes; neither may hold us up."""
+    """Sends the neighbours the blamed peer (empty: this member), then closes; neither is waited for."""
 
     async def leave(stream: Stream) -> None:
         with contextlib.suppress(PotluckError, TimeoutError):

@@ -90,7 +90,7 @@ def decode(raw: bytes | memoryview, shape: Sequence[int], wire: str, device: tor
 def decode_measured(
     raw: bytes | memoryview, shape: Sequence[int], wire: str, device: torch.device, form: torch.dtype = torch.float32
 ) -> tuple[Tensor, float]:
-    """What `decode` gives, rounded to `form`, and its largest magnitude before, which the check has to look for
+    """Returns the result of `decode`, rounded to `form`, and its largest magnitude before, which the check needs
     anyway."""
     if len(raw) != size(shape, wire):
         raise BadTensor(f"has {len(raw)} bytes of values, not {size(shape, wire)} for {wire} {tuple(shape)}")
@@ -143,7 +143,7 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _largest_of_tokens(x_TW: Tensor) -> Tensor:
-    """The same, in the pass of a compiler that makes x; without one, two more of them."""
+    """Returns the largest magnitude, in the compiled pass that makes x; uncompiled, in two more passes."""
     return x_TW.abs().amax(1).amax() if x_TW.is_cuda else _largest(x_TW)
 
 

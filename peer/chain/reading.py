@@ -37,7 +37,7 @@ class StopSign(Protocol):
     """An asyncio.Event, a threading.Event, or the end of a round (peer/node/training.py)."""
 
     def is_set(self) -> bool:
-        """Whether the inner step under way is the last one."""
+        """Returns whether the inner step under way is the last one."""
         ...
 
 

@@ -265,7 +265,7 @@ class Look:
 
     @property
     def door(self) -> Door:
-        """Where the peer would listen."""
+        """The addresses on which the peer would listen."""
         return Door(host=self.options.host, port=self.options.port)
 
 
@@ -318,7 +318,7 @@ def _python(find: Find) -> None:
 
 
 def _torch(find: Find) -> bool:
-    """Whether torch computes. What ends this process there is reported by the command."""
+    """Returns whether torch computes. What ends this process there is reported by the command."""
     try:
         find(Finding("torch", GOOD, try_torch()))
     except Exception as error:
@@ -341,7 +341,7 @@ def _files(find: Find) -> None:
 
 
 def _disk(folder: Path, find: Find) -> bool:
-    """Whether the folder can be written and no other process uses it."""
+    """Returns whether the folder can be written and no other process uses it."""
     disk, probe = Disk(), folder / f".{PROBE}{secrets.token_hex(4)}"
     made = not folder.exists()
     try:

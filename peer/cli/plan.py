@@ -121,7 +121,7 @@ def next_plan(known: Known) -> tuple[tuple[Arranged, ...], tuple[str, ...]]:
 
 
 def _lists_peers(text: str) -> bool:
-    """Whether `text` names a file with a list of peers; else it names a run."""
+    """Returns whether `text` names a file with a list of peers; else it names a run."""
     path = Path(text)
     return os.path.isfile(path) and re.search(rb"^\[\[peers\]\]", path.read_bytes(), re.MULTILINE) is not None
 

@@ -170,7 +170,7 @@ class Systemd(_Defined):
             yield f"to go on when you log out, and begin when the machine starts, it needs this once: {needed}"
 
     def state(self) -> tuple[bool, str]:
-        """Whether it runs, and a description. Raises LocalError."""
+        """Returns whether it runs, and a description. Raises LocalError."""
         asked = ("ActiveState", "SubState", "NRestarts", "ExecMainStatus", "ActiveEnterTimestamp")
         said = _ask("systemctl", "--user", "show", self.file.name, *(f"--property={name}" for name in asked))
         found = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)

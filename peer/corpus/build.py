@@ -110,7 +110,7 @@ PROGRESS_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to make a corpus of; `workers` and what follows it do not change the corpus.
+    """The sources and settings of a corpus; `workers` and later fields do not change the corpus.
 
     spill_ids, most_ids: bounds of a spill's ids, besides a sixteenth of all ids so far
     """

@@ -104,7 +104,7 @@ class TextStore(BlobStore):
         return name in self._memory or super().has(name)
 
     def holds(self, place: Place) -> bool:
-        """Whether a range, or leaves, are here, unless they were damaged since."""
+        """Returns whether a range, or leaves, are here, unless they were damaged since."""
         return bool(self._leaves_of(place)) if place.index < 0 else self.has(self.name(place))
 
     def read(self, place: Place) -> bytes:
@@ -286,7 +286,7 @@ class Origins(Holders):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextAccess:
-    """What text is fetched with."""
+    """The transport and limits of text fetching."""
 
     network: Network
     folder: Path  # of the cache

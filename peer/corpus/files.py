@@ -78,7 +78,7 @@ def printable(path: str) -> str:
 
 
 def refused(file: File | str, reason: str) -> UsageError:
-    """What is wrong with a file, in one line: the reason and the remedy."""
+    """Returns an error of a file in one line: the reason and the remedy."""
     return UsageError(f"source {printable(file) if isinstance(file, str) else file}: {reason}")
 
 
@@ -210,7 +210,7 @@ def utf8_blocks(file: File, offset: int = 0) -> Iterator[bytes]:
 
 
 def mark_bytes(file: File) -> int:
-    """How many bytes of a byte-order mark the file begins with. Raises UsageError."""
+    """Returns the length of the file's byte-order mark in bytes. Raises UsageError."""
     return len(_MARK) if next(blocks(file), b"").startswith(_MARK) else 0
 
 

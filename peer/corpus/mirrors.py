@@ -65,7 +65,7 @@ async def public_addresses(host: str, port: int) -> Sequence[str]:
 
 
 def only_public(host: str, addresses: Iterable[str]) -> list[str]:
-    """Those of a host's addresses that are on the internet. Raises OSError where none is."""
+    """Returns a host's public addresses. Raises OSError if it has none."""
     public = [address for address in dict.fromkeys(addresses) if hosts.is_global(address)]
     if not public:
         raise OSError(f"{host[:80]} is no host of the internet but of a local network; it is not asked")

@@ -80,7 +80,7 @@ def join(parts: Sequence[Records]) -> Records:
 
 @dataclass(slots=True)
 class FileCounts:
-    """What was read of one file."""
+    """The counts of one file."""
 
     documents: int = 0  # that have text
     without_text: int = 0  # rows that have none, and empty files
@@ -236,7 +236,7 @@ _HEAD_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far the source was read: the number of sources that are done, the state of the next one, and the cutter's."""
+    """The position in the sources: the number of finished ones, the state of the next one, and the cutter's."""
 
     source: int = 0
     state: Any = None

@@ -29,7 +29,7 @@ _NAMES: dict[type, str] = {bool: "true or false", int: "a number", float: "a num
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How rows are read: the column with the text; of a data set of the hub also its split and subset.
+    """The options of reading rows: the text's column; for a data set of the hub also its split and subset.
 
     options: those of OPTIONS that the command has, so that its errors name no others
     instead: how an option `{}` that it lacks is given elsewhere; empty if it cannot be
@@ -92,7 +92,7 @@ def _skipped(found: Iterator[Row], first: int) -> Iterator[Row]:
 
 
 def _is_lines(file: File) -> bool:
-    """Whether each line is a value. A .json file may also be one list, or objects over several lines."""
+    """Returns whether each line is a value. A .json file may also be one list, or objects over several lines."""
     for line in _lines(file):
         if start := line.strip():
             if start.startswith(b"["):

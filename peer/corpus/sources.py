@@ -46,7 +46,7 @@ class Unit:
 
 
 def cut(text: str, start: int) -> int:
-    """Where the piece that begins at `start` ends."""
+    """Returns the end of the piece that begins at `start`."""
     end = start + PIECE_CHARS
     return len(text) if len(text) <= end else text.rfind("\n", start, end) + 1 or end
 
@@ -69,7 +69,7 @@ _HUB = "hub:"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a person has named."""
+    """A source as the user names it."""
 
     kind: str  # sotu, file, folder or hub.
     name: str  # a path, or the data set's name

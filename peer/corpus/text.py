@@ -107,7 +107,7 @@ class CorpusReader:
 
 
 class Text(Protocol):
-    """What a peer trains on."""
+    """The training text of a peer."""
 
     @property
     def index(self) -> CorpusIndex: ...

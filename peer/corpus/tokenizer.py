@@ -220,7 +220,7 @@ class Decoder:
         return self._write(text, len(text) - bad)
 
     def rest(self) -> str:
-        """What was held back, where no id comes any more."""
+        """Returns the withheld text at the end of the ids."""
         text = self._text()
         return self._write(text, len(text))
 

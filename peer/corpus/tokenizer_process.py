@@ -285,7 +285,7 @@ class _Child:
 
 
 def _serve(name: str) -> None:
-    """What the child does, until its input ends."""
+    """Runs the child process until its input ends."""
     child: _Child | None = None
     while raw := _receive(sys.stdin.buffer, MAX_ANSWER):
         try:

@@ -93,7 +93,7 @@ ROWS = 8
 
 @dataclass(slots=True)
 class Read:
-    """What was read so far: documents, and bytes of their text."""
+    """The progress of reading: documents, and bytes of their text."""
 
     documents: int = 0
     text_bytes: int = 0

@@ -101,7 +101,7 @@ class Tally:
         ]
 
     def covered(self, rounds: int) -> bool:
-        """Whether every shard was attested after every round."""
+        """Returns whether every shard was attested after every round."""
         shards = set(layout.shard_names(self.manifest.model))
         return all(
             shards <= {s for attested in self.attests.get(r, {}).values() for s in attested} for r in range(rounds + 1)

@@ -113,7 +113,7 @@ _EMBED, _ANCHOR = "model.embed_tokens.weight", "model.embed_tokens.anchor"
 
 
 def _is_narrow(spec: ModelSpec, name: str) -> bool:
-    """Whether a LLaMA's tensor of this name has more rows."""
+    """Returns whether a LLaMA's tensor of this name has more rows."""
     return spec.residual_width > 0 and name.endswith(("o_proj.weight", "down_proj.weight"))
 
 

@@ -84,7 +84,7 @@ def parse(text: str) -> Address:
 
 
 def _is_host(kind: str, host: str) -> bool:
-    """Whether `host` means the same machine everywhere: a scope (%) means something on one machine only."""
+    """Returns whether `host` means the same machine everywhere: a scope (%) means something on one machine only."""
     if kind not in ("ip4", "ip6"):
         return _NAME.fullmatch(host) is not None
     address = _ip(host)
@@ -100,7 +100,7 @@ def peers_of(addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_circuit(address: str) -> bool:
-    """Whether it leads through a relay of libp2p's."""
+    """Returns whether it leads through a relay of libp2p's."""
     return _CIRCUIT in address
 
 
@@ -122,7 +122,7 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def is_public(host: str) -> bool:
-    """Whether `host` is an IP address that is not local to a machine or network."""
+    """Returns whether `host` is an IP address that is not local to a machine or network."""
     address = _ip(host)
     return address is not None and not any(address in network for network in _LOCAL)
 

@@ -199,7 +199,7 @@ class Transport(Protocol):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where others may reach us."""
+        """This transport's multiaddresses for other peers."""
         ...
 
     async def serve(self, name: str, handler: Handler) -> None:

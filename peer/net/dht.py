@@ -149,7 +149,7 @@ class Validator(RecordValidatorBase):  # type: ignore[misc]
         return self._validate(key, subkey, value)
 
     def validate(self, record: DHTRecord) -> bool:
-        """Whether a record, as it travels, is to be kept and believed."""
+        """Returns whether a record, as it travels, is to be kept and believed."""
         try:
             return self._check(record)
         except Exception:  # whatever a remote record provokes must not reach hivemind, which would tell the sender

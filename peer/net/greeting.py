@@ -58,7 +58,7 @@ async def _why(address: str, seconds: float) -> str:
 
 
 async def is_given(host: str, port: int) -> bool:
-    """Whether a libp2p host greets there, without a deadline. Raises OSError if the connection fails."""
+    """Returns whether a libp2p host greets there, without a deadline. Raises OSError if the connection fails."""
     reader, writer = await asyncio.open_connection(host, port, limit=2 * len(GREETING))
     try:
         return await reader.readexactly(len(GREETING)) == GREETING

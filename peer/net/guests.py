@@ -170,7 +170,7 @@ class Guests:
         return self._refused.is_resting(peer, now)
 
     def carries(self, peer: str, name: str) -> bool:
-        """Whether `peer` relays a stream of this name for another peer."""
+        """Returns whether `peer` relays a stream of this name for another peer."""
         return name in COUNTED_ELSEWHERE and peer in self.relays()
 
     def account(self, peer: str, where: str) -> str:
@@ -204,7 +204,7 @@ class Guests:
         return True
 
     def may_be_silent(self, peer: str, name: str, stream: Abortable, now: float) -> bool:
-        """Whether an entered stream on which nothing has been said yet may wait."""
+        """Returns whether an entered stream on which nothing has been said yet may wait."""
         known = self._open[peer]
         if len(known.silent) >= self.limits.silent and not self.carries(peer, name):
             self.offend(peer, f"has {self.limits.silent} streams open and says nothing", now)
@@ -243,7 +243,7 @@ class Guests:
         return seconds
 
     def may_call(self, peer: str, now: float, size: int = 0) -> bool:
-        """Whether `peer` may send a DHT request of `size` bytes now."""
+        """Returns whether `peer` may send a DHT request of `size` bytes now."""
         if self.is_refused(peer, now):
             self.expel(peer)
             return False
@@ -253,7 +253,7 @@ class Guests:
         return False
 
     def may_be_node(self, peer: str, name: bytes, now: float) -> bool:
-        """Whether `peer` may be the DHT node of this id: a restart changes it, but not again and again."""
+        """Returns whether `peer` may be the DHT node of this id: a restart changes it, but not again and again."""
         known = self._nodes.pop(peer, None)
         if not name or known == name:
             self._nodes[peer] = name or known or b""
@@ -309,7 +309,7 @@ class Guests:
             del self._held[held.peer]
 
     def _most_unread(self, now: float) -> Held | None:
-        """What waits for the peer that does not read, of the address for which most waits."""
+        """Returns the largest unread message queue of the address with the most unread bytes."""
         unread = [
             held for of_peer in self._held.values() for held in of_peer if now - held.since > self.limits.unread_seconds
         ]
@@ -370,7 +370,7 @@ class StreamTurns:
         await self.turns.take(self.peer, self.address, amount)
 
     async def take_for(self, size: int) -> None:
-        """The same, for the turns that a message of `size` bytes takes besides its first."""
+        """Takes the turns of a message of `size` bytes besides its first."""
         amount = size / (PASSED_TURN_BYTES if self.passes else TURN_BYTES)
         if amount >= 1.0:
             await self.take(amount)

@@ -30,7 +30,7 @@ MAX_EXPELLED = 64
 
 @dataclass(frozen=True, slots=True)
 class StreamOrigin:
-    """Who opened a stream, at which multiaddress, and under what name."""
+    """The opener of a stream: its peer id, multiaddress and protocol name."""
 
     peer: str
     where: str
@@ -132,7 +132,7 @@ class IncomingStream:
         self.served = self.ended = False
 
     def is_silent(self) -> bool:
-        """Whether it is open and nothing has come on it yet."""
+        """Returns whether it is open and nothing has come on it yet."""
         try:
             self.conn.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -162,7 +162,7 @@ class IncomingStream:
             asyncio.get_running_loop().remove_reader(self.conn.fileno())
 
     def is_over(self) -> bool:
-        """Whether it has ended, or was closed without a byte."""
+        """Returns whether it has ended, or was closed without a byte."""
         try:
             return self.ended or not self.conn.recv(1, socket.MSG_PEEK)
         except BlockingIOError:

@@ -46,7 +46,7 @@ class Latency:
         await self._transport.serve(endpoints.PING, self._answer)
 
     async def run(self, connected: Callable[[], Sequence[str]]) -> None:
-        """Measures one of those who are `connected` now and then. Never returns. Raises TransportLost."""
+        """Measures a connected peer from time to time. Never returns. Raises TransportLost."""
         while True:
             await asyncio.sleep(PROBE_SECONDS)
             peers = sorted(connected())

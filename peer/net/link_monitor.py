@@ -160,7 +160,7 @@ def _within(wanted: float, known: int, first: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RateConfig:
-    """What is known of the link before it is measured.
+    """The assumptions about a link before it is measured.
 
     up_bps, down_bps, limit_bps: as the user set them, bits a second; None: not set
     """
@@ -369,7 +369,7 @@ class LinkMonitor:
         return SecondOfTraffic(sum(p[0] for p in counted), sum(p[1] for p in counted), waiting, self.uplink.holds)
 
     def _is_elsewhere(self, peer: str) -> bool:
-        """Whether traffic with `peer` passes our link, by where it was last seen, or else by its addresses."""
+        """Returns whether traffic with `peer` passes our link, by where it was last seen, or else by its addresses."""
         seen = self._network.transport.seen_at(peer)
         theirs = [seen] if seen else [a for a in self._network.directory.addresses(peer) if not is_circuit(a)]
         ours = {host_of(address) for address in self._network.transport.addresses if not is_circuit(address)}

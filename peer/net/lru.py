@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class LruDict(OrderedDict[K, V]):
-    """At most `most` entries, the least recently set first. One that is set anew is the newest."""
+    """A map of at most `most` entries, the least recently set first. Setting a key again makes it the newest."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ class MemoryTransport(Endpoint):
         )
 
     async def disconnect(self, peer: str) -> None:
-        """There is nothing to begin anew."""
+        """Does nothing: there is no connection to close."""
 
     async def look(self) -> bool:
         self._check()
@@ -119,7 +119,7 @@ class MemoryTransport(Endpoint):
         return self._network.hosts.get(peer, "")
 
     def doubt(self, peer: str) -> None:
-        """Nobody here is silent and gone."""
+        """Does nothing: no peer here is silent."""
 
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         check_record(value, ttl)

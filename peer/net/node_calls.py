@@ -57,7 +57,7 @@ async def send_motion(transport: Transport, node: str, motion: Motion) -> Motion
 
 
 async def ask_operators(transport: Transport, node: str) -> Motions:
-    """The same, where nothing is moved: who operates the run, by that node's word. Raises RemoteError."""
+    """Returns the run's operators as that node names them, without a motion. Raises RemoteError."""
     return await send_motion(transport, node, Motion())
 
 
@@ -85,7 +85,7 @@ async def ask_roster(transport: Transport, node: str, request: Lookup | RosterRe
 async def look_up_peers(
     transport: Transport, run: str, node: str, peers: Sequence[str] = (), sample: int = 0
 ) -> dict[str, Announcement]:
-    """What `node` knows of `peers`, and of so many others, by peer id. Raises RemoteError, TransportLost."""
+    """Returns `node`'s announcements of `peers` and of `sample` others, by id. Raises RemoteError, TransportLost."""
     reply = await ask_roster(transport, node, Lookup(peers=tuple(peers), sample=sample))
     return {
         found.peer: found

@@ -260,7 +260,7 @@ class P2PTransport(Endpoint):
             raise Unreachable(peer, f"{what}: {reason}; check the address and that it runs")
 
     async def _is_connected(self, peer: str) -> bool:
-        """Whether the daemon has a connection to it, alive or not."""
+        """Returns whether the daemon has a connection to it, alive or not."""
         try:
             return peer in await self.daemon.within(self.daemon.connected(), CLOSE_SECONDS)
         except TimeoutError:

@@ -58,7 +58,7 @@ class Reachability:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReachContext:
-    """What is needed to ask."""
+    """The inputs of a reachability test."""
 
     transport: Transport
     others: Callable[[], AsyncIterator[str]]  # yields the peers to ask, in order
@@ -97,7 +97,7 @@ async def _take(others: AsyncIterator[str], count: int, known: set[str]) -> list
 
 
 async def _ask(around: ReachContext, peer: str, request: DialMe) -> Dialled | None:
-    """What `peer` says, or None where it cannot tell."""
+    """Returns the answer of `peer`, or None where it cannot tell."""
     with contextlib.suppress(RemoteError):
         await around.reach(peer)
         raw = await call(
@@ -114,13 +114,13 @@ async def _ask(around: ReachContext, peer: str, request: DialMe) -> Dialled | No
 
 
 def _can_tell(answer: Dialled, its_addresses: Sequence[str]) -> bool:
-    """Whether who answered sees us as the others do."""
+    """Returns whether who answered sees us as the others do."""
     its_hosts = [host_of(address) for address in its_addresses if not is_circuit(address)]
     return is_public(answer.host) or (answer.host != "" and not any(map(is_public, its_hosts)))
 
 
 def _majority(told: dict[str, Dialled]) -> bool | None:
-    """Whether two got through, or two did not; None where it is not clear yet."""
+    """Returns whether two got through, or two did not; None where it is not clear yet."""
     got = [bool(answer.ports) for answer in told.values()]
     return next((way for way in (True, False) if got.count(way) >= 2), None)
 
@@ -205,7 +205,7 @@ DIAL_BACK_LIMITS = DialBackLimits()
 
 
 async def greets(host: str, port: int) -> bool:
-    """Whether a libp2p host greets there. Takes as long as the other side likes."""
+    """Returns whether a libp2p host greets there. Takes as long as the other side likes."""
     try:
         return await greeting.is_given(host, port)
     except OSError:

@@ -70,7 +70,7 @@ def hosts(host: str, port: int) -> list[str]:
 
 
 def _has(version: int, host: str, port: int) -> bool:
-    """Whether this machine has the address at all; the port may be taken."""
+    """Returns whether this machine has the address at all; the port may be taken."""
     failed = _why_not(version, host, port)
     return failed is None or failed.errno not in _NO_FAMILY
 

@@ -364,7 +364,7 @@ class Endpoint:
                 self._tasks.discard(task)
 
     def is_uncounted(self, peer: str, name: str) -> bool:
-        """Whether a stream of `peer` with this name has limits of its own."""
+        """Returns whether a stream of `peer` with this name has limits of its own."""
         return name in UNCOUNTED or self.guests.carries(peer, name)
 
     def _failed(self, stream: FrameStream, error: Exception) -> None:

@@ -42,7 +42,7 @@ class NobodyThere(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What RUN names: the manifest, if it is known, the id, addresses of nodes, and the invitation in the line."""
+    """The run that RUN names: the manifest, if known, the id, addresses of nodes, and the invitation in the line."""
 
     manifest: Manifest | None
     run_id: str
@@ -67,7 +67,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def is_run(text: str) -> bool:
-    """Whether it names a run, and not a file with text."""
+    """Returns whether it names a run, and not a file with text."""
     return "/p2p/" in text or text.endswith(".toml") or os.path.isdir(text)
 
 
@@ -162,7 +162,7 @@ def _near(manifest: Path, run_id: str) -> list[tuple[Path, Run]]:
 
 
 def _is_nodes(folder: Path, run: Run) -> bool:
-    """Whether it is a node's: it remembers its own address."""
+    """Returns whether it is a node's: it remembers its own address."""
     with contextlib.suppress(UsageError):
         return (folder / KEY).is_file() and keyfile.load_or_create(folder / KEY).peer_id in run.dialled
     return False
@@ -197,7 +197,7 @@ def here(*folders: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """Where a transport listens, and how others reach it: fields as in peer/net/p2p.py."""
+    """The listening and public addresses of a transport: fields as in peer/net/p2p.py."""
 
     host: str
     port: int = 0

@@ -45,7 +45,7 @@ class Hours:
         return cls(begin, end)
 
     def has(self, wall: float, zone: tzinfo | None = None) -> bool:
-        """Whether the moment `wall` (seconds since 1970) is among them, in `zone` (default: this machine's)."""
+        """Returns whether the moment `wall` (seconds since 1970) is among them, in `zone` (default: this machine's)."""
         local = datetime.fromtimestamp(wall, zone)
         minute = 60 * local.hour + local.minute
         if self.begin < self.end:
@@ -58,7 +58,7 @@ class Hours:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What other programs use, as shares in 0..1."""
+    """The use of the machine by other programs, as shares in 0..1."""
 
     cpu: float
     gpu: float = 0.0

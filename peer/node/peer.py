@@ -59,7 +59,7 @@ async def run_text(manifest: Manifest, config: JoinConfig, access: TextAccess) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factories:
-    """How a peer makes its parts.
+    """The constructors of a peer's parts.
 
     line: wraps the transport.
     text: (manifest, config, access) -> the training text.

@@ -116,7 +116,7 @@ class InnerLoop:
         return {}
 
     def lacks_moments(self, shard: str) -> bool:
-        """Whether the optimizer would begin to train this shard without moments."""
+        """Returns whether the optimizer would begin to train this shard without moments."""
         return False
 
     async def moments(self, shard: str) -> bytes | None:
@@ -172,7 +172,7 @@ class RoundEnd:
         self._step_began = self._clock.steady()
 
     def is_set(self) -> bool:
-        """Whether the moment has come, or another step as long as this one would end too late."""
+        """Returns whether the moment has come, or another step as long as this one would end too late."""
         now = self._clock.steady()
         return now >= self._at or now + (now - self._step_began) > self._at + self._overrun
 

@@ -122,7 +122,7 @@ class NetworkStart:
         return found
 
     def _is_remembered(self) -> bool:
-        """Whether no connection came in at the last start."""
+        """Returns whether no connection came in at the last start."""
         try:
             return time.time() - (self.folder / _MARK).stat().st_mtime < REMEMBERED_SECONDS and not self.door.announce
         except OSError:

@@ -140,12 +140,12 @@ class Recovery:
             self.emit(progress.event(round, 0, done=True))
 
     def is_long(self, shards: Sequence[str], applied: int, round: int) -> bool:
-        """Whether the payloads from `applied` to `round` are more bytes than the shards themselves."""
+        """Returns whether the payloads from `applied` to `round` are more bytes than the shards themselves."""
         replay = sum(self.replay_bytes(shard, applied, round) for shard in shards)
         return replay > sum(layout.shard_bytes(self.manifest.model, shard) for shard in shards)
 
     async def is_shorter(self, shards: Sequence[str], applied: int, round: int) -> bool:
-        """Whether a later state of these shards, which are held after `applied`, costs fewer bytes than their
+        """Returns whether a later state of these shards, which are held after `applied`, costs fewer bytes than their
         replay."""
         holders = await self.exchange.holders()
         replay = sum(self.replay_bytes(shard, applied, round) for shard in shards)

@@ -108,7 +108,7 @@ def choose_devices(wanted: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a peer trains with, and offers.
+    """The hardware that a peer trains with and offers.
 
     devices: of one kind; the first one trains stages of chains.
     memory_bytes: for Potluck above an idle process, of the device with the least.
@@ -280,7 +280,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def is_host_shortage(error: BaseException) -> bool:
-    """Whether the host's memory ran out, and not a GPU's own."""
+    """Returns whether the host's memory ran out, and not a GPU's own."""
     return any(map(_is_of_host, _roots(error)))
 
 

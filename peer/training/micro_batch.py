@@ -33,7 +33,7 @@ TABLES = ("embed", "anchor")
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a micro-batch, or some of its rows, is computed from.
+    """The inputs of a micro-batch, or of some of its rows.
 
     ids: token ids [B, L+1].
     wire: values from the previous stage [B, L, W]; None in the first stage.

@@ -86,7 +86,7 @@ class Embedding(nn.Module):
 
 
 def wide(x: Tensor) -> Tensor:
-    """The same in fp32 at least."""
+    """Returns x in fp32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -162,7 +162,7 @@ class Recorder:
         torch.autograd.graph.increment_version([total for _, total in slot.sums])
 
     def _add(self, device: Graphs, shape: tuple[int, ...], mask: Tensor | None) -> bool:
-        """Whether a slot was added. Not while another thread compiles, when blocks run uncompiled."""
+        """Returns whether a slot was added. Not while another thread compiles, when blocks run uncompiled."""
         before = compiled.uncompiled_calls()
         try:
             slot = self._recorded(device, shape, mask)

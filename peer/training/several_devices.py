@@ -307,7 +307,7 @@ class SeveralDevicesTrainer(StageTrainer):
         self._shares = dict(zip(members, shares(self.train.micro_batches, 1 + len(members))[1:], strict=True))
 
     def _send_to_helper(self, micro: int, ids: Tensor) -> bool:
-        """Whether the micro-batch is a helper's, which gets it."""
+        """Returns whether the micro-batch is a helper's, which gets it."""
         for helper, share in self._shares.items():
             if micro in share:
                 helper.say("compute", micro, ids.numpy())

@@ -305,7 +305,7 @@ class StageTrainer:
         return packed_moments.pack(self.spec, self.train, shard, state)
 
     def has_moments(self, shard: str) -> bool:
-        """Whether the optimizer has moments of this shard."""
+        """Returns whether the optimizer has moments of this shard."""
         return any(name in self._moments for name, _ in layout.tensors(self.spec, shard))
 
     def load_optimizer(self, state: Mapping[str, np.ndarray]) -> None:

@@ -69,7 +69,7 @@ def ascii(text: str) -> str:
 
 
 def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
-    """The lines of a cleaned event for a reader who watches the whole run. names: by peer id."""
+    """Returns the lines of a cleaned event for a watcher of the whole run. names: by peer id."""
     source = called(event.source, names)
     match event.body:
         case events.Listening(address=""):
@@ -144,7 +144,7 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
 
 
 def price(found: events.Found) -> list[str]:
-    """What the run may cost this machine, as text."""
+    """Returns the run's cost for this machine as text."""
     mirrors = ", ".join(clean(mirror, 80) for mirror in found.mirrors)
     return [
         f"at most, as a full replica: {size(2 * found.state_bytes)} of disk for states, of which one is written every"

@@ -40,7 +40,7 @@ _STDIN = 0
 
 
 def can_read(fd: int) -> bool:
-    """Whether `fd` is a terminal and this process is in its foreground."""
+    """Returns whether `fd` is a terminal and this process is in its foreground."""
     try:
         return os.isatty(fd) and os.tcgetpgrp(fd) == os.getpgrp()
     except OSError:

@@ -95,7 +95,7 @@ class Screen:
         self.view.feed(event)
 
     def has_news(self) -> bool:
-        """Whether the screen has changed since the last call."""
+        """Returns whether the screen has changed since the last call."""
         with self._lock:
             news, self._news = self._news or self.console.size != self._size, False
             self._size = self.console.size
@@ -460,7 +460,7 @@ def busy_share(p: PeerView, mark: str) -> Text:
 
 
 def shows_marks(line: Sequence[Point], marks: Sequence[Point], width: int) -> bool:
-    """Whether a chart of this width has space for all marks side by side."""
+    """Returns whether a chart of this width has space for all marks side by side."""
     return bool(marks) and (not line or len(marks) <= (width - TICK_WIDTH - 2) // 3)
 
 

@@ -27,12 +27,12 @@ _PERSON = b"potluck/ranges/1"
 
 
 def is_name(text: object) -> bool:
-    """Whether `text` has the form of a name."""
+    """Returns whether `text` has the form of a name."""
     return isinstance(text, str) and len(text) == 64 and all(c in "0123456789abcdef" for c in text)
 
 
 def count(size: int) -> int:
-    """How many ranges a blob of `size` bytes has; an empty one has one."""
+    """Returns the number of ranges of a blob of `size` bytes, at least 1."""
     return max(1, -(-size // RANGE_BYTES))
 
 
@@ -42,7 +42,7 @@ def span(size: int, index: int) -> tuple[int, int]:
 
 
 def is_leaf(leaves: bytes, index: int, data: Bytes) -> bool:
-    """Whether `data` is range `index` of the blob with these leaves."""
+    """Returns whether `data` is range `index` of the blob with these leaves."""
     return hashlib.sha256(data).digest() == leaves[LEAF_BYTES * index : LEAF_BYTES * (index + 1)]
 
 

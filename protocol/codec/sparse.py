@@ -135,7 +135,7 @@ class PayloadError(PotluckError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """What is kept of one tensor: unique flat row-major positions [n] int64 and values [n] fp32."""
+    """The kept entries of one tensor: unique flat row-major positions [n] int64 and values [n] fp32."""
 
     index: Positions
     values: Array
@@ -240,7 +240,7 @@ class _Tensor:
 
 
 def decode(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memoryview, run: Map = map) -> list[Sparse]:
-    """What `payload` says of tensors of these shapes. Raises PayloadError on anything that `encode` cannot have made:
+    """Returns the entries of tensors of these shapes. Raises PayloadError on anything that `encode` cannot have made:
     header, lengths and centroids are checked before all else, then padding, index order and range, and finiteness."""
     opened = _open(codec, shapes, payload)
     tilings = [topk.tiling(tuple(shape), codec.topk) for shape in shapes]
@@ -368,7 +368,7 @@ def _open(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memory
 
 
 def _table(number: int, raw: Bytes) -> Array:
-    """What the codes of tensor `number` stand for. Raises PayloadError."""
+    """Returns the values of tensor `number`'s codes. Raises PayloadError."""
     centroids = raw.view("<f4").astype(np.float32)
     if not np.isfinite(centroids).all():
         raise PayloadError(f"payload: tensor {number}: centroids are not finite; refused")

@@ -97,7 +97,7 @@ class Tiling:
         return band * self.tr * self.cols + across * self.tc
 
     def cut(self, elements: int) -> list[Tiling]:
-        """The same tiles in parts of so many elements at most, but of one band at least."""
+        """Returns the same tiles in parts of at most `elements` elements, each at least one band."""
         step = max(1, elements // (self.tr * self.cols)) * self.tr
         return [
             replace(self, rows=min(step, self.rows - row), band=self.band + row // self.tr)

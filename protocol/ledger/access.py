@@ -33,13 +33,13 @@ LONGEST_TICKET = 1024
 
 
 def certificate_body(invitation: Invitation) -> bytes:
-    """What the operator's signature is over."""
+    """Returns the bytes that the operator signs."""
     known = [invitation.run, invitation.key, invitation.expires, invitation.count, invitation.reason]
     return DOMAIN + framing.pack_message(["invitation", *known])
 
 
 def proof_body(invitation: Invitation, peer: str) -> bytes:
-    """What the signature of the invitation's key is over, with which `peer` comes in."""
+    """Returns the bytes that the invitation's key signs to admit `peer`."""
     return DOMAIN + framing.pack_message(["join", invitation.run, invitation.key, peer])
 
 
@@ -61,7 +61,7 @@ def why_invalid(manifest: Manifest, joined: Joined, time: float, operators: Coll
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What friends are given: an invitation that `operator` has signed, and the secret `seed` of its key."""
+    """An invitation that `operator` has signed, with the secret `seed` of its key; operators give it to friends."""
 
     invitation: Invitation
     operator: str
@@ -82,7 +82,7 @@ class Ticket:
 
 
 def issue(operator: Identity, seed: bytes, run: str, *, expires: int, count: int, reason: str = "") -> Ticket:
-    """A new invitation; `seed`: 32 random bytes that nobody else has."""
+    """Returns a new invitation; `seed`: 32 secret random bytes."""
     key = Identity(seed).peer_id
     invitation = Invitation(run=run, key=key, expires=expires, count=count, reason=reason)
     return Ticket(invitation, operator.peer_id, operator.sign(certificate_body(invitation)), seed)
@@ -128,7 +128,7 @@ class Access:
     uses: Mapping[str, int] = field(default_factory=dict)
 
     def after(self, enacted: Enacted | None, joined: Sequence[Joined] = ()) -> Access:
-        """With this decree, if there is one, and then with those who come in."""
+        """Returns the access rules after this decree, if any, and then these admissions."""
         if joined:
             invited, uses = dict(self.invited), Counter(self.uses)
             for one in joined:
@@ -156,7 +156,7 @@ class Access:
         return "the run is closed, and it is not admitted"
 
     def why_not_join(self, joined: Joined) -> str | None:
-        """Why `joined`, which is valid in itself (`why_invalid`), admits nobody; None if it does."""
+        """Returns the reason to refuse `joined`, whose signatures are valid (`why_invalid`); None if it is admitted."""
         if (ban := self._ban_of(joined.peer)) is not None:
             return f"it is banned{ban}"
         if self.why_not(joined.peer) is None:
@@ -203,7 +203,7 @@ def decrees_after(head: Commit | None) -> int:
 
 
 def is_signed(operator: str, decree: Decree, signature: bytes) -> bool:
-    """Whether this is the operator's signature of the decree, in the one form that a decree has in a commit."""
+    """Returns whether this is the operator's signature of the decree, in the one form that a decree has in a commit."""
     return identity.verify(operator, DOMAIN + encoding.encode(decree), signature)
 
 
@@ -250,7 +250,7 @@ def dated(commit: Commit, time: float) -> Commit:
 
 
 class SignedDecrees:
-    """What operators have signed for the next decree, at most one thing each: part of a node's machine."""
+    """Operators' signatures for the next decree, at most one an operator: part of a node's state machine."""
 
     def __init__(self) -> None:
         self._signed: dict[str, tuple[Decree, bytes]] = {}
@@ -284,7 +284,7 @@ class PendingInvitations:
         self._waiting: dict[str, tuple[Joined, float]] = {}
 
     def has_place(self, joined: Joined, now: float) -> bool:
-        """Whether one more may wait: not more of one invitation than it lets in, and not too many of all."""
+        """Returns whether one more may wait: not more of one invitation than it lets in, and not too many of all."""
         self._waiting = {p: known for p, known in self._waiting.items() if now - known[1] <= ASKED_SECONDS}
         if joined.peer in self._waiting:
             return True
@@ -297,7 +297,7 @@ class PendingInvitations:
             self._waiting[joined.peer] = joined, now
 
     def next(self, access: Access, now: float) -> tuple[Joined, ...]:
-        """Whom the next commit lets in. `access`: with what else it says."""
+        """Returns the admissions of the next commit. `access`: after the commit's decree."""
         found: list[Joined] = []
         for joined, asked in self._waiting.values():
             if len(found) < MAX_JOINED and now - asked <= ASKED_SECONDS and access.why_not_join(joined) is None:

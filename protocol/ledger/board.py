@@ -37,7 +37,7 @@ def members_after(manifest: Manifest, head: Commit | None) -> tuple[str, ...]:
 
 
 def is_complete(board: Board, members: Sequence[str]) -> bool:
-    """Whether these may be a round's members: operators, as many as the board's quorum."""
+    """Returns whether these may be a round's members: operators, as many as the board's quorum."""
     named = set(members)
     return named <= set(board.names) and len(named) == len(members) == board.quorum
 
@@ -69,14 +69,14 @@ def changed(manifest: Manifest, head: Commit | None, decree: Decree) -> Board:
 
 
 def after(manifest: Manifest, head: Commit | None, enacted: Enacted | None) -> Board | None:
-    """What the commit after `head` carries, with this decree, if there is one."""
+    """Returns the board in the commit after `head`, with this decree, if any."""
     if enacted is not None and is_change(enacted):
         return changed(manifest, head, enacted.decree)
     return None if head is None else head.board
 
 
 def why_not(manifest: Manifest, head: Commit | None, decree: Decree) -> str | None:
-    """Why no commit right after `head` can bring this change of the board, whoever signed it; None if one can."""
+    """Returns the reason why the commit after `head` cannot make this change of the board; None if it can."""
     names = operators(manifest, head)
     fresh = [operator.peer for operator in decree.operators]
     then = changed(manifest, head, decree)

@@ -44,7 +44,7 @@ _ID, _INTEGER, _NUMBER, _CHARACTER = "d" * 64, 2**63, 1 / 3, "\U0010ffff"
 
 
 def cost(value: Any) -> Cost:
-    """What a dataclass, a tuple of them, or plain data takes in a message."""
+    """Returns the cost of a dataclass, a tuple of them, or plain data in a message."""
     data = value if isinstance(value, dict | str | int) else packed(value)
     return Cost(len(framing.pack_message(data)), _values(data))
 
@@ -83,7 +83,7 @@ def longest(hint: Any, **given: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def budget(manifest: Manifest) -> Cost:
-    """What the contributions and the next plan of one commit may take together."""
+    """Returns the most that the contributions and the next plan of one commit may cost together."""
     names = layout.shard_names(manifest.model)
     without_replicas = longest(
         Commit,
@@ -109,7 +109,7 @@ def _envelope() -> Cost:
 
 
 def can_be_read(commit: Commit) -> bool:
-    """Whether its record can be read with all votes. A commit in another message may be too long for that."""
+    """Returns whether its record can be read with all votes. A commit in another message may be too long for that."""
     try:
         return (cost(commit) + _envelope()).is_within(LARGEST)
     except framing.FrameError:
@@ -118,7 +118,7 @@ def can_be_read(commit: Commit) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _longest_contribution(stages: int) -> Cost:
-    """What a commit says of a replica, at most: its contribution, or why it is left out."""
+    """Returns the most that a replica costs in a commit: its contribution, or the reason why it is left out."""
     counted, out = cost(longest(Contribution, shares=(longest(Share),) * stages)), _left_out(stages)
     return Cost(max(counted.size, out.size), max(counted.values, out.values))
 
@@ -169,7 +169,7 @@ def foremost(diverged: Sequence[Diverged], plan: Plan | None) -> tuple[Diverged,
 
 
 def shortened(left_out: Sequence[LeftOut]) -> tuple[LeftOut, ...]:
-    """The same, with reasons that take at most REASONS_BYTES bytes together."""
+    """Returns the entries with reasons of at most REASONS_BYTES bytes together."""
     most = max(SHORTEST_REASON_BYTES, REASONS_BYTES // max(len(left_out), 1))
     return tuple(
         x if len(x.reason.encode()) <= most else dataclasses.replace(x, reason=_cut(x.reason, most)) for x in left_out

@@ -23,7 +23,7 @@ Key = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[C]):
-    """How one kind of claim is treated."""
+    """The rules of one kind of claim."""
 
     name: str
     """The kind, with its article, as in "has a score that ..."."""

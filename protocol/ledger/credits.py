@@ -81,9 +81,9 @@ class Credits:
             before = until
 
     def streak(self, credit: Credit) -> int:
-        """How many of the last rounds it has been in, without a gap; 0 if it was not in the newest."""
+        """Returns the number of consecutive rounds up to the newest with a contribution of this peer."""
         return credit.streak if credit.last == self.round else 0
 
     def table(self) -> list[Credit]:
-        """Everybody who was ever planned, those with the most tokens first."""
+        """Returns the credits of all peers that were ever planned, most tokens first."""
         return sorted(self._of.values(), key=lambda c: (-c.tokens, -c.rounds, c.peer))

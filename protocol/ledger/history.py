@@ -116,7 +116,7 @@ class Stretch:
 
     @property
     def tip(self) -> Tip:
-        """What a reader knows who has read it."""
+        """The reader's state after this stretch."""
         commit = self.last.commit
         return Tip(commit.round, commit.digest, commit.members)
 
@@ -142,7 +142,7 @@ def read(manifest: Manifest, tip: Tip, raws: Sequence[bytes], sender: str) -> It
 
 
 def _why_not(manifest: Manifest, tip: Tip, links: Sequence[_Link], record: RecordHead) -> str | None:
-    """Why this record, the last of `links`, if there are any, is not decided by those who decide after `tip`."""
+    """Returns why the members after `tip` have not decided this record, the last of `links`; None if they have."""
     commit = record.commit
     follows = (commit.run, commit.round, commit.parent) == (manifest.run_id, tip.round + 1, tip.digest)
     if record.digest != links[-1].digest if links else not follows:
@@ -156,7 +156,7 @@ _CARRIED = ("decrees", "schedule", "board")
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """A commit that changes nothing of who decides. `carried`: what it says as its successor has to."""
+    """A commit that changes no members of the quorum. `carried`: fields that its successor must repeat."""
 
     packed: Packed
     digest: str
@@ -224,7 +224,7 @@ class Kept(Sequence[T]):
 
     @property
     def old(self) -> int:
-        """How many, from the first on, are not in memory."""
+        """The number of oldest entries that are not in memory."""
         return self._count - len(self._newest)
 
     def __len__(self) -> int:
@@ -284,7 +284,7 @@ class Commits(Mapping[int, Commit]):
         return self._packed[round]
 
     def append(self, commit: Packed) -> None:
-        """The next one, which is unpacked when somebody looks at it. Raises KeyError for any other."""
+        """Appends the next commit, which is unpacked at its first read. Raises KeyError for any other round."""
         if commit.round != len(self):
             raise KeyError(commit.round)
         self._kept.append_older()

@@ -59,7 +59,7 @@ def root_of(parts: Parts) -> str:
 
 
 def share_of(peer: str, parts: Parts) -> Share:
-    """What a commit says of these parts of `peer`."""
+    """Returns the commit's entry for these parts of `peer`."""
     raw = pack(parts)
     size, norm = sum(part.size for part in parts), total(part.norm for part in parts)
     return Share(peer=peer, root=blob_hash.name_of(raw), size=size, norm=norm, listed=len(raw))
@@ -81,7 +81,7 @@ def longest(manifest: Manifest) -> int:
 
 
 def may_be_fetched(manifest: Manifest, share: Share) -> bool:
-    """Whether the share's list is no longer than one of this run can be."""
+    """Returns whether the share's list is no longer than one of this run can be."""
     return 0 < share.listed <= longest(manifest)
 
 

@@ -20,7 +20,7 @@ _BITS = {4: 24, 6: 48}
 
 
 def range_of(where: str) -> str:
-    """The range of the multiaddress that somebody comes from; empty where it says nothing about who that is."""
+    """Returns the address range of a multiaddress; empty where the address does not tell operators apart."""
     if "/p2p-circuit" in where:
         return RELAYED
     try:
@@ -59,7 +59,7 @@ def largest(manifest: Manifest, plan: Plan, of: Mapping[str, str], share: float)
 
 
 def has_room(manifest: Manifest, plan: Plan | None, of: Mapping[str, str], peer: str, share: float) -> bool:
-    """Whether a seat for `peer` leaves its range within its share."""
+    """Returns whether a seat for `peer` leaves its range within its share."""
     if plan is None or not plan.seats or share >= 1:
         return True
     whole = (StageSpec(peer=peer, first=0, last=manifest.model.n_layers),)
@@ -99,7 +99,7 @@ def _mean(manifest: Manifest, plan: Plan) -> int:
 
 
 def _without(plan: Plan, cut: set[int]) -> Plan:
-    """The plan without these of its replicas, and those that are forming; whoever is in no other one is a spare."""
+    """Returns the plan without these replicas, forming ones too; members of no other replica become spares."""
     planned = (*plan.replicas, *plan.forming)
     kept = [i for i in range(len(planned)) if i not in cut]
     members = {p for i in kept for p in planned[i].peers}

@@ -98,17 +98,17 @@ def checkpoint_grain(manifest: Manifest) -> int:
 
 
 def last_checkpoint_is_due(round: int, checkpoint: int, holds: bool, applying: bool) -> bool:
-    """Whether a process that ends writes a checkpoint; not while a commit is half applied (`applying`)."""
+    """Returns whether a process that ends writes a checkpoint; not while a commit is half applied (`applying`)."""
     return round >= 1 and round != checkpoint and holds and not applying
 
 
 def feedback_is_due(since: float | None, now: float) -> bool:
-    """Whether the error feedback is written now; `since`: when it changed (seconds, None: it did not)."""
+    """Returns whether the error feedback is written now; `since`: when it changed (seconds, None: it did not)."""
     return since is not None and now - since >= SAVE_SECONDS
 
 
 def feedback_goes_to_disk(on_disk: int | None, round: int) -> bool:
-    """Whether the feedback of `round` goes to disk. on_disk: the round there, None: none, or to be replaced."""
+    """Returns whether the feedback of `round` goes to disk. on_disk: the round there, None: none, or to be replaced."""
     return on_disk is None or round - on_disk >= SAVED_ROUNDS
 
 
@@ -118,7 +118,7 @@ def look_is_due(replay_is_long: bool, looked_at: float, now: float) -> bool:
 
 
 def fetches_ahead(applied: int, shards: Collection[str], round: int) -> bool:
-    """Whether an offer to `round` is fetched before its commit: the round is near, and shards are held."""
+    """Returns whether an offer to `round` is fetched before its commit: the round is near, and shards are held."""
     return applied < round <= applied + AHEAD and bool(shards)
 
 
@@ -129,5 +129,5 @@ def seconds_left(manifest: Manifest, commit: Commit, wall: float) -> float:
 
 
 def fits(manifest: Manifest, part: Part) -> bool:
-    """Whether a part of a shard that is held is no larger than a payload of that shard can be."""
+    """Returns whether a part of a shard that is held is no larger than a payload of that shard can be."""
     return 0 < part.size <= part_lists.largest_payload(manifest, part.shard)

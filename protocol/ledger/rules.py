@@ -332,7 +332,7 @@ def _are_members(state: RunState, spec: ReplicaSpec, contribution: Contribution)
 
 
 def _replicas(plan: Plan | None) -> tuple[ReplicaSpec, ...]:
-    """Those that train, and those that form."""
+    """Returns the replicas that train and those that are forming."""
     return (*plan.replicas, *plan.forming) if plan is not None else ()
 
 

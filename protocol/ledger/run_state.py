@@ -55,7 +55,7 @@ class Due:
         return None
 
     def after(self, commit: Commit) -> Due:
-        """What is due when `commit` is the newest."""
+        """Returns the due measurements after `commit`."""
         if evaluation_is_due(self.manifest, commit):
             by, operators = evaluators(self.manifest, commit), board.operators(self.manifest, commit)
             return Due(self.manifest, commit.round, commit.digest, by, operators=operators)
@@ -65,7 +65,7 @@ class Due:
 
 
 def evaluation_is_due(manifest: Manifest, commit: Commit) -> bool:
-    """Whether the state after `commit` is to be measured; a later commit must be able to carry the result."""
+    """Returns whether the state after `commit` is to be measured; a later commit must be able to carry the result."""
     every = manifest.evaluation.every
     return every > 0 and commit.round % every == 0 and commit.plan is not None
 
@@ -117,7 +117,7 @@ class RunState:
         return self._apply(commit, None)
 
     def _apply(self, commit: Commit, known: dict[str, Reputation] | None) -> RunState:
-        """The same; `known` as in `Standing.after`."""
+        """Returns the state after `commit`; `known` as in `Standing.after`."""
         return dataclasses.replace(
             self,
             standing=self.standing.after(commit, known),

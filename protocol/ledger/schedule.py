@@ -19,7 +19,7 @@ def of(manifest: Manifest, head: Commit | None) -> Schedule:
 
 
 def limits(manifest: Manifest, now: Schedule | None) -> Limits:
-    """What strangers may have, by the schedule that holds; None: none was decreed."""
+    """Returns the limits of strangers by schedule `now`; None: none was decreed."""
     if now is not None and now.limits is not None:
         return now.limits
     said = manifest.admission
@@ -50,7 +50,7 @@ def steps_before(manifest: Manifest, round: int, idle: int) -> int:
 
 
 def after(head: Commit | None, decree: Enacted | None) -> Schedule | None:
-    """What the commit after `head` carries, with this decree, if there is one."""
+    """Returns the schedule in the commit after `head`, with this decree, if any."""
     if decree is not None and decree.decree.schedule is not None:
         return decree.decree.schedule
     return None if head is None else head.schedule

@@ -176,7 +176,7 @@ def _weighed(
 
 
 def _believed(entry: PeerScores, scored: Scored, peer: str, typical: float, now: int) -> PeerScores:
-    """What the marks that `peer` gave, or did not, say of itself."""
+    """Returns `entry` judged by the marks that `peer` gave and those that it owes."""
     mark, others = scored.told.get(peer), scored.told.values()
     missed = mark is None
     if mark is not None:
@@ -214,14 +214,14 @@ def sequences(manifest: Manifest) -> int:
 
 
 def able(manifest: Manifest, commit: Commit, book: ScoreBook) -> dict[str, int]:
-    """Who can score the contributions of `commit`, and on how many sequences each has trained for it."""
+    """Returns the possible scorers of `commit` and the number of sequences that each trained for it."""
     full = {c.shares[0].peer: c.tokens // manifest.train.sequence for c in commit.contributions if len(c.shares) == 1}
     fastest = max(full.values(), default=0)
     return {peer: n for peer, n in full.items() if n >= SLOWEST_SCORER * fastest and book.is_heard(peer, commit.round)}
 
 
 def quota(manifest: Manifest, commit: Commit, trained: Mapping[str, int]) -> int:
-    """How many contributions of `commit` each scorer marks; `trained`: as `able`."""
+    """Returns the number of contributions of `commit` that each scorer marks; `trained`: as `able`."""
     each = manifest.judging.score_share * TRAINED * min(trained.values(), default=0) / (PASSES * sequences(manifest))
     return min(MAX_MARKS, int((commit.round + 1) * each) - int(commit.round * each))
 
@@ -313,7 +313,7 @@ class Turn:
         return None
 
     def is_over(self, now: int) -> bool:
-        """Whether nothing of it is waited for any more after the commit of round `now`."""
+        """Returns whether nothing of it is waited for any more after the commit of round `now`."""
         return self.round + LATE_ROUNDS <= now or self.told.keys() == self.by.keys()
 
     def scored(self) -> list[Scored]:
@@ -343,7 +343,7 @@ class Scoring:
         return next((turn for turn in self.turns if turn.round == round), None)
 
     def is_due(self, said: Score) -> bool:
-        """Whether this scorer is waited for, and the log has none of its scores of that round."""
+        """Returns whether this scorer is waited for, and the log has none of its scores of that round."""
         turn = self.turn(said.round)
         return turn is not None and said.peer in turn.by and said.peer not in turn.told
 

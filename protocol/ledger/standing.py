@@ -97,7 +97,7 @@ class Standing:
         return self.known.get(peer, UNKNOWN_PEER)
 
     def is_exempt(self, peer: str) -> bool:
-        """Whether `peer` need not serve a probation: somebody has vouched for it."""
+        """Returns whether `peer` need not serve a probation: somebody has vouched for it."""
         if self.of(peer).fell:
             return False
         decree = self.access.decided.get(peer)
@@ -108,22 +108,22 @@ class Standing:
         return 0 if self.is_exempt(peer) else max(0, self.limits.probation - self.of(peer).served)
 
     def rests(self, peer: str) -> bool:
-        """Whether `peer` has no place in the next plan, for what was found against it."""
+        """Returns whether `peer` has no place in the next plan, for what was found against it."""
         return self.round + 1 <= self.of(peer).until
 
     def fallen(self) -> dict[str, int]:
-        """Who has lost its reputation in the newest round, and up to which round each rests."""
+        """Peers that lost their reputation in the newest round, and the last round of each one's rest."""
         until = self.round + REST_ROUNDS
         return {peer: until for peer, known in self.known.items() if known.until == until}
 
     def marked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """The same; those for whom somebody vouches are limited by no range of addresses."""
+        """Returns the candidates, with no address range where a member vouches for them."""
         return [dataclasses.replace(c, range="") if c.range and self.is_exempt(c.peer) else c for c in candidates]
 
     # --- what is known of the open round
 
     def is_new(self, replica: ReplicaSpec) -> bool:
-        """Whether most of its blocks are trained by peers on probation."""
+        """Returns whether most of its blocks are trained by peers on probation."""
         if not self.limits.probation:
             return False
         blocks = zip(replica.peers, replica.blocks, strict=True)
@@ -131,7 +131,7 @@ class Standing:
 
     @functools.cached_property
     def established(self) -> int:
-        """How many replicas of the plan are no newcomers'."""
+        """The number of replicas in the plan that are not newcomers'."""
         return sum(not self.is_new(replica) for replica in self.plan.replicas) if self.plan is not None else 0
 
     @functools.cached_property
@@ -161,7 +161,7 @@ class Standing:
         return self.scoring.found
 
     def is_seat(self, number: int) -> bool:
-        """Whether this is a replica of the open round that nobody was planned for."""
+        """Returns whether this is a replica of the open round that nobody was planned for."""
         return self.plan is not None and any(seat.number == number for seat in self.plan.seats)
 
     def is_on_probation(self, number: int, peers: tuple[str, ...]) -> bool:
@@ -181,7 +181,7 @@ class Standing:
         return frozenset(x.replica for x in there if self.is_on_probation(x.replica, x.peers))
 
     def weigh(self, contributions: Sequence[Contribution]) -> tuple[float, ...]:
-        """What reputation and shares leave of the weight of each of the open round's contributions that count."""
+        """Returns the weight factor of each counted contribution by reputation and address shares."""
         total = sum(c.tokens for c in contributions)
         most = max(self.limits.share, 1 / len(contributions)) if contributions else 1.0
         return tuple(self._weight(c, most, c.tokens / total) for c in contributions)

@@ -174,7 +174,7 @@ def _holds(layers: int, blocks: int, first: Ints, last: Ints) -> bool:
 def _pays(
     manifest: Manifest, swarm: Swarm, everybody: Sequence[Candidate], gone: Sequence[Arranged], after: Sequence[Group]
 ) -> bool:
-    """Whether what moves is worth the state that has to travel; the gain itself is `Arrangement.bonus`'s."""
+    """Returns whether what moves is worth the state that has to travel; the gain itself is `Arrangement.bonus`'s."""
     before = {p: r for replica in gone for p, r in zip(replica.members, replica.ranges, strict=True)}
     rated = swarm.rated(padded(after)) if after else None
     gained = (float(rated.rate.sum()) if rated else 0.0) - sum(replica.rate for replica in gone)

@@ -57,7 +57,7 @@ class Budget:
         return max(own / max(self.memory_bytes, 1), host / self.host_bytes if self.host_bytes else 0.0)
 
     def own_bytes(self, host: int) -> int:
-        """What is left for what trains where the host needs so much."""
+        """Returns the bytes left for training where the host needs `host` bytes."""
         return self.memory_bytes if self.is_split else self.memory_bytes - host
 
 
@@ -65,7 +65,7 @@ class Budget:
 
 
 def needs_of(manifest: Manifest, first: int, last: int, device: str = CPU, joined: int = 1) -> Bytes:
-    """What the stage of blocks first <= i < last needs; of its own NEVER where it cannot be."""
+    """Returns the needs of the stage of blocks first <= i < last; NEVER where it is impossible."""
     own = memory.stage_memory(manifest, first, last, device, joined)
     return own, memory.host_memory(manifest, first, last, device)
 
@@ -86,7 +86,7 @@ def _needs_by_range(manifest: Manifest, gpu: bool) -> dict[tuple[int, int], Byte
 
 
 def fits(manifest: Manifest, budget: Budget, first: int, last: int) -> bool:
-    """Whether this is enough for the stage of blocks first <= i < last."""
+    """Returns whether this is enough for the stage of blocks first <= i < last."""
     return budget.holds(needs_by_range(manifest, budget.device)[first, last])
 
 
@@ -113,7 +113,7 @@ def smallest_stage(manifest: Manifest, device: str = CPU) -> Bytes:
 
 @functools.lru_cache(maxsize=8)
 def _most_demanding(manifest: Manifest, gpu: bool, in_files: bool) -> tuple[Bytes, ...]:
-    """What the most demanding stages there may be need; without files, with all other shards for a later role."""
+    """Returns the needs of the most demanding stages; without files, with all other shards for a later role."""
     layers, device = manifest.model.n_layers, memory.GPU if gpu else CPU
     parts = [(a, b) for a, b in ((0, layers - 1), (1, layers)) if a < b and not manifest.model.tie_word_embeddings]
     found = []
@@ -135,13 +135,13 @@ def in_files(manifest: Manifest, budget: Budget) -> bool:
 
 
 def keeps_warm(manifest: Manifest, budget: Budget) -> bool:
-    """Whether a spare keeps all shards, so that it can take any stage for which it has room."""
+    """Returns whether a spare keeps all shards, so that it can take any stage for which it has room."""
     needed = memory.warm_bytes(manifest)
     return budget.holds((0, needed) if budget.is_split else (needed, 0))
 
 
 def has_room_to_evaluate(manifest: Manifest, budget: Budget) -> bool:
-    """Whether there is room for a copy of the whole model beside whatever it is given to train."""
+    """Returns whether there is room for a copy of the whole model beside whatever it is given to train."""
     gpu, copy = on_gpu(budget.device), _copy_bytes(manifest)
     return all(budget.holds((own + copy, host)) for own, host in _most_demanding(manifest, gpu, gpu))
 

@@ -43,7 +43,7 @@ class Setting:
 
     @property
     def token_seconds(self) -> float:
-        """That a stage computes for a token, forward and backward."""
+        """Seconds of a stage for a token, forward and backward."""
         return 6 * self.parameters / (STAGES * self.flops)
 
     @property

@@ -163,7 +163,7 @@ def memory_at(
     device: str = CPU,
     joined: int = 1,
 ) -> int:
-    """The same with all activations of `plain` micro-batches and `most` of them in flight."""
+    """Returns the memory with all activations of `plain` micro-batches and `most` of them in flight."""
     kept = activation_bytes(manifest, first, last, device, joined) * plain
     flight = kept + frame_bytes(manifest, first, last) * most + _backward(manifest, first, last, device, joined)
     moved = max(_tied(manifest), 12 * max(_muon(manifest, "block.0"), default=0))
@@ -204,7 +204,7 @@ def _trained(manifest: Manifest, first: int, last: int) -> tuple[int, int]:
 
 
 def _kept(manifest: Manifest, first: int, last: int, in_files: bool, device: str) -> int:
-    """What stays from step to step, where the parameters are."""
+    """Returns the bytes that stay from step to step on the parameters' device."""
     params, one_less = _trained(manifest, first, last)
     kept = 16 * params - 4 * one_less
     if on_gpu(device):  # the rest is the host's

@@ -140,7 +140,7 @@ def pairs_apart(candidates: Sequence[Candidate]) -> NDArray[np.int64]:
 
 
 def can_take(manifest: Manifest, spare: Candidate, stage: StageSpec) -> bool:
-    """Whether a spare can take this stage in the middle of a round."""
+    """Returns whether a spare can take this stage in the middle of a round."""
     room = spare.budget
     return budget.fits(manifest, room, stage.first, stage.last) and budget.keeps_warm(manifest, room)
 
@@ -235,7 +235,7 @@ def balanced(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, Candi
 
 
 def _moved_bytes(manifest: Manifest, before: ReplicaSpec, after: ReplicaSpec) -> int:
-    """What the members of a chain must fetch: the state of the shards that they did not hold."""
+    """Returns the bytes that a chain's members must fetch: the state of shards that they did not hold."""
     total = 0
     for old, new in zip(before.stages, after.stages, strict=True):
         held = stage_shards(manifest, old.first, old.last)

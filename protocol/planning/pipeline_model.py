@@ -129,7 +129,7 @@ def step_seconds(
 
 
 def computes_twice(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int, depth: int) -> bool:
-    """Whether the first of these stages recomputes: no room to let `depth` wait, or waiting would cost more."""
+    """Returns whether the first of these stages recomputes: no room to let `depth` wait, or waiting would cost more."""
     first = stages[0]
     window = min(depth, first.depths.plain)
     if len(stages) == 1 or window >= min(depth, micro_batches):

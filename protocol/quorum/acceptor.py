@@ -44,7 +44,7 @@ Answer = Save | Send | Fetch | FetchList | Judge | Refused
 
 
 class Ballots(Enum):
-    """What a member is bound to in a round."""
+    """The ballots and pledges that bind a member in a round."""
 
     FREE = "free"
     """It has neither promised nor accepted anything."""
@@ -139,7 +139,7 @@ class Acceptor:
         return self._came(root)
 
     def judge(self, digest: str, unfair: Objection | None) -> list[Answer]:
-        """What was found of a commit."""
+        """Takes the verdict on a commit; `unfair`: its fault, None: it is fair."""
         self.verdicts[digest] = unfair
         self._awaited.discard(digest)
         if unfair is None or self.waiting is None or self.waiting[1].commit.digest != digest:
@@ -216,7 +216,7 @@ class Acceptor:
         return self.position.step(Accept, Ballots.ACCEPTED, [Save(self.vote), Send(peer, self._sign(accept))])
 
     def is_proof(self, commit: Commit, ballot: int, pledges: Mapping[str, bytes], members: tuple[str, ...]) -> bool:
-        """Whether enough members pledged `commit` in this ballot, as these signatures show."""
+        """Returns whether enough members pledged `commit` in this ballot, as these signatures show."""
         named = set(pledges) & set(members)
         if ballot < 0 or len(named) < votes_needed(len(members)):
             return False

@@ -35,7 +35,7 @@ def leader_of(members: tuple[str, ...], before: str, turn: int) -> str:
 
 
 class Role(Enum):
-    """What a node is among the operators' nodes."""
+    """The role of a node in the quorum."""
 
     FOLLOWING = "following"
     """It proposes nothing."""
@@ -86,11 +86,11 @@ class Leadership:
 
     @property
     def present(self) -> frozenset[str]:
-        """The operators that have given signs of life within a lease, and this node; after a start nobody has yet."""
+        """Operators heard within a lease, and this node; after a start only this node."""
         return frozenset(self._alive & self._signs)
 
     def follow(self, operators: tuple[str, ...]) -> None:
-        """These operate the run now. Who is new has given no sign of life yet."""
+        """Sets the run's operators. New ones have given no sign of life yet."""
         self._operators = operators
         self._heard = {o: self._heard.get(o, float("-inf")) for o in operators}
         self._alive &= set(operators)

@@ -160,7 +160,7 @@ class Quorum:
     # --- the other nodes
 
     def _watch(self, out: list[Effect]) -> None:
-        """Finds out who leads, and gives a sign of life."""
+        """Updates the leader, and sends a sign of life."""
         changed = self.leadership.elect(self.members, self._before)
         out += changed
         if changed and not self.leads:
@@ -213,7 +213,7 @@ class Quorum:
                 pass
 
     def _help(self, peer: str, round: int, out: list[Effect]) -> None:
-        """`peer` is at `round`: who is behind gets the records in between."""
+        """Sends `peer`, which is at `round`, the records that it lacks."""
         if round > self.round:
             out += self.position.stay(ev.Heard, [ev.Send(peer, LogRequest(after=self.round - 1))])
         elif round < self.round:
@@ -231,7 +231,7 @@ class Quorum:
         return here and heard and in_reach and self._owner(ballot) == peer
 
     def hears(self, peer: str, head: MessageHead) -> bool:
-        """Whether a message with a commit can change anything now, by its head: only then is it decoded."""
+        """Returns whether a message with a commit can change anything now, by its head: only then is it decoded."""
         if head.kind is Promise:
             asked = self.phase in (Phase.PREPARING, Phase.PLEDGING) and head.ballot == self.ballot
             return asked and head.round == self.round and peer in self.members
@@ -256,7 +256,7 @@ class Quorum:
             self._on_accept(peer, accept, out, event)
 
     def _route(self, effects: Sequence[Effect], out: list[Effect]) -> None:
-        """What the acceptor does. Its answers to ourselves are heard at once; a single member needs no durable vote."""
+        """Carries out the acceptor's effects. Answers to this node are heard at once; a lone member stores no vote."""
         for effect in effects:
             if isinstance(effect, ev.Refused) and effect.peer == self.peer:
                 if self.phase in (Phase.PLEDGING, Phase.ACCEPTING):
@@ -349,7 +349,7 @@ class Quorum:
         self._ask(out)
 
     def _is_proven(self, promise: Promise) -> bool:
-        """Whether the commit that a member says to have accepted was certified."""
+        """Returns whether the commit that a member says to have accepted was certified."""
         commit = promise.commit
         if commit is None or commit.round != self.round:
             return False

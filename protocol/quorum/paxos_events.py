@@ -14,7 +14,7 @@ from protocol.wire.session import Heartbeat, LogRequest
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """What is wrong with a commit. lie: it breaks a rule, else a doubt; again: a repeated doubt, treated as a lie."""
+    """A fault of a commit. lie: it breaks a rule, else a doubt; again: a repeated doubt, treated as a lie."""
 
     reason: str
     lie: bool
@@ -29,7 +29,7 @@ class Objection:
 
 
 class Phase(Enum):
-    """What a node does about the round's commit, as a proposer."""
+    """The phase of a proposer in the open round."""
 
     IDLE = "idle"
     """Nothing, because it does not lead or has nothing to propose."""

@@ -65,7 +65,7 @@ class Table(Generic[P]):
 
 
 class Position(Generic[P]):
-    """Where a machine is in its table. `phase` changes only by `step`; `taken` are the rows that were taken so far."""
+    """The position of a machine in its table. `phase` changes only by `step`; `taken`: rows taken so far."""
 
     def __init__(self, table: Table[P], phase: P) -> None:
         self.table = table

@@ -40,7 +40,7 @@ REMEMBERED_PAIRS = 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Accusation:
-    """Effect: show that `accuser` said of `accused` what `reason` says. `out`: who is in no chain from now on."""
+    """Effect: show that `accuser` accuses `accused` of `reason`. `out`: peers in no chain from now on."""
 
     accuser: str
     accused: str
@@ -53,7 +53,7 @@ Chains = Callable[[int], Iterable[ReplicaSpec | None]]
 
 
 class Accusations:
-    """Those of a run. out: who is in no chain; quarrelling: who accuses in this round, or is accused."""
+    """The accusations of a run. out: peers in no chain; quarrelling: accusers and accused of this round."""
 
     def __init__(self) -> None:
         self.out: frozenset[str] = frozenset()
@@ -78,7 +78,7 @@ class Accusations:
         return []
 
     def heard(self, peer: str) -> list[Accusation]:
-        """`peer` is not lost; returns what those who say so accuse it of, as `report` does."""
+        """Takes a sign of life of `peer`; returns the accusations of those who reported it lost, as `report` does."""
         accusers = [accuser for accuser, failure in self._lost.items() if failure.peer == peer]
         return [found for accuser in accusers for found in self._accuse(accuser, self._lost.pop(accuser))]
 
@@ -119,7 +119,7 @@ class Accusations:
         return any_there
 
     def loser(self, accuser: str, accused: str) -> str:
-        """Who of the two gives its place to a spare."""
+        """Returns which of the two is replaced by a spare."""
         return accuser if len(self._with.get(accuser, ())) > len(self._with.get(accused, ())) else accused
 
     def may_take(self, spare: str, place: str, chain: ReplicaSpec) -> bool:
@@ -155,5 +155,5 @@ class Accusations:
 
 
 def are_neighbours(peers: Sequence[str], one: str, other: str) -> bool:
-    """Whether the two are beside each other in a chain of these members."""
+    """Returns whether the two are beside each other in a chain of these members."""
     return one in peers and other in peers and abs(peers.index(one) - peers.index(other)) == 1

@@ -43,7 +43,7 @@ class Witnesses:
             self.add(commit)
 
     def counting(self, commits: Iterable[Commit]) -> Iterator[Commit]:
-        """The same commits, each added as it is read: a log may be long, and on disk."""
+        """Yields the commits and counts each as it is read: a log may be long, and on disk."""
         for commit in commits:
             self.add(commit)
             yield commit
@@ -54,7 +54,7 @@ class Witnesses:
         self.count({share.peer: c.tokens for c in commit.contributions for share in c.shares}, commit.plan)
 
     def count(self, tokens: Mapping[str, int], plan: Plan | None) -> None:
-        """The same: `tokens` of the replica of each peer that contributed, and the next plan."""
+        """Counts a commit. tokens: of each contributor's replica; plan: the next one."""
         self._plan = plan or self._plan
         if tokens:
             self._rounds.append(tokens)
@@ -112,11 +112,11 @@ class _Shard:
         return sum(self.weight.values()) - max(self.weight.values()) if is_disputed else 0
 
     def is_doubted(self, digest: str) -> bool:
-        """Whether all witnesses attest other digests, and it is not known which one the log gives."""
+        """Returns whether all witnesses attest other digests, and it is not known which one the log gives."""
         return self.proven is None and bool(self.weight) and digest not in self.weight
 
     def sure(self, total: int) -> str | None:
-        """What more than half of the weight of all witnesses has, which is `total`, whatever the others will say."""
+        """Returns the digest of more than half of the witnesses' weight `total`; None if there is none yet."""
         if self.proven is not None:
             return self.proven
         ranked = self.weight.most_common(1)
@@ -147,7 +147,7 @@ class _Shard:
         return before != (self.right, self._known)
 
     def is_wrong(self, digest: str) -> bool:
-        """Whether this is another digest than the majority's; in a tie of witnesses any is."""
+        """Returns whether this is another digest than the majority's; in a tie of witnesses any is."""
         return self._known and digest != self.right
 
 
@@ -174,7 +174,7 @@ class RoundAttestations:
             self.take(peer, digests)
 
     def take(self, peer: str, digests: Mapping[str, str]) -> None:
-        """`peer` has these, whatever it said before; who says otherwise than before has no weight."""
+        """Sets the digests of `peer`. A peer that contradicts itself loses its weight."""
         before = self.known.get(peer, {})
         if any(digests.get(shard, digest) != digest for shard, digest in before.items()):
             self.changes[peer] += 1
@@ -211,7 +211,7 @@ class RoundAttestations:
         return 0 if is_refuted or peer in self.changes else self._weights.get(peer, 0)
 
     def _judge(self, name: str, *peers: str) -> None:
-        """Who is right about a shard of which `peers` attest something else than before."""
+        """Finds the majority of a shard of which `peers` attest another digest than before."""
         shard = self._shards[name]
         if shard.decide():
             peers = (*peers, *(peer for have in shard.digests.values() for peer in have))
@@ -249,7 +249,7 @@ class RoundAttestations:
         return {name: digest for name, digest in found if digest is not None}
 
     def diverged(self, ties: bool, among: Set[str] | None = None) -> list[Diverged]:
-        """Who has other bits than the majority, by peer and shard. among: of these peers, None: of all."""
+        """Returns the peers and shards that differ from the majority. among: of these peers, None: of all."""
         return [
             Diverged(peer=peer, shard=shard, refuted=shard in self.proven)
             for peer in sorted(self._wrong if among is None else self._wrong.keys() & among)
@@ -258,7 +258,7 @@ class RoundAttestations:
         ]
 
     def fresh(self) -> list[Diverged]:
-        """Who has diverged, ties aside, and was not named for it before."""
+        """Returns diverged peers that were not named before, ties aside."""
         found = [d for d in self.diverged(False, self._changed) if d not in self.reported]
         self._changed.clear()
         self.reported.update(found)
@@ -286,7 +286,7 @@ class Attestations:
         return self._newest.get(peer, -1)
 
     def add(self, peer: str, attest: Attest) -> list[Diverged]:
-        """Takes what `peer` attested; returns who has diverged, as far as known, and was not named for it before."""
+        """Takes the attestation of `peer`; returns diverged peers that were not named before."""
         round = self._rounds.get(attest.round)
         if round is None:
             round = self._rounds[attest.round] = RoundAttestations(self._weights())
@@ -330,11 +330,11 @@ class Attestations:
         return self._rounds[round].sure() if round in self._rounds else {}
 
     def diverged(self, round: int, ties: bool = False, among: Set[str] | None = None) -> list[Diverged]:
-        """Who has other bits after `round` than the majority; the others as above."""
+        """Returns the peers and shards that differ from the majority after `round`; other arguments as above."""
         return self._rounds[round].diverged(ties, among) if round in self._rounds else []
 
     def holds(self, peer: str, round: int, shards: Iterable[str]) -> bool:
-        """Whether `peer` attested all of `shards` after `round`, and nothing speaks against its bits."""
+        """Returns whether `peer` attested all of `shards` after `round`, and nothing speaks against its bits."""
         return _holds(
             self.of(round).get(peer, {}), self._rounds[round].majority if round in self._rounds else {}, shards
         )

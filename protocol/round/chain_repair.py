@@ -156,7 +156,7 @@ class ChainRoster:
     def lost(
         self, peer: str, reason: str, must_go_on: bool, offers: Offers, suits: Callable[[str, StageSpec], bool]
     ) -> ChainReconfig | None:
-        """How the chain of `peer` goes on, None: it waits. must_go_on: it does not wait without a spare."""
+        """Returns the new chain of `peer`; None: it waits. must_go_on: it does not wait without a spare."""
         replica = self.replica_of(peer)
         if replica is None or self.plan is None:
             return None
@@ -190,7 +190,7 @@ class ChainRoster:
         return self.renew(replica, tuple(spare if p == lost else p for p in spec.peers), reason, steps)
 
     def _is_free(self, spare: str) -> bool:
-        """Whether `spare` is present and was no member in this round: a peer trains once a round."""
+        """Returns whether `spare` is present and was no member in this round: a peer trains once a round."""
         assert self.plan is not None
         return spare not in self.away | self._served and self.plan.replica_of(spare) is None
 
@@ -221,7 +221,7 @@ class ChainRoster:
         return reconfig
 
     def not_following(self) -> list[tuple[str, ChainReconfig]]:
-        """Whom a reconfiguration concerns who has not said yet that it follows it."""
+        """Returns members that have not confirmed their reconfiguration yet."""
         assert self._logged is not None
         return [
             (peer, reconfig)
@@ -231,7 +231,7 @@ class ChainRoster:
         ]
 
     def audience(self, replica: int) -> tuple[str, ...]:
-        """Everybody whom a reconfiguration of this chain concerns: its members by the log and those of now."""
+        """Returns the recipients of this chain's reconfiguration: its members by the log and those of now."""
         assert self._logged is not None
         assert self.plan is not None
         members = (*self._logged.replica(replica).peers, *self.plan.replica(replica).peers)

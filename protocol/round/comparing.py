@@ -154,7 +154,7 @@ def squares(values: npt.NDArray[np.float32]) -> float:
 
 
 def _squares(values_PN: npt.NDArray[np.float32]) -> list[float]:
-    """The same of each row, of some rows at a time."""
+    """Returns the squared norm of each row, some rows at a time."""
     step = max(1, BLOCK // max(1, values_PN.shape[1]))
     if step < len(values_PN):
         return [square for i in range(0, len(values_PN), step) for square in _squares(values_PN[i : i + step])]
@@ -175,7 +175,7 @@ def is_true(said: float, norm: float) -> bool:
 
 
 class Broken(NamedTuple):
-    """What cannot be read of an update: a payload of a shard, by numbers, and why."""
+    """An unreadable payload of an update, by its shard's number, and the reason."""
 
     shard: int
     place: int
@@ -184,7 +184,7 @@ class Broken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What M updates of S shards are like.
+    """Measurements of M updates of S shards.
 
     norms [M], shards [M][S]: L2 norms of the updates, and of their shards
     payloads [M][S]: of each payload of a shard
@@ -257,7 +257,7 @@ class _Cut:
         return sum(tiles.size * t.n for tiles, t in zip(self._chosen, self._tilings, strict=True))
 
     def examined(self, found: Sequence[Sparse] | Examined) -> Examined:
-        """What is needed of an update of the shard."""
+        """Returns the measurements of an update of the shard."""
         if isinstance(found, Examined):
             return found
         tensors = []
@@ -396,7 +396,7 @@ class Notes:
         self._lock = lock or nullcontext()
 
     def known(self, sender: str, part: Part, find: Callable[[], Examined]) -> Examined:
-        """What is in a part: as it is noted, or else as `find` finds it. Raises what that raises."""
+        """Returns the measurements of a part from the cache, or else from `find`. Raises as `find` does."""
         noted = self._found.get((part.shard, part.digest))
         if noted is not None:
             return noted

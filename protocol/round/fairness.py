@@ -56,7 +56,7 @@ _FIGURES = re.compile(r"\d[\d.e+]*")
 
 @dataclass(frozen=True, kw_only=True)
 class NodeView:
-    """What a node knows when it is asked to vote, as it was then."""
+    """A node's view when it is asked to vote."""
 
     state: RunState
     """The log, as this node has it."""
@@ -242,7 +242,7 @@ def _worth(sight: NodeView, commit: Commit, plan: Plan) -> Iterator[str]:
 
 
 def _range_share(sight: NodeView, commit: Commit) -> float:
-    """What strangers of one range of addresses may have of the plan that `commit` brings."""
+    """Returns the largest share of the plan in `commit` for strangers of one address range."""
     return schedule.limits(sight.manifest, commit.schedule).range_share
 
 
@@ -291,7 +291,7 @@ def view_of(
 
 
 def is_due(leader: Leader, now: float) -> bool:
-    """Whether this node would propose the commit of the open round now, if it led."""
+    """Returns whether this node would propose the commit of the open round now, if it led."""
     manifest = leader.manifest
     if leader.phase not in (Phase.GATHERING, Phase.OPEN):
         return False
@@ -309,7 +309,7 @@ def is_due(leader: Leader, now: float) -> bool:
 
 
 class DoubtRecord:
-    """What one node has held against each leader."""
+    """A node's doubts about each leader."""
 
     def __init__(self) -> None:
         self._weight: dict[str, float] = {}
@@ -334,7 +334,7 @@ class DoubtRecord:
         )
 
     def _is_wrong(self, leader: str, round: int, found: Objection, members: int) -> bool:
-        """Whether more leaders than may lie give reason for this doubt; then none of them is blamed for it."""
+        """Returns whether more leaders than may lie give reason for this doubt; then none of them is blamed for it."""
         self._raised = {
             what: recent
             for what, since in self._raised.items()

@@ -51,7 +51,7 @@ def largest(manifest: Manifest, handover: Handover) -> int:
 
 
 def trainers(manifest: Manifest, replicas: Sequence[ReplicaSpec], shard: str) -> tuple[str, ...]:
-    """Who trains the shard in these replicas, in their order."""
+    """Returns the peers that train the shard in these replicas, in their order."""
     return tuple(
         stage.peer
         for replica in replicas
@@ -123,7 +123,7 @@ def _newest(log: Mapping[int, Commit]) -> Iterator[Commit]:
 
 
 def is_too_large(norm: float, own: float) -> bool:
-    """Whether a part with this norm is not added; `own`: of the heir's newest payload of the shard."""
+    """Returns whether a part with this norm is not added; `own`: of the heir's newest payload of the shard."""
     return not math.isfinite(norm) or norm > MOST_NORM * own
 
 

@@ -69,7 +69,7 @@ Lookup = Callable[[str, Part, Callable[[], Examined]], Examined]
 
 
 def no_lookup(sender: str, part: Part, find: Callable[[], Examined]) -> Examined:
-    """The `Lookup` of somebody who knows nothing."""
+    """A `Lookup` without a cache."""
     return find()
 
 
@@ -134,7 +134,7 @@ def held(
 
 
 def name_of(contribution: Contribution) -> str:
-    """What a commit calls a contribution that was judged and left out."""
+    """Returns the name of a left-out contribution in a commit."""
     return hashlib.sha256(" ".join(share.root for share in contribution.shares).encode()).hexdigest()
 
 
@@ -252,7 +252,7 @@ def why_unjust(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one maker has in an update: shards of its own, and a payload of those that several make, by numbers."""
+    """The part of one peer in an update: its own shards, and payloads of shared shards, by numbers."""
 
     peer: str
     shards: tuple[int, ...]
@@ -278,7 +278,7 @@ class _Share(NamedTuple):
 
 
 class _Fault(NamedTuple):
-    """What is wrong with an update.
+    """The fault of an update.
 
     score: how much a part shows it; above `limit` it is at fault
     is_known: whether anybody is at fault
@@ -317,12 +317,12 @@ class _Round:
         return typical([self.measured.norms[i] for i in sorted(self.left)], self.medians)
 
     def scale(self, i: int) -> float:
-        """What the clip leaves of an update."""
+        """Returns the scale of update i after clipping."""
         norm, longest = self.measured.norms[i], self.typical * self._spec.clip
         return max(LEAST_SCALE, longest / norm) if 0 < longest < norm else 1.0
 
     def weights(self) -> dict[int, float]:
-        """What is left of the weights of updates to which others are alike or opposed, or that agree with few."""
+        """Returns the weights of the updates left: below 1 for similar, opposed and isolated ones."""
         found = {i: OPPOSED ** len(self.opposed(i)) / len(self.alike(i)) for i in self.left}
         for panel, cosines in self.measured.panels if self.together and self._spec.agreement else ():
             if sum(i in self.left for i in panel) >= MEDIAN_NEEDS:
@@ -366,7 +366,7 @@ class _Round:
         return [_Part(peer, tuple(shards[peer]), tuple(shared[peer])) for peer in shards]
 
     def worst(self) -> dict[int, _Fault]:
-        """Who is to be left out next, and why."""
+        """Returns the updates to leave out next, with their faults."""
         norms, middle, left = self.measured.norms, self.typical, sorted(self.left)
         found = {i: why for i in left for why in [self._untrue(i)] if why is not None}
         if found or not middle:
@@ -389,7 +389,7 @@ class _Round:
         return found
 
     def why_no_work(self, who: int, others: Set[int]) -> _Fault | None:
-        """Whether it is nothing, repeats the round before, or is like one of the `others`: of however few."""
+        """Returns whether it is nothing, repeats the round before, or is like one of the `others`: of however few."""
         self.left = {*others, who}
         if self.measured.norms[who] == 0:
             return self._untrue(who) or _Fault("it changes nothing")
@@ -406,7 +406,7 @@ class _Round:
         return reason or (_Fault("it agrees with too few of the others") if alone else None)
 
     def _named(self, who: int, look: Callable[[], dict[int, _Fault]]) -> _Fault | None:
-        """What is found of this one, when those of whom something is found before are set aside."""
+        """Returns the fault of this update once those with an earlier fault are set aside."""
         while found := look():
             if who in found:
                 return found[who]
@@ -437,14 +437,14 @@ class _Round:
         return None
 
     def _products(self, members: Sequence[tuple[int, int]], cosines: Sequence[Floats]) -> Iterator[Floats]:
-        """Of each shard, [P, P]. `members`: their places in the panel, and who they are."""
+        """Yields the products of each shard, [P, P]. `members`: (place in the panel, number of the update)."""
         places = [at for at, _ in members]
         for number, of_shard in enumerate(cosines):
             norms = np.array([self.measured.shards[i][number] for _, i in members])
             yield np.outer(norms, norms) * of_shard[np.ix_(places, places)]
 
     def _repeats(self, panel: Sequence[int], cosines: Sequence[Floats]) -> dict[int, _Fault]:
-        """Those that are almost the same as an update of the round before."""
+        """Returns faults of updates that almost equal one of the round before."""
         members = [(at, i) for at, i in enumerate(panel) if i in self.left or i >= len(self.updates)]
         near, found = self._near(members, cosines), dict[int, _Fault]()
         for n, (_, i) in enumerate(members):
@@ -568,7 +568,7 @@ class _Round:
     def _like(
         self, panel: Sequence[int], cosines: Sequence[Floats], i: int, other: tuple[int, int]
     ) -> Callable[[_Part], float]:
-        """How far a part of update i is above the limit for being almost the same as another update."""
+        """Returns the excess of a part's similarity to another update over the limit for copies."""
 
         def score(part: _Part) -> float:
             found, square = self._products_of(panel, cosines, i, part, None)
@@ -633,7 +633,7 @@ def _angles_of(products: Floats) -> Floats:
 
 
 def bearable(count: int) -> int:
-    """How many of `count` contributions may be bad."""
+    """Returns the number of bad contributions that the rules bear among `count`."""
     return int(BEARABLE * count)
 
 

@@ -50,7 +50,7 @@ from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Of
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a commit says of its round."""
+    """The outcome of a round, as its commit says it."""
 
     contributions: Sequence[Contribution] = ()
     left_out: Sequence[LeftOut] = ()
@@ -294,13 +294,13 @@ class Leader:
         return effects + self._reconfigure(ChainFailure, news)
 
     def _lost(self, peer: str, reason: str, must_go_on: bool = False) -> ChainReconfig | None:
-        """How the chain of `peer` goes on, None: it waits. must_go_on: it does not wait without a spare."""
+        """Returns the new chain of `peer`; None: it waits. must_go_on: it does not wait without a spare."""
         if not self._leads or self.phase in ev.SETTLED:
             return None
         return self.roster.lost(peer, reason, must_go_on, self.offers, self._suits)
 
     def _suits(self, spare: str, stage: StageSpec) -> bool:
-        """Whether a spare is ready to take `stage`: it holds the right state of it."""
+        """Returns whether a spare is ready to take `stage`: it holds the right state of it."""
         wanted, known = memory.stage_shards(self.manifest, stage.first, stage.last), self.ready.get(spare)
         if known is None or spare in self._absent or not self.attestations.holds(spare, self.round - 1, wanted):
             return False
@@ -375,7 +375,7 @@ class Leader:
         return self.position.stay(Attest, [ev.Send((peer,), seat, True)]) if seat is not None else []
 
     def _has_room(self, peer: str) -> bool:
-        """Whether its range of addresses has room for a seat."""
+        """Returns whether its range of addresses has room for a seat."""
         share = self.standing.limits.range_share
         if share >= 1:
             return True
@@ -452,7 +452,7 @@ class Leader:
         return offered | {c.replica for c in commit.contributions} | {x.replica for x in commit.left_out if x.probation}
 
     def candidates(self, decree: Enacted | None = None) -> list[Candidate]:
-        """Who may be planned, as this node sees it; `decree`: after it."""
+        """Returns the peers that can be planned, as this node sees them; `decree`: after it."""
         then = self.access.after(decree)
         there = presence.candidates(
             self.ready, self.roster.away, self.attestations.newest, self.state.latest, self.round
@@ -471,7 +471,7 @@ class Leader:
         return self._decide(now, event) if self.phase is Phase.OPEN and self._leads else []
 
     def _may_begin(self, now: float) -> bool:
-        """Whether enough peers are there for the first plan, or access changes before it."""
+        """Returns whether enough peers are there for the first plan, or access changes before it."""
         decree, joined = self._changes(now)
         wanted = self.manifest.start_peers
         enough = len(self.ready) >= wanted and len(self.candidates()) >= wanted
@@ -484,7 +484,7 @@ class Leader:
         return decree, tuple(one for one in joined if one.operator in operators)
 
     def _decide(self, now: float, event: Event) -> list[Effect]:
-        """Has the open round's contributions judged, or proposes its commit, if nobody is to be waited for."""
+        """Has the open round's contributions judged, or proposes its commit, once no peer is waited for."""
         timing, waited = self.manifest.timing, now - self._began
         news, verdicts = self._look(now), self._verdicts
         if verdicts.pending and waited < timing.round_deadline:
@@ -606,7 +606,7 @@ class Leader:
         return self.position.step(event, Phase.PLANNING, [ev.MakePlan(question)])
 
     def _planned(self, event: ev.Planned) -> list[Effect]:
-        """A plan is made; one that nobody waits for any more is of no use."""
+        """Takes a finished plan; drops it if its round is no longer open."""
         if self.phase is not Phase.PLANNING or self._asked is None or event.question != self._asked[0]:
             return []
         commit = dataclasses.replace(self._asked[1], plan=event.plan)

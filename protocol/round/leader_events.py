@@ -73,7 +73,7 @@ class Question:
 
 
 class Phase(Enum):
-    """Where the run is."""
+    """The phase of a run."""
 
     GATHERING = "gathering"
     """Too few peers are ready for a first plan."""
@@ -150,7 +150,7 @@ class DecreeSigned:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """Event: somebody asks to be let in by an invitation, which is valid in itself (protocol/ledger/access.py)."""
+    """Event: a peer asks for admission by an invitation with valid signatures (protocol/ledger/access.py)."""
 
     joined: Joined
 

@@ -57,7 +57,7 @@ from protocol.wire.session import (
 
 
 class Ahead(Enum):
-    """What there is of the round after the one that is being decided."""
+    """Work on the round after the open one, with `overlap`."""
 
     NONE = "none"
     """Nothing."""
@@ -141,13 +141,13 @@ class Overlap:
         return self.position.stay(ev.ChainFailed, [ev.Send(failure)])
 
     def take(self) -> ev.Trained | None:
-        """What was begun ahead is the round's work: the result, or None while it is being trained."""
+        """Takes the work ahead as the open round's: returns the result, or None while it is being trained."""
         result = self._result
         self._forget(PlanAgrees)
         return result
 
     def drop(self) -> list[ev.Stop]:
-        """What was begun ahead is not wanted. If it still runs, the state is DROPPED until it has ended."""
+        """Drops the work ahead. While it still runs, the state is DROPPED."""
         if self.state is Ahead.READY:
             self._forget(PlanDiffers)
         elif self.state is Ahead.RUNNING:
@@ -306,7 +306,7 @@ class Member:
         return max(self._heard, self.head)
 
     def is_new(self, now: float) -> bool:
-        """Whether the newest plan, of which all is applied, does not name us: we came after it was made."""
+        """Returns whether the newest plan, of which all is applied, does not name us: we came after it was made."""
         plan, settled = self.plan, now - self.deadline.began >= SETTLED_SECONDS
         return (
             self.phase is Phase.WAITING
@@ -374,7 +374,7 @@ class Member:
         return self._read_log(event)
 
     def is_news(self, head: RecordHead) -> bool:
-        """Whether a record with this head is to be decoded, for Committed."""
+        """Returns whether a record with this head is to be decoded, for Committed."""
         return self._may_be_news(head) and self.history.may_learn(head)
 
     def _may_be_news(self, record: Record | RecordHead) -> bool:
@@ -386,7 +386,7 @@ class Member:
         return len(set(record.votes) & set(members)) > liars_borne(len(members))
 
     def _read_log(self, event: type) -> list[Effect]:
-        """What is asked for by the reading that is under way is not asked for again."""
+        """Begins to read the log, unless a reading is under way."""
         if self._reads:
             return []
         self._reads = True
@@ -622,7 +622,7 @@ class Member:
         return ev.TrainOrder(plan, replica, generation, steps, idle=self.commits[self.applied].idle)
 
     def _begin_with(self, result: ev.Trained | None, order: ev.TrainOrder, now: float) -> list[Effect]:
-        """What was trained ahead is the work of `order`: it is done, or goes on as if it had begun now."""
+        """Begins `order` with the work trained ahead, finished (`result`) or going on from `now`."""
         self._order, self._attempted = order, order.plan.round
         if result is None:
             return self.position.step(None, Phase.TRAINING, [self._end(now)])

@@ -25,7 +25,7 @@ from protocol.wire.session import (
 
 
 class Phase(Enum):
-    """What a volunteer is doing."""
+    """The phase of a peer."""
 
     WAITING = "waiting"
     """It waits for a commit, or for a plan that names it."""

@@ -77,7 +77,7 @@ class Offers:
         return peer in self._failures
 
     def of(self, number: int, peer: str) -> Offer | None:
-        """What `peer` offered as a member of the replica with this number."""
+        """Returns the offer of `peer` as a member of the replica with this number."""
         offer = self._offers.get(peer)
         return offer if offer is not None and offer.replica == number else None
 
@@ -92,7 +92,7 @@ class Offers:
     def verdict(
         self, replica: ReplicaSpec, diverged: Collection[str], based: Collection[str], there: Collection[str]
     ) -> Contribution | str | None:
-        """What a replica contributes, why it failed, or None if pending. based: peers that attested the state."""
+        """Returns a replica's contribution, why it failed, or None while pending. based: attesters of the state."""
         for peer in replica.peers:
             if peer in self._failures:
                 return f"peer {short_peer(peer)}: {self._failures[peer]}"
@@ -121,7 +121,7 @@ Judge = Callable[[ReplicaSpec], Contribution | str | None]
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What verdicts depend on besides single peers. wrong: diverged peers; all_anew: another value resets all."""
+    """Inputs of verdicts besides single peers. wrong: diverged peers; all_anew: another value resets all."""
 
     plan: Plan | None
     wrong: Set[str] = frozenset()
@@ -177,12 +177,12 @@ class ReplicaStates:
         return True
 
     def contributions(self) -> list[Contribution]:
-        """Those of the complete replicas, in the order of the plan."""
+        """Returns the contributions of complete replicas, in the order of the plan."""
         replicas = self._seen.plan.replicas if self._seen.plan is not None else ()
         return [self.complete[r.number] for r in replicas if r.number in self.complete]
 
     def in_turn(self) -> list[Contribution]:
-        """The same in the order in which they were complete for the first time."""
+        """Returns the contributions in the order in which they were first complete."""
         return sorted(self.contributions(), key=lambda c: self.since[c.replica])
 
     def left_out(self, waited: float) -> list[LeftOut]:
@@ -198,7 +198,7 @@ MAX_DIGEST = 64
 
 
 def is_sound_attestation(manifest: Manifest, attest: Attest) -> bool:
-    """Whether what is attested can be compared: digests of shards that the model has."""
+    """Returns whether what is attested can be compared: digests of shards that the model has."""
     known = _shards(manifest.model)
     return all(shard in known and len(digest) <= MAX_DIGEST for shard, digest in attest.digests.items())
 

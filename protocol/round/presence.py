@@ -51,7 +51,7 @@ def gone(ready: Iterable[str], heard: Mapping[str, float], timing: TimingSpec, n
 def waits_for_final_state(
     plan: Plan | None, timing: TimingSpec, attested: Collection[str], ready: Collection[str], waited: float
 ) -> bool:
-    """Whether members of the last plan are waited for: gone ones for a lease, others until the deadline."""
+    """Returns whether members of the last plan are waited for: gone ones for a lease, others until the deadline."""
     late = {p for r in (plan.replicas if plan else ()) for p in r.peers}.difference(attested)
     if waited >= timing.gone_after:
         late &= set(ready)
@@ -123,7 +123,7 @@ class Promises:
     def apart(
         self, there: Iterable[Candidate], round: int, broken: Mapping[str, float]
     ) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
-        """Who may be planned for `round`, and who rests then."""
+        """Returns the candidates for `round`, and those that rest then."""
         known = [(peer, self.rests(peer.peer, round, broken.get(peer.peer, 0.0))) for peer in there]
         return tuple(peer for peer, rests in known if not rests), tuple(peer for peer, rests in known if rests)
 
@@ -133,7 +133,7 @@ class Promises:
 
 
 def pause(strikes: float) -> int:
-    """For how many rounds who has so many strikes rests."""
+    """Returns the number of rounds of rest for so many strikes."""
     return min(MOST_PAUSE_ROUNDS, 2 ** (int(strikes) - 1) - 1) if strikes >= 1 else 0
 
 

@@ -35,7 +35,7 @@ OVERRUN = 0.03
 
 
 def absent_timed_out(since: Collection[float], waited: float) -> bool:
-    """Whether peers without a session are given up. since: seconds at which the others were complete."""
+    """Returns whether peers without a session are given up. since: seconds at which the others were complete."""
     return bool(since) and waited >= ABSENT * max(since)
 
 

@@ -134,7 +134,7 @@ class TrainSpec:
             raise ValueError("momentum must be in [0, 1)")
 
     def has_one_moment(self, shard: str, shape: Sequence[int]) -> bool:
-        """Whether Muon trains this tensor, with one moment instead of two: a matrix inside a block."""
+        """Returns whether Muon trains this tensor, with one moment instead of two: a matrix inside a block."""
         return self.optimizer == "muon" and len(shape) == 2 and shard.startswith("block.")
 
     @property
@@ -270,7 +270,7 @@ class EvaluationSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintSpec:
-    """Where bootstrap nodes were last seen: multiaddresses with `/p2p/`. Not part of the run id."""
+    """The last known multiaddresses of bootstrap nodes, with `/p2p/`. Not part of the run id."""
 
     bootstrap: Annotated[tuple[bounds.Address, ...], AtMost(MAX_HINTS)] = ()
 
@@ -377,7 +377,7 @@ def _hex(text: str, name: str) -> None:
 
 
 def _is_on_the_internet(address: str) -> bool:
-    """Whether the host of a web address can be one of the internet; a name is resolved when it is asked."""
+    """Returns whether the host of a web address can be one of the internet; a name is resolved when it is asked."""
     try:
         parts = urlsplit(address)
         host, _ = (parts.hostname or "").rstrip("."), parts.port

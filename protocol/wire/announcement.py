@@ -47,7 +47,7 @@ class Means:
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainReport:
-    """Where the time of a stage's inner step went, and what it sent (peer/chain/pipeline.py)."""
+    """The time and bytes of a stage's inner step, by part (peer/chain/pipeline.py)."""
 
     seconds: bounds.Seconds
     """The inner step."""
@@ -81,7 +81,7 @@ class ChainReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """What a peer says of itself."""
+    """A peer's description of itself."""
 
     run: bounds.RunId
     peer: bounds.PeerId
@@ -141,7 +141,7 @@ class Announcement:
 
 
 def is_place(coordinates: tuple[float, ...]) -> bool:
-    """Whether these are coordinates that a peer can have, in ms."""
+    """Returns whether these are coordinates that a peer can have, in ms."""
     return len(coordinates) == AXES and all(abs(x) <= FARTHEST for x in coordinates)
 
 
@@ -193,7 +193,7 @@ class RosterRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """The answer to both. gone: since `position`; more: ask again; anew: earlier answers are void."""
+    """The answer to both. gone: peers that left since `position`; more: ask again; anew: earlier answers are void."""
 
     announcements: Annotated[tuple[bounds.Sealed, ...], AtMost(MAX_ITEMS)]
     gone: Annotated[tuple[bounds.PeerId, ...], AtMost(MAX_ITEMS)] = ()

@@ -95,7 +95,7 @@ Sealed = Annotated[bytes, AtMost(4096)]
 
 
 def reportable_loss(loss: float | None) -> float | None:
-    """A loss as it may be told; whoever has diverged is not to be refused for that."""
+    """Returns a loss within the bounds of a message: a model that has diverged can still be reported."""
     return None if loss is None or math.isnan(loss) else min(max(loss, 0.0), MAX_LOSS)
 
 

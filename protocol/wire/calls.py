@@ -102,7 +102,7 @@ class Handover:
 
 
 class Step(StrEnum):
-    """How far the heir is."""
+    """The progress of the heir."""
 
     REFUSED = "refused"
     """It will not add this."""
@@ -116,7 +116,7 @@ class Step(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverAnswer:
-    """What the heir says to a Handover."""
+    """The heir's answer to a Handover."""
 
     step: Word
     """A Step."""

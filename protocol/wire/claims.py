@@ -50,7 +50,7 @@ MAX_MARKS = 8
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """What one contribution is worth, as somebody measured it (protocol/ledger/scoring.py)."""
+    """The worth of one contribution, as a scorer measured it (protocol/ledger/scoring.py)."""
 
     replica: Count
     """Whose it is: the number of the replica in the round's plan."""

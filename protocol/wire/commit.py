@@ -115,7 +115,7 @@ class LeftOut:
 
     @property
     def guilty(self) -> tuple[str, ...]:
-        """Those of `peers` that are at fault."""
+        """The peers of `peers` that are at fault."""
         return tuple(peer for peer, mark in zip(self.peers, self.faults, strict=False) if mark == "1")
 
 
@@ -134,7 +134,7 @@ class Diverged:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """A decided round: whose updates enter the mean, and who trains what in the next round."""
+    """A decided round: the updates that enter the mean, and the plan of the next round."""
 
     run: bounds.RunId
     round: bounds.Round
@@ -191,7 +191,7 @@ class Commit:
         return next((x.reason for x in self.left_out if x.probation and peer in x.peers), "")
 
     def includes(self, peer: str, root: str) -> bool:
-        """Whether exactly the parts in the list with this name, of `peer`, were committed."""
+        """Returns whether exactly the parts in the list with this name, of `peer`, were committed."""
         return any(s.peer == peer and s.root == root for s in self.shares)
 
     def payloads(self, shard: str, lists: Mapping[str, tuple[Part, ...]]) -> tuple[tuple[float, Part, str], ...]:
@@ -220,17 +220,17 @@ class Record:
 
 
 def body_of(commit: Commit, ballot: int) -> bytes:
-    """What the signature of a vote for `commit` in `ballot` is over."""
+    """Returns the bytes that a vote for `commit` in `ballot` signs."""
     return vote_body(commit.run, commit.round, ballot, commit.digest)
 
 
 def vote_body(run: str, round: int, ballot: int, digest: str) -> bytes:
-    """The same for the commit with this digest."""
+    """Returns the bytes that a vote for the commit with this digest signs."""
     return DOMAIN + framing.pack_message(["vote", run, round, ballot, digest])
 
 
 def pledge_body(run: str, round: int, ballot: int, digest: str) -> bytes:
-    """What a pledge's signature is over."""
+    """Returns the bytes that a pledge signs."""
     return DOMAIN + framing.pack_message(["pledge", run, round, ballot, digest])
 
 
@@ -245,12 +245,12 @@ def votes_needed(members: int) -> int:
 
 
 class Voted(Protocol):
-    """What has votes by member: a record, or its head."""
+    """A record or its head, with votes by member."""
 
     @property
     def votes(self) -> Mapping[str, bytes]: ...
 
 
 def is_decided(record: Voted, members: tuple[str, ...]) -> bool:
-    """Whether enough of `members`, those that the commit before names, voted for it."""
+    """Returns whether enough of `members`, those that the commit before names, voted for it."""
     return len(set(record.votes) & set(members)) >= votes_needed(len(members))

@@ -37,7 +37,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """Who operates a run, and how many of them decide its rounds."""
+    """The operators of a run, and the size of its quorum."""
 
     operators: Annotated[tuple[Operator, ...], AtMost(MAX_OPERATORS)]
     """All of them."""
@@ -65,7 +65,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How long a run is, and what strangers may have in it (protocol/ledger/schedule.py)."""
+    """The length of a run, and the limits of strangers (protocol/ledger/schedule.py)."""
 
     rounds: bounds.Rounds
     """It is over after so many."""
@@ -77,7 +77,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decree:
-    """What is decreed; what is signed is this as a message."""
+    """A decree; operators sign its message."""
 
     run: bounds.RunId
     number: bounds.Count
@@ -143,7 +143,7 @@ MAX_JOINED = 16
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invitation:
-    """What an operator signs: the first `count` peers who show that they hold its key may take part."""
+    """An operator's signed invitation of the first `count` peers that hold its key."""
 
     run: bounds.RunId
     key: bounds.PeerId

@@ -84,7 +84,7 @@ def decode(raw: bytes | memoryview, peer: str, *kinds: type[Any], values: int = 
 
 
 def _kind(found: Mapping[str, bytes], size: int, peer: str, kinds: tuple[type[Any], ...]) -> type[Any]:
-    """What a message of `size` bytes is, if it is one of `kinds` and not too long for it."""
+    """Returns the kind of a message of `size` bytes, if it is one of `kinds` and not too long for it."""
     kind = framing.unpack_message(found.get("t", _NONE), limit=_LONGEST_KIND, values=1)
     if not isinstance(kind, str) or kind not in TYPES:
         raise SchemaError("t", "is not a known message type")
@@ -128,7 +128,7 @@ def expect(cls: type[T], message: Any, peer: str) -> T:
 
 
 def encode_record(record: Record) -> bytes:
-    """A record for disk and network. Raises LocalError if nobody could read it, which is a bug of this node."""
+    """Returns a record for disk and network. Raises LocalError if it exceeds a reader's limits, a bug of this node."""
     try:
         raw = framing.pack_message({"c": packed(record.commit), "n": record.ballot, "v": record.votes})
         _record(raw)
@@ -339,7 +339,7 @@ def unseal(raw: bytes | memoryview) -> tuple[str, Message]:
 
 
 def unseal_signed(raw: bytes | memoryview) -> tuple[str, Message, bytes]:
-    """The same, and the signature."""
+    """Returns the signer, the message and the signature."""
     with _dropped("unknown", "envelope"):
         data = _known("pbs", framing.entries(raw), SPARE.values)
     peer, body, signature = data.get("p"), data.get("b"), data.get("s")

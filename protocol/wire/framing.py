@@ -37,7 +37,7 @@ class FrameError(PotluckError):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a reader counts: bytes, and values (every number, text, list, map and key)."""
+    """The cost of a message: bytes, and values (every number, text, list, map and key)."""
 
     size: int
     values: int
@@ -208,7 +208,7 @@ _CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 
 def _follow(first: int) -> int:
-    """How many bytes of value follow a first byte that says so itself; -1 where more has to be looked at."""
+    """Returns the number of value bytes after a first byte that implies it; -1 where more bytes decide."""
     if first <= 0x7F or first >= 0xE0:  # small integers
         return 0
     return first & 0x1F if 0xA0 <= first <= 0xBF else _FIXED.get(first, -1)

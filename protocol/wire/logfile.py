@@ -33,7 +33,7 @@ class Damaged(UsageError):
 
 
 def pack(record: bytes) -> bytes:
-    """What is appended to the file for a record."""
+    """Returns the bytes of a record in the file."""
     return _HEAD.pack(len(record), zlib.crc32(record)) + record
 
 
@@ -46,7 +46,7 @@ def unpack(packed: bytes, path: object, at: int) -> bytes:
 
 
 def end_of(at: int, record: bytes) -> int:
-    """Where a record that begins at byte `at` of the file ends."""
+    """Returns the end of a record that begins at byte `at` of the file."""
     return at + _HEAD.size + len(record)
 
 
@@ -69,7 +69,7 @@ def records(file: BinaryIO, path: object) -> Iterator[tuple[int, bytes]]:
 
 
 def _holds_record(data: bytes) -> bool:
-    """Whether a whole record begins anywhere in `data`: then what is before it was whole once, too."""
+    """Returns whether a whole record begins anywhere in `data`: then what is before it was whole once, too."""
     key = data.find(_KEY)
     while key >= 0:
         start = key - 1

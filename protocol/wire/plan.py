@@ -69,7 +69,7 @@ class ReplicaSpec:
         return tuple(stage.last - stage.first for stage in self.stages)
 
     def is_like(self, other: ReplicaSpec) -> bool:
-        """Whether the other one has the same members and blocks, whatever it is given to do."""
+        """Returns whether the other one has the same members and blocks, whatever it is given to do."""
         return self.stages == other.stages
 
     def stage_of(self, peer: str) -> StageSpec:
@@ -90,7 +90,7 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Who does what in a round."""
+    """The roles of peers in a round."""
 
     round: Round
     replicas: Annotated[tuple[ReplicaSpec, ...], AtMost(MAX_ITEMS)]
@@ -144,7 +144,7 @@ class Plan:
         )
 
     def allows(self, spec: ReplicaSpec, peers: tuple[str, ...]) -> bool:
-        """Whether `peers` may be the members of `spec`: each the planned one or a spare, none twice."""
+        """Returns whether `peers` may be the members of `spec`: each the planned one or a spare, none twice."""
         return len(set(peers)) == len(peers) == len(spec.stages) and all(
             peer == stage.peer or peer in self.spares for stage, peer in zip(spec.stages, peers, strict=True)
         )
@@ -164,7 +164,7 @@ class Plan:
         return next((r.number for r in self.replicas if peer in r.peers), None)
 
     def stage_of(self, peer: str) -> StageSpec | None:
-        """What `peer` trains, if anything."""
+        """Returns the stage of `peer`, if any."""
         return _stage(self.replicas, peer)
 
     def held_by(self, peer: str) -> tuple[StageSpec, ...]:

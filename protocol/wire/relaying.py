@@ -41,7 +41,7 @@ WINDOW = 512 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who is there, and the name of what is wanted: empty in the second message."""
+    """The sender's key, and the name of the wanted service: empty in the second message."""
 
     peer: str
     name: str
@@ -82,7 +82,7 @@ def pack_hello(own: Identity, static: bytes, name: str = "") -> bytes:
 
 
 def hello_of(raw: bytes, static: bytes) -> Hello:
-    """The inverse of `pack_hello`: who has signed `static`. Raises FrameError."""
+    """The inverse of `pack_hello`, with the signer of `static`. Raises FrameError."""
     match framing.unpack_message(raw, limit=MAX_HELLO):
         case {"peer": str(peer), "signature": bytes(signature), "name": str(name)} if len(name) <= MAX_NAME:
             if len(signature) == identity.SIGNATURE_BYTES and identity.verify(peer, DOMAIN + static, signature):

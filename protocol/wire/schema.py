@@ -43,14 +43,14 @@ class Within:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AtMost:
-    """How many characters, bytes or entries a text, bytes, a list or a map may have."""
+    """The maximum number of characters, bytes or entries of a text, bytes, a list or a map."""
 
     count: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut:
-    """What a text for a reader has beyond so many characters is left out, and is no error."""
+    """The number of characters after which a text for readers is cut, without an error."""
 
     count: int
 
@@ -305,7 +305,7 @@ def brief(value: Any) -> Any:
 
 
 def packed(value: Any) -> Any:
-    """What travels of a dataclass, or of a tuple of them (see the module's docstring); `build` is its inverse."""
+    """Returns the wire form of a dataclass, or a tuple of them (see the module's docstring); `build` is its inverse."""
     if isinstance(value, tuple | list):
         return [packed(v) for v in value]
     return _pack_instance(value)

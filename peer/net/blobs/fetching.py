@@ -115,7 +115,7 @@ class Gate:
         self._grant()
 
     def _grant(self) -> None:
-        """Gives free places to the owners who have the fewest, in turn."""
+        """Gives free places to the owners with the fewest, in turn."""
         while self._of.total() < self._places:
             may = [owner for owner in self._waiting if self._of[owner] < self._of_an_owner]
             if not may:
@@ -130,7 +130,7 @@ class Gate:
                 place.set_result(None)
 
     async def _look(self) -> None:
-        """While somebody waits: ends turns that do not move, or that were long."""
+        """While owners wait: ends turns that stall or were long."""
         while self._waiting:
             await asyncio.sleep(LOOK_SECONDS)
             now = asyncio.get_running_loop().time()
@@ -246,11 +246,11 @@ class Asked:
     gives: bool = False  # whether it has the blob, so that the blob is on its way to us
 
     def is_late(self, now: float) -> bool:
-        """Whether another holder is asked besides."""
+        """Returns whether another holder is asked besides."""
         return not self.gives and now >= self.since + OVERDUE_SECONDS
 
     def is_silent(self, now: float) -> bool:
-        """Whether nothing more can be expected of it."""
+        """Returns whether nothing more can be expected of it."""
         return not self.gives and now >= self._silent_at
 
     def changes_in(self, now: float) -> float:

@@ -68,7 +68,7 @@ def _mean(old: float, new: float) -> float:
 
 
 class Holders:
-    """What is known of holders. `warn` is called for each that sends wrong bytes."""
+    """The records of holders. `warn` is called for each that sends wrong bytes."""
 
     def __init__(self, warn: Callable[[str], None] = lambda text: None) -> None:
         self._warn = warn
@@ -94,7 +94,7 @@ class Holders:
         return speed
 
     def is_last(self, peer: str) -> bool:
-        """Whether it is asked after the others."""
+        """Returns whether it is asked after the others."""
         return self._silent.is_resting(peer, now()) or self._broken.is_resting(peer, now())
 
     def silent(self, peer: str) -> None:
@@ -112,7 +112,7 @@ class Holders:
         self._broken.begin(peer, now())
 
     def breaks_promises(self, peer: str) -> bool:
-        """Whether it broke promises repeatedly, and lately."""
+        """Returns whether it broke promises repeatedly, and lately."""
         return self._broken.times(peer) > 1 and self._broken.is_resting(peer, now())
 
     def is_avoided(self, peer: str) -> bool:

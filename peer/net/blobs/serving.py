@@ -47,7 +47,7 @@ NAMED_AT_ONCE = 8
 
 @dataclass(slots=True)
 class _Spread:
-    """One blob: bytes sent, bytes promised to open streams, and who got some."""
+    """The serving of one blob: bytes sent, bytes promised to open streams, and the receivers."""
 
     asked_at: float
     sent: int = 0
@@ -130,7 +130,7 @@ class Text(Protocol):
     """Ranges of a corpus, and their digests."""
 
     def read(self, place: Place) -> bytes:
-        """Those at `place`, right; empty where they are not here. Called in threads."""
+        """Returns the verified bytes at `place`; empty where they are not here. Called in threads."""
 
     def coming(self, place: Place, peer: str, named_by: str) -> Coming | None:
         """As `Fetcher.coming`, for what is at `place`."""
@@ -349,7 +349,7 @@ def _named_by(request: Mapping[str, object]) -> str:
 
 
 def _place(said: object) -> Place | None:
-    """What a request says of where a range is; None where there can be no such place."""
+    """Returns the place of a requested range; None where there can be no such place."""
     match said:
         case [str(name), int(size), int(index)] if (
             blob_hash.is_name(name) and 0 <= size <= blob_hash.MAX_BLOB_BYTES and -1 <= index < blob_hash.count(size)

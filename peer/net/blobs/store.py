@@ -41,7 +41,7 @@ class Place:
 
     @property
     def leaves(self) -> Place:
-        """Where the digests of the same blob's ranges are."""
+        """The place of the digests of the same blob's ranges."""
         return dataclasses.replace(self, index=-1)
 
     @property
@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Where a blob's bytes are: `size` bytes of the file `path` on `disk`, from byte `start` on."""
+    """The bytes of a blob on disk: `size` bytes of the file `path` on `disk`, from byte `start` on."""
 
     disk: Disk
     path: Path
@@ -122,7 +122,7 @@ class BlobStore:
 
     @staticmethod
     def is_ours(name: str) -> bool:
-        """Whether a file of this name is counted."""
+        """Returns whether a file of this name is counted."""
         return blob_hash.is_name(name)
 
     def has(self, name: str) -> bool:
@@ -143,7 +143,7 @@ class BlobStore:
             return set(self._of_round.get(NO_ROUND, ()))
 
     def find(self, name: str) -> Blob | None:
-        """Where a blob lies, or None where it is not here."""
+        """Returns a stored blob, or None."""
         known = self._known.get(name)
         return None if known is None else Blob(self.disk, self.folder / name, 0, known.size)
 

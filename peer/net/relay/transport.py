@@ -403,7 +403,7 @@ class RelayedTransport:
             self._dial(peer, addresses, 10.0)
 
     def doubt(self, peer: str) -> None:
-        """Who is behind a relay is asked for signs of life on each stream anyhow (peer/net/relay/channel.py)."""
+        """Does nothing: streams through a relay have signs of life of their own (peer/net/relay/channel.py)."""
         if peer not in self._behind:
             self._direct.doubt(peer)
 
