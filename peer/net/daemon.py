@@ -50,6 +50,9 @@ START_SECONDS = 60.0
 CLOSE_SECONDS = 5.0
 SPARING = "GOGC=20"
 """For a daemon with little memory: it collects garbage at a fifth more than it needs, not at twice as much."""
+NO_RELAY = '{"Relay": {"Enabled": false}}'
+"""Settings of a daemon that relays nothing: `-relay=0` leaves on what its own settings have on. Where it relays, it
+reads a table of all networks at its start, in 0.4 s of processor time and 26 MB."""
 NICE = 5
 """Lowers its priority: besides a busy process of ours it gets a quarter of a core."""
 PING = "/ipfs/ping/1.0.0"
@@ -76,6 +79,7 @@ class Net(P2P):  # type: ignore[misc]
     """P2P with daemon flags that `create` hides, its sockets in `folder`, a lower priority, and no stream handling."""
 
     sparing = False
+    settings = ""
 
     @classmethod
     def _make_process_args(cls, *args: Any, **kwargs: Any) -> Any:
@@ -83,6 +87,8 @@ class Net(P2P):  # type: ignore[misc]
             kwargs["relayDiscovery"] = False
         little = ("env", SPARING) if cls.sparing and shutil.which("env") else ()
         nice = ("nice", "-n", NICE) if shutil.which("nice") else ()
+        if cls.settings:
+            kwargs["f"] = cls.settings
         return P2P._make_process_args(
             *processes.own_group_command(),
             *little,
@@ -95,8 +101,12 @@ class Net(P2P):  # type: ignore[misc]
         )
 
     @classmethod
-    def within(cls, folder: str, sparing: bool = False) -> type[Net]:
-        return type("Net", (cls,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/", "sparing": sparing})
+    def within(cls, folder: Path, sparing: bool = False, relaying: bool = True) -> type[Net]:
+        settings = ""
+        if not relaying:
+            settings = str(folder / "daemon.json")
+            Path(settings).write_text(NO_RELAY)
+        return type("Net", (cls,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/", "sparing": sparing, "settings": settings})
 
     def _start_listening(self) -> None:
         """See `Daemon.enter`."""
@@ -149,14 +159,16 @@ class Daemon:
         Raises UsageError (PortInUse, StartFailed).
         """
         hosts = sockets_of.hosts(host, port) or [host]
+        loopback = ipaddress.ip_address(host).is_loopback
+        relaying = bool(relays) or not loopback
         folder = SocketFolder(sockets)
         try:
-            p2p = await Net.within(str(folder.path), sparing).create(
+            p2p = await Net.within(folder.path, sparing, relaying).create(
                 host_maddrs=[tcp(one, port) for one in hosts],
                 identity_path=str(identity_file),
                 check_if_identity_free=False,
-                nat_port_map=not ipaddress.ip_address(host).is_loopback,
-                use_relay=True,
+                nat_port_map=not loopback,
+                use_relay=relaying,
                 announce_maddrs=announce or None,
                 use_auto_relay=bool(relays),
                 trusted_relays=relays or None,

@@ -6,10 +6,11 @@ at first the members of the plan. A node's own *auditor* (peer/node/audit.py) ou
 bits than the majority has *diverged*, and its work of the next round does not count.
 
 Where witnesses dispute a shard's bits, a node that can computes them from the log (peer/log/recompute.py); and once a
-round where another peer of the plan says otherwise than all witnesses. What it finds is right, however many attest
-otherwise; those who do are *refuted*, what they attest of other shards has no weight, and what they dispute in later
-rounds is computed after what others do. Nor has what somebody attests who first attested something else any weight. So
-each computation, of which a round has a few, ends what one liar at least can have computed in it.
+round where another peer of the plan says otherwise than all witnesses, or one that could be planned, while nobody has
+contributed. What it finds is right, however many attest otherwise; those who do are *refuted*, what they attest of
+other shards has no weight, and what they dispute in later rounds is computed after what others do. Nor has what
+somebody attests who first attested something else any weight. So each computation, of which a round has a few, ends
+what one liar at least can have computed in it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ class Witnesses:
         self._plan = plan or self._plan
         if tokens:
             self._rounds.append(tokens)
+
+    @property
+    def are_proven(self) -> bool:
+        """Whether they are witnesses by work in the log, not by a plan alone."""
+        return bool(self._rounds)
 
     def weights(self) -> Mapping[str, int]:
         """Of each witness: its tokens, or less; of each auditor, more than of all others."""

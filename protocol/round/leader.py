@@ -337,7 +337,8 @@ class Leader:
     def _recompute(self) -> list[Effect]:
         """Asks what the log gives of shards that witnesses dispute, one after the other, not for ever. First come those
         disputed by somebody whom the log has not refuted, of them those with most weight against most of it. Where none
-        is disputed, once one of which somebody of the plan says otherwise than all witnesses."""
+        is disputed, once one of which a peer of the plan says otherwise than all witnesses; or, while nobody has
+        contributed and strangers that were planned first are the only witnesses, one that could be planned."""
         if self._computing or self._recomputed >= MOST_RECOMPUTED:
             return []
         model, round = self.manifest.model, self.round - 1
@@ -346,7 +347,8 @@ class Leader:
         fresh = {d.shard for d in self.attestations.diverged(round, ties=True, among=known)} if disputed else set()
         shards = sorted(disputed, key=lambda s: (s not in fresh, -disputed[s], layout.shard_bytes(model, s), s))
         if not shards and not self._recomputed:
-            doubted = self.attestations.doubted(round, known)
+            heard = known if self.witnesses.are_proven else self.ready.keys() - self.witnesses.refuted
+            doubted = self.attestations.doubted(round, heard)
             shards = sorted(doubted, key=lambda shard: blob_hash.name_of(f"{round} {shard}".encode()))[:1]
         self._computing = tuple(shard for shard in shards if shard not in self._dear)
         if not self._computing:

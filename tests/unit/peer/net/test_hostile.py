@@ -44,7 +44,7 @@ Handlers = dict[str, Callable[[Any, Any], Awaitable[Any]]]
 async def attacker(folder: Path, victim: Transport, handlers: Handlers | None = None) -> AsyncIterator[P2P]:
     """A plain hivemind daemon, connected to `victim`; `handlers` replace those of a DHT node."""
     load_or_create(folder / "attacker")
-    other = await daemon.Net.within(str(SOCKETS)).create(
+    other = await daemon.Net.within(SOCKETS).create(
         initial_peers=list(victim.addresses),
         identity_path=str(folder / "attacker"),
         host_maddrs=["/ip4/127.0.0.1/tcp/0"],

@@ -585,6 +585,20 @@ def test_a_stranger_has_nothing_computed() -> None:
     assert driver.attest("stranger", digest="other") == [Report(0, "stranger", "embed")]
 
 
+def test_until_somebody_has_contributed_those_who_were_planned_first_are_not_believed() -> None:
+    driver = Driver({**FULLS, "c": FULL})
+    driver.decide(driver.ready("a", "b"))
+    driver.attest("a", "b", digest="lie")
+    driver.ready("c")
+    (reported, asked) = driver.attest("c")
+    assert (reported, asked) == (Report(0, "c", "embed"), Recompute(0, ("embed",)))
+    assert driver.do(Recomputed(0, "embed", "same")) == [Report(0, who, "embed", refuted=True) for who in "ab"]
+    commit = driver.decide(driver.at(GONE))
+    assert commit.plan is not None
+    assert "c" in commit.plan.peers
+    assert [(d.peer, d.refuted) for d in commit.diverged] == [("a", True), ("b", True)]
+
+
 def test_a_peer_has_so_much_computed_in_a_round() -> None:
     driver, asked = Driver(FULLS), 0
     driver.decide(driver.ready("a", "b"))
