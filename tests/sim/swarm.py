@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.archive import Archive
-from bootstrap.node import BootstrapNode
+from bootstrap.node import BootstrapNode, Work
 from peer import events
 from peer.events import Event
+from peer.log.recompute import Recomputer
 from peer.node.audit import held_out_text
 from peer.node.config import Machine
 from peer.node.peer import Factories, Peer
@@ -147,7 +148,8 @@ class Swarm:
         clock = self.world.clock()
         parts = (process.identity, process.transport, archive, emit, addresses, clock)
         if process.name not in self.lying:
-            process.running = BootstrapNode(*parts)
+            known = Recomputer(self.manifest, archive.commits, archive.blobs.get)
+            process.running = BootstrapNode(*parts, work=Work(digest=known.digest))
             await process.running.run()
             self.changes.left(process)
             return
