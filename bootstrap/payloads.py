@@ -15,7 +15,7 @@ from typing import Any
 
 from bootstrap.archive import Archive
 from peer import events
-from peer.net.base import Transport
+from peer.net.base import Transport, TransportLost
 from peer.net.blobs import Fetcher
 from peer.net.blobs.holders import Holders
 from peer.net.directory import Directory
@@ -230,6 +230,10 @@ class Payloads:
             self.emit(events.Warning(text=text))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        async def run() -> None:
+            with contextlib.suppress(TransportLost):  # the node itself ends for it
+                await work
+
+        task = asyncio.create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

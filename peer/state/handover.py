@@ -346,8 +346,7 @@ class Taking:
 
     def _forget(self, key: str, handover: Handover) -> None:
         self._coming.pop(key, None)
-        if handover.blob not in self.storage.blobs.protected:
-            self.storage.blobs.remove(handover.blob)
+        self.storage.blobs.release(handover.blob)
 
     async def aclose(self) -> None:
         await cancel(*(coming.fetching for coming in self._coming.values()))

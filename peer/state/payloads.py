@@ -177,7 +177,7 @@ class Exchange:
                 await fetch()
             if name in self._useless:
                 self._useless.discard(name)
-                self.store.remove(name)
+                self.store.release(name)
 
         task = asyncio.create_task(work())
         self._prefetches[task] = (round, name)
@@ -278,8 +278,7 @@ class Exchange:
 
     def drop(self, name: str) -> None:
         """Removes a blob, unless it is needed as a payload too."""
-        if name not in self.store.protected:
-            self.store.remove(name)
+        self.store.release(name)
 
     # --- states
 

@@ -82,6 +82,11 @@ class Feedback:
     newest_back: int = 0
 
 
+def _names(offer: Offer) -> set[str]:
+    """Returns the names of an offer's payloads and of their list."""
+    return {part_lists.root_of(offer.parts), *(part.digest for part in offer.parts)}
+
+
 class Storage:
     """A peer's folder, for one process at a time. Raises UsageError where the disk refuses.
 
@@ -158,7 +163,7 @@ class Storage:
             self.offers.remove(offer)
             self.disk.remove(self.folder / f"offer-{offer.round:08d}.json")
             if offer.round in self._returned:
-                for name in {part_lists.root_of(offer.parts), *(part.digest for part in offer.parts)}:
+                for name in _names(offer).difference(*map(_names, self.offers)):
                     self.blobs.protected.discard(name)
                     self.blobs.remove(name)
 

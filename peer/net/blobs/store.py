@@ -197,6 +197,12 @@ class BlobStore:
             if self._forget(name):
                 self.disk.remove(self.folder / name)
 
+    def release(self, name: str) -> None:
+        """Removes a blob unless it is protected: others may need the same bytes."""
+        with self._lock:
+            if name not in self.protected:
+                self.remove(name)
+
     def _forget(self, name: str) -> bool:
         """Counts a blob no more; whether it was counted."""
         known = self._known.pop(name, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -58,6 +59,20 @@ def test_an_offer_and_its_feedback_are_found_wherever_the_process_was_killed(tmp
     newest = tmp_path / "feedback-00000003.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     assert found(tmp_path) == (2, 2.0, offer(2), ())
+
+
+def test_a_payload_that_a_later_offer_has_too_is_kept(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    name = storage.blobs.put(b"payload", 1, protect=True)
+    same = [dataclasses.replace(offer(n), parts=(Part(shard="head", digest=name, size=7, norm=1.0),)) for n in (1, 2)]
+    for each in same:
+        storage.save_offer(each, given_back=each.round - 1)
+    for round in (2, 3):
+        storage.save_feedback(round, feedback(1.0), given_back=1)
+    assert storage.offers == same[1:]
+    storage.blobs.release(name)
+    assert storage.own_payload(same[1], same[1].parts[0]) == b"payload"
+    storage.close()
 
 
 def test_a_killed_process_leaves_its_feedback_in_memory(tmp_path: Path) -> None:
