@@ -153,13 +153,14 @@ class Payloads:
         for commit in commits:
             for share in commit.shares:
                 self._want(share.root, _FOR_GOOD)
-                while (parts := await self._list_of((share.peer,), share, commit.round)) is None:
+                holders = (*self._nodes(), share.peer)  # who made it may have left
+                while (parts := await self._list_of(holders, share, commit.round)) is None:
                     await asyncio.sleep(RETRY_SECONDS)
                 self._wanted.pop(share.root, None)
                 for part in parts:
                     self._want(part.digest, _FOR_GOOD)
                     while not self.archive.blobs.has(part.digest):
-                        await self._fetch((share.peer,), part, share.peer, commit.round)
+                        await self._fetch(holders, part, share.peer, commit.round)
                         await asyncio.sleep(0 if self.archive.blobs.has(part.digest) else RETRY_SECONDS)
                     self._wanted.pop(part.digest, None)
 
@@ -222,8 +223,11 @@ class Payloads:
             self._warn(str(error))
 
     def _asked(self, holders: Sequence[str]) -> list[str]:
-        asked = dict.fromkeys((*holders, *self.directory.operators))
-        return [peer for peer in asked if peer != self.transport.peer_id]
+        return [peer for peer in dict.fromkeys((*holders, *self._nodes())) if peer != self.transport.peer_id]
+
+    def _nodes(self) -> list[str]:
+        """Returns the operators' nodes, then those of former operators: they may have alone what was committed."""
+        return [*self.directory.operators, *sorted({*self.archive.named, *self._manifest.operators})]
 
     def _warn(self, text: str) -> None:
         if self._warnings.take(asyncio.get_running_loop().time()):
