@@ -153,7 +153,7 @@ class Payloads:
         for commit in commits:
             for share in commit.shares:
                 self._want(share.root, _FOR_GOOD)
-                holders = (*self._nodes(), share.peer)  # who made it may have left
+                holders = (*self._nodes(), share.peer)  # its maker may have left
                 while (parts := await self._list_of(holders, share, commit.round)) is None:
                     await asyncio.sleep(RETRY_SECONDS)
                 self._wanted.pop(share.root, None)

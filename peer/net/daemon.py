@@ -160,7 +160,7 @@ class Daemon:
         """
         hosts = sockets_of.hosts(host, port) or [host]
         loopback = ipaddress.ip_address(host).is_loopback
-        relaying = bool(relays) or not loopback
+        relaying = bool(relays or announce) or not loopback
         folder = SocketFolder(sockets)
         try:
             p2p = await Net.within(folder.path, sparing, relaying).create(

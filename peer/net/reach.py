@@ -114,7 +114,7 @@ async def _ask(around: ReachContext, peer: str, request: DialMe) -> Dialled | No
 
 
 def _can_tell(answer: Dialled, its_addresses: Sequence[str]) -> bool:
-    """Returns whether who answered sees us as the others do."""
+    """Returns whether the answering peer sees us as the others do."""
     its_hosts = [host_of(address) for address in its_addresses if not is_circuit(address)]
     return is_public(answer.host) or (answer.host != "" and not any(map(is_public, its_hosts)))
 

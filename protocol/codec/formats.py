@@ -38,7 +38,7 @@ def tah4_tile(width: int) -> int:
 
 
 def fits(name: str, width: int) -> bool:
-    """Returns whether tokens of so many values can travel in this format."""
+    """Returns whether tokens of this many values can travel in this format."""
     return {"int4": width % 2 == 0, "tah4": tah4_tile(width) >= TAH4_LEAST_TILE}.get(name, True)
 
 

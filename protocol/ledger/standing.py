@@ -97,7 +97,7 @@ class Standing:
         return self.known.get(peer, UNKNOWN_PEER)
 
     def is_exempt(self, peer: str) -> bool:
-        """Returns whether `peer` need not serve a probation: somebody has vouched for it."""
+        """Returns whether `peer` is exempt from probation: a member has vouched for it."""
         if self.of(peer).fell:
             return False
         decree = self.access.decided.get(peer)
@@ -161,7 +161,7 @@ class Standing:
         return self.scoring.found
 
     def is_seat(self, number: int) -> bool:
-        """Returns whether this is a replica of the open round that nobody was planned for."""
+        """Returns whether this is a seat of the open round: a replica without planned members."""
         return self.plan is not None and any(seat.number == number for seat in self.plan.seats)
 
     def is_on_probation(self, number: int, peers: tuple[str, ...]) -> bool:

@@ -141,7 +141,7 @@ def keeps_warm(manifest: Manifest, budget: Budget) -> bool:
 
 
 def has_room_to_evaluate(manifest: Manifest, budget: Budget) -> bool:
-    """Returns whether there is room for a copy of the whole model beside whatever it is given to train."""
+    """Returns whether there is room for a copy of the whole model in addition to any stage."""
     gpu, copy = on_gpu(budget.device), _copy_bytes(manifest)
     return all(budget.holds((own + copy, host)) for own, host in _most_demanding(manifest, gpu, gpu))
 

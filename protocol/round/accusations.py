@@ -78,7 +78,7 @@ class Accusations:
         return []
 
     def heard(self, peer: str) -> list[Accusation]:
-        """Takes a sign of life of `peer`; returns the accusations of those who reported it lost, as `report` does."""
+        """Takes a sign of life of `peer`; returns the accusations by peers that reported it lost, as `report` does."""
         accusers = [accuser for accuser, failure in self._lost.items() if failure.peer == peer]
         return [found for accuser in accusers for found in self._accuse(accuser, self._lost.pop(accuser))]
 
@@ -155,5 +155,5 @@ class Accusations:
 
 
 def are_neighbours(peers: Sequence[str], one: str, other: str) -> bool:
-    """Returns whether the two are beside each other in a chain of these members."""
+    """Returns whether the two are neighbours in a chain of these members."""
     return one in peers and other in peers and abs(peers.index(one) - peers.index(other)) == 1

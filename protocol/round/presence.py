@@ -133,7 +133,7 @@ class Promises:
 
 
 def pause(strikes: float) -> int:
-    """Returns the number of rounds of rest for so many strikes."""
+    """Returns the number of rounds of rest for this number of strikes."""
     return min(MOST_PAUSE_ROUNDS, 2 ** (int(strikes) - 1) - 1) if strikes >= 1 else 0
 
 

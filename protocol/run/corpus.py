@@ -147,7 +147,7 @@ def id_bytes(vocab_size: int) -> int:
 
 
 def sequences_per_chunk(sequence: int, vocab_size: int) -> int:
-    """Returns the number of sequences of so many tokens in a chunk."""
+    """Returns the number of sequences of `sequence` tokens in a chunk."""
     return CHUNK_BYTES // ((sequence + 1) * id_bytes(vocab_size))
 
 
