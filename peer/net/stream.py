@@ -369,7 +369,6 @@ class Endpoint:
 
     def _failed(self, stream: FrameStream, error: Exception) -> None:
         """Logs what a handler did not expect, at a limited rate, as a stranger can provoke it."""
-        stream.abort()
         now = asyncio.get_running_loop().time()
         if self._logged.take(now):
             log.exception("serving %s to %s failed", stream.name, short_peer(stream.remote))

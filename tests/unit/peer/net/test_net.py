@@ -37,7 +37,7 @@ from peer.net.sockets import FOLDER, LOCK, SocketFolder, sweep
 from peer.net.stream import NONSENSE_OFFENCES, Endpoint, ending
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
-from protocol.wire import calls, encoding, endpoints
+from protocol.wire import calls, encoding, endpoints, framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.calls import PipeHello
 from protocol.wire.framing import MAX_FRAME, FrameError, pack_message
@@ -116,6 +116,35 @@ async def test_calls(kind: str, tmp_path: Path) -> None:
             await call(a, b.peer_id, never, b"", timeout=0.5)
         replies = await asyncio.gather(*(call(a, b.peer_id, "answer", b"%d" % i, timeout=SOON) for i in range(40)))
         assert replies == [a.peer_id.encode() + b"%d" % i for i in range(40)]
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+async def test_what_a_handler_sent_before_it_failed_arrives(finishes: bool) -> None:
+    """A stream that was finished is open until the other side ends it too; one that was not is aborted."""
+    reader, closed = asyncio.StreamReader(), asyncio.Event()
+
+    class Writer:
+        def write(self, data: bytes) -> None: ...
+        async def drain(self) -> None: ...
+        def close(self) -> None: ...
+        async def wait_closed(self) -> None: ...
+
+    async def fail(stream: Stream) -> None:
+        if finishes:
+            await stream.send(b"internal error")
+            await stream.finish()
+        raise ValueError("a bug")
+
+    endpoint = Endpoint()
+    stream = endpoint.stream("peer", "answer", reader, Writer(), closed.set)
+    async with asyncio.timeout(SOON):
+        serving = asyncio.create_task(endpoint.run(fail, stream))
+        while finishes and not stream._receiving:  # it waits for the end
+            assert not closed.is_set()
+            await asyncio.sleep(0)
+        reader.feed_data(framing.END)
+        await serving
+    assert closed.is_set()
 
 
 async def test_an_end_is_told_from_a_death(kind: str, tmp_path: Path) -> None:
