@@ -326,10 +326,14 @@ class Swarm:
 
     # --- from begin to end
 
-    @property
-    def longest_round(self) -> float:
-        """Seconds of the slowest round: from the moment at which the commit before was in an honest node's log."""
-        times = self._decided_at
+    def longest_round(self, with_work: bool = False) -> float:
+        """Seconds of the slowest round: from the moment at which the commit before was in an honest node's log.
+
+        with_work: of rounds after the first with work. Until then, a silent stranger cannot be told from a slow first
+        peer, and is waited for until the deadline.
+        """
+        worked = (at for at, commit in enumerate(self.ledger.log) if commit.contributions)
+        times = self._decided_at[next(worked, len(self._decided_at)) if with_work else 0 :]
         return max((later - at for at, later in itertools.pairwise(times)), default=0.0)
 
     def run(self) -> None:

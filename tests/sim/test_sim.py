@@ -59,6 +59,10 @@ def test_dishonest_operators_hold_up_no_round_for_more_than_two_leases() -> None
     lived(lambda stats: stats["lies"] > 100, range(4), lying_nodes=True, calm=True)
 
 
+def test_strangers_hold_up_no_round_for_more_than_two_leases_once_somebody_has_brought_work() -> None:
+    lived(lambda stats: stats["lies"] > 1000, (29,), liars=30, calm=True)
+
+
 def test_colluders_break_no_promise_and_have_no_honest_work_left_out() -> None:
     lived(lambda stats: all(stats[x] for x in COLLUDE), (7, 11), colluders=True)
 
