@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +22,12 @@ from typer.core import TyperCommand, TyperGroup
 from peer.cli import running
 from peer.cli.options import Commands, group
 from peer.config import make_home
-from protocol.errors import UsageError
 
 if TYPE_CHECKING:
     from peer.node.peer import Factories
 
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0..."
+_ADDRESS = re.compile(r"/p2p/\S*#")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,98 +41,107 @@ class LazyCommand:
     """Example to type; None for a group."""
 
 
-COMMANDS = {
-    "demo": LazyCommand(
-        lambda: import_module("peer.cli.demo").command,
-        "Train a small model on this machine with a whole swarm of processes: the same code as bootstrap and join.",
-        "potluck demo --full 2 --chains 1 --stages 3 --out demo-run --json result.json",
-    ),
-    "doctor": LazyCommand(
-        lambda: import_module("peer.cli.doctor").command,
-        "Find out whether this machine can join, and what it would do: one finding a line, each with its remedy."
-        " Exit code 0: it can.",
-        f"potluck doctor {ADDRESS}",
-    ),
-    "join": LazyCommand(
-        lambda: import_module("peer.cli.join").command,
-        "Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost).",
-        f"potluck join {ADDRESS} --memory 8GB",
-    ),
-    "monitor": LazyCommand(
-        lambda: import_module("peer.cli.watch").command,
-        "Watch a run: peers, roles, chains, rounds, losses and bytes. Trains nothing. On a terminal, keys switch"
-        " between views.",
-        f"potluck monitor {ADDRESS}",
-    ),
-    "me": LazyCommand(
-        lambda: import_module("peer.cli.log").me,
-        "See how much of a run is yours: tokens, share, rank, rounds, and what was left out and why.",
-        f"potluck me {ADDRESS}",
-    ),
-    "service": LazyCommand(
-        lambda: import_module("peer.cli.service").app,
-        "Take part for weeks: the system runs a peer or a bootstrap node, and starts it again after crashes and when it"
-        " starts itself.",
-    ),
-    "sample": LazyCommand(
-        lambda: import_module("peer.cli.model").sample,
-        "Let the model of a run write text, which is shown as it is made. A base model continues its prompt.",
-        'potluck sample demo-run/bootstrap --prompt "Our allies" --tokens 100',
-    ),
-    "eval": LazyCommand(
-        lambda: import_module("peer.cli.model").evaluate,
-        "Measure how well the model of a run predicts given text: loss, perplexity and bits per byte.",
-        "potluck eval demo-run/bootstrap text.txt more.jsonl",
-    ),
-    "export": LazyCommand(
-        lambda: import_module("peer.cli.model").export,
-        "Write the model of a run as a folder that transformers loads. The log is checked and replayed.",
-        "potluck export demo-run/bootstrap --out demo-model",
-    ),
-    "init": LazyCommand(
-        lambda: import_module("peer.cli.init").command,
-        "Make a run of your own: its manifest, its text and your node's key, in one folder.",
-        "potluck init my-run text/*.parquet --preset 178m",
-    ),
-    "data": LazyCommand(
-        lambda: import_module("peer.cli.data").app,
-        "Make the text of a run: a corpus of tokenized, shuffled sequences (docs/guides/data.md).",
-    ),
-    "bootstrap": LazyCommand(
-        lambda: import_module("peer.cli.bootstrap").command,
-        "Run a bootstrap node: entry point, log, matchmaker and archive of a run.",
-        "potluck bootstrap my-run.toml --host 0.0.0.0 --port 31337. "
-        "With four operators, the nodes of the others: potluck bootstrap my-run.toml --initial-peer ADDRESS",
-    ),
-    "key": LazyCommand(
-        lambda: import_module("peer.cli.bootstrap").key,
-        "Print the name of the node or peer in a folder, such as the first operator needs it; makes its key if there is"
-        " none.",
-        "potluck key --dir my-node",
-    ),
-    "invite": LazyCommand(
-        lambda: import_module("peer.cli.decrees").invite,
-        "Print a line with which friends join a run that is closed: as an operator, with the key of your bootstrap"
-        " node.",
-        "potluck invite my-run.toml --count 5 --expires 7d",
-    ),
-    "plan": LazyCommand(
-        lambda: import_module("peer.cli.plan").plan,
-        "Print the plan that the matchmaker would make, its tokens per second, and why it is so. Changes nothing.",
-        "potluck plan my-peers.toml --what-if +10:8GB,20Mbps,100Mbps,5TFLOPS",
-    ),
-    "run": LazyCommand(
-        lambda: import_module("peer.cli.decrees").app,
-        "Change who may take part in a run, how long it is, its limits, and who operates it: as an operator, with the"
-        " key of your bootstrap node. With several operators, enough of them type the same.",
-    ),
-    "log": LazyCommand(
-        lambda: import_module("peer.cli.log").app,
-        "Read the log of a run: from a bootstrap node's folder (only read, whether the node runs or not), or over the"
-        " network.",
-    ),
+SECTIONS = {
+    "Take part": {
+        "demo": LazyCommand(
+            lambda: import_module("peer.cli.demo").command,
+            "Train a small model on this machine with a whole swarm of processes: the same code as bootstrap and join.",
+            "potluck demo --full 2 --chains 1 --stages 3 --out demo-run --json result.json",
+        ),
+        "doctor": LazyCommand(
+            lambda: import_module("peer.cli.doctor").command,
+            "Find out whether this machine can join, and what it would do: one finding a line, each with its remedy."
+            " Exit code 0: it can.",
+            f"potluck doctor {ADDRESS}",
+        ),
+        "join": LazyCommand(
+            lambda: import_module("peer.cli.join").command,
+            "Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost).",
+            f"potluck join {ADDRESS} --memory 8GB",
+        ),
+        "service": LazyCommand(
+            lambda: import_module("peer.cli.service").app,
+            "Take part for weeks: the system runs a peer or a bootstrap node, and starts it again after crashes and"
+            " when it starts itself.",
+        ),
+    },
+    "Watch": {
+        "monitor": LazyCommand(
+            lambda: import_module("peer.cli.watch").command,
+            "Watch a run: peers, roles, chains, rounds, losses and bytes. Trains nothing. On a terminal, keys switch"
+            " between views.",
+            f"potluck monitor {ADDRESS}",
+        ),
+        "me": LazyCommand(
+            lambda: import_module("peer.cli.log").me,
+            "See how much of a run is yours: tokens, share, rank, rounds, and what was left out and why.",
+            f"potluck me {ADDRESS}",
+        ),
+        "log": LazyCommand(
+            lambda: import_module("peer.cli.log").app,
+            "Read the log of a run: from a bootstrap node's folder (only read, whether the node runs or not), or over"
+            " the network.",
+        ),
+    },
+    "Use the model": {
+        "sample": LazyCommand(
+            lambda: import_module("peer.cli.model").sample,
+            "Let the model of a run write text, which is shown as it is made. A base model continues its prompt.",
+            'potluck sample demo-run/bootstrap --prompt "Our allies" --tokens 100',
+        ),
+        "eval": LazyCommand(
+            lambda: import_module("peer.cli.model").evaluate,
+            "Measure how well the model of a run predicts given text: loss, perplexity and bits per byte.",
+            "potluck eval demo-run/bootstrap text.txt more.jsonl",
+        ),
+        "export": LazyCommand(
+            lambda: import_module("peer.cli.model").export,
+            "Write the model of a run as a folder that transformers loads. The log is checked and replayed.",
+            "potluck export demo-run/bootstrap --out demo-model",
+        ),
+    },
+    "Operate a run": {
+        "init": LazyCommand(
+            lambda: import_module("peer.cli.init").command,
+            "Make a run of your own: its manifest, its text and your node's key, in one folder.",
+            "potluck init my-run text/*.parquet --preset 178m",
+        ),
+        "data": LazyCommand(
+            lambda: import_module("peer.cli.data").app,
+            "Make the text of a run: a corpus of tokenized, shuffled sequences (docs/guides/data.md).",
+        ),
+        "bootstrap": LazyCommand(
+            lambda: import_module("peer.cli.bootstrap").command,
+            "Run a bootstrap node: entry point, log, matchmaker and archive of a run.",
+            "potluck bootstrap my-run.toml --host 0.0.0.0 --port 31337. "
+            "With four operators, the nodes of the others: potluck bootstrap my-run.toml --initial-peer ADDRESS",
+        ),
+        "key": LazyCommand(
+            lambda: import_module("peer.cli.bootstrap").key,
+            "Print the name of the node or peer in a folder, such as the first operator needs it; makes its key if"
+            " there is none.",
+            "potluck key --dir my-node",
+        ),
+        "invite": LazyCommand(
+            lambda: import_module("peer.cli.decrees").invite,
+            "Print a line with which friends join a run that is closed: as an operator, with the key of your bootstrap"
+            " node.",
+            "potluck invite my-run.toml --count 5 --expires 7d",
+        ),
+        "plan": LazyCommand(
+            lambda: import_module("peer.cli.plan").plan,
+            "Print the plan that the matchmaker would make, its tokens per second, and why it is so. Changes nothing.",
+            "potluck plan my-peers.toml --what-if +10:8GB,20Mbps,100Mbps,5TFLOPS",
+        ),
+        "run": LazyCommand(
+            lambda: import_module("peer.cli.decrees").app,
+            "Change who may take part in a run, how long it is, its limits, and who operates it: as an operator, with"
+            " the key of your bootstrap node. With several operators, enough of them type the same.",
+        ),
+    },
 }
-"""By expected use: try it, take part, use the model; then operate a run."""
+"""The commands under the headings of `potluck --help`."""
+COMMANDS = {name: lazy for commands in SECTIONS.values() for name, lazy in commands.items()}
 
 
 class _Loaded(Mapping[str, TyperCommand | TyperGroup]):
@@ -155,8 +165,16 @@ class _Potluck(Commands):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes | {"commands": _Loaded()})
 
-    def helps(self) -> dict[str, str]:
-        return {name: lazy.help for name, lazy in COMMANDS.items()}
+    def sections(self) -> dict[str, dict[str, str]]:
+        return {title: {name: lazy.help for name, lazy in commands.items()} for title, commands in SECTIONS.items()}
+
+    def shell_complete(self, ctx: typer.Context, incomplete: str) -> list[Any]:  # type: ignore[override]
+        """As the base class, without an import of any command."""
+        loaded, self.commands = self.commands, {n: TyperCommand(n, help=lazy.help) for n, lazy in COMMANDS.items()}
+        try:
+            return super().shell_complete(ctx, incomplete)  # type: ignore[arg-type]
+        finally:
+            self.commands = loaded
 
 
 def _print_version(wanted: bool) -> None:
@@ -167,7 +185,9 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = group(_Potluck, "Potluck: strangers pre-train a language model together, each bringing what they have.")
+app = group(
+    _Potluck, "Potluck: strangers pre-train a language model together, each bringing what they have.", completion=True
+)
 
 
 @app.callback()
@@ -181,16 +201,18 @@ def before_any_command(
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def _check_pasted(arguments: Sequence[str]) -> None:
-    """Raises UsageError if a whole line, `potluck join ADDRESS`, is pasted in place of ADDRESS."""
-    at = next((i for i, word in enumerate(arguments) if "/p2p/" in word and "#" in word), 0)
-    begin = 1 if not arguments or arguments[0] not in COMMANDS or COMMANDS[arguments[0]].example else 2
-    more = arguments[begin:at]
-    if {"potluck", "join", "join:"}.intersection(more) and not any(word.startswith("-") for word in more):
-        from peer.ui.text import typed
-
-        right = typed("potluck", *arguments[:begin], *arguments[at:])
-        raise UsageError(f"RUN: other words are typed beside the address; type: {right}")
+def arguments_of(typed: Sequence[str]) -> list[str]:
+    """What was typed, as the commands expect it: `help COMMAND` is `COMMAND --help`, and a whole line that was pasted
+    in place of an address, `potluck join ADDRESS`, with or without quotes, is the address."""
+    if typed[:1] == ["help"]:
+        return [*typed[1:], "--help"]
+    words = [word for part in typed for word in (part.split() if _ADDRESS.search(part) else [part])]
+    at = next((i for i, word in enumerate(words) if _ADDRESS.search(word)), 0)
+    begin = 2 if words and words[0] in COMMANDS and not COMMANDS[words[0]].example else 1
+    pasted = words[begin:at]
+    if {"potluck", "join", "join:"}.intersection(pasted) and not any(word.startswith("-") for word in pasted):
+        return [*words[:begin], *words[at:]]
+    return list(typed)
 
 
 def main(arguments: Sequence[str] | None = None, factories: Factories | None = None) -> None:
@@ -204,5 +226,5 @@ def main(arguments: Sequence[str] | None = None, factories: Factories | None = N
         sys.stdout.reconfigure(errors="backslashreplace")
     with running.reporting():
         make_home()
-        _check_pasted(sys.argv[1:] if arguments is None else arguments)
-        app(arguments, prog_name="potluck", obj=running.Program(main, factories))
+        words = arguments_of(sys.argv[1:] if arguments is None else arguments)
+        app(words, prog_name="potluck", obj=running.Program(main, factories))

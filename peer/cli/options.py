@@ -49,21 +49,25 @@ Devices = Annotated[
 class Commands(TyperGroup):
     """A group of commands whose list is wrapped; click's truncates each line."""
 
-    def helps(self) -> dict[str, str]:
-        """Help text by command."""
-        return {name: command.help or "" for name, command in self.commands.items()}
+    def sections(self) -> dict[str, dict[str, str]]:
+        """Help text by command, under the headings of the list of commands."""
+        return {"Commands": {name: command.help or "" for name, command in self.commands.items()}}
 
     def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
-        with formatter.section("Commands"):
-            sentences = {name: " ".join(text.split()).split(". ")[0] for name, text in self.helps().items()}
-            formatter.write_dl([(name, f"{first.removesuffix('.')}.") for name, first in sentences.items()])
+        for heading, helps in self.sections().items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, _first_sentence(text)) for name, text in helps.items()])
 
 
-def group(cls: type[Commands] = Commands, help: str | None = None) -> typer.Typer:
-    """An empty group of commands, with plain texts and errors."""
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split()).split(". ")[0].removesuffix(".") + "."
+
+
+def group(cls: type[Commands] = Commands, help: str | None = None, completion: bool = False) -> typer.Typer:
+    """An empty group of commands, with plain texts and errors. completion: whether it has options for shells' own."""
     return typer.Typer(
         cls=cls,
-        add_completion=False,
+        add_completion=completion,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,

@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from peer import events
 from peer.cli.main import app
+from peer.cli.options import Commands
 from peer.ui.run_view import RunView
 from peer.ui.screen import render
 from protocol.errors import UsageError
@@ -72,11 +73,9 @@ def options(command: Command) -> set[str]:
 def test_the_lists_of_commands_cut_no_line() -> None:
     for name, command in COMMANDS.items():
         if isinstance(command, TyperGroup):
-            shown = (
-                command.get_help(typer.Context(command, info_name=name, terminal_width=80))
-                .partition("Commands:")[2]
-                .splitlines()
-            )
+            assert isinstance(command, Commands)
+            text = command.get_help(typer.Context(command, info_name=name, terminal_width=80))
+            shown = text.partition(f"{next(iter(command.sections()))}:")[2].splitlines()
             assert all(len(line) <= 80 and not line.endswith("...") for line in shown)
             assert all(any(line.startswith(f"  {inner} ") for line in shown) for inner in command.commands)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peer.cli.main import main
+from peer.cli.main import arguments_of, main
 from peer.net import keyfile
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.memory import MemoryNetwork
@@ -131,17 +131,24 @@ def test_a_whole_line_in_quotes_is_told_what_to_type(form: str, folders: Folders
     assert parse_run(f" {line} ") == folders.run, "spaces around it mean nothing"
 
 
-@pytest.mark.parametrize("command", ["join", "monitor", "doctor", "me", "plan", "export", "sample"])
-@pytest.mark.parametrize("words", ["potluck join", "to join: potluck join", "join"])
-def test_a_whole_line_without_quotes_is_told_what_to_type(
-    command: str, words: str, folders: Folders, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", [["join"], ["monitor"], ["me"], ["sample"], ["service", "install"], ["run", "ban"]])
+@pytest.mark.parametrize("pasted", ["potluck join {}", "10:00:01 · to join: potluck join {} --memory 8GB", "join {}"])
+@pytest.mark.parametrize("is_quoted", [False, True])
+def test_a_whole_line_in_place_of_an_address_is_the_address(
+    command: list[str], pasted: str, is_quoted: bool, folders: Folders
 ) -> None:
     line = folders.run.lines[0]
-    with pytest.raises(SystemExit) as end:
-        main([command, *words.split(), line])
-    assert end.value.code == 2
-    said = capsys.readouterr().err.splitlines()
-    assert said == [f"potluck: RUN: other words are typed beside the address; type: potluck {command} {line}"]
+    whole = pasted.format(line)
+    words = [whole] if is_quoted else whole.split()
+    assert arguments_of([*command, *words]) == [*command, line, *whole.partition(line)[2].split()]
+
+
+def test_what_is_not_pasted_stays_as_it_is(folders: Folders) -> None:
+    line = folders.run.lines[0]
+    for typed in (["join", line], ["join", "--name", "join", line], ["sample", "a b", "--prompt", "join us"], []):
+        assert arguments_of(typed) == typed
+    assert arguments_of(["help", "run", "ban"]) == ["run", "ban", "--help"]
+    assert arguments_of(["help"]) == ["--help"]
 
 
 @pytest.mark.parametrize(

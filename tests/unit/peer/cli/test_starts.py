@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -26,6 +27,25 @@ def test_help_and_version_import_nothing_heavy(typed: list[str]) -> None:
     modules = loaded(f"from peer.cli.main import main; main({typed})")
     assert "peer.cli.main" in modules
     assert not modules & {*HEAVY, *NETWORK}
+
+
+def test_a_shell_completes_commands_and_their_options() -> None:
+    def completed(*words: str) -> list[str]:
+        typed = {"_POTLUCK_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        code = "from peer.cli.main import main; main([])"
+        run = [sys.executable, "-c", code]
+        return subprocess.run(run, capture_output=True, text=True, env=os.environ | typed).stdout.split()
+
+    assert completed("potluck", "e") == ["eval", "export"]
+    assert completed("potluck", "join", "--mem") == ["--memory"]
+    assert completed("potluck", "run", "b") == ["ban"]
+
+
+def test_the_names_of_commands_are_completed_without_their_imports() -> None:
+    typed = "import os; os.environ.update(_POTLUCK_COMPLETE='complete_bash', COMP_WORDS='potluck ', COMP_CWORD='1')"
+    modules = loaded(f"{typed}; from peer.cli.main import main; main([])")
+    assert "peer.cli.main" in modules
+    assert not modules & {*HEAVY, *NETWORK, "peer.cli.join"}
 
 
 @pytest.mark.parametrize(
