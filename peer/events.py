@@ -339,6 +339,23 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """The sum of what a peer did since its process began, when that ends."""
+
+    seconds: float
+    rounds: int
+    """Rounds that it applied."""
+    own_tokens: int
+    """Committed tokens of its own in these."""
+    tokens: int
+    """Committed tokens of all in these."""
+    first_loss: float | None
+    """Mean loss of the first of these that has one, in nats per token; null if none has."""
+    last_loss: float | None
+    """Mean loss of the last of these that has one; null if none has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Paused:
     """A peer pauses: it leaves the run for a while, or does not begin yet."""
 
@@ -384,7 +401,11 @@ class Round:
     holds: bool = True
     """Whether it holds any shard: a newcomer reads the log before it has one."""
     own_tokens: int = 0
-    """Tokens of its replica, if its work was committed; else 0."""
+    """Committed tokens of its own: of a chain's, the share of its blocks (protocol/ledger/credits.py)."""
+    tokens: int = 0
+    """Committed tokens of all."""
+    loss: float | None = None
+    """Mean loss of the round's contributions, in nats per token; null if it is unknown."""
     probation: str = ""
     """Why its work of the round has no weight, for a reader; empty unless it is on probation."""
     peak_rss_bytes: int = 0
@@ -497,8 +518,8 @@ OfNode = (
 )  # fmt: skip
 OfPeer = (
     Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round
-    | Restored | ReadingLog | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Paused | Resumed
-    | Finished | Violation | Warning
+    | Restored | ReadingLog | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Left | Paused
+    | Resumed | Finished | Violation | Warning
 )  # fmt: skip
 Body = OfNode | OfPeer
 

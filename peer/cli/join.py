@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -29,7 +30,7 @@ from peer.cli.options import (
     Threads,
     with_options,
 )
-from peer.events import Emitter
+from peer.events import Emitter, Event, Sink
 from peer.log import reader
 from peer.net import bandwidth, keyfile, processes
 from peer.net.address import interface_hosts
@@ -180,7 +181,9 @@ async def join(config: JoinConfig, factories: Factories | None = None) -> None:
     devices_here.one_heap()
     run, folder = config.run, config.folder
     key = keyfile.load_or_create(folder / KEY)
-    emit = Emitter(key.peer_id, sink(config.json, own=True))
+    clock = Clock() if factories is None else factories.clock
+    tally = Tally(sink(config.json, own=True))
+    emit, began = Emitter(key.peer_id, tally.take), clock.steady()
     known: tuple[Manifest, Hardware] | None = None
     downlink: Measurement | None = None
 
@@ -237,7 +240,6 @@ async def join(config: JoinConfig, factories: Factories | None = None) -> None:
             finally:
                 await transport.aclose()
 
-    clock = Clock() if factories is None else factories.clock
     storage = Storage(folder, config.store_bytes)
     try:
         if (too_low := processes.raise_file_limit()) is not None:
@@ -246,6 +248,33 @@ async def join(config: JoinConfig, factories: Factories | None = None) -> None:
             await Pauses(_checks(config, clock), emit, freed=devices_here.free).between(take_part)
     finally:
         storage.close()
+        if not config.dry_run:
+            emit(tally.sum(clock.steady() - began))
+
+
+class Tally:
+    """Passes events on, and adds up the rounds that they report."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._sum = events.Left(seconds=0.0, rounds=0, own_tokens=0, tokens=0, first_loss=None, last_loss=None)
+
+    def take(self, event: Event) -> None:
+        self._sink(event)
+        done, before = event.body, self._sum
+        if isinstance(done, events.Round) and done.holds and done.round:
+            self._sum = dataclasses.replace(
+                before,
+                rounds=before.rounds + 1,
+                own_tokens=before.own_tokens + done.own_tokens,
+                tokens=before.tokens + done.tokens,
+                first_loss=done.loss if before.first_loss is None else before.first_loss,
+                last_loss=before.last_loss if done.loss is None else done.loss,
+            )
+
+    def sum(self, seconds: float) -> events.Left:
+        """The sum after so many seconds."""
+        return dataclasses.replace(self._sum, seconds=seconds)
 
 
 def _hardware(config: JoinConfig) -> Hardware:

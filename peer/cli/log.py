@@ -24,7 +24,7 @@ from peer.net.disk import Disk
 from peer.node.open_run import KEY, here, parse_run, run_in
 from peer.ui.contributors import contributors, own_lines, table_lines
 from peer.ui.lines import decreed
-from peer.ui.text import Names, clean, cleaned, count, mean_loss, readable, size
+from peer.ui.text import Names, clean, cleaned, count, readable, size
 from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
 from protocol.ledger import part_lists, schedule, standing
@@ -269,7 +269,7 @@ def _title(record: Record, plan: Plan | None) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(max(commit.time, 0.0), 2.0**32)))
     title = f"round {commit.round}  {when}"
     if commit.round:
-        loss = mean_loss(commit.contributions)
+        loss = commit.loss
         title += f"  {len(commit.contributions)} of {count(plan.replicas if plan else (), 'replica')}"
         title += f"  loss {loss:.3f}" if loss is not None else ""
         title += f"  {size(sum(c.size for c in commit.contributions))}"

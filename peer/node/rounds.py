@@ -31,7 +31,7 @@ from peer.state.payloads import Exchange
 from peer.state.recovery import Recovery, WarmUp
 from peer.state.storage import Checkpoint, Feedback, FeedbackWriter, Shards, Storage
 from protocol.identity import short_peer
-from protocol.ledger import part_lists, retention
+from protocol.ledger import credits, part_lists, retention
 from protocol.round import handover, member_events
 from protocol.round.member import Member
 from protocol.run import layout
@@ -455,13 +455,20 @@ class Rounds:
                 boundary_backward_bytes=result.backward_bytes,
                 boundary_tokens=result.boundary_tokens,
                 holds=bool(self.outer.theta),
-                own_tokens=commit.tokens_of(self.peer),
+                own_tokens=self._own_tokens(commit),
+                tokens=commit.tokens,
+                loss=commit.loss,
                 probation=commit.tried(self.peer),
                 evaluations=commit.evaluations if is_news else (),
                 scores=commit.scores if is_news else (),
             )
         )
         self._seconds = {}
+
+    def _own_tokens(self, commit: Commit) -> int:
+        before = self.member.commits.get(commit.round - 1)
+        plan, layers = before.plan if before is not None else None, self.manifest.model.n_layers
+        return sum(n for c in commit.contributions for peer, n in credits.parts(c, plan, layers) if peer == self.peer)
 
     async def _drop_state_if_longer(self, commit: Commit) -> None:
         """Far behind the log, drops the state if a later one costs fewer bytes; `_hold_shards` builds that."""

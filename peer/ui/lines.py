@@ -23,7 +23,6 @@ from peer.ui.text import (
     clock,
     count,
     duration,
-    mean_loss,
     rate,
     readable,
     schedule_of,
@@ -113,6 +112,8 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("warning", f"{source} sits out round {round}: {readable(reason, names)}")]
         case events.Leaving():
             return [Said("info", f"{source} leaves")]
+        case events.Left():
+            return []  # for the peer's own user
         case events.Paused(reason=reason):
             return [Said("info", f"{source} pauses: {reason}")]
         case events.Resumed():
@@ -205,14 +206,13 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("info", f"round {role.round}: trains {blocks(role.first, role.last)}, {place} of a chain")]
         case events.Round(round=0) | events.Round(holds=False) as done:
             return list(_measured(done.evaluations, done.scores, names))
-        case events.Round(round=round, own_tokens=tokens, probation=why) as done:
+        case events.Round(round=round, own_tokens=own) as done:
             amounts = f"{size(done.bytes_sent)} sent, {size(done.bytes_received)} received"
             amounts += f" and {size(done.bytes_written)} written to disk since the start"
-            own = f", with {tokens:,} tokens of this machine's work" if tokens else ""
-            tried = [Said("info", f"round {round}, this machine's work: {readable(why, names)}")] if why else []
+            yours = f": {own:,} of {done.tokens:,} tokens were yours" if own else ""
             return [
-                Said("good", f"round {round} is applied{own}; {amounts}"),
-                *tried,
+                Said("good", f"round {round} is applied{yours}; {amounts}"),
+                *([Said("info", f"round {round}: {_on_probation(done.probation)}")] if done.probation else []),
                 *_measured(done.evaluations, done.scores, names),
             ]
         case events.ChainFailed(round=round, peer=peer, reason=reason):
@@ -228,7 +228,29 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("info", "goes on")]
         case events.Finished(round=round):
             return [Said("good", f"the run is over after round {round}")]
+        case events.Left() as left:
+            return _thanks(left)
     return describe(event, names)
+
+
+def _on_probation(reason: str) -> str:
+    """A `LeftOut.reason` of work on probation, for its maker."""
+    _, _, when = reason.rpartition("counts ")
+    return f"your work is good, and is kept; newcomers' work counts after a while, yours {when or 'soon'}"
+
+
+def _thanks(left: events.Left) -> list[Said]:
+    """What a user gave, and what came of it meanwhile."""
+    if not left.rounds:
+        return []
+    given, loss = "none of the tokens were yours yet", ""
+    if left.own_tokens:
+        given = f"{left.own_tokens:,} of {left.tokens:,} tokens were yours, {100 * left.own_tokens / left.tokens:.1f} %"
+    if left.first_loss is not None and left.last_loss is not None and left.rounds > 1:
+        loss = f"; the model's loss went from {left.first_loss:.3f} to {left.last_loss:.3f}"
+    rounds = f"in {duration(left.seconds)} you took part in {count(range(left.rounds), 'round')}"
+    model = "the model: potluck sample, potluck export --out model, in this folder"
+    return [Said("good", f"thank you: {rounds}, {given}{loss}"), Said("info", model)]
 
 
 def decreed(decree: Decree, names: Mapping[str, str]) -> str:
@@ -292,9 +314,8 @@ def _commit(commit: Commit, names: Mapping[str, str]) -> Iterator[Said]:
         planned = commit.plan
         yield Said("good", f"first plan: {count(planned.replicas, 'replica')}" if planned else "run begins")
     else:
-        loss = mean_loss(commit.contributions)
         text = f"round {commit.round}: {count(commit.contributions, 'replica')}"
-        yield Said("good", text + (f", loss {loss:.3f}" if loss is not None else ""))
+        yield Said("good", text + (f", loss {commit.loss:.3f}" if commit.loss is not None else ""))
         if light := [c for c in commit.contributions if c.weight < 1]:
             which = ", ".join(f"replica {c.replica} with {c.weight:.0%} of its weight" for c in light)
             why = "others are like it or against it, or agree with it little"

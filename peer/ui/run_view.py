@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from peer import events
 from peer.events import Event
 from peer.ui.lines import Note, describe
-from peer.ui.text import LONGEST_TEXT, Names, blocks, called, cleaned, mean_loss, percent, readable
+from peer.ui.text import LONGEST_TEXT, Names, blocks, called, cleaned, percent, readable
 from protocol.ledger.credits import Credits
 from protocol.planning import memory
 from protocol.round.attestations import RoundAttestations, Witnesses
@@ -604,7 +604,7 @@ class RunView:
                 time=when,
                 seconds=when - before.time if before is not None and follows else None,
                 tokens=sum(c.tokens for c in commit.contributions),
-                loss=mean_loss(commit.contributions),
+                loss=commit.loss,
                 replicas=len(commit.contributions),
                 bytes=sum(c.size for c in commit.contributions),
                 left_out=self.left_out[:MOST_LEFT_OUT],

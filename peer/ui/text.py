@@ -23,7 +23,6 @@ from protocol import identity
 from protocol.errors import UsageError
 from protocol.identity import short_peer
 from protocol.wire.bounds import MAX_TIME
-from protocol.wire.commit import Contribution
 from protocol.wire.decree import Schedule
 from protocol.wire.schema import Digest
 
@@ -47,12 +46,6 @@ _ID = re.compile(r"(?<!\w)(?:peer )?(\w{1,8})(?!\w)")
 """What may be the short form of a peer id."""
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-][A-Za-z0-9_@%+=:,./#-]*")
 """Words that a shell takes literally, addresses with # among them, which `shlex` would quote."""
-
-
-def mean_loss(contributions: Iterable[Contribution]) -> float | None:
-    """Nats per token, weighted by tokens; None if no contribution has a loss."""
-    known = [(c.loss, c.tokens) for c in contributions if c.loss is not None]
-    return sum(loss * n for loss, n in known) / sum(n for _, n in known) if known else None
 
 
 def called(peer: str, names: Mapping[str, str]) -> str:

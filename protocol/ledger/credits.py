@@ -32,6 +32,20 @@ class Credit:
     probation: int = 0
 
 
+def parts(contribution: Contribution, plan: Plan | None, layers: int) -> Iterator[tuple[str, int]]:
+    """Each member's tokens of a contribution. plan: of its round."""
+    peers = contribution.peers
+    spec = plan.taken(contribution.replica, peers, layers) if plan is not None else None
+    ends = [stage.last for stage in spec.stages] if spec is not None else []
+    if len(ends) != len(peers) or any(a >= b for a, b in itertools.pairwise([0, *ends])):
+        ends = list(range(1, len(peers) + 1))  # no plan that honest nodes make
+    before = 0
+    for peer, end in zip(peers, ends, strict=True):
+        until = contribution.tokens * end // ends[-1]
+        yield peer, until - before
+        before = until
+
+
 class Credits:
     """Credits after the commits that were added, for models of `layers` blocks. tokens: of all peers."""
 
@@ -45,9 +59,9 @@ class Credits:
     def add(self, commit: Commit) -> None:
         """The next commit of the log."""
         self.round = commit.round
+        self.tokens += commit.tokens
         for contribution in commit.contributions:
-            self.tokens += contribution.tokens
-            for peer, tokens in self._parts(contribution):
+            for peer, tokens in parts(contribution, self._plan, self._layers):
                 credit = self._credit(peer)
                 credit.tokens += tokens
                 if credit.last != commit.round:
@@ -67,18 +81,6 @@ class Credits:
 
     def _credit(self, peer: str) -> Credit:
         return self._of.setdefault(peer, Credit(peer))
-
-    def _parts(self, contribution: Contribution) -> Iterator[tuple[str, int]]:
-        peers = contribution.peers
-        spec = self._plan.taken(contribution.replica, peers, self._layers) if self._plan is not None else None
-        ends = [stage.last for stage in spec.stages] if spec is not None else []
-        if len(ends) != len(peers) or any(a >= b for a, b in itertools.pairwise([0, *ends])):
-            ends = list(range(1, len(peers) + 1))  # no plan that honest nodes make
-        before = 0
-        for peer, end in zip(peers, ends, strict=True):
-            until = contribution.tokens * end // ends[-1]
-            yield peer, until - before
-            before = until
 
     def streak(self, credit: Credit) -> int:
         """Returns the number of consecutive rounds up to the newest with a contribution of this peer."""

@@ -182,9 +182,16 @@ class Commit:
     def shares(self) -> tuple[Share, ...]:
         return tuple(share for c in self.contributions for share in c.shares)
 
-    def tokens_of(self, peer: str) -> int:
-        """Tokens of the contributions in which `peer` has a share."""
-        return sum(c.tokens for c in self.contributions if any(share.peer == peer for share in c.shares))
+    @property
+    def tokens(self) -> int:
+        """Trained tokens of all contributions."""
+        return sum(c.tokens for c in self.contributions)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean nats per token of the contributions' first inner steps, by tokens; None if none is known."""
+        known = [(c.loss, c.tokens) for c in self.contributions if c.loss is not None]
+        return sum(loss * n for loss, n in known) / sum(n for _, n in known) if known else None
 
     def tried(self, peer: str) -> str:
         """Why the work of `peer` has no weight because of its probation, for a reader; else empty."""

@@ -122,7 +122,7 @@ def test_the_tutorial_is_typed_from_its_first_line_to_its_last(user: User) -> No
     peers = [user.open(command) for command in joins]
     peers[0].until(r"round 1 is applied")
     assert time.monotonic() - began < FIVE_MINUTES
-    peers[0].until(r"is applied, with [\d,]+ tokens")  # of its own; a peer that comes later is in a later plan
+    peers[0].until(r"is applied: [\d,]+ of [\d,]+ tokens were yours")  # a peer that comes later is in a later plan
     (twice,) = user.type(joins[0], code=2).said.splitlines()
     assert "another potluck process uses it" in twice, "one folder is one peer's"
     user.type(step("monitor"), sign=r"round \d+")

@@ -121,7 +121,12 @@ async def test_calls(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("finishes", [True, False])
 async def test_what_a_handler_sent_before_it_failed_arrives(finishes: bool) -> None:
     """A stream that was finished is open until the other side ends it too; one that was not is aborted."""
-    reader, closed = asyncio.StreamReader(), asyncio.Event()
+    waits, closed = asyncio.Event(), asyncio.Event()
+
+    class Reader(asyncio.StreamReader):
+        async def read(self, n: int = -1) -> bytes:
+            waits.set()
+            return await super().read(n)
 
     class Writer:
         def write(self, data: bytes) -> None: ...
@@ -135,13 +140,13 @@ async def test_what_a_handler_sent_before_it_failed_arrives(finishes: bool) -> N
             await stream.finish()
         raise ValueError("a bug")
 
-    endpoint = Endpoint()
+    endpoint, reader = Endpoint(), Reader()
     stream = endpoint.stream("peer", "answer", reader, Writer(), closed.set)
     async with asyncio.timeout(SOON):
         serving = asyncio.create_task(endpoint.run(fail, stream))
-        while finishes and not stream._receiving:  # it waits for the end
+        if finishes:
+            await waits.wait()
             assert not closed.is_set()
-            await asyncio.sleep(0)
         reader.feed_data(framing.END)
         await serving
     assert closed.is_set()

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from peer import events
+from peer.cli.join import Tally
 from peer.events import Event
 from peer.ui.lines import Lines, printer
 from peer.ui.run_view import RunView
@@ -350,7 +351,7 @@ def test_who_joins_is_told_what_is_fetched_how_fast_and_when_its_work_begins_and
     found = events.Found(run="ab" * 32, name="x", parameters=48_900_000, round_seconds=90.0)
     own = events.Round(
         round=31, seconds={}, bytes_sent=1, bytes_received=2, boundary_forward_bytes=0, boundary_backward_bytes=0,
-        boundary_tokens=0, own_tokens=65_472,
+        boundary_tokens=0, own_tokens=65_472, tokens=300_000, loss=4.0,
     )  # fmt: skip
     for body in (
         found,
@@ -370,7 +371,7 @@ def test_who_joins_is_told_what_is_fetched_how_fast_and_when_its_work_begins_and
         "· state of round 30: 50.0 MB of 200 MB (80 Mb/s), about 15 s left",
         "✓ state of round 30: 200 MB in 20.0 s (80 Mb/s)",
         "· ready: round 31, for which the next plan is, begins in about 42 s",
-        "✓ round 31 is applied, with 65,472 tokens of this machine's work; "
+        "✓ round 31 is applied: 65,472 of 300,000 tokens were yours; "
         "1 B sent, 2 B received and 0 B written to disk since the start",
     ]
 
@@ -411,6 +412,31 @@ def test_a_peer_prints_a_line_a_round_and_what_it_trains_when_that_changes() -> 
         f"! {me} sits out round 3: too late",
         "· round 4: trains block 0, stage 1 of 3 of a chain",
         "✓ the run is over after round 4",
+    ]
+
+
+def test_who_leaves_is_thanked_with_what_was_given_and_told_how_to_get_the_model() -> None:
+    lines, tally = Lines(own=True), Tally(lambda event: None)
+    done = events.Round(
+        round=0, seconds={}, bytes_sent=1, bytes_received=2, boundary_forward_bytes=0, boundary_backward_bytes=0,
+        boundary_tokens=0, tokens=1_000, loss=8.0,
+    )  # fmt: skip
+
+    def said() -> list[str]:
+        return [line[9:] for line in lines.of(Event(0.0, PEERS[0], tally.sum(7260.0)))]
+
+    for round, holds, own, loss in ((0, True, 0, 9.0), (3, False, 0, 8.5), (4, True, 0, None)):
+        body = dataclasses.replace(done, round=round, holds=holds, own_tokens=own, loss=loss)
+        assert said() == [], "who has applied nothing has taken no part"
+        tally.take(Event(0.0, PEERS[0], body))
+    model = "· the model: potluck sample, potluck export --out model, in this folder"
+    assert said() == ["✓ thank you: in 2:01 h you took part in 1 round, none of the tokens were yours yet", model]
+    for round, own, loss in ((5, 250, 7.25), (6, 500, 6.0), (7, 0, None)):
+        tally.take(Event(0.0, PEERS[0], dataclasses.replace(done, round=round, own_tokens=own, loss=loss)))
+    assert said() == [
+        "✓ thank you: in 2:01 h you took part in 4 rounds, 750 of 4,000 tokens were yours, 18.8 %; the model's loss"
+        " went from 7.250 to 6.000",
+        model,
     ]
 
 
@@ -474,7 +500,9 @@ def test_a_newcomer_is_told_of_its_probation_when_it_joins_and_after_each_round_
         "· the work of newcomers has no weight in the first 3 rounds that they bring; it is judged, and goes into"
         " their work after it"
     )
-    assert said[-1] == f"· round 31, this machine's work: {why}"
+    assert said[-1] == (
+        "· round 31: your work is good, and is kept; newcomers' work counts after a while, yours after 2 more rounds"
+    )
     assert not any(
         "newcomers" in line
         for line in Lines(own=True).of(Event(0.0, PEERS[0], dataclasses.replace(found, probation=0)))
