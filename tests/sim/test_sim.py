@@ -67,6 +67,11 @@ def test_colluders_break_no_promise_and_have_no_honest_work_left_out() -> None:
     lived(lambda stats: all(stats[x] for x in COLLUDE), (7, 11), colluders=True)
 
 
+def test_who_offers_the_same_bytes_again_holds_up_no_round() -> None:
+    """The nodes have removed them meanwhile, and do not wait for each other to have them."""
+    lived(lambda stats: stats["colluders counted"] > 0, (64,), colluders=True, calm=True)
+
+
 @pytest.mark.parametrize(("calm", "few"), [(False, range(4)), (True, range(12, 14))])
 def test_chains_that_quarrel_by_chance_break_no_promise_and_hold_up_no_round_for_more_than_two_leases(
     calm: bool, few: Sequence[int]

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
@@ -47,12 +48,14 @@ NAMED_AT_ONCE = 8
 
 @dataclass(slots=True)
 class _Spread:
-    """The serving of one blob: bytes sent, bytes promised to open streams, and the receivers."""
+    """The serving of one blob: bytes sent, bytes promised to open streams, and by receiver the bytes that it got and
+    its open streams."""
 
     asked_at: float
     sent: int = 0
     promised: int = 0
-    receivers: dict[str, None] = field(default_factory=dict)
+    receivers: dict[str, int] = field(default_factory=dict)
+    streams: Counter[str] = field(default_factory=Counter)
     turns: int = 0
 
 
@@ -69,19 +72,25 @@ class SpreadTracker:
         self._blobs = LruDict[str, _Spread](most)
 
     def admit(self, name: str, size: int, peer: str, insist: bool, now: float) -> list[str] | None:
-        """None where `peer` is to be served, else the peers to ask instead."""
+        """None where `peer` is to be served, else the peers to ask instead.
+
+        A peer that asks again has removed what it got, as a node that did not commit it: it is no holder any more.
+        """
         spread = self._blobs.get(name)
         if spread is None or (now - spread.asked_at > self._seconds and not spread.promised):
             spread = _Spread(now)
         spread.asked_at = now
         self._blobs[name] = spread
+        if spread.streams[peer] <= 0:
+            spread.sent -= spread.receivers.pop(peer, 0)
         others = [p for p in spread.receivers if p != peer]
         if others and not insist and spread.sent + spread.promised + size > self._copies * size:
             spread.turns += 1
             start = spread.turns % len(others)
             return (others[start:] + others[:start])[:NAMED_AT_ONCE]
         spread.promised += size
-        spread.receivers[peer] = None
+        spread.receivers.setdefault(peer, 0)
+        spread.streams[peer] += 1
         return None
 
     def done(self, name: str, size: int, peer: str, sent: int) -> None:
@@ -90,8 +99,10 @@ class SpreadTracker:
         if spread is not None:
             spread.promised -= size
             spread.sent += sent
-            if not sent:
-                spread.receivers.pop(peer, None)
+            spread.streams[peer] -= 1
+            spread.receivers[peer] = spread.receivers.get(peer, 0) + sent
+            if not spread.receivers[peer]:
+                del spread.receivers[peer]
 
 
 COPIES = 2

@@ -711,6 +711,20 @@ def test_who_got_a_blob_long_ago_is_not_named() -> None:
     assert spreading.admit("blob", 100, "d", False, now=1.0 + 2 * SPREAD_SECONDS) is None
 
 
+def test_who_asks_again_is_not_named_as_a_holder_any_more() -> None:
+    spreading = SpreadTracker(copies=2)
+    for peer in "bc":
+        assert spreading.admit("blob", 100, peer, False, now=1.0) is None
+    assert spreading.admit("blob", 100, "b", False, now=1.0) == ["c"], "its first stream is open"
+    for peer in "bc":
+        spreading.done("blob", 100, peer, 100)
+    assert spreading.admit("blob", 100, "b", False, now=2.0) is None
+    assert spreading.admit("blob", 100, "d", False, now=2.0) is not None
+    spreading.done("blob", 100, "b", 0)
+    assert spreading.admit("blob", 100, "d", False, now=2.0) is None, "one copy was sent that may still be there"
+    assert set(spreading.admit("blob", 100, "e", False, now=2.0) or ()) == {"c", "d"}
+
+
 async def test_who_finds_nobody_else_is_served(tmp_path: Path) -> None:
     """Those who got it are gone, or do not have it any more: the holder serves again."""
     async with swarm("memory", tmp_path, 4) as (a, b, c, d):
