@@ -27,7 +27,7 @@ from peer.node.sessions import Operators, Sessions
 from peer.node.training import InnerLoop, Training, add_to_feedback, encode_update
 from peer.state.handover import REQUEST_BYTES, Giving, Taking
 from peer.state.outer_optimizer import Outer
-from peer.state.payloads import Exchange
+from peer.state.payloads import Exchange, PayloadsGone
 from peer.state.recovery import Recovery, WarmUp
 from peer.state.storage import Checkpoint, Feedback, FeedbackWriter, Shards, Storage
 from protocol.identity import short_peer
@@ -396,13 +396,17 @@ class Rounds:
         """Applies a commit, or where no shard is held skips to a later one. Returns its round."""
         began = self._clock.steady()
         await self._drop_state_if_longer(commit)
+        try:
+            payloads = await self._timed("fetch", self._recovery.payloads(commit.round, list(self.outer.theta)))
+        except PayloadsGone:
+            self._drop_state(commit.round)
+            payloads = await self._recovery.payloads(commit.round, ())
         held, log = list(self.outer.theta), self.member.commits
         if (
             not held
         ):  # the newest commit, or the one that decides our offer; those between name no payload that is needed
             head, offer = self.member.head, self.offer
             commit = log[head if offer is None or offer.round < commit.round else min(offer.round, head)]
-        payloads = await self._timed("fetch", self.exchange.payloads(commit, held, log))
         scratch = None
         if not self.manifest.outer.overlap:  # no training; only this loop has θ once it is compared
             await self._attester.done()
@@ -472,6 +476,12 @@ class Rounds:
             if await self._recovery.is_shorter(held, before, head):
                 self.outer.theta.clear()
 
+    def _drop_state(self, round: int) -> None:
+        """Drops the state, which nothing that the archives keep leads on from; `_hold_shards` builds a newer one. The
+        error feedback stays."""
+        self.network.warn(f"payloads of round {round}: no archive keeps them any more; a newer state takes their place")
+        self.outer.theta.clear()
+
     # --- shards
 
     async def _hold_shards(self, commit: Commit, *, whole: bool = False) -> None:
@@ -484,7 +494,10 @@ class Rounds:
         lacking = [s for s in wanted if s not in self.outer.theta]
         later = [s for s in lacking if used and s not in used]  # training does not wait for them
         await self._warm_up.want(later)
-        await self._recovery.build([s for s in lacking if s not in later], commit.round)
+        try:
+            await self._recovery.build([s for s in lacking if s not in later], commit.round)
+        except PayloadsGone:  # the log went on for long meanwhile
+            self._drop_state(commit.round)
         self.storage.blobs.protected = self._needed(commit.round)
         due = retention.checkpoint_is_due(
             self.manifest, self.peer, commit.round, self._checkpointed, bool(self.outer.theta), self._replayed_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -16,7 +17,7 @@ from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode, Work
 from peer import events
 from peer.events import Event
-from peer.log.recompute import Recomputer
+from peer.log.recompute import Recomputer, store_state
 from peer.node.audit import held_out_text
 from peer.node.config import Machine
 from peer.node.peer import Factories, Peer
@@ -148,8 +149,10 @@ class Swarm:
         clock = self.world.clock()
         parts = (process.identity, process.transport, archive, emit, addresses, clock)
         if process.name not in self.lying:
-            known = Recomputer(self.manifest, archive.commits, archive.blobs.get)
-            process.running = BootstrapNode(*parts, work=Work(digest=known.digest))
+            logged = (self.manifest, archive.commits)
+            known = Recomputer(*logged, archive.blobs.get, newest_state=archive.newest_state)
+            store = functools.partial(store_state, *logged, archive.blobs)
+            process.running = BootstrapNode(*parts, work=Work(digest=known.digest, store_state=store))
             await process.running.run()
             self.changes.left(process)
             return
