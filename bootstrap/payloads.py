@@ -1,8 +1,8 @@
 """Fetches payloads, and the lists that name them, into a bootstrap node's archive.
 
 They are checked within all their bounds and stored before they count as held. When a round is decided, what was
-offered to it and is not committed is removed, and then what lies before the states that are kept
-(protocol/ledger/retention.py): once both are stored, and all payloads since the older one.
+offered to it and is not committed is removed, and then what lies before the states that are kept, once both are stored
+(protocol/ledger/retention.py).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Payloads:
         """By blob: who else offers it, with holders and the round, while it is fetched for the first."""
         self._wanted: dict[str, int] = {}  # by blob that is or was lately being fetched: the newest round it is for
         self._decided = -1
-        self._incomplete = set[int]()  # rounds of which not all payloads that are kept are known to be here
+        self._incomplete = set[int]()  # rounds of which not all payloads are known to be here, as theirs
         self._warnings = TokenBucket(*WARNINGS)
         self._tasks: set[asyncio.Task[None]] = set()
         holders = Holders(self._warn)
@@ -130,15 +130,17 @@ class Payloads:
         """Removes payloads and states that are not kept after the commit of `round`. Returns the names."""
         archive, blobs = self.archive, self.archive.blobs
         begin, kept = archive.states.begin, archive.states.kept
-        if not begin or self._incomplete or any(archive.lacks(each) for each in kept):
-            return set()
-        named = self._names(archive.commits[round])
-        if named is None:
-            return set()
-        named |= {name for name, wanted in self._wanted.items() if wanted > round}
-        old = [names for each in blobs.older(begin) if (names := each - named)]
         states = {digest for each in kept for digest in archive.digests(each).values()}
-        gone = set().union(*old[: retention.PRUNED_ROUNDS], blobs.of_no_round() - states)
+        old, former = blobs.older(begin), blobs.of_no_round() - states
+        if not begin or not (old or former) or any(archive.lacks(each) for each in kept):
+            return set()
+        needed = {name for name, wanted in self._wanted.items() if wanted > round}
+        for each in {round, *self._incomplete}:  # they may name again what an earlier round named
+            named = self._names(archive.commits[each]) if self._is_kept(each) else set()
+            if named is None:
+                return set()
+            needed |= named
+        gone = former.union(*[names for each in old if (names := each - needed)][: retention.PRUNED_ROUNDS])
         for name in gone:
             blobs.remove(name)
         return gone

@@ -8,6 +8,8 @@ nothing: protocol/ledger/retention.py says what is kept, written and fetched, an
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
@@ -27,7 +29,7 @@ from peer.node.sessions import Operators, Sessions
 from peer.node.training import InnerLoop, Training, add_to_feedback, encode_update
 from peer.state.handover import REQUEST_BYTES, Giving, Taking
 from peer.state.outer_optimizer import Outer
-from peer.state.payloads import Exchange, PayloadsGone
+from peer.state.payloads import CommitsWait, Exchange, PayloadsGone
 from peer.state.recovery import Recovery, WarmUp
 from peer.state.storage import Checkpoint, Feedback, FeedbackWriter, Shards, Storage
 from protocol.identity import short_peer
@@ -96,6 +98,9 @@ class Rounds:
         self._scratch: list[NDArray[np.float32]] = []
         self._worker = ThreadPoolExecutor(1, "rounds")
         self._events: asyncio.Queue[member_events.Event] = asyncio.Queue()
+        self._waiting_commits = 0  # events with commits in the queue
+        self._again: member_events.Apply | member_events.HoldShards | None = None
+        """What was given up until these commits are learned."""
         self._looked_at = float("-inf")
         self._checkpointed = -1 if restored is None else restored.round
         self._replayed_bytes = 0
@@ -128,11 +133,13 @@ class Rounds:
             wake=self._tick,
         )
         self._moments = MomentsExchange(manifest, peer, self.exchange, self.inner_loop)
-        self._recovery = Recovery(manifest, self.outer, storage, self.exchange, self.member.commits, self.emit)
-        self._warm_up = WarmUp(self._recovery, lambda: self.member.applied, self._tick)
+        recovery = Recovery(manifest, self.outer, storage, self.exchange, self.member.commits, self.emit)
+        self._recovery = dataclasses.replace(recovery, waits=lambda: self._waiting_commits > 0)
+        self._warm_up = WarmUp(recovery, lambda: self.member.applied, self._tick)
 
     def put(self, event: member_events.Event) -> None:
         """Hands an event to the machine."""
+        self._waiting_commits += isinstance(event, member_events.Committed | member_events.LogCame)
         self._events.put_nowait(event)
 
     def _tick(self) -> None:
@@ -201,13 +208,15 @@ class Rounds:
     async def _handle(self, event: member_events.Event) -> bool:
         """Carries out what the machine makes of an event. Whether the run is over."""
         member = self.member
+        self._waiting_commits -= isinstance(event, member_events.Committed | member_events.LogCame)
         self._feedback.look()
         if isinstance(event, member_events.Tick):
             await self._giving.step(member.commits, member.plan)
             await self._taking.step()
             self._moments.follow(member.plan)
             if self._lacks_state():
-                await self._hold_shards(member.commits[member.applied], whole=True)
+                with contextlib.suppress(CommitsWait):
+                    await self._hold_shards(member.commits[member.applied], whole=True)
                 self._moments.prepare(member.plan, tuple(self.outer.theta))
         effects = member.handle(event, self._clock.steady())
         self._follower.follow(member.commits)
@@ -220,6 +229,9 @@ class Rounds:
             if isinstance(effect, member_events.Finish):
                 return True
             await self._do(effect)
+        if self._again is not None and self._events.empty():
+            again, self._again = self._again, None
+            await self._do(again)
         return False
 
     async def _tick_always(self) -> None:
@@ -316,11 +328,18 @@ class Rounds:
                 await self._feedback.written()
                 await self._work(self._restore_feedback, offer)
                 self._feedback.changed(offer.round, restored=True)
-            case member_events.Apply(commit, rebuild):
-                self.put(member_events.Applied(await self._apply(commit, rebuild)))
-            case member_events.HoldShards(commit):
-                await self._timed("hold", self._hold_shards(commit))
-                self.put(member_events.ShardsHeld(commit.round))
+            case member_events.Apply() | member_events.HoldShards():
+                try:
+                    self.put(await self._follow(effect))
+                except CommitsWait:
+                    self._again = effect
+
+    async def _follow(self, effect: member_events.Apply | member_events.HoldShards) -> member_events.Event:
+        """Carries out what takes payloads. Raises CommitsWait, and then nothing was done."""
+        if isinstance(effect, member_events.Apply):
+            return member_events.Applied(await self._apply(effect.commit, effect.rebuild))
+        await self._timed("hold", self._hold_shards(effect.commit))
+        return member_events.ShardsHeld(effect.commit.round)
 
     async def _work(self, work: Callable[..., T], *args: object) -> T:
         """Runs `work` on the one thread that changes θ and the feedback, which reuses the memory that it frees."""

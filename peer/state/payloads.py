@@ -63,6 +63,10 @@ class PayloadsGone(Exception):
     """Payloads that the archives need not keep any more could not be fetched; a newer state leads on."""
 
 
+class CommitsWait(Exception):
+    """Payloads could not be fetched, and commits came meanwhile: they are learned before it is tried again."""
+
+
 class PartLists(Mapping[str, Parts]):
     """The lists of parts in the store: root -> parts. Lists that are evicted there, or damaged, are missing.
     Thread-safe."""
@@ -188,13 +192,12 @@ class Exchange:
         task.add_done_callback(self._prefetches.pop)
 
     async def payloads(
-        self, commit: Commit, shards: Sequence[str], log: Mapping[int, Commit], is_kept: Callable[[int], bool]
+        self, commit: Commit, shards: Sequence[str], log: Mapping[int, Commit], failed: Callable[[int], None]
     ) -> Committed:
         """The payloads of these shards that `commit` names; retries until it has them. Also begins to fetch those of
         the next rounds in the `log`.
 
-        is_kept: whether the archives keep the payloads of a round. Raises PayloadsGone if they do not, and no peer has
-        them.
+        failed: called when something of a round could not be fetched; what it raises is raised
         """
         if not shards:
             return Committed({}, set())
@@ -203,35 +206,34 @@ class Exchange:
         for later in range(round + 1, round + 1 + ROUNDS_AHEAD):
             for share in log[later].shares if later in log else ():
                 self.prefetch(later, share, shards)
-        kept = functools.partial(is_kept, round)
-        lists = await all_of(self._list_of(share, round, kept) for share in commit.shares)
+        lost = functools.partial(failed, round)
+        lists = await all_of(self._list_of(share, round, lost) for share in commit.shares)
         known = dict(lists)
         items = [item for shard in shards for item in commit.payloads(shard, known)]
         self.store.protected.update(part.digest for _, part, _ in items)
-        found = dict(await all_of(self._payload(part, sender, round, kept) for _, part, sender in items))
+        found = dict(await all_of(self._payload(part, sender, round, lost) for _, part, sender in items))
         by_shard: dict[str, list[tuple[float, bytes]]] = {shard: [] for shard in shards}
         for weight, part, _ in items:
             by_shard[part.shard].append((weight, found[part.digest]))
         return Committed(by_shard, {*known, *found})
 
-    async def _list_of(self, share: Share, round: int, is_kept: Callable[[], bool]) -> tuple[str, Parts]:
+    async def _list_of(self, share: Share, round: int, lost: Callable[[], None]) -> tuple[str, Parts]:
         fetch = functools.partial(self._fetch_list, share, round)
-        return share.root, await self._until_here(functools.partial(self.lists.get, share.root), fetch, is_kept)
+        return share.root, await self._until_here(functools.partial(self.lists.get, share.root), fetch, lost)
 
-    async def _payload(self, part: Part, sender: str, round: int, is_kept: Callable[[], bool]) -> tuple[str, bytes]:
+    async def _payload(self, part: Part, sender: str, round: int, lost: Callable[[], None]) -> tuple[str, bytes]:
         fetch = functools.partial(self._fetch, part, sender, round)
-        return part.digest, await self._until_here(functools.partial(self.store.get, part.digest), fetch, is_kept)
+        return part.digest, await self._until_here(functools.partial(self.store.get, part.digest), fetch, lost)
 
     async def _until_here(
-        self, read: Callable[[], T | None], fetch: Callable[[], Awaitable[None]], is_kept: Callable[[], bool]
+        self, read: Callable[[], T | None], fetch: Callable[[], Awaitable[None]], lost: Callable[[], None]
     ) -> T:
         found = await asyncio.to_thread(read)
         while found is None:
             try:
                 await fetch()
             except RemoteError as error:
-                if not is_kept():
-                    raise PayloadsGone from None
+                lost()
                 self._complain(str(error))
             found = await asyncio.to_thread(read)
             if found is None:

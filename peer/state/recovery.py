@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from peer import events
 from peer.net.base import all_of, cancel
 from peer.state.outer_optimizer import Outer
-from peer.state.payloads import RETRY_SECONDS, Committed, Exchange, PayloadsGone
+from peer.state.payloads import RETRY_SECONDS, CommitsWait, Committed, Exchange, PayloadsGone
 from peer.state.storage import Shards, Storage
 from protocol.errors import RemoteError
 from protocol.ledger.history import NEWEST, Commits
@@ -69,7 +69,11 @@ class _Progress:
 
 @dataclass(eq=False)
 class Recovery:
-    """Builds shards in `outer.theta`. `log`: the commits that count, by round."""
+    """Builds shards in `outer.theta`.
+
+    log: the commits that count, by round
+    waits: returns whether commits wait to be learned; then a failed fetch raises CommitsWait
+    """
 
     manifest: Manifest
     outer: Outer
@@ -77,6 +81,7 @@ class Recovery:
     exchange: Exchange
     log: Commits
     emit: events.Emit
+    waits: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         self._states = StateRounds(self.manifest)
@@ -92,22 +97,25 @@ class Recovery:
         self._followed = len(self.log)
         return self._states.kept
 
-    def is_kept(self, round: int) -> bool:
-        """Returns whether the archives keep the payloads of a round."""
-        return round > self.archived[0]
-
     async def payloads(self, round: int, shards: Sequence[str]) -> Committed:
-        """The payloads of these shards that the commit of `round` names. Raises PayloadsGone."""
-        return await self.exchange.payloads(self.log[round], shards, self.log, self.is_kept)
+        """The payloads of these shards that the commit of `round` names. Raises PayloadsGone, CommitsWait."""
+        return await self.exchange.payloads(self.log[round], shards, self.log, self._failed)
+
+    def _failed(self, round: int) -> None:
+        """Something of a round could not be fetched. Raises PayloadsGone, CommitsWait."""
+        if round <= self.archived[0]:
+            raise PayloadsGone
+        if self.waits():
+            raise CommitsWait
 
     async def build(self, shards: Sequence[str], round: int) -> None:
         """Puts `shards` after `round` into `outer.theta`, all of them at once. Tries until it has them. Raises
-        PayloadsGone when the archives keep nothing that leads there any more."""
+        PayloadsGone when the archives keep nothing that leads there any more; CommitsWait."""
         if shards:
             self.outer.theta.update((await self.build_copy(shards, round)).theta)
 
     async def build_copy(self, shards: Sequence[str], round: int) -> Outer:
-        """Another `Outer` that holds `shards` after `round`. Tries until it has them. Raises PayloadsGone."""
+        """Another `Outer` that holds `shards` after `round`. Tries until it has them. Raises as `build`."""
         failed = set[tuple[str, int]]()
         while True:
             with contextlib.suppress(PayloadsGone):
@@ -127,7 +135,7 @@ class Recovery:
         found = [base for base in found if base.round == 0 or ours.get(base.round, {}).get(shard) == base.digest]
         if found[0].cost > AGAIN_COST * layout.shard_bytes(self.manifest.model, shard):
             return None
-        with contextlib.suppress(PayloadsGone):
+        with contextlib.suppress(PayloadsGone, CommitsWait):
             return (await self._build({shard: found}, round, set())).theta[shard]
         return None
 
@@ -251,8 +259,7 @@ class Recovery:
             while True:
                 base = next((base for base in bases if (shard, base.round) not in failed), None)
                 if base is None:  # even the seed led nowhere
-                    if round < self.archived[0]:
-                        raise PayloadsGone
+                    self._failed(round + 1)
                     failed.difference_update({(shard, each.round) for each in bases})
                     await asyncio.sleep(RETRY_SECONDS)
                     bases = self.bases(shard, round, await self.exchange.holders())

@@ -1,0 +1,241 @@
+"""What a node's archive keeps of a long run, and who goes on where the payloads before that are gone: whole nodes and
+peers, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bootstrap.archive import Archive
+from bootstrap.node import BootstrapNode, Work
+from peer.events import Emitter, Event
+from peer.log import reader, replay
+from peer.log.recompute import Recomputer, store_state
+from peer.net import directory
+from peer.net.blobs import NO_ROUND
+from peer.state.outer_optimizer import Outer
+from protocol.errors import RemoteError
+from protocol.ledger import part_lists, retention
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import OuterSpec, TimingSpec
+from tests.support import tiny
+from tests.support.volunteers import Swarm, Volunteer, manifest
+
+pytestmark = [pytest.mark.slow, pytest.mark.virtual]
+
+MODEL = ModelSpec(vocab_size=32, d_model=8, n_layers=1, n_heads=2, d_ff=8, context=8)
+SHARDS = layout.shard_names(MODEL)
+TIMING = TimingSpec(round_deadline=8.0, round_seconds=1.0, heartbeat=0.2, gone_after=2.0)
+PEERS = ("a", "b", "c", "d")
+
+
+@contextlib.asynccontextmanager
+async def begun(folder: Path, **changes: Any) -> AsyncIterator[Swarm]:
+    """A run of PEERS, whose payloads of some fifteen rounds are eight times a state; they keep little of others'."""
+    values = {"model": MODEL, "timing": TIMING, "rounds": 1000, "start_peers": len(PEERS)}
+    async with Swarm(folder, manifest(**{**values, "outer": OuterSpec(topk=4096), **changes})) as swarm:
+        for name in PEERS:
+            swarm.start(name, limit=1)
+        yield swarm
+
+
+async def pruned(swarm: Swarm, archive: Archive, after: int = 0) -> int:
+    """Waits until an archive has removed what is before a state of a round after `after`. Returns that round."""
+    await swarm.until(lambda: archive.states.begin > after and not archive.blobs.older(archive.states.begin))
+    return archive.states.begin
+
+
+def payloads(archive: Archive, round: int) -> set[str]:
+    """The names of the payloads and lists of a round; "" stands for the payloads of a list that is gone."""
+    found = set[str]()
+    for share in archive.commits[round].shares:
+        raw = archive.blobs.get(share.root)
+        found |= {share.root, *(part.digest for part in part_lists.unpack(raw))} if raw is not None else {""}
+    return found
+
+
+def is_whole(archive: Archive) -> bool:
+    """Whether an archive has the states that are kept, and all payloads since the older one."""
+    later = [payloads(archive, round) for round in range(archive.states.begin + 1, len(archive.commits))]
+    return not any(map(archive.lacks, archive.states.kept[1:])) and set().union(*later) <= set(archive.blobs)
+
+
+async def forever(peer: str, round: int) -> None:
+    """Work that is never done: the rounds that follow bring nothing."""
+    await asyncio.Event().wait()
+
+
+async def verified(swarm: Swarm, folder: Path) -> tuple[int, replay.Verification]:
+    """The round from which a node's folder replays, and what its verification says."""
+    source = reader.Folder(folder)
+    start = await replay.archived_state(swarm.manifest, source)
+    done = await replay.verify(swarm.manifest, source.records(), source.payload, lambda problem: None, start)
+    return start.round if start is not None else 0, done
+
+
+async def test_an_archive_keeps_two_states_and_the_payloads_since_the_older_one(tmp_path: Path) -> None:
+    async with begun(tmp_path) as swarm:
+        archive = swarm.archive
+        await swarm.until(lambda: len(archive.states.found) == 2 and not archive.lacks(archive.states.found[1]))
+        first = archive.states.found[1]
+        assert archive.states.begin == 0
+        assert all(payloads(archive, round) <= set(archive.blobs) for round in range(1, first)), "nothing is gone"
+        begin = await pruned(swarm, archive)
+        assert begin == first
+        head = len(archive.commits)
+        assert is_whole(archive)
+        named = set().union(*(payloads(archive, round) for round in range(begin + 1, head)))
+        states = {digest for round in archive.states.kept for digest in archive.digests(round).values()}
+        assert {name for name in archive.blobs if archive.blobs.round_of(name) == NO_ROUND} == states
+        kept = [name for name in archive.blobs if archive.blobs.round_of(name) < head]
+        assert set(kept) == named
+        assert archive.blobs.get(archive.commits[1].shares[0].root) is None
+        begun_at, done = await verified(swarm, swarm.folder / "bootstrap")
+        assert (begun_at, done.problems) == (begin, [])
+        assert done.head is not None
+        assert done.head.round >= head - 1
+        assert done.agreed == done.attested > len(SHARDS) * (head - 2 - begin)
+        assert min(archive.states.found[i + 1] - archive.states.found[i] for i in range(2)) >= retention.STATE_ROUNDS
+        assert not [e for e in swarm.events if e.kind == "warning"]
+
+
+def without_payloads(peer: Volunteer, after: int) -> None:
+    """The peer cannot fetch payloads of later rounds, until `with_payloads`."""
+    exchange = peer.rounds.exchange
+    fetch = exchange._fetch_blob
+
+    async def fails(name: str, size: int, sender: str, round: int, *rest: Any) -> None:
+        if round > after:
+            raise RemoteError(sender, "the line is cut; it is tried again")
+        await fetch(name, size, sender, round, *rest)
+
+    exchange._fetch_blob = fails
+
+
+def with_payloads(peer: Volunteer) -> None:
+    del peer.rounds.exchange._fetch_blob
+
+
+async def test_a_peer_whose_payloads_are_gone_while_it_waits_for_them_takes_a_newer_state_and_keeps_its_feedback(
+    tmp_path: Path,
+) -> None:
+    async with begun(tmp_path) as swarm:
+        victim, goes_on = swarm.start("victim", limit=1), asyncio.Event()
+
+        async def hold(peer: str, round: int) -> None:
+            if peer == victim.id and round > 6:
+                await goes_on.wait()
+
+        swarm.hold = hold
+        await swarm.until(lambda: bool(victim.rounds and victim.rounds.offer and victim.rounds.offer.round >= 5))
+        stuck, offer, outer = victim.rounds.member.applied, victim.rounds.offer, victim.rounds.outer
+        without_payloads(victim, stuck)
+        for name in PEERS:  # who is planned no more gives its feedback away
+            swarm.peers[name].rounds._taking.refuse()
+        before = Outer(MODEL, swarm.manifest.outer.codec, float(outer.beta), float(outer.eta))
+        before.feedback = {shard: [e.copy() for e in arrays] for shard, arrays in outer.feedback.items()}
+        await swarm.until(lambda: victim.rounds.member.head > stuck + retention.STATE_ROUNDS)
+        assert victim.rounds.member.applied == stuck, "it waits for the payloads of the next round, and learns the log"
+        assert set(outer.theta) == set(SHARDS)
+        await swarm.until(lambda: victim.rounds.member.applied > stuck)
+        begin = swarm.archive.states.begin
+        assert begin > stuck, "it waited as long as they were kept"
+        if not swarm.archive.commits[offer.round].includes(victim.id, part_lists.root_of(offer.parts)):
+            for part in offer.parts:
+                before.restore_feedback(part.shard, victim.storage.own_payload(offer, part))
+
+        with_payloads(victim)
+        await swarm.until(lambda: victim.rounds.member.applied > begin and bool(victim.rounds.outer.theta))
+        assert victim.rounds.outer is outer
+        assert [text for text in victim.texts() if "no archive keeps them any more" in text]
+        assert min(victim.bases[shard] for shard in SHARDS) >= begin
+
+        def keeps_feedback() -> bool:
+            pairs = [pair for s in SHARDS for pair in zip(before.feedback[s], outer.feedback[s], strict=True)]
+            return all(np.allclose(x, y, rtol=0, atol=1e-9) for x, y in pairs)
+
+        await swarm.until(keeps_feedback)  # once what was refused is back
+        goes_on.set()
+        head = swarm.head
+        await swarm.until(lambda: any(c.tokens_of(victim.id) for c in swarm.archive.commits[head + 1 :]))
+        assert not any("other bits" in text for peer in swarm.peers.values() for text in peer.texts())
+
+
+async def test_without_a_peers_state_one_of_the_archive_leads_in_and_an_auditor_takes_the_oldest(
+    tmp_path: Path,
+) -> None:
+    async with begun(tmp_path) as swarm:
+        begin = await pruned(swarm, swarm.archive)
+        auditor = swarm.start("auditor", audit=True)
+        await swarm.until(lambda: bool(auditor.rounds and auditor.rounds.outer.theta))
+        assert auditor.bases == dict.fromkeys(SHARDS, begin), "it believes no other peer"
+        for silent in swarm.peers.values():
+            silent.storage.states = lambda: {}  # type: ignore[method-assign]
+        newcomer = swarm.start("newcomer")
+        await swarm.until(lambda: bool(newcomer.rounds and newcomer.rounds.outer.theta))
+        assert set(newcomer.bases.values()) <= set(swarm.archive.states.kept)
+        head = swarm.head
+        await swarm.until(lambda: any(c.tokens_of(newcomer.id) for c in swarm.archive.commits[head + 1 :]))
+        assert not [e for e in newcomer.events if e.kind == "shard_rebuilt"]
+
+
+@contextlib.asynccontextmanager
+async def other_node(swarm: Swarm, folder: Path) -> AsyncIterator[tuple[Archive, list[Event]]]:
+    """The node of the second operator, a spare one, while the block lasts."""
+    archive, heard = Archive(folder, swarm.manifest, swarm.disk), list[Event]()
+    who = tiny.OPERATORS[1]
+    transport = swarm.network.transport(who.peer_id, directory.valid_record(swarm.manifest.run_id))
+    logged = (swarm.manifest, archive.commits)
+    known = Recomputer(*logged, archive.blobs.get, newest_state=archive.newest_state)
+    work = Work(digest=known.digest, store_state=functools.partial(store_state, *logged, archive.blobs))
+    emit = Emitter("other", heard.append)
+    node = BootstrapNode(who, transport, archive, emit, swarm.boot.addresses, work=work)
+    task = asyncio.create_task(node.run())
+    try:
+        yield archive, heard
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await transport.aclose()
+        archive.close()
+
+
+async def test_a_node_that_was_away_takes_what_is_kept_from_the_others_and_asks_for_nothing_that_is_gone(
+    tmp_path: Path,
+) -> None:
+    operators = tuple(operator.peer_id for operator in tiny.OPERATORS[:2])
+    async with begun(tmp_path, operators=operators) as swarm:
+        async with other_node(swarm, tmp_path / "other") as (archive, _):
+            await swarm.until(
+                lambda: len(archive.commits) > 4 and 4 in {archive.blobs.round_of(n) for n in archive.blobs}
+            )
+        begin = await pruned(swarm, swarm.archive)
+        async with other_node(swarm, tmp_path / "other") as (archive, heard):
+            await swarm.until(lambda: archive.states.begin >= begin and is_whole(archive))
+            swarm.hold = forever
+            begin = await pruned(swarm, archive)
+            await swarm.until(lambda: is_whole(archive) and not archive.commits[-1].contributions)
+            assert not any(archive.lacks(round) for round in archive.states.kept)
+            assert begin <= min(r for n in archive.blobs if (r := archive.blobs.round_of(n)) > 0)
+            begun_at, done = await verified(swarm, tmp_path / "other")
+            assert (begun_at, done.problems) == (begin, [])
+            said = [event.fields["text"] for event in heard if event.kind == "warning"]
+            assert not [text for text in said if "payload" in text or "list of parts" in text]
+
+
+async def test_a_node_that_starts_again_keeps_what_it_had_and_goes_on(tmp_path: Path) -> None:
+    async with begun(tmp_path) as swarm:
+        begin = await pruned(swarm, swarm.archive)
+    with contextlib.closing(Archive(tmp_path / "bootstrap", swarm.manifest)) as archive:
+        assert archive.states.begin >= begin
+        assert not any(map(archive.lacks, archive.states.kept))
+        assert is_whole(archive)
