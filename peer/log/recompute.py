@@ -106,8 +106,9 @@ class Recomputer:
         if round < 0 or shard not in layout.shard_names(spec) or layout.shard_bytes(spec, shard) > MOST_BYTES:
             return None
         replay, (after, state) = Outer(spec, outer.codec, outer.beta, outer.eta), self._kept.pop(shard, (-1, []))
-        if not 0 <= after <= round:
-            after, state = self._begin(shard, round)
+        stored = self._newest_state(round)
+        if not stored <= after <= round:
+            after, state = self._begin(shard, stored)
         replay.theta[shard] = state
         try:
             if not self._is_cheap(shard, after, round):
@@ -136,9 +137,9 @@ class Recomputer:
             left -= PAYLOAD_WORK * portion * sum(share.size for share in self._commits[each].shares)
         return left >= 0
 
-    def _begin(self, shard: str, round: int) -> tuple[int, list[NDArray[np.float32]]]:
-        """The newest state of a shard up to `round` that is here, or that of the seed, and its round."""
-        spec, after = self._manifest.model, self._newest_state(round)
+    def _begin(self, shard: str, after: int) -> tuple[int, list[NDArray[np.float32]]]:
+        """A shard's stored state, or that of the seed, and its round."""
+        spec = self._manifest.model
         raw = self._get(self._commits[after + 1].digests[shard]) if after else None
         if raw is None:
             return 0, init.initial_shard(spec, self._manifest.seed_bytes, shard)

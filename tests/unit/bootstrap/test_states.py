@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,18 +16,24 @@ import pytest
 
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode, Work
+from bootstrap.payloads import Payloads
+from bootstrap.states import StateKeeper
 from peer.events import Emitter, Event
 from peer.log import reader, replay
 from peer.log.recompute import Recomputer, store_state
 from peer.net import directory
 from peer.net.blobs import NO_ROUND
+from peer.net.memory import MemoryNetwork
 from peer.state.outer_optimizer import Outer
+from protocol.codec import blob_hash
 from protocol.errors import RemoteError
 from protocol.ledger import part_lists, retention
+from protocol.ledger.part_lists import share_of
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import OuterSpec, TimingSpec
-from tests.support import tiny
+from protocol.wire.commit import Part
+from tests.support import potluck, tiny
 from tests.support.volunteers import Swarm, Volunteer, manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.virtual]
@@ -232,10 +239,166 @@ async def test_a_node_that_was_away_takes_what_is_kept_from_the_others_and_asks_
             assert not [text for text in said if "payload" in text or "list of parts" in text]
 
 
-async def test_a_node_that_starts_again_keeps_what_it_had_and_goes_on(tmp_path: Path) -> None:
+async def test_a_node_that_starts_again_has_what_it_had_and_its_log_says_how_far_back_it_replays(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "bootstrap"
     async with begun(tmp_path) as swarm:
         begin = await pruned(swarm, swarm.archive)
-    with contextlib.closing(Archive(tmp_path / "bootstrap", swarm.manifest)) as archive:
-        assert archive.states.begin >= begin
-        assert not any(map(archive.lacks, archive.states.kept))
+        swarm.hold = forever
+        await swarm.until(lambda: is_whole(swarm.archive) and not swarm.archive.commits[-1].contributions)
+    with contextlib.closing(Archive(folder, swarm.manifest)) as archive:
+        assert archive.states.begin == begin
+        assert not any(map(archive.lacks, archive.states.kept[1:]))
         assert is_whole(archive)
+        known = Recomputer(swarm.manifest, archive.commits, archive.blobs.get, newest_state=archive.newest_state)
+        assert known.digest("embed", begin - 1) is None
+        assert known.digest("embed", begin + 3) == archive.digests(begin + 3)["embed"]
+    done = potluck.run("log", "verify", folder, text=True)
+    assert done.returncode == 0, done
+    assert f" from round {begin} on" in done.stdout
+    assert f"up to round {begin} the commits alone were checked: the archive keeps the state after" in done.stdout
+    early = potluck.run("export", folder, "--round", begin - 1, "--out", tmp_path / "out", text=True)
+    assert early.returncode == 2
+    assert f"its archive begins after round {begin}; give a later --round, or a --checkpoint" in early.stderr
+    lost = next(iter(payloads(archive, begin + 2)))
+    (folder / "blobs" / lost).unlink()
+    done = potluck.run("log", "verify", folder, text=True)
+    assert done.returncode == 1
+    assert f"round {begin + 2}" in done.stdout
+
+
+# --- what a decision removes
+
+
+class Everybody:
+    """In place of a directory: the run has no other operator."""
+
+    operators: tuple[str, ...] = ()
+
+    async def reach(self, peer: str) -> None:
+        """Nothing is to be done."""
+
+
+def logged(folder: Path, rounds: int) -> Archive:
+    """An archive of a run whose payload of each round is nine times a state; round 12 names that of round 3, too."""
+    run = tiny.manifest()
+    archive, before = Archive(folder, run), None
+    for round in range(rounds):
+        names = [archive.blobs.put(b"payload %d" % each, each) for each in ([round, 3] if round == 12 else [round])]
+        parts = tuple(
+            Part(shard=shard, digest=name, size=9, norm=1.0)
+            for shard, name in zip(layout.shard_names(run.model), names, strict=False)
+        )
+        share = dataclasses.replace(share_of("a", parts), size=9 * retention.state_bytes(run))
+        assert archive.blobs.put(part_lists.pack(parts), round) == share.root
+        made = (tiny.contribution(0, shares=(share,)),) if round else ()
+        digests = {s: state_name(s, round - 1) for s in layout.shard_names(run.model)} if round else {}
+        before = tiny.commit(run, before, contributions=made, digests=digests)
+        archive.append(tiny.record(before))
+    return archive
+
+
+def state_name(shard: str, round: int) -> str:
+    return blob_hash.name_of(b"state %s %d" % (shard.encode(), round))
+
+
+def store(archive: Archive, round: int) -> None:
+    for shard in layout.shard_names(archive.manifest.model):
+        archive.blobs.put_of_no_round([memoryview(b"state")], state_name(shard, round))
+
+
+def rounds_in(archive: Archive) -> set[int]:
+    """The rounds of the payloads that are there."""
+    return {archive.blobs.round_of(name) for name in archive.blobs} - {NO_ROUND}
+
+
+async def test_nothing_is_removed_before_both_states_are_stored_and_what_is_named_again_stays(tmp_path: Path) -> None:
+    archive = logged(tmp_path, 20)
+    network = MemoryNetwork()
+    node = Payloads(
+        network.transport(tiny.OPERATOR.peer_id),
+        archive,
+        Everybody(),  # type: ignore[arg-type]
+        lambda event: None,
+        lambda event: None,
+    )
+    assert archive.states.kept == (8, 16)
+    newest = archive.commits[-1]
+    store(archive, 8)
+    assert await node.settle(newest) == set()
+    store(archive, 7)  # of no use any more
+    for shard in layout.shard_names(archive.manifest.model)[1:]:
+        archive.blobs.put_of_no_round([memoryview(b"state")], state_name(shard, 16))
+    assert await node.settle(newest) == set(), "a shard of the newer one is missing"
+    store(archive, 16)
+    again, offered = archive.blobs.put(b"payload 3"), archive.blobs.put(b"payload 5")
+    node._want(offered, 20)  # somebody offers it once more
+    node.complete(range(9, 20))
+    gone = await node.settle(newest)
+    assert again not in gone, "round 12 names it, whether that is noted on disk or not"
+    assert offered not in gone
+    assert len([name for name in gone if archive.blobs.has(name)]) == 0
+    assert {state_name(shard, 7) for shard in layout.shard_names(archive.manifest.model)} <= gone
+    assert not {state_name(shard, 8) for shard in layout.shard_names(archive.manifest.model)} & gone
+    while node._incomplete:
+        await asyncio.sleep(0.01)
+    assert archive.blobs.round_of(again) == 12
+    await node.settle(newest)
+    assert rounds_in(archive) == {5, *range(9, 20)}
+    await node.aclose()
+    archive.close()
+    again_there = Archive(tmp_path, archive.manifest)
+    assert again_there.states.found == archive.states.found == [0, 8, 16]
+    assert again_there.blobs.round_of(again) == 12
+    assert [again_there.newest_state(round) for round in (7, 8, 15, 16, 19)] == [0, 8, 8, 16, 16]
+    again_there.close()
+
+
+async def test_an_archive_of_an_earlier_version_is_cleared_some_rounds_at_a_time(tmp_path: Path) -> None:
+    archive = logged(tmp_path, 60)
+    node = Payloads(
+        MemoryNetwork().transport(tiny.OPERATOR.peer_id),
+        archive,
+        Everybody(),  # type: ignore[arg-type]
+        lambda event: None,
+        lambda event: None,
+    )
+    begin, newest = archive.states.kept
+    store(archive, begin), store(archive, newest)
+    sizes = []
+    while min(rounds_in(archive)) <= begin:
+        await node.settle(archive.commits[-1])
+        sizes.append(len(rounds_in(archive)))
+    assert sizes == [60 - retention.PRUNED_ROUNDS * (i + 1) for i in range(len(sizes) - 1)] + [59 - begin]
+    await node.aclose()
+    archive.close()
+
+
+async def test_a_node_that_computes_other_bits_says_so_once_and_keeps_everything(tmp_path: Path) -> None:
+    archive, said, asked = logged(tmp_path, 20), list[str](), list[tuple[str, int, int]]()
+    node = Payloads(
+        MemoryNetwork().transport(tiny.OPERATOR.peer_id),
+        archive,
+        Everybody(),  # type: ignore[arg-type]
+        lambda event: None,
+        lambda event: None,
+    )
+
+    def computes(shard: str, after: int, round: int) -> bool:
+        asked.append((shard, after, round))
+        return False
+
+    keeper = StateKeeper(archive, node, computes, said.append)
+    task = asyncio.create_task(keeper.run())
+    for _ in range(3):
+        keeper.news.set()
+        while keeper.news.is_set() or len(asked) < 2:
+            await asyncio.sleep(0.01)
+    assert asked == [("embed", 0, 8), ("embed", 0, 16)], "again for the next state, and not for the same one"
+    assert ["other bits" in text for text in said] == [True, True]
+    assert await node.settle(archive.commits[-1]) == set()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await node.aclose()
+    archive.close()
