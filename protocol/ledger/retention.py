@@ -188,11 +188,12 @@ def state_bytes(manifest: Manifest) -> int:
 
 
 def archive_bytes(manifest: Manifest, round_bytes: int) -> int:
-    """The most bytes of a node's archive in a run of any length: three states, one of which is being written, and the
-    payloads of two intervals between states.
+    """The most bytes of states and payloads in a node's archive: three states, one of which is being written, and the
+    payloads of two intervals between states. Less in a run that is over before.
 
     round_bytes: of a round's payloads and lists
     """
-    state = state_bytes(manifest)
-    rounds = max(STATE_ROUNDS, -(-STATE_COST * state // max(1, round_bytes)))
-    return 3 * state + (2 * rounds + LATE_ROUNDS) * round_bytes
+    state, round_bytes = state_bytes(manifest), max(1, round_bytes)
+    interval = max(STATE_ROUNDS, -(-STATE_COST * state // round_bytes))
+    states = min(3, manifest.rounds // interval)
+    return states * state + min(manifest.rounds, 2 * interval + LATE_ROUNDS) * round_bytes

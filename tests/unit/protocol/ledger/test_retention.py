@@ -230,13 +230,14 @@ def kept_bytes(run: Manifest, replicas: int, rounds: int) -> tuple[int, int]:
 
 def test_a_thousand_rounds_of_a_hundred_replicas_of_half_a_billion_parameters_fit_in_60_gigabytes() -> None:
     model = dataclasses.replace(presets.PRESETS["512m"].model, residual_width=0)
-    run = tiny.manifest(model=model, outer=OuterSpec(topk=32))
+    run = tiny.manifest(model=model, outer=OuterSpec(topk=32), rounds=1000)
     assert 0.5e9 < layout.total_parameters(run.model) < 0.55e9
     most, everything = kept_bytes(run, 100, 1000)
     assert everything > 540e9
     assert 30e9 < most <= 60e9
     assert most <= retention.archive_bytes(run, everything // 1000) <= 60e9
     assert kept_bytes(run, 100, 2000)[0] == most, "it does not grow"
-    for replicas in (20, 300):
+    for replicas in (1, 8, 20, 300):
         most, everything = kept_bytes(run, replicas, 1000)
         assert most <= retention.archive_bytes(run, everything // 1000) <= 80e9
+    assert kept_bytes(run, 1, 1000)[1] <= retention.archive_bytes(run, kept_bytes(run, 1, 1000)[1] // 1000) < 6e9
