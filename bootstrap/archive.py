@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from peer.net.blobs import NO_ROUND, Blob, BlobStore, Coming, Place
@@ -24,7 +24,7 @@ from protocol.errors import UsageError
 from protocol.ledger import board, history
 from protocol.ledger.history import NEWEST, Kept, Stretch, Tip, unpacked
 from protocol.ledger.retention import StateRounds
-from protocol.run import corpus, layout
+from protocol.run import corpus
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, framing, logfile
 from protocol.wire.ballot import Promise
@@ -245,22 +245,14 @@ class Archive:
             raise UsageError(f"{where} {problem}; restore the file or choose another --dir")
         self._add(raw, record.commit)
 
-    def digests(self, round: int) -> Mapping[str, str]:
-        """The digests of the shards after `round` by the log; none before the next round is decided."""
-        return self.commits[round + 1].digests if round + 1 < len(self.commits) else {}
-
     def lacks(self, round: int) -> list[str]:
-        """The shards of the state after `round` that are not stored."""
-        digests = self.digests(round)
-        return [shard for shard in layout.shard_names(self.manifest.model) if not self._has(digests.get(shard, ""))]
+        """The shards of the archived state after `round` that are not stored."""
+        digests = self.states.digests[round]
+        return [shard for shard, name in digests.items() if self.blobs.round_of(name) != NO_ROUND]
 
     def newest_state(self, round: int) -> int:
-        """The newest round up to `round` whose whole state is stored; 0, where it follows from the seed, if none is."""
-        found = (each for each in reversed(self.states.found) if 0 < each <= round and not self.lacks(each))
-        return next(found, 0)
-
-    def _has(self, name: str) -> bool:
-        return self.blobs.round_of(name) == NO_ROUND
+        """The newest round up to `round` whose state is stored, or follows from the seed."""
+        return next(each for each in reversed(self.states.digests) if each <= round and not self.lacks(each))
 
     def _add(self, raw: bytes, commit: Commit | None, size: int = 0) -> None:
         """Adds the next record.

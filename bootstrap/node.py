@@ -144,7 +144,7 @@ class Work(NamedTuple):
 
     plan: Callable[[Question], Plan | None] = Question.answer
     digest: Callable[[str, int], str | None] = lambda shard, round: None
-    store_state: StoreState = lambda shard, after, round: None
+    store_state: StoreState = lambda shard, after, round, is_over: None
 
 
 WORK = Work()

@@ -130,7 +130,7 @@ class Payloads:
         """Removes payloads and states that are not kept after the commit of `round`. Returns the names."""
         archive, blobs = self.archive, self.archive.blobs
         begin, kept = archive.states.begin, archive.states.kept
-        states = {digest for each in kept for digest in archive.digests(each).values()}
+        states = {digest for each in kept for digest in archive.states.digests[each].values()}
         old, former = blobs.older(begin), blobs.of_no_round() - states
         if not begin or not (old or former) or any(archive.lacks(each) for each in kept):
             return set()

@@ -38,10 +38,19 @@ Read = Callable[[str], bytes | None]
 
 
 def store_state(
-    manifest: Manifest, commits: Sequence[Commit], blobs: BlobStore, shard: str, after: int, round: int
+    manifest: Manifest,
+    commits: Sequence[Commit],
+    blobs: BlobStore,
+    shard: str,
+    after: int,
+    round: int,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> bool | None:
     """Computes a shard's state after `round` from its stored state `after` (0: from the seed), and stores it if its
-    digest is that of the next commit. Returns whether it is; None if a payload is not here. Raises UsageError."""
+    digest is that of the next commit. Returns whether it is; None if a payload is not here, or if `is_over`.
+
+    Raises UsageError.
+    """
     spec, outer = manifest.model, manifest.outer
     empty = functools.partial(blobs.disk.arrays, blobs.folder.parent)
     small = layout.shard_bytes(spec, shard) <= MOST_BYTES
@@ -60,6 +69,8 @@ def store_state(
             return None
     try:
         for each in range(after + 1, round + 1):
+            if is_over():
+                return None
             replay.apply(shard, _payloads(commits[each], shard, blobs.get))
     except (KeyError, BadList, PayloadError):
         return None

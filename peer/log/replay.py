@@ -94,14 +94,11 @@ Payload = Callable[[str, int], Awaitable[bytes]]
 async def archive_begin(manifest: Manifest, source: Source) -> tuple[int, Mapping[str, str]]:
     """The round after which an archive keeps all payloads, by its log, and the digests of the state after it; none for
     θ(0). Raises what `source` raises, except BadCommit."""
-    states, digests = StateRounds(manifest), dict[int, Mapping[str, str]]()
+    states = StateRounds(manifest)
     with contextlib.suppress(BadCommit, MessageError):  # `verify` says what is wrong
         async for raw in source.records():
-            commit = encoding.decode_record(raw, "the log").commit
-            states.follow(commit)
-            if states.found[-1] == commit.round - 1:
-                digests[commit.round - 1] = commit.digests
-    return states.begin, digests.get(states.begin, {})
+            states.follow(encoding.decode_record(raw, "the log").commit)
+    return states.begin, states.digests[states.begin]
 
 
 async def archived_state(manifest: Manifest, source: Source, empty: Empty = in_memory) -> State | None:

@@ -148,11 +148,11 @@ class StateRounds:
     """The rounds whose states are archived, by the log alone. Round r is one if since the one before there were
     STATE_ROUNDS rounds and payloads of STATE_COST times a state's bytes, and commit r + 1 has digests of all shards.
 
-    found: all of them so far; 0 is the first, whose state follows from the seed
+    digests: of each of them, by shard; 0 is the first, whose state follows from the seed and has none here
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        self.found = [0]
+        self.digests: dict[int, Mapping[str, str]] = {0: {}}
         self._shards = frozenset(layout.shard_names(manifest.model))
         self._due_bytes = STATE_COST * state_bytes(manifest)
         self._bytes = 0
@@ -161,7 +161,7 @@ class StateRounds:
     @property
     def kept(self) -> tuple[int, ...]:
         """The rounds of the states that are kept, the older one first."""
-        return tuple(self.found[-2:])
+        return tuple(self.digests)[-2:]
 
     @property
     def begin(self) -> int:
@@ -174,9 +174,9 @@ class StateRounds:
 
     def follow_packed(self, payload_bytes: int, commit: Callable[[], Commit]) -> None:
         """Takes the next commit, of whose payloads the bytes are known; `commit` gives it, and is seldom called."""
-        is_due = self._head - self.found[-1] >= STATE_ROUNDS and self._bytes >= self._due_bytes
-        if is_due and self._shards <= commit().digests.keys():
-            self.found.append(self._head)
+        is_due = self._head - self.kept[-1] >= STATE_ROUNDS and self._bytes >= self._due_bytes
+        if is_due and self._shards <= (digests := commit().digests).keys():
+            self.digests[self._head] = digests
             self._bytes = 0
         self._bytes += payload_bytes
         self._head += 1

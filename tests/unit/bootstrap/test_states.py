@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def payloads(archive: Archive, round: int) -> set[str]:
 def is_whole(archive: Archive) -> bool:
     """Whether an archive has the states that are kept, and all payloads since the older one."""
     later = [payloads(archive, round) for round in range(archive.states.begin + 1, len(archive.commits))]
-    return not any(map(archive.lacks, archive.states.kept[1:])) and set().union(*later) <= set(archive.blobs)
+    return not any(map(archive.lacks, archive.states.kept)) and set().union(*later) <= set(archive.blobs)
 
 
 async def forever(peer: str, round: int) -> None:
@@ -91,8 +92,8 @@ async def verified(swarm: Swarm, folder: Path) -> tuple[int, replay.Verification
 async def test_an_archive_keeps_two_states_and_the_payloads_since_the_older_one(tmp_path: Path) -> None:
     async with begun(tmp_path) as swarm:
         archive = swarm.archive
-        await swarm.until(lambda: len(archive.states.found) == 2 and not archive.lacks(archive.states.found[1]))
-        first = archive.states.found[1]
+        await swarm.until(lambda: len(archive.states.digests) == 2 and not archive.lacks(archive.states.kept[1]))
+        first = archive.states.kept[1]
         assert archive.states.begin == 0
         assert all(payloads(archive, round) <= set(archive.blobs) for round in range(1, first)), "nothing is gone"
         begin = await pruned(swarm, archive)
@@ -100,7 +101,7 @@ async def test_an_archive_keeps_two_states_and_the_payloads_since_the_older_one(
         head = len(archive.commits)
         assert is_whole(archive)
         named = set().union(*(payloads(archive, round) for round in range(begin + 1, head)))
-        states = {digest for round in archive.states.kept for digest in archive.digests(round).values()}
+        states = {digest for round in archive.states.kept for digest in archive.states.digests[round].values()}
         assert {name for name in archive.blobs if archive.blobs.round_of(name) == NO_ROUND} == states
         kept = [name for name in archive.blobs if archive.blobs.round_of(name) < head]
         assert set(kept) == named
@@ -110,7 +111,8 @@ async def test_an_archive_keeps_two_states_and_the_payloads_since_the_older_one(
         assert done.head is not None
         assert done.head.round >= head - 1
         assert done.agreed == done.attested > len(SHARDS) * (head - 2 - begin)
-        assert min(archive.states.found[i + 1] - archive.states.found[i] for i in range(2)) >= retention.STATE_ROUNDS
+        steps = [later - round for round, later in itertools.pairwise(archive.states.digests)]
+        assert min(steps) >= retention.STATE_ROUNDS
         assert not [e for e in swarm.events if e.kind == "warning"]
 
 
@@ -249,11 +251,11 @@ async def test_a_node_that_starts_again_has_what_it_had_and_its_log_says_how_far
         await swarm.until(lambda: is_whole(swarm.archive) and not swarm.archive.commits[-1].contributions)
     with contextlib.closing(Archive(folder, swarm.manifest)) as archive:
         assert archive.states.begin == begin
-        assert not any(map(archive.lacks, archive.states.kept[1:]))
+        assert not any(map(archive.lacks, archive.states.kept))
         assert is_whole(archive)
         known = Recomputer(swarm.manifest, archive.commits, archive.blobs.get, newest_state=archive.newest_state)
         assert known.digest("embed", begin - 1) is None
-        assert known.digest("embed", begin + 3) == archive.digests(begin + 3)["embed"]
+        assert known.digest("embed", begin + 3) == archive.commits[begin + 4].digests["embed"]
     done = potluck.run("log", "verify", folder, text=True)
     assert done.returncode == 0, done
     assert f" from round {begin} on" in done.stdout
@@ -349,7 +351,7 @@ async def test_nothing_is_removed_before_both_states_are_stored_and_what_is_name
     await node.aclose()
     archive.close()
     again_there = Archive(tmp_path, archive.manifest)
-    assert again_there.states.found == archive.states.found == [0, 8, 16]
+    assert list(again_there.states.digests) == list(archive.states.digests) == [0, 8, 16]
     assert again_there.blobs.round_of(again) == 12
     assert [again_there.newest_state(round) for round in (7, 8, 15, 16, 19)] == [0, 8, 8, 16, 16]
     again_there.close()
@@ -385,7 +387,7 @@ async def test_a_node_that_computes_other_bits_says_so_once_and_keeps_everything
         lambda event: None,
     )
 
-    def computes(shard: str, after: int, round: int) -> bool:
+    def computes(shard: str, after: int, round: int, is_over: Callable[[], bool]) -> bool:
         asked.append((shard, after, round))
         return False
 

@@ -195,14 +195,15 @@ def test_a_state_is_archived_once_the_payloads_since_have_eight_times_its_bytes(
     assert found[17].begin == 0, "there is nothing to go on from but the seed until there are two"
     assert found[32].kept == (0, 16)
     assert (found[33].kept, found[33].begin) == ((16, 32), 16)
-    assert found[40].found == [0, 16, 32]
-    assert followed([state] * 40)[-1].found == followed([9 * state] * 40)[-1].found == [0, 8, 16, 24, 32]
+    assert list(found[40].digests) == [0, 16, 32]
+    for size in (state, 9 * state):
+        assert list(followed([size] * 40)[-1].digests) == [0, 8, 16, 24, 32]
 
 
 def test_a_state_without_all_digests_is_not_archived_and_the_next_one_is() -> None:
     state = retention.state_bytes(RUN)
     found = followed([state] * 20, without=(9, 10, 11))
-    assert [states.found for states in found[8:13]] == [[0], [0], [0], [0], [0, 11]]
+    assert [list(states.digests) for states in found[8:13]] == [[0], [0], [0], [0], [0, 11]]
     assert followed([state] * 40, without=range(41))[-1].kept == (0,)
 
 
@@ -223,7 +224,7 @@ def kept_bytes(run: Manifest, replicas: int, rounds: int) -> tuple[int, int]:
         states.follow_packed(replicas * sum(sizes) if round else 0, lambda: tiny.commit(RUN, digests=digests))
         begins.append(states.begin)
         begin = begins[-1 - retention.LATE_ROUNDS :][0]
-        written = sum(each > begin for each in states.found) + (begin > 0)
+        written = sum(each > begin for each in states.digests) + (begin > 0)
         most = max(most, written * state + (round - begin) * round_bytes)
     return most, rounds * round_bytes
 
