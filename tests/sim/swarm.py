@@ -57,6 +57,9 @@ QUARREL_ROUNDS, QUARRELING = 4, (3, 3, 4, 5)
 LONG_PEERS, LONG_ROUNDS, LONG_STORM = 8, 24, 4
 """Full replicas and more rounds of a long run, and how many times as long faults go on in it."""
 LONG_QUORUMS = ((1, 1), (4, 4), (4, 5))
+LATE = 2
+"""Newest rounds of which a node that learned the commit before it had all payloads removes what was coming for an
+offer, and fetches it again for the commit."""
 SHARE = 0.4
 LATEST = 40.0
 """By then everybody has started."""
@@ -243,7 +246,7 @@ class Swarm:
         commits = self.ledger.log[: self.ledger.heads.get(process.name, -1) + 1]
         self._names += [self.ledger.names(commit) for commit in commits[len(self._names) :]]
         newest = max((round for round, names in enumerate(self._names[: len(commits)]) if name in names), default=-1)
-        if newest < 0:
+        if newest < 0 or newest >= len(commits) - LATE:
             return
         states = StateRounds(self.manifest)
         for commit in commits:

@@ -23,16 +23,19 @@ from peer.events import Emitter, Event
 from peer.log import reader, replay
 from peer.log.recompute import Recomputer, store_state
 from peer.net import directory
+from peer.net.base import Unreachable, Validate
 from peer.net.blobs import NO_ROUND
-from peer.net.memory import MemoryNetwork
+from peer.net.memory import MemoryNetwork, MemoryTransport
+from peer.net.stream import FrameStream
 from peer.state.outer_optimizer import Outer
 from protocol.codec import blob_hash
-from protocol.errors import RemoteError
 from protocol.ledger import part_lists, retention
 from protocol.ledger.part_lists import share_of
+from protocol.round import handover
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import OuterSpec, TimingSpec
+from protocol.wire import endpoints
 from protocol.wire.commit import Part
 from tests.support import potluck, tiny
 from tests.support.volunteers import Swarm, Volunteer, manifest
@@ -45,11 +48,44 @@ TIMING = TimingSpec(round_deadline=8.0, round_seconds=1.0, heartbeat=0.2, gone_a
 PEERS = ("a", "b", "c", "d")
 
 
+class Line(MemoryTransport):
+    """A peer's line, on which it can open no streams of some names for a while."""
+
+    def __init__(self, network: MemoryNetwork, peer_id: str, validate: Validate) -> None:
+        super().__init__(network, peer_id, validate)
+        self._refused: tuple[str, ...] = ()
+        self._opened: list[tuple[str, FrameStream]] = []
+
+    def refuse(self, *names: str) -> None:
+        """These names from now on, and no others; streams that are open end."""
+        self._refused = names
+        for name, stream in self._opened:
+            if name in names:
+                stream.abort()
+
+    async def open(self, peer: str, name: str, *, timeout: float) -> FrameStream:
+        if name in self._refused:
+            raise Unreachable(peer, "the line is cut; it is tried again")
+        self._opened.append((name, stream := await super().open(peer, name, timeout=timeout)))
+        return stream
+
+
+class Lines(MemoryNetwork):
+    """A network of them."""
+
+    def transport(self, peer_id: str, validate: Validate = lambda key, subkey, value: True) -> Line:
+        """As MemoryNetwork's."""
+        self.peers[peer_id] = line = Line(self, peer_id, validate)
+        return line
+
+
 @contextlib.asynccontextmanager
 async def begun(folder: Path, **changes: Any) -> AsyncIterator[Swarm]:
     """A run of PEERS, whose payloads of some fifteen rounds are eight times a state; they keep little of others'."""
     values = {"model": MODEL, "timing": TIMING, "rounds": 1000, "start_peers": len(PEERS)}
-    async with Swarm(folder, manifest(**{**values, "outer": OuterSpec(topk=4096), **changes})) as swarm:
+    made = Swarm(folder, manifest(**{**values, "outer": OuterSpec(topk=4096), **changes}))
+    made.network = Lines()
+    async with made as swarm:
         for name in PEERS:
             swarm.start(name, limit=1)
         yield swarm
@@ -116,21 +152,15 @@ async def test_an_archive_keeps_two_states_and_the_payloads_since_the_older_one(
         assert not [e for e in swarm.events if e.kind == "warning"]
 
 
-def without_payloads(peer: Volunteer, after: int) -> None:
-    """The peer cannot fetch payloads of later rounds, until `with_payloads`."""
-    exchange = peer.rounds.exchange
-    fetch = exchange._fetch_blob
-
-    async def fails(name: str, size: int, sender: str, round: int, *rest: Any) -> None:
-        if round > after:
-            raise RemoteError(sender, "the line is cut; it is tried again")
-        await fetch(name, size, sender, round, *rest)
-
-    exchange._fetch_blob = fails
-
-
-def with_payloads(peer: Volunteer) -> None:
-    del peer.rounds.exchange._fetch_blob
+def whole_feedback(swarm: Swarm, peer: Volunteer) -> Outer:
+    """A copy of a peer's error feedback, with what it is about to hand over."""
+    spec = swarm.manifest.outer
+    found = Outer(MODEL, spec.codec, spec.beta, spec.eta)
+    found.feedback = {shard: [e.copy() for e in arrays] for shard, arrays in peer.rounds.outer.feedback.items()}
+    for given in peer.storage.load_handovers():
+        codec = handover.codec(swarm.manifest, given.topk)
+        found.restore_feedback(given.shard, peer.storage.read_handover(given), codec)
+    return found
 
 
 async def test_a_peer_whose_payloads_are_gone_while_it_waits_for_them_takes_a_newer_state_and_keeps_its_feedback(
@@ -146,11 +176,10 @@ async def test_a_peer_whose_payloads_are_gone_while_it_waits_for_them_takes_a_ne
         swarm.hold = hold
         await swarm.until(lambda: bool(victim.rounds and victim.rounds.offer and victim.rounds.offer.round >= 5))
         stuck, offer, outer = victim.rounds.member.applied, victim.rounds.offer, victim.rounds.outer
-        without_payloads(victim, stuck)
-        for name in PEERS:  # who is planned no more gives its feedback away
-            swarm.peers[name].rounds._taking.refuse()
-        before = Outer(MODEL, swarm.manifest.outer.codec, float(outer.beta), float(outer.eta))
-        before.feedback = {shard: [e.copy() for e in arrays] for shard, arrays in outer.feedback.items()}
+        line = victim.transport
+        assert isinstance(line, Line)
+        line.refuse(endpoints.BLOB, endpoints.HANDOVER)  # who is planned no more gives its feedback away
+        before = whole_feedback(swarm, victim)
         await swarm.until(lambda: victim.rounds.member.head > stuck + retention.STATE_ROUNDS)
         assert victim.rounds.member.applied == stuck, "it waits for the payloads of the next round, and learns the log"
         assert set(outer.theta) == set(SHARDS)
@@ -161,17 +190,17 @@ async def test_a_peer_whose_payloads_are_gone_while_it_waits_for_them_takes_a_ne
             for part in offer.parts:
                 before.restore_feedback(part.shard, victim.storage.own_payload(offer, part))
 
-        with_payloads(victim)
+        line.refuse(endpoints.HANDOVER)
         await swarm.until(lambda: victim.rounds.member.applied > begin and bool(victim.rounds.outer.theta))
         assert victim.rounds.outer is outer
         assert [text for text in victim.texts() if "no archive keeps them any more" in text]
         assert min(victim.bases[shard] for shard in SHARDS) >= begin
 
-        def keeps_feedback() -> bool:
-            pairs = [pair for s in SHARDS for pair in zip(before.feedback[s], outer.feedback[s], strict=True)]
-            return all(np.allclose(x, y, rtol=0, atol=1e-9) for x, y in pairs)
-
-        await swarm.until(keeps_feedback)  # once what was refused is back
+        kept = whole_feedback(swarm, victim).feedback
+        for shard in SHARDS:
+            for x, y in zip(before.feedback[shard], kept[shard], strict=True):
+                np.testing.assert_allclose(x, y, rtol=0, atol=1e-8)
+        line.refuse()
         goes_on.set()
         head = swarm.head
         await swarm.until(lambda: any(c.tokens_of(victim.id) for c in swarm.archive.commits[head + 1 :]))
@@ -335,7 +364,7 @@ async def test_nothing_is_removed_before_both_states_are_stored_and_what_is_name
     assert await node.settle(newest) == set(), "a shard of the newer one is missing"
     store(archive, 16)
     again, offered = archive.blobs.put(b"payload 3"), archive.blobs.put(b"payload 5")
-    node._want(offered, 20)  # somebody offers it once more
+    node.fetch(("b",), Part(shard="head", digest=offered, size=9, norm=1.0), "b", 20)
     node.complete(range(9, 20))
     gone = await node.settle(newest)
     assert again not in gone, "round 12 names it, whether that is noted on disk or not"
@@ -343,11 +372,10 @@ async def test_nothing_is_removed_before_both_states_are_stored_and_what_is_name
     assert len([name for name in gone if archive.blobs.has(name)]) == 0
     assert {state_name(shard, 7) for shard in layout.shard_names(archive.manifest.model)} <= gone
     assert not {state_name(shard, 8) for shard in layout.shard_names(archive.manifest.model)} & gone
-    while node._incomplete:
+    while rounds_in(archive) != {5, *range(9, 20)}:  # once what the rounds name is looked through
         await asyncio.sleep(0.01)
+        await node.settle(newest)
     assert archive.blobs.round_of(again) == 12
-    await node.settle(newest)
-    assert rounds_in(archive) == {5, *range(9, 20)}
     await node.aclose()
     archive.close()
     again_there = Archive(tmp_path, archive.manifest)
